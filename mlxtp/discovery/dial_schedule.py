@@ -1,7 +1,8 @@
-"""Which addresses to dial now, to have a link with every node of the cluster. Pure: time comes in.
+"""Choice of the addresses to dial, to keep a link with every node of the cluster. Pure: the caller passes the
+time.
 
-Addresses come from the user (`--peer`), from links of earlier days, and from sightings on the network. Only
-the link itself shows who is there. Addresses are "host:port", compared as text.
+Addresses come from the user (`--peer`), from links of earlier runs, and from sightings on the network. Only
+the link itself shows which node is there. Addresses are "host:port", compared as text.
 """
 
 from __future__ import annotations
@@ -15,26 +16,22 @@ from .peer_cache import DiscoveredPeer
 V = TypeVar("V")
 
 AT_ONCE = 8
+#: Hints from the network among the AT_ONCE dials: false ones must not crowd out the others.
 HINTED_AT_ONCE = 6
-"""Of those at once, how many may be hints of the network: false ones must not crowd out the others."""
-AT_ONCE_A_NODE = 2
-"""As many as a node lets in from one source before they have shown who they are."""
+AT_ONCE_A_NODE = 2  #: As many as a node admits from one source before they authenticate.
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
 FOREIGN_S = 60.0
-STEADY_S = 10.0
-"""A link that lasted so long was a good one: when it breaks, its address is dialled at once."""
-DIAL_S = 30.0
-"""A dial of which nothing was heard for so long has failed."""
+STEADY_S = 10.0  #: Seconds. When a link that lasted this long breaks, its address is dialled at once.
+DIAL_S = 30.0  #: Seconds without a result after which a dial has failed.
 MAX_ADDRESSES = 2048
-MAX_LENGTH = 300
-"""Characters of one address; the name of a host has up to 253."""
+MAX_LENGTH = 300  #: Characters of one address; a host name has up to 253.
 _MAX_KEPT = 256
 _MAX_MARKED = 64
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """The two parts of "host:port"; None for what is no address, whoever said it."""
+    """Return the two parts of "host:port"; None for an invalid address."""
     host, _, port = address.rpartition(":")
     if not host or len(address) > MAX_LENGTH or not port.isascii() or not port.isdecimal():
         return None
@@ -43,9 +40,9 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 
 @dataclass(slots=True)
 class _Address:
-    """One address. `hinted` and `kept` are the nodes said to be there, by sightings and by earlier links.
+    """One address. `hinted` and `kept` are the nodes reported there, by sightings and by earlier links.
 
-    `found` is the node that answered last. `tries` counts dials since something gave new hope.
+    `found` is the node that answered last. `tries` counts dials since the last reason to retry at once.
     """
 
     static: bool = False
@@ -57,7 +54,7 @@ class _Address:
     reached_at: float = float("-inf")
 
     def wanted(self, linked: Collection[str]) -> list[str]:
-        """The nodes without a link that may be here; "" stands for one that nobody knows yet."""
+        """Return the nodes without a link that may be here; "" stands for a node that is still unknown."""
         if self.static and not self.found:
             return [""]
         return [node for node in sorted({*self.hinted, self.kept, self.found}) if node and node not in linked]
@@ -68,10 +65,10 @@ class _Address:
 
 
 class Dialing:
-    """The addresses that one node of a cluster knows, and when each was or will be dialled.
+    """Addresses known to one node of a cluster, with the times of their dials.
 
-    `static` are the user's. Call `tick` about twice a second, dial what it returns, and tell the end of each
-    dial: one of `reached`, `failed`, `ourselves`, `foreign`.
+    `static` are the user's. Call `tick` about twice a second, dial what it returns, and report the end of
+    each dial: one of `reached`, `failed`, `ourselves`, `foreign`.
     """
 
     def __init__(self, node_id: str, cluster_id: str, static: Iterable[str] = ()) -> None:
@@ -87,12 +84,12 @@ class Dialing:
     # --- what is known
 
     def remember(self, node_id: str, addresses: Iterable[str]) -> None:
-        """A node was reached at these addresses in earlier days."""
+        """Store addresses at which a node was reached in earlier runs."""
         for address in addresses:
             self._keep(address, node_id)
 
     def remembered(self) -> Mapping[str, tuple[str, ...]]:
-        """For each node the addresses it was reached at, the latest first: what to keep over a restart."""
+        """Return the addresses at which each node was reached, the latest first, to keep over a restart."""
         nodes: dict[str, list[tuple[float, str]]] = {}
         for address, entry in self._addresses.items():
             if entry.kept:
@@ -100,16 +97,16 @@ class Dialing:
         return {node: tuple(address for _, address in sorted(found)) for node, found in nodes.items()}
 
     def forget(self, node_id: str) -> None:
-        """A node was removed from the cluster: where it was reached is no longer kept."""
+        """Forget the addresses of a node that was removed from the cluster."""
         for address, entry in list(self._addresses.items()):
             entry.kept = "" if entry.kept == node_id else entry.kept
             entry.found = "" if entry.found == node_id else entry.found
             self._drop_if_idle(address)
 
     def sighted(self, sightings: Sequence[DiscoveredPeer], now: float) -> None:
-        """All that is now believed of the network. What is new in it is dialled without waiting.
+        """Replace the current sightings of the network; new addresses are dialled without waiting.
 
-        Sightings of other clusters, and of our own id, are nobody to dial.
+        Sightings of other clusters, and of our own id, are ignored.
         """
         believed = {
             (sighting.node_id, address)
@@ -129,7 +126,9 @@ class Dialing:
         self._sighted = believed
 
     def interfaces_changed(self, now: float) -> None:
-        """This machine's addresses or cables changed: who is behind an address may have changed as well."""
+        """Retry all addresses, because this machine's addresses or cables changed: other nodes may be behind
+        them now.
+        """
         self._own.clear()
         self._foreign.clear()
         for address in self._addresses:
@@ -138,7 +137,7 @@ class Dialing:
     # --- what to do
 
     def tick(self, now: float, linked: Collection[str]) -> list[str]:
-        """The addresses to dial now. `linked` are the nodes that need no dialling, by their ids."""
+        """Return the addresses to dial now. `linked` are the ids of the nodes that need no dialling."""
         for address, (since, _) in list(self._in_flight.items()):
             if now - since >= DIAL_S:
                 self.failed(address, now)
@@ -155,7 +154,7 @@ class Dialing:
         return chosen
 
     def _node_to_dial(self, address: str, entry: _Address, now: float, linked: Collection[str]) -> str | None:
-        """Whom a dial of this address would be for; None when it has to wait."""
+        """Return the node that a dial of this address is for; None if the address has to wait."""
         if address in self._in_flight or address in self._own or now < entry.due:
             return None
         if now - self._dialled.get(address, float("-inf")) < FIRST_BACKOFF_S:
@@ -172,9 +171,9 @@ class Dialing:
     # --- what came of it
 
     def reached(self, address: str, node_id: str, now: float) -> None:
-        """A link is open: this node is there. What others said of who is there was wrong.
+        """Record an open link: this node is there, and other hints about the address were wrong.
 
-        Should the link break soon, the address waits as if the dial had failed.
+        If the link breaks soon, the address waits as if the dial had failed.
         """
         if node_id == self._node_id:
             self.ourselves(address)
@@ -188,21 +187,23 @@ class Dialing:
             _back_off(entry, now)
 
     def failed(self, address: str, now: float) -> None:
-        """Nobody answered, or not as a node of this cluster does."""
+        """Record a dial without an answer, or without that of a node of this cluster."""
         self._in_flight.pop(address, None)
         if address in self._addresses:
             _back_off(self._addresses[address], now)
             self._drop_if_idle(address)
 
     def ourselves(self, address: str) -> None:
-        """It was this node that answered. Not dialled again, unless this machine's interfaces change."""
+        """Record that this node itself answered. It is dialled again only if this machine's interfaces
+        change.
+        """
         self._in_flight.pop(address, None)
         _mark(self._own, address, None, _MAX_MARKED)
         if address in self._addresses:
             self._drop_if_idle(address)
 
     def foreign(self, address: str, now: float) -> None:
-        """A node of another cluster answered. Dialled again after a minute."""
+        """Record an answer by a node of another cluster. The address is dialled again after a minute."""
         self._in_flight.pop(address, None)
         _mark(self._foreign, address, now + FOREIGN_S, _MAX_MARKED)
         entry = self._addresses.get(address)
@@ -213,11 +214,11 @@ class Dialing:
     # --- keeping books
 
     def __len__(self) -> int:
-        """How many addresses are known."""
+        """Return the number of known addresses."""
         return len(self._addresses)
 
     def _entry(self, address: str) -> _Address | None:
-        """The entry of this address, which may be a new one; None when there is no room."""
+        """Return the entry of this address, which may be a new one; None if there is no room."""
         if address not in self._addresses:
             if len(self._addresses) >= MAX_ADDRESSES and not self._make_room():
                 return None
@@ -243,7 +244,7 @@ class Dialing:
             self._drop_if_idle(oldest)
 
     def _give_hope(self, address: str, now: float) -> None:
-        """Lets it be dialled now, though never twice within the shortest backoff."""
+        """Let the address be dialled now, though never twice within the shortest backoff."""
         entry = self._addresses[address]
         entry.tries = 0
         entry.due = max(now, self._foreign.get(address, now))
@@ -255,7 +256,7 @@ class Dialing:
 
 
 def _turn(entry: _Address) -> tuple[bool, int, float]:
-    """Who goes first: what is more than a hint, then what was tried least, then what has waited longest."""
+    """Sort key: addresses that are more than a hint first, then the least tried, then the longest waiting."""
     return (entry.is_only_hinted, entry.tries, entry.due)
 
 
@@ -265,7 +266,7 @@ def _back_off(entry: _Address, now: float) -> None:
 
 
 def _mark(marks: dict[str, V], address: str, value: V, most: int) -> None:
-    """What is known of an address even when it is not among those to dial. The oldest mark goes."""
+    """Record `value` for an address, even one that is not to be dialled. The oldest mark is dropped."""
     marks.pop(address, None)
     marks[address] = value
     if len(marks) > most:

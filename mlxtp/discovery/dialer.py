@@ -1,4 +1,4 @@
-"""Reaching the other members: by Bonjour, by addresses that were given or remembered, again and again."""
+"""Dialler of the other members, by Bonjour and by given or remembered addresses, again and again."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ log = logging.getLogger(__name__)
 
 DIAL_S = 3.0
 TICK_S = 0.25
-INTERFACES_S = 2.0
-"""How often this machine's addresses are looked at."""
-TOLD_S = 60.0
-"""How long the same refusal of the same address is not repeated in the log."""
+INTERFACES_S = 2.0  #: Seconds between two checks of this machine's addresses.
+TOLD_S = 60.0  #: Seconds for which the log does not repeat the same refusal by the same address.
+#: Refusals by another Mac that this Mac's user has to know about.
 _OURS_TO_MEND = (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH)
-"""Refusals by another Mac that this one's person has to know of."""
 
 
 class Dialer:
-    """Keeps a link to every member that can be reached."""
+    """Link keeper: dials every member that can be reached."""
 
     def __init__(
         self, settings: Settings, identity: Identity, credentials: Credentials, cluster: NodeLoop, port: int
@@ -50,14 +48,13 @@ class Dialer:
         self._discovery = Discovery(self._sighted, log.warning)
         self._dials: set[asyncio.Task[None]] = set()
         self._logged: dict[str, tuple[str, float]] = {}
-        self._refusal = ""
-        """The last word of a Mac that does not want this one, until a Mac that said it does."""
+        self._refusal = ""  #: The last refusal by another Mac, until the Mac that sent it accepts this one.
         self._addresses: Addresses | None = None
         self._look_at = 0.0
         self.sightings: tuple[DiscoveredPeer, ...] = ()
 
     async def run(self) -> None:
-        """Until cancelled; then says goodbye on the network."""
+        """Dial until cancelled; then send a goodbye on the network."""
         if self._settings.discovery:
             only = (self._settings.interface,) if self._settings.interface else ()
             await self._discovery.start(self._advert(), only)
@@ -84,17 +81,17 @@ class Dialer:
 
     @property
     def trouble(self) -> str:
-        """Why others cannot be heard by multicast, in words; empty while they can, or nobody listens."""
+        """Reason why multicast cannot find other Macs; empty if it can, or if discovery is off."""
         return self._discovery.problem
 
     def woke(self) -> None:
-        """This machine slept: whoever could not be reached before may be here by now."""
+        """Retry all addresses after this machine slept: members that were out of reach may be back."""
         self._dialing.interfaces_changed(time.monotonic())
         if self._settings.discovery:
             self._discovery.refresh()
 
     def _notice_interfaces(self, now: float) -> None:
-        """Cables come and go; what is behind an address may have changed as well."""
+        """Detect changed addresses: with other cables, other nodes may be behind the known addresses."""
         if now < self._look_at:
             return
         self._look_at = now + INTERFACES_S
@@ -150,17 +147,17 @@ class Dialer:
                 self._cluster.problem = ""
 
     def _log_once(self, address: str, error: MlxtpError) -> None:
-        """What a person could mend is said, once in a while; that somebody is away is not."""
+        """Log an error that the user can fix, but not repeatedly. The absence of a member is only debug
+        output.
+        """
         quiet = error.code in (Code.LINK_LOST, Code.LINK_TIMEOUT)
         said, at = self._logged.get(address, ("", 0.0))
         if error.detail == said and time.monotonic() - at < TOLD_S:
             return
         self._logged[address] = (error.detail, time.monotonic())
-        if len(self._logged) > MAX_ADDRESSES:  # somebody announces ever new ones
+        if len(self._logged) > MAX_ADDRESSES:  # a flood of new addresses
             del self._logged[next(iter(self._logged))]
-        if (
-            "Errno 65" in error.detail
-        ):  # macOS keeps this process from the local network, mostly without a word
+        if "Errno 65" in error.detail:  # macOS blocks the local network, mostly without a message
             log.warning("%s: %s", address, explain(65, error.detail))
             return
         log.log(logging.DEBUG if quiet else logging.WARNING, "%s: %s", address, error.detail)

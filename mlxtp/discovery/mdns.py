@@ -1,7 +1,6 @@
-"""Announces this node on the network, and finds the others that announce themselves: multicast DNS.
+"""Multicast DNS: announces this node on the network and finds the others that announce themselves.
 
-What comes from the network is a hint and nothing more; `discovery/peer_cache.py` decides what is believed of
-it.
+Everything from the network is only a hint; `discovery/peer_cache.py` decides which hints are accepted.
 """
 
 from __future__ import annotations
@@ -17,28 +16,26 @@ from zeroconf.asyncio import AsyncServiceInfo
 from .multicast import Addresses, Network, addresses_up, info_of, send_something
 from .peer_cache import SERVICE, Advert, DiscoveredPeer, PeerCache, Refused, explain, is_copy, validate
 
-REFRESH_S = 2.0
-"""How often this machine's interfaces are looked at."""
+REFRESH_S = 2.0  #: Seconds between two checks of this machine's interfaces.
+#: Seconds between two queries for all nodes, besides listening: an announcement may have been lost.
 ASK_AGAIN_S = 60.0
-"""How often everybody is asked who is there, besides listening: an announcement may have been lost."""
 RESOLVE_AT_ONCE = 8
 RETRY_LOOK_S = 0.5
-CHANGE_S = 0.2
-"""Changes are told no more often, whatever somebody announces."""
+CHANGE_S = 0.2  #: Seconds between two calls of `on_change`, at least, even in a flood of announcements.
 CLOSE_S = 2.0
+#: More names than a house full of Macs has. zeroconf keeps them all, and repeats them in its questions.
 MAX_NAMES = 512
-"""More names than a house full of Macs has. The library keeps them all, and repeats them in its questions."""
 FIRST_REST_S = 5.0
 MAX_REST_S = 60.0
 _MAX_COPIES_TOLD = 16
 
 
 class Discovery:
-    """This node's voice and ear on the network. Whatever goes wrong there, it says so and tries again.
+    """Announcer and browser of this node. After a failure it reports the problem and tries again.
 
-    `on_change` is called with all sightings that are believed, whenever they change; `say` with a sentence
-    for people when something has to be mended, or is well again. `read_addresses` tells which addresses are
-    up. Everything runs in the event loop that called `start`.
+    `on_change` is called with all accepted sightings, whenever they change. `say` is called with a sentence
+    for the user when something has to be fixed, or works again. `read_addresses` returns the addresses that
+    are up. Everything runs in the event loop that called `start`.
     """
 
     def __init__(
@@ -68,30 +65,30 @@ class Discovery:
 
     @property
     def sightings(self) -> tuple[DiscoveredPeer, ...]:
-        """What is believed now."""
+        """Sightings that are accepted now."""
         return self._sightings.believed
 
     async def start(self, advert: Advert, addresses: Sequence[str] = ()) -> None:
-        """Begins to announce and to listen, in the background.
+        """Begin to announce and to listen, in the background.
 
-        `addresses` restricts it to these addresses of this machine; without, it uses all that are up but the
-        loopback's.
+        `addresses` restricts it to these addresses of this machine. Without, it uses all that are up except
+        loopback.
         """
         self._advert = advert
         self._only = tuple(addresses)
         self._tasks = [asyncio.create_task(self._keep_open()), asyncio.create_task(self._keep_looking())]
 
     def update(self, advert: Advert) -> None:
-        """Announces something else from now on: this node joined a cluster, say."""
+        """Announce something else from now on, for example after this node joined a cluster."""
         self._advert = advert
         self._hurry.set()
 
     def refresh(self) -> None:
-        """Looks at this machine's interfaces now; otherwise that happens every 2 s."""
+        """Check this machine's interfaces now instead of within 2 s."""
         self._hurry.set()
 
     async def close(self) -> None:
-        """Says goodbye and ends. Raises what a background task died of, which would be a bug here."""
+        """Send a goodbye and end. Raises the error of a background task, which would be a bug here."""
         self._leaving = True
         tasks = [*self._tasks, *self._asking.values()]
         for task in tasks:
@@ -127,7 +124,7 @@ class Discovery:
                     await self._hurry.wait()
 
     async def _follow(self) -> None:
-        """Makes what is open fit the interfaces and the advert. Raises OSError and zeroconf's errors."""
+        """Adapt the open sockets to the interfaces and the advert. Raises OSError and zeroconf's errors."""
         there = self._read_addresses()
         if self._only:
             usable = {address: there[address] for address in self._only if address in there}
@@ -156,19 +153,19 @@ class Discovery:
             self._rest_s = FIRST_REST_S
 
     async def _rest(self) -> None:
-        """Leaves the network for a while, and lets go of what the library remembers."""
+        """Leave the network for a while, and free what zeroconf remembers."""
         pause_s, self._rest_s = self._rest_s, min(2 * self._rest_s, MAX_REST_S)
         await self._shut(goodbye=False)
         self._report(
-            f"{MAX_NAMES} names were announced as {SERVICE}, so somebody floods this network. Nobody new is "
-            f"looked for within the next {pause_s:g} s. Links and --peer do not depend on it."
+            f"{MAX_NAMES} names were announced as {SERVICE}: some device floods this network. Discovery is "
+            f"paused for {pause_s:g} s. Links and --peer do not depend on it."
         )
         await asyncio.sleep(pause_s)
 
     async def _shut(self, *, goodbye: bool = True) -> None:
         network, self._network = self._network, None
         if network is not None:
-            # A network that is gone cannot be told goodbye.
+            # A goodbye fails on a network that is gone.
             with contextlib.suppress(OSError, ZeroconfError):
                 async with asyncio.timeout(CLOSE_S):
                     await network.close(goodbye=goodbye)
@@ -178,10 +175,10 @@ class Discovery:
             self._announce(problem or "other Macs can be found by multicast again")
             self.problem = problem
 
-    # --- who else is there
+    # --- the other nodes
 
     def _heard(self, service: str, there: bool) -> None:
-        """Called for every change, in the midst of the library's work: nothing may take long here."""
+        """Record a change. zeroconf calls this from its own work, so nothing may take long here."""
         if there:
             self._sightings.announced(service, _now())
         else:
@@ -207,7 +204,7 @@ class Discovery:
                     await self._news.wait()
 
     def _check_records(self) -> None:
-        """Judges names whose records are here, and asks for those of others."""
+        """Check names whose records are here, and request the records of others."""
         for service in self._sightings.due(_now()):
             if self._network is None:
                 self._changed |= self._sightings.failed(service, _now())
@@ -232,13 +229,13 @@ class Discovery:
             self._news.set()
 
     def _judge(self, service: str, info: AsyncServiceInfo) -> None:
-        """Believes in it or not."""
+        """Accept or refuse a sighting."""
         own = self._network.addresses if self._network else {}
         loopback = bool(own) and all(ipaddress.ip_address(address).is_loopback for address in own)
         verdict = validate(service, info.properties, info.addresses, info.port, loopback=loopback)
         if isinstance(verdict, Refused) or verdict.node_id != self._advert.node_id:
             self._changed |= self._sightings.resolved(service, verdict, _now())
-        elif self._network is None or not self._network.service:  # which name is our own is not known yet
+        elif self._network is None or not self._network.service:  # our own name is not known yet
             self._changed |= self._sightings.failed(service, _now())
         else:
             if is_copy(service, verdict, self._network.service, own):
@@ -251,7 +248,7 @@ class Discovery:
             self._copies_reported[where] = None
             self._announce(
                 f"{sighting.name!r} at {where} announces the id of this node, {sighting.node_id}: was the "
-                "folder of mlxtp copied from one Mac to the other? On one of them it has to be removed."
+                "folder of mlxtp copied from one Mac to the other? Remove it on one of them."
             )
 
 

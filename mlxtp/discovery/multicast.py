@@ -16,31 +16,29 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 from .peer_cache import MAX_ADDRESSES, SERVICE, Advert
 
 RESOLVE_S = 3.0
+#: Seconds. The check that a name is free takes 0.7 s, unless other devices claim one name after the other.
 REGISTER_S = 5.0
-"""Finding out that a name is free takes 0.7 s, unless somebody claims one after the other."""
-_GROUP = ("224.0.0.251", 9)
-"""The group of multicast DNS, at the port that discards."""
+_GROUP = ("224.0.0.251", 9)  #: The group of multicast DNS, at the discard port.
 
-Addresses = Mapping[str, int]
-"""IPv4 addresses of this machine, each with the number of its interface."""
+Addresses = Mapping[str, int]  #: IPv4 addresses of this machine, each with the number of its interface.
 
 
 def addresses_up() -> Addresses:
-    """The IPv4 addresses of this machine's interfaces that are up and have a carrier."""
+    """Return the IPv4 addresses of this machine's interfaces that are up and have a carrier."""
     states = psutil.net_if_stats()
     found = {}
     for name, entries in psutil.net_if_addrs().items():
         if name in states and states[name].isup:
-            with contextlib.suppress(OSError):  # the interface went away in this moment
+            with contextlib.suppress(OSError):  # the interface has just gone
                 number = socket.if_nametoindex(name)
                 found.update({entry.address: number for entry in entries if entry.family == socket.AF_INET})
     return found
 
 
 def send_something(addresses: Addresses) -> None:
-    """Tries whether this process may send to the group from any of these addresses.
+    """Test that this process may send to the group from at least one of these addresses.
 
-    The library only logs what sends raise. Raises the OSError of the first address when none may.
+    zeroconf only logs errors of its sends. Raises the OSError of the first address if none may send.
     """
     errors = []
     for address in addresses:
@@ -55,7 +53,7 @@ def send_something(addresses: Addresses) -> None:
 
 
 def info_of(service: str) -> AsyncServiceInfo | None:
-    """An empty description to be filled from records; None for what cannot be the name of a service."""
+    """Return an empty description to be filled from records; None if the name is no valid service name."""
     try:
         return AsyncServiceInfo(SERVICE, service)
     except BadTypeInNameException:
@@ -63,8 +61,10 @@ def info_of(service: str) -> AsyncServiceInfo | None:
 
 
 def _new_server() -> str:
-    """A name for a set of addresses that no other ever had: who hears it would mix them with our former ones,
-    or with those of a copy of this node.
+    """Return a name for a set of addresses that was never used before.
+
+    With a used name, other nodes would mix these addresses with our former ones, or with those of a copy of
+    this node.
     """
     return f"mlxtp-{secrets.token_hex(8)}.local."
 
@@ -72,7 +72,7 @@ def _new_server() -> str:
 class Network:
     """Sockets on these addresses, a browser, and our own service once it is announced.
 
-    `heard` is called with each full name and whether it is there now. `names` counts them since the last
+    `heard` is called with each full name and True if it is there now. `names` counts them since the last
     `ask`. Methods raise OSError and zeroconf's errors. Made and used in one event loop.
     """
 
@@ -88,7 +88,7 @@ class Network:
         self._browser: AsyncServiceBrowser | None = None
 
     async def ask(self) -> None:
-        """Asks everybody who is there, four times within 14 s. Names that are known are told again."""
+        """Query all nodes, four times within 14 s. Known names are reported again."""
         await self._stop_browsing()
         self.names = 0
         self.asked_at = asyncio.get_running_loop().time()
@@ -104,15 +104,15 @@ class Network:
         self._heard(name, state_change is not ServiceStateChange.Removed)
 
     def knows(self, info: AsyncServiceInfo) -> bool:
-        """Fills it from records that are here, if they are."""
+        """Fill `info` from cached records, if there are any; return True if it is filled."""
         return info.load_from_cache(self._mdns.zeroconf)
 
     async def resolve(self, info: AsyncServiceInfo) -> bool:
-        """Asks for its records and fills it; whether they came within 3 s."""
+        """Request its records and fill `info`; return True if they came within 3 s."""
         return await info.async_request(self._mdns.zeroconf, RESOLVE_S * 1000)
 
     async def announce(self, advert: Advert) -> None:
-        """Tells everybody, three times within 0.5 s, after finding out that the name is free."""
+        """Announce to all nodes, three times within 0.5 s, after a check that the name is free."""
         if self.service and self.advert is not None and self.advert.service() != advert.service():
             await (await self._mdns.async_unregister_service(self._describe(self.advert, self.service)))
             self.service = ""
@@ -141,7 +141,7 @@ class Network:
         )
 
     async def move(self, addresses: Addresses) -> None:
-        """Uses these addresses from now on, and forgets what was heard by others.
+        """Use these addresses from now on, and forget the records that came by others.
 
         An address that is on another interface than before counts as new.
         """
@@ -154,7 +154,7 @@ class Network:
         self.addresses, self._server = addresses, _new_server()
 
     async def close(self, *, goodbye: bool) -> None:
-        """Says goodbye, which takes 0.3 s, and closes everything."""
+        """Send a goodbye, which takes 0.3 s, and close everything."""
         await self._stop_browsing()
         if not goodbye:
             registry = self._mdns.zeroconf.registry

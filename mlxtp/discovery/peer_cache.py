@@ -1,8 +1,8 @@
-"""What is believed of the nodes that announce themselves on the network, and for how long.
+"""Cache of the nodes that announce themselves on the network.
 
-A sighting is a hint where a node may be reached; it makes nobody a member. Whoever is on the network can
-announce anything, so everything here is checked, small in number and old after a while.
-`discovery/mdns.py` brings the records; time is in seconds of any clock that only goes forward.
+A sighting is a hint where a node may be reached; it makes no node a member. Any device on the network can
+announce anything. So every sighting is checked, their number is limited, and they expire. `discovery/mdns.py`
+passes the records; time is in seconds of any clock that only goes forward.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ MAX_ADDRESSES = 16
 _MAX_WAITING = 64
 _MAX_TXT_KEYS = 16
 _MAX_TXT_BYTES = 512
-_MAX_LABEL_BYTES = 63
-"""RFC 1035, section 2.3.4."""
+_MAX_LABEL_BYTES = 63  #: RFC 1035, section 2.3.4.
 
+#: Seconds between two checks of a sighting against its records. The network is queried only if those are too
+#: old, which is after 120 s for a host's (RFC 6762, section 10).
 CONFIRM_S = 30.0
-"""How often each sighting is compared with its records. Only when those are too old, which is after 120 s for
-a host's (RFC 6762, section 10), is the network asked."""
-BELIEVED_S = 60.0
-"""A sighting is believed so long after its records were last there."""
+BELIEVED_S = 60.0  #: Seconds for which a sighting is accepted after its records were last there.
 RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 
+#: The keys of the TXT record: the pattern of each value, and its description. A missing one is an empty one.
 _TXT = {
     b"txtvers": (re.compile(TXT_VERSION.encode()), TXT_VERSION),
     b"id": (re.compile(rb"[0-9a-f]{32}"), "32 hex digits"),
@@ -37,15 +36,14 @@ _TXT = {
     b"v": (re.compile(rb"[0-9]{1,4}"), "a number of up to 4 digits"),
     b"ca": (re.compile(rb"1?"), "1 or empty"),
 }
-"""The keys of the TXT record, what each may hold, and how to say so. A missing one is an empty one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advert:
-    """What a node tells of itself to everybody around: no secrets.
+    """Announcement of a node, readable by every device on the network: no secrets.
 
-    `name` is for people. `cluster_id` is empty for a node without a cluster; `has_ca` says that joining is
-    handled here. `port` is the control port, `version` that of the protocol.
+    `name` is for people. `cluster_id` is empty for a node without a cluster. `has_ca`: the node handles
+    joins. `port` is the control port, `version` that of the protocol.
     """
 
     node_id: str
@@ -56,7 +54,7 @@ class Advert:
     version: int
 
     def service(self) -> str:
-        """Its full name on the network: what people call it, made printable, and the start of its id."""
+        """Return its full name on the network: the node's name, made printable, and the start of its id."""
         ending = f" [{self.node_id[:8]}]"
         # A dot would start another part of the name.
         printable = "".join(char if char.isprintable() else "" for char in self.name.replace(".", "-"))
@@ -65,7 +63,7 @@ class Advert:
         return f"{short or 'mlxtp'}{ending}.{SERVICE}"
 
     def properties(self) -> dict[str, str]:
-        """Its TXT record, the version of that record first."""
+        """Return its TXT record, the version of that record first."""
         return {
             "txtvers": TXT_VERSION,
             "id": self.node_id,
@@ -77,7 +75,7 @@ class Advert:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredPeer:
-    """What a node seems to tell of itself. `addresses` are "ip:port", sorted, 1 to 16 of them."""
+    """Announcement of a peer, not authenticated. `addresses` are "ip:port", sorted, 1 to 16 of them."""
 
     node_id: str
     cluster_id: str
@@ -89,7 +87,7 @@ class DiscoveredPeer:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Records that no node of ours would announce, and why."""
+    """Records that no mlxtp node would announce, and why."""
 
     reason: str
 
@@ -102,7 +100,8 @@ def validate(
     *,
     loopback: bool = False,
 ) -> DiscoveredPeer | Refused:
-    """What records amount to. `addresses` are packed; those that cannot be dialled are left out.
+    """Return the peer that these records describe. `addresses` are packed; those that cannot be dialled are
+    left out.
 
     With `loopback` only addresses of this machine's loopback count, otherwise only others.
     """
@@ -127,7 +126,7 @@ def validate(
 
 
 def _label(service: str) -> str | Refused:
-    """The first part of a full name."""
+    """Return the first part of a full name."""
     if not service.endswith(f".{SERVICE}"):
         return Refused(f"the name does not end with {SERVICE}")
     label = service.removesuffix(f".{SERVICE}")
@@ -140,7 +139,7 @@ def _label(service: str) -> str | Refused:
 
 
 def _read_txt(properties: Mapping[bytes, bytes | None]) -> DiscoveredPeer | Refused:
-    """What the TXT record says. Keys that are not known are for later versions."""
+    """Return the peer in a TXT record. Unknown keys are ignored: they are for later versions."""
     size = sum(len(key) + len(value or b"") for key, value in properties.items())
     if len(properties) > _MAX_TXT_KEYS or size > _MAX_TXT_BYTES:
         return Refused(f"a TXT record of {len(properties)} keys and {size} bytes")
@@ -161,7 +160,7 @@ def _read_txt(properties: Mapping[bytes, bytes | None]) -> DiscoveredPeer | Refu
 
 
 def _host(packed: bytes) -> ipaddress.IPv4Address | None:
-    """An IPv4 address that one machine can have."""
+    """Return an IPv4 address that one machine can have; None for other addresses."""
     if len(packed) != 4:
         return None
     host = ipaddress.IPv4Address(packed)
@@ -173,7 +172,7 @@ _THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
 
 
 def is_copy(service: str, sighting: DiscoveredPeer, own_service: str, own_addresses: Collection[str]) -> bool:
-    """Whether a sighting that carries our node id comes from elsewhere: somebody copied our home folder.
+    """Return True if a sighting with our node id is from elsewhere, because our home folder was copied.
 
     `own_service` is the name we are announced by, `own_addresses` are this machine's.
     """
@@ -182,7 +181,7 @@ def is_copy(service: str, sighting: DiscoveredPeer, own_service: str, own_addres
 
 
 def explain(errno: int | None, detail: str) -> str:
-    """Why nodes are not found on this network, for whoever has to mend it. `errno` is what a send raised."""
+    """Return a message for the user: why discovery fails and how to fix it. `errno` is what a send raised."""
     aid = "other Macs can be named by --peer HOST:PORT meanwhile"
     match errno:
         case 65:  # EHOSTUNREACH as macOS numbers it
@@ -202,7 +201,7 @@ def explain(errno: int | None, detail: str) -> str:
 
 @dataclass(slots=True)
 class _Entry:
-    """A name that somebody announced. `due` is when to look at its records; `seen` when they were there."""
+    """An announced name. `due` is when to check its records, `seen` when they were last there."""
 
     due: float
     tries: int = 0
@@ -211,10 +210,10 @@ class _Entry:
 
 
 class PeerCache:
-    """The names that were announced, and what is believed of them.
+    """Announced names, and the sightings that were accepted.
 
-    Each name waits for its records or is believed; one whose records are refused is forgotten until it has
-    others. At most 64 wait and 64 are believed: the one that was heard of longest ago goes.
+    Each name either waits for its records or is accepted. A name whose records are refused is forgotten until
+    it has others. At most 64 wait and 64 are accepted: the one announced longest ago goes.
     """
 
     def __init__(self) -> None:
@@ -222,7 +221,7 @@ class PeerCache:
         self._believed: dict[str, _Entry] = {}
 
     def announced(self, service: str, now: float) -> None:
-        """Records of this name are new or other ones: look at them now."""
+        """Check the records of this name now, because they are new or changed."""
         if service in self._believed:
             self._believed[service].due = now
             return
@@ -232,27 +231,29 @@ class PeerCache:
         _put(self._waiting, service, _Entry(due=now), _MAX_WAITING)
 
     def doubt(self, now: float) -> None:
-        """Nothing that was heard before counts any more: look at all names again."""
+        """Check all names again, because earlier announcements no longer count."""
         for entry in (*self._waiting.values(), *self._believed.values()):
             entry.due, entry.tries = now, 0
 
     def withdrawn(self, service: str) -> bool:
-        """The name is gone: its owner said goodbye, or its records are too old. Whether beliefs changed."""
+        """Drop a name after its owner's goodbye, or because its records are too old. Returns True if accepted
+        sightings changed.
+        """
         self._waiting.pop(service, None)
         return self._believed.pop(service, None) is not None
 
     def due(self, now: float) -> list[str]:
-        """Names whose records to look at now, those first that were tried least often and heard of last."""
+        """Return names whose records to check now, the least tried first, among them the latest announced."""
         entries = [*self._waiting.items(), *self._believed.items()]
         ready = [(name, entry) for name, entry in reversed(entries) if entry.due <= now]
         return [name for name, entry in sorted(ready, key=lambda pair: pair[1].tries)]
 
     def next_due(self) -> float | None:
-        """When `due` will have something, as far as is known."""
+        """Return the time at which `due` will have something, as far as is known."""
         return min((e.due for group in (self._waiting, self._believed) for e in group.values()), default=None)
 
     def resolved(self, service: str, verdict: DiscoveredPeer | Refused, now: float) -> bool:
-        """Its records are there, and this is what they amount to. Whether beliefs changed."""
+        """Store the verdict on its records. Returns True if accepted sightings changed."""
         waiting = self._waiting.pop(service, None)
         before = self._believed.pop(service, None)
         if waiting is None and before is None:
@@ -264,8 +265,9 @@ class PeerCache:
         return changed
 
     def failed(self, service: str, now: float) -> bool:
-        """Nobody told its records: try again later, and believe in it no longer than so long. Whether beliefs
-        changed.
+        """Schedule a retry after a request for records without reply. A sighting expires after BELIEVED_S.
+
+        Returns True if accepted sightings changed.
         """
         entry = self._waiting.get(service) or self._believed.get(service)
         if entry is None:
@@ -280,16 +282,16 @@ class PeerCache:
 
     @property
     def believed(self) -> tuple[DiscoveredPeer, ...]:
-        """What is believed now, in the order of the names."""
+        """Accepted sightings, in the order of the names."""
         return tuple(entry.sighting for _, entry in sorted(self._believed.items()) if entry.sighting)
 
     def __len__(self) -> int:
-        """How many names are kept."""
+        """Return the number of names kept."""
         return len(self._waiting) + len(self._believed)
 
 
 def _put(group: dict[str, _Entry], name: str, entry: _Entry, most: int) -> None:
-    """Adds it; when that is one too many, the first that came goes."""
+    """Add an entry; if that is one too many, drop the oldest."""
     group[name] = entry
     if len(group) > most:
         del group[next(iter(group))]

@@ -1,4 +1,4 @@
-"""Whether a folder has all files of a model."""
+"""Completeness of a model's folder."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 from ..tokenizer_file import TIKTOKEN_FILE, table
 
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
+#: Errors of a file that cannot be read, or holds no table.
 READ_ERRORS = (OSError, ValueError, RecursionError)
-"""Of a file that cannot be read, or holds no table."""
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether configuration, tokenizer and all weights are in this folder. Reads the disk."""
+    """Return True if configuration, tokenizer and all weights are in this folder. Reads the disk."""
     return not lacks(folder)
 
 
 def lacks(folder: Path) -> str:
-    """What this folder would need to be a complete model, in words; empty for nothing. Reads the disk."""
+    """Return the missing parts of the model in this folder, in words; empty for none. Reads the disk."""
     try:
         missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
         if (folder / TIKTOKEN_FILE).is_file() and (folder / "tokenizer_config.json").is_file():
-            missing = [name for name in missing if name != "tokenizer.json"]  # made of them
+            missing = [name for name in missing if name != "tokenizer.json"]  # made from these two
         weights = {path.name for path in folder.glob("model*.safetensors") if path.is_file()}
         indices = list(folder.glob("*.safetensors.index.json"))
         wanted = {name for index in indices for name in table(index)["weight_map"].values()}

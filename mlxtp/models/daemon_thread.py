@@ -1,4 +1,4 @@
-"""Work that waits for a network, in threads of its own: it fills no pool, and no end of the program waits."""
+"""Daemon threads for work that waits for a network: no pool fills up, and the program can end at any time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 def begin(work: Callable[[], T]) -> Future[T]:
-    """Start it now. It cannot be cancelled, only left."""
+    """Start `work` in a thread now. It cannot be cancelled, only abandoned."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - the thread's boundary: whoever waits raises it
+        except BaseException as error:  # noqa: BLE001 - the thread's boundary: the waiting caller raises it
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -29,5 +29,5 @@ def begin(work: Callable[[], T]) -> Future[T]:
 
 
 async def apart(work: Callable[[], T]) -> T:
-    """The same, and wait for it; whoever is cancelled waits no more."""
+    """Run `work` in a thread and wait for it. Cancellation ends only the wait."""
     return await asyncio.wrap_future(begin(work))

@@ -1,4 +1,4 @@
-"""One model on its way into this Mac's cache, from the Hub or a member. It waits: use it in threads."""
+"""Download of one model into this Mac's cache, from the Hub or a member. It waits: use it in threads."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from .hub_cache import (
 )
 from .manifest import Manifest, is_commit, wanted
 
-FILES_AT_ONCE = 4
-"""From the Hub."""
-LOOK_S = 0.25
-"""How often it is seen that it is not wanted any more."""
+FILES_AT_ONCE = 4  #: Files downloaded from the Hub at one time.
+LOOK_S = 0.25  #: Seconds between two checks for `stop`.
+#: Seconds to wait for threads that are to end. A thread that waits for the network may take much longer; it
+#: writes nothing after that.
 END_S = 1.0
-"""How long threads are waited for that are to end. One that waits for the network may take much longer; it
-writes nothing any more."""
 
 T = TypeVar("T")
 ShouldStop = Callable[[], bool]
@@ -35,7 +33,8 @@ Work = Callable[[], None]
 
 
 class Fetch:
-    """`revision` is to come, and to be called `ref`, a branch, a tag or the commit itself; `refs` are others.
+    """Download of `revision`, to be called `ref`: a branch, a tag or the commit itself. `refs` are other
+    names.
 
     One call of `from_hub` or `from_member` at a time.
     """
@@ -44,17 +43,18 @@ class Fetch:
         self.repo = repo
         self.ref = ref
         self.revision = revision
-        self.manifest: Manifest | None = None
-        """Once it is known."""
+        self.manifest: Manifest | None = None  #: None until it is known.
         self.refs = frozenset(each for each in (ref, *refs) if not is_commit(each))
+        #: Those of `refs` for which the Hub itself names the commit, not only a member.
         self.by_hub: frozenset[str] = frozenset()
-        """Those of `refs` that the Hub itself calls the commit, not a member alone."""
+        #: Parts of the files that are to come, once the check for room has passed.
         self._parts: Sequence[PartialFile] | None = None
-        """Of the files that are to come, once it is known that there is room."""
         self._stop = threading.Event()
 
     def stop(self) -> None:
-        """It is not wanted any more: what runs raises Stopped within two seconds, and what has come stays."""
+        """Stop the download: a running call raises Stopped within two seconds, and the bytes on the disk
+        stay.
+        """
         self._stop.set()
 
     @property
@@ -65,7 +65,7 @@ class Fetch:
         return self.manifest.size - sum(part.file.size - part.held_bytes for part in self._parts)
 
     def from_hub(self) -> Path:
-        """Have all of it here; the folder. Raises ModelError and Stopped."""
+        """Download all of it from the Hub; return the folder. Raises ModelError and Stopped."""
         (manifest,) = self._run([self._look_up], threading.Event())
         for attempt in (1, 2):
             try:
@@ -81,11 +81,10 @@ class Fetch:
         return found
 
     def from_member(self, model: str, connect: Connect) -> Path:
-        """The same, from the lender behind `connect`. Its manifest is a hint: see `needed`,
-        `hub_client.compare`.
+        """Copy all of it from the seeder behind `connect`; return the folder.
 
-        Raises LinkError, ProtocolError and Damaged when that one is of no use, ModelError when this Mac is
-        not.
+        The seeder's manifest is only a hint: see `needed`, `hub_client.compare`. Raises LinkError,
+        ProtocolError and Damaged for a failure of the seeder, ModelError for one of this Mac.
         """
         (offered,) = self._run([lambda: _asked(connect, model)], threading.Event())
         if offered.name != self.repo.name:
@@ -141,9 +140,10 @@ class Fetch:
             raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 
     def _run(self, works: Sequence[Callable[[], T]], ended: threading.Event) -> list[T]:
-        """All at once, until all have ended. The first failure, or `stop`, ends the others, and is raised.
+        """Run all of them at once, until all have ended.
 
-        Nobody waits long for those: `ended` tells them.
+        The first failure, or `stop`, ends the others, and is raised. `ended` signals the others to stop; the
+        wait for them is short.
         """
         begun = [begin(each) for each in works]
         while not self._stop.is_set():
@@ -161,7 +161,7 @@ class Fetch:
 
 
 def needed(offered: Manifest) -> Manifest:
-    """Return what of a member's manifest serving needs. Raises ProtocolError when that is no model."""
+    """Return the part of a member's manifest that serving needs. Raises ProtocolError if that is no model."""
     manifest = replace(offered, files=wanted(offered.files))
     paths = [file.path for file in manifest.files]
     if "config.json" not in paths or not any(path.endswith(".safetensors") for path in paths):

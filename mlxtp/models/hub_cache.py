@@ -1,15 +1,16 @@
-"""Models in the Hub's own cache (HF_HUB_CACHE), so that other programs share them and nothing is there twice.
+"""Models in the Hub's own cache (HF_HUB_CACHE), shared with other programs, so that nothing is stored twice.
 
     models--OWNER--NAME/
         blobs/HASH                    a file's content; its name is its hash
-        blobs/HASH.mlxtp-part         what has come of one
+        blobs/HASH.mlxtp-part         the pieces of one that have come
         blobs/HASH.mlxtp-have         a byte for each piece of that, 1 if it is here
         snapshots/COMMIT/PATH         links to blobs; appears when all of them are complete
-        refs/REVISION                 the commit of a branch or tag, by the Hub's word
-    .mlxtp/refs/REVISION          the same by a member's word, for mlxtp alone
-        .mlxtp/COMMIT.json            the manifest, once it is known; .mlxtp/lock: whoever adds or removes
+        refs/REVISION                 the commit of a branch or tag, as reported by the Hub
+        .mlxtp/refs/REVISION          the same as reported by a member, for mlxtp alone
+        .mlxtp/COMMIT.json            the manifest, once it is known
+        .mlxtp/lock                   held by the process that adds or removes
 
-Only what has its hash gets a name that anybody reads.
+Only content with the right hash gets a name that other programs read.
 """
 
 from __future__ import annotations
@@ -41,22 +42,20 @@ from .manifest import (
 )
 
 FOLDER = ".mlxtp"
-_READ_BYTES = 1 << 18
-"""What is hashed at a time: little enough to stay in a processor's cache between the two."""
+_READ_BYTES = 1 << 18  #: Bytes hashed at a time: few enough to stay in a processor's cache between the two.
 _SAVE_BYTES = 128 << 20
 _LOOK_S = 0.5
+#: Bytes. Blobs up to this size are hashed before they become part of a model: that takes no time.
 SMALL_BYTES = 64 << 20
-"""Blobs up to this size are hashed before they become part of a model: that takes no time."""
-ROOM_BYTES = 1 << 30
-"""What is left free on the disk beside a model."""
+ROOM_BYTES = 1 << 30  #: Bytes left free on the disk beside a model.
 
 
 class Stopped(Exception):
-    """Whoever wanted this does not want it any more."""
+    """The caller no longer wants this."""
 
 
 class Damaged(Exception):
-    """What came does not have its hash. `file` is gone again."""
+    """A file whose content does not have its hash. It has been deleted."""
 
     def __init__(self, file: ModelFile) -> None:
         super().__init__(f"{file.path} does not have the hash {file.hash[:12]}… that it should have")
@@ -64,24 +63,24 @@ class Damaged(Exception):
 
 
 def cache_folder() -> Path:
-    """Where the Hub's own client keeps models: HF_HUB_CACHE, or `hub` in HF_HOME."""
+    """Return the folder where the Hub's own client keeps models: HF_HUB_CACHE, or `hub` in HF_HOME."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def free_bytes(folder: Path) -> int:
-    """Room on the disk that has this folder, or will have it. Raises OSError."""
+    """Return the free bytes of the disk that has this folder, or will have it. Raises OSError."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 class Repo:
-    """One model of the cache, whatever is there of it. Reads and writes the disk: use it in threads."""
+    """One model of the cache, complete or not. Reads and writes the disk: use it in threads."""
 
     def __init__(self, name: str, cache: Path | None = None) -> None:
-        """`name` is OWNER/NAME. Raises ValueError for what is none."""
+        """Create the object for OWNER/NAME. Raises ValueError for an invalid name."""
         if split_name(name) != (name, "main"):
             raise ValueError(f"{name!r:.200} is no OWNER/NAME")
         self.name = name
@@ -91,7 +90,7 @@ class Repo:
     # --- what is here
 
     def commit(self, revision: str) -> str:
-        """The commit that a revision was when it was last asked for; empty when that is not known."""
+        """Return the commit of a revision when it was last looked up; empty if unknown."""
         if is_commit(revision):
             return revision
         latest, commit = 0, ""
@@ -105,11 +104,11 @@ class Repo:
 
     @property
     def _ref_folders(self) -> tuple[Path, Path]:
-        """The Hub's word, which other programs read, and a member's."""
+        """Folders of the refs from the Hub, which other programs read, and of those from members."""
         return self.folder / "refs", self.folder / FOLDER / "refs"
 
     def snapshot(self, revision: str) -> Path | None:
-        """The folder of a revision, if all of it is here."""
+        """Return the folder of a revision if all of it is here, else None."""
         if not (commit := self.commit(revision)):
             return None
         folder = self.folder / "snapshots" / commit
@@ -118,7 +117,9 @@ class Repo:
         return folder if all(_has_size(folder / file.path, file.size) for file in kept.files) else None
 
     def manifest(self, commit: str) -> Manifest | None:
-        """What was kept of a commit; of one that another program brought whole, what its links say."""
+        """Return the kept manifest of a commit; without one, the manifest from the links of another program's
+        snapshot.
+        """
         return (self._kept(commit) or self._linked(commit)) if is_commit(commit) else None
 
     def _kept(self, commit: str) -> Manifest | None:
@@ -129,7 +130,7 @@ class Repo:
         return kept if (kept.name, kept.revision) == (self.name, commit) else None
 
     def _linked(self, commit: str) -> Manifest | None:
-        """The Hub's client names blobs by their hashes."""
+        """Return a manifest from a snapshot's links, because the Hub's client names blobs by their hashes."""
         folder = self.folder / "snapshots" / commit
         try:
             found = [
@@ -143,7 +144,7 @@ class Repo:
         return manifest if is_complete(folder) else None
 
     def begun(self) -> Manifest | None:
-        """The newest manifest of which something is missing."""
+        """Return the newest manifest of which something is missing."""
         try:
             kept = sorted((self.folder / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime)
         except OSError:
@@ -152,18 +153,18 @@ class Repo:
         return next((each for each in found if each and self.snapshot(each.revision) is None), None)
 
     def held_bytes(self, manifest: Manifest) -> int:
-        """Bytes of it that are here."""
+        """Return the bytes of it that are here."""
         return sum(self._held(file) for file in manifest.blobs)
 
     def _held(self, file: ModelFile) -> int:
         return file.size if self.has(file) else _bytes_of(file, self._ledger(file))
 
     def has(self, file: ModelFile) -> bool:
-        """Whether its blob is complete."""
+        """Return True if its blob is complete."""
         return _has_size(self.blob(file), file.size)
 
     def chunks(self, file: ModelFile) -> bytes:
-        """A byte for each of its pieces, 1 for those that are here."""
+        """Return a byte for each of its pieces, 1 for those that are here."""
         return b"\1" * file.chunks if self.has(file) else self._ledger(file)
 
     def _ledger(self, file: ModelFile) -> bytes:
@@ -174,19 +175,19 @@ class Repo:
         return kept if len(kept) == file.chunks and self.part(file).is_file() else bytes(file.chunks)
 
     def blob(self, file: ModelFile) -> Path:
-        """Where its content is, or will be."""
+        """Return the path of its content."""
         return self.folder / "blobs" / file.hash
 
     def part(self, file: ModelFile) -> Path:
-        """Where it is until then."""
+        """Return the path of its content until that is complete."""
         return self.folder / "blobs" / f"{file.hash}.mlxtp-part"
 
     def ledger(self, file: ModelFile) -> Path:
-        """Which pieces of that are here."""
+        """Return the path of the record of the pieces that are here."""
         return self.folder / "blobs" / f"{file.hash}.mlxtp-have"
 
     def readable(self, file: ModelFile) -> Path:
-        """Where its pieces can be read from now on. Raises OSError when that is outside the cache.
+        """Return the path from which its pieces can be read. Raises OSError if that is outside the cache.
 
         All of a model may lie elsewhere: its folder may be a link, to another disk for example.
         """
@@ -197,7 +198,7 @@ class Repo:
         return found
 
     def as_here(self) -> Repo:
-        """The same model, by the name that its folder has on this disk: macOS ignores case."""
+        """Return the same model, by the name that its folder has on this disk: macOS ignores case."""
         try:
             names = [each.name for each in self.cache.iterdir()]
             if self.folder.name not in names:
@@ -209,7 +210,7 @@ class Repo:
         return self
 
     def has_inside(self, path: Path) -> bool:
-        """Whether a path, however it is spelled, leads into this model's folder."""
+        """Return True if a path, in any spelling, leads into this model's folder."""
         path = path.resolve()
         return any(self._is(each) for each in (path, *path.parents))
 
@@ -220,9 +221,9 @@ class Repo:
             return False
 
     def check(self, file: ModelFile, path: Path) -> None:
-        """That it stands at `path`, a link to its blob, with its hash.
+        """Check that `path` is a link to its blob, with its hash.
 
-        Raises Damaged when it is something else, which is gone then, and OSError.
+        Raises Damaged if it is something else, which is then deleted, and OSError.
         """
         if hash_of(path, file, lambda _: None) != file.hash:
             path.unlink(missing_ok=True)
@@ -230,20 +231,20 @@ class Repo:
             raise Damaged(file)
 
     def drop_if_wrong(self, file: ModelFile) -> None:
-        """A small blob without its hash is gone afterwards: others bring blobs, too, and hash none. Raises
-        OSError.
+        """Delete a small blob that does not have its hash: other programs write blobs without hashing them.
+        Raises OSError.
         """
         if file.size <= SMALL_BYTES and self.has(file):
             with contextlib.suppress(Damaged):
                 self.check(file, self.blob(file))
 
-    # --- what comes
+    # --- downloads
 
     @contextlib.contextmanager
     def locked(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Meanwhile no other program of ours changes this model here. Waits for one that does.
+        """Keep other mlxtp programs from changing this model here. Waits for one that does.
 
-        Raises ModelError when nothing can be written here, Stopped when that is no longer wanted.
+        Raises ModelError if nothing can be written here, Stopped if `stopped` returns True.
         """
         while (lock := self._lock()) is None:
             if stopped():
@@ -253,12 +254,14 @@ class Repo:
             yield
 
     def _lock(self) -> IO[bytes] | None:
-        """Held until it is closed; None while somebody else has it. Raises ModelError, OSError."""
+        """Return a lock that is held until it is closed; None if another process has it. Raises ModelError,
+        OSError.
+        """
         path = self.folder / FOLDER / "lock"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = path.open("wb")
-        except FileNotFoundError:  # all of the model is just being removed
+        except FileNotFoundError:  # another process is removing the whole model
             return None
         except OSError as error:
             raise ModelError(f"{self.name}: {why_not_written(error, self.cache)}") from None
@@ -266,20 +269,20 @@ class Repo:
             unless_taken.callback(lock.close)
             with contextlib.suppress(BlockingIOError, FileNotFoundError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Whoever removes the model removes this file, too: then it locks nothing any more.
+                # A process that removes the model removes this file, too: then it no longer locks anything.
                 if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                     unless_taken.pop_all()
                     return lock
         return None
 
     def keep(self, manifest: Manifest) -> None:
-        """From now on this is to come. Raises OSError."""
+        """Store the manifest of files that are to come. Raises OSError."""
         path = self.folder / FOLDER / f"{manifest.revision}.json"
         _write(path, to_bytes(manifest))
         (self.folder / "blobs").mkdir(exist_ok=True)
 
     def check_room(self, manifest: Manifest) -> None:
-        """Raises ModelError, with the numbers, when the disk has no room for the rest of it."""
+        """Raise ModelError, with the numbers, if the disk has no room for the rest of it."""
         missing, free = manifest.size - self.held_bytes(manifest), free_bytes(self.cache)
         if missing + ROOM_BYTES > free:
             raise ModelError(
@@ -289,9 +292,9 @@ class Repo:
             )
 
     def publish(self, manifest: Manifest, revision: str, *, by_hub: bool) -> Path:
-        """All its blobs are complete: now it is a model. Returns its folder. Raises OSError.
+        """Create the snapshot of a manifest whose blobs are all complete. Returns its folder. Raises OSError.
 
-        `by_hub`: the Hub itself said that `revision` is this commit.
+        `by_hub`: the Hub itself reported that `revision` is this commit.
         """
         for file in manifest.files:
             if not self.has(file):
@@ -310,7 +313,7 @@ class Repo:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            for file in manifest.files:  # another program has begun it
+            for file in manifest.files:  # another program has created it
                 (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
                 (draft / file.path).replace(folder / file.path)
             shutil.rmtree(draft)
@@ -325,7 +328,7 @@ class Repo:
             (members / ref).unlink(missing_ok=True)
 
     def refer(self, refs: Iterable[str], commit: str, stopped: Callable[[], bool], *, by_hub: bool) -> None:
-        """From now on these branches and tags are that commit, by the Hub's word or a member's.
+        """Point these branches and tags at that commit, as reported by the Hub or by a member.
 
         Raises ModelError, OSError, and Stopped as `locked` does.
         """
@@ -333,16 +336,18 @@ class Repo:
             for ref in refs:
                 self._point(ref, commit, by_hub=by_hub)
 
-    # --- what goes
+    # --- removal
 
     def remove(self, commits: frozenset[str]) -> int:
-        """Remove these commits, and what no other one here uses. Returns how many bytes that freed.
+        """Remove these commits, and the blobs that no other commit here uses. Returns the number of bytes
+        freed.
 
-        Nothing outside this model's folder is touched. Raises ModelError while somebody adds to it, OSError.
+        Nothing outside this model's folder is touched. Raises ModelError while another process adds to it,
+        OSError.
         """
         if (lock := self._lock()) is None:
             raise ModelError(
-                f"somebody is just adding to {self.name}; end that, or wait until it is done", Code.NOT_READY
+                f"another process is adding to {self.name}; stop it, or wait until it is done", Code.NOT_READY
             )
         with lock:
             before = _disk_bytes(self.folder)
@@ -361,18 +366,18 @@ class Repo:
                 name, _, unfinished = path.name.partition(".mlxtp-")
                 if name not in used and (unfinished or name in gone):
                     path.unlink()
-            for commit in commits:  # last, so that what was cut short can be done again
+            for commit in commits:  # last, so that an interrupted removal can be repeated
                 _remove(self.folder / FOLDER / f"{commit}.json")
             return before - _disk_bytes(self.folder)
 
     def _blobs_of(self, commit: str) -> set[str]:
-        """The names of the blobs that a commit's snapshot links to, or its manifest tells."""
+        """Return the names of the blobs that a commit's snapshot links to, or its manifest lists."""
         links = (path for path in (self.folder / "snapshots" / commit).rglob("*") if path.is_symlink())
         kept = self._kept(commit)
         return {path.readlink().name for path in links} | {file.hash for file in (kept.files if kept else ())}
 
     def _remove_all(self) -> None:
-        """The lock comes last: who takes it from now on begins with an empty folder."""
+        """Remove the folder, the lock last: the next process that takes it begins with an empty folder."""
         folder = self.folder.resolve()
         for path in folder.iterdir():
             if path.name != FOLDER:
@@ -381,14 +386,14 @@ class Repo:
             if path.name != "lock":
                 _remove(path)
         (folder / FOLDER / "lock").unlink()
-        with contextlib.suppress(OSError):  # somebody begins anew
+        with contextlib.suppress(OSError):  # another process begins again
             (folder / FOLDER).rmdir()
             folder.rmdir()
             if self.folder.is_symlink():
                 self.folder.unlink()
 
     def refs(self) -> dict[str, str]:
-        """The commit of each branch and tag that is known here."""
+        """Return the commit of each branch and tag that is known here."""
         found = {path.relative_to(folder).as_posix() for folder, path in self._ref_files()}
         return {name: self.commit(name) for name in sorted(found)}
 
@@ -396,16 +401,17 @@ class Repo:
         return [(each, path) for each in self._ref_folders for path in each.rglob("*") if path.is_file()]
 
     def commits(self) -> frozenset[str]:
-        """Those of which something is here."""
+        """Return the commits of which something is here."""
         snapshots, kept = self.folder / "snapshots", self.folder / FOLDER
         found = [path.name for path in snapshots.glob("*")] + [path.stem for path in kept.glob("*.json")]
         return frozenset(filter(is_commit, found))
 
 
 class PartialFile:
-    """A file that comes in pieces, in any order, from any thread. `close` ends what `open` began.
+    """File that comes in pieces, in any order, from any thread. `close` ends what `open` began.
 
-    A piece that is here is not written again, unless all of it is forgotten: then it is hashed anew, too.
+    A piece that is here is not written again, unless `discard` forgot all pieces: then it is hashed again,
+    too.
     """
 
     def __init__(self, repo: Repo, file: ModelFile, stopped: Callable[[], bool]) -> None:
@@ -415,12 +421,11 @@ class PartialFile:
         self._here = bytearray(repo.chunks(file))
         self._changed = threading.Condition()
         self._data = self._marks = -1
-        self._begun = 0
-        """How often it was begun anew."""
+        self._begun = 0  #: Number of restarts.
         self._named = self._closed = False
 
     def open(self) -> None:
-        """Before anything is written. May be repeated. Raises OSError, and Stopped after `close`."""
+        """Open the files for writing. May be repeated. Raises OSError, and Stopped after `close`."""
         with self._changed:
             if self._data >= 0 or not self._is_open():
                 return
@@ -431,7 +436,7 @@ class PartialFile:
             os.pwrite(self._marks, bytes(self._here), 0)
 
     def close(self) -> None:
-        """No more is written, whatever a thread that nobody waits for still brings. May be repeated."""
+        """End all writes, even those of abandoned threads. May be repeated."""
         with self._changed:
             self._closed = True
             for descriptor in (self._data, self._marks):
@@ -440,7 +445,7 @@ class PartialFile:
             self._data = self._marks = -1
 
     def _is_open(self) -> bool:
-        """False when it has its name: what comes after that is left out. Raises Stopped after `close`."""
+        """Return False if it has its name: later writes are ignored. Raises Stopped after `close`."""
         if self._closed and not self._named:
             raise Stopped
         return not self._named
@@ -462,7 +467,7 @@ class PartialFile:
         return _bytes_of(self.file, self._here)
 
     def write(self, at: int, data: memoryview | bytes) -> None:
-        """Raises OSError, and Stopped after `close`."""
+        """Write at an offset. Raises OSError, and Stopped after `close`."""
         view = memoryview(data)
         with self._changed:
             while view and self._is_open():
@@ -472,7 +477,7 @@ class PartialFile:
                 view, at = view[count:], at + count
 
     def wrote(self, chunk: int) -> None:
-        """All of a piece was written."""
+        """Record that all of a piece was written."""
         with self._changed:
             if self._is_open():
                 self._here[chunk] = 1
@@ -480,7 +485,7 @@ class PartialFile:
                 self._changed.notify_all()
 
     def discard(self) -> None:
-        """Nothing of it is here any more."""
+        """Forget all pieces."""
         with self._changed:
             if self._is_open():
                 self._begun += 1
@@ -488,9 +493,9 @@ class PartialFile:
                 os.pwrite(self._marks, bytes(self._here), 0)
 
     def finish(self) -> None:
-        """Hash the pieces as they come; then the file gets its name.
+        """Hash the pieces as they come; then give the file its name.
 
-        Raises Damaged when it has another hash, Stopped when it is not wanted any more, OSError.
+        Raises Damaged if it has another hash, Stopped if `stopped` returns True, OSError.
         """
         self.open()
         # A descriptor of its own: `close` may come from another thread at any time.
@@ -502,7 +507,7 @@ class PartialFile:
                 self._name(begun, digest)
 
     def _digest(self, data: int, begun: int) -> str:
-        """The hash of all pieces; empty when they were forgotten meanwhile. Raises Stopped, OSError."""
+        """Return the hash of all pieces; empty if they were forgotten meanwhile. Raises Stopped, OSError."""
         unsaved = 0
         digest, buffer = self.file.digest(), memoryview(bytearray(min(_READ_BYTES, self.file.size)))
         for chunk in range(self.file.chunks):
@@ -521,18 +526,18 @@ class PartialFile:
                 digest.update(buffer[:count])
                 at, size = at + count, size - count
             unsaved += self.file.span(chunk)[1]
-            if unsaved >= _SAVE_BYTES:  # while more comes, the disk has nothing else to do
+            if unsaved >= _SAVE_BYTES:  # the disk is idle while more comes
                 os.fsync(data)
                 unsaved = 0
         return str(digest.hexdigest())
 
     def _name(self, begun: int, digest: str) -> None:
-        """The file gets its name, unless it was begun anew since it was hashed. Raises Damaged, Stopped."""
+        """Give the file its name, unless it was restarted since it was hashed. Raises Damaged, Stopped."""
         with self._changed:
             if self._begun != begun or not self._is_open():
                 return
             if digest != self.file.hash:
-                self._closed = True  # what comes of it now is left out
+                self._closed = True  # later writes are ignored
                 self._repo.part(self.file).unlink()
                 self._repo.ledger(self.file).unlink()
                 raise Damaged(self.file)
@@ -542,7 +547,7 @@ class PartialFile:
 
 
 def hash_of(path: Path, file: ModelFile, on_bytes: Callable[[int], None]) -> str:
-    """The hash of what is at `path`, of the kind that `file` has. Raises OSError."""
+    """Return the hash of what is at `path`, of the kind that `file` has. Raises OSError."""
     digest, buffer = file.digest(), memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as source:
         while count := source.readinto(buffer):
@@ -552,12 +557,12 @@ def hash_of(path: Path, file: ModelFile, on_bytes: Callable[[int], None]) -> str
 
 
 def gigabytes(size: float) -> str:
-    """For people."""
+    """Format a size for people."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def hub_name(name: str) -> tuple[Repo, str]:
-    """The place of OWNER/NAME[@REVISION] in the cache, and the revision. Raises ModelError."""
+    """Return the place of OWNER/NAME[@REVISION] in the cache, and the revision. Raises ModelError."""
     try:
         repo, revision = split_name(name)
     except ValueError as error:
@@ -566,7 +571,7 @@ def hub_name(name: str) -> tuple[Repo, str]:
 
 
 def _bytes_of(file: ModelFile, here: bytes | bytearray) -> int:
-    """Of the pieces that are here; only the last one is shorter than the others."""
+    """Return the bytes of the pieces that are here; only the last piece may be shorter."""
     lacking = file.chunks * CHUNK_BYTES - file.size if here[-1:] == b"\1" else 0
     return here.count(1) * CHUNK_BYTES - lacking
 
@@ -594,7 +599,7 @@ def _disk_bytes(folder: Path) -> int:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """All of it or nothing; it is on the disk when this returns."""
+    """Write all of it or nothing; it is on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     with draft.open("wb") as file:
@@ -609,7 +614,7 @@ _REPO_FOLDER = re.compile(r"models--(.+?)--(.+)")
 
 
 def repos_here(cache: Path | None = None) -> list[Repo]:
-    """Every model of the cache, by name."""
+    """Return every model of the cache, by name."""
     cache = cache or cache_folder()
     found = (_repo_of(folder.name, cache) for folder in sorted(cache.glob("models--*--*")))
     return [repo for repo in found if repo is not None]

@@ -1,8 +1,9 @@
-"""What the Hub is asked: which files a model has, and the files. Everything here waits: call it in threads.
+"""Requests to the Hub: for the list of a model's files, and for the files. Everything here waits: call it in
+threads.
 
-Files come by plain HTTP, in order, so that a break costs nothing that has come: the Hub's own client starts a
-file anew after one, and its faster protocol (Xet) fills a file in no order that others could copy meanwhile.
-Logins, addresses and errors are the client's own.
+Files come by plain HTTP, in order, so that an interruption loses nothing that has come. The Hub's own client
+restarts a file after one. Its faster protocol (Xet) fills a file in no order, so that others could not copy
+it meanwhile. Logins, addresses and errors are the client's own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ TIMEOUT_S = 15.0
 
 
 def look_up(name: str, revision: str) -> Manifest:
-    """What OWNER/NAME is at `revision` now. Raises ModelError in the words of whoever typed the name."""
+    """Return the manifest of OWNER/NAME at `revision` now. Raises ModelError, which uses the user's name of
+    the model.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -73,9 +76,9 @@ def look_up(name: str, revision: str) -> Manifest:
 
 
 def compare(manifest: Manifest) -> None:
-    """Compare a member's manifest with the Hub's, where the Hub can be asked.
+    """Compare a member's manifest with the Hub's, if the Hub can be reached.
 
-    Raises ProtocolError when the Hub has other files, or no such commit.
+    Raises ProtocolError if the Hub has other files, or no such commit.
     """
     try:
         found = look_up(manifest.name, manifest.revision)
@@ -92,7 +95,7 @@ def compare(manifest: Manifest) -> None:
 
 
 def named(name: str, commit: str, refs: Iterable[str]) -> frozenset[str]:
-    """Return which of these branches and tags the Hub calls this commit now, as far as it can be asked."""
+    """Return those branches and tags that the Hub maps to this commit now, as far as it can be reached."""
     found = set()
     for ref in refs:
         with contextlib.suppress(ModelError):
@@ -102,11 +105,11 @@ def named(name: str, commit: str, refs: Iterable[str]) -> frozenset[str]:
 
 
 class _NoSuchRevision(ModelError):
-    """The Hub has the model, and not at this revision."""
+    """Error: the Hub has the model, but not at this revision."""
 
 
 def _check_tokenizer(manifest: Manifest) -> None:
-    """Raise ModelError for a model whose text cannot be made, before anything large of it comes."""
+    """Raise ModelError for a model without a usable tokenizer, before large files of it come."""
     paths = {file.path for file in manifest.files}
     if paths & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"}:
         return
@@ -136,7 +139,7 @@ def fetch(manifest: Manifest, part: PartialFile, stopped: Callable[[], bool]) ->
     if begins == part.file.size:
         return
     url = hf_hub_url(manifest.name, part.file.path, revision=manifest.revision)
-    # Packed by the way, it could not go on in the middle.
+    # A compressed transfer could not resume in the middle.
     headers = build_hf_headers() | {"accept-encoding": "identity"}
     try:
         http_get(url, cast(BinaryIO, _Into(part, begins, stopped)), resume_size=begins, headers=headers)
@@ -151,10 +154,10 @@ def fetch(manifest: Manifest, part: PartialFile, stopped: Callable[[], bool]) ->
 
 
 def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
-    """A folder with the files that match. It is no model, and no branch names it. Raises ModelError.
+    """Return a folder with the files that match. It is no model, and no branch names it. Raises ModelError.
 
-    The client asks about each file, not for the list of all that it would keep, whatever that says. It
-    compares sizes, no more: what is wrong is gone afterwards.
+    The client requests each file, not the list of all that it would keep. It compares only sizes, so a file
+    with the wrong hash is deleted afterwards.
     """
     from huggingface_hub import hf_hub_download
 
@@ -164,7 +167,7 @@ def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
     with _understood(manifest.name, manifest.name):
         for file in manifest.files:
             if any(fnmatch(file.path, pattern) for pattern in patterns):
-                # By its commit: the name of that is left to whoever brings all of it.
+                # By its commit, so that only a complete download points a branch at it.
                 path = Path(hf_hub_download(manifest.name, file.path, revision=manifest.revision))
                 if path.resolve() != (folder / file.path).resolve():
                     raise ValueError(f"{file.path} is of another commit")
@@ -173,7 +176,7 @@ def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
 
 
 def _check_hash(repo: Repo, file: ModelFile, path: Path) -> None:
-    """Raises ModelError, OSError."""
+    """Check a file's hash. Raises ModelError, OSError."""
     try:
         repo.check(file, path)
     except Damaged as error:
@@ -181,7 +184,7 @@ def _check_hash(repo: Repo, file: ModelFile, path: Path) -> None:
 
 
 class _Into(io.RawIOBase):
-    """The file as the Hub's client writes it: in order. Pieces count as soon as they are whole."""
+    """File as the Hub's client writes it: in order. Pieces count as soon as they are complete."""
 
     def __init__(self, part: PartialFile, at: int, stopped: Callable[[], bool]) -> None:
         self._part = part
@@ -193,7 +196,7 @@ class _Into(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Only to begin anew, where the Hub does not go on in the middle."""
+        """Restart at an offset; the client does so only where the Hub cannot resume in the middle."""
         self._at, self._next = offset, offset // CHUNK_BYTES
         return offset
 
@@ -217,9 +220,9 @@ class _Into(io.RawIOBase):
 
 @contextlib.contextmanager
 def _understood(name: str, named: str) -> Iterator[None]:
-    """Raises ModelError for whatever goes wrong meanwhile.
+    """Raise ModelError for any error in the block.
 
-    The client takes the answer for what the Hub says; another server may say anything.
+    The client trusts the answer as the Hub's; another server may send anything.
     """
     try:
         yield
@@ -233,7 +236,7 @@ def _understood(name: str, named: str) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """In words, and what to do."""
+    """Return the reason in words, and what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -251,7 +254,7 @@ def _why(error: Exception) -> str:
                 "or set HF_TOKEN"
             )
         case OfflineModeIsEnabled():
-            why = "HF_HUB_OFFLINE is set, so the Hub is not asked"
+            why = "HF_HUB_OFFLINE is set, so the Hub is not contacted"
         case OSError() if is_disk_full(error):
             why = "the disk is full"
         case HfHubHTTPError() | OSError() | ValueError():
@@ -262,12 +265,15 @@ def _why(error: Exception) -> str:
 
 
 def _secretless(text: str) -> str:
-    """Addresses of files may have a signature in them."""
+    """Remove queries from addresses: those of files may contain a signature."""
     return re.sub(r"\?\S+", "?…", text)[:300]
 
 
 def _unreached() -> tuple[type[Exception], ...]:
-    """What the Hub's client raises without an answer, and its HTTP library: another one in each version."""
+    """Return the errors that the Hub's client raises without an answer.
+
+    They include those of its HTTP library, which differs between versions.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     http = [each for each in HfHubHTTPError.__mro__ if each.__name__ == "HTTPError"]
@@ -279,7 +285,7 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def _quiet() -> None:
-    """No bars and no advice in the middle of ours."""
+    """Turn off the client's progress bars and advice."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

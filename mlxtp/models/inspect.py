@@ -1,4 +1,4 @@
-"""What config.json alone tells of a model: whether it can be served at all, and what placement depends on."""
+"""Facts from config.json alone: the checks that a model can be served, and its shape for placement."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ..placement.model_shape import ALSO_CALLED, ModelShape, shape_of
 from ..placement.model_weights import Config
 from ..tokenizer_file import MAX_CONFIG_BYTES, text_of
 
+#: Classes for embeddings and labels. Those that write are called ForCausalLM, LMHeadModel or the like.
 _WRITES_NO_TEXT = re.compile(
     r"(?:(?<!LMHead)Model|For(?:SequenceClassification|TokenClassification|MaskedLM|QuestionAnswering))$"
 )
-"""Classes for embeddings and labels. Those that write are called ForCausalLM, LMHeadModel or the like."""
 
 
 def read_config(folder: Path) -> Config:
-    """Raises ModelError. Reads the disk."""
+    """Return the configuration of the model in this folder. Raises ModelError. Reads the disk."""
     try:
         config = json.loads(text_of(folder / "config.json", MAX_CONFIG_BYTES))
         if not isinstance(config, dict):
             raise ValueError("config.json holds no table")
-    except (OSError, ValueError, RecursionError) as error:  # its disk may be gone meanwhile
+    except (OSError, ValueError, RecursionError) as error:  # its disk may have gone
         raise ModelError(f"{folder} cannot be read: {error}") from None
     return config
 
 
 def shape_in(folder: Path, config: Config, name: str, kv_bits: int) -> ModelShape:
-    """Of the model in this folder. Raises ModelError. Reads the disk."""
+    """Return the shape of the model in this folder. Raises ModelError. Reads the disk."""
     try:
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     except OSError as error:
@@ -40,11 +40,14 @@ def shape_in(folder: Path, config: Config, name: str, kv_bits: int) -> ModelShap
 
 
 def check_servable(config: Config) -> None:
-    """Raises ModelError for what no group could serve: a family that mlx-lm has no code for, an embedding
-    model, or a configuration that lacks what placement depends on."""
+    """Raise ModelError for a model that no group could serve.
+
+    That is a family unknown to mlx-lm, an embedding model, or a configuration that lacks what placement
+    depends on.
+    """
     family = config.get("model_type")
     if not isinstance(family, str):
-        raise ModelError("config.json names no model_type, so nobody knows which model this is")
+        raise ModelError("config.json names no model_type, so the model's family is unknown")
     code = ALSO_CALLED.get(family, family)
     if not code.isidentifier() or code not in _families():
         raise ModelError(f"mlx-lm has no model family {family!r}", Code.MODEL_UNSUPPORTED)
@@ -57,7 +60,7 @@ def check_servable(config: Config) -> None:
 
 @cache
 def _families() -> frozenset[str]:
-    """What the installed mlx-lm has code for, by its files: to import it would import MLX."""
+    """Return the families that the installed mlx-lm supports, by its files: an import would load MLX."""
     mlx_lm = importlib.util.find_spec("mlx_lm")
     assert mlx_lm is not None
     assert mlx_lm.submodule_search_locations

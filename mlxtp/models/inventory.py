@@ -1,6 +1,6 @@
-"""Models on this Mac's disk that can be named without a path: the embedded one, and those in the Hub's cache.
+"""Models on this Mac's disk that have a name without a path: the embedded one, and those in the Hub's cache.
 
-A request may name those that are complete, because nothing is downloaded for it; people are told of all.
+A request may name the complete ones, because no request downloads. Users see all of them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from .hub_cache import Repo, repos_here
 from .inspect import check_servable, read_config
 from .manifest import split_name
 
-MOST = 200
-"""How many people are told of: a cache may hold anything."""
+MOST = 200  #: Models listed for users, at most: a cache may hold anything.
+#: Tokens that the engine assumes for a model whose configuration has no context length.
 _DEFAULT_CONTEXT = 4096
-"""What the engine takes for a model that does not say its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """A model here. `name` is what `mlxtp serve` takes.
+    """A model on this disk. `name` is what `mlxtp serve` takes.
 
-    `size_bytes` counts all its files. `complete`: it can be tried without a download; whether mlx-lm can run
-    it is not known before.
+    `size_bytes` counts all its files. `complete`: it can be tried without a download. Only loading shows that
+    mlx-lm can run it.
     """
 
     name: str
@@ -39,7 +38,9 @@ class OnDisk:
 
 
 def hub_folder(name: str) -> Path | None:
-    """The snapshot of OWNER/NAME[@REVISION] in this Mac's Hub cache, if it is whole. Reads the disk."""
+    """Return the snapshot of OWNER/NAME[@REVISION] in this Mac's Hub cache if it is complete, else None.
+    Reads the disk.
+    """
     try:
         repo, revision = split_name(name)
     except ValueError:
@@ -48,7 +49,7 @@ def hub_folder(name: str) -> Path | None:
 
 
 def models_here() -> tuple[OnDisk, ...]:
-    """What is here now, complete or not: the embedded model first, then by name.
+    """Return the models here now, complete or not: the embedded model first, then by name.
 
     Reads the names and sizes of every file in the cache: call it in a thread.
     """
@@ -61,8 +62,10 @@ def models_here() -> tuple[OnDisk, ...]:
 
 
 def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModelInfo, ...]:
-    """The embedded model, those of the Hub cache by name, and `folders`, each with its name: what is complete
-    but for what `check_servable` refuses. Reads the disk: call it in a thread.
+    """Return the complete models that can be served: embedded, of the Hub cache, and `folders` with their
+    names.
+
+    Leaves out what `check_servable` refuses. Reads the disk: call it in a thread.
     """
     found = [
         (EMBEDDED_MODEL, embedded_model_path()),
@@ -76,7 +79,8 @@ def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModel
 @dataclass(frozen=True, slots=True)
 class Revision:
     """One revision of a model in the Hub's cache: `held` of `total` bytes are here. `refs` are branches and
-    tags that name it."""
+    tags that name it.
+    """
 
     name: str
     revision: str
@@ -87,10 +91,9 @@ class Revision:
 
 
 def revisions_here(only: str = "", cache: Path | None = None) -> list[Revision]:
-    """Those in this Mac's Hub cache that are whole, or of which mlxtp has brought something; or those of one
-    OWNER/NAME.
+    """Return the revisions in this Mac's Hub cache, of one OWNER/NAME if `only` is not empty.
 
-    Reads the disk: call it in a thread.
+    They are complete, or mlxtp has downloaded a part of them. Reads the disk: call it in a thread.
     """
     found = []
     for repo in repos_here(cache):
@@ -112,7 +115,7 @@ def revisions_here(only: str = "", cache: Path | None = None) -> list[Revision]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files below it, each of which counts once: a snapshot has links to them."""
+    """Return the bytes of the files below a folder. Each file counts once; a snapshot has links to them."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     try:
         return sum(path.stat().st_size for path in files)
@@ -121,7 +124,7 @@ def _size(folder: Path) -> int:
 
 
 def _described(name: str, folder: Path) -> StoredModelInfo | None:
-    """Nothing, if its configuration tells that it cannot be served."""
+    """Return the model's description; None if its configuration shows that it cannot be served."""
     try:
         config = read_config(folder)
         check_servable(config)

@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class LocalModel:
-    """`on_change` is called when the search for the desired model has ended, well or not.
+    """Search for the desired model. `on_change` is called when it has ended, well or not.
 
-    `get` has what is on the Hub come here, if it is not here yet; raises ModelError. `folders` are searched
-    for models with plain names.
+    `get` brings a Hub model here, if it is not here yet; raises ModelError. `folders` are searched for models
+    with plain names.
     """
 
     def __init__(
@@ -32,15 +32,13 @@ class LocalModel:
         folders: Sequence[str] = (),
     ) -> None:
         self.version = 0
-        self._since = 0
-        """The first version that wanted this model, and every one has since."""
+        self._since = 0  #: The first version that desired this model, as has every version since.
         self.source: ModelSource | None = None
         self._path: Path | None = None
         self.fingerprint = ""
         self.problem = ""
         self._model = ""
-        self._download = True
-        """Whether it may be fetched from the Hub: not for a request."""
+        self._download = True  #: True if it may be downloaded from the Hub: not for a request.
         self._draft = draft
         self._on_change = on_change
         self._get = get
@@ -49,11 +47,11 @@ class LocalModel:
 
     @property
     def status(self) -> ModelStatus:
-        """What the other members are told."""
+        """Status to be reported to the other members."""
         return ModelStatus(self.version, self.fingerprint, self.problem, self._revision)
 
     def resolve(self, desired: DesiredState) -> None:
-        """From now on this model is looked for; what is known of it stays when only the version is new."""
+        """Start the search for this model. With only a new version, the earlier result stays."""
         self.version, self._download = desired.version, desired.pinned
         if desired.model == self._model and not self.problem:
             self._since = min(self._since, desired.version)
@@ -69,26 +67,32 @@ class LocalModel:
             self._task.add_done_callback(self._ended)
 
     def retry(self) -> None:
-        """Somebody may have put there what was missing; what failed on the Hub is left to people."""
+        """Search again for a missing folder: a user may have added the files. Failures on the Hub are left to
+        the user.
+        """
         looks = self._task is not None and not self._task.done()
         if self.problem and not looks and not is_hub_id(self._model):
             self._task = asyncio.ensure_future(self._find(self._model))
             self._task.add_done_callback(self._ended)
 
     def files_arrived(self, name: str) -> None:
-        """Files of OWNER/NAME have come, or differ: perhaps what is wanted is there now, or another one."""
+        """Search again after files of OWNER/NAME came or changed: the desired model may be there now, or
+        differ.
+        """
         looks = self._task is not None and not self._task.done()
         if not looks and is_hub_id(self._model) and self._model.partition("@")[0] == name:
             self._task = asyncio.ensure_future(self._compare(self._model))
             self._task.add_done_callback(self._ended)
 
     def folder(self, version: int) -> Path:
-        """Where it is. Raises ModelError when it is not, or not yet, or not of this version.
+        """Return its folder. Raises ModelError if it is missing, not yet here, or not of this version.
 
-        An epoch that was begun before the same model was pinned goes on.
+        An epoch that began before the same model was pinned goes on.
         """
         if not self._since <= version <= self.version:
-            raise ModelError(f"version {version} of what should run is not known here", Code.MODEL_NOT_FOUND)
+            raise ModelError(
+                f"version {version} of the desired state is not known here", Code.MODEL_NOT_FOUND
+            )
         if self._path is None or not self.fingerprint:
             raise ModelError(self.problem or f"{self._model} is still being looked for", Code.MODEL_NOT_FOUND)
         return self._path
@@ -109,7 +113,7 @@ class LocalModel:
             self.problem = ""
             if self._get is not None and is_hub_id(self._draft):
                 await self._get(self._draft)
-            self._on_change()  # a rank needs no more; the tokenizer takes another second
+            self._on_change()  # enough for a rank; the tokenizer takes another second
             self.source = await open_model(model, self._draft, download=self._download)
         except MlxtpError as error:
             if error.detail != self.problem:
@@ -126,19 +130,19 @@ class LocalModel:
 
     @property
     def _revision(self) -> str:
-        """The commit, of what is in the Hub's cache and was looked for by its name."""
+        """The commit of a model in the Hub's cache that was searched by its name; else empty."""
         named = self.fingerprint and self._path is not None and is_hub_id(self._model)
         return self._path.name if named and self._path is not None and is_commit(self._path.name) else ""
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A bug must not look like a download that takes long."""
+        """Log a bug, so that it does not look like a slow download."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s cannot be opened", self._model, exc_info=error)
             self.fingerprint, self.problem = "", f"{self._model}: {type(error).__name__}: {error}"
             self._on_change()
 
     async def close(self) -> None:
-        """Stop looking."""
+        """Stop the search."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -1,8 +1,8 @@
-"""Which files a model consists of, by size and hash. Pure.
+"""Manifest of a model: its files, by size and hash. Pure.
 
 A model on the Hub is called OWNER/NAME, or OWNER/NAME@REVISION: a branch, a tag or a commit. A manifest names
-the commit. The hash of a file is what the Hub calls its blob: SHA-256 of large files (64 hex digits), git's
-id of a blob for the others (40).
+the commit. The hash of a file is its blob's name on the Hub. It is SHA-256 for large files (64 hex digits),
+git's id of a blob for the others (40).
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from ..tokenizer_file import MAX_CONFIG_BYTES, MAX_TEXT_BYTES
 
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 43
+#: Bytes of all its files: far more than any model has, and few enough pieces to record each of them.
 MAX_MODEL_BYTES = 1 << 46
-"""Of all its files: far more than any model has, and few enough pieces to remember each of them."""
 MAX_MANIFEST_BYTES = 1 << 20
-CHUNK_BYTES = 4 << 20
-"""Files come in pieces of this size; a piece is here or it is not."""
+CHUNK_BYTES = 4 << 20  #: Bytes of a piece. Files come in pieces; a piece is here or it is not.
 DEFAULT_REVISION = "main"
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -47,16 +46,16 @@ class ModelFile:
 
     @property
     def chunks(self) -> int:
-        """In how many pieces it comes."""
+        """Number of its pieces."""
         return -(-self.size // CHUNK_BYTES)
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """Where in the file a piece begins, and how many bytes it has."""
+        """Return a piece's offset in the file, and its number of bytes."""
         at = chunk * CHUNK_BYTES
         return at, min(CHUNK_BYTES, self.size - at)
 
     def digest(self) -> Any:
-        """The beginning of its hash, to be updated with all of its bytes."""
+        """Return the beginning of its hash, to be updated with all of its bytes."""
         if len(self.hash) == 64:
             return hashlib.sha256()
         return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
@@ -82,7 +81,7 @@ class Manifest:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """OWNER/NAME and the revision of `name`, "main" where it has none. Raises ValueError."""
+    """Return OWNER/NAME and the revision of `name`, "main" where it has none. Raises ValueError."""
     repo, _, revision = name.partition("@")
     owner, _, model = repo.partition("/")
     if not (_PART.fullmatch(owner) and _PART.fullmatch(model)) or ".." in repo or "--" in owner:
@@ -93,16 +92,16 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_commit(revision: str) -> bool:
-    """Whether this names one commit for ever, as neither a branch nor a tag does."""
+    """Return True if this names one fixed commit, unlike a branch or tag."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
-    """Those that are needed to serve the model, small ones first.
+    """Return the files that serving the model needs, small ones first.
 
-    Weights are the `model*.safetensors`, or where there are none all of them, at the top: repositories often
-    have the same weights a second time, in another format or folder. Others whose names no snapshot here may
-    have, `LICENSE (1).txt` for example, are left out: serving needs none of them.
+    Weights are the `model*.safetensors`, or all top-level `*.safetensors` where there are none. Repositories
+    often have the same weights a second time, in another format or folder. Files whose names no snapshot here
+    may have, such as `LICENSE (1).txt`, are left out: serving needs none of them.
     """
     files = tuple(files)
     plain = [each for each in files if "/" not in each.path and each.path.endswith(".safetensors")]
@@ -113,12 +112,12 @@ def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """As it is kept and told."""
+    """Encode a manifest, for the disk and for other members."""
     return json.dumps(asdict(manifest), separators=(",", ":")).encode()
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """What `to_bytes` made. Raises ValueError for anything that no honest manifest says."""
+    """Decode the result of `to_bytes`. Raises ValueError for an invalid manifest."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise ValueError(f"a manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are taken")
     try:
@@ -130,7 +129,9 @@ def from_bytes(data: bytes) -> Manifest:
 
 
 def check(manifest: Manifest) -> Manifest:
-    """The same. Raises ValueError for names that lead elsewhere, sizes and hashes that are none."""
+    """Return the manifest, checked. Raises ValueError for names that lead elsewhere, and for invalid sizes
+    and hashes.
+    """
     if split_name(manifest.name) != (manifest.name, DEFAULT_REVISION):
         raise ValueError(f"{manifest.name!r:.200} is no OWNER/NAME")
     if not is_commit(manifest.revision):
@@ -156,7 +157,7 @@ def check(manifest: Manifest) -> Manifest:
 
 
 def _fits(path: str) -> bool:
-    """Whether it stays inside the snapshot, whatever the disk."""
+    """Return True if the path stays inside the snapshot, on any file system."""
     return _PATH.fullmatch(path) is not None and ".." not in path
 
 

@@ -1,7 +1,7 @@
-"""Requests that wait until the model which they name is served: this node's part in changing it for them.
+"""Queue of requests for models that are not loaded: this node's part in changing the model for them.
 
-`models/queue_policy.py` decides, where this node coordinates; here it is heard, told and carried out, and the
-requests of this node's clients wait for their turn.
+`models/queue_policy.py` decides, on the coordinator. Here its announcements are received, sent and carried
+out, and the requests of this node's clients wait.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .queue_policy import AnnounceModel, LoadModel, ModelQueues
 log = logging.getLogger(__name__)
 
 UNHEARD = ModelTurn(0, 0, "", "", "")
-NEWS_S = 1.0
-"""How often a request that waits looks how far its model is."""
-REFUSED_S = 60.0
-"""How long a model that could not be served is not tried again."""
-MOST_FOLDERS = 20
-"""How many folders are known by the short name under which they were served."""
+NEWS_S = 1.0  #: Seconds between two progress checks of a waiting request.
+REFUSED_S = 60.0  #: Seconds until a model that could not be served is tried again.
+MOST_FOLDERS = 20  #: Folders that are known by the short name under which they were served.
+#: Seconds that a model may have no place: longer than the others take to report that their memory is free.
 UNPLANNED_S = 12.0
-"""How long a model may have no place: longer than the others take to tell that their memory is free again."""
 
 
 class QueuedLease:
-    """Implements `api.backend.ModelLease`. `named` is what `DesiredState` calls the model; empty for any."""
+    """Lease of a model; implements `api.backend.ModelLease`.
+
+    `named` is the model's name in `DesiredState`; empty for any model.
+    """
 
     model = ""
 
@@ -56,7 +56,7 @@ class QueuedLease:
 
     @property
     def target(self) -> str:
-        """What it waits for; empty when it named nothing, and nothing is wanted any more."""
+        """The model that it waits for; empty if it named none, and no model is desired any longer."""
         return self._named or self._switching.wanted
 
     def progress(self) -> str:
@@ -83,8 +83,11 @@ class QueuedLease:
 
 
 class ModelSwitcher:
-    """Implements `gateway.ModelSwitch`. `unplanned` says why there is no group for what is wanted, or
-    nothing; `no_place` why there could be none for a model of this shape."""
+    """Switcher of models for requests; implements `gateway.ModelSwitch`.
+
+    `unplanned` returns the reason why there is no group for the desired model, or "". `no_place` returns the
+    reason why there can be none for a model of this shape.
+    """
 
     def __init__(
         self, cluster: Surroundings, unplanned: Callable[[], str], no_place: Callable[[ModelShape], str]
@@ -95,27 +98,25 @@ class ModelSwitcher:
         self._unplanned = unplanned
         self._preflight = ModelPreflight(cluster.settings.kv_bits, no_place, cluster.changed)
         self._turns = ModelQueues()
-        self._turn = UNHEARD
-        """The last that was heard, of the coordinator in `_by`."""
+        self._turn = UNHEARD  #: The last announcement received, of the coordinator in `_by`.
         self._by = NOBODY
         self._waiting: dict[QueuedLease, None] = {}
         self._running: set[QueuedLease] = set()
         self._reported: object = None
+        #: By model: why it could not be served, and until when it is not tried again.
         self._refused: dict[str, tuple[RequestError, float]] = {}
-        """By model: why it could not be served, and until when it is not tried again."""
+        #: The desired state that was last served, or was empty, before the present one.
         self._before: DesiredState | None = None
-        """What was served, or that nothing was to be, before anything else was wanted."""
+        #: By the name under which it was served: a folder's whole path, the one served last at the end.
         self._folders: dict[str, str] = {}
-        """By the name under which it was served: a folder's whole path, the one served last at the end."""
+        #: The desired state when an epoch failed for good, until another state follows it.
         self._failed: DesiredState | None = None
-        """What was wanted when an epoch failed for good, as long as nothing comes after it."""
-        self._placed = (NOTHING, 0.0)
-        """What is wanted, and when it last had a place."""
+        self._placed = (NOTHING, 0.0)  #: The desired state, and when it last had a place.
 
     # --- for requests --------------------------------------------------------------------------------
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
-        """What a request may have loaded."""
+        """Return the models that a request may have loaded."""
         if not self._on or self._desired.pinned:
             return ()
         folders = [(name, Path(path)) for name, path in self._folders.items()]
@@ -138,7 +139,7 @@ class ModelSwitcher:
             )
         lease = self._waiter(target, within_s, named=name not in UNNAMED)
         self._waiting[lease] = None
-        if not self._on or self._cluster.supervisor.gateway.closing:  # it is refused as it always was
+        if not self._on or self._cluster.supervisor.gateway.closing:  # the gateway refuses it
             self._begin(lease)
         else:
             self._admit()
@@ -147,7 +148,7 @@ class ModelSwitcher:
         return lease
 
     async def _stored(self, name: str) -> str | None:
-        """What `DesiredState` would call a model on this Mac's disk; None for what is not there."""
+        """Return the name in `DesiredState` of a model on this Mac's disk; None if it is not there."""
         try:
             return await asyncio.to_thread(stored_name, self._folders.get(name, name))
         except ModelError as error:
@@ -157,7 +158,7 @@ class ModelSwitcher:
             raise RequestError(detail, Code.MODEL_INVALID, param="model") from None
 
     def leave(self, lease: QueuedLease) -> None:
-        """A request has ended, or waits no more."""
+        """Record that a request has ended, or no longer waits."""
         known = lease in self._waiting or lease in self._running
         self._waiting.pop(lease, None)
         self._running.discard(lease)
@@ -165,14 +166,14 @@ class ModelSwitcher:
             self._cluster.changed()
 
     def progress(self, target: str) -> str:
-        """How far a model is, in a few words."""
+        """Return how far a model is, in a few words."""
         desired = self._desired.model
         if target != desired or not self._may_begin(target):
-            return f"waiting until nothing is asked of {desired} any more" if desired else "waiting"
+            return f"waiting until the requests for {desired} end" if desired else "waiting"
         return self._cluster.supervisor.progress
 
     def _known(self, name: str | None) -> str | None:
-        """What `DesiredState` calls it, if that is what the name means; None for another model."""
+        """Return the desired model if that is what the name means; None for another model."""
         desired = self._desired.model
         models = self._cluster.supervisor.gateway.models()
         if name in (*UNNAMED, desired):
@@ -186,36 +187,38 @@ class ModelSwitcher:
                 f"{target} was not there within {within_s:g} s", Code.DEADLINE, status=504, param="deadline_s"
             )
             return QueuedLease(target if named else "", within_s, late, self)
-        detail = f"{target} was not there within {queue_s:g} s, as others are asked for; try again"
+        detail = f"{target} was not there within {queue_s:g} s, as other models are in use; try again"
         late = RequestError(detail, Code.OVERLOADED, status=503)
         return QueuedLease(target if named else "", queue_s, late, self)
 
     @property
     def wanted(self) -> str:
-        """What shall be served; empty is nothing."""
+        """The desired model; empty for none."""
         return self._desired.model
 
-    # --- what is heard -------------------------------------------------------------------------------
+    # --- messages from others ------------------------------------------------------------------------
 
     def received(self, node_id: str, message: ModelTurn | ModelQueue, now: float) -> None:
-        """A member said something. Turns are given by who coordinates alone."""
+        """Process a message from a member. Announcements count only from the coordinator."""
         if isinstance(message, ModelQueue):
             self._turns.received(node_id, message, now)
             if self._behind(message):
-                with contextlib.suppress(MlxtpError):  # it hears of it over the next link
+                with contextlib.suppress(MlxtpError):  # it is sent over the next link
                     self._cluster.links.send(node_id, self._turn)
         elif LeaderClaim(message.term, node_id) == self._cluster.leadership.claim:
             self._received_turn(message, now)
-            self._reported = None  # it asks, by saying it, whether this node has heard
+            self._reported = None  # the announcement requests an acknowledgement
         self._cluster.changed()
 
     def met(self) -> ModelTurn | None:
-        """There is a new link to a member: this node repeats its word, and a coordinator the turn."""
+        """Return the message for a new link: the coordinator's announcement. This node will also report its
+        queue again.
+        """
         self._reported = None
         return self._turn if self._cluster.leadership.leading and self._given else None
 
     def _behind(self, queue: ModelQueue) -> bool:
-        """Whether a member has not heard the turn that this coordinator gave last."""
+        """Return True if a member has not received this coordinator's last announcement."""
         turn, leading = self._turn, self._cluster.leadership.leading and self._given
         return leading and (queue.term, queue.number) < (turn.term, turn.number)
 
@@ -226,16 +229,16 @@ class ModelSwitcher:
         self._turn, self._by = turn, claim
         if not turn.refused:
             return
-        if turn.refused != turn.model:  # what is wanted all the same may be there any moment
+        if turn.refused != turn.model:  # the desired model itself may come at any time
             self._refused[turn.refused] = (_cannot(turn), now + REFUSED_S)
         for lease in self._waiting:
             if lease.target == turn.refused:
                 _refuse(lease, _cannot(turn))
 
-    # --- what follows --------------------------------------------------------------------------------
+    # --- advancing -----------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """After each change, and twice a second."""
+        """Advance the queue. Called after each change, and twice a second."""
         self._refused = {model: said for model, said in self._refused.items() if said[1] > now}
         if not self._desired.model or self._ready:
             self._before = self._desired
@@ -246,7 +249,7 @@ class ModelSwitcher:
         self._report_queue()
 
     def _remember(self) -> None:
-        """A folder that is served keeps the short name that clients see, when it is served no more."""
+        """Keep a served folder's short name, which clients see, for the time after it is served."""
         model, models = Path(self._desired.model), self._cluster.supervisor.gateway.models()
         name = models[0].id if models else ""
         if not model.is_absolute() or name != model.name or name == EMBEDDED_MODEL:
@@ -257,7 +260,7 @@ class ModelSwitcher:
             del self._folders[next(iter(self._folders))]
 
     def remind(self) -> None:
-        """With each beat: who has not heard yet hears it again."""
+        """Repeat the pending announcement with each heartbeat, for members that have not received it."""
         if self._cluster.leadership.leading and self._pending:
             self._cluster.links.broadcast(self._turn)
 
@@ -271,13 +274,13 @@ class ModelSwitcher:
 
     @property
     def _ready(self) -> bool:
-        """Whether what is wanted is served. The state alone may still be that of what was wanted before."""
+        """True if the desired model is served. The state alone may still be that of the model before it."""
         supervisor = self._cluster.supervisor
         return supervisor.state is ServingState.READY and bool(supervisor.gateway.models())
 
     @property
     def _given(self) -> bool:
-        """Whether the present coordinator has given anybody a turn. Of one term there may have been two."""
+        """True if the present coordinator has announced a model. One term may have had two coordinators."""
         return self._turn.number > 0 and self._by == self._cluster.leadership.claim
 
     @property
@@ -288,9 +291,9 @@ class ModelSwitcher:
         return target == (self._turn.model if self._given else self._desired.model)
 
     def _refusal(self, target: str) -> RequestError | None:
-        """Why a request for this model need not wait."""
+        """Return the reason why a request for this model need not wait; None if it has to."""
         if not target:
-            detail = "nothing is loaded; name a model that is on this Mac's disk, or `mlxtp serve MODEL`"
+            detail = "nothing is loaded; name a model that is on this Mac's disk, or run `mlxtp serve MODEL`"
             return RequestError(detail, Code.NOT_READY, status=503)
         desired = self._desired
         if desired.pinned and target != desired.model:
@@ -313,7 +316,9 @@ class ModelSwitcher:
         return None
 
     def _missing(self, target: str) -> str:
-        """Why what is wanted can be had elsewhere at most: a request needs its tokenizer, here."""
+        """Return why this Mac lacks the desired model that others may have: a request needs its tokenizer
+        here.
+        """
         cluster, desired = self._cluster, self._desired
         here = cluster.model
         if target != desired.model or here.version != desired.version or cluster.supervisor.gateway.models():
@@ -321,10 +326,10 @@ class ModelSwitcher:
         elsewhere = any(
             told.fingerprint and told.desired == here.version for told in cluster.peer_info.models.values()
         )
-        return here.problem if desired.pinned or elsewhere else ""  # else the coordinator gives it up
+        return here.problem if desired.pinned or elsewhere else ""  # else the coordinator gives up the model
 
     def _admit(self) -> None:
-        """Let begin whose turn has come, and say why to those whose turn never will."""
+        """Start the requests whose model is served, and refuse those whose model never will be."""
         gateway = self._cluster.supervisor.gateway
         for lease in list(self._waiting):
             if gateway.closing:
@@ -349,18 +354,18 @@ class ModelSwitcher:
     def _queue(self) -> ModelQueue:
         waiting = dict.fromkeys(lease.target for lease in self._waiting if lease.refusal is None)
         turn = self._turn if self._given else UNHEARD
-        running = len(self._running) + self._cluster.supervisor.gateway.relayed  # some perhaps twice
+        running = len(self._running) + self._cluster.supervisor.gateway.relayed  # some may count twice
         return ModelQueue(turn.term, turn.number, tuple(waiting)[:MAX_WAITING], running)
 
     def _report_queue(self) -> None:
-        """The coordinator hears of this node's queue, if there ever was one."""
+        """Report this node's queue to the coordinator, if there ever was one."""
         claim, queue = self._cluster.leadership.claim, self._queue()
         if self._cluster.leadership.leading or not claim.node_id:
             return
         word = (claim, queue if self._pending else (queue.term, queue.number, queue.waiting))
         if word == self._reported or not (queue.waiting or self._reported or self._given):
             return
-        with contextlib.suppress(MlxtpError):  # it hears of it over the next link
+        with contextlib.suppress(MlxtpError):  # it is sent over the next link
             self._cluster.links.send(claim.node_id, queue)
             self._reported = word
 
@@ -369,7 +374,7 @@ class ModelSwitcher:
     def _lead(self, now: float) -> None:
         cluster = self._cluster
         statuses = cluster.membership.statuses()
-        here = (Standing.ALIVE, Standing.SUSPECT)  # whose link broke may be back with requests that go on
+        here = (Standing.ALIVE, Standing.SUSPECT)  # a suspect may be back with running requests
         present = {cluster.node_id, *(node for node, each in statuses.items() if each.state in here)}
         while True:
             self._turns.received(cluster.node_id, self._queue(), now)
@@ -399,12 +404,12 @@ class ModelSwitcher:
         self._admit()
 
     def _why_not(self, now: float) -> MlxtpError | None:
-        """Why what is wanted cannot be served, once that is certain."""
+        """Return the error that prevents serving the desired model, once that is certain."""
         supervisor, desired = self._cluster.supervisor, self._desired
         if supervisor.resting and supervisor.state is ServingState.FAILED:
             if self._failed is None:
                 self._failed = desired
-            return supervisor.reason if self._failed == desired else None  # it is still that of another one
+            return supervisor.reason if self._failed == desired else None  # else it is an older model's
         self._failed = None
         why = self._unplanned()
         if not why or self._placed[0] != desired:
@@ -416,7 +421,7 @@ class ModelSwitcher:
         return None
 
     def _all_have_looked(self) -> bool:
-        """Whether every member with a link has said whether it has what is wanted: one of them may."""
+        """Return True if every member with a link has reported on its search for the desired model."""
         told = [self._cluster.peer_info.models.get(node) for node in self._cluster.links.nodes()]
         return all(
             each is not None
@@ -426,7 +431,7 @@ class ModelSwitcher:
         )
 
     def _go_back(self, error: MlxtpError, now: float) -> None:
-        """What is wanted cannot be served. If a request brought it, serve what was there before."""
+        """Give up the desired model. If a request brought it, serve the model before it."""
         desired, before = self._desired, self._before
         if not desired.model:
             return
@@ -435,16 +440,16 @@ class ModelSwitcher:
                 self._give_up(desired.model, error, desired.model, now)
             return
         instead = before.model or "nothing"
-        log.warning("%s cannot be served: %s; %s is again", desired.model, error.detail, instead)
+        log.warning("%s cannot be served: %s; going back to %s", desired.model, error.detail, instead)
         self._give_up(desired.model, error, before.model, now)
         self._cluster.set_desired(before.model, before.nodes, by_person=False)
 
     def _give_up(self, model: str, error: MlxtpError, instead: str, now: float) -> None:
-        broken = of_the_model(error) and not self._desired.pinned  # that is no client's choice
+        broken = of_the_model(error) and not self._desired.pinned  # a pinned model is no client's choice
         self._give(self._turns.refuse(model, error.detail, instead, broken=broken).announcement, now)
 
     async def close(self) -> None:
-        """Nothing is looked at any more."""
+        """Cancel the pre-flight check."""
         await self._preflight.close()
 
 

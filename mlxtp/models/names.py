@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder on this machine."""
+"""From a user's name of a model to a folder on this machine."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _CONFIG_FILES = ("config.json", "*.index.json")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model to serve: its public name, its folder on this machine, its tokenizer, and a model to draft for
-    it."""
+    """Model to serve: its public name, its folder on this machine, its tokenizer, and its draft model."""
 
     id: str
     path: Path
@@ -34,22 +33,25 @@ class ModelSource:
 
 
 async def open_model(name: str, draft: str = "", *, download: bool = True) -> ModelSource:
-    """The model `name`: the embedded one, a folder, or an id on the Hugging Face Hub (OWNER/NAME[@REVISION]),
-    downloaded if need be.
+    """Open the model `name`: the embedded one, a folder, or an id on the Hugging Face Hub
+    (OWNER/NAME[@REVISION]).
 
-    `draft` names a second one that proposes tokens for it. Without `download` the model has to be on this
-    machine. Raises ModelError in the words of whoever typed the name.
+    An id that is not here is downloaded. `draft` names a second model that proposes tokens for it. Without
+    `download` the model has to be on this machine. Raises ModelError; its message uses the user's name of the
+    model.
     """
     return await asyncio.to_thread(_open_model, name, draft, download)
 
 
 async def find_model(name: str, *, download: bool = True) -> Path:
-    """Only its folder. Raises ModelError as `open_model` does."""
+    """Return only its folder. Raises ModelError as `open_model` does."""
     return await asyncio.to_thread(lambda: _check(_find(name, download)).resolve())
 
 
 def find_config(name: str) -> Path:
-    """A folder with its configuration and the index of its weights, not the weights. Raises ModelError."""
+    """Return a folder with its configuration and the index of its weights, not the weights. Raises
+    ModelError.
+    """
     if not is_hub_id(name):
         return _check(_find(name))
     repo, revision = hub_name(name)
@@ -59,12 +61,14 @@ def find_config(name: str) -> Path:
 
 
 def stored_name(name: str) -> str | None:
-    """What a request may call a model that is complete on this machine: the embedded one, a folder by its
-    whole path, or an id on the Hub. None for anything else. Raises ModelError for one whose configuration
-    tells that it cannot be served, and for a folder that lacks files. Reads the disk: call it in a thread.
+    """Return the desired state's name of a model that is complete on this machine; None for any other.
+
+    That is the embedded model's name, a folder's whole path, or an id on the Hub. Raises ModelError for a
+    folder that lacks files, and for a configuration that cannot be served. Reads the disk: call it in a
+    thread.
     """
     if len(name) > MAX_MODEL or not name.isprintable():
-        return None  # no Mac could tell another one about it
+        return None  # it fits in no message between Macs
     if name == EMBEDDED_MODEL:
         return name
     try:
@@ -124,12 +128,11 @@ def _find(name: str, download: bool = True) -> Path:
 
 
 def look_ahead(name: str, kv_bits: int, *, elsewhere: bool = False) -> ModelShape | None:
-    """What placement has to know of a model, before anything of it is loaded or downloaded.
+    """Return the shape of a model for placement, before anything of it is loaded or downloaded.
 
-    None for one that is not here but `elsewhere`, complete on another member's disk. Raises ModelError for
-    what cannot be served at all: what is neither here nor to be had from the Hub, lacks files, has no room on
-    this disk, or whose configuration tells that no group could run it. Waits for disk and network: call it in
-    a thread.
+    None for a model that is not here but `elsewhere`, complete on another member's disk. Raises ModelError
+    for a model that is neither here nor on the Hub, lacks files, or has no room on this disk. It does so,
+    too, for a configuration that no group could run. Waits for disk and network: call it in a thread.
     """
     try:
         if not is_hub_id(name):
@@ -160,7 +163,7 @@ def _look_at_hub(name: str, kv_bits: int) -> ModelShape:
 
 
 def in_folders(name: str, folders: Sequence[str]) -> str:
-    """Where a model with a plain name is on this Mac, or the name itself. Reads the disk."""
+    """Return the path of a model with a plain name on this Mac, or the name itself. Reads the disk."""
     if "/" not in name and name != EMBEDDED_MODEL:
         for folder in folders:
             if (Path(folder) / name / "config.json").is_file():
@@ -169,13 +172,13 @@ def in_folders(name: str, folders: Sequence[str]) -> str:
 
 
 def lasting_name(name: str) -> str:
-    """What a model is called wherever one stands: a folder by its whole path."""
+    """Return a model's name that holds in any working directory: a folder's whole path."""
     folder = _as_path(name)
     return str(folder.resolve()) if name != EMBEDDED_MODEL and _is_folder(folder) else name
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether this names a model on the Hub, OWNER/NAME, rather than a folder."""
+    """Return True if this names a model on the Hub, OWNER/NAME, rather than a folder."""
     owner, _, model = name.partition("@")[0].partition("/")
     return (
         bool(owner and model)
@@ -186,11 +189,11 @@ def is_hub_id(name: str) -> bool:
 
 
 def _as_path(name: str) -> Path:
-    """Raises ModelError for what no folder can be called."""
+    """Return the path. Raises ModelError for what no folder can be called."""
     try:
         path = Path(name).expanduser()
         path.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, or the home of a user who is none
+    except (OSError, ValueError, RuntimeError) as error:  # too long, or the home of an unknown user
         why = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{name[:200]} is no folder: {why}", Code.MODEL_NOT_FOUND) from None
     return path
@@ -204,6 +207,6 @@ def _is_folder(path: Path) -> bool:
 
 
 def _download(name: str) -> Path:
-    """What is here counts; else all of it comes from the Hub, by this process alone."""
+    """Return the model's folder here; without one, download all of it from the Hub in this process."""
     repo, revision = hub_name(name)
     return repo.snapshot(revision) or Fetch(repo, revision, revision).from_hub()

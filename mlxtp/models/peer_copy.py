@@ -1,8 +1,8 @@
-"""Models from one member to another: TLS connections of their own, in threads.
+"""Copies of models from one member to another: TLS connections of their own, in threads.
 
-Whoever has a model, or is getting it from the Hub, lends it: `PeerServer` listens on a port of its own as
-long as somebody copies. Whoever copies opens a few connections and asks for pieces of files, of which each
-connection brings one at a time. Both ends show certificates of the cluster.
+The seeder is a member that has a model, or is getting it from the Hub. Its `PeerServer` listens on a port of
+its own while other members copy. A copying member opens a few connections and requests pieces of files; each
+connection brings one piece at a time. Both ends show certificates of the cluster.
 """
 
 from __future__ import annotations
@@ -43,32 +43,29 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 
+#: Connections of one copy. More would cost more than they gain, because Python decrypts in one thread at a
+#: time.
 CONNECTIONS = 2
-"""Of one copy. More cost more than they bring: Python decrypts them in turns."""
+#: Pieces that a connection requests ahead, so that the next one is on its way when one has come.
 PIECES_AHEAD = 4
-"""That a connection has asked for, so that the next one is on its way when one has come."""
-MAX_CONNECTIONS = 32
-"""That a lender has at one time, of all members."""
-MAX_PER_MEMBER = 12  #: Of them. A Mac gets four models at one time, and some connections are just ending.
+MAX_CONNECTIONS = 32  #: Connections of a seeder at one time, of all members.
+MAX_PER_MEMBER = 12  #: Connections. A Mac gets four models at one time, and some connections are ending.
+#: Connections without a certificate so far. The address with the most loses its oldest for one more.
 MAX_STRANGERS = 8
-"""Connections of which it is not known yet whose they are. The address with the most loses its oldest for one
-more."""
-IDLE_S = 60
-"""How long the other end may be silent, or not read."""
+IDLE_S = 60  #: Seconds that the other end may be silent, or not read.
+#: Seconds that a seeder may take for a piece, or be without a new one. It may be getting the piece from the
+#: Hub itself, four files at a time: this waits for half a Mbit/s.
 PIECE_S = 300
-"""How long a lender may take for a piece, or be without a new one. It may have it from the Hub itself, four
-files at a time: half a Mbit/s is waited for."""
-AGAIN_S = 0.25
-"""How often a lender is asked whether the next piece has come there."""
+AGAIN_S = 0.25  #: Seconds between two requests for the next piece that a seeder does not have yet.
 _BLOCK_BYTES = 1 << 18
 _LENGTH = struct.Struct(">I")
 
+#: Returns the files to copy for a model, or None. Called from threads.
 Lent = Callable[[str], tuple[Repo, Manifest] | None]
-"""What may be copied under a name, if anything. Called from threads."""
 
 
 class PeerConnection:
-    """One end of a connection that copies. Raises LinkError when the other one is gone or silent."""
+    """One end of a connection that copies. Raises LinkError if the other end is gone or silent."""
 
     def __init__(self, tls: ssl.SSLSocket, limit: int) -> None:
         self._tls = tls
@@ -77,7 +74,7 @@ class PeerConnection:
         self._ends_at = math.inf
 
     def hurry(self) -> None:
-        """From now on the other end has PIECE_S for what it is asked, until this is called again."""
+        """Give the other end PIECE_S for its replies, from now until the next call."""
         self._ends_at = time.monotonic() + PIECE_S
 
     def send(self, message: Message) -> None:
@@ -90,14 +87,14 @@ class PeerConnection:
             raise _cut_short(error) from None
 
     def receive(self, expected: type[M]) -> M:
-        """The message that is due. Raises RemoteProtocolError for another one."""
+        """Return the message that is due. Raises RemoteProtocolError for another one."""
         message = self.next()
         if not isinstance(message, expected):
             raise RemoteProtocolError(f"{type(message).__name__} where {expected.__name__} was due")
         return message
 
     def next(self) -> Message:
-        """Whatever comes next; never more is read than belongs to it."""
+        """Return the next message, reading no byte beyond it."""
         header = self._exactly(_LENGTH.size)
         (length,) = _LENGTH.unpack(header)
         if length > self._limit:
@@ -136,9 +133,9 @@ class PeerConnection:
 
 
 def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) -> PeerConnection:
-    """A connection to the lender of this node at the first of its addresses ("ip:port") that answers.
+    """Return a connection to the seeder at the first of its addresses ("ip:port") that answers.
 
-    Raises LinkError when none does, ProtocolError (NOT_AUTHENTIC) when it is not that node.
+    Raises LinkError if none does, ProtocolError (NOT_AUTHENTIC) if it is not that node.
     """
     context = member_context_client(credentials, ALPN_MODELS)
     why = "it has no address"
@@ -159,9 +156,9 @@ def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) ->
 
 
 def ask(connection: PeerConnection, model: str) -> tuple[Manifest, list[bytes]]:
-    """What is there of a model, and of each of its blobs which pieces.
+    """Return the seeder's manifest of a model, and for each of its blobs the pieces that are there.
 
-    Raises LinkError when there is nothing, RemoteProtocolError for what makes no sense.
+    Raises LinkError if there is nothing, RemoteProtocolError for an invalid reply.
     """
     connection.send(FilesWanted(model))
     held = connection.receive(FilesHeld)
@@ -176,12 +173,12 @@ def ask(connection: PeerConnection, model: str) -> tuple[Manifest, list[bytes]]:
         here.append(held.here[at : at + file.chunks])
         at += file.chunks
     if at != len(held.here):
-        raise RemoteProtocolError(f"{len(held.here)} pieces are told of {at}", Code.FIELD_INVALID)
+        raise RemoteProtocolError(f"{len(held.here)} pieces were reported, {at} are due", Code.FIELD_INVALID)
     return manifest, here
 
 
 class PieceQueue:
-    """Which pieces are still to be asked for. Connections take them in turns."""
+    """Pieces that are still to be requested. The connections of a copy share them."""
 
     def __init__(self, manifest: Manifest, parts: Sequence[PartialFile]) -> None:
         places = {file.hash: place for place, file in enumerate(manifest.blobs)}
@@ -189,7 +186,9 @@ class PieceQueue:
         self._lock = threading.Lock()
 
     def take(self, here: Sequence[bytes]) -> tuple[PartialFile, int, int] | None:
-        """The next piece that is there: the file, its place, the piece's number. None while none is."""
+        """Return the next piece that is there: the file, its place, the piece's number. None if there is
+        none.
+        """
         with self._lock:
             for i, (_, place, chunk) in enumerate(self._left):
                 if here[place][chunk]:
@@ -221,7 +220,7 @@ def bring(
             _receive(connection, *asked.popleft(), block, stopped)
             connection.hurry()
         elif not board.empty:
-            threading.Event().wait(AGAIN_S)  # it has not come there yet either
+            threading.Event().wait(AGAIN_S)  # the seeder does not have it yet either
             now = _ask_again(connection, manifest, model)
             if now != here:
                 connection.hurry()
@@ -252,27 +251,26 @@ def _receive(
 
 
 class PeerServer:
-    """Lends models to other members while it is open. `may_copy` is asked again for each piece."""
+    """Server of models to other members, while it is open. It calls `may_copy` again for each piece."""
 
     def __init__(
         self, host: str, credentials: Credentials, lent: Lent, may_copy: Callable[[NodeIdentity], bool]
     ) -> None:
-        """Listens on a free port of `host`. Raises OSError."""
+        """Listen on a free port of `host`. Raises OSError."""
         self._sock = listen(host)
         self.port: int = self._sock.getsockname()[1]
         self._context = member_context_server(credentials, (ALPN_MODELS,))
         self._lent = lent
         self._may_copy = may_copy
-        self._open: dict[socket.socket, str] = {}
-        """The node id of each connection."""
+        self._open: dict[socket.socket, str] = {}  #: The node id of each connection.
+        #: The address of each connection that has not shown a certificate yet, the oldest first.
         self._strangers: dict[socket.socket, str] = {}
-        """The address of each connection that has not shown a certificate yet, the oldest first."""
         self._lock = threading.Lock()
         self._wake, self._woken = socket.socketpair()
         threading.Thread(target=self._accept, name="lender", daemon=True).start()
 
     def close(self) -> None:
-        """Lend no more: connections are cut."""
+        """Stop serving and cut all connections."""
         self._wake.close()
         with self._lock:
             for sock in (*self._open, *self._strangers):
@@ -286,7 +284,7 @@ class PeerServer:
                 try:
                     sock, address = self._sock.accept()
                 except OSError as error:
-                    log.debug("nobody was let in to copy: %s", error)
+                    log.debug("cannot accept a connection for a copy: %s", error)
                     continue
                 with self._lock:
                     self._strangers[sock] = str(address[0])
@@ -313,11 +311,11 @@ class PeerServer:
 
     def _welcome(self, sock: socket.socket) -> tuple[PeerConnection, NodeIdentity]:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A deadline for all of the handshake: a socket's own timeout begins anew with each byte.
+        # A deadline for all of the handshake, because each byte restarts a socket's own timeout.
         hurry = threading.Timer(HANDSHAKE_S, lambda: _cut(sock))
         hurry.start()
         try:
-            copy = sock.dup()  # closing the one does not take the other from `close`
+            copy = sock.dup()  # `close` can still cut `sock` when this one is closed
             tls = self._context.wrap_socket(copy, server_side=True)
         finally:
             hurry.cancel()
@@ -373,7 +371,7 @@ def _lend(connection: PeerConnection, repo: Repo, manifest: Manifest, place: int
         if not repo.chunks(file)[chunk]:
             raise FileNotFoundError
         descriptor = os.open(repo.readable(file), os.O_RDONLY)
-    except OSError:  # it has just got its name, or is gone: whoever wants it asks again
+    except OSError:  # it has just got its name, or is gone: the other end requests it again
         connection.send(PieceHeld(0))
         return
     try:

@@ -1,4 +1,4 @@
-"""Whether a model could be served, found out before anything is unloaded for it."""
+"""Pre-flight check of a model, before the loaded one is unloaded for it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .names import find_model
 
 
 class ModelPreflight:
-    """Looks at the model of one turn at a time, and calls `on_change` when it has.
+    """Checker of one announced model at a time; calls `on_change` when it is done.
 
-    `no_place` says why those who are here have no place for a model of this shape, or nothing.
+    `no_place` returns the reason why the present members have no place for a model of this shape, or "".
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class ModelPreflight:
         self._task: asyncio.Task[MlxtpError | None] | None = None
 
     def about(self, turn: ModelTurn) -> tuple[bool, MlxtpError | None]:
-        """Whether the model that has this turn was looked at, and why it cannot be served."""
+        """Return True if the announced model was checked, and the error that prevents serving it."""
         if turn != self._turn:
             if self._task is not None:
                 self._task.cancel()
@@ -52,7 +52,7 @@ class ModelPreflight:
         return GroupError(why, Code.NOT_READY) if why else None
 
     async def close(self) -> None:
-        """Look no more."""
+        """Cancel the check."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

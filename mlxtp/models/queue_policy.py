@@ -1,9 +1,10 @@
-"""Which model has its turn, where requests may name one that is not loaded: the coordinator's part. Pure.
+"""Choice of the next model, where requests may name one that is not loaded. The coordinator's part. Pure.
 
-Each member tells for which models its clients wait, and how many of their requests run. Whoever has waited
-longest decides which model is next. It gets the turn: from then on no member lets a request for another one
-begin. Once all of them have heard that, and nothing runs any more, the model is loaded. So none is ever
-unloaded under a running request, and those who come for the old one meanwhile wait behind the new one.
+Each member reports the models that its clients wait for, and how many of their requests run. The longest
+waiting request decides which model is next. The coordinator announces it: from then on no member starts a
+request for another model. Once all members have received the announcement and no request runs, the model is
+loaded. So no model is unloaded under a running request. Later requests for the old model wait behind the new
+one.
 """
 
 from __future__ import annotations
@@ -17,36 +18,35 @@ from ..wire.cluster_messages import DesiredState, ModelQueue, ModelTurn
 
 @dataclass(frozen=True, slots=True)
 class AnnounceModel:
-    """Everybody shall hear whose turn it is now."""
+    """Action: broadcast the announced model."""
 
     announcement: ModelTurn
 
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """Nothing runs, and nothing but this will: let it be served."""
+    """Action: serve this model. No request runs, and only requests for this model will start."""
 
     model: str
 
 
 class ModelQueues:
-    """What the coordinator knows of all queues. `turn` is the last that was told."""
+    """Queues of all members, as known to the coordinator. `current` is the last announcement."""
 
     def __init__(self) -> None:
         self.current = ModelTurn(0, 0, "", "", "")
         self._queues: dict[str, ModelQueue] = {}
+        #: By node id and model: when the first request that waits there was reported, in seconds.
         self._since: dict[tuple[str, str], float] = {}
-        """By node id and model: when the first of those that wait there was heard of."""
-        self._desired: DesiredState | None = None
-        """What was wanted, when that was last looked at."""
+        self._desired: DesiredState | None = None  #: The desired state at the last decision.
         self._served_at = math.inf
 
     def waits_for(self, model: str) -> bool:
-        """Whether anybody does."""
+        """Return True if a request waits for this model."""
         return any(waited == model for _, waited in self._since)
 
     def received(self, node_id: str, queue: ModelQueue, now: float) -> None:
-        """What a member, or this node itself, tells."""
+        """Store the queue that a member, or this node itself, reports."""
         self._queues[node_id] = queue
         turn = self.current
         stale = (queue.term, queue.number) < (turn.term, turn.number)
@@ -61,7 +61,9 @@ class ModelQueues:
     def decide(
         self, term: int, desired: DesiredState, present: Collection[str], *, served: bool, now: float
     ) -> AnnounceModel | LoadModel | None:
-        """What the coordinator of `term` does next; `served`: the group of what is desired is ready."""
+        """Return the next action of the coordinator of `term`. `served`: the group of the desired model is
+        ready.
+        """
         if term != self.current.term:
             self.current, self._desired = ModelTurn(term, 0, desired.model, "", ""), None
         for node_id in self._queues.keys() - set(present):
@@ -69,9 +71,9 @@ class ModelQueues:
         self._since = {key: since for key, since in self._since.items() if key[0] in self._queues}
         if desired != self._desired:
             self._desired, self._served_at = desired, math.inf
-            if self.current.number == 0:  # nobody has ever waited
+            if self.current.number == 0:  # no request has ever waited
                 self.current = replace(self.current, model=desired.model)
-            elif self.current.model != desired.model:  # a person said so
+            elif self.current.model != desired.model:  # a user changed it
                 return self._announce(desired.model)
         if served:
             self._served_at = min(self._served_at, now)
@@ -83,7 +85,9 @@ class ModelQueues:
         return None
 
     def refuse(self, model: str, why: str, instead: str, *, broken: bool = False) -> AnnounceModel:
-        """`model` cannot be served: whoever waits for it is told, and `instead` has the turn."""
+        """Announce that `model` cannot be served, which fails the requests that wait for it, and that
+        `instead` is next.
+        """
         self._since = {key: since for key, since in self._since.items() if key[1] != model}
         return self._announce(instead, model, why, broken)
 
@@ -92,7 +96,9 @@ class ModelQueues:
         return AnnounceModel(self.current)
 
     def _first(self, loaded: str) -> str:
-        """What whoever has waited longest wants. Who waited for the loaded one when it came is first."""
+        """Return the model that has been waited for longest. Requests that waited for the loaded model when
+        it came are first.
+        """
 
         def place(key: tuple[str, str]) -> tuple[bool, float, str]:
             since = self._since[key]

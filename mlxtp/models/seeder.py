@@ -1,4 +1,4 @@
-"""From which Mac the others copy a model: decided by the coordinator. Pure."""
+"""Choice of the seeder, the Mac from which the others copy a model. Made by the coordinator. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one present member has of a model: `held` of `total` bytes (0: not known yet) of `revision`.
+    """Progress of one present member: `held` of `total` bytes (0: not known yet) of `revision`.
 
-    `free` is the room on its disk in bytes, `wants` whether it is to have the model, `problem` why it cannot
-    get it from the Hub.
+    `free` is the room on its disk in bytes, `wants` True if it needs the model. `problem` is the reason why
+    it cannot get the model from the Hub.
     """
 
     revision: str = ""
@@ -23,14 +23,14 @@ class Holding:
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is there."""
+        """True if the member has the whole model."""
         return 0 < self.total <= self.held
 
 
 def elect_seeder(members: Mapping[str, Holding], now: str) -> str:
-    """The node id of the one to copy from: who has all of it, or who is to get it from the Hub.
+    """Return the node id of the seeder: a member that has all of it, or one that is to get it from the Hub.
 
-    Whoever does it `now` goes on, as long as it can. Empty when nobody can.
+    Keep the current seeder (`now`) while it is able. Returns "" if no member is.
     """
     able = {
         node: each for node, each in members.items() if each.complete or (each.wants and not each.problem)

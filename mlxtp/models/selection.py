@@ -1,7 +1,7 @@
-"""What people say shall be served: looked at, and brought here, before what is served is unloaded for it.
+"""Selection of the model to serve: checked, and brought here, before the present one is unloaded for it.
 
-A wish that waits for a download lives as long as the agent at which it was said; whatever is said later
-counts instead, wherever.
+A pending selection is kept in the memory of the agent that received the request. A later selection at any
+agent replaces it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from .transfers import TransferCoordinator, described
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-SILENT_S = 5.0
-"""How long members may take until they say that a model is on its way to them."""
+SILENT_S = 5.0  #: Seconds that members may take to report that a model is on its way to them.
 _SERVES = (ServingState.READY, ServingState.DRAINING, ServingState.LOADING)
 
 
 class SelectionParts(Surroundings, Protocol):
-    """The parts of one node that this needs beside."""
+    """The parts of one node that this needs in addition."""
 
     transfers: TransferCoordinator
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionResult:
-    """What came of it. `coming`: what is served stays until the model is here."""
+    """Result of a selection. `coming`: the present model is served until the new one is here."""
 
     model: str
     desired: DesiredState
@@ -47,8 +46,11 @@ class SelectionResult:
 
 
 class ModelSelection:
-    """`no_place` says why those who are here, or some of them, cannot serve a model of this shape over so
-    many Macs; nothing if they can."""
+    """Owner of the pending selection.
+
+    `no_place` returns the reason why the present members, or some of them, cannot serve a model of this shape
+    on `nodes` Macs, else "".
+    """
 
     def __init__(
         self, cluster: SelectionParts, no_place: Callable[[ModelShape, str, Container[str] | None], str]
@@ -56,13 +58,13 @@ class ModelSelection:
         self._cluster = cluster
         self._no_place = no_place
         self._progress = 0
+        #: A model that is on its way, and the name under which it comes.
         self._next: tuple[str, str] | None = None
-        """A model that is on its way, and the name under which it comes."""
         self._problem = ""
         self._task: asyncio.Task[None] | None = None
 
     def progress(self) -> list[str]:
-        """What comes to this Mac, for people: what is served next, and what else is pulled."""
+        """Return the models that come to this Mac, for people: the next one to serve, and other downloads."""
         transfers = self._cluster.transfers
         model, name = self._next or ("", "")
         found = [f"{model} is served as soon as it is here{_far(transfers, name)}"] if model else []
@@ -75,9 +77,10 @@ class ModelSelection:
         ]
 
     async def serve(self, model: str, nodes: str) -> SelectionResult:
-        """From now on `model` is wanted, or from when it is here, over so many Macs (empty: as before).
+        """Make `model` the desired model, after its download if needed. `nodes`: how many Macs ("" keeps the
+        setting).
 
-        Raises UserError for what can be known to fail; then nothing changes.
+        Raises UserError, and changes nothing, if it is known that the model cannot be served.
         """
         cluster, number = self._cluster, self.cancel()
         present = cluster.leadership.desired
@@ -87,7 +90,7 @@ class ModelSelection:
         found = await asyncio.to_thread(in_folders, model, cluster.settings.model_folders)
         shape = await self._inspect(found)
         if number != self._progress or cluster.leadership.desired.version != present.version:
-            raise UserError(f"meanwhile somebody else said what to serve, so {model} is not")
+            raise UserError(f"another request changed the model meanwhile, so {model} is not served")
         if present.model and cluster.supervisor.state in _SERVES:
             self._check_place(model, shape, over)
             if is_hub_id(found) and not await self._can_begin(found, shape, over):
@@ -98,7 +101,10 @@ class ModelSelection:
         return SelectionResult(model, cluster.set_desired(model, nodes))
 
     def cancel(self) -> int:
-        """Something else is said: what is on its way is brought all the same, and not served."""
+        """Cancel the pending selection because of a later one. Its download goes on, but it is not served.
+
+        Returns the number of the next selection.
+        """
         self._progress += 1
         self._next, self._problem = None, ""
         if self._task is not None:
@@ -116,7 +122,7 @@ class ModelSelection:
             raise UserError(f"{model} cannot be served, so all stays as it is: {why}")
 
     async def _can_begin(self, model: str, shape: ModelShape | None, nodes: str) -> bool:
-        """Whether those who have all of it already can serve it."""
+        """Return True if the members that have all of it already can serve it."""
         if shape is None or await asyncio.to_thread(hub_folder, model) is None:
             return False
         return not self._no_place(shape, nodes, {self._cluster.node_id, *self._who_have(model)})
@@ -131,7 +137,7 @@ class ModelSelection:
             name = await cluster.transfers.pull(model, everywhere=True)
             self._next, began = (model, name), loop.time()
             while True:
-                await asyncio.sleep(LOOK_S)  # at first for the others to say what they have
+                await asyncio.sleep(LOOK_S)  # the first time: for the other members' reports
                 rows = cluster.transfers.progress(name)
                 silent = not rows or (len(rows) == 1 and cluster.links.nodes())
                 over = all(row["complete"] or row["problem"] for row in rows)
@@ -148,7 +154,7 @@ class ModelSelection:
             if have and not why:
                 cluster.set_desired(model, nodes)
             else:
-                reasons = "; ".join(filter(None, [why, *problems])) or "nobody has said how far it is"
+                reasons = "; ".join(filter(None, [why, *problems])) or "no member has reported its progress"
                 self._problem = f"{model} was to be served, and cannot be: {reasons}"
         except MlxtpError as error:
             self._problem = error.detail
@@ -158,7 +164,7 @@ class ModelSelection:
                 log.warning("%s", self._problem)
 
     async def close(self) -> None:
-        """Wait for nothing more."""
+        """Cancel the pending selection."""
         self.cancel()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
@@ -171,4 +177,4 @@ def _far(transfers: TransferCoordinator, name: str) -> str:
 
 def _ended(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a model that was to be served is waited for no more", exc_info=error)
+        log.error("pending model change failed", exc_info=error)

@@ -1,9 +1,10 @@
-"""The golden proof: what a model says to fixed prompts, compared with what it said before.
+"""Golden proof: the model's answers to fixed prompts, compared with its earlier ones.
 
 A fabric or a build that computes wrong values may still form a group and prove its collectives. So after each
-load the group answers fixed prompts, greedily, and the tokens are compared with those that this machine kept
-for the same model, machines, fabric, versions and settings. The first load keeps them. Other tokens are asked
-for again: if they come a second time and are no near-tie of the right ones, the group computes wrong values.
+load the group answers fixed prompts, greedily. The tokens are compared with those that this machine kept for
+the same model, machines, fabric, versions and settings. The first load keeps them. Different tokens are
+computed a second time. If they come again and are no near-tie of the right ones, the group computes wrong
+values.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from pathlib import Path
 
 from ..tokenizer_file import MAX_CONFIG_BYTES
 
-SelfTestTokens = tuple[tuple[int, ...], ...]
-"""Tokens, for each prompt."""
+SelfTestTokens = tuple[tuple[int, ...], ...]  #: Tokens, for each prompt.
 FILE = "golden.json"
 PROMPTS = 4
 PROMPT_TOKENS = 12
+#: Tokens of an answer. Few, because a long answer soon repeats itself and proves nothing new.
 ANSWER_TOKENS = 4
-"""Few for each prompt: what a model says at length soon repeats itself and tells nothing new."""
 FIXED_ORDER_BYTES = 32 * 1024  #: mlx/distributed/jaccl/mesh.cpp
 NEAR_TIE = 0.25  #: natural logarithm of how much likelier the one of two tokens may be
 _STRIDE = 7919  # a prime, so that the prompts visit the whole vocabulary
@@ -31,25 +31,26 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def prompts(vocabulary: int, tokens: int = PROMPT_TOKENS) -> list[tuple[int, ...]]:
-    """The fixed prompts of so many tokens for a vocabulary of this size."""
+    """Return the fixed prompts of `tokens` tokens for a vocabulary of this size."""
     walk = [i * _STRIDE % vocabulary for i in range(PROMPTS * PROMPT_TOKENS)]
     return [tuple(walk[i::PROMPTS][:tokens]) for i in range(PROMPTS)]
 
 
 def prompt_tokens(row_bytes: int, *, mesh: bool) -> int:
-    """Return how many tokens a prompt may have so that its sums are the same each time.
+    """Return the most tokens of a prompt for which its sums are the same each time.
 
     A JACCL `mesh` of three or more ranks adds what is larger than FIXED_ORDER_BYTES in order of arrival.
-    `row_bytes`: of one token's row in a sum; 0 where that is not known.
+    `row_bytes`: of one token's row in a sum; 0 if unknown.
     """
     return max(min(PROMPT_TOKENS, FIXED_ORDER_BYTES // row_bytes), 1) if mesh and row_bytes else PROMPT_TOKENS
 
 
 def fingerprint(folder: Path) -> str:
-    """Which model this is: a hash of its configuration, and of the size and parts of every weight file.
+    """Return a hash of the model's configuration, and of the size and parts of every weight file.
 
     The beginning of each file holds the names and shapes of its tensors. Hashing all of a large model would
-    take minutes; its beginning, middle and end tell two models apart, not a deliberate forgery.
+    take minutes. Its beginning, middle and end distinguish two models; they do not reveal a deliberate
+    forgery.
     """
     with (folder / "config.json").open("rb") as file:
         digest = hashlib.sha256(file.read(MAX_CONFIG_BYTES))
@@ -64,7 +65,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def key(folder: Path, group: Mapping[str, object], settings: Mapping[str, object]) -> str:
-    """Return under what answers are kept. `group`: its machines in rank order, its fabric."""
+    """Return the key under which answers are kept. `group`: its machines in rank order, its fabric."""
     parts: dict[str, object] = {
         "model": fingerprint(folder),
         # On macOS the version names the chip, too.
@@ -77,7 +78,7 @@ def key(folder: Path, group: Mapping[str, object], settings: Mapping[str, object
 
 
 def kept(path: Path, key: str, answers: SelfTestTokens) -> SelfTestTokens:
-    """Return the answers that `path` keeps under `key`; these ones, which it then keeps, for want of any."""
+    """Return the answers that `path` keeps under `key`; without any, keep and return these."""
     known = _read(path)
     found = known.get(key)
     if isinstance(found, list) and list(map(len, found)) == list(map(len, answers)):
@@ -89,12 +90,12 @@ def kept(path: Path, key: str, answers: SelfTestTokens) -> SelfTestTokens:
 
 
 def difference(before: Sequence[int], now: Sequence[int]) -> int:
-    """Return the position of the first token that two answers of one length do not share; -1 for none."""
+    """Return the position of the first token that differs in two answers of one length; -1 for none."""
     return next((at for at, (one, other) in enumerate(zip(before, now, strict=True)) if one != other), -1)
 
 
 def is_near_tie(top: Sequence[tuple[int, float]], one: int, other: int) -> bool:
-    """Return True where two tokens are the most probable ones of `top`, and nearly equally probable."""
+    """Return True if two tokens are the most probable ones of `top`, and nearly equally probable."""
     (first, likely), (second, less) = sorted(top, key=lambda each: -each[1])[:2]
     return {first, second} == {one, other} and likely - less < NEAR_TIE
 

@@ -1,9 +1,9 @@
-"""Models of the Hub, once for the whole cluster: one member gets a model, the others copy it from there.
+"""Transfers of models: one member gets a model from the Hub, the others copy it from there.
 
-Whoever wants a model tells all what it has of it (`ModelHeld`); who does not want it answers with what is on
-its disk. When all have spoken, the coordinator names the one to copy from (`ModelLender`): who has all of it,
-or who is to ask the Hub. The others copy while it is still getting it. When it fails or goes, the coordinator
-names another one, and what has come counts.
+A member that needs a model broadcasts what it has of it (`ModelHeld`). The other members reply with what is
+on their disks. When all have replied, the coordinator names the seeder (`ModelLender`). It has all of the
+model, or is to download it from the Hub. The others copy while the seeder is still getting it. When it fails
+or leaves, the coordinator names another one, and the pieces that have come count.
 """
 
 from __future__ import annotations
@@ -35,73 +35,61 @@ from .seeder import Holding, elect_seeder
 
 log = logging.getLogger(__name__)
 
-TOLD_S = 1.0
-"""How often the others hear how far a model is here."""
+TOLD_S = 1.0  #: Seconds between two progress reports to the others.
+#: Seconds that the coordinator waits for the reports of all present members: a sleeping disk takes seconds.
 ALL_SAY_S = 10.0
-"""How long the coordinator waits for the word of everybody present: a disk that sleeps takes seconds."""
+#: Seconds that a member waits for the coordinator's choice, before it goes to the Hub itself.
 NO_WORD_S = 15.0
-"""How long a member waits for the coordinator's, and then sees for itself."""
-NO_FILES_S = 120.0
-"""How long it waits for the one that was named to know the files."""
-AGAIN_S = 1.0
-"""After a copy that was cut short, until the next try."""
-TRIES = 4
-"""How often a lender is tried in vain before this Mac asks the Hub itself."""
-AT_ONCE = 4
-"""Models that come to this Mac at one time; the next ones wait for their turn."""
-MAX_JOBS = 256
-"""Of which anything is kept."""
-MAX_ASKED = 8
-"""Models that come to this Mac at one time by the word of one other member."""
-CLOSE_S = 2.0
-"""How long this agent's end waits for threads that wait for the network."""
-RATE_S = 10.0
-"""Over how long speeds are told."""
+NO_FILES_S = 120.0  #: Seconds that it waits for the seeder to know the files.
+AGAIN_S = 1.0  #: Seconds from an interrupted copy to the next try.
+TRIES = 4  #: Failed copies from a seeder before this Mac goes to the Hub itself.
+AT_ONCE = 4  #: Models that come to this Mac at one time; the next ones wait.
+MAX_JOBS = 256  #: Models for which a transfer is kept.
+MAX_ASKED = 8  #: Models that come to this Mac at one time at the request of one other member.
+CLOSE_S = 2.0  #: Seconds that the end of this agent waits for threads that wait for the network.
+RATE_S = 10.0  #: Seconds over which speeds are measured.
 
 
 @dataclass(slots=True)
 class TransferRate:
-    """Bytes per second of what comes."""
+    """Speed of a transfer, in bytes per second."""
 
     seen: deque[tuple[float, int]] = field(default_factory=deque)
 
     def add(self, now: float, held: int) -> None:
-        """So much is there now."""
+        """Record the bytes that are there now."""
         self.seen.append((now, held))
         while now - self.seen[0][0] > RATE_S:
             self.seen.popleft()
 
     @property
     def bytes_per_s(self) -> float:
-        """Over the last seconds; 0 until that is known."""
+        """Mean over the last RATE_S; 0 until that is known."""
         (began, had), (now, has) = (self.seen[0], self.seen[-1]) if self.seen else ((0.0, 0), (0.0, 0))
         return max(has - had, 0) / (now - began) if now > began else 0.0
 
 
 class _Transfer:
-    """One model, as long as this agent runs. `refs` are the branches and tags that are to name what comes."""
+    """Transfer of one model, kept while this agent runs. `refs`: branches and tags that will name it."""
 
     def __init__(self, model: str) -> None:
         self.model = model
         self.repo, self.revision = hub_name(model)
         self.refs: set[str] = set()
-        self.of_hub: set[str] = set()
-        """Those of which the Hub itself said here that they are this commit."""
-        self.own: Holding | None = None
-        """None until somebody here or elsewhere wanted it."""
+        self.of_hub: set[str] = set()  #: Those that the Hub itself mapped to this commit here.
+        self.own: Holding | None = None  #: None until a member needs the model.
         self.reported: ModelHeld | None = None
         self.reported_at = 0.0
         self.others: dict[str, ModelHeld] = {}
+        #: The seeder that the coordinator named; None until it has, "" if no member can be it.
         self.lender: str | None = None
-        """Whom the coordinator named; None until it has."""
         self.began = time.monotonic()
         self.fetch: Fetch | None = None
         self.task: asyncio.Task[Path] | None = None
         self.waiting = 0
-        self.inspecting = False
-        """Whether the disk is looked at, because somebody else wants it."""
+        self.inspecting = False  #: True while the disk is read for another member's report.
+        #: True if it was requested on all Macs. It then starts again when a member has it later.
         self.everywhere = False
-        """Whether it was asked for on all Macs, and so goes on when somebody has it later."""
         self.speeds: dict[str, TransferRate] = {}
         self.changed = asyncio.Event()
 
@@ -111,13 +99,13 @@ class _Transfer:
 
     @property
     def complete(self) -> bool:
-        """Whether all of it was here when it was last asked for."""
+        """True if all of it was here at the end of the last request."""
         task = self.task
         return task is not None and task.done() and not task.cancelled() and task.exception() is None
 
     @property
     def failure(self) -> str:
-        """Why it did not come when it was last asked for."""
+        """Reason why the last request failed; empty if it did not."""
         task = self.task
         if task is None or not task.done() or task.cancelled() or (error := task.exception()) is None:
             return ""
@@ -125,35 +113,36 @@ class _Transfer:
 
     @property
     def ends(self) -> bool:
-        """Whether it was told to stop, and has not yet."""
+        """True if it was cancelled and has not ended yet."""
         return self.task is not None and not self.task.done() and bool(self.task.cancelling())
 
 
 class TransferCoordinator:
-    """Everything runs in the agent's event loop, but what reads the disk or waits for the network."""
+    """Coordinator of all transfers.
+
+    Everything runs in the agent's event loop, except what reads the disk or waits for the network.
+    """
 
     def __init__(self, cluster: Surroundings) -> None:
         self.credentials: Credentials | None = None
-        self.stored: dict[str, tuple[StoredModel, ...]] = {}
-        """What each other node has on its disk."""
+        self.stored: dict[str, tuple[StoredModel, ...]] = {}  #: Models on the disk of each other node.
         self._cluster = cluster
         self._jobs: dict[str, _Transfer] = {}
         self._lender: peer_copy.PeerServer | None = None
         self._here: tuple[StoredModel, ...] = ()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._line: list[_Transfer] = []
-        """What comes now (the first AT_ONCE), and what waits for its turn."""
+        self._line: list[_Transfer] = []  #: Running transfers (the first AT_ONCE), then those that wait.
+        #: Number of models that come at the request of each other member.
         self._asked: Counter[str] = Counter()
-        """How many models come by the word of each other member."""
+        #: Members of which a request was refused, so that the log reports each once.
         self._failures: set[str] = set()
-        """Whose words were refused, so that the log says it once."""
 
-    # --- what is asked -------------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------
 
     async def get(self, model: str) -> Path:
-        """OWNER/NAME[@REVISION] on this Mac: what is here or on another member, else from the Hub.
+        """Return OWNER/NAME[@REVISION] on this Mac: from its disk or another member, else from the Hub.
 
-        Raises ModelError when it cannot be had. Whoever is cancelled here ends the work if nobody else waits.
+        Raises ModelError if it cannot be had. Cancelling the last waiting caller ends the work.
         """
         return await self._had(self._job(model))
 
@@ -180,7 +169,7 @@ class TransferCoordinator:
     async def pull(self, model: str, *, everywhere: bool) -> str:
         """Begin to get what the Hub has under this name now; returns the name by which `progress` knows it.
 
-        Where the Hub cannot be asked, what members have counts. Raises ModelError.
+        If the Hub cannot be reached, the models of members count. Raises ModelError.
         """
         repo, revision = hub_name(model)
         commit = ""
@@ -195,7 +184,7 @@ class TransferCoordinator:
         return name
 
     def _begin(self, name: str, *refs: str, everywhere: bool) -> asyncio.Task[Path]:
-        """What was told of it before counts no more. Raises ModelError when too much is under way."""
+        """Begin a transfer, and forget earlier failures of other members. Raises ModelError for too many."""
         job = self._job(name)
         job.everywhere = everywhere or job.everywhere
         if job.ends:
@@ -218,12 +207,12 @@ class TransferCoordinator:
         self.changed(name)
 
     def changed(self, name: str) -> None:
-        """Files of OWNER/NAME on this disk are others than before."""
+        """Report that files of OWNER/NAME on this disk have changed."""
         self.report_stored()
         self._cluster.model.files_arrived(name)
 
     def progress(self, model: str) -> list[dict[str, Any]]:
-        """How far each member that wants a model is: bytes, bytes per second, seconds left."""
+        """Return the progress of each member that needs a model: bytes, bytes per second, seconds left."""
         job = self._jobs.get(model)
         if job is None:
             return []
@@ -261,16 +250,18 @@ class TransferCoordinator:
         return found
 
     def progress_text(self, model: str, node_id: str = "") -> str:
-        """How far a model is on its way to a node, this one unless another is named, for people; or empty."""
+        """Return the progress of a model to a node, this one by default, for people; empty if it is not on
+        its way.
+        """
         node_id = node_id or self._cluster.node_id
         rows = [row for row in self.progress(model) if row["node_id"] == node_id]
         coming = rows and not rows[0]["complete"] and not rows[0]["problem"]
         return f"{model} is on its way: {described(rows[0])}" if coming else ""
 
     def has(self, node_id: str, model: str) -> bool:
-        """Whether another member has OWNER/NAME or OWNER/NAME@COMMIT complete, as far as it has told.
+        """Return True if another member has reported OWNER/NAME or OWNER/NAME@COMMIT as complete.
 
-        Branches and tags are not told.
+        Branches and tags are not reported.
         """
         name, _, revision = model.partition("@")
         return any(
@@ -279,17 +270,17 @@ class TransferCoordinator:
         )
 
     def is_elsewhere(self, model: str) -> bool:
-        """Whether any other member has it."""
+        """Return True if any other member has it."""
         return any(self.has(node_id, model) for node_id in self.stored)
 
     def under_way(self) -> list[str]:
-        """The models that come to this Mac now, by the names that `progress` knows."""
+        """Return the models that come to this Mac now, by the names that `progress` knows."""
         return [
             name for name, job in self._jobs.items() if job.runs and job.own is not None and job.own.wants
         ]
 
     def is_getting(self, name: str) -> bool:
-        """Whether this Mac is getting OWNER/NAME, as its disk spells that, or lends it."""
+        """Return True if this Mac is getting or seeding OWNER/NAME, as its disk spells that."""
         return any(
             job.repo.as_here().name == name and (job.runs or (self._lender is not None and self._needed(job)))
             for job in self._jobs.values()
@@ -298,14 +289,14 @@ class TransferCoordinator:
     # --- one model -----------------------------------------------------------------------------------
 
     def _job(self, model: str) -> _Transfer:
-        """Raises ModelError for what is no name, and when too much is under way."""
+        """Return the transfer of a model. Raises ModelError for an invalid name and for too many."""
         if model not in self._jobs:
             found = _Transfer(model)
             if len(self._jobs) >= MAX_JOBS:
                 self._jobs = {name: job for name, job in self._jobs.items() if self._is_busy(job)}
             if len(self._jobs) >= MAX_JOBS:
                 raise ModelError(
-                    f"{MAX_JOBS} models are under way here; ask for {model} when some have come",
+                    f"{MAX_JOBS} models are under way here; request {model} when some are done",
                     Code.NOT_READY,
                 )
             self._jobs[model] = found
@@ -344,7 +335,7 @@ class TransferCoordinator:
                 here = await self._bring(job, lender if tries < TRIES else self._cluster.node_id)
                 break
             except Stopped:
-                continue  # another one is to be copied from
+                continue  # there is another seeder
             except ModelError as error:
                 job.own = replace(job.own or mine, problem=error.detail[:1000])
                 self._report(job)
@@ -362,7 +353,7 @@ class TransferCoordinator:
         return here
 
     async def _refer(self, job: _Transfer, here: Path) -> None:
-        """Whoever names a branch or tag by which it was asked for gets this commit. Raises ModelError."""
+        """Point the requested branches and tags at this commit. Raises ModelError."""
         repo, seen = job.repo, set[str]()
         while wrong := {ref for ref in job.refs - seen if repo.commit(ref) != here.name}:
             seen |= wrong
@@ -381,7 +372,7 @@ class TransferCoordinator:
                 if job.lender not in (named, None):
                     raise Stopped
                 if time.monotonic() - job.reported_at >= TOLD_S:
-                    self._report(job)  # whoever waits for it here hears that it will come
+                    self._report(job)  # the others learn that it will come
                 await _pause(job)
             return await self._brought(job, lender, named)
         finally:
@@ -404,7 +395,7 @@ class TransferCoordinator:
                 await asyncio.wait({running}, timeout=TOLD_S)
                 self._look_at(job)
                 if job.lender not in (named, None):
-                    fetch.stop()  # another one is to be copied from
+                    fetch.stop()  # there is another seeder
             found = running.result()
             job.of_hub |= fetch.by_hub
             return found
@@ -414,7 +405,7 @@ class TransferCoordinator:
             raise
 
     async def _named(self, job: _Transfer, complete: bool) -> str:
-        """Whom to copy from; this node itself is to ask the Hub. Raises ModelError when nobody can get it."""
+        """Return the seeder; this node's id means the Hub. Raises ModelError if no member can get it."""
         began = time.monotonic()
         while time.monotonic() - max(began, _heard_at(job)) < (
             NO_WORD_S if job.lender is None else NO_FILES_S
@@ -433,9 +424,9 @@ class TransferCoordinator:
         return self._cluster.node_id
 
     async def _another(self, job: _Transfer, *, patient: bool) -> bool:
-        """This Mac cannot get it from the Hub: whether another one can, or has it.
+        """Return True if another member has the model or can get it, after this Mac failed at the Hub.
 
-        Patient: one that had it has gone, and may be back in a moment.
+        `patient`: wait even if there is none, because a member that had it may be back soon.
         """
         ends_at, me = time.monotonic() + NO_WORD_S, self._cluster.node_id
         while time.monotonic() < ends_at:
@@ -454,7 +445,7 @@ class TransferCoordinator:
         return lambda: peer_copy.connect(addresses, lender, credentials)
 
     def _hosts(self, node_id: str) -> list[str]:
-        """Where a member is, by the fastest network first."""
+        """Return the addresses of a member, those on the fastest network first."""
         cluster = self._cluster
         me, link = cluster.node_id, cluster.links.to(node_id)
         machines = cluster.peer_info.machines
@@ -465,10 +456,10 @@ class TransferCoordinator:
             found = [each.addresses[node_id] for each in Topology(both).fastest(me, node_id)]
         return list(dict.fromkeys(filter(None, [*found, near])))
 
-    # --- what all say --------------------------------------------------------------------------------
+    # --- messages from others ------------------------------------------------------------------------
 
     def received(self, node_id: str, message: ModelHeld | ModelLender | ModelPull | ModelsHere) -> None:
-        """Another agent speaks of a model."""
+        """Process a message about models from another agent."""
         if isinstance(message, ModelsHere):
             self.stored[node_id] = message.models
             return
@@ -489,11 +480,11 @@ class TransferCoordinator:
         job.changed.set()
 
     def _pull_for(self, node_id: str, name: str, ref: str) -> None:
-        """By the word of another member. Raises ModelError."""
+        """Begin a transfer that another member requested. Raises ModelError."""
         if self._asked[node_id] >= MAX_ASKED:
-            why = f"{MAX_ASKED} models come here by your word already; ask for {name} when some have come"
+            why = f"{MAX_ASKED} models come here at your request already; request {name} when some are done"
             self._send(node_id, ModelHeld(name, "", 0, 0, 0, wants=True, problem=why, port=0))
-            self._count_failure(node_id, f"no more than {MAX_ASKED} models come here at one time by its word")
+            self._count_failure(node_id, f"{MAX_ASKED} models come here at its request already")
             return
         task = self._begin(name, ref, everywhere=True)
         self._asked[node_id] += 1
@@ -502,7 +493,7 @@ class TransferCoordinator:
     def _count_failure(self, node_id: str, why: str) -> None:
         if node_id not in self._failures:
             self._failures.add(node_id)
-            log.warning("%s asks for what cannot be: %s", self._cluster.name_of(node_id), why)
+            log.warning("request by %s refused: %s", self._cluster.name_of(node_id), why)
 
     def _reaches(self, job: _Transfer, node_id: str, word: ModelHeld) -> None:
         first = node_id not in job.others
@@ -525,12 +516,12 @@ class TransferCoordinator:
         self._lend()
 
     def _is_left(self, job: _Transfer) -> bool:
-        """Whether it could not be had, and is to come all the same when it can."""
+        """Return True if it failed, but must start again when a member has it."""
         wanted = job.everywhere or job.model == self._cluster.leadership.desired.model
         return wanted and not job.runs and job.own is not None and bool(job.own.wants and job.own.problem)
 
     async def _look_for(self, job: _Transfer) -> None:
-        """Somebody else wants it: perhaps it is here."""
+        """Read this Mac's disk and report, because another member needs the model."""
         wants = job.own is not None and job.own.wants
         _, mine = await asyncio.to_thread(_look, job.repo, job.revision, False)
         job.inspecting = False
@@ -552,14 +543,14 @@ class TransferCoordinator:
             self._cluster.links.send(node_id, message)
 
     def met(self) -> list[ModelHeld | ModelsHere]:
-        """What a member that has just come is told."""
+        """Return the messages for a member that has just come."""
         words = [
             job.reported for job in self._jobs.values() if job.reported is not None and job.reported.wants
         ]
         return [*words, ModelsHere(self._here)]
 
     def lost(self, node_id: str) -> None:
-        """The last link to an agent has ended."""
+        """Forget an agent whose last link has ended."""
         self.stored.pop(node_id, None)
         self._failures.discard(node_id)
         for job in self._jobs.values():
@@ -570,16 +561,16 @@ class TransferCoordinator:
             job.changed.set()
         self._lend()
 
-    # --- what follows --------------------------------------------------------------------------------
+    # --- advancing -----------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Called a few times a second."""
+        """Advance all transfers. Called a few times a second."""
         for job in list(self._jobs.values()):
             self._decide(job)
         self._lend()
 
     def _decide(self, job: _Transfer) -> None:
-        """The coordinator names whom to copy from."""
+        """Choose and broadcast the seeder, if this node is the coordinator."""
         cluster = self._cluster
         if not cluster.leadership.leading or job.own is None:
             return
@@ -603,14 +594,14 @@ class TransferCoordinator:
         return any(word.wants and not _held(word).complete for word in job.others.values())
 
     def _lend(self) -> None:
-        """Listen as long as somebody copies from here."""
+        """Listen while other members copy from here."""
         lent = [job for job in self._jobs.values() if self._lends(job)]
         if lent and self._lender is None and self.credentials is not None:
             host = self._cluster.settings.control_host
             try:
                 self._lender = peer_copy.PeerServer(host, self.credentials, self._lent, self._may_copy)
             except OSError as error:
-                log.error("nothing can be lent to other Macs: %s", error)
+                log.error("other Macs cannot copy models from here: %s", error)
         elif not lent and self._lender is not None:
             self._lender.close()
             self._lender = None
@@ -623,7 +614,7 @@ class TransferCoordinator:
                 self._report(job)
 
     def _lent(self, model: str) -> tuple[Repo, Manifest] | None:
-        """Called from threads."""
+        """Return the files to copy for a model; None if there are none. Called from threads."""
         job = self._jobs.get(model)
         if job is None or job.own is None:
             return None
@@ -633,12 +624,12 @@ class TransferCoordinator:
         return (job.repo, manifest) if manifest is not None else None
 
     def _may_copy(self, identity: NodeIdentity) -> bool:
-        """Called from threads. Members with a control link, as with requests."""
+        """Return True for members with a control link, as with requests. Called from threads."""
         removed = self._cluster.leadership.roster.removed(identity.fingerprint)
         return not removed and identity.node_id in self._cluster.links.nodes()
 
     def _look_at(self, job: _Transfer) -> None:
-        """How far is it here?"""
+        """Update and report this Mac's progress."""
         fetch = job.fetch
         if fetch is None or fetch.manifest is None or job.own is None:
             return
@@ -649,7 +640,7 @@ class TransferCoordinator:
         self._cluster.changed()
 
     def report_stored(self) -> None:
-        """Tell the others which models are here, when that has changed."""
+        """Report to the others which models are here, if that has changed."""
         task = asyncio.ensure_future(self._list())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -664,11 +655,11 @@ class TransferCoordinator:
             for job in list(self._jobs.values()):
                 if (
                     job.own is not None and job.own.complete and not job.runs
-                ):  # what was told of it may be wrong by now
+                ):  # the last report may be outdated
                     await self._look_for(job)
 
     async def close(self) -> None:
-        """Stop everything; what has come stays."""
+        """Stop everything; downloaded pieces stay."""
         works = [job.task for job in self._jobs.values() if job.task is not None]
         for job in self._jobs.values():
             if job.fetch is not None:
@@ -682,7 +673,7 @@ class TransferCoordinator:
 
 
 def described(row: dict[str, Any]) -> str:
-    """How far it is, for people: `12.3 GB of 40.1 GB, 110 MB/s, 4 min left`."""
+    """Return the progress for people: `12.3 GB of 40.1 GB, 110 MB/s, 4 min left`."""
     if row["problem"]:
         return str(row["problem"])
     if row["waits"]:
@@ -698,7 +689,7 @@ def described(row: dict[str, Any]) -> str:
 
 
 def _look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Holding]:
-    """What is here of a model: its folder if it is complete. Reads the disk."""
+    """Return what is here of a model: its folder if it is complete, and its progress. Reads the disk."""
     folder = repo.snapshot(revision)
     try:
         free = free_bytes(repo.cache)
@@ -708,7 +699,7 @@ def _look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Holding]
         begun = repo.begun()
         return None, Holding("", repo.held_bytes(begun) if begun is not None else 0, 0, free, wants)
     manifest = repo.manifest(folder.name)
-    if manifest is None:  # by a program that names its files otherwise: it can be used, not lent
+    if manifest is None:  # from a program with other file names: usable, but not for copies
         return folder, Holding(folder.name, 0, 0, free, wants=False)
     return folder, Holding(folder.name, manifest.size, manifest.size, free, wants)
 
@@ -718,13 +709,13 @@ def _held(word: ModelHeld) -> Holding:
 
 
 def _heard_at(job: _Transfer) -> float:
-    """When the lender last spoke of it."""
+    """Return the time of the seeder's last report, in seconds; 0 if there is none."""
     speed = job.speeds.get(job.lender or "")
     return speed.seen[-1][0] if speed is not None and speed.seen else 0.0
 
 
 async def _pause(job: _Transfer) -> None:
-    """Until something is said of it, or half a second has passed."""
+    """Wait for a message about the transfer, at most half a second."""
     job.changed.clear()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.5):
@@ -732,6 +723,6 @@ async def _pause(job: _Transfer) -> None:
 
 
 def _ended(task: asyncio.Task[Path]) -> None:
-    """Who waits for it has the error; nobody may be left to."""
+    """Mark the error as read: a waiting caller raises it, but there may be none."""
     if not task.cancelled():
         task.exception()

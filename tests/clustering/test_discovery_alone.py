@@ -298,7 +298,7 @@ def test_a_flood_is_left_alone_for_ever_longer(tell: Tell, monkeypatch: pytest.M
 
     world = tell(story)
     floods = [sentence for sentence in world.said if "floods this network" in sentence]
-    rests = [sentence.split("the next ")[1].split(" s.")[0] for sentence in floods]
+    rests = [sentence.split("paused for ")[1].split(" s.")[0] for sentence in floods]
     assert rests == ["0.01", "0.02", "0.03", "0.01"]
     assert [network.closed for network in world.networks[:3]] == ["without a word"] * 3
     # What was believed before still is.

@@ -176,7 +176,7 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
      "nobody is heard, though mini is there", "--peer HOST:PORT"),
     ("mdns", _mini(heard=False), Level.INFO, "reached by address: mini", ""),
     ("mdns", _of("network", multicast=65), Level.WARNING, "errno 65", "Local Network"),
-    ("mdns", _of("network", multicast_problem="somebody floods this network"), Level.WARNING, "floods",
+    ("mdns", _of("network", multicast_problem="some device floods this network"), Level.WARNING, "floods",
      "--peer"),
     ("peers", _mini(ours=REFUSED), Level.WARNING, "does not reach mini: 10.0.0.2:52414 (Connection refused)",
      "on mini"),

@@ -146,7 +146,7 @@ def test_each_is_answered_by_the_model_it_names_and_none_is_unloaded_under_a_req
             assert (said, ends[-1]) == (right(tokens=300), "data: [DONE]")
             said, told = wanted.result()
             assert said == right(other)
-            assert told[1].startswith("waiting until nothing is asked of tiny")
+            assert told[1].startswith("waiting until the requests for tiny end")
             assert elsewhere.result() == (OTHER, right(other))
             assert behind.result() == ("tiny", right())
 

@@ -80,7 +80,7 @@ def print_of(name: str) -> str:
 
 def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
-        with pytest.raises(ModelError, match="version 3 of what should run is not known here"):
+        with pytest.raises(ModelError, match="version 3 of the desired state is not known here"):
             stage.model.folder(3)
         stage.want("one", 3)
         with pytest.raises(ModelError, match="one is still being looked for") as early:
@@ -109,7 +109,7 @@ def test_a_newer_wish_for_the_same_model_finds_it_there(tmp_path: Path) -> None:
         stage.want("two", 5)
         await stage.has("two")
         for version in (3, 4):
-            with pytest.raises(ModelError, match=f"version {version} of what should run is not known here"):
+            with pytest.raises(ModelError, match=f"version {version} of the desired state is not known here"):
                 stage.model.folder(version)
 
     play(tmp_path, story)

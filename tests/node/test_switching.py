@@ -131,7 +131,7 @@ def test_a_request_waits_until_the_coordinator_has_its_model_loaded(tmp_path: Pa
         await sees(lambda: "loading 40 %" in waiting.told)
         served(node, WANTED)
         await waiting.has_come()
-        assert waiting.told[0] == f"waiting until nothing is asked of {LOADED} any more"
+        assert waiting.told[0] == f"waiting until the requests for {LOADED} end"
         assert waiting.turn.model == WANTED
         assert not behind.turn.come
         node.hear(link, ModelTurn(TERM, 2, LOADED, "", ""))

@@ -207,7 +207,7 @@ def test_what_was_said_while_the_hub_was_asked_counts(
         asking = asyncio.ensure_future(admin.serve(MODEL, ""))
         await asyncio.sleep(0)
         await admin.serve("tiny", "")
-        with pytest.raises(UserError, match="meanwhile somebody else said what to serve"):
+        with pytest.raises(UserError, match="another request changed the model meanwhile"):
             await asking
         assert node.cluster.leadership.desired.model == "tiny"
 

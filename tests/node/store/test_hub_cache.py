@@ -62,7 +62,7 @@ def test_a_model_that_somebody_adds_to_is_not_removed(tmp_path: Path) -> None:
     repo, other = Repo(NAME, tmp_path), Repo(NAME, tmp_path)
     with (
         other.locked(lambda: False),
-        pytest.raises(ModelError, match=f"somebody is just adding to {NAME}; end that, or wait"),
+        pytest.raises(ModelError, match=f"another process is adding to {NAME}; stop it, or wait"),
     ):
         repo.remove(frozenset({COMMIT}))
     assert repo.snapshot(COMMIT) is not None
@@ -83,7 +83,7 @@ def test_who_waited_for_a_model_that_is_removed_locks_the_new_one(
     monkeypatch.setattr(fcntl, "flock", flock_after_remove)
     with (
         repo.locked(lambda: False),
-        pytest.raises(ModelError, match="somebody is just adding"),
+        pytest.raises(ModelError, match="another process is adding"),
     ):
         Repo(NAME, tmp_path).remove(frozenset({COMMIT}))
 

@@ -1,6 +1,7 @@
-"""When a request is refused because there is too much already. Pure.
+"""Admission of requests, and refusals when there is too much already. Pure.
 
-Refusing costs a client seconds; taking too much costs everybody, when memory runs out or nobody's turn comes.
+A refusal costs one client seconds. Accepting too much costs all clients, when memory runs out or waits never
+end.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from dataclasses import dataclass
 
 from ..errors import Code, RequestError
 
-RESERVED = 8
-"""One of so many tokens is kept for other clients than the one that has all the rest."""
+RESERVED = 8  #: One in so many tokens is kept for other clients than the one that has all the rest.
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
     """Bounds of one gateway: tokens of open requests' prompts and of the answers so far.
 
-    Each request counts as `request_tokens` at least, since its connection and its place in the queue cost
-    something, too. `requests` bounds their number; 0: nothing does. Nothing new is taken while less than
-    `free_bytes` of this machine's memory are free.
+    requests        most open requests; 0 for no bound
+    tokens          most tokens of all open requests
+    free_bytes      least free memory of this machine with which a new request is accepted
+    request_tokens  least tokens that a request counts, since its connection and place in the queue cost, too
     """
 
     requests: int = 0
@@ -32,7 +33,7 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class SystemMemory:
-    """`critical`: the system itself says that it is about to end processes."""
+    """Available bytes. `critical`: the system reports that it is about to end processes."""
 
     available: int
     critical: bool = False
@@ -40,7 +41,7 @@ class SystemMemory:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoad:
-    """Open requests and their tokens: of everybody, and of the client who asks."""
+    """Open requests and their tokens: of all clients, and of the requesting client (`own_...`)."""
 
     requests: int
     tokens: int
@@ -49,7 +50,7 @@ class OpenLoad:
 
 
 def load_of(client: int, open_: Iterable[tuple[int, int]], least: int = 0) -> OpenLoad:
-    """`open_`: client and tokens of each open request, which counts `least` tokens at least."""
+    """Sum up open requests. `open_`: client and tokens of each, which counts at least `least` tokens."""
     requests = tokens = own_requests = own_tokens = 0
     for other, length in open_:
         count = max(length, least)
@@ -62,17 +63,17 @@ def load_of(client: int, open_: Iterable[tuple[int, int]], least: int = 0) -> Op
 
 
 def is_short(bounds: AdmissionLimits, memory: SystemMemory) -> bool:
-    """Whether a machine has too little memory left for anything new."""
+    """Return whether a machine has too little memory left for a new request."""
     return memory.critical or memory.available < bounds.free_bytes
 
 
 def refusal(
     bounds: AdmissionLimits, load: OpenLoad, prompt: int, memory: SystemMemory, elsewhere: str = ""
 ) -> RequestError | None:
-    """Why a request with `prompt` tokens is not taken now: 429 or 503, with the numbers. None: it is.
+    """Return the 429 or 503 that refuses a request with `prompt` tokens, with the numbers; None to accept it.
 
-    `elsewhere` is the name of another Mac that would work on it and is short of memory.
-    A prompt by itself is never too long for an idle gateway; the model's context is checked elsewhere.
+    `elsewhere` is the name of another Mac that would work on it and is short of memory. An idle gateway never
+    refuses a prompt for its length; the model's context is checked elsewhere.
     """
     if bounds.requests:
         if load.requests >= bounds.requests:
@@ -98,7 +99,7 @@ def refusal(
 
 
 def client_number(client: str, salt: bytes) -> int:
-    """63 bits in the place of a client's name, which no other Mac needs to know; 0 for no name.
+    """Return 63 bits in the place of a client's name, which no other Mac needs to know; 0 for no name.
 
     `salt`: up to 64 bytes. Equal names are different clients where the salt differs.
     """
@@ -109,11 +110,11 @@ def client_number(client: str, salt: bytes) -> int:
 
 
 def short_of_memory(bounds: AdmissionLimits, memory: SystemMemory, elsewhere: str) -> RequestError | None:
-    """Return a 503 where this machine, or the one called `elsewhere`, has too little memory."""
+    """Return a 503 if this machine, or the one called `elsewhere`, has too little memory."""
     if elsewhere:
         return RequestError(
-            f"{elsewhere}, which has a part of the model, is short of memory: requests are taken from "
-            f"{bounds.free_bytes >> 20} free MiB on",
+            f"{elsewhere}, which has a part of the model, is short of memory: requests need at least "
+            f"{bounds.free_bytes >> 20} MiB free there",
             Code.OVERLOADED,
             status=503,
         )
@@ -123,7 +124,7 @@ def short_of_memory(bounds: AdmissionLimits, memory: SystemMemory, elsewhere: st
             + (
                 ", and the system calls that critical"
                 if memory.critical
-                else f", and requests are taken from {bounds.free_bytes >> 20} MiB on"
+                else f", and requests need at least {bounds.free_bytes >> 20} MiB"
             ),
             Code.OVERLOADED,
             status=503,

@@ -1,4 +1,4 @@
-"""A request whose client is connected to this agent: what it has got, and what its client has yet to read."""
+"""A request of a local client: its tokens so far, and those that the client has yet to read."""
 
 from __future__ import annotations
 
@@ -14,36 +14,30 @@ from ..wire.messages import Accepted, Generate, Prefilled
 from .forwarded_request import ForwardedItem, RequestBackend
 from .retry_policy import RequestRecord
 
+#: Tokens, more or less, that may wait for a client. The request of a client further behind ends.
 MAX_UNREAD = 16_384
-"""Tokens, more or less, that may wait for a client. One that is further behind gets no more."""
 
 
 _QUEUED = Progress("queued")
 
 
 class ClientRequest:
-    """Implements `api.backend.TokenStream`. Closing it before its end cancels the request, even if never
+    """Implementation of `api.backend.TokenStream`. Closing it early cancels the request, even if never
     iterated.
 
-    It outlives the group that works on it: `again` is what the next group is asked.
+    It outlives the group that works on it: `again` returns the message for the next group.
     """
 
     def __init__(self, generate: Generate, abandon: Callable[[ClientRequest], None]) -> None:
         self.generate = generate
-        self.uid = 0
-        """Under which the desk knows it; 0 while none does."""
+        self.uid = 0  #: Its uid at the backend; 0 while no backend has it.
         self.backend: RequestBackend | None = None
-        self.elsewhere = False
-        """Whether that desk is on another Mac."""
+        self.elsewhere = False  #: True if that backend is on another Mac.
         self.strikes = 0
-        self.times = 0
-        """How often it was asked."""
-        self.pending: asyncio.TimerHandle | None = None
-        """Ends it, unless a group takes it before."""
-        self.deadline: asyncio.TimerHandle | None = None
-        """Ends it, unless it ends before."""
-        self.watch: SequenceMeter = UNWATCHED
-        """Counts what comes of it."""
+        self.times = 0  #: Number of times it was sent to a group.
+        self.pending: asyncio.TimerHandle | None = None  #: Ends the request, unless a group takes it before.
+        self.deadline: asyncio.TimerHandle | None = None  #: Ends the request, unless it is complete before.
+        self.watch: SequenceMeter = UNWATCHED  #: Counts its tokens and its end.
         self._got: list[int] = []
         self._got_before = 0
         self._prefill = _QUEUED
@@ -54,10 +48,10 @@ class ClientRequest:
         self._refusal: MlxtpError | None = None
         self._ended = False
 
-    # --- what the gateway does -----------------------------------------------------------------------
+    # --- called by the gateway -----------------------------------------------------------------------
 
     def again(self, uid: int) -> Generate:
-        """The message that asks for what is missing, under a new uid."""
+        """Return the message for the part that is missing, under a new uid."""
         self._got_before = len(self._got)
         self._prefill = _QUEUED
         self.times += 1
@@ -66,12 +60,12 @@ class ClientRequest:
 
     @property
     def got(self) -> int:
-        """Tokens that it has."""
+        """Number of tokens so far."""
         return len(self._got)
 
     @property
     def record(self) -> RequestRecord:
-        """How it stands should the group fail now."""
+        """State of the request, should the group fail now."""
         return RequestRecord(
             self.strikes, len(self._got) - self._got_before, self.length, running=self.uid != 0
         )
@@ -100,7 +94,7 @@ class ClientRequest:
         self._prefill = Progress("prefill", total, event.cached, event.computed, time_ms)
 
     def wait_no_more(self) -> None:
-        """A group has taken it up, or none has to."""
+        """End the wait for a group: one has taken the request, or none has to."""
         if self.pending is not None:
             self.pending.cancel()
             self.pending = None
@@ -124,7 +118,7 @@ class ClientRequest:
             detail = f"the client is more than {MAX_UNREAD} tokens behind in reading its answer"
             self.put(MlxtpError(detail, Code.CLIENT_TOO_SLOW))
 
-    # --- what HTTP takes out -------------------------------------------------------------------------
+    # --- called by HTTP ------------------------------------------------------------------------------
 
     async def accepted(self) -> None:
         try:

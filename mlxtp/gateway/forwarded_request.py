@@ -1,4 +1,4 @@
-"""A request of another agent's gateway: what rank 0 said about it, said again under the uid it has there."""
+"""A request of another agent's gateway. The events of rank 0 go back under the uid it has there."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ ForwardedItem = TokenEvent | MlxtpError
 
 
 class RequestBackend(Protocol):
-    """Where requests go: rank 0, or the agent that has it."""
+    """The destination of requests: rank 0, or the agent that has it."""
 
     def send(self, message: Message) -> None:
-        """Generate or Cancel. Raises MlxtpError when nobody takes them any more."""
+        """Send Generate or Cancel. Raises MlxtpError if the backend is gone."""
 
 
 class ForwardedRequest:
-    """A request of another agent: its events go back there as messages, numbered by the uid it has there."""
+    """A request of another agent. Its events go back there as messages, under the uid it has there."""
 
-    watch = UNWATCHED
-    """Each agent counts its own clients' requests."""
+    watch = UNWATCHED  #: Not metered: each agent counts its own clients' requests.
 
     def __init__(self, generate: Generate, tell: Callable[[Message], None]) -> None:
         self.generate = generate
-        self.uid = 0
-        """Under which rank 0 knows it; 0 while it does not."""
+        self.uid = 0  #: Its uid at rank 0; 0 while rank 0 does not have it.
         self.backend: RequestBackend | None = None
         self.elsewhere = False
         self.strikes = generate.strikes
@@ -40,12 +38,12 @@ class ForwardedRequest:
         self._index = generate.answered
 
     def again(self, uid: int) -> Generate:
-        """What rank 0 is asked, under the uid that it shall have there."""
+        """Return the message for rank 0, with the uid it will have there."""
         return replace(self.generate, uid=uid)
 
     @property
     def record(self) -> RequestRecord:
-        """How it stands should the group fail now."""
+        """State of the request, should the group fail now."""
         progress = self._index - self.generate.answered
         return RequestRecord(self.strikes, progress, self.length, running=self.uid != 0)
 
@@ -55,14 +53,14 @@ class ForwardedRequest:
         return len(self.generate.tokens) + self._index - self.generate.answered
 
     def cancelled(self) -> None:
-        """Its own gateway gave it up; this is the last word about it."""
+        """Send the last event, because its own gateway has given it up."""
         self._notify(Finished(self.generate.uid, "cancel", self._index, 0))
 
     def advance(self, event: Accepted | Prefilled) -> None:
         self._notify(replace(event, uid=self.generate.uid))
 
     def give_back(self, error: MlxtpError, *, struck: bool) -> None:
-        """The group has ended; its own gateway asks again. `struck`: the failure may have been its doing."""
+        """Return it to its own gateway, to be sent again. `struck`: it may have caused the failure."""
         self._notify(Error(Code.RANK_LOST if struck else Code.REPLANNED, error.detail, self.generate.uid))
 
     def put(self, item: ForwardedItem) -> None:
@@ -85,7 +83,7 @@ class ForwardedRequest:
 
 
 def _scored(uid: int, index: int, tokens: tuple[int, ...], scores: tuple[TokenScore, ...]) -> ScoredDelta:
-    """The way back of `_scores`."""
+    """Inverse of `gateway._scores`."""
     pairs = [pair for score in scores for pair in score.top]
     return ScoredDelta(
         uid,

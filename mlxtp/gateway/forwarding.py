@@ -1,4 +1,4 @@
-"""This node's endpoint while rank 0 is elsewhere: requests go there, health says what is said there."""
+"""Endpoint of this node while rank 0 is elsewhere: it forwards requests and reports that group's health."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ RETRY_S = 0.5
 
 
 class ForwardingBackend:
-    """`look` is called whenever something may have changed."""
+    """Forwarder of requests to the agent with rank 0. Call `follow` whenever the cluster may have changed."""
 
     def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster
         self.credentials: Credentials | None = None
+        #: Node, epoch and version of the model that is served, or about to be.
         self._served: tuple[str, int, int] | None = None
-        """Node, epoch and version of the model that is served, or about to be."""
-        self._ready = False
-        """Whether it is."""
+        self._ready = False  #: True once it is served.
         self._backend: RemoteBackend | None = None
+        #: The node that the requests link leads to. The link outlives that node's epochs.
         self._backend_at = ""
-        """The node that the requests link leads to. It outlives that node's epochs."""
         self._opening: asyncio.Task[None] | None = None
         self._retry_at = 0.0
 
     def follow(self) -> None:
-        """Follow what is served elsewhere, unless this node has an epoch of its own."""
+        """Follow the group that serves elsewhere, unless this node has an epoch of its own."""
         cluster = self._cluster
         if cluster.supervisor.in_epoch:
             self._leave()
@@ -51,7 +50,7 @@ class ForwardingBackend:
         if found is None:
             self._drop("the group is being formed")
             if not cluster.supervisor.resting:
-                self._show(ServingState.IDLE, 0, cluster.waiting or "nobody serves a model yet", None)
+                self._show(ServingState.IDLE, 0, cluster.waiting or "no node serves a model yet", None)
             return
         node_id, serving = found
         if self._backend is not None and self._backend_at != node_id:
@@ -61,14 +60,14 @@ class ForwardingBackend:
             state = (
                 ServingState.LOADING if serving.state == ServingState.READY else ServingState(serving.state)
             )
-            nothing = "nobody serves a model yet" if state is ServingState.IDLE else ""
+            nothing = "no node serves a model yet" if state is ServingState.IDLE else ""
             self._show(state, serving.epoch, serving.reason or nothing, serving)
             return
         if cluster.model.source is None:
             self._rest()
             missing = cluster.model.problem
             state = ServingState.IDLE if missing else ServingState.LOADING
-            self._show(state, serving.epoch, missing or "the model is looked for", serving)
+            self._show(state, serving.epoch, missing or "looking for the model's files", serving)
             return
         wanted = (node_id, serving.epoch, serving.desired)
         if wanted != self._served and time.monotonic() >= self._retry_at:
@@ -82,7 +81,11 @@ class ForwardingBackend:
             self._show(ServingState.READY, serving.epoch, serving.reason, serving)
 
     def _whom(self) -> tuple[str, Serving] | None:
-        """The node whose group counts: the coordinator's, else one that is ready, else who says why not."""
+        """Return the node to follow and its report; None if there is none.
+
+        That is the coordinator if it has a group, else a node that is ready. Else it is the coordinator,
+        whose report has the reason.
+        """
         cluster = self._cluster
         servings = {
             node: serving
@@ -115,10 +118,10 @@ class ForwardingBackend:
             if self._backend is None:
                 await self._reach(node_id)
         except (MlxtpError, TimeoutError, OSError) as error:
-            log.warning("no way to send requests to %s: %s", cluster.name_of(node_id), error)
+            log.warning("cannot send requests to %s; trying again: %s", cluster.name_of(node_id), error)
             self._retry_later()
             return
-        if cluster.supervisor.in_epoch:  # it began while this link was being opened
+        if cluster.supervisor.in_epoch:  # an epoch began while this link was being opened
             self._leave()
             return
         assert self._backend is not None
@@ -138,9 +141,9 @@ class ForwardingBackend:
         cluster.changed()
 
     def _opened(self, opening: asyncio.Task[None]) -> None:
-        """A bug must not leave this node waiting for ever, and nobody told."""
+        """Retry after a bug, so that this node never waits for ever without a log line."""
         if not opening.cancelled() and (error := opening.exception()) is not None:
-            log.error("no way to send requests to where rank 0 is", exc_info=error)
+            log.error("cannot send requests to the agent with rank 0; trying again", exc_info=error)
             if opening is self._opening:
                 self._retry_later()
 
@@ -161,14 +164,14 @@ class ForwardingBackend:
             raise
 
     async def _connect(self, node_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Where its control link leads, at the port that it named. Raises MlxtpError."""
+        """Connect to the control link's address, at the port that the node reported. Raises MlxtpError."""
         cluster = self._cluster
         link = cluster.links.to(node_id)
         if link is None or self.credentials is None:
             raise GroupError("the link to it is gone", Code.LINK_LOST)
         found = next(filter(None, map(host_and_port, cluster.peer_info.addresses.get(node_id, ()))), None)
         if found is None:
-            raise GroupError("it has not said at which port it listens", Code.LINK_LOST)
+            raise GroupError("it has not reported the port on which it listens", Code.LINK_LOST)
         context = member_context_client(self.credentials, ALPN_REQUESTS)
         return await open_tls(link.remote, found[1], context, ALPN_REQUESTS, CONNECT_S)
 
@@ -180,12 +183,12 @@ class ForwardingBackend:
         self._cluster.changed()
 
     def _drop(self, why: str) -> None:
-        """Nobody there answers any more: end the link. What was open on it waits for another group."""
+        """End the link because that node no longer answers. Requests open on it wait for another group."""
         if self._leave():
             self._cluster.supervisor.gateway.park_open_requests(GroupError(why, Code.NOT_READY))
 
     def _leave(self) -> bool:
-        """End the link, and say nothing about it to anybody here. Returns whether there was one."""
+        """End the link without an event for the gateway. Returns whether there was one."""
         self._forget()
         backend, self._backend, self._backend_at = self._backend, None, ""
         if backend is not None:
@@ -193,7 +196,7 @@ class ForwardingBackend:
         return backend is not None
 
     def _rest(self) -> None:
-        """Nothing new for now. What was open is the other agent's until it says otherwise."""
+        """Take no new requests for now. Open ones belong to the other agent until it reports otherwise."""
         self._forget()
         self._cluster.supervisor.gateway.detach()
 

@@ -1,4 +1,4 @@
-"""How much memory this machine has left, asked when a request comes."""
+"""Free memory of this machine, read when a request arrives."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Callable
 
 from .admission import SystemMemory
 
-FRESH_S = 0.5
-"""For how long an answer counts: a crowd of requests asks once."""
+FRESH_S = 0.5  #: Seconds that a reading counts, so that a crowd of requests reads once.
+#: Of 1 (normal), 2 (warning) and 4: `kern.memorystatus_vm_pressure_level`, as <dispatch/source.h> has it.
 CRITICAL = 4
-"""Of 1 (normal), 2 (warning) and 4: `kern.memorystatus_vm_pressure_level`, as <dispatch/source.h> has it."""
 
 
 class FreeMemory:
-    """Call it for the memory of now. `look` and `clock` are what tests replace."""
+    """A callable that returns the present memory. Tests replace `look` and `clock`."""
 
     def __init__(
         self, look: Callable[[], SystemMemory] | None = None, clock: Callable[[], float] = time.monotonic
@@ -33,7 +32,7 @@ class FreeMemory:
 
 
 def look_at_memory(system: str = sys.platform, level: Callable[[], int] | None = None) -> SystemMemory:
-    """What psutil says is available, and on a Mac whether the kernel calls the pressure critical."""
+    """Read the available memory from psutil, and on a Mac whether the kernel calls the pressure critical."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -41,7 +40,7 @@ def look_at_memory(system: str = sys.platform, level: Callable[[], int] | None =
 
 
 def _pressure_level() -> int:
-    """0 when the kernel does not say."""
+    """Return the kernel's level of memory pressure; 0 if it reports none."""
     level, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     library = ctypes.CDLL(None)
     name = b"kern.memorystatus_vm_pressure_level"

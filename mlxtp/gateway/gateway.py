@@ -1,8 +1,8 @@
-"""Between HTTP and rank 0: requests in, confirmed tokens out. What `api/` sees of the cluster.
+"""The path from HTTP to rank 0: client requests in, confirmed tokens out. `api/` sees the cluster through it.
 
-A group may end under open requests. Those whose clients are here then wait for the next group, which is asked
-for what is missing (`ClientRequest.again`). Those of other agents are given back to them: each agent looks
-after its own clients, so that no answer depends on a Mac that died.
+A group may end under open requests. Requests of local clients then wait for the next group, which gets the
+part that is missing (`ClientRequest.again`). Requests of other agents go back to them: each agent looks after
+its own clients, so that no answer depends on a Mac that died.
 """
 
 from __future__ import annotations
@@ -65,14 +65,12 @@ log = logging.getLogger(__name__)
 
 WARM_UP_PROMPT = 8
 WARM_UP_TOKENS = 6
-LOADS = 3
-"""So many loads a request waits for: one may fail, and fewer Macs take longer."""
-ASK_AGAIN_S = 0.5
-"""When the agent with rank 0 is asked again, if it was not ready after all."""
+LOADS = 3  #: A request waits for at most so many loads: one may fail, and fewer Macs take longer.
+ASK_AGAIN_S = 0.5  #: Seconds until a request goes again to an agent whose rank 0 was not ready.
 
 
 class ModelSwitch(Protocol):
-    """Who has a model loaded because a request names it."""
+    """The part that loads a model because a request names it."""
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]: ...
 
@@ -80,7 +78,7 @@ class ModelSwitch(Protocol):
 
 
 class NoModelSwitch:
-    """There is one model, and requests change nothing about it."""
+    """A switch for a single model, which requests do not change."""
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
         return ()
@@ -91,9 +89,11 @@ class NoModelSwitch:
 
 @dataclass(frozen=True, slots=True)
 class OpenRequests:
-    """Open requests of clients here, for `model`: those that have a first token, and those that wait for one,
-    in a queue, in prefill, or for another group. Nothing that the agent asks for itself. `held` counts the
-    tokens of prompts and answers of all that run at a rank 0 here, other agents' included.
+    """Open requests of local clients for `model`, without those that the agent itself makes.
+
+    running  requests with a first token
+    waiting  requests that wait for one: in a queue, in prefill, or for another group
+    held     tokens of prompts and answers of all requests at a local rank 0, other agents' included
     """
 
     model: str
@@ -103,11 +103,12 @@ class OpenRequests:
 
 
 class Gateway:
-    """Implements `api.backend.Backend`. Every open request ends: with its last token or with an error.
+    """Implementation of `api.backend.Backend`. Every open request ends, with its last token or with an error.
 
-    `recovery_s`: how long a request waits for another group before it ends with an error; or `LOADS` times
-    what the model last took to load, if that is longer. `deadline_s`: how long it may take in all. `memory`
-    tells how much this machine has left.
+    recovery_s  seconds that a request waits for another group before it ends with an error; or `LOADS` times
+                the last load of the model, if that is longer
+    deadline_s  seconds that a request may take in all
+    memory      returns the memory that this machine has left
     """
 
     def __init__(
@@ -121,51 +122,49 @@ class Gateway:
         self._health = health
         self._bounds = bounds
         self._recovery_s = recovery_s
-        self.load_s = 0.0
-        """Seconds that the served model took to load; 0 where that is not known."""
+        self.load_s = 0.0  #: Seconds that the served model took to load; 0 where unknown.
         self._deadline_s = deadline_s
         self._memory = memory or FreeMemory()
         self._salt = secrets.token_bytes(16)
         self._uids = itertools.count(1)
+        #: By uid: the requests that a backend works on.
         self._open: dict[int, ClientRequest | ForwardedRequest] = {}
-        """By uid: what a desk works on."""
-        self._paused: dict[ClientRequest, None] = {}
-        """In order: what waits for a group."""
+        self._paused: dict[ClientRequest, None] = {}  #: In order: the requests that wait for a group.
+        #: The requests that wait until the suspect before them has proven harmless.
         self._suspects: deque[ClientRequest | ForwardedRequest] = deque()
-        """What waits until the suspect before it has proven harmless."""
         self._suspect: ClientRequest | ForwardedRequest | None = None
         self._backend: RequestBackend | None = None
         self._here = False
         self._model: ModelInfo | None = None
-        self._served: ModelInfo | None = None
-        """The model that open requests are for."""
+        self._served: ModelInfo | None = None  #: The model that open requests are for.
         self._text: Text | None = None
+        #: The reason for the gap between two groups while the second is on its way.
         self._handover: MlxtpError | None = None
-        """The reason for the gap between two groups, of which the second is on its way."""
         self._admission_hold = ""
+        #: Tokens from rank 0 for requests of this gateway; on the Mac of rank 0, for all requests.
         self.confirmed_tokens = 0
-        """How many have come from rank 0 for requests of this gateway, and on the Mac of rank 0 for all."""
+        #: Returns the name of another Mac of the group that is short of memory; empty for none.
         self.elsewhere: Callable[[], str] = lambda: ""
-        """The name of another Mac of the group that is short of memory; empty for none."""
         self.switch: ModelSwitch = NoModelSwitch()
+        #: Called when a model becomes available for requests.
         self.on_serving: Callable[[], None] = lambda: None
-        """Called when a model is there for requests."""
+        #: The reason why new requests are refused. Open ones continue, from group to group if need be.
         self.closing = ""
-        """Why nothing new is taken; what is open goes on, from group to group if need be."""
-        self.meter: RequestMeter = NoRequestMeter()
-        """Is told of the requests whose clients are here."""
+        self.meter: RequestMeter = NoRequestMeter()  #: Counts the requests of local clients.
 
-    # --- what the agent tells ------------------------------------------------------------------------
+    # --- called by the agent -------------------------------------------------------------------------
 
     def serve(
         self, backend: RequestBackend, model: ModelInfo, text: Text, *, here: bool = True, load_s: float = 0.0
     ) -> None:
-        """From now on requests go to `backend`. `here`: that is rank 0, and requests of others may go there.
+        """Send requests to `backend` from now on. `here`: it is rank 0, and takes forwarded requests, too.
 
-        `load_s`: seconds that the model took to load, 0 where that is not known.
+        `load_s`: seconds that the model took to load, 0 where unknown.
         """
         if self._served is not None and (self._served.id, self._served.path) != (model.id, model.path):
-            self._end_all(GroupError(f"{model.id} is served now", Code.SHUTTING_DOWN))
+            self._end_all(
+                GroupError(f"the cluster now serves {model.id}; send the request again", Code.SHUTTING_DOWN)
+            )
         self._backend, self._model, self._text, self._here = backend, model, text, here
         self._handover = None
         self._served, self.load_s = model, load_s
@@ -173,13 +172,13 @@ class Gateway:
         self.on_serving()
 
     def detach(self) -> None:
-        """Nothing new for now; what is open stays with its desk."""
+        """Take no new requests for now; open ones stay with their backend."""
         self._backend = self._model = self._text = self._handover = None
 
     def park_open_requests(self, error: MlxtpError) -> None:
-        """The group, or the way to it, has ended because of `error`: open requests wait for another one.
+        """Move open requests to the next group, because theirs, or the link to it, ended with `error`.
 
-        Where a better group takes its place, new requests wait for that, too.
+        If a better group takes its place, new requests wait for that one, too.
         """
         model, text = self._model, self._text
         self.detach()
@@ -192,7 +191,7 @@ class Gateway:
         self._suspect = None
         for request, count in zip(requests, strikes, strict=True):
             if count is None:
-                log.error("a request is not asked again: %s", error.detail)
+                log.error("a request ends and is not sent to another group: %s", error.detail)
                 request.put(ended(error.code, error.detail))
             elif isinstance(request, ForwardedRequest):
                 request.give_back(error, struck=count != request.strikes)
@@ -201,12 +200,12 @@ class Gateway:
                 self._park(request, error)
 
     def fail_all(self, error: MlxtpError) -> None:
-        """No requests from now on; those that are open end with `error`."""
+        """Refuse requests from now on, and end the open ones with `error`."""
         self.detach()
         self._end_all(error)
 
     def close(self, error: MlxtpError) -> None:
-        """This Mac serves no more; requests of other agents may go on elsewhere."""
+        """Stop serving on this Mac. Requests of other agents may continue elsewhere."""
         for request in [*self._open.values(), *self._suspects]:
             if isinstance(request, ForwardedRequest):
                 request.give_back(error, struck=False)
@@ -217,7 +216,7 @@ class Gateway:
         self.fail_all(error)
 
     def on_event(self, event: RequestEvent) -> None:
-        """What rank 0 emitted."""
+        """Process an event of rank 0."""
         match event:
             case Delta():
                 now = self.meter.clock()
@@ -253,7 +252,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def hold_admission(self, why: str) -> Iterator[None]:
-        """Meanwhile new requests are refused, with `why`; they may try again soon."""
+        """Refuse new requests with the reason `why` inside this context. Clients may retry soon."""
         self._admission_hold = why
         try:
             yield
@@ -267,11 +266,11 @@ class Gateway:
 
     @property
     def relayed(self) -> int:
-        """Requests of other agents' clients that go on here."""
+        """Requests of other agents' clients that run here."""
         return sum(isinstance(request, ForwardedRequest) for request in self._requests)
 
     def count_open(self) -> OpenRequests:
-        """What is open right now."""
+        """Count the requests that are open now."""
         own = [
             request
             for request in self._requests
@@ -285,10 +284,12 @@ class Gateway:
 
     @property
     def queue(self) -> Mapping[str, int]:
-        """Open requests, other agents' included, by what they wait for.
+        """Open requests, other agents' included, by their phase.
 
-        `generating`: they have tokens of the present group. `first_token`: they wait for the first one, in
-        rank 0's queue or in prefill. `group`: for a group to serve. `held_back`: for a suspect before them.
+        generating   they have tokens of the present group
+        first_token  they wait for the first token, in rank 0's queue or in prefill
+        group        they wait for a group to serve
+        held_back    they wait for a suspect before them
         """
         progress = [request.record.progress for request in self._open.values()]
         generating = sum(count > 0 for count in progress)
@@ -303,7 +304,7 @@ class Gateway:
     def _requests(self) -> list[ClientRequest | ForwardedRequest]:
         return [*self._open.values(), *self._paused, *self._suspects]
 
-    # --- what HTTP asks ------------------------------------------------------------------------------
+    # --- called by HTTP ------------------------------------------------------------------------------
 
     def health(self) -> Health:
         return self._health(self.open_requests)
@@ -334,15 +335,15 @@ class Gateway:
         return asked
 
     def relay(self, generate: Generate, tell: Callable[[Message], None]) -> Callable[[], None]:
-        """Start a request that another agent's gateway sent; `tell` gets its events under its own uid.
+        """Start a request that another agent forwarded. `tell` gets its events under the uid it has there.
 
-        Returns what cancels it. Raises RequestError when it is refused at once.
+        Returns the function that cancels it. Raises RequestError if it is refused at once.
         """
         self._refuse_if_closing()
         backend = self._available_backend(generate.client, len(generate.tokens))
-        # Two agents that each take the other for rank 0's would pass it on for ever.
+        # Two agents that each take the other for rank 0's would forward it for ever.
         if backend is None or not self._here:
-            raise RequestError("rank 0 is not on this Mac any more", Code.NOT_READY, status=503)
+            raise RequestError("rank 0 is no longer on this Mac; try again", Code.NOT_READY, status=503)
         forwarded = ForwardedRequest(generate, tell)
         self._admit(forwarded, backend)
 
@@ -370,18 +371,18 @@ class Gateway:
 
     @property
     def short(self) -> bool:
-        """Whether this machine has less memory left than requests are taken with."""
+        """True while this machine has less memory left than new requests need."""
         return is_short(self._bounds, self._memory())
 
     async def warm_up(
         self, ranks: RequestBackend, prompts: Sequence[tuple[int, ...]]
     ) -> self_test.SelfTestTokens:
-        """Run short sequences before anybody waits: a first forward compiles kernels for seconds.
+        """Run short sequences before the first request: a first forward compiles kernels for seconds.
 
-        Returns the answers to the golden prompts, which go first. Raises what a request would raise.
+        Returns the answers to the golden prompts, which run first. Raises what a request would raise.
         """
         answers = await self.golden_answers(ranks, prompts)
-        # Two at once, one of them with something to copy, one that samples: the other kinds of steps.
+        # Two at once cover the other kinds of steps: one has something to copy, one samples.
         repeated = prompts[0][: max(WARM_UP_PROMPT // 2, 1)] * 2
         sampled = Sampling(temperature=1.0, seed=1)
         await asyncio.gather(
@@ -393,7 +394,7 @@ class Gateway:
     async def golden_answers(
         self, ranks: RequestBackend, prompts: Sequence[tuple[int, ...]]
     ) -> self_test.SelfTestTokens:
-        """Return what a group without requests says to each prompt, one by one."""
+        """Return the answers of a group without requests to the prompts, one by one."""
         requests = [Request(prompt, self_test.ANSWER_TOKENS, ignore_eos=True) for prompt in prompts]
         return tuple([(await self._run(ranks, request))[0] for request in requests])
 
@@ -422,7 +423,7 @@ class Gateway:
     ) -> ClientRequest:
         if len(request.prompt) > MAX_FRAME_TOKENS:
             raise RequestError(
-                f"{len(request.prompt)} prompt tokens; this server takes {MAX_FRAME_TOKENS}",
+                f"the prompt has {len(request.prompt)} tokens; this server takes at most {MAX_FRAME_TOKENS}",
                 Code.CONTEXT_OVERFLOW,
             )
         generate = Generate(
@@ -452,12 +453,12 @@ class Gateway:
         asked.put(MlxtpError(f"the answer was not complete within {deadline_s:g} s", Code.DEADLINE))
 
     def _admit(self, request: ClientRequest | ForwardedRequest, backend: RequestBackend) -> None:
-        """To the desk, or behind the suspects that wait. Raises RequestError when nobody takes it."""
+        """Send a request to `backend`, or queue it behind suspects. Raises RequestError if rank 0 is gone."""
         if self._here and request.strikes >= SUSPECT:
             if self._suspect is not None:
                 self._suspects.append(request)
                 if isinstance(request, ClientRequest):
-                    request.wait_no_more()  # there is a group, and it will get its turn
+                    request.wait_no_more()  # there is a group, which will run it later
                 return
             self._suspect = request
         uid = next(self._uids)
@@ -475,7 +476,7 @@ class Gateway:
         self._open[uid] = request
 
     def _abandon(self, request: ClientRequest | ForwardedRequest) -> None:
-        """Nobody waits for this answer any more; unless it is complete, every rank stops working on it."""
+        """Drop a request without a waiting client. Unless it is complete, every rank stops working on it."""
         if isinstance(request, ClientRequest):
             self._paused.pop(request, None)
             request.wait_no_more()
@@ -501,15 +502,15 @@ class Gateway:
 
     def _give_up(self, asked: ClientRequest, error: MlxtpError, waited_s: float) -> None:
         self._abandon(asked)
-        detail = f"no group took this request up again within {waited_s:.3g} s: {error.detail}"
+        detail = f"no group resumed this request within {waited_s:.3g} s: {error.detail}"
         asked.put(GroupError(detail, error.code))
 
     def _take_up(self) -> None:
-        """Ask this group for what is missing."""
+        """Send the paused requests to this group, for the parts that are missing."""
         paused, self._paused, backend = self._paused, {}, self._backend
         assert backend is not None
         for asked in paused:
-            if asked.got >= asked.generate.max_tokens:  # only the word that this was the last is missing
+            if asked.got >= asked.generate.max_tokens:  # only the end is missing
                 asked.put(StreamEnd("length", asked.got))
                 continue
             try:
@@ -518,7 +519,7 @@ class Gateway:
                 self._park(asked, error)
 
     def _refused(self, request: ClientRequest | ForwardedRequest, error: MlxtpError) -> None:
-        """An Error came for it: from rank 0 itself it is the last word, from another agent perhaps not."""
+        """Handle an Error for a request: from rank 0 it is final, from another agent it may not be."""
         if (
             isinstance(request, ForwardedRequest)
             or not request.elsewhere
@@ -562,7 +563,7 @@ class Gateway:
 
 
 def _another_group_may(asked: ClientRequest, error: MlxtpError) -> bool:
-    """Whether a request that another agent has given back can go on in the next group."""
+    """Return whether a request that another agent has given back can continue in the next group."""
     if isinstance(error, RequestError) or error.code is Code.SHUTTING_DOWN:
         come_back = (Code.NOT_READY, Code.OVERLOADED, Code.SHUTTING_DOWN)
         return asked.times > 1 and error.code in come_back

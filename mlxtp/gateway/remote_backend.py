@@ -1,4 +1,4 @@
-"""Requests between agents: from the one whose client asks to the one that has rank 0, and answers back."""
+"""Requests between agents: from the agent of the client to the agent with rank 0, and answers back."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from .gateway import Gateway
 
 log = logging.getLogger(__name__)
 
+#: Bytes that may wait for an agent that does not read. Then its link is cut.
 MAX_UNSENT_BYTES = 8 * 1024 * 1024
-"""What may wait for an agent that does not read before its link is cut."""
 
 
 class RemoteBackend:
@@ -63,7 +63,7 @@ class RemoteBackend:
         return cls(connection, on_event, lost)
 
     def send(self, message: Message) -> None:
-        """Raises LinkError when the link has ended."""
+        """Send a message. Raises LinkError when the link has ended."""
         self._connection.send(message)
 
     async def _read(self) -> None:
@@ -82,12 +82,12 @@ class RemoteBackend:
         self._lost(error)
 
     def drop(self) -> None:
-        """End the link now, without telling anybody here."""
+        """End the link now, without calling `lost`."""
         self._task.cancel()
         self._connection.close()
 
     async def close(self) -> None:
-        """The same, and wait until it has ended."""
+        """End the link and wait until it has ended."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._connection.close()
@@ -96,12 +96,12 @@ class RemoteBackend:
 async def serve_requests(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gateway: Gateway
 ) -> None:
-    """The other end: what comes is the gateway's until the link ends; then all of it is cancelled."""
+    """Serve the other end: give its requests to the gateway until the link ends, then cancel them all."""
     connection = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.LOWER, 0))
     cancels: dict[int, Callable[[], None]] = {}
 
     def tell(message: Message) -> None:
-        """Never fails: a link that is gone, or full, is noticed by the reader below."""
+        """Send a message. Never fails: the reader below notices a link that is gone or full."""
         if connection.unsent_bytes > MAX_UNSENT_BYTES:
             writer.transport.abort()
             return
@@ -128,6 +128,6 @@ async def serve_requests(
     except MlxtpError as error:
         log.debug("a requests link ended: %s", error.detail)
     finally:
-        connection.close()  # first: what is cut off must not look like what its client cancelled
+        connection.close()  # first: a request that is cut off must not look like a cancelled one
         for cancel in list(cancels.values()):
             cancel()

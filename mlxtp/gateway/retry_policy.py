@@ -1,9 +1,9 @@
-"""Which requests are asked again after a group has failed under them, and how. Pure.
+"""Retries of requests after a group has failed under them. Pure.
 
-Most groups fail for reasons of their own, and then every request goes on in the next one. A request may also
-be the reason: it fills the memory, or makes a kernel crash. It is found without ending others: whoever was
-there at two failures in a row without getting on in between is a suspect; a single suspect is ended, several
-are asked again one at a time, and the one under which the group fails once more is ended.
+Most groups fail for reasons of their own, and then every request continues in the next one. A request may
+also be the reason: it fills the memory, or makes a kernel crash. This policy finds it without ending others.
+A request is a suspect after two failures in a row without progress in between. A single suspect is ended.
+Several are sent again one at a time, and the one under which the group fails once more is ended.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from dataclasses import dataclass
 
 from ..errors import Code, GroupError
 
+#: A request that got so many tokens from a group is not why that group failed, or not for certain.
 PROVEN_TOKENS = 16
-"""A request that got so many tokens from a group is not why that group failed, or not for certain."""
-SUSPECT = 2
-"""Failures in a row that make a suspect."""
+SUSPECT = 2  #: Failures in a row that make a suspect.
 
+#: Codes of epochs that ended, or became unreachable, through no request's fault.
 _NOBODYS = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.LINK_LOST, Code.NOT_READY))
-"""Why an epoch ends, or is not reached any more, without any request's doing."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One open request when its group failed.
+    """State of one open request when its group failed.
 
-    `strikes`: failures before this one. `progress`: tokens that this group gave it. `length`: tokens of its
-    prompt and answer. `running`: whether the ranks had it.
+    strikes   failures before this one
+    progress  tokens that this group gave it
+    length    tokens of its prompt and answer
+    running   whether the ranks had it
     """
 
     strikes: int
@@ -37,7 +38,7 @@ class RequestRecord:
 
 
 def strikes_after(requests: Sequence[RequestRecord], code: Code) -> list[int | None]:
-    """The strikes of each request once its group has ended with `code`; None for one that is ended."""
+    """Return the strikes of each request once its group has ended with `code`; None for one that is ended."""
     if code in _NOBODYS:
         return [each.strikes for each in requests]
     if code is Code.OUT_OF_MEMORY:
@@ -52,14 +53,14 @@ def strikes_after(requests: Sequence[RequestRecord], code: Code) -> list[int | N
 
 
 def struck(request: RequestRecord) -> int:
-    """The strikes of a request after a failure that may have been its doing."""
+    """Return the strikes of a request after a failure that it may have caused."""
     if not request.running:
         return request.strikes
     return 0 if request.progress >= PROVEN_TOKENS else request.strikes + 1
 
 
 def _without_the_largest(requests: Sequence[RequestRecord]) -> list[int | None]:
-    """Memory ran out: by the longest of those that had just begun, else by the longest of all."""
+    """End the request that filled the memory: the longest of those that just began, else of all."""
     strikes: list[int | None] = [each.strikes for each in requests]
     running = [i for i, each in enumerate(requests) if each.running]
     begun = [i for i in running if not requests[i].progress]
@@ -69,7 +70,7 @@ def _without_the_largest(requests: Sequence[RequestRecord]) -> list[int | None]:
 
 
 def ended(code: Code, detail: str) -> GroupError:
-    """The error of a request that is not asked again after a group ended with `code`."""
+    """Return the error for a request that is not sent again after a group ended with `code`."""
     if code is Code.OUT_OF_MEMORY:
         return GroupError(f"memory ran out under this request: {detail}", Code.OUT_OF_MEMORY)
     return GroupError(f"the ranks failed twice under this request: {detail}", Code.REQUEST_FATAL)

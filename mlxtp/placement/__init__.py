@@ -1,1 +1,1 @@
-"""Which Macs serve a model, in which order and how fast. Pure, but for the probes of this machine."""
+"""Choice of the Macs that serve a model, their order and their speed. Pure, but for this machine's probes."""

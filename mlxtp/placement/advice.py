@@ -1,4 +1,4 @@
-"""What is wrong with a Mac's cables and settings: what, why it matters, and the command that mends it.
+"""Advice about a Mac's cables and settings: what is wrong, why it matters, and the command that mends it.
 
 The commands are for the person at the keyboard. Nothing here, or anywhere in this program, runs them.
 """
@@ -12,20 +12,17 @@ from zlib import crc32
 from ..wire.machine import Machine, Port
 from .probe_addresses import self_assigned
 
-THUNDERBOLT_5_GBPS = 80
-"""Both ways, in each direction; Thunderbolt 4 and USB4 end at 40."""
+THUNDERBOLT_5_GBPS = 80  #: Gb/s in each direction; Thunderbolt 4 and USB4 end at 40.
 MAC_STUDIO = "Mac Studio"
-RDMA_SINCE = (26, 2)
-"""The macOS from which RDMA over Thunderbolt exists (Apple's TN3205)."""
+RDMA_SINCE = (26, 2)  #: The first macOS with RDMA over Thunderbolt (Apple's TN3205).
 
 
-RDMA, BRIDGE, CABLE, ADDRESS, POWER = "rdma", "bridge", "cable", "address", "power"
-"""What a note is about."""
+RDMA, BRIDGE, CABLE, ADDRESS, POWER = "rdma", "bridge", "cable", "address", "power"  #: Subjects of a note.
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing that is wrong, in words, and what a person does `about` it: one of the names above."""
+    """One fault in words, and what a person does about it. `about`: one of the subjects above."""
 
     about: str
     what: str
@@ -36,15 +33,15 @@ class Advice:
 
 
 def findings(machine: Machine) -> tuple[str, ...]:
-    """Sentences for people, the most important first. `machine` has all its interfaces.
+    """Return sentences for people, the most important first. `machine` has all its interfaces.
 
-    Each has at most 300 characters, as `Machine.notes` wants.
+    Each has at most 300 characters, the limit of `Machine.notes`.
     """
     return tuple(map(str, notes(machine)))
 
 
 def notes(machine: Machine) -> tuple[Advice, ...]:
-    """The same in parts."""
+    """Return the same in parts."""
     return (
         (*_of_mac(machine), *_of_power(machine)) if machine.system == "macos" else tuple(_of_power(machine))
     )
@@ -96,7 +93,7 @@ def _of_cable(machine: Machine, port: Port) -> Iterator[Advice]:
 
 
 def _of_rdma(machine: Machine, port: Port) -> Iterator[Advice]:
-    """Why a cable that could carry RDMA does not."""
+    """Yield the reason why a cable that could carry RDMA does not."""
     if port.rdma and not port.active:
         yield Advice(
             CABLE,
@@ -125,7 +122,7 @@ def _of_rdma(machine: Machine, port: Port) -> Iterator[Advice]:
 
 
 def _of_address(machine: Machine, port: Port) -> Iterator[Advice]:
-    """What a cabled port lacks to be spoken to: an IPv4 address, better one that stays."""
+    """Yield the address that a cabled port lacks: an IPv4 address, better one that stays."""
     bridged = machine.bridge_up and any(interface.kind == "bridge" for interface in machine.interfaces)
     if bridged and machine.rdma != "enabled":
         return
@@ -160,16 +157,17 @@ def _of_power(machine: Machine) -> Iterator[Advice]:
 
 
 def _too_old(machine: Machine) -> bool:
-    """Whether a faster cable than Thunderbolt 4 carries is in, and only macOS lacks RDMA."""
+    """Return whether a faster cable than Thunderbolt 4 carries is in, and only macOS lacks RDMA."""
     version = tuple(int(part) for part in machine.release.split(".")[:2] if part.isdecimal())
     fast = any(port.peer_domain and port.gbps >= THUNDERBOLT_5_GBPS for port in machine.ports)
     return machine.rdma == "unsupported" and fast and () < version < RDMA_SINCE
 
 
 def cable_addresses(domain: str, peer_domain: str) -> tuple[str, str]:
-    """(ours, theirs): two addresses of a /30 that both ends of a cable work out alike, without talking.
+    """Return (ours, theirs): two addresses of a /30 that both ends of a cable compute alike.
 
-    One of the 16,384 networks of 10.201.0.0/16, by the two Thunderbolt domains.
+    The /30 is one of the 16,384 networks of 10.201.0.0/16, by the two Thunderbolt domains. No message is
+    needed.
     """
     low, high = sorted((domain, peer_domain))
     network = crc32(f"{low} {high}".encode()) % 2**14 * 4

@@ -1,6 +1,6 @@
-"""What could be done with some nodes: for each number and fabric the best group, or why there is none.
+"""Candidates for a placement: for each number of nodes and fabric the best group, or the reason for none.
 
-Pure. `planner.py` chooses among these.
+Pure. `planner.py` chooses among them.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from .topology import NETWORKS, MemberMachine, TcpLink, Topology
 
 GB = 1e9
 TENSOR_PARALLEL = "tensor parallel"
-_VARIES = "sums over 32 KiB come in order of arrival, so that they are not repeatable"
+_VARIES = "sums over 32 KiB are added in order of arrival, so they are not repeatable"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to serve a model, or why it is none.
+    """One way to serve a model, or the reason why it is impossible.
 
-    kind            a key of `cost_model.FABRICS`, ALONE, or TENSOR_PARALLEL where it did not come to a fabric
-    nodes           how many
+    kind            a key of `cost_model.FABRICS`, ALONE, or TENSOR_PARALLEL if no fabric was tried
+    nodes           number of nodes
     verdict         "chosen", "possible" or "refused", which `reason` explains
-    ranks, names    node ids in rank order, and what people call them; () where no group was found
+    ranks, names    node ids in rank order, and their names; () if no group was found
     backend         "none", "ring" or "jaccl"
     jaccl_ring      whether JACCL goes around in a circle rather than between all pairs
     ring_addresses  for the ring: the IPv4 address on which each rank listens for the rank before it
     rdma            for jaccl: [from][to] the RDMA device, None where there is no cable or none is used
-    memory, speed   of each rank, and what to expect
+    memory, speed   memory of each rank, and the estimated speed
     """
 
     kind: str
@@ -62,7 +62,7 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """What to call it in a sentence."""
+        """Its name in a sentence."""
         if self.nodes == 1:
             return f"{self.names[0]} alone" if self.names else ALONE
         return f"{self.kind} of {self.nodes}"
@@ -70,9 +70,9 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class CandidateFinder:
-    """Looks for the best group of each size and fabric among `members` (by node id).
+    """Search for the best group of each size and fabric among `members` (by node id).
 
-    Among equally fast ones the coordinator comes first, then whoever has more memory, then the smaller id.
+    Among equally fast nodes the coordinator comes first, then the node with more memory, then the smaller id.
     """
 
     members: Mapping[str, MemberMachine]
@@ -90,8 +90,10 @@ class CandidateFinder:
         return Fabrics(self.members, self.topology)
 
     def alternatives(self, must: str, *, leave_out: str = "") -> list[Candidate]:
-        """For each number of nodes and each fabric one; all groups have `must` as rank 0 unless it is
-        empty."""
+        """Return one candidate for each number of nodes and each fabric, without the node `leave_out`.
+
+        All groups have `must` as rank 0 unless it is empty.
+        """
         pool = [node for node in self._order if node != leave_out]
         return [
             found
@@ -100,11 +102,11 @@ class CandidateFinder:
         ]
 
     def assumptions(self, chosen: Candidate | None) -> list[str]:
-        """What the figures of the chosen group rest on that nobody knows."""
+        """Return the assumptions behind the chosen group's estimates, as sentences."""
         chips = {self._ranks[node].chip for node in (chosen.ranks if chosen else ())}
         return [
             f"{c.name or 'a chip without a name'} is not in the table of chips: "
-            f"{c.bandwidth / GB:.0f} GB/s of memory are assumed"
+            f"a memory bandwidth of {c.bandwidth / GB:.0f} GB/s is assumed"
             for c in sorted(chips, key=lambda c: c.name)
             if not c.known
         ]
@@ -148,7 +150,7 @@ class CandidateFinder:
         return rank_memory(self.members[node], self.shape, size, self.context, sharing=sharing)
 
     def _no_room(self, size: int, pool: Sequence[str], must: str) -> str:
-        """Which rank has too little, in the group with the most memory."""
+        """Return which rank has too little memory, in the group with the most."""
         most = sorted(pool, key=lambda n: (n != must, -usable_bytes(self.members[n]), n))[:size]
         memories = enumerate(self._memory(node, size) for node in most)
         rank, short = next((rank, memory) for rank, memory in memories if not memory.fits)
@@ -188,7 +190,7 @@ class CandidateFinder:
         *,
         networks: Sequence[str] = (),
     ) -> Candidate:
-        """The best group that has not failed to form, or why there is none."""
+        """Return the best group that has not failed to form, or the reason for none."""
         graph = self.fabrics.graph(kind)
         group = self._group(size, fits, must, graph, search)
         if not group:
@@ -211,7 +213,7 @@ class CandidateFinder:
     def _group(
         self, size: int, fits: Sequence[str], must: str, graph: Graph, search: Search
     ) -> tuple[str, ...]:
-        """The group whose slowest member is the fastest; () if there is none."""
+        """Return the group whose slowest member is the fastest; () if there is none."""
         group = search(fits, size, graph, must)
         slowest = self._reading(must) if must else float("inf")
         speeds = sorted({min(self._reading(node), slowest) for node in fits}, reverse=True)
@@ -229,7 +231,7 @@ class CandidateFinder:
         return group
 
     def _feasible(self, kind: str, group: tuple[str, ...], networks: Sequence[str] = ()) -> Candidate:
-        """The group with everything it needs. The slowest of its links' networks names a ring."""
+        """Return the group with everything it needs. The slowest of its links' networks names a ring."""
         jaccl = kind in (JACCL_MESH, JACCL_RING)
         matrix = self.fabrics.matrix(group, circle=kind == JACCL_RING) if jaccl else ()
         if twice := self.fabrics.doubled(group, matrix) if jaccl else "":

@@ -1,10 +1,10 @@
-"""What chips can do. Pure tables; every number says where it comes from.
+"""Properties of chips. Pure tables; every number has its source.
 
 bandwidth    of the memory: Apple's technical specifications of the Macs with that chip. An M5 Ultra's is
              given as 1.2 TB/s, which is two M5 Max.
 flops        of 16-bit matrix products on the GPU, a core: clock x 128 lanes x 2, which is Apple's figure for
              the M1 (2.6 TFLOPS on 8 cores) and, for later ones, what cores and clocks give (14.2 on an M3 Max
-             of 40 cores, 18.4 on an M4 Max of 40). M5 cores have matrix units; Apple speaks of more than four
+             of 40 cores, 18.4 on an M4 Max of 40). M5 cores have matrix units; Apple names more than four
              times an M4's peak for such work.
 efficiency   share of the memory's bandwidth that a decode reaches: see `SINGLE` and `FUSED`.
 """
@@ -16,23 +16,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-SINGLE = 0.90
-"""Share of the specified bandwidth that decoding reaches on a chip of one die."""
+SINGLE = 0.90  #: Share of the specified bandwidth that decoding reaches on a chip of one die.
+#: The same on an Ultra, which is two dies. Both are fitted, together with `cost_model.KERNEL_S`, to published
+#: decode speeds of single Macs; others measured 244 of 273 GB/s on an M4 Pro, and 650 to 690 of 819 on an M3
+#: Ultra.
 FUSED = 0.80
-"""The same on an Ultra, which is two dies. Both are fitted, together with `cost_model.KERNEL_S`, to published
-decode speeds of single Macs; others measured 244 of 273 GB/s on an M4 Pro, and 650 to 690 of 819 on an M3
-Ultra."""
-CPU_EFFICIENCY = 0.5
-"""An assumption, for machines without a known GPU."""
+CPU_EFFICIENCY = 0.5  #: The same for machines without a known GPU; an assumption.
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One chip. `bandwidth` in bytes/s, `flops` of its whole GPU in 1/s, `gpu_cores` 0 where unknown.
+    """One chip. `bandwidth` in bytes/s, `flops` of its whole GPU in 1/s, `gpu_cores` 0 if unknown.
 
-    `known` is False where its name is not in the table and the numbers are those of something like it.
-    `thunderbolt5` says that Macs with it have Thunderbolt 5, without which there is no RDMA. `ports` is how
-    many cables with RDMA the Macs with it take at once; Mac Studios have one more port without.
+    known         False if its name is not in the table and the numbers are those of a similar chip
+    thunderbolt5  whether Macs with it have Thunderbolt 5, without which there is no RDMA
+    ports         cables with RDMA that Macs with it take at once; Mac Studios have one more port without
     """
 
     name: str
@@ -50,6 +48,7 @@ class Chip:
         return self.bandwidth * self.efficiency
 
 
+#: GB/s by chip and GPU cores. The most cores come first and stand for a chip whose cores are not known.
 _GBPS: Mapping[str, Mapping[int, float]] = {
     "M1": {8: 68.25, 7: 68.25},
     "M1 Pro": {16: 200, 14: 200},
@@ -71,19 +70,18 @@ _GBPS: Mapping[str, Mapping[int, float]] = {
     "M5 Max": {40: 614, 32: 460},
     "M5 Ultra": {80: 1228},
 }
-"""GB/s by chip and GPU cores; the largest comes first and stands for a chip whose cores are not known."""
+#: 16-bit FLOPS of a GPU core, by generation.
 _CORE_FLOPS = {1: 0.325e12, 2: 0.36e12, 3: 0.355e12, 4: 0.46e12, 5: 1.84e12}
-"""16-bit FLOPS of a GPU core, by generation."""
 _THUNDERBOLT5 = frozenset({"M3 Ultra", "M4 Pro", "M4 Max", "M5 Pro", "M5 Max", "M5 Ultra"})
 _PORTS, _ULTRA_PORTS = 3, 5
+#: An unknown machine: two channels of its memory, and a few cores' worth of arithmetic. Assumptions.
 _CPU = Chip("", 20e9, CPU_EFFICIENCY, 0, 0.2e12, known=False)
-"""A machine nobody knows: two channels of its memory, and a few cores' worth of arithmetic. Assumptions."""
 
 _NAME = re.compile(r"\bApple M(\d+)(?: (Pro|Max|Ultra))?\b", re.IGNORECASE)
 
 
 def chip(name: str, gpu_cores: int = 0) -> Chip:
-    """The chip that Apple calls `name` ("Apple M3 Ultra"), with so many GPU cores (0: its largest).
+    """Return the chip that Apple calls `name` ("Apple M3 Ultra"), with so many GPU cores (0: its largest).
 
     A chip that is newer than the table counts as the newest of its kind in it; anything else as a plain
     computer. Both are marked as not known.
@@ -106,23 +104,23 @@ def chip(name: str, gpu_cores: int = 0) -> Chip:
 
 
 def core_counts(name: str) -> tuple[int, ...]:
-    """With how many GPU cores this chip is made; () for one that is not in the table."""
+    """Return the numbers of GPU cores with which this chip is made; () for one that is not in the table."""
     key, known = _entry(name)
     return tuple(_GBPS[key]) if known else ()
 
 
 def names() -> tuple[str, ...]:
-    """All chips in the table, as Apple calls them."""
+    """Return all chips in the table, as Apple calls them."""
     return tuple(f"Apple {key}" for key in _GBPS)
 
 
 def named(text: str) -> str:
-    """What Apple calls the chip that a person means: "Apple M4 Pro" for "m4 pro". Empty if unknown."""
+    """Return Apple's name of the chip that a user means: "Apple M4 Pro" for "m4 pro". Empty if unknown."""
     return _BY_WORDS.get(_words(text), "")
 
 
 def nearest(text: str) -> str:
-    """The known chip whose name is most like `text`, or an empty string where none is."""
+    """Return the known chip whose name is most like `text`, or an empty string."""
     found = get_close_matches(_words(text), _BY_WORDS, n=1)
     return _BY_WORDS[found[0]] if found else ""
 
@@ -135,7 +133,7 @@ _BY_WORDS = {_words(name): name for name in names()}
 
 
 def _entry(name: str) -> tuple[str, bool]:
-    """The key of this chip in the table and True, or that of the most like it, if any, and False."""
+    """Return the chip's key in the table and True, or the most similar chip's key, if any, and False."""
     found = _NAME.search(name)
     if found is None:
         return "", False

@@ -1,14 +1,14 @@
-"""How fast a model would run on a group of ranks. Pure: a shape, chips and a fabric in, seconds out.
+"""Estimate of a model's speed on a group of ranks. Pure: a shape, chips and a fabric in, seconds out.
 
 One token takes
 
     bytes read by a rank / (bandwidth x efficiency)            the slowest rank counts
-  + kernels x KERNEL_S                                         what starting and ending each of them costs
+  + kernels x KERNEL_S                                         the cost of starting and ending each of them
   + collectives x (fence + latency)                            none for one rank alone
   + bytes on the wire / bandwidth of the link
 
 and a prompt, chunk by chunk, the larger of its arithmetic and of reading all weights, with the same
-collectives. `docs/placement.md` explains it and compares it with published figures. Everything that nobody
+collectives. `docs/placement.md` explains it and compares it with published figures. Every value that was not
 measured is an assumption with a name here.
 """
 
@@ -21,31 +21,28 @@ from itertools import pairwise
 from .chips import Chip
 from .model_shape import ModelShape
 
+#: Seconds that a GPU kernel costs beside the bytes it reads: it starts, fills the GPU and drains it. Fitted,
+#: with the two efficiencies of `chips`, to published single-Mac speeds; a chain of empty ones was measured at
+#: 2.8 us each.
 KERNEL_S = 4.5e-6
-"""What a GPU kernel costs beside the bytes it reads: it starts, fills the GPU and drains it. Fitted, with
-the two efficiencies of `chips`, to published single-Mac speeds; a chain of empty ones has been measured at
-2.8 us each."""
+#: Seconds that GPU and CPU wait for each other at a collective: by default 150 to 180 us
+#: (ml-explore/mlx #4438).
 FENCE_S = 165e-6
-"""A collective makes GPU and CPU wait for each other: 150 to 180 us by default (ml-explore/mlx #4438)."""
-FAST_FENCE_S = 10e-6
-"""The same with MLX_METAL_FAST_SYNCH=1: 4 to 16 us."""
-PROMPT = 1000
-"""Tokens of the prompt for which the time to the first token is given."""
-CHUNK = 2048
-"""Tokens of a prompt that the engine computes at once."""
+FAST_FENCE_S = 10e-6  #: The same with MLX_METAL_FAST_SYNCH=1: 4 to 16 us.
+PROMPT = 1000  #: Tokens of the prompt for which the time to the first token is given.
+CHUNK = 2048  #: Tokens of a prompt that the engine computes at once.
+#: Share of a GPU's arithmetic that long prompts reach on dense models: 91 tokens/s for 123 B weights on an M3
+#: Ultra (ml-explore/mlx #3094) is 79 % of its 28 TFLOPS.
 PREFILL_EFFICIENCY = 0.75
-"""Share of a GPU's arithmetic that long prompts reach on dense models: 91 tokens/s for 123 B weights on an
-M3 Ultra (ml-explore/mlx #3094) is 79 % of its 28 TFLOPS."""
+#: The same where each token has experts of its own: 16 TFLOPS on an M3 Ultra, 11 on an M4 Max.
 EXPERT_EFFICIENCY = 0.55
-"""The same where each token has experts of its own: 16 TFLOPS on an M3 Ultra, 11 on an M4 Max."""
 _ACTIVATION_BYTES = 2
-_MOST_TCP = 3e9
-"""Bytes/s of one TCP connection on the fastest link; an assumption."""
+_MOST_TCP = 3e9  #: Bytes/s of one TCP connection on the fastest link; an assumption.
 
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """How ranks exchange bytes.
+    """Costs of an exchange between ranks.
 
     step_s     one message to a neighbour and its arrival
     bandwidth  bytes/s of one link
@@ -57,7 +54,7 @@ class Fabric:
     circle: bool
 
     def latency_s(self, ranks: int) -> float:
-        """A sum of a few kilobytes over `ranks` ranks."""
+        """Return the seconds of a sum of a few kilobytes over `ranks` ranks."""
         return self.step_s * (2 * (ranks - 1) if self.circle else 2)
 
 
@@ -77,7 +74,7 @@ FABRICS: Mapping[str, Fabric] = {
     RING_THUNDERBOLT: Fabric(42e-6, _MOST_TCP, circle=True),
     # 56 instead of 31 ms a token in one report that names both (Blaizzy/mlx-vlm #730); 10 Gb/s unless known.
     RING_ETHERNET: Fabric(105e-6, 1.1e9, circle=True),
-    # An assumption: a good day of a good network.
+    # An assumption for a good network.
     RING_WIFI: Fabric(2e-3, 5e7, circle=True),
     # Measured on Linux with a core for each rank.
     RING_LOOPBACK: Fabric(42e-6, 2e9, circle=True),
@@ -103,10 +100,10 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured on these machines; it counts more than what is assumed.
+    """Measurements of these machines, which count more than assumptions.
 
     collectives  by backend ("jaccl" or "ring") and fabric
-    fence_s      what a collective costs beside its latency
+    fence_s      seconds of a collective beside its latency
     reading      bytes/s that a decode reads, by node id
     """
 
@@ -117,7 +114,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class RankHardware:
-    """What a rank runs on. `metal`: with a GPU that waits for the CPU at each collective."""
+    """Hardware of a rank. `metal`: with a GPU that waits for the CPU at each collective."""
 
     node_id: str
     chip: Chip
@@ -126,9 +123,9 @@ class RankHardware:
 
 @dataclass(frozen=True, slots=True)
 class SpeedEstimate:
-    """What is expected of a group, and what one token's time goes into, all in seconds.
+    """Estimated speed of a group, and the parts of one token's time, all in seconds.
 
-    `measured` says that what collectives take is not assumed; how much of that is the fences' may still be.
+    `measured`: the time of collectives is not assumed; the part of it that is fences may still be.
     """
 
     tokens_per_second: float
@@ -150,7 +147,7 @@ def speed(
     measured: Measured | None = None,
     mbps: int = 0,
 ) -> SpeedEstimate:
-    """What to expect of `ranks`, in rank order, over the fabric `kind` (a key of FABRICS, or ALONE).
+    """Estimate the speed of `ranks`, in rank order, over the fabric `kind` (a key of FABRICS, or ALONE).
 
     One request, greedy, right after a prompt of `PROMPT` tokens. `mbps` is the slowest TCP link's, if known.
     """
@@ -202,7 +199,7 @@ def _fence_s(ranks: Sequence[RankHardware], measured: Measured, *, fast_fences: 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What measurements say of the collectives of a group. `bandwidth` 0 is unknown."""
+    """Measured costs of a group's collectives. `bandwidth` 0 is unknown."""
 
     fence_s: float
     latency_s: float
@@ -212,11 +209,12 @@ class Found:
 def measured_collective(
     measured: Measured, ranks: Sequence[RankHardware], kind: str, fence_s: float
 ) -> Found | None:
-    """What a sum over these ranks takes as far as it was measured; None where it was not.
+    """Return the measured costs of a sum over these ranks; None if they were not measured.
 
-    A measurement of the same group counts most, then those of all pairs that talk to each other, then one of
+    A measurement of the same group counts most, then those of all pairs that exchange messages, then one of
     any two. A pair's sum takes two steps; a circle of N takes 2 (N - 1) of the slowest pair's. `fence_s` is
-    what of a measured time is taken for its fence where that is in it: there is one, however many the steps.
+    the part of a measured time that is its fence, if the fence is in it. A sum has one fence for all its
+    steps.
     """
     backend = "jaccl" if kind in (JACCL_MESH, JACCL_RING) else "ring"
     matching = [c for c in measured.collectives if c.backend == backend and c.kind in ("", kind)]
@@ -238,14 +236,14 @@ def measured_collective(
 
 
 def _found(sums: Sequence[Collective], fence_s: float, times: int) -> Found:
-    """Of the slowest of these, with so many times its latency."""
+    """Return the costs of the slowest of these, with so many times its latency."""
     fences = [min(fence_s, c.seconds) if c.fenced else fence_s for c in sums]
     latencies = [c.seconds - fence if c.fenced else c.seconds for c, fence in zip(sums, fences, strict=True)]
     return Found(max(fences), times * max(latencies), min(c.bandwidth for c in sums))
 
 
 def _prefill_s(shape: ModelShape, ranks: Sequence[RankHardware], reading: float) -> float:
-    """The arithmetic of a prompt, or reading the weights for each of its chunks, whichever takes longer."""
+    """Return the seconds of a prompt's arithmetic, or of reading all weights for each chunk, if longer."""
     size = len(ranks)
     efficiency = EXPERT_EFFICIENCY if shape.experts else PREFILL_EFFICIENCY
     flops = min(rank.chip.flops for rank in ranks) * efficiency

@@ -1,4 +1,4 @@
-"""The fabrics a group of ranks can have: whom they join, what ranks need for them, what is missing. Pure."""
+"""Fabrics of a group of ranks: the members they join, what ranks need for them, what is missing. Pure."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from .cost_model import JACCL_MESH, JACCL_RING, RING_ETHERNET, RING_LOOPBACK, RI
 from .graph_search import Graph
 from .topology import ETHERNET, LOOPBACK, NETWORKS, THUNDERBOLT, WIFI, MemberMachine, TcpLink, Topology
 
+#: The network under each TCP ring, the fastest first.
 RINGS: Mapping[str, str] = {
     RING_THUNDERBOLT: THUNDERBOLT,
     RING_ETHERNET: ETHERNET,
     RING_WIFI: WIFI,
     RING_LOOPBACK: LOOPBACK,
 }
-"""The network under each TCP ring, the fastest first."""
 _WORDS = {THUNDERBOLT: "Thunderbolt", ETHERNET: "Ethernet", WIFI: "Wi-Fi", LOOPBACK: "loopback"}
-_SHOWN = 3
-"""How many missing links a refusal names."""
+_SHOWN = 3  #: Missing links that a refusal names.
 
 DeviceMatrix = tuple[tuple[str | None, ...], ...]
 
 
 class Fabrics:
-    """What joins `members`, by kind of fabric (a key of `cost_model.FABRICS`)."""
+    """Links among `members`, by kind of fabric (a key of `cost_model.FABRICS`)."""
 
     def __init__(self, members: Mapping[str, MemberMachine], topology: Topology) -> None:
         self._members = members
@@ -33,7 +32,7 @@ class Fabrics:
 
     @cached_property
     def hopes_for_rdma(self) -> bool:
-        """Whether any of them could have RDMA, so that it is worth saying why it is not used."""
+        """True if any of them could have RDMA, so that a plan without it needs a reason."""
         return self._topology.has_cables() or any(
             m.jaccl or (m.jaccl is None and m.machine.rdma != "unsupported") for m in self._members.values()
         )
@@ -44,7 +43,7 @@ class Fabrics:
         return tuple(kind for kind in RINGS if any(self.graph(kind).values()))
 
     def graph(self, kind: str) -> Graph:
-        """Whom each member can reach in this kind of fabric."""
+        """Return the members that each member can reach in this kind of fabric."""
         return self._graphs[kind]
 
     @cached_property
@@ -61,13 +60,13 @@ class Fabrics:
 
     @cached_property
     def any_network(self) -> Graph:
-        """Whom each member can reach over TCP in some network or other."""
+        """Members that each member can reach over TCP, in any network."""
         return {
             node: frozenset().union(*(self.graph(kind)[node] for kind in RINGS)) for node in self._members
         }
 
     def ring_links(self, group: Sequence[str], networks: Sequence[str] = NETWORKS) -> list[TcpLink]:
-        """For each rank its link to the one before it, in the first of `networks` that has one."""
+        """Return each rank's link to the one before it, in the first of `networks` that has one."""
         before = (group[-1], *group[:-1])
         return [
             next(link for network in networks if (link := self._topology.tcp(network, one, other)))
@@ -75,7 +74,7 @@ class Fabrics:
         ]
 
     def matrix(self, group: Sequence[str], *, circle: bool) -> DeviceMatrix:
-        """[from][to] the RDMA device; of a circle the neighbours' only."""
+        """Return [from][to] the RDMA device; in a circle only between neighbours."""
         size = len(group)
 
         def device(i: int, j: int) -> str | None:
@@ -87,17 +86,17 @@ class Fabrics:
         return tuple(tuple(device(i, j) for j in range(size)) for i in range(size))
 
     def doubled(self, group: Sequence[str], matrix: DeviceMatrix) -> str:
-        """Which RDMA device would have to serve two peers, in words; only devices given by hand can."""
+        """Return, in words, an RDMA device that would serve two peers; only devices given by hand can."""
         for node, row in zip(group, matrix, strict=True):
             devices = [device for device in row if device]
             for device in devices:
                 if (count := devices.count(device)) > 1:
                     name = self._members[node].name
-                    return f"{device} of {name} is to serve {count} peers; a device serves 1"
+                    return f"{device} of {name} would have to serve {count} peers; a device serves 1"
         return ""
 
     def missing(self, kind: str, size: int, nodes: Sequence[str]) -> str:
-        """Why no `size` of `nodes`, the preferred first, make a fabric of this kind."""
+        """Return why no `size` of `nodes`, the preferred first, make a fabric of this kind."""
         graph = self.graph(kind)
         if size > 2 and kind != JACCL_MESH:
             lonely = [node for node in nodes if len(graph[node] & set(nodes)) < 2]

@@ -23,8 +23,8 @@ DOUBLINGS = 6  #: Of these times, while the group fails again.
 
 _LOSSES = frozenset((Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY))
 
+#: Two node ids in order, and the RDMA device of each; no devices over TCP.
 FailedLink = tuple[str, str, str, str]
-"""Two node ids in order, and the RDMA device of each; no devices over TCP."""
 Links = frozenset[FailedLink]
 
 
@@ -41,7 +41,7 @@ def links_of(ranks: Sequence[str], rdma: Sequence[Sequence[str | None]]) -> Link
 
 @dataclass(frozen=True, slots=True)
 class FailedGroup:
-    """A group that is not to be planned. `kind` is a key of `cost_model.FABRICS`."""
+    """A group that must not be planned. `kind` is a key of `cost_model.FABRICS`."""
 
     kind: str
     links: Links

@@ -1,9 +1,9 @@
-"""Groups in a graph: who are all joined pairwise, and who can stand in a circle. Pure.
+"""Groups in a graph: nodes that are all joined pairwise, and nodes that can stand in a circle. Pure.
 
 Both searches try nodes in the order given and end with the first group found, so that the same nodes in the
-same order make the same group. They are exhaustive within `STEPS` extensions of a partial group. A Mac has
-few ports, so cables make thin graphs, where that is far more than there is; a network that everybody shares
-is a thick one, where the first try fits.
+same order make the same group. They are exhaustive within `STEPS` extensions of a partial group. Cables make
+thin graphs, which have far fewer extensions, because a Mac has few ports. A network that all nodes share
+makes a thick graph, in which the first try fits.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 STEPS = 20_000
 
-Graph = Mapping[str, frozenset[str]]
-"""For each node those it is joined to."""
+Graph = Mapping[str, frozenset[str]]  #: The neighbours of each node.
 Search = Callable[[Sequence[str], int, Graph, str], tuple[str, ...]]
 
 
 def clique(nodes: Sequence[str], size: int, graph: Graph, must: str = "") -> tuple[str, ...]:
-    """`size` of `nodes` that are all joined to each other, with `must` as the first; () for none."""
+    """Return `size` of `nodes` that are all joined to each other, with `must` as the first; () for none."""
     return _Search(nodes, size, graph, circle=False).run(must)
 
 
 def circle(nodes: Sequence[str], size: int, graph: Graph, must: str = "") -> tuple[str, ...]:
-    """`size` of `nodes`, each joined to the next and the last to `must`, the first; () for none."""
+    """Return `size` of `nodes`, each joined to the next and the last to the first, `must`; () for none."""
     return _Search(nodes, size, graph, circle=True).run(must)
 
 

@@ -1,6 +1,6 @@
-"""Looks at this machine: runs the commands of `probe_macos.py`, or asks psutil, and has them read.
+"""Probe of this machine: the commands of `probe_macos.py`, or psutil, and the parsed results.
 
-It only looks. No command here changes anything, none is run as root, and each ends by its deadline.
+It only reads. No command here changes anything, none is run as root, and each ends by its deadline.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from .probe_output import NOT_INSTALLED, Output, printable
 
 PROBE_DEADLINE_S = 25.0
 REFRESH_DEADLINE_S = 5.0
+#: Bytes of one command's output; a full `system_profiler` of these three kinds has some 30 KB.
 OUTPUT_LIMIT = 2 * 2**20
-"""Bytes of one command's output; a full `system_profiler` of these three kinds has some 30 KB."""
-_END_DEADLINE_S = 2.0
-"""How long a killed command may take to be gone before it is left to the system."""
+_END_DEADLINE_S = 2.0  #: Seconds that a killed command may take to end before it is left to the system.
+#: Only Apple's own commands are found, and they print English if they can.
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "LC_ALL": "C", "LANG": "C"}
-"""Apple's own commands, whatever a user has installed, in English where they can."""
 
+#: Runs a command with arguments within a deadline in seconds; does not raise.
 RunProbe = Callable[[str, tuple[str, ...], float], Awaitable[Output]]
-"""Runs a command with arguments within a deadline in seconds; does not raise."""
 
 
 async def probe(
@@ -42,11 +41,11 @@ async def probe(
     run: RunProbe | None = None,
     deadline_s: float = PROBE_DEADLINE_S,
 ) -> Machine:
-    """Everything about this machine: seconds on a Mac. Ask when the agent starts and when cables change.
+    """Probe everything, which takes seconds on a Mac: when the agent starts and when cables change.
 
-    With `address` (an IPv4 address of this machine) only the interface that has it counts; when none has,
-    there is no interface in the result and a note says so. What a command does not tell within `deadline_s`
-    is 0 or empty and stands in the notes.
+    With `address` (an IPv4 address of this machine) only the interface that has it counts. If none has it,
+    the result has no interface, and a note names the address. A value that a command does not report within
+    `deadline_s` is 0 or empty and stands in the notes.
     """
     if system != "darwin":
         return elsewhere(await asyncio.to_thread(_look), address)
@@ -60,9 +59,9 @@ async def refresh(
     run: RunProbe | None = None,
     deadline_s: float = REFRESH_DEADLINE_S,
 ) -> Machine:
-    """The same machine with its memory, interfaces, power and RDMA ports of now: for every few seconds.
+    """Return the same machine with its present memory, interfaces, power and RDMA ports; every few seconds.
 
-    Chip and cables stay as they were, and so does what a command does not tell within `deadline_s`.
+    Chip and cables stay as they were, and so does a value that a command does not report within `deadline_s`.
     """
     if machine.system != "macos":
         return elsewhere(await asyncio.to_thread(_look), address)
@@ -71,7 +70,7 @@ async def refresh(
 
 
 async def _ask(names: Iterable[str], run: RunProbe, deadline_s: float) -> Mapping[str, Output]:
-    """All of them at once, so that together they take as long as the slowest."""
+    """Run all commands at once, so that together they take as long as the slowest."""
     names = list(names)
     commands = [COMMANDS[name] for name in names]
     outputs = await asyncio.gather(
@@ -87,14 +86,14 @@ async def _ask(names: Iterable[str], run: RunProbe, deadline_s: float) -> Mappin
 
 
 async def run_as_self(name: str, arguments: tuple[str, ...], deadline_s: float) -> Output:
-    """As `run_command`, with all rights of this process: for what only root may look at."""
+    """Run a command with all rights of this process, for files that only root may read."""
     return await run_command(name, arguments, deadline_s, never_root=False)
 
 
 async def run_command(
     name: str, arguments: tuple[str, ...], deadline_s: float, *, never_root: bool = True
 ) -> Output:
-    """Run a command, not as root, and give what it printed or what went wrong. It is gone afterwards."""
+    """Run a command, not as root. Return what it printed or what went wrong. It has ended afterwards."""
     try:
         process = await _started(name, arguments, never_root)
     except FileNotFoundError:
@@ -126,14 +125,14 @@ async def _started(name: str, arguments: tuple[str, ...], never_root: bool) -> a
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        # asyncio loses a process whose creation is cancelled half-way: let it be there first.
+        # asyncio loses a process whose creation is cancelled half-way, so it is created first.
         with suppress(OSError, ValueError, LookupError):
             await _end(await starting)
         raise
 
 
 async def _start(name: str, arguments: tuple[str, ...], never_root: bool) -> asyncio.subprocess.Process:
-    """An agent that a LaunchDaemon starts may be root; what it runs to look around is not."""
+    """Start a command, not as root even if the agent is, as under a LaunchDaemon."""
     nobody = pwd.getpwnam("nobody") if never_root and os.geteuid() == 0 else None
     return await asyncio.create_subprocess_exec(
         name,
@@ -151,7 +150,7 @@ async def _start(name: str, arguments: tuple[str, ...], never_root: bool) -> asy
 
 
 async def _printed(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
-    """All that it prints until it is done, stdout and stderr. One that prints too much is killed."""
+    """Read stdout and stderr to their ends. A process that prints too much is killed."""
     assert process.stdout is not None
     assert process.stderr is not None
     said, complaint = await asyncio.gather(_read(process, process.stdout), _read(process, process.stderr))
@@ -159,7 +158,7 @@ async def _printed(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
 
 
 async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
-    """Everything, or a little more than the limit."""
+    """Read everything, or a little more than the limit."""
     parts, size = [], 0
     while part := await stream.read(2**16):
         size += len(part)
@@ -171,17 +170,17 @@ async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReade
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """With all that it started."""
+    """Kill the process with all that it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill it and see it gone, or leave it to the system when even that does not help."""
+    """Kill the process and wait for its end, or leave it to the system when even that does not help."""
     _kill(process)
     with suppress(TimeoutError):
         async with asyncio.timeout(_END_DEADLINE_S):
-            # It counts as gone when its pipes are read to their end.
+            # It has ended once its pipes are read to their end.
             await _printed(process)
             await process.wait()
 
@@ -190,7 +189,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _look() -> Sight:
-    """What psutil, /proc and /etc say. Blocks for some milliseconds."""
+    """Read psutil, /proc and /etc. Blocks for some milliseconds."""
     import psutil
 
     memory = psutil.virtual_memory()

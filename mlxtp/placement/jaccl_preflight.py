@@ -1,9 +1,9 @@
-"""Why JACCL would not form here, before it is tried; and what its errors mean, after it was. Pure.
+"""Reasons why JACCL would not form here, before it is tried, and the meaning of its errors afterwards. Pure.
 
-JACCL opens devices one after the other and reports an error number of whatever failed first, on each Mac by
-itself, so a cable in the wrong port is "errno 60" on two Macs and silence on the others. What can be seen
-beforehand is said beforehand, in words, with what to do. A number alone says nothing: 22 is a missing address
-when a queue pair is connected, and no such thing when a send fails. The numbers are macOS's.
+JACCL opens devices one after the other and reports the error number of the first that fails, on each Mac by
+itself. So a cable in the wrong port is "errno 60" on two Macs and silence on the others. A fault that can be
+seen beforehand is reported beforehand, in words, with what to do. A number alone means nothing: 22 is a
+missing address when a queue pair is connected, and something else when a send fails. The numbers are macOS's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from ..wire.machine import Machine, Port
 from ..wire.rdma import Matrix, devices, fault, peers
 from .advice import RDMA_SINCE, cable_addresses
 
-NO_ADDRESS = 22
-"""The errno of a port that has no IPv4 address, or an old one."""
+NO_ADDRESS = 22  #: The errno of a port that has no IPv4 address, or an old one.
 _BRIDGE_DOWN = (
     "until the next restart: sudo ifconfig bridge0 down; for good: turn the Thunderbolt Bridge off in System "
     "Settings > Network"
@@ -38,13 +37,13 @@ _BY_HAND = "name the device by hand (--rdma NODE=DEVICE)"
 
 
 def _by_hand(named: bool) -> str:
-    """Advice about a device; one that was `named` by hand cannot be named again."""
+    """Return the advice about a device; one that was `named` by hand cannot be named again."""
     return "correct the device that --rdma names" if named else _BY_HAND
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One reason and what to do about it. `errno` is the number that JACCL has for it, None without one."""
+    """One reason and what to do about it. `errno` is JACCL's number for it, None without one."""
 
     what: str
     fix: str
@@ -67,12 +66,12 @@ def preflight(
     named: Collection[str] = (),
     ranks_left: int = 0,
 ) -> Trouble | None:
-    """The first reason why JACCL's `init` would fail on this rank's machine, or None.
+    """Return the first reason why JACCL's `init` would fail on this rank's machine, or None.
 
-    `machine` has all its interfaces and is of now: ports come and go. With the machines of `others`, by rank,
-    cables are followed to their other ends. What a person has `named` by hand is believed: nothing is asked
-    of these devices of this rank, and where there are no more, nothing of the machine. `ranks_left` counts
-    rank processes of earlier epochs that still run here.
+    `machine` has all its interfaces and is current, because ports come and go. With the machines of `others`,
+    by rank, cables are followed to their other ends. Devices that a user `named` by hand are not checked, and
+    if the rank uses no others, nor is its machine. `ranks_left` counts rank processes of earlier epochs that
+    still run here.
     """
     if wrong := fault(matrix, ring=ring):
         return Trouble(wrong, f"correct the cables or the matrix, or {_by_hand(bool(named))}")
@@ -158,7 +157,7 @@ def _of_port(machine: Machine, port: Port, peer: int) -> Iterator[Trouble]:
 
 
 def _of_cable(port: Port, peer: int, theirs: Collection[str], other: Machine) -> Iterator[Trouble]:
-    """Whether the cable in this port ends in one of `theirs`, the devices of the `other` machine."""
+    """Yield a fault if the cable in this port ends in none of `theirs`, devices of the `other` machine."""
     right = [each for each in other.ports if each.rdma in theirs and each.domain]
     if not port.peer_domain or not right or port.peer_domain in {each.domain for each in right}:
         return
@@ -180,13 +179,14 @@ def _place(port: Port) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Meaning:
-    """A pattern of JACCL's words, the trouble it means, and whether to name a device by hand helps."""
+    """A pattern of JACCL's errors, the trouble it means, and whether naming a device by hand helps."""
 
     pattern: str
     trouble: Trouble
     by_hand: bool = False
 
 
+#: For errors of `init`, in the order of search.
 _MEANINGS = (
     _Meaning(
         r"Changing queue pair to \w+ failed with errno 22\b|No IPv4-mapped GID",
@@ -247,13 +247,12 @@ _MEANINGS = (
         by_hand=True,
     ),
 )
-"""For what `init` says, in the order of search."""
 
 
 def explain(message: str, named: Collection[str] = ()) -> Trouble | None:
-    """The trouble behind an error with which a group did not form; None where JACCL said nothing known.
+    """Return the trouble behind an error with which a group did not form; None for an unknown error.
 
-    `named` are the devices that a person named by hand.
+    `named` are the devices that a user named by hand.
     """
     said = message.partition("[jaccl] ")[2]
     for meaning in _MEANINGS:
@@ -286,5 +285,5 @@ _CRASHES = (
 
 
 def explain_crash(message: str) -> Trouble | None:
-    """The trouble behind the end of a rank of a formed group; None for an end that is no known crash."""
+    """Return the trouble behind the end of a rank of a formed group; None if it is no known crash."""
     return next((trouble for ended, trouble in _CRASHES if re.search(ended, message)), None)

@@ -1,4 +1,4 @@
-"""Machines one does not have yet, as a file describes them. Pure: TOML or JSON text in, members out.
+"""Parser of a file that describes machines one does not have yet. Pure: TOML or JSON text in, members out.
 
     links = "thunderbolt5 mesh"
 
@@ -8,8 +8,8 @@
     memory = "512GB"
     count = 2
 
-`docs/placement.md` has the format. Cables, ports and addresses are made up, so that what judges real Macs
-judges these.
+`docs/placement.md` has the format. Cables, ports and addresses are made up, so that the code that judges real
+Macs judges these, too.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from .topology import MemberMachine
 MAX_NODES = 64
 _NODE_FIELDS = ("name", "chip", "memory", "count", "gpu_cores", "free", "ports", "rdma")
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|TB|TiB)", re.IGNORECASE)
-_MOST_BYTES = 2**53
-"""Of memory, which is more than any machine has."""
+_MOST_BYTES = 2**53  #: Bytes of memory; more than any machine has.
 _SHAPES = ("mesh", "ring")
+#: Gb/s of a cable, by generation of Thunderbolt.
 _THUNDERBOLT = {"thunderbolt5": 80, "thunderbolt4": 40, "thunderbolt3": 40}
-"""Generations of Thunderbolt and the gigabits a second of a cable."""
 _ETHERNET = {"1g": 1000, "2.5g": 2500, "5g": 5000, "10g": 10_000, "25g": 25_000, "100g": 100_000}
 _WIFI_MBPS = 1000
 _LINKS = 'links are "thunderbolt5 mesh", "thunderbolt5 ring", "thunderbolt4 ring", "ethernet 10g" or "wifi"'
@@ -53,13 +52,13 @@ class _Node:
 
 
 def read_nodes(text: str, source: str = "the nodes file") -> tuple[MemberMachine, ...]:
-    """The members that `text` describes, as TOML, or as JSON if it begins with a brace.
+    """Return the members that `text` describes, as TOML, or as JSON if it begins with a brace.
 
-    Raises ConfigError in the words of whoever wrote it, with `source`, the place and what may stand there.
+    Raises ConfigError with `source`, the place and the values that are allowed there.
     """
     table = _parse(text, source)
     if unknown := sorted(table.keys() - {"node", "links"}):
-        raise ConfigError(f"{source}: nothing is called {unknown[0]!r}; there are `links` and [[node]]")
+        raise ConfigError(f"{source}: unknown key {unknown[0]!r}; the keys are `links` and [[node]]")
     entries = table.get("node")
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f'{source}: it has no machines; one is [[node]] with a chip and memory = "512GB"')
@@ -76,7 +75,7 @@ def read_nodes(text: str, source: str = "the nodes file") -> tuple[MemberMachine
     if not isinstance(wanted, list) or not all(isinstance(link, str) for link in wanted):
         raise ConfigError(f"{source}: links is {links!r}; {_LINKS}, or a list of them")
     if sum(link.lower().startswith("thunderbolt") for link in wanted) > 1:
-        raise ConfigError(f"{source}: links is {links!r}; the Thunderbolt cables can be given once")
+        raise ConfigError(f"{source}: links is {links!r}; Thunderbolt cables can be given once only")
     members = [_member(place, node) for place, node in enumerate(nodes)]
     for place, link in enumerate(wanted):
         members = _joined(members, nodes, link, place, source)
@@ -91,17 +90,17 @@ def _parse(text: str, source: str) -> Mapping[str, Any]:
     except RecursionError:
         raise ConfigError(f"{source} cannot be read: it is nested too deeply") from None
     if not isinstance(table, dict):
-        raise ConfigError(f"{source} is no table of `links` and [[node]]")
+        raise ConfigError(f"{source} is not a table of `links` and [[node]]")
     return table
 
 
 def _nodes(entry: object, place: int, source: str) -> list[_Node]:
-    """The machines of one [[node]]: `count` of them."""
+    """Return the `count` machines of one [[node]]."""
     where = f"{source}: machine {place}"
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where} is {entry!r}, no table")
+        raise ConfigError(f"{where} is {entry!r}, not a table")
     if unknown := sorted(entry.keys() - set(_NODE_FIELDS)):
-        raise ConfigError(f"{where}: nothing is called {unknown[0]!r}; there are {', '.join(_NODE_FIELDS)}")
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(_NODE_FIELDS)}")
     kind = _chip_name(entry.get("chip"), where)
     cores = entry.get("gpu_cores", 0)
     if cores and (isinstance(cores, bool) or cores not in core_counts(kind)):
@@ -113,10 +112,10 @@ def _nodes(entry: object, place: int, source: str) -> list[_Node]:
         raise ConfigError(f'{where}: it has no memory; write memory = "512GB"')
     free = _bytes(entry, "free", where)
     if free is not None and free > memory:
-        raise ConfigError(f"{where}: {entry['free']} are free of {entry['memory']}")
+        raise ConfigError(f"{where}: free is {entry['free']}, more than the memory of {entry['memory']}")
     name, count = entry.get("name", f"node-{place}"), _whole(entry, "count", 1, MAX_NODES, where)
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}: name is {name!r}, no text")
+        raise ConfigError(f"{where}: name is {name!r}, not a text")
     rdma = entry.get("rdma", True)
     if not isinstance(rdma, bool):
         raise ConfigError(f"{where}: rdma is {rdma!r}; it can be true or false")
@@ -129,7 +128,7 @@ def _chip_name(value: object, where: str) -> str:
     kind = named(value) if isinstance(value, str) else ""
     if not kind:
         close = nearest(value) if isinstance(value, str) else ""
-        advice = f"the nearest known one is {close}, and all are" if close else "it can be"
+        advice = f"the nearest known one is {close}; it can be" if close else "it can be"
         raise ConfigError(f"{where}: chip is {value!r}; {advice} {', '.join(names())}")
     return kind
 
@@ -142,7 +141,7 @@ def _whole(entry: Mapping[str, Any], field: str, default: int, most: int, where:
 
 
 def _bytes(entry: Mapping[str, Any], field: str, where: str) -> int | None:
-    """An amount of memory, which Macs count in powers of two; None where it is not there."""
+    """Return an amount of memory, which Macs count in powers of two; None if it is not given."""
     if field not in entry:
         return None
     value = entry[field]
@@ -177,7 +176,7 @@ def _member(place: int, node: _Node) -> MemberMachine:
 def _joined(
     members: Sequence[MemberMachine], nodes: Sequence[_Node], link: str, place: int, source: str
 ) -> list[MemberMachine]:
-    """The same members with one more kind of link among them."""
+    """Return the same members with one more kind of link among them."""
     words = link.lower().split()
     if len(words) == 2 and words[0] in _THUNDERBOLT and words[1] in _SHAPES:
         return _cabled(members, nodes, words[0], words[1], source)
@@ -198,7 +197,7 @@ def _networked(members: Sequence[MemberMachine], kind: str, mbps: int, place: in
 def _cabled(
     members: Sequence[MemberMachine], nodes: Sequence[_Node], generation: str, shape: str, source: str
 ) -> list[MemberMachine]:
-    """A cable between all pairs, or in a circle in the order of the file; each is a network of its own."""
+    """Cable all pairs, or a circle in the order of the file. Each cable is a network of its own."""
     size = len(members)
     if shape == "mesh":
         pairs = list(combinations(range(size), 2))
@@ -208,8 +207,8 @@ def _cabled(
         if needed > node.ports:
             advice = "a ring needs 2; " if shape == "mesh" else ""
             raise ConfigError(
-                f"{source}: in a {shape} of {size} each Mac has {needed} cables, and {node.name} has "
-                f"{node.ports} ports for them ({advice}ports = {needed} says that it has more)"
+                f"{source}: in a {shape} of {size} each Mac needs {needed} cables, and {node.name} has "
+                f"{node.ports} ports for them ({advice}if it has more, write ports = {needed})"
             )
     rdma = generation == "thunderbolt5"
     used = [0] * size

@@ -1,7 +1,7 @@
-"""What was measured of fabrics: what to measure, what is kept, and what placement makes of it. Pure.
+"""Measurements of fabrics: what to measure, the results that are kept, and their use in placement. Pure.
 
-One result counts for the same nodes over the same kind of fabric, whatever their order. A newer one replaces
-an older one.
+One result counts for the same nodes, in any order, over the same kind of fabric. A newer one replaces an
+older one.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from ..wire.fabric_result import FabricResult
 from ..wire.messages import MAX_TIMED_BYTES, MAX_TIMED_ROUNDS
 from .cost_model import Collective, Measured
 
-SIZES = tuple(1024 * 4**i for i in range(8))
-"""Bytes: 1 KiB to 16 MiB."""
+SIZES = tuple(1024 * 4**i for i in range(8))  #: Bytes: 1 KiB to 16 MiB.
 CHAIN_BYTES = SIZES[0]
-EACH_S = 0.15
-"""What timing one kind of collective over one size shall take, about."""
+EACH_S = 0.15  #: Seconds, more or less, for timing one kind of collective over one size.
+#: Seconds. A slower collective ends the measurement: the next size would take about four times as long.
 SLOW_S = 0.5
-"""A collective that takes longer ends the measurement: the next size would take about four times as long."""
 MOST_ROUNDS = 100
-MAX_RESULTS = 32
-"""How many are kept."""
+MAX_RESULTS = 32  #: Results that are kept.
 _TEXT = 1
 
 _RECORD = record(FabricResult)
 
 
 def sizes(row_bytes: int) -> tuple[int, ...]:
-    """Bytes to time collectives over, the smallest first; `row_bytes` is what a decoded token takes, or 0."""
+    """Return the bytes to time collectives over, the smallest first.
+
+    `row_bytes`: bytes of a decoded token, or 0.
+    """
     row = (row_bytes,) if 0 < row_bytes <= MAX_TIMED_BYTES else ()
     return tuple(sorted({*SIZES, *row}))
 
 
 def rounds(once_s: float, most: int = MOST_ROUNDS) -> int:
-    """How many collectives to time when one takes `once_s`: as many as fit `EACH_S`, one at least."""
+    """Return how many collectives to time when one takes `once_s`: as many as fit `EACH_S`, one at least."""
     return max(1, min(int(EACH_S / max(once_s, 1e-9)), most, MAX_TIMED_ROUNDS))
 
 
 def check(result: FabricResult) -> FabricResult:
-    """The same. Raises ValueError, saying what is wrong, for what no measurement of a group can be."""
+    """Return the result. Raises ValueError, with the fault, if it cannot be of a group."""
     try:
         _RECORD.from_wire(_RECORD.to_wire(result))
     except (TypeError, OverflowError, struct.error) as error:
@@ -59,7 +59,7 @@ def check(result: FabricResult) -> FabricResult:
 
 
 def merged(kept: Iterable[FabricResult], more: Iterable[FabricResult]) -> tuple[FabricResult, ...]:
-    """Both, of each group and fabric the newest, at most `MAX_RESULTS`, the oldest first."""
+    """Return both, of each group and fabric the newest, at most `MAX_RESULTS`, the oldest first."""
     newest: dict[object, FabricResult] = {}
     for result in sorted([*kept, *more], key=lambda each: each.at):
         newest.pop(key := _key(result), None)
@@ -74,14 +74,17 @@ def _key(result: FabricResult) -> object:
 def find(
     results: Iterable[FabricResult], nodes: Iterable[str], kind: str, *, fast_fences: bool
 ) -> FabricResult | None:
-    """What was measured of these nodes over this fabric with such fences; None where nothing was."""
+    """Return the result of these nodes over this fabric with such fences; None if there is none."""
     asked = (frozenset(nodes), kind, fast_fences)
     matching = [r for r in results if (frozenset(r.nodes), r.kind, r.fast_fences) == asked]
     return matching[-1] if matching else None
 
 
 def measured(results: Iterable[FabricResult], *, fast_fences: bool) -> Measured:
-    """What placement takes over its assumptions. Slow fences say nothing of fast ones, nor the reverse."""
+    """Return the measurements that placement prefers to assumptions.
+
+    Results with slow fences do not count for fast ones, nor the reverse.
+    """
     return Measured(
         tuple(
             Collective(
@@ -99,19 +102,19 @@ def measured(results: Iterable[FabricResult], *, fast_fences: bool) -> Measured:
 
 
 def bandwidth(result: FabricResult) -> float:
-    """Bytes/s on one link, by how much longer the largest sum took than the smallest; 0 if it did not."""
+    """Return the bytes/s of one link, by the extra time of the largest sum over the smallest; else 0."""
     more_s = result.sums_s[-1] - result.sums_s[0]
     more_bytes = (result.sizes[-1] - result.sizes[0]) * sum_share(len(result.nodes))
     return more_bytes / more_s if more_s > 0 else 0.0
 
 
 def sum_share(ranks: int) -> float:
-    """How often each byte of a sum crosses each link."""
+    """Return how often each byte of a sum crosses each link."""
     return 2 * (ranks - 1) / ranks
 
 
 def gather_share(ranks: int) -> float:
-    """The same of a gather, of the bytes of one rank."""
+    """Return the same for a gather, of the bytes of one rank."""
     return float(ranks - 1)
 
 
@@ -119,12 +122,12 @@ def gather_share(ranks: int) -> float:
 
 
 def to_json(result: FabricResult) -> dict[str, Any]:
-    """As JSON has it."""
+    """Convert a result to an object of JSON."""
     return asdict(result)
 
 
 def from_json(table: Any) -> FabricResult:
-    """The reverse. Raises ValueError for what is none."""
+    """Convert an object of JSON to a result. Raises ValueError for any other value."""
     names = {field.name: field.metadata["codec"] for field in fields(FabricResult)}
     if type(table) is not dict or table.keys() != names.keys():
         raise ValueError(f"a table of exactly {', '.join(names)} is expected")
@@ -136,12 +139,12 @@ def from_json(table: Any) -> FabricResult:
 
 
 def to_text(results: Sequence[FabricResult]) -> str:
-    """What is kept, as a file."""
+    """Return the results as the text of a file."""
     return json.dumps({"format": _TEXT, "results": [to_json(each) for each in results]}, indent=1)
 
 
 def from_text(text: str) -> tuple[FabricResult, ...]:
-    """The reverse. Raises ValueError for a text that `to_text` has not written."""
+    """Parse that text. Raises ValueError for a text that `to_text` has not written."""
     table = json.loads(text)
     if type(table) is not dict or table.get("format") != _TEXT or type(table.get("results")) is not list:
         raise ValueError(f"a table of format {_TEXT} is expected")

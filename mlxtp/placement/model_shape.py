@@ -1,4 +1,4 @@
-"""What placement has to know of a model. Pure: config.json and the size of the weights in, numbers out."""
+"""Shape of a model, for its placement. Pure: config.json and the size of the weights in, numbers out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from .model_weights import Config, WeightKind, number, table
 
 MAX_RANKS = 8
 _DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
+#: Roles of modules, by parts of their paths. The first that fits counts.
 _ROLES: Mapping[str, tuple[str, ...]] = {
     "router": (".gate", ".router"),
     "shared": ("shared_expert",),
@@ -20,23 +21,23 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
     "head": ("lm_head",),
     "mlp": ("mlp",),
 }
-"""By which parts of a module's path its role is known. The first that fits counts."""
 
+#: Families that mlx-lm can divide among ranks. A test compares this with the installed mlx-lm.
 SHARDABLE = frozenset(
     ("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "exaone_moe", "glm4_moe", "glm4_moe_lite",
      "glm_moe_dsa", "gpt_oss", "iquestloopcoder", "kimi_k25", "kimi_k3", "llama", "longcat_flash",
      "longcat_flash_ngram", "minimax", "minimax_m3_vl", "ministral3", "mistral4", "muse_spark",
      "prism_hadamard_qwen35", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "step3p5")
 )  # fmt: skip
-"""Families that mlx-lm can divide among ranks. A test holds this equal to what the installed one says."""
+#: Other names of families, by mlx-lm's own table. A test compares the two tables.
 ALSO_CALLED = {
     "mistral": "llama", "iquestcoder": "llama", "xverse": "llama", "joyai_llm_flash": "deepseek_v3",
     "kimi_k2": "deepseek_v3", "minimax_m2": "minimax", "deepseek_v41_text": "deepseek_v41",
     "llava": "mistral3", "phi-msft": "phixtral", "falcon_mamba": "mamba", "qwen2_5_vl": "qwen2_vl",
     "gemma4_unified": "gemma4",
 }  # fmt: skip
-"""Other names of families, by mlx-lm's own table. A test holds it equal to that one, too."""
 
+#: GPU kernels that one token starts one after the other, counted in mlx-lm's models.
 _KERNELS = {
     "layer": 4,  # two norms, two residual sums
     "attention": 10,  # queries, keys, values, two rotations, two cache updates, attention (2), output
@@ -49,36 +50,34 @@ _KERNELS = {
     "shared": 5,
     "once": 12,  # embedding, last norm, head, choice of a token
 }
-"""GPU kernels that one token starts one after the other, counted in mlx-lm's models."""
 _QK_NORM = frozenset({"qwen3", "qwen3_moe", "glm4_moe", "minimax", "exaone_moe", "step3p5"})
+#: Families that sum over the ranks for the norms of queries and keys too.
 _NORM_SUMS = frozenset({"minimax"})
-"""Families that sum over the ranks for the norms of queries and keys too."""
 
 
-_COPIES_KV_HEADS = ("qwen3_5", "qwen3_5_moe")
-"""Families of which several ranks may have the same KV head."""
+_COPIES_KV_HEADS = ("qwen3_5", "qwen3_5_moe")  #: Families in which several ranks may have the same KV head.
+#: Families in which each rank has the few dense MLPs whole, beside experts, if ranks cannot share them.
 _KEEPS_MLP_WHOLE = ("deepseek_v2", "glm4_moe")
-"""Families whose few dense MLPs each rank has whole where ranks cannot share them, beside experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model as far as its placement depends on it. Bytes are bytes, of weights as they are stored.
+    """Sizes of a model that its placement depends on. Bytes are of weights as they are stored.
 
-    name              what people call it
+    name              its name in sentences
     family            `model_type` of its config.json
-    layers, hidden    how many, and how wide
+    layers, hidden    number of layers, and their width
     heads, kv_heads, head_dim, intermediate, vocabulary, experts, experts_per_token    as in config.json
     bits, group       of its quantization; 16 or 32 bits and group 1 without
-    max_context       tokens it was made for
+    max_context       most tokens that it supports
     weight_bytes      all weights
-    whole_bytes       of these, what each rank of a group holds whole
+    whole_bytes       the part of these that each rank of a group holds whole
     token_bytes       weights read for one token: of routed experts only those it meets
-    token_whole_bytes of these, what each rank of a group reads whole
+    token_whole_bytes the part of these that each rank of a group reads whole
     mlp_bytes         weights of dense MLPs, which some families keep whole where they do not divide
-    token_weights     how many weights a token is multiplied by
-    kv_token_bytes    what one more token takes in the KV caches, over all layers
-    kv_divides        whether ranks share that; a compressed cache is on every rank
+    token_weights     number of weights that a token is multiplied by
+    kv_token_bytes    bytes of one more token in the KV caches, over all layers
+    kv_divides        whether ranks share these; a compressed cache is on every rank
     collectives       sums and gathers over the ranks for one token
     kernels           GPU kernels started one after the other for one token
     shardable         whether mlx-lm can divide it at all
@@ -112,25 +111,25 @@ class ModelShape:
     shardable: bool
 
     def rank_weights(self, ranks: int) -> int:
-        """Bytes of weights on each of `ranks` ranks."""
+        """Return the bytes of weights on each of `ranks` ranks."""
         return _shared_out(self.weight_bytes, self.whole_bytes + self._whole_mlps(ranks), ranks)
 
     def rank_token_bytes(self, ranks: int) -> int:
-        """Bytes of weights each rank reads for one token."""
+        """Return the bytes of weights that each rank reads for one token."""
         return _shared_out(self.token_bytes, self.token_whole_bytes + self._whole_mlps(ranks), ranks)
 
     def _whole_mlps(self, ranks: int) -> int:
-        """Bytes of the dense MLPs that each of `ranks` ranks has whole."""
+        """Return the bytes of the dense MLPs that each of `ranks` ranks has whole."""
         keeps = self.family in _KEEPS_MLP_WHOLE and self.expert_width
         divide = self.intermediate % ranks == 0 and self.intermediate // ranks % self.group == 0
         return self.mlp_bytes if keeps and not divide else 0
 
     def rank_kv(self, ranks: int, tokens: int) -> int:
-        """Bytes of the KV caches of `tokens` tokens on each rank."""
+        """Return the bytes of the KV caches of `tokens` tokens on each rank."""
         return -(-self.kv_token_bytes * tokens // (min(ranks, self.kv_heads) if self.kv_divides else 1))
 
     def obstacles(self, ranks: int) -> tuple[str, ...]:
-        """Why it cannot be divided among `ranks`, by the rules that `engine/sharding.py` checks at a load."""
+        """Return why `ranks` ranks cannot divide it, by the rules that `engine/sharding.py` checks."""
         if ranks == 1:
             return ()
         if not self.shardable:
@@ -171,12 +170,12 @@ def _shared_out(total: int, whole: int, ranks: int) -> int:
 
 
 def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: int = 0) -> ModelShape:
-    """The shape of the model with this config.json.
+    """Return the shape of the model with this config.json.
 
-    `weight_bytes` is the size of its weights on disk; 0 where nobody knows it yet, and then it follows from
-    the configuration. Where both are known the disk is right, and reading is scaled with it: what a
-    configuration says of mixed quantizations is rarely complete. `kv_bits` quantizes the KV cache (4 or 8).
-    Raises ModelError (MODEL_INVALID) with the field that is missing or no number.
+    `weight_bytes` is the size of its weights on disk; if it is unknown (0), the configuration implies the
+    size. If both are known, the disk counts, and reading is scaled with it: configurations of mixed
+    quantizations are rarely complete. `kv_bits` quantizes the KV cache (4 or 8). Raises ModelError
+    (MODEL_INVALID) with the field that is missing or no number.
     """
     text = model_weights.text_config(config)
     parts = model_weights.parts(text)
@@ -225,12 +224,12 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
 
 
 def _plain_bytes(config: Config) -> float:
-    """Bytes of a number that is not quantized."""
+    """Return the bytes of a number that is not quantized."""
     return _DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2.0)
 
 
 class _Quantization:
-    """How many bytes a weight of each role takes, by the `quantization` of a configuration."""
+    """Bytes of a weight of each role, by the `quantization` of a configuration."""
 
     def __init__(self, config: Config, plain: float) -> None:
         self.table = table(config, "quantization") or table(config, "quantization_config")
@@ -250,7 +249,7 @@ class _Quantization:
         return number(self.table, "bits")
 
     def bytes_each(self, role: str) -> float:
-        """What modules of this role say for themselves, on average, else what holds for all.
+        """Return the average over the modules of this role that have their own entry, else the value for all.
 
         Routers are rarely quantized, and then less than the rest.
         """
@@ -258,14 +257,17 @@ class _Quantization:
 
 
 def _role(path: str) -> str:
-    """The role of the module with this path, or "" for what is no path of a module."""
+    """Return the role of the module with this path; "" if it is no path of a module."""
     if "." not in path and path not in _ROLES["head"]:
         return ""
     return next((role for role, names in _ROLES.items() if any(name in path for name in names)), "")
 
 
 def _bytes_each(quantization: Config, plain: float) -> float:
-    """Bytes of a weight with its part of the scales: two 16-bit numbers a group if affine, else one byte."""
+    """Return a weight's bytes with its part of the scales.
+
+    A group's scales are two 16-bit numbers if affine, else one byte.
+    """
     bits, group = number(quantization, "bits"), number(quantization, "group_size")
     if not bits:
         return plain

@@ -1,7 +1,7 @@
-"""The weights a model's configuration implies, by kind. Pure: config.json in, numbers of weights out.
+"""Weights that a model's configuration implies, by kind. Pure: config.json in, numbers of weights out.
 
-Families name the same things differently; the tables at the top say how. What only a few families have beside
-their big matrices (norms, biases, convolutions) is left out: it is less than 2 % of any model.
+Families name the same things differently; the tables at the top have the names. Small weights that only a few
+families have (norms, biases, convolutions) are left out: they are less than 2 % of any model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from ..errors import Code, ModelError
 
 Config = Mapping[str, Any]
 
-_MOST = 1 << 48
-"""No size of a model is anywhere near."""
+_MOST = 1 << 48  #: Above any size of a model.
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -34,24 +33,24 @@ _EXPERT = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _SHARED = ("shared_expert_intermediate_size", "share_expert_dim")
 _SHARED_COUNT = ("n_shared_experts", "num_shared_experts")
 
+#: Families with one shared expert that their configuration does not mention.
 _ONE_SHARED = frozenset({"llama4", "llama4_text"})
-"""Families with one shared expert that their configuration does not mention."""
+#: Families whose queries are twice as wide: the other half is a gate.
 _GATED_ATTENTION = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
-"""Families whose queries are twice as wide: the other half is a gate."""
+#: Families with two attentions and two dense MLPs a layer.
 _TWO_IN_ONE = frozenset({"longcat_flash", "longcat_flash_ngram"})
-"""Families with two attentions and two dense MLPs a layer."""
 _TWO_CACHES = _TWO_IN_ONE | {"iquestloopcoder"}
+#: Families that compress keys and values but keep them for each head.
 _EXPANDED_CACHE = frozenset({"deepseek_v2"})
-"""Families that compress keys and values but keep them for each head."""
+#: Families whose `shared_intermediate_size` is used; others only carry the field.
 _SHARED_AS_EXPERT = frozenset({"minimax_m3_vl", "minimax_m3_vl_text"})
-"""Families whose `shared_intermediate_size` is used; others only carry the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
     """One kind of weights, over all layers.
 
-    role     what it is, which is also how its quantization is looked up
+    role     its name, by which its quantization is found
     count    weights in the whole model
     active   how many of them one token meets
     divides  whether each rank holds only its share of them
@@ -64,12 +63,12 @@ class WeightKind:
 
 
 def text_config(config: Config) -> Config:
-    """The fields of the language model: some families keep them apart from those of their other parts."""
+    """Return the fields of the language model, which some families keep apart from other parts."""
     return {**config, **table(config, "text_config")}
 
 
 def table(config: Config, name: str) -> Config:
-    """An object in config.json, empty where it is missing. Raises ModelError when it is something else."""
+    """Return an object in config.json, empty if it is missing. Raises ModelError if it is something else."""
     value = config.get(name) or {}
     if not isinstance(value, dict):
         raise ModelError(f"config.json: {name} is {value!r}, not an object", Code.MODEL_INVALID)
@@ -77,7 +76,7 @@ def table(config: Config, name: str) -> Config:
 
 
 def number(config: Config, *names: str) -> int:
-    """The first of these sizes that is there, or 0. Raises ModelError when it is no whole number."""
+    """Return the first of these sizes that is there, or 0. Raises ModelError if it is no whole number."""
     for name in names:
         value = config.get(name) or 0
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
@@ -89,7 +88,7 @@ def number(config: Config, *names: str) -> int:
 
 
 def required(config: Config, what: str, *names: str) -> int:
-    """Like `number`, but raises ModelError where none of them is there."""
+    """Return the first of these sizes, as `number`. Raises ModelError if none of them is there."""
     value = number(config, *names)
     if not value:
         raise ModelError(f"config.json names no {what} ({names[0]})", Code.MODEL_INVALID)
@@ -117,17 +116,17 @@ def head_dim(config: Config) -> int:
 
 
 def is_latent(config: Config) -> bool:
-    """Whether keys and values are computed through a compression that all heads share."""
+    """Return whether keys and values are computed through a compression that all heads share."""
     return bool(number(config, "kv_lora_rank"))
 
 
 def keeps_latent(config: Config) -> bool:
-    """Whether the cache keeps the compression itself, which ranks cannot divide among them."""
+    """Return whether the cache keeps the compression itself, which ranks cannot divide among them."""
     return is_latent(config) and config.get("model_type") not in _EXPANDED_CACHE
 
 
 def cached_numbers(config: Config) -> int:
-    """Numbers that the KV caches keep of one token, over all layers.
+    """Count the numbers that the KV caches keep of one token, over all layers.
 
     A cache that keeps a window counts like one that keeps all; one that does not grow counts nothing.
     """
@@ -144,7 +143,7 @@ def cached_numbers(config: Config) -> int:
 
 
 def linear_layers(config: Config) -> int:
-    """How many layers have linear attention, whose cache does not grow with the text."""
+    """Count the layers with linear attention, whose cache does not grow with the text."""
     if not number(config, "linear_num_value_heads"):
         return 0
     kinds = config.get("layer_types")
@@ -154,13 +153,13 @@ def linear_layers(config: Config) -> int:
 
 
 def experts(config: Config) -> tuple[int, int]:
-    """Routed experts of a layer, and how many of them a token meets; (0, 0) for a dense model."""
+    """Return a layer's routed experts, and how many of them a token meets; (0, 0) for a dense model."""
     count = number(config, *_EXPERTS)
     return (count, min(number(config, *_PICKED) or 1, count)) if count else (0, 0)
 
 
 def expert_layers(config: Config) -> int:
-    """How many layers have routed experts; the others have a dense MLP."""
+    """Count the layers with routed experts; the others have a dense MLP."""
     total = layers(config)
     if not experts(config)[0]:
         return 0
@@ -182,7 +181,7 @@ def expert_layers(config: Config) -> int:
 
 
 def parts(config: Config) -> tuple[WeightKind, ...]:
-    """The weights of a model. `config` holds the fields of its language model."""
+    """Return the weights of a model. `config` holds the fields of its language model."""
     width, vocabulary = hidden(config), required(config, "vocabulary", "vocab_size")
     tied = bool(config.get("tie_word_embeddings"))
     table_size = vocabulary * width
@@ -204,14 +203,14 @@ def _attention(config: Config) -> list[WeightKind]:
 
 
 def _grouped(config: Config) -> int:
-    """Queries, keys, values and output of one layer."""
+    """Count the weights of queries, keys, values and output of one layer."""
     queries, pairs = heads(config) * head_dim(config), kv_heads(config) * head_dim(config)
     gate = queries if config.get("model_type") in _GATED_ATTENTION else 0
     return hidden(config) * (queries + gate + 2 * pairs + queries)
 
 
 def _latent(config: Config) -> tuple[int, int]:
-    """The same where keys and values are compressed: what ranks divide, and what each has whole."""
+    """Count the same for compressed keys and values: (divided among ranks, whole on each rank)."""
     width, count = hidden(config), heads(config)
     rank, latent = number(config, "q_lora_rank"), number(config, "kv_lora_rank")
     rope, nope = number(config, "qk_rope_head_dim"), number(config, "qk_nope_head_dim")
@@ -228,7 +227,7 @@ def _value_dim(config: Config) -> int:
 
 
 def _linear(config: Config) -> int:
-    """One layer of gated linear attention."""
+    """Count the weights of one layer of gated linear attention."""
     values = number(config, "linear_num_value_heads")
     wide = values * number(config, "linear_value_head_dim")
     keys = number(config, "linear_num_key_heads") * number(config, "linear_key_head_dim")
@@ -254,7 +253,7 @@ def _mlp(config: Config) -> list[WeightKind]:
 
 
 def expert_width(config: Config) -> int:
-    """The inner width of one routed expert."""
+    """Return the inner width of one routed expert."""
     return number(config, *_EXPERT) or number(config, "intermediate_size")
 
 

@@ -1,11 +1,10 @@
-"""Which nodes serve a model, in which order and over what. Pure: the same inputs give the same plan on
-every node.
+"""Placement: the nodes that serve a model, their order and their fabric. Pure.
 
-All ranks hold equal shares, so a group is as fast as its slowest member and needs the same memory of each.
-That makes the search small: for each number of nodes and each fabric, whoever lacks the memory is left out,
-and the fastest members among whom the fabric exists are found by trying longer and longer beginnings of the
-list sorted by speed (bisected, as a longer one can do whatever a shorter one can). See `graph_search.py` for
-groups in a graph.
+The same inputs give the same plan on every node. All ranks hold equal shares, so a group is as fast as its
+slowest member and needs the same memory of each. That makes the search small. For each number of nodes and
+each fabric, nodes without the memory are left out. The fastest members among whom the fabric exists are found
+by trying longer and longer beginnings of the list sorted by speed. The search bisects, because a longer
+beginning allows every group of a shorter one. See `graph_search.py` for groups in a graph.
 """
 
 from __future__ import annotations
@@ -20,26 +19,23 @@ from .failed_groups import FailedGroup
 from .model_shape import MAX_RANKS, ModelShape
 from .topology import MemberMachine, Overrides, Topology
 
-DEFAULT_CONTEXT = 8192
-"""Tokens of KV cache a plan makes room for unless somebody says otherwise."""
-FASTER_WITHOUT = 1.2
-"""How many times as fast a group without the coordinator must be to be worth a remark."""
+DEFAULT_CONTEXT = 8192  #: Tokens of KV cache that a plan makes room for by default.
+FASTER_WITHOUT = 1.2  #: A group without the coordinator is worth a remark if it is so many times as fast.
 BACKENDS = ("auto", "jaccl", "ring")
-_SAID = 4
-"""How many reasons one sentence may give."""
+_SAID = 4  #: Reasons that one sentence may give.
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementOptions:
-    """What a person decided.
+    """Decisions of the user.
 
     backend           "auto", "jaccl" or "ring"
     nodes             "auto" for the fastest, "all" for as many as can work together, or how many exactly; the
                       latter two accept groups that are slower than one node alone
-    max_context       tokens of prompt and answer to make room for; 0 for `DEFAULT_CONTEXT`, or what the model
-                      was made for if that is less
+    max_context       tokens of prompt and answer to make room for; 0 for `DEFAULT_CONTEXT`, or the model's
+                      maximum if that is less
     fast_fences       whether ranks run with MLX_METAL_FAST_SYNCH=1
-    measured          what was measured on these machines
+    measured          measurements of these machines
     rdma              RDMA devices given by hand, by node id and peer's node id
     keep_coordinator  whether the coordinator leads every group it can be part of; without, only the fastest
     failed            groups that failed to form a while ago, which are refused
@@ -68,13 +64,13 @@ class PlacementOptions:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who serves. Where nobody can, `chosen` is None and `reason` says what is missing.
+    """The chosen nodes. If no group can serve, `chosen` is None and `reason` names what is missing.
 
-    leader        node id of rank 0; where it is not the coordinator, that one hands over
-    reason        why this and nothing else, in one or two sentences; where nobody can serve, it begins with
-                  the nodes that lack the model, which is what people can mend first
-    alternatives  all that was considered: the chosen one, then what would work, then what would not
-    notes         what people should know besides
+    leader        node id of rank 0; if it is not the coordinator, the coordinator hands over
+    reason        why this group, in one or two sentences; if no group can serve, it begins with the nodes
+                  that lack the model, which people can mend first
+    alternatives  all that was considered: the chosen one, then the possible ones, then the refused ones
+    notes         other remarks for people
     context       tokens whose KV caches have room on every rank
     """
 
@@ -102,9 +98,9 @@ def plan(
     coordinator: str = "",
     options: PlacementOptions | None = None,
 ) -> Placement:
-    """The best placement of a model on `members`, with everything else that was considered.
+    """Return the best placement of a model on `members`, with everything else that was considered.
 
-    `coordinator` is a node id, or empty where there is none yet. It is rank 0 of every group it is in.
+    `coordinator` is a node id, or empty if there is none yet. It is rank 0 of every group it is in.
     """
     options = options or PlacementOptions()
     present = {m.node_id: m for m in members if m.model_ok}
@@ -157,7 +153,7 @@ def plan(
 
 
 def _judged(found: Sequence[Candidate], options: PlacementOptions) -> list[Candidate]:
-    """The same with the verdicts that a person's wishes and the speed of one node alone lead to."""
+    """Return the same with verdicts by the user's options and by the speed of one node alone."""
     alone = next((a for a in found if a.nodes == 1 and a.verdict == "possible"), None)
     judged = []
     for one in found:
@@ -167,7 +163,7 @@ def _judged(found: Sequence[Candidate], options: PlacementOptions) -> list[Candi
 
 
 def _too_few(options: PlacementOptions, able: int, here: int) -> list[Candidate]:
-    """The group that was asked for, where not as many nodes can serve the model."""
+    """Return the requested group as refused, if too few nodes can serve the model."""
     if not isinstance(options.nodes, int) or options.nodes <= able:
         return []
     found = (
@@ -179,14 +175,14 @@ def _too_few(options: PlacementOptions, able: int, here: int) -> list[Candidate]
 
 def _objection(one: Candidate, alone: Candidate | None, options: PlacementOptions) -> str:
     if isinstance(options.nodes, int) and one.nodes != options.nodes:
-        return f"{options.nodes} were asked for, this has {one.nodes}"
+        return f"{options.nodes} nodes were requested, this has {one.nodes}"
     if one.nodes > 1 and options.backend not in ("auto", one.backend):
-        return f"{one.nodes} nodes could use it, but the backend {options.backend} was asked for"
+        return f"{one.nodes} nodes could use it, but the backend {options.backend} was requested"
     slower = alone is not None and one.nodes > 1 and _speed(one) < _speed(alone)
     if slower and alone is not None and options.nodes == "auto":
         return (
             f"slower than {alone.names[0]} alone: {_speed(one):.1f} for {_speed(alone):.1f} tokens/s; "
-            f"asking for {one.nodes} nodes accepts it"
+            f"a request for {one.nodes} nodes accepts it"
         )
     return ""
 
@@ -200,7 +196,7 @@ def _best(considered: Sequence[Candidate], options: PlacementOptions) -> Candida
 
 
 def _order(one: Candidate) -> tuple[object, ...]:
-    """Smaller is better: faster, sooner, fewer nodes, then any fixed order."""
+    """Return a sort key, smaller is better: faster, sooner, fewer nodes, then any fixed order."""
     return (-_speed(one), one.speed.ttft_s if one.speed else 0.0, one.nodes, one.kind, one.ranks)
 
 
@@ -222,7 +218,7 @@ def _left_out(members: Sequence[MemberMachine]) -> list[str]:
 def _fallback(
     considered: Sequence[Candidate], chosen: Candidate | None, finder: CandidateFinder
 ) -> list[str]:
-    """Why ranks talk over TCP where one could have hoped for RDMA."""
+    """Return why ranks use TCP although the Macs could have RDMA."""
     if chosen is None or chosen.backend != "ring" or not finder.fabrics.hopes_for_rdma:
         return []
     missed = [a for a in considered if a.kind == JACCL_MESH and a.nodes == chosen.nodes]
@@ -236,7 +232,7 @@ def _reason(
     left_out: Sequence[str],
 ) -> str:
     if chosen is None:
-        trouble = _trouble(considered, options) or "0 nodes are here that could serve this model"
+        trouble = _trouble(considered, options) or "0 nodes here can serve this model"
         return "; ".join([*left_out, trouble])
     reason = f"{chosen.title}: {_speed(chosen):.1f} tokens/s"
     others = [a for a in considered if a.verdict == "possible"]
@@ -250,11 +246,11 @@ def _reason(
 
 
 def _trouble(considered: Sequence[Candidate], options: PlacementOptions) -> str:
-    """What stands in the way of every group that was asked for, the smallest first, each reason once."""
+    """Return the obstacles of all groups that were requested, the smallest first, each reason once."""
     wanted = [a for a in considered if options.nodes in (a.nodes, "auto", "all")] or considered
     reasons: dict[str, str] = {}
     for one in sorted(wanted, key=lambda a: (a.nodes, a.kind, a.reason)):
         reasons.setdefault(one.reason, "alone" if one.kind == ALONE else one.title)
     said = [f"{title}: {reason}" for reason, title in reasons.items() if reason]
-    more = [f"and {len(said) - _SAID} reasons more"] if len(said) > _SAID else []
+    more = [f"and {len(said) - _SAID} more reasons"] if len(said) > _SAID else []
     return "; ".join(said[:_SAID] + more)

@@ -1,10 +1,10 @@
-"""Which addresses of a machine count: those at which another machine on the same desk may reach it.
+"""Addresses of a machine that count: those at which another machine nearby may reach it.
 
 kept        Ethernet, Wi-Fi, Thunderbolt and the Thunderbolt bridge, up or down, self-assigned addresses too
-left out    what leads elsewhere: point-to-point links (VPNs), and networks that exist inside this
+left out    links that lead elsewhere: point-to-point links (VPNs), and networks that exist inside this
             machine only (containers, virtual machines, Internet Sharing)
 loopback    only when nothing else is up
-asked for   an address named with `--interface` counts whatever it is, and then no other does
+named       an address named with `--interface` counts in any case, and then no other does
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from ipaddress import AddressValueError, IPv4Address
 from ..wire.machine import MAX_INTERFACES, Interface
 from .probe_output import printable
 
-MAX_LINKS = 256
-"""Network devices looked at; a machine with many containers has some dozens."""
-MAX_ADDRESSES = 32
-"""IPv4 addresses looked at for each of them."""
+MAX_LINKS = 256  #: Network devices that are read; a machine with many containers has some dozens.
+MAX_ADDRESSES = 32  #: IPv4 addresses that are read for each device.
 MAX_MBPS = 10**7
 
 
@@ -28,8 +26,9 @@ MAX_MBPS = 10**7
 class NetworkDevice:
     """One network device with its IPv4 addresses, each (address, prefix).
 
-    `enabled` is what its owner wants, `up` says that there is also somebody at the other end of the cable.
-    `members` are the devices that a bridge holds.
+    enabled   the owner's setting
+    up        enabled, and with a peer at the other end of the cable
+    members   the devices that a bridge holds
     """
 
     name: str
@@ -43,7 +42,7 @@ class NetworkDevice:
 
 
 def ipv4(text: str) -> str:
-    """`text` if it is an IPv4 address that a machine can have, else ""."""
+    """Return `text` if it is an IPv4 address that a machine can have, else ""."""
     try:
         address = IPv4Address(text)
     except AddressValueError:
@@ -52,12 +51,12 @@ def ipv4(text: str) -> str:
 
 
 def self_assigned(address: str) -> bool:
-    """Whether it is from 169.254.0.0/16, which a machine gives itself when nobody else does (RFC 3927)."""
+    """Return whether it is from 169.254.0.0/16, from which a machine assigns itself addresses (RFC 3927)."""
     return address.startswith("169.254.")
 
 
 def interfaces(links: Iterable[NetworkDevice]) -> tuple[Interface, ...]:
-    """All addresses that count, the most useful first: up, not self-assigned, by name."""
+    """Return all addresses that count, the most useful first: up, not self-assigned, by name."""
     found = [interface for link in links if not _inward(link) for interface in _of(link)]
     if any(interface.up and interface.kind != "loopback" for interface in found):
         found = [interface for interface in found if interface.kind != "loopback"]
@@ -65,7 +64,7 @@ def interfaces(links: Iterable[NetworkDevice]) -> tuple[Interface, ...]:
 
 
 def only(links: Iterable[NetworkDevice], address: str) -> tuple[Interface, ...]:
-    """The one interface that has `address`, whatever kind it is; none when no interface has it."""
+    """Return the one interface that has `address`, of any kind; none when no interface has it."""
     return tuple(i for link in links for i in _of(link) if i.address == ipv4(address))[:1]
 
 

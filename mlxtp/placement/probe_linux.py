@@ -1,4 +1,4 @@
-"""What Linux tells: texts of /proc and /etc, and rows of psutil, read by `hardware.py`."""
+"""Parsers for Linux: texts of /proc and /etc, and rows of psutil, which `hardware.py` reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .probe_output import Reading, printable
 
 @dataclass(frozen=True, slots=True)
 class InterfaceRow:
-    """One IPv4 address as psutil has it: dotted netmask, flags by commas, speed in Mb/s (0 unknown).
+    """One IPv4 address as psutil reports it: dotted netmask, flags by commas, speed in Mb/s (0 unknown).
 
     `wireless` and `bridge` are from /sys/class/net.
     """
@@ -30,8 +30,9 @@ class InterfaceRow:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Everything that is looked at on a machine that is no Mac. Memory is in bytes; `plugged_in` is None
-    without a battery. Texts are empty where their file is not there.
+    """Readings of a machine that is no Mac. Memory is in bytes; `plugged_in` is None without a battery.
+
+    Texts are empty where their file is missing.
     """
 
     system: str
@@ -51,14 +52,14 @@ _CHIP = re.compile(r"^(?:model name|Model|Hardware|cpu model)\s*:(.*)$", re.MULT
 
 
 def parse_cpuinfo(text: str) -> Reading[str]:
-    """The processor's name. ARM kernels often do not tell it."""
+    """Read the processor's name, which many ARM kernels do not report."""
     found = _CHIP.search(text[:20_000])
     chip = printable(found[1], 80) if found else ""
     return Reading(chip, () if chip else ("chip",))
 
 
 def parse_os_release(text: str) -> Reading[str]:
-    """The distribution's name and version for people, such as "Debian GNU/Linux 13 (trixie)"."""
+    """Read the distribution's name and version for people, such as "Debian GNU/Linux 13 (trixie)"."""
     for line in text.splitlines()[:100]:
         name, _, value = line.partition("=")
         if name.strip() == "PRETTY_NAME" and (release := printable(value.strip().strip("\"'"), 60)):
@@ -67,7 +68,7 @@ def parse_os_release(text: str) -> Reading[str]:
 
 
 def links(rows: Iterable[InterfaceRow]) -> tuple[NetworkDevice, ...]:
-    """The rows by device, in their order."""
+    """Group the rows by device, in their order."""
     devices: dict[str, list[InterfaceRow]] = {}
     for row in rows:
         devices.setdefault(row.device, []).append(row)
@@ -83,7 +84,7 @@ def _link(rows: list[InterfaceRow]) -> NetworkDevice:
         enabled="up" in flags or row.up,
         up=row.up,
         point_to_point="pointopoint" in flags or "pointtopoint" in flags,
-        # A driver that does not know says 0, -1 or 65535.
+        # A driver that does not know the speed reports 0, -1 or 65535.
         mbps=0 if row.speed in (-1, 65535) else row.speed,
         addresses=tuple((row.address, _prefix(row.netmask)) for row in rows[:MAX_ADDRESSES]),
     )

@@ -1,4 +1,4 @@
-"""A `Machine` from all that its commands said, whatever they said: it always fits into its message."""
+"""A `Machine` from the outputs of all its commands. Any output gives one that fits into its message."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from .probe_macos import COMMANDS, HardwarePorts
 from .probe_output import NOT_INSTALLED, NOT_RUN, Output, Reading, belongs_to, count, note, printable
 from .probe_profiler import Bus, Profile, parse_profile
 
-Outputs = Mapping[str, Output]
-"""What each command of `COMMANDS` said; one that is not among them was not run."""
+Outputs = Mapping[str, Output]  #: Output of each command of `COMMANDS`; one that is missing was not run.
 
 _GIB = 2**30
 
@@ -24,7 +23,7 @@ _GIB = 2**30
 
 
 def mac(outputs: Outputs, address: str = "") -> Machine:
-    """A Mac from the outputs of all `COMMANDS`. With `address`, only the interface that has it counts."""
+    """Return a Mac from the outputs of all `COMMANDS`. With `address`, only its interface counts."""
     profile = parse_profile(_text(outputs, "system_profiler"))
     system = probe_macos.parse_sysctl(_text(outputs, "sysctl"))
     network = _Network.read(outputs)
@@ -56,23 +55,23 @@ def mac(outputs: Outputs, address: str = "") -> Machine:
     missing = {
         "system_profiler": profile.missing,
         "ibv_devices": devices.missing if switch.value == "enabled" else (),
-        # A macOS without the command has no RDMA; one that says nonsense may have.
+        # A macOS without the command has no RDMA; one whose output makes no sense may have it.
         "rdma_ctl": () if outputs.get("rdma_ctl") == NOT_INSTALLED else switch.missing,
     }
     return _changing(replace(machine, notes=_notes(outputs, missing)), outputs, network, address)
 
 
 def mac_again(machine: Machine, outputs: Outputs, address: str = "") -> Machine:
-    """The same Mac later, from the outputs of the cheap commands: memory, addresses, power, RDMA ports."""
+    """Return the same Mac later, from the cheap commands: memory, addresses, power, RDMA ports."""
     dear = [name for name, command in COMMANDS.items() if not command.cheap]
     kept = tuple(sentence for sentence in machine.notes if belongs_to(sentence, dear))
     return _changing(replace(machine, notes=kept), outputs, _Network.read(outputs), address)
 
 
 def _changing(machine: Machine, outputs: Outputs, network: _Network, address: str) -> Machine:
-    """`machine`, whose notes are those of the other commands, with all that changes from minute to minute.
+    """Return `machine`, which has the other commands' notes, with all that changes from minute to minute.
 
-    What a command does not tell this time stays as it was.
+    A value that a command does not report this time stays as it was.
     """
     system = probe_macos.parse_sysctl(_text(outputs, "sysctl"))
     memory = probe_macos.parse_vm_stat(_text(outputs, "vm_stat"))
@@ -99,7 +98,7 @@ def _changing(machine: Machine, outputs: Outputs, network: _Network, address: st
         ports = [replace(port, active=active.value.get(port.rdma, False)) for port in machine.ports]
         machine = replace(machine, ports=tuple(ports))
     if network.links.missing:
-        # Without addresses nothing can be said about those that are missing.
+        # Without addresses, the missing ones are unknown.
         notes = findings(replace(machine, interfaces=())) + unread
         return replace(machine, notes=notes[:MAX_NOTES])
     machine = replace(machine, bridge_up=network.bridge_up)
@@ -119,9 +118,9 @@ def _notes(outputs: Outputs, missing: Mapping[str, Iterable[str]]) -> tuple[str,
 
 
 def _rdma(switch: str, devices: Reading[frozenset[str]], profile: Profile) -> str:
-    """ "enabled", "disabled" or "unsupported".
+    """Return "enabled", "disabled" or "unsupported".
 
-    The switch in Recovery can be set on any Mac: one whose ports all end at 40 Gb/s (Thunderbolt 4) has no
+    The switch in Recovery can be set on any Mac. A Mac whose ports all end at 40 Gb/s (Thunderbolt 4) has no
     RDMA for it to switch, and lists no device then.
     """
     idle = [bus.gbps for bus in profile.buses if not bus.connected and bus.gbps]
@@ -154,7 +153,7 @@ def _port(bus: Bus, names: Mapping[int, str], devices: frozenset[str], model: st
 
 
 def _gpu_bytes(memory_bytes: int, limit_bytes: int) -> int:
-    """What the GPU may wire: the limit if one is set, else 2/3 of a small memory, 3/4 of a large one."""
+    """Return the bytes that the GPU may wire: the limit if set, else 2/3 of small memory, 3/4 of large."""
     if limit_bytes:
         return min(limit_bytes, memory_bytes or limit_bytes)
     return memory_bytes * 2 // 3 if memory_bytes < 36 * _GIB else memory_bytes * 3 // 4
@@ -162,7 +161,7 @@ def _gpu_bytes(memory_bytes: int, limit_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    """What `ifconfig` and `networksetup` say together."""
+    """Output of `ifconfig` and `networksetup` together."""
 
     links: Reading[tuple[NetworkDevice, ...]]
     ports: Reading[HardwarePorts]
@@ -176,11 +175,11 @@ class _Network:
 
     @property
     def bridge_up(self) -> bool:
-        """Whether the Thunderbolt bridge holds ports, cabled or not."""
+        """True if the Thunderbolt bridge holds ports, cabled or not."""
         return any(link.name == "bridge0" and link.enabled and link.members for link in self.links.value)
 
     def links_of(self, machine: Machine) -> list[NetworkDevice]:
-        """All links with their kinds, those over Thunderbolt with the speed of their cables."""
+        """Return all links with their kinds, those over Thunderbolt with the speed of their cables."""
         kinds = {interface.name: interface.kind for interface in machine.interfaces}
         kinds |= self.ports.value.kinds
         cables = {port.interface: port.gbps * 1000 for port in machine.ports if port.gbps and port.interface}
@@ -198,9 +197,9 @@ class _Network:
 
 
 def elsewhere(sight: probe_linux.Sight, address: str = "") -> Machine:
-    """A machine that is no Mac: no Thunderbolt ports, no GPU, no memory that counts as wired.
+    """Return a machine that is no Mac: no Thunderbolt ports, no GPU, no memory that counts as wired.
 
-    `build` is its kernel, `chip` its architecture where the processor has no name.
+    `build` is its kernel, `chip` its architecture if the processor has no name.
     """
     machine = Machine(
         system="linux" if sight.system == "linux" else "other",
@@ -227,10 +226,10 @@ def elsewhere(sight: probe_linux.Sight, address: str = "") -> Machine:
 def _addressed(
     machine: Machine, links: Iterable[NetworkDevice], address: str, unread: tuple[str, ...]
 ) -> Machine:
-    """`machine` with the interfaces that count, and its notes: what to do first, then what was not found."""
+    """Return `machine` with the interfaces that count, and its notes: advice first, then what is unknown."""
     links = tuple(links)
     machine = replace(machine, interfaces=interfaces(links))
-    # What is wrong with a cable does not depend on which address was asked for.
+    # The faults of a cable do not depend on the requested address.
     notes = findings(machine) + unread
     if address:
         named = only(links, address)
@@ -238,7 +237,7 @@ def _addressed(
             has = ", ".join(interface.address for interface in machine.interfaces[:8]) or "none"
             wanted = printable(address, 40)
             notes = (
-                f"No interface has the address {wanted} that was asked for; this machine has: {has}",
+                f"No interface has the requested address {wanted}; this machine has: {has}",
                 *notes,
             )
         machine = replace(machine, interfaces=named)

@@ -1,7 +1,7 @@
-"""The commands that are asked on macOS, and a parser for each. They only read; none of them needs root.
+"""Commands that probe a Mac, with a parser for each. They only read; none of them needs root.
 
-`system_profiler` has a file of its own, `probe_profiler.py`. What each command is asked for and why stands in
-docs/hardware.md.
+`system_profiler` has a file of its own, `probe_profiler.py`. docs/hardware.md has the purpose of each
+command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .probe_output import Reading, count, printable
 
 @dataclass(frozen=True, slots=True)
 class ProbeCommand:
-    """What to run and how long to wait for it. `cheap` commands are asked again and again."""
+    """Arguments of a command and the seconds to wait for it. `cheap` commands run again at each refresh."""
 
     arguments: tuple[str, ...]
     deadline_s: float
@@ -30,6 +30,7 @@ _SYSCTLS = (
 )  # fmt: skip
 _PROFILES = ("SPHardwareDataType", "SPDisplaysDataType", "SPThunderboltDataType")
 
+#: Every command that is ever run, by its name.
 COMMANDS: Mapping[str, ProbeCommand] = {
     "system_profiler": ProbeCommand((*_PROFILES, "-json"), 20.0, cheap=False),
     "rdma_ctl": ProbeCommand(("status",), 5.0, cheap=False),
@@ -41,12 +42,11 @@ COMMANDS: Mapping[str, ProbeCommand] = {
     "ifconfig": ProbeCommand(("-a",), 5.0, cheap=True),
     "pmset": ProbeCommand(("-g", "batt"), 5.0, cheap=True),
 }
-"""Everything that is ever run, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What `sysctl` tells. Memory is in bytes; a `wired_limit_bytes` of 0 is the system's own default."""
+    """Values of `sysctl`. Memory is in bytes; a `wired_limit_bytes` of 0 is the system's own default."""
 
     release: str = ""
     build: str = ""
@@ -75,7 +75,7 @@ def parse_sysctl(text: str) -> Reading[System]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Bytes that are available now, and that may not leave memory."""
+    """Bytes that are available now, and bytes that may not leave memory."""
 
     free_bytes: int = 0
     wired_bytes: int = 0
@@ -97,15 +97,15 @@ def parse_vm_stat(text: str) -> Reading[MemoryReading]:
 
 @dataclass(frozen=True, slots=True)
 class HardwarePorts:
-    """What each network device is: its kind by its name, and the name of Thunderbolt port 1, 2, ..."""
+    """Kind of each network device, by its name, and the device names of Thunderbolt ports 1, 2, ..."""
 
     kinds: Mapping[str, str] = field(default_factory=dict)
     thunderbolt: Mapping[int, str] = field(default_factory=dict)
 
 
 _THUNDERBOLT = re.compile(r"Thunderbolt (\d{1,2})", re.ASCII)
+#: The same where macOS has another language: one word and a number.
 _TRANSLATED = re.compile(r"(?!Ethernet|USB|LAN)[^\W\d_]+ (\d{1,2})")
-"""The same where macOS speaks another language: one word and a number."""
 
 
 def parse_hardware_ports(text: str) -> Reading[HardwarePorts]:
@@ -140,7 +140,7 @@ _MEDIA = re.compile(r"(\d{1,6})(G?)base", re.ASCII | re.IGNORECASE)
 
 
 def parse_ifconfig(text: str) -> Reading[tuple[NetworkDevice, ...]]:
-    """Read all network devices. Their kinds are not told here, but for loopback and bridges."""
+    """Read all network devices. Of their kinds, only loopback and bridges are known here."""
     blocks: list[tuple[re.Match[str], list[str]]] = []
     for line in text.splitlines():
         if header := _HEADER.match(line):
@@ -223,5 +223,5 @@ def parse_pmset(text: str) -> Reading[str]:
 
 
 def _parted(text: str, separator: str) -> Iterator[tuple[str, str, str]]:
-    """Each line without its indent, in two at the first separator, shortened to what any field holds."""
+    """Yield each line without its indent, split at the first separator, shortened to what any field holds."""
     return (line.strip()[:400].partition(separator) for line in text.splitlines())

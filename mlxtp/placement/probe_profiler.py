@@ -1,7 +1,7 @@
-"""`system_profiler ... -json`: which Mac this is, and what each Thunderbolt port is cabled to.
+"""Parser of `system_profiler ... -json`: the Mac's model, and the cable in each Thunderbolt port.
 
-The keys are Apple's and the same in every language; what stands behind them may be translated ("Up to 120
-Gb/s"), so only keys, numbers, UUIDs and Apple's own constants are looked at.
+The keys are Apple's and the same in every language. Values may be translated ("Up to 120 Gb/s"), so only
+keys, numbers, UUIDs and Apple's own constants are read.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from ..wire.base import U63
 from ..wire.machine import MAX_PORTS
 from .probe_output import Reading, count, printable
 
-_MAX_ITEMS = 64
-"""Devices looked at behind one port; a chain of hubs has a handful."""
+_MAX_ITEMS = 64  #: Devices that are read behind one port; a chain of hubs has a handful.
 _GIB = 2**30
 
 
@@ -25,7 +24,7 @@ _GIB = 2**30
 class Bus:
     """One Thunderbolt port with the cable in it, as `wire/machine.py` has it.
 
-    `gbps` is the speed of the link if `connected`, else what the port could do at most, 0 when unknown.
+    `gbps` is the speed of the link if `connected`, else the most that the port can do, 0 when unknown.
     `peer_domain` is the Thunderbolt domain of the nearest Mac: behind a hub there can be several.
     """
 
@@ -39,7 +38,7 @@ class Bus:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Which Mac this is. What is not known is empty or 0. Memory is in bytes."""
+    """Model and hardware of a Mac. Unknown values are empty or 0. Memory is in bytes."""
 
     model: str = ""
     chip: str = ""
@@ -82,7 +81,7 @@ def parse_profile(text: str) -> Reading[Profile]:
 
 
 def _memory_bytes(told: object) -> int:
-    """Bytes of "512 GB", as Apple counts memory: in units of 2^30."""
+    """Return the bytes of "512 GB", as Apple counts memory: in units of 2^30."""
     size = printable(told, 20)
     unit = {"TB": 1024 * _GIB, "GB": _GIB}.get(size[-2:], 0)
     return min(count(size, 10**6) * unit, U63)
@@ -92,7 +91,7 @@ def _buses(told: object) -> tuple[Bus, ...]:
     buses: dict[int, Bus] = {}
     for entry in _maps(told):
         bus = _bus(entry)
-        # A bus without a receptacle leads to no port; two with one number would be one port told twice.
+        # A bus without a receptacle leads to no port; two with one number would be one port listed twice.
         if bus is not None:
             buses.setdefault(bus.receptacle, bus)
     return tuple(buses[number] for number in sorted(buses)[:MAX_PORTS])
@@ -104,7 +103,7 @@ def _bus(entry: dict[str, Any]) -> Bus | None:
     if not receptacle:
         return None
     macs = [(_uuid(item), depth) for item, depth in _devices(entry) if _uuid(item)]
-    # Nearest first: a hub's own place in the list says nothing about who is cabled to it.
+    # Nearest first: a hub's own place in the list does not show which Mac is cabled to it.
     peer, depth = min(macs, key=lambda mac: mac[1], default=("", 0))
     return Bus(
         receptacle=receptacle,
@@ -117,7 +116,7 @@ def _bus(entry: dict[str, Any]) -> Bus | None:
 
 
 def _devices(entry: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
-    """What hangs on a bus, with how many hubs stand in between. Bounded, however deep and wide it is told."""
+    """Yield the devices on a bus, with the number of hubs in between. Bounded in depth and width."""
     waiting = [(item, 0) for item in _maps(_get(entry, "_items"))][:_MAX_ITEMS]
     for _ in range(_MAX_ITEMS):
         if not waiting:
@@ -131,7 +130,7 @@ _UUID = re.compile(r"[0-9A-F]{8}(-[0-9A-F]{4}){3}-[0-9A-F]{12}")
 
 
 def _uuid(entry: object) -> str:
-    """Its domain UUID in capitals, so that both ends of a cable spell it alike; "" for a device without."""
+    """Return its domain UUID in capitals, so that both ends of a cable spell it alike; "" if it has none."""
     uuid = printable(_get(entry, "domain_uuid_key"), 64).upper()
     return uuid if _UUID.fullmatch(uuid) else ""
 

@@ -1,7 +1,7 @@
-"""The commands that only the doctor asks, and a parser for each. They only read; none of them needs root.
+"""Commands that only the doctor runs, with a parser for each. They only read; none of them needs root.
 
-Those of `probe_macos.py` say what a machine is; these, how it is set. A command that a system does not have
-is not installed there, which is an answer too.
+Those of `probe_macos.py` report what a machine is; these report how it is set. A command that a system lacks
+is not installed there, which is a result, too.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from dataclasses import dataclass
 
 from .probe_output import Reading
 
-FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
-"""Where macOS has it; no PATH leads there."""
-NTP_CONF = "/etc/ntp.conf"
-"""Which time server a Mac asks."""
+FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"  #: Its path in macOS; no PATH leads there.
+NTP_CONF = "/etc/ntp.conf"  #: The file that names a Mac's time server.
 ASK_S = 5.0
 
 _SETTING = re.compile(r"^ {0,8}([A-Za-z]\w{1,39})[ \t]+(\d{1,9})\b", re.ASCII | re.MULTILINE)
 
 
 def parse_power(text: str) -> Reading[Mapping[str, int]]:
-    """Read `pmset -g`, what is in use: names and whole numbers, minutes where it is a time."""
+    """Read `pmset -g`, the settings in use: names and whole numbers; times are in minutes."""
     known = "Currently in use:" in text[:20_000]
     found = {name: int(value) for name, value in _SETTING.findall(text[:20_000])} if known else {}
     return Reading(found, () if found else ("power settings",))
@@ -35,7 +33,7 @@ def parse_firewall_state(text: str) -> Reading[int | None]:
 
 
 def parse_block_all(text: str) -> Reading[bool | None]:
-    """Read `socketfilterfw --getblockall`, in the words of older and of newer systems."""
+    """Read `socketfilterfw --getblockall`, in the wording of older and of newer systems."""
     said = text[:1000].lower()
     if "block all" in said and ("enabled" in said) != ("disabled" in said):
         return Reading("enabled" in said)
@@ -60,7 +58,7 @@ _SERVER = re.compile(r"^\s*server\s+([A-Za-z0-9.:-]{1,253})", re.MULTILINE)
 
 
 def parse_ntp_conf(text: str) -> str:
-    """The first time server of /etc/ntp.conf, which is the one that macOS asks; empty for none."""
+    """Read the first time server of /etc/ntp.conf, which is the one that macOS uses; empty for none."""
     found = _SERVER.search(text[:10_000])
     return found[1] if found else ""
 
@@ -69,7 +67,7 @@ _OFFSET = re.compile(r"([+-]\d{1,12}\.\d{1,9}) \+/- ")
 
 
 def parse_sntp(text: str) -> Reading[float | None]:
-    """Read `sntp SERVER`: how many seconds this clock is behind; negative when it is ahead.
+    """Read `sntp SERVER`: the seconds that this clock is behind; negative when it is ahead.
 
     Some versions print the time first.
     """
@@ -90,9 +88,9 @@ _MAX_CHAINS = 64
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A chain of netfilter through which everything comes that is for this machine.
+    """A chain of netfilter that all incoming packets of this machine pass.
 
-    `closed`: what none of its rules lets in stays outside.
+    `closed`: a packet that no rule accepts is dropped or rejected.
     """
 
     name: str
@@ -103,7 +101,7 @@ _LAST_WORD = re.compile(r"(?:counter packets \d+ bytes \d+ )?(?:drop|reject\b.*)
 
 
 def parse_nft(text: str) -> Reading[tuple[Chain, ...]]:
-    """Read `nft list ruleset`. Nothing at all is a system without rules."""
+    """Read `nft list ruleset`. An empty text is a system without rules."""
     chains: list[Chain] = []
     name, hooked, closed = "", False, False
     for line in map(str.strip, text[: 1 << 20].splitlines()):

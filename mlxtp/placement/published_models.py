@@ -1,7 +1,7 @@
-"""Models one can plan for without having them: what their published config.json say. Pure data.
+"""Models that can be planned for without their files: the published config.json of each. Pure data.
 
-Only the fields that count are here. The quantizations are those of the usual MLX conversions; of what a
-conversion says module by module, one module of each kind is enough.
+Only the fields that count are here. The quantizations are those of the usual MLX conversions. Where a
+conversion quantizes module by module, one module of each kind is enough.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ _KIMI_K2: Config = {
     "vocab_size": 163840,
     "max_position_embeddings": 262144,
 }
+#: Kimi K2 Thinking was trained so that its routed experts have 4 bits; everything else has 16.
 _PLAIN_BUT_EXPERTS: Config = {
     "quantization": {
         "group_size": 32,
@@ -112,7 +113,6 @@ _PLAIN_BUT_EXPERTS: Config = {
         "lm_head": False,
     }
 }
-"""Kimi K2 Thinking was trained so that its routed experts have 4 bits; everything else has 16."""
 _LLAMA4_SCOUT: Config = {
     "model_type": "llama4",
     "text_config": {
@@ -203,6 +203,7 @@ _GPT_OSS_120B: Config = {
     },
 }
 
+#: Configurations by the names that `mlxtp plan --model` accepts.
 KNOWN: Mapping[str, Config] = {
     "llama-3.1-8b-4bit": {**_LLAMA_8B, **_affine(4)},
     "llama-3.1-8b-8bit": {**_LLAMA_8B, **_affine(8)},
@@ -228,4 +229,3 @@ KNOWN: Mapping[str, Config] = {
     "kimi-k2-4bit": {**_KIMI_K2, **_affine(4)},
     "kimi-k2-thinking": {**_KIMI_K2, **_PLAIN_BUT_EXPERTS},
 }
-"""Configurations by the names `mlxtp plan --model` knows."""

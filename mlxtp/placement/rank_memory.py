@@ -1,4 +1,4 @@
-"""Whether a rank's share of a model has room on a machine. Pure."""
+"""Memory of ranks: the room for a rank's share of a model on a machine. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from .model_shape import ModelShape
 from .topology import MemberMachine
 
+#: Bytes that a rank needs beside weights and caches: Python, MLX, the arrays of one chunk.
 HEADROOM_BYTES = 512 * 1024**2
-"""What a rank needs beside weights and caches: Python, MLX, the arrays of one chunk."""
-HEADROOM_SHARE = 0.07
-"""Of a rank's weights: what loading them takes at its peak."""
+HEADROOM_SHARE = 0.07  #: Share of a rank's weights that loading takes on top at its peak.
 _SMALL_MAC = 36 * 1024**3
 
 
@@ -39,7 +38,7 @@ class RankMemory:
 def rank_memory(
     member: MemberMachine, shape: ModelShape, ranks: int, context: int, *, sharing: int = 1
 ) -> RankMemory:
-    """What one of `ranks` ranks takes with KV caches of `context` tokens.
+    """Return the memory that one of `ranks` ranks needs with KV caches of `context` tokens.
 
     `sharing` of them share the machine.
     """
@@ -61,10 +60,10 @@ def fits_beside(memory: Iterable[RankMemory], held: Mapping[str, int]) -> bool:
 
 
 def usable_bytes(member: MemberMachine) -> int:
-    """What ranks may take there: no more than its GPU may wire, and no more than is free.
+    """Return the bytes that ranks may take there: at most what its GPU may wire, and at most what is free.
 
-    Memory that a rank of ours holds counts as free: it ends before the next one begins. Where the GPU's limit
-    is unknown it is what macOS allows by default: two thirds of up to 36 GiB, three quarters of more.
+    Memory that a rank of ours holds counts as free: it ends before the next one begins. If the GPU's limit is
+    unknown, it is macOS's default: two thirds of up to 36 GiB, three quarters of more.
     """
     machine = member.machine
     limit = machine.gpu_bytes

@@ -1,4 +1,4 @@
-"""Who can reach whom, and by what: cables, shared networks, RDMA. Pure: what Macs report in, links out."""
+"""Links among Macs: cables, shared networks, RDMA. Pure: reports of Macs in, links out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ THUNDERBOLT = "thunderbolt"
 ETHERNET = "ethernet"
 WIFI = "wifi"
 LOOPBACK = "loopback"
+#: Kinds of networks that a TCP ring can run on, the fastest first.
 NETWORKS = (THUNDERBOLT, ETHERNET, WIFI, LOOPBACK)
-"""Kinds of networks a TCP ring can run on, the fastest first."""
 _LINK_LOCAL = IPv4Network("169.254.0.0/16")
 
+#: For a node id and each peer's node id: the RDMA device to use instead of the probed one.
 Overrides = Mapping[str, Mapping[str, str]]
-"""For a node id and each peer's node id: the RDMA device to use, whatever was found out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class MemberMachine:
     """One node that may take part.
 
     control_address  the IP address at which the coordinator reaches it; may be empty
-    model_ok         whether it can serve the model at all, with the reason why not
-    jaccl            what `is_available("jaccl")` said there; None to judge from `machine.rdma`
-    held_bytes       what ranks of ours hold of its memory now and will give back before the next group forms
+    model_ok         whether it can serve the model at all; `reason` is why not
+    jaccl            result of `is_available("jaccl")` there; None to judge from `machine.rdma`
+    held_bytes       bytes that ranks of ours hold there now and will give back before the next group forms
     boot_id          of this start of its agent
     """
 
@@ -60,10 +60,10 @@ class RdmaLink:
 
 
 class Topology:
-    """The links among `members`. Two lookups of the same pair give the same link, whatever their order.
+    """The links among `members`. Both orders of a pair give the same link.
 
     members    in any order; the same members in another order make the same topology
-    overrides  RDMA devices named by hand, which count more than what was found out
+    overrides  RDMA devices named by hand, which count more than probed ones
     """
 
     def __init__(self, members: Sequence[MemberMachine], overrides: Overrides | None = None) -> None:
@@ -72,26 +72,26 @@ class Topology:
 
     @cached_property
     def is_one_machine(self) -> bool:
-        """Whether all have nothing but 127.0.0.1: several nodes on one machine, which share its memory."""
+        """True if all have nothing but 127.0.0.1: several nodes on one machine, which share its memory."""
         return len(self._members) > 1 and all(
             {i.address for i in m.machine.interfaces if i.up} == {"127.0.0.1"} for m in self._members.values()
         )
 
     def tcp(self, network: str, one: str, other: str) -> TcpLink | None:
-        """How two members reach each other in this kind of network."""
+        """Return the link between two members in this kind of network."""
         return self._tcp.get(network, {}).get(frozenset((one, other)))
 
     def fastest(self, one: str, other: str) -> list[TcpLink]:
-        """Return how two members reach each other, the fastest network first."""
+        """Return the links between two members, the fastest network first."""
         links = (self.tcp(network, one, other) for network in NETWORKS)
         return [link for link in links if link is not None]
 
     def rdma(self, one: str, other: str) -> RdmaLink | None:
-        """The cable by which two members reach each other's memory."""
+        """Return the cable by which two members reach each other's memory."""
         return self._rdma.get(frozenset((one, other)))
 
     def no_rdma(self, one: str, other: str) -> str:
-        """Why `rdma` finds nothing between these two, in words."""
+        """Return why `rdma` finds nothing between these two, in words."""
         a, b = (self._members[node] for node in sorted((one, other)))
         for member in (a, b):
             if member.jaccl is False:
@@ -105,12 +105,12 @@ class Topology:
         return next(_cable_trouble(a, b, cable) or "" for cable in cables)
 
     def has_cables(self) -> bool:
-        """Whether any two of the members are joined by a Thunderbolt cable, or by hand."""
+        """Return whether any two of the members are joined by a Thunderbolt cable, or by hand."""
         return bool(self._cables) or bool(self._overrides)
 
     @cached_property
     def _cables(self) -> dict[frozenset[str], list[tuple[Port, Port]]]:
-        """For each pair its cables: the port of the smaller node id, and the other's."""
+        """Cables of each pair: the port of the smaller node id, and the other's."""
         owners: dict[str, tuple[str, Port]] = {}
         for node, member in self._members.items():
             for port in sorted(member.machine.ports, key=lambda p: (p.receptacle, p.interface)):
@@ -179,7 +179,7 @@ class Topology:
         return {kind: {pair: link for pair, (_, link) in found.items()} for kind, found in ranked.items()}
 
     def _networks(self) -> dict[tuple[str, IPv4Network], list[tuple[MemberMachine, Interface]]]:
-        """Which interfaces have an address in the same network, by kind."""
+        """Return the interfaces that have an address in the same network, by kind and network."""
         homes: dict[tuple[str, IPv4Network], list[tuple[MemberMachine, Interface]]] = {}
         for member in self._members.values():
             for interface in member.machine.interfaces:
@@ -192,10 +192,10 @@ class Topology:
     def _joined(
         self, kind: str, one: MemberMachine, first: Interface, other: MemberMachine, second: Interface
     ) -> bool:
-        """Whether these two interfaces really reach each other, as far as can be known.
+        """Return whether these two interfaces really reach each other, as far as can be known.
 
-        Every Mac numbers bridges, and cables without a given address, alike: equal addresses prove nothing,
-        and neither do link-local ones without a cable between the two.
+        Every Mac numbers bridges, and cables without a given address, alike. So equal addresses prove
+        nothing, and neither do link-local ones without a cable between the two.
         """
         if first.address == second.address:
             return False
@@ -216,7 +216,7 @@ def _by_receptacle(node: str, port: Port) -> tuple[str, int, str]:
 
 
 def _machine_trouble(member: MemberMachine) -> str:
-    """Why no cable of this Mac can carry RDMA."""
+    """Return why no cable of this Mac can carry RDMA; empty if one can."""
     if member.jaccl is None and member.machine.rdma != "enabled":
         return f"RDMA is {member.machine.rdma} on {member.name}"
     if member.machine.bridge_up:
@@ -225,7 +225,7 @@ def _machine_trouble(member: MemberMachine) -> str:
 
 
 def _cable_trouble(a: MemberMachine, b: MemberMachine, cable: tuple[Port, Port]) -> str:
-    """Why this cable cannot carry RDMA."""
+    """Return why this cable cannot carry RDMA; empty if it can."""
     for member, port in zip((a, b), cable, strict=True):
         if not port.rdma:
             return f"port {port.receptacle} of {member.name} has no RDMA"
@@ -237,14 +237,14 @@ def _cable_trouble(a: MemberMachine, b: MemberMachine, cable: tuple[Port, Port])
 
 
 def _kind(machine: Machine, interface: Interface) -> str:
-    """The kind of network an interface belongs to. A Mac's bridge is the one over its Thunderbolt ports."""
+    """Return the kind of network of an interface. A Mac's bridge is the one over its Thunderbolt ports."""
     if interface.kind == "bridge":
         return THUNDERBOLT if machine.system == "macos" else ETHERNET
     return {"thunderbolt": THUNDERBOLT, "wifi": WIFI, "loopback": LOOPBACK}.get(interface.kind, ETHERNET)
 
 
 def _network(interface: Interface) -> IPv4Network | None:
-    """None for text that is no address; it came from another machine."""
+    """Return the interface's network; None if its text, which came from another machine, is no address."""
     try:
         return IPv4Network((interface.address, interface.prefix), strict=False)
     except ValueError:
@@ -254,7 +254,7 @@ def _network(interface: Interface) -> IPv4Network | None:
 def _preference(
     one: MemberMachine, first: Interface, other: MemberMachine, second: Interface
 ) -> tuple[object, ...]:
-    """Smaller is better: no bridge, the address known to work, the faster one, then any fixed order."""
+    """Return a sort key, smaller is better: no bridge, the address known to work, speed, any fixed order."""
     known = (one.control_address == first.address) + (other.control_address == second.address)
     bridges = (first.kind == "bridge") + (second.kind == "bridge")
     addresses = sorted((IPv4Address(first.address), IPv4Address(second.address)))

@@ -12,8 +12,7 @@ from itertools import combinations
 from .candidates import Candidate
 from .topology import Topology
 
-Device = tuple[str, str]
-"""A node id, and one of its RDMA devices."""
+Device = tuple[str, str]  #: A node id, and one of its RDMA devices.
 
 
 def devices_of(ranks: Sequence[str], topology: Topology, *, circle: bool) -> Iterable[Device]:
@@ -27,8 +26,8 @@ def devices_of(ranks: Sequence[str], topology: Topology, *, circle: bool) -> Ite
 def parts(chosen: Candidate, used: Collection[Device]) -> list[Candidate] | None:
     """Return what rank 0 can try of a group, each part with it as rank 0, while others use `used`.
 
-    That is all of the group where it uses none of these devices. Else it is meshes over the cables of rank 0
-    that are free; none are needed where each cable of the group already works for another group. None where
+    That is all of the group if it uses none of these devices. Else it is meshes over the cables of rank 0
+    that are free; none are needed if each cable of the group already works for another group. Returns None if
     cables are free, but none of them is rank 0's.
     """
     ranks, rdma = chosen.ranks, chosen.rdma

@@ -170,7 +170,7 @@ def test_nobody_waits_for_ever_for_another_group(
     answer = cluster.read(LONG)
     end = cluster.wait_end(was.epoch, 0)
     assert answer.code == Code.RANK_LOST
-    assert "no group took this request up again" in str(answer.error)
+    assert "no group resumed this request" in str(answer.error)
     assert_honest(answer, expected)
     assert answer.text
     waited_s = answer.ended_at - end.at

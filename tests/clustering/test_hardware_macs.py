@@ -198,7 +198,7 @@ def test_an_address_that_no_interface_has_is_named_with_those_there_are() -> Non
     found = mac(outputs(MAX), "10.0.0.9")
     assert found.interfaces == ()
     assert found.notes[0] == (
-        "No interface has the address 10.0.0.9 that was asked for;"
+        "No interface has the requested address 10.0.0.9;"
         " this machine has: 192.168.1.12, 192.168.1.13, 10.10.3.2"
     )
 
@@ -247,7 +247,7 @@ def test_a_mac_that_answers_nothing_is_still_a_machine_and_says_what_it_does_not
 
 
 def test_one_that_answers_something_else_says_so() -> None:
-    assert "vm_stat: its answer is not understood; not known: free memory, wired memory" in (
+    assert "vm_stat: its output cannot be parsed; not known: free memory, wired memory" in (
         machine(MAX, vm_stat="Segmentation fault: 11").notes
     )
 
@@ -270,14 +270,13 @@ def test_json_that_was_cut_short_leaves_what_other_commands_know() -> None:
     found = machine(MAX, system_profiler=recorded(MAX)["system_profiler"][:-200])
     assert (found.model, found.chip, found.gpu_cores, found.ports) == ("Mac16,9", "Apple M4 Max", 0, ())
     assert found.notes == (
-        "system_profiler: its answer is not understood;"
-        " not known: model, chip, GPU cores, Thunderbolt cables",
+        "system_profiler: its output cannot be parsed; not known: model, chip, GPU cores, Thunderbolt cables",
     )
 
 
 def test_a_part_that_is_missing_is_named_alone() -> None:
     found = machine(MAX, system_profiler=profile(MAX, SPDisplaysDataType=[]))
-    assert found.notes == ("system_profiler: its answer is not understood; not known: GPU cores",)
+    assert found.notes == ("system_profiler: its output cannot be parsed; not known: GPU cores",)
 
 
 def test_a_mac_without_sysctl_counts_its_memory_elsewhere() -> None:

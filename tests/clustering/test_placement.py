@@ -214,7 +214,7 @@ def test_a_group_slower_than_one_mac_is_refused_until_it_is_asked_for() -> None:
     assert made.ranks == (A,)
     why = refusal(made, JACCL_MESH, 2)
     assert why.startswith("slower than a alone: ")
-    assert why.endswith("asking for 2 nodes accepts it")
+    assert why.endswith("a request for 2 nodes accepts it")
     for nodes in (2, "all"):
         assert plan(desk(2), tiny, A, PlacementOptions(nodes=nodes)).ranks == (A, B)
 
@@ -237,7 +237,7 @@ def test_a_rank_without_room_is_named_with_both_numbers() -> None:
 def test_too_few_nodes_are_counted() -> None:
     assert plan(desk(2), shape(), A, PlacementOptions(nodes=4)).reason.endswith("needs 4 nodes, 2 are here")
     assert plan(desk(1), shape(), A, PlacementOptions(nodes=2)).reason.endswith("needs 2 nodes, 1 is here")
-    assert plan([], shape()).reason == "0 nodes are here that could serve this model"
+    assert plan([], shape()).reason == "0 nodes here can serve this model"
 
 
 def test_nodes_without_a_network_are_counted() -> None:
@@ -254,7 +254,7 @@ def test_an_explicit_backend_is_never_replaced() -> None:
     assert "RDMA is disabled on a" in made.reason
     ring = plan(desk(2), shape(**LARGE), A, PlacementOptions(backend="ring"))
     assert ring.backend == "ring"
-    assert "the backend ring was asked for" in refusal(ring, JACCL_MESH, 2)
+    assert "the backend ring was requested" in refusal(ring, JACCL_MESH, 2)
 
 
 def test_a_device_that_is_to_serve_two_is_refused() -> None:
@@ -263,7 +263,7 @@ def test_a_device_that_is_to_serve_two_is_refused() -> None:
     members = [mac(i) for i in range(3)]
     made = plan(members, divides, A, PlacementOptions(nodes=3, rdma=by_hand))
     assert made.chosen is None
-    assert refusal(made, JACCL_MESH, 3) == "rdma_en5 of a is to serve 2 peers; a device serves 1"
+    assert refusal(made, JACCL_MESH, 3) == "rdma_en5 of a would have to serve 2 peers; a device serves 1"
     by_hand[A][C] = "rdma_en6"
     assert plan(members, divides, A, PlacementOptions(nodes=3, rdma=by_hand)).backend == "jaccl"
 
@@ -349,7 +349,7 @@ def test_measurements_decide() -> None:
 def test_an_unknown_chip_is_said_to_be_assumed() -> None:
     made = plan([linux(0, "10.0.0.1", memory=64)], shape(), A)
     assert made.notes == (
-        "a chip without a name is not in the table of chips: 20 GB/s of memory are assumed",
+        "a chip without a name is not in the table of chips: a memory bandwidth of 20 GB/s is assumed",
     )
 
 

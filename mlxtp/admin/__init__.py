@@ -1,1 +1,1 @@
-"""What an agent reports of itself and the commands that it takes: snapshot, metrics, handlers."""
+"""Reports of an agent about itself, and its commands: snapshot, metrics, handlers."""

@@ -1,4 +1,4 @@
-"""What commands ask of a running agent, and where they find it."""
+"""Handlers of commands to a running agent, and the file by which commands find it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ from ..placement.measurements import to_json
 from ..wire.cluster_messages import Serving
 from .snapshot import Observer
 
-FILE = "agent.json"
-"""In the home, for this user's eyes: where the agent answers, and with which key."""
+FILE = "agent.json"  # In the home, readable only by this user: the agent's address and key.
 
-COMING = "it is just being copied or downloaded; wait until that is over"
+COMING = "it is being copied or downloaded; try again when that has finished"
 
 Json = Mapping[str, Any]
 
 
 class StandaloneAdmin:
-    """The administration of an agent that keeps to itself."""
+    """Handlers of an agent without a cluster."""
 
     def __init__(self, supervisor: Supervisor, name: str) -> None:
         self.key = secrets.token_urlsafe(24)
@@ -56,7 +55,7 @@ class StandaloneAdmin:
         self._name = name
 
     def status(self) -> Json:
-        """One moment of this agent."""
+        """Return a snapshot of this agent."""
         supervisor = self._supervisor
         group = supervisor.group
         model = next(iter(supervisor.gateway.models()), None)
@@ -91,29 +90,29 @@ class StandaloneAdmin:
         }
 
     def drain(self, within: str) -> Json:
-        """Have the agent finish what it has begun, take nothing new, and end, `within` some seconds."""
+        """Drain the agent: finish open requests, take no new ones, and end, `within` some seconds."""
         self.draining.begin(parse_seconds(within, "--within") if within else None)
         return self.draining.now()
 
     async def progress(self) -> Json:
-        """How far the drain is, once that has changed or a while has passed."""
+        """Return the drain's progress, once it has changed or a while has passed."""
         return await self.draining.progress()
 
     def keys(self) -> Json:
-        """When each API key was last used since this agent started, in seconds since 1970."""
+        """Return the time of each API key's last use since this agent started, in seconds since 1970."""
         return {"used": dict(self.api_keys.used) if self.api_keys is not None else {}}
 
     def settings(self) -> Json:
-        """The settings this agent was started with, and where each was set."""
+        """Return the settings this agent was started with, and the source of each."""
         return self.started_with
 
     async def models(self) -> Json:
-        """The models on this machine's disk that can be named without a path."""
+        """Return the models on this machine's disk that can be named without a path."""
         found = await asyncio.to_thread(models_here)
         return {"models": [asdict(each) for each in found]}
 
     async def doctor(self) -> Json:
-        """What of this machine is in the way, as this agent sees it."""
+        """Return this machine's problems, as this agent sees them."""
         assert self.checkup is not None
         return await self.checkup.report()
 
@@ -124,20 +123,20 @@ class StandaloneAdmin:
         raise self._alone()
 
     def stored(self) -> Json:
-        """Where this agent's models are, and what other members have on their disks: of each model who."""
+        """Return the folder of this agent's models, and the models on other members' disks."""
         return {"folder": str(cache_folder()), "elsewhere": []}
 
     def removable(self, model: str) -> Json:
-        """Whether OWNER/NAME may be removed from this Mac's disk. Raises UserError while it is needed."""
+        """Check that OWNER/NAME may be removed from this Mac's disk. Raises UserError while it is needed."""
         repo = hub_name(model)[0].as_here()
         if why := self._needed(repo):
             raise UserError(f"{repo.name} cannot be removed: {why}")
         return {"removable": repo.name}
 
     async def repairable(self, model: str) -> Json:
-        """Whether damaged files of OWNER/NAME@COMMIT may go from this Mac's disk, and would come again.
+        """Check that damaged files of OWNER/NAME@COMMIT may be removed here, and can be downloaded again.
 
-        Raises UserError while a rank of this Mac has them open, and when nobody can give them.
+        Raises UserError while a rank of this Mac has them open, and when no member or Hub can supply them.
         """
         repo, commit = hub_name(model)
         repo = repo.as_here()
@@ -151,24 +150,24 @@ class StandaloneAdmin:
         return False
 
     def _in_use(self, repo: Repo) -> str:
-        """Why files of it must stay as they are now; empty when none does."""
+        """Return the reason to keep the files as they are now; empty when there is none."""
         source = self._supervisor.source if self._supervisor.in_epoch else None
         paths = (source.path, source.draft_path) if source is not None else ()
         return "a rank of this Mac has it open; `mlxtp unload` first" if _has_one(repo, paths) else ""
 
     def removed(self, model: str) -> Json:
-        """A command has removed or got files of OWNER/NAME on this Mac by itself: look again."""
+        """Check files of OWNER/NAME again, after a command has removed or downloaded some on this Mac."""
         return {"model": model}
 
     def _needed(self, repo: Repo) -> str:
-        """Why this agent needs a model of the Hub; empty when it does not."""
+        """Return the reason that this agent needs a model of the Hub; empty when there is none."""
         source = self._supervisor.source
         paths = (source.path, source.draft_path) if source is not None else ()
         in_use = _has_one(repo, paths)
         return "it is served here; `mlxtp unload`, or stop `mlxtp node`, first" if in_use else ""
 
     def close(self) -> None:
-        """Look no more; whoever watches is let go."""
+        """Stop observing, and end all event streams."""
         self.draining.close()
         self.observer.over.set()
 
@@ -179,7 +178,7 @@ class StandaloneAdmin:
         raise self._alone()
 
     async def bench_fabric(self) -> Json:
-        """What collectives take between the ranks of this machine. It is kept nowhere."""
+        """Measure collectives between the ranks of this machine. The result is not kept."""
         group, times = self._supervisor.group, await self._supervisor.measure_fabric()
         assert group is not None
         return {
@@ -222,7 +221,7 @@ class StandaloneAdmin:
 
 
 class ClusterAdmin(StandaloneAdmin):
-    """The administration of an agent in a cluster."""
+    """Handlers of an agent in a cluster."""
 
     def __init__(self, cluster: NodeLoop, store: Store) -> None:
         super().__init__(cluster.supervisor, cluster.name)
@@ -233,7 +232,7 @@ class ClusterAdmin(StandaloneAdmin):
         self._store = store
 
     def status(self) -> Json:
-        """One moment of the cluster as this member sees it."""
+        """Return a snapshot of the cluster as this member sees it."""
         cluster = self._cluster
         desired = cluster.leadership.desired
         claim = cluster.leadership.claim
@@ -258,7 +257,7 @@ class ClusterAdmin(StandaloneAdmin):
         }
 
     def _fabric(self) -> Json | None:
-        """What was measured of the group that serves; None for nothing."""
+        """Return the measurement of the group that serves; None without one."""
         cluster = self._cluster
         for serving in self._servings():
             found = cluster.fabric_bench.of(serving.participants, serving.kind)
@@ -267,7 +266,7 @@ class ClusterAdmin(StandaloneAdmin):
         return None
 
     def plan(self) -> Json:
-        """The machines of the members that are present, for `mlxtp plan`."""
+        """Return the machines of the members that are present, for `mlxtp plan`."""
         cluster = self._cluster
         return {
             "coordinator": cluster.leadership.claim.node_id,
@@ -284,22 +283,22 @@ class ClusterAdmin(StandaloneAdmin):
         }
 
     async def token(self) -> Json:
-        """A new join token."""
+        """Return a new join token."""
         return {"token": await self._cluster.token_issuing.token(), "valid_s": 900}
 
     async def bench_fabric(self) -> Json:
-        """What collectives take in the group that serves, measured now, wherever its rank 0 is."""
+        """Measure collectives in the group that serves, on any Mac that has its rank 0."""
         result = await self._cluster.fabric_bench.bench()
         return {**to_json(result), "names": [self._cluster.name_of(node) for node in result.nodes]}
 
     async def records(self, epoch: str, epoch_id: str) -> Json:
-        """What other members keep of a failure."""
+        """Return other members' files of a failure."""
         if not epoch.isdecimal() or not int(epoch[:19]) > 0 or len(epoch_id) > 40:
-            raise UserError(f"{epoch!r:.40} is no number of an epoch")
+            raise UserError(f"{epoch!r:.40} is not the number of an epoch")
         return {"files": await self._cluster.failure_files.gather(int(epoch[:19]), epoch_id)}
 
     async def serve(self, model: str, nodes: str) -> Json:
-        """What the cluster should serve from now on, or from when it is here."""
+        """Set the model that the cluster serves, once it is on disk."""
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
         said = await self.selection.serve(model, parse_nodes(nodes, "--nodes") if nodes else "")
@@ -313,15 +312,15 @@ class ClusterAdmin(StandaloneAdmin):
         }
 
     async def pull(self, model: str, everywhere: str) -> Json:
-        """Begin to get a model of the Hub, here or on all members that are present."""
+        """Begin to download a model of the Hub, here or on all members that are present."""
         return {"model": await self._cluster.transfers.pull(model, everywhere=bool(everywhere))}
 
     def pulling(self, model: str) -> Json:
-        """How far that is, of each member that is to have it."""
+        """Return the download's progress on each member that is to have the model."""
         return {"members": self._cluster.transfers.progress(model)}
 
     def stored(self) -> Json:
-        """Where models are here, and what other members have on their disks."""
+        """Return the folder of models here, and the models on other members' disks."""
         cluster = self._cluster
         cluster.transfers.report_stored()
         return {
@@ -337,7 +336,9 @@ class ClusterAdmin(StandaloneAdmin):
         cluster = self._cluster
         wanted = cluster.leadership.desired.model
         if is_hub_id(wanted) and hub_name(wanted)[0].as_here().name == repo.name:
-            return "the cluster serves it, or is to; `mlxtp unload`, or `mlxtp serve` another model, first"
+            return (
+                "the cluster serves it, or is about to; `mlxtp unload`, or `mlxtp serve` another model, first"
+            )
         if cluster.transfers.is_getting(repo.name):
             return COMING
         return super()._needed(repo)
@@ -354,29 +355,29 @@ class ClusterAdmin(StandaloneAdmin):
         return self._cluster.transfers.is_elsewhere(model)
 
     def removed(self, model: str) -> Json:
-        """A command has removed or got files of OWNER/NAME by itself: look again, and tell the others."""
+        """Check files of OWNER/NAME again, after a command has changed them, and report to the others."""
         self._cluster.transfers.changed(hub_name(model)[0].name)
         return super().removed(model)
 
     def unload(self) -> Json:
-        """Serve nothing."""
+        """Serve no model."""
         self.selection.cancel()
         desired = self._cluster.set_desired("")
         return {"model": "", "nodes": desired.nodes, "version": desired.version}
 
     def members(self) -> Json:
-        """Everybody that belongs to the cluster."""
+        """Return all members of the cluster."""
         return {"cluster": self._cluster.identity.cluster_id, "members": self._members()}
 
     def let_in(self, node: str) -> Json:
-        """Return the members that joined by a token for which a member asked, those in turn included."""
+        """Return the members that `node` admitted by a token, and in turn those that they admitted."""
         node_id = self._other(node)
         return {"name": self._cluster.name_of(node_id), "let_in": self._admitted(node_id)}
 
     async def remove(self, node: str, with_admitted: str) -> Json:
-        """Take a member out, by name, or by the start of its id, and whom it let in if that is asked.
+        """Remove a member, by name or by the start of its id, and on request those that it admitted.
 
-        Answers when another member has it on its disk, or after some seconds.
+        Returns when another member has it on its disk, or after some seconds.
         """
         cluster, node_id = self._cluster, self._other(node)
         name, let_in = cluster.name_of(node_id), self._admitted(node_id)
@@ -413,13 +414,13 @@ class ClusterAdmin(StandaloneAdmin):
         return found[0]
 
     def leave(self, force: str) -> Json:
-        """This Mac belongs to no cluster any more. Its agent ends. The founder's leaving takes `force`."""
+        """Leave the cluster; the agent ends. The founder's leaving requires `force`."""
         cluster = self._cluster
         others = [each for each in cluster.leadership.roster.members() if each != cluster.node_id]
         if others and cluster.identity.authority is not None and not force:
             raise UserError(
-                "this Mac founded the cluster and alone can let others in: when it leaves, nobody can join "
-                "any more. `mlxtp cluster leave --force` leaves all the same"
+                "this Mac founded the cluster and alone can let others in: once it leaves, no other Mac can "
+                "join. `mlxtp cluster leave --force` leaves all the same"
             )
         if others:
             cluster.remove(cluster.node_id)
@@ -428,7 +429,7 @@ class ClusterAdmin(StandaloneAdmin):
         return {"left": cluster.identity.cluster_id, "members": len(others)}
 
     def _servings(self) -> list[Serving]:
-        """What this node and others say of their groups."""
+        """Return this node's and other nodes' reports of their groups."""
         mine = self._cluster.controller.serving()
         return [*([mine] if mine is not None else []), *self._cluster.peer_info.servings.values()]
 
@@ -482,7 +483,7 @@ def _has_one(repo: Repo, paths: Iterable[Path | None]) -> bool:
 
 @contextmanager
 def announced(home: Path, url: str, key: str, certificate: str = "") -> Iterator[None]:
-    """Meanwhile commands of this user find the agent. Raises ConfigError as `announce` does."""
+    """Announce the agent to this user's commands until the context ends. Raises as `announce` does."""
     announce(home, url, key, certificate)
     try:
         yield
@@ -492,9 +493,9 @@ def announced(home: Path, url: str, key: str, certificate: str = "") -> Iterator
 
 
 def announce(home: Path, url: str, key: str, certificate: str = "") -> None:
-    """Leave word where the agent answers, with which key, and which `certificate` (PEM) it shows by HTTPS.
+    """Write the agent's URL, its key, and its `certificate` (PEM) for HTTPS to a file in the home.
 
-    That is empty for HTTP. Raises ConfigError when the home takes no files.
+    `certificate` is empty for HTTP. Raises ConfigError when the home cannot be written.
     """
     path = home / FILE
     draft = path.with_suffix(".draft")

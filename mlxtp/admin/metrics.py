@@ -1,9 +1,9 @@
-"""`GET /metrics`: what this agent knows, in Prometheus' text format.
+"""`GET /metrics`: this agent's metrics, in Prometheus' text format.
 
-Nothing is measured for it but what `api/request_metrics.py` counts; the rest is read off the supervisor when
-somebody asks. A metric whose source this agent does not have, such as the ranks of another Mac's group, has
-no samples here. Names with `vllm:` are those that vLLM made common, so that existing dashboards show
-something; each HELP says what it is here. `docs/metrics.md` lists all of them.
+Only `api/request_metrics.py` counts for it; the rest is read from the supervisor at each request. A metric
+whose source this agent does not have, such as the ranks of another Mac's group, has no samples here. Names
+with `vllm:` are those that vLLM made common, so that existing dashboards work; each HELP says what it means
+here. `docs/metrics.md` lists all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Samples = Iterable[tuple[Labels, float]]
 
 
 def observed(app: Starlette, supervisor: Supervisor) -> ASGIApp:
-    """`app`, with `GET /metrics` and everything counted that goes through it and the supervisor's gateway."""
+    """Return `app` with `GET /metrics`, and with all its requests and the gateway's counted."""
     counted = RequestMetrics(time.perf_counter)
     supervisor.gateway.meter = counted
     app.router.routes.insert(0, metrics_route(Metrics(supervisor, counted).collect))
@@ -40,7 +40,7 @@ def observed(app: Starlette, supervisor: Supervisor) -> ASGIApp:
 
 
 class Metrics:
-    """All metrics of one agent. Nothing of it is shared with another one in the same process."""
+    """All metrics of one agent, independent of other agents in the same process."""
 
     def __init__(self, supervisor: Supervisor, counted: RequestMetrics) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
@@ -51,7 +51,7 @@ class Metrics:
             self._registry.register(OwnProcess())
 
     def collect(self) -> tuple[bytes, str]:
-        """The text of now, and its media type."""
+        """Return the current text, and its media type."""
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
@@ -62,7 +62,7 @@ class _Agent(Collector):
         self._versions = tuple(each.partition("=")[2] for each in versions_here())
 
     def collect(self) -> Iterator[Metric]:
-        says = "1; the versions of what runs here are in the labels."
+        says = "Always 1; the labels have the versions of mlxtp and its libraries."
         yield _gauge("mlxtp_build_info", says, ("version", "mlx", "mlx_lm"), [(self._versions, 1)])
         yield from self._requests()
         yield from _models(self._metrics.models)
@@ -74,7 +74,7 @@ class _Agent(Collector):
         census = self._supervisor.gateway.count_open()
         name = census.model
         if name:
-            self._metrics.model(name)  # so that its counters are there, at 0, before the first request
+            self._metrics.model(name)  # so that its counters exist, at 0, before the first request
         by_model = ("model_name",)
         open_here = name or census.running or census.waiting
         yield _gauge(
@@ -85,27 +85,27 @@ class _Agent(Collector):
         )
         yield _gauge(
             "vllm:num_requests_waiting",
-            "Those without a first token: queued, in prefill, or between two groups.",
+            "Open requests without a first token: queued, in prefill, or between two groups.",
             by_model,
             [((name,), census.waiting)] if open_here else (),
         )
         room = self._supervisor.kv_room
         yield _gauge(
             "vllm:kv_cache_usage_perc",
-            "Tokens of all running requests by the tokens that KV caches have room for, from 0 to 1. Where "
-            "rank 0 is. What is kept for later prompts does not count, since it makes room.",
+            "Tokens of all running requests as a fraction of the KV caches' room, from 0 to 1. Only where "
+            "rank 0 is. Tokens cached for later prompts do not count, since they make room.",
             by_model,
             [((name,), min(census.held / room, 1.0))] if room and name else (),
         )
         yield _gauge(
             "mlxtp_kv_cache_room_tokens",
-            "Tokens that KV caches have room for. Where rank 0 is.",
+            "Tokens that fit into the KV caches. Only where rank 0 is.",
             by_model,
             [((name,), room)] if room and name else (),
         )
         yield _gauge(
             "mlxtp_open_requests",
-            "Open requests at this agent, those that other agents passed on included.",
+            "Open requests at this agent, including those that other agents forwarded.",
             (),
             [((), self._supervisor.gateway.open_requests)],
         )
@@ -137,17 +137,21 @@ class _Agent(Collector):
     def _group(self) -> Iterator[Metric]:
         supervisor = self._supervisor
         health = supervisor.gateway.health()
-        yield _gauge("mlxtp_epoch", "Number of the present epoch, or the last one.", (), [((), health.epoch)])
+        yield _gauge(
+            "mlxtp_epoch", "Number of the current epoch, or of the last one.", (), [((), health.epoch)]
+        )
         yield _gauge(
             "mlxtp_state",
             "1 for the state that this agent is in, 0 for all others.",
             ("state",),
             [((str(state),), float(health.state == state)) for state in ServingState],
         )
-        yield _gauge("mlxtp_ready", "Whether requests are answered now.", (), [((), float(health.ready))])
+        yield _gauge(
+            "mlxtp_ready", "1 while this agent answers requests, else 0.", (), [((), float(health.ready))]
+        )
         yield _gauge(
             "mlxtp_world_size",
-            "Ranks that the present group has, or shall have.",
+            "Ranks of the current group, including those that are still starting.",
             (),
             [((), health.world_size)],
         )
@@ -160,7 +164,7 @@ class _Agent(Collector):
         )
         yield _histogram(
             "mlxtp_recovery_seconds",
-            "From the failure of an epoch that served to the next one that serves, rank 0 being on this Mac.",
+            "Seconds from a group's failure until a model is served again (on the Mac of rank 0).",
             (),
             [((), recoveries.seconds)],
         )
@@ -170,7 +174,7 @@ class _Agent(Collector):
         pongs = dict(sorted(ranks.pongs.items())) if ranks is not None else {}
         yield _gauge(
             "mlxtp_ranks_alive",
-            "Ranks of the group whose heartbeat this agent hears; it has them all where rank 0 is.",
+            "Ranks whose heartbeats this agent receives; all of them where rank 0 is.",
             (),
             [((), len(pongs))] if ranks is not None else (),
         )
@@ -184,36 +188,36 @@ class _Agent(Collector):
         )
 
 
+#: Metrics of each rank's newest heartbeat: name, help, reader.
 _OF_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
-    ("mlxtp_rank_memory_bytes", "What MLX holds on a rank.", lambda pong: pong.memory_bytes),
+    ("mlxtp_rank_memory_bytes", "Memory that MLX holds on a rank.", lambda pong: pong.memory_bytes),
     (
         "mlxtp_rank_peak_memory_bytes",
-        "The most that it held in this epoch.",
+        "The most memory that MLX held on a rank in this epoch.",
         lambda pong: pong.peak_memory_bytes,
     ),
-    ("mlxtp_rank_weight_bytes", "A rank's part of the weights.", lambda pong: pong.weight_bytes),
+    ("mlxtp_rank_weight_bytes", "Weights on a rank.", lambda pong: pong.weight_bytes),
     (
         "mlxtp_rank_kv_cache_bytes",
-        "What KV caches held on a rank when a sequence last ended, those kept for later prompts included.",
+        "KV caches on a rank when a sequence last ended, including those kept for later prompts.",
         lambda pong: pong.kv_bytes,
     ),
     (
         "mlxtp_rank_step_seconds",
-        "What a forward took, on average over the last ten.",
+        "Duration of a forward, on average over the last ten.",
         lambda p: p.step_us / 1e6,
     ),
     (
         "mlxtp_rank_wait_seconds",
-        "Of that, how long the rank waited for its device, on average over the last ten.",
+        "Part of a forward in which the rank waited for its device, on average over the last ten.",
         lambda pong: pong.wait_us / 1e6,
     ),
     (
         "mlxtp_rank_collective_seconds",
-        "What one small collective took at the last proof, links between ranks included.",
+        "Duration of one small collective at the last proof, including links between ranks.",
         lambda pong: pong.collective_us / 1e6,
     ),
 )
-"""Of each rank's newest heartbeat: name, what it says, where it stands."""
 
 
 def _models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
@@ -223,7 +227,7 @@ def _models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
         yield _counter(name, says, ("model_name",), [((model,), count(of)) for model, of in models.items()])
     yield _counter(
         "vllm:request_success",
-        "Answers that ended: stop and length are whole; abort: its client gave it up; error: the server did.",
+        "Answers that ended: stop and length are whole; abort: the client gave up; error: the server did.",
         ("model_name", "finished_reason"),
         [((model, why), count) for model, of in models.items() for why, count in of.finished.items()],
     )
@@ -232,48 +236,52 @@ def _models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelMetrics], Histogram]], ...] = (
     (
         "vllm:time_to_first_token_seconds",
-        "From when all of a request was here to its first token.",
+        "Seconds from the arrival of a whole request to its first token.",
         lambda of: of.first_token_s,
     ),
     (
         "vllm:inter_token_latency_seconds",
-        "Between the steps that brought tokens of one answer. Tokens of one step count once.",
+        "Seconds between the steps with tokens of one answer. Tokens of one step count once.",
         lambda of: of.inter_token_s,
     ),
     (
         "vllm:e2e_request_latency_seconds",
-        "From when all of a request was here to the end of a whole answer.",
+        "Seconds from the arrival of a whole request to the end of a whole answer.",
         lambda of: of.latency_s,
     ),
     ("vllm:request_prompt_tokens", "Prompt tokens of whole answers.", lambda of: of.prompt),
     ("vllm:request_generation_tokens", "Generated tokens of whole answers.", lambda of: of.generation),
     (
         "mlxtp_request_accept_seconds",
-        "From the gateway to rank 0's word that it will run the request: checks, and compiling a grammar.",
+        "Seconds from the gateway until rank 0 accepts the request: checks, and compiling a grammar.",
         lambda of: of.accept_s,
     ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[ModelMetrics], int]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens of answers that have begun.", lambda of: of.prompt_tokens),
-    ("vllm:generation_tokens", "Tokens that were generated.", lambda of: of.generation_tokens),
+    ("vllm:generation_tokens", "Generated tokens.", lambda of: of.generation_tokens),
     (
         "vllm:prefix_cache_queries",
-        "Prompt tokens of answers that were generated to their end: of others rank 0 does not say what was "
-        "cached.",
+        "Prompt tokens of answers that were generated to their end: rank 0 reports cached tokens only "
+        "for those.",
         lambda of: of.queried_tokens,
     ),
-    ("vllm:prefix_cache_hits", "Of those, tokens that were not computed again.", lambda of: of.cached_tokens),
+    ("vllm:prefix_cache_hits", "Queried tokens that were not computed again.", lambda of: of.cached_tokens),
     (
         "vllm:spec_decode_num_draft_tokens",
         "Drafted tokens of answers that were generated to their end.",
         lambda of: of.drafted_tokens,
     ),
-    ("vllm:spec_decode_num_accepted_tokens", "Of those, the right ones.", lambda of: of.accepted_tokens),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Drafted tokens that were right.",
+        lambda of: of.accepted_tokens,
+    ),
 )
 
 
 class OwnProcess(Collector):
-    """What prometheus-client tells of a process on Linux, where there is no /proc."""
+    """Process metrics like prometheus-client's on Linux, for systems without /proc."""
 
     def collect(self) -> Iterator[Metric]:
         import resource
@@ -287,11 +295,13 @@ class OwnProcess(Collector):
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         yield _gauge("process_virtual_memory_bytes", "Virtual memory in bytes.", (), [((), memory.vms)])
         yield _gauge("process_resident_memory_bytes", "Resident memory in bytes.", (), [((), memory.rss)])
-        yield _gauge("process_start_time_seconds", "When it started, since 1970.", (), [((), born)])
+        yield _gauge(
+            "process_start_time_seconds", "Time of its start, in seconds since 1970.", (), [((), born)]
+        )
         cpu_s = times.user + times.system
         yield _counter("process_cpu_seconds", "User and system CPU time in seconds.", (), [((), cpu_s)])
         yield _gauge("process_open_fds", "Open file descriptors.", (), [((), open_files)])
-        yield _gauge("process_max_fds", "The most file descriptors that it may open.", (), [((), most)])
+        yield _gauge("process_max_fds", "Maximum number of open file descriptors.", (), [((), most)])
 
 
 def _gauge(name: str, says: str, labels: Labels, samples: Samples) -> Metric:
@@ -317,5 +327,5 @@ def _histogram(name: str, says: str, labels: Labels, samples: Iterable[tuple[Lab
 
 
 def _bound(seconds: float) -> str:
-    """As Prometheus writes the upper bound of a bucket."""
+    """Format the upper bound of a bucket as Prometheus does."""
     return str(floatToGoString(seconds))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""One moment of everything, for the page and whoever else watches. What is not known is None."""
+"""Snapshot of an agent and its cluster, for the page and other watchers. Unknown facts are None."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import Serving
 from ..wire.fabric_result import FabricResult
 
+#: Fields of each rank's heartbeat.
 _RANK = (
     "phase", "memory_bytes", "weight_bytes", "kv_bytes", "step_us", "wait_us", "collective_us", "in_flight",
 )  # fmt: skip
-"""What is told of each rank's heartbeat."""
-ALONE = "here"
-"""The node id of an agent that belongs to no cluster."""
+ALONE = "here"  # node id of an agent without a cluster
 
 
 class Observer:
-    """Implements `api.dashboard.Observed` for an agent in a `cluster`, or for one that keeps to itself."""
+    """Source of snapshots: `api.dashboard.Observed` for an agent in a `cluster`, or for one without."""
 
     def __init__(self, supervisor: Supervisor, name: str, cluster: NodeLoop | None = None) -> None:
         self.over = asyncio.Event()
@@ -42,7 +41,7 @@ class Observer:
         self._meter = RateMeter()
 
     def snapshot(self) -> Json:
-        """Everything that is known now, as JSON; `docs/page.md` names the fields."""
+        """Return all current facts, as JSON; `docs/page.md` lists the fields."""
         supervisor = self._supervisor
         health = supervisor.gateway.health()
         participants = self._participants()
@@ -68,7 +67,7 @@ class Observer:
     # --- the group ---------------------------------------------------------------------------------------
 
     def _participants(self) -> tuple[str, ...]:
-        """Node ids in rank order; () while there is no group."""
+        """Return node ids in rank order; () while there is no group."""
         supervisor, cluster = self._supervisor, self._cluster
         if cluster is None:
             return (ALONE,) * (supervisor.group.world_size if supervisor.group is not None else 0)
@@ -76,7 +75,7 @@ class Observer:
         return serving.participants if serving is not None else ()
 
     def _serving(self, cluster: NodeLoop) -> Serving | None:
-        """What is said of the group whose epoch this node shows."""
+        """Return a report of the group whose epoch this node shows."""
         mine = cluster.controller.serving()
         told = [*([mine] if mine is not None else []), *cluster.peer_info.servings.values()]
         mentioned = [each for each in told if each.epoch == self._supervisor.epoch and each.participants]
@@ -96,7 +95,7 @@ class Observer:
         }
 
     def _fabric(self, participants: Sequence[str], kind: str) -> Json | None:
-        """What a collective takes, the best that is known: measured for it, or by the last proof."""
+        """Return the best known time of a collective: measured for this group, or from the last proof."""
         cluster = self._cluster
         if cluster is not None and (found := cluster.fabric_bench.of(tuple(participants), kind)) is not None:
             return _measured(found)
@@ -105,7 +104,7 @@ class Observer:
         return {"collective_us": slowest_us, "by": "proof", "at": None} if slowest_us else None
 
     def _ranks(self, participants: Sequence[str]) -> list[Json]:
-        """Every rank of the group; figures are None on an agent that does not hear its heartbeats."""
+        """Return every rank of the group. Figures are None on an agent that receives no heartbeats of it."""
         pongs = self._supervisor.ranks.pongs if self._supervisor.ranks is not None else {}
         return [
             {
@@ -117,12 +116,12 @@ class Observer:
         ]
 
     def _model_bytes(self) -> int | None:
-        """What the weights of the model that is served, or about to be, take on disk."""
+        """Return the disk size of the weights of the model that is served, or about to be."""
         source = self._cluster.model.source if self._cluster is not None else self._supervisor.desired
         return _weights(source.path) if source is not None else None
 
     def _speed(self) -> Json:
-        """Of all requests where rank 0 is, elsewhere only of those that were asked here."""
+        """Return tokens per second of all requests where rank 0 is, elsewhere of this agent's requests."""
         supervisor = self._supervisor
         if supervisor.state not in (ServingState.READY, ServingState.DRAINING):
             self._meter.reset()
@@ -130,7 +129,7 @@ class Observer:
         rate = self._meter.rate(supervisor.gateway.confirmed_tokens, time.monotonic())
         return {"value": rate, "of": "group" if supervisor.ranks is not None else "here"}
 
-    # --- nodes and what joins them -----------------------------------------------------------------------
+    # --- nodes and links ---------------------------------------------------------------------------------
 
     def _alone(self) -> Json:
         memory, wanted = psutil.virtual_memory(), self._supervisor.desired
@@ -193,17 +192,17 @@ class Observer:
 
 
 def pairs(world_size: int, *, mesh: bool) -> list[tuple[int, int]]:
-    """Which ranks exchange bytes with each other: all of a mesh, neighbours of a ring."""
+    """Return the pairs of ranks that exchange bytes: all in a mesh, neighbours in a ring."""
     if mesh or world_size < 3:
         return list(combinations(range(world_size), 2))
     return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
 
 
 def links(topology: Topology, nodes: Sequence[str], trip_us: Callable[[str, str], int | None]) -> list[Json]:
-    """For each two nodes that can reach each other the best way: RDMA on a cable, else the fastest network.
+    """Return the best link of each two nodes that have one: RDMA on a cable, else the fastest network.
 
-    `mbps` is what the slower end calls its speed, `trip_us` what a word of the agents takes there and back.
-    That goes by the network of their control link, which may be another one.
+    `mbps` is the speed reported by the slower end. `trip_us` is the round-trip time of the agents' messages,
+    by the network of their control link, which may be another one.
     """
     found: list[Mapping[str, Any]] = []
     for a, b in combinations(sorted(nodes), 2):
@@ -224,7 +223,7 @@ def _measured(found: FabricResult) -> Json:
 
 @lru_cache(maxsize=8)
 def _weights(folder: Path) -> int | None:
-    """Bytes of the weights in a model folder; None when it cannot be read."""
+    """Return the bytes of the weights in a model folder; None when it cannot be read."""
     try:
         return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
     except OSError:

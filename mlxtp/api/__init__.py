@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI-compatible endpoint and everything that is text."""
+"""HTTP: the OpenAI-compatible endpoint and all text processing of requests and answers."""

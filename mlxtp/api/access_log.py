@@ -1,4 +1,4 @@
-"""Around the whole app: an id for each request, one line in the log, and what is counted of HTTP itself."""
+"""Middleware around the whole app: request ids, one log line per request, HTTP metrics."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ HEADER = b"x-request-id"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _SHOWN_PATH = 200
 _NO_READER = 499
+#: Paths that programs poll every few seconds. Their log lines are at DEBUG.
 _PROBES = frozenset(("/health", "/metrics"))
-"""Asked every few seconds by programs: their lines are for those who look for them."""
 
 
+#: Paths that a waiting command polls. Only their failures are logged at INFO.
 _POLLS = frozenset(("/admin/status", "/admin/progress", "/admin/pulling"))
-"""Asked again and again by a command that waits. What went wrong there is for everybody."""
 
 
 class AccessLog:
-    """ASGI middleware, outside of all others. `epoch` is what the log shall say about when it was."""
+    """ASGI middleware, outside of all others. `epoch` returns the epoch for the log."""
 
     def __init__(self, app: Starlette, tally: RequestMetrics, epoch: Callable[[], int] = lambda: 0) -> None:
         self._app = app
@@ -76,7 +76,7 @@ class AccessLog:
         )
 
     def _path(self, scope: Scope) -> str:
-        """That of the route; the router does not say it of what was refused before."""
+        """Return the route's path. The router sets no route for a request that was refused before it."""
         route = scope.get("route")
         if route is None:
             routes = (each for each in self._routes if each.matches(scope)[0] is not Match.NONE)
@@ -85,15 +85,13 @@ class AccessLog:
 
 
 class _Exchange:
-    """The app's way to its client and back."""
+    """Wrapper of `receive` and `send` of one request, which notes status and times."""
 
     def __init__(
         self, account: RequestContext, clock: Callable[[], float], receive: Receive, send: Send
     ) -> None:
-        self.status = 0
-        """0 before headers went out."""
-        self.complete = False
-        """Whether all of the answer was sent."""
+        self.status = 0  # 0 before headers went out
+        self.complete = False  # True once the whole answer was sent
         self._account = account
         self._clock = clock
         self._receive = receive
@@ -116,7 +114,7 @@ class _Exchange:
 
 
 def request_id(headers: list[tuple[bytes, bytes]]) -> str:
-    """The client's own id, if it sent one of 1 to 128 visible ASCII characters; else a new one."""
+    """Return the client's own id, if it sent one of 1 to 128 visible ASCII characters; else a new one."""
     given = [value for name, value in headers if name == HEADER]
     if len(given) == 1 and _ID.fullmatch(given[0]):
         return given[0].decode()
@@ -124,7 +122,7 @@ def request_id(headers: list[tuple[bytes, bytes]]) -> str:
 
 
 def described(account: RequestContext) -> dict[str, object]:
-    """What a log says of a request besides HTTP: counts, times, why it ended. Nothing of what was said."""
+    """Return the log fields of a request besides HTTP: counts, times, finish reason. No text of messages."""
     fields: dict[str, object] = {}
     if account.answers:
         fields |= {"prompt_tokens": account.prompt_tokens, "generated_tokens": account.generated_tokens}
@@ -139,7 +137,7 @@ def described(account: RequestContext) -> dict[str, object]:
 
 
 def sentence(fields: dict[str, object]) -> str:
-    """The same for people."""
+    """Return the same fields as one readable line."""
     parts = [f"{fields['method']} {fields['path']} {fields['status']} in {fields['duration_s']} s"]
     if "prompt_tokens" in fields:
         cached = f", {fields['cached_tokens']} cached" if "cached_tokens" in fields else ""
@@ -153,7 +151,7 @@ def sentence(fields: dict[str, object]) -> str:
 
 
 def metrics_route(collect: Callable[[], tuple[bytes, str]]) -> Route:
-    """`GET /metrics`. `collect` gives the text and its media type."""
+    """Return the route of `GET /metrics`. `collect` returns the text and its media type."""
 
     async def metrics(_request: Request) -> Response:
         body, media_type = collect()

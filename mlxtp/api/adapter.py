@@ -1,9 +1,7 @@
-"""What a dialect of HTTP has to bring: from its body to a `GenerationRequest`, and from events to its
-answers.
+"""Interface of an HTTP dialect: from its body to a `GenerationRequest`, from events to its answers.
 
-Each has one object with these methods and its routes (`generation.Adapter`), named in
-`app.adapters`. What it may leave to `generation.py`: models, tokens, queues, clients that leave, keep-alive,
-failures.
+Each dialect is one object with these methods and its routes (`generation.Adapter`), listed in `app.adapters`.
+`generation.py` handles the rest: models, tokens, queues, clients that leave, keep-alive, failures.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ NDJSON = "application/x-ndjson"
 
 @dataclass(slots=True)
 class About:
-    """What all parts of one answer have in common.
+    """Facts that all parts of one answer share.
 
     `id` is 32 hexadecimal digits. `created` in seconds since 1970. `prompt_tokens`: of each prompt.
-    `prompts`: each prompt's text, for prompts that are continued; a conversation has none. `names`: how one
-    token is shown alone, and its bytes.
+    `prompts`: each prompt's text, for prompts that are continued; a conversation has none. `names` maps a
+    token to its text when shown alone, and its bytes.
 
-    A stream may begin before the model is there. Until then each of `prompt_tokens` is 0, and `prompts` is
+    A stream may begin before the model is loaded. Until then each of `prompt_tokens` is 0, and `prompts` is
     empty.
     """
 
@@ -44,29 +42,29 @@ class About:
 
     @property
     def choices(self) -> int:
-        """How many answers there are: those of the first prompt first."""
+        """Number of answers; those of the first prompt come first."""
         return len(self.prompt_tokens) * self.ask.options.n
 
 
 class AnswerWriter(Protocol):
-    """One answer as it is streamed. Each method returns what is sent, which may be nothing."""
+    """Writer of one streamed answer. Each method returns the bytes to send, possibly none."""
 
     def open(self) -> bytes:
-        """Return what goes out with the headers. `About` may be incomplete."""
+        """Return the part that is sent with the headers. `About` may be incomplete."""
         ...
 
     def begin(self) -> bytes:
-        """Return what precedes the first event. `About` is complete from here on."""
+        """Return the part before the first event. `About` is complete from here on."""
         ...
 
     def write(self, event: AnswerEvent) -> bytes: ...
 
     def close(self) -> bytes:
-        """After every choice has had its `Finish`."""
+        """Return the last part, after every choice has had its `Finish`."""
         ...
 
     def fail(self, error: MlxtpError) -> bytes:
-        """Instead of `close`. What the client has so far must not look complete."""
+        """Return the last part of a failed answer, instead of `close`. The whole must not look complete."""
         ...
 
     def idle(self, more: Json) -> bytes:
@@ -78,11 +76,11 @@ class AnswerWriter(Protocol):
 
 
 class Dialect(Protocol):
-    """How one dialect reads and writes.
+    """Reader and writer of one dialect.
 
-    `names`: what it calls a field of `GenerationRequest`, `GenerationOptions` or `Conversation` where it
-    calls it otherwise; errors speak the client's language. `too_long` is its sentence for a prompt of
-    {tokens} tokens where {most} fit. `media_type` is that of its streams.
+    `names`: the dialect's names of fields of `GenerationRequest`, `GenerationOptions` or `Conversation`,
+    where they differ; errors use them. `too_long` is its message for a prompt of {tokens} tokens where {most}
+    fit. `media_type` is that of its streams.
     """
 
     @property
@@ -95,11 +93,11 @@ class Dialect(Protocol):
     def media_type(self) -> str: ...
 
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
-        """The body of an answer that is not streamed; there is one of `wholes` for each choice."""
+        """Return the body of an answer that is not streamed. `wholes` has one entry for each choice."""
         ...
 
     def writer(self, about: About) -> AnswerWriter: ...
 
     def error(self, error: MlxtpError, status: int) -> Json:
-        """The body of a refusal with this HTTP status."""
+        """Return the body of a refusal with this HTTP status."""
         ...

@@ -1,6 +1,6 @@
-"""What the commands of this Mac ask of its agent: under `/admin`, with a key that only this user can read.
+"""HTTP routes below `/admin` for this Mac's commands, with a key that only this user can read.
 
-The endpoint's own rules about Host and Origin hold here too, so that no web page can use it.
+The endpoint's rules about Host and Origin apply here too, so that no web page can use them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_BODY_BYTES = 16 * 1024
 
 
 class Administration(Protocol):
-    """What the agent does for whoever holds `key`. Raises UserError with what is wrong and what to do."""
+    """Operations of an agent for holders of `key`. Each raises UserError with the problem and its remedy."""
 
     key: str
 
@@ -73,7 +73,7 @@ class Administration(Protocol):
 
 
 def routes(admin: Administration) -> list[Route]:
-    """The routes of the administration, for `create_app`."""
+    """Return the administration's routes, for `create_app`."""
 
     def route(path: str, method: str, act: Callable[[Mapping[str, Any]], Json | Awaitable[Json]]) -> Route:
         async def answer(request: Request) -> Response:
@@ -139,7 +139,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
-        raise RequestError("the body is no JSON object")
+        raise RequestError("the body is not a JSON object")
     return body
 
 

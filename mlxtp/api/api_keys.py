@@ -1,8 +1,8 @@
 """The API keys of one agent, in `keys.json` of its home.
 
-A key is 256 random bits. Only its SHA-256 is kept: whoever reads the file cannot use the endpoint by it. A
-password needs a slow hash with a salt, because people choose words that can be guessed; of 2^256 keys nobody
-finds one by trying, however fast each try is, and no two are alike, so a salt would tell nothing apart.
+A key is 256 random bits. Only its SHA-256 is kept, so that a reader of the file cannot use the endpoint. A
+slow hash with a salt protects passwords, which can be guessed. It would add nothing here: 2^256 keys cannot
+be searched, and no two keys are equal.
 
     {"version": 1, "keys": [{"name": "laptop", "sha256": "…", "created": 1780000000, "per_minute": 60}]}
 """
@@ -33,13 +33,12 @@ MAX_PER_MINUTE = 1_000_000
 _VERSION = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-Stamp = tuple[int, ...]
-"""Another one as soon as the file is another."""
+Stamp = tuple[int, ...]  # changes whenever the file changes
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What is kept of a key. `created` in seconds since 1970; `per_minute` requests, 0 for any number."""
+    """Stored record of a key. `created` in seconds since 1970; `per_minute` requests, 0 for any number."""
 
     name: str
     digest: bytes = field(repr=False)
@@ -48,14 +47,14 @@ class ApiKey:
 
 
 class KeyFile:
-    """The keys of one home. Several processes may change them at once."""
+    """The keys of one home. Several processes may change them at the same time."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
         self.path = home / FILE
 
     def stamp(self) -> Stamp | None:
-        """Which content the file has; None where there is none. Raises ConfigError."""
+        """Return the version of the file's content; None where there is no file. Raises ConfigError."""
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -65,9 +64,9 @@ class KeyFile:
         return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
 
     def load(self) -> tuple[ApiKey, ...]:
-        """All keys, in the order they were made.
+        """Return all keys, in the order of their creation.
 
-        Raises ConfigError, with what to do, when the file is damaged, or others may read or change it.
+        Raises ConfigError, with the remedy, when the file is damaged, or others may read or change it.
         """
         data = read_private(self.path, if_read="revoke its keys and make new ones")
         if data is None:
@@ -77,13 +76,13 @@ class KeyFile:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{self.path} is damaged ({type(error).__name__}: {error!s:.100}), so no API key counts; "
-                f"bring it back from a backup, or remove it and make keys anew with `mlxtp key create`"
+                f"restore it from a backup, or remove it and make new keys with `mlxtp key create`"
             ) from None
 
     def create(self, name: str, per_minute: int, now: float) -> tuple[ApiKey, str]:
-        """A new key, and what its owner has to send: that is nowhere else. `now` in seconds since 1970.
+        """Create a key. Return it and its secret text, which is stored nowhere. `now` in seconds since 1970.
 
-        Raises UserError for a name that is taken or none, and ConfigError as `load` does.
+        Raises UserError for a name that is taken or invalid, and ConfigError as `load` does.
         """
         check_name(name)
         text = PREFIX + secrets.token_urlsafe(KEY_BYTES)
@@ -93,13 +92,13 @@ class KeyFile:
                 raise UserError(f"there is a key called {name!r}; `mlxtp key revoke {name}` ends it")
             if len(keys) >= MAX_KEYS:
                 raise UserError(
-                    f"there are {MAX_KEYS} keys, and no more can be; revoke one that nobody needs"
+                    f"there are {MAX_KEYS} API keys, the most possible; revoke one that is unused"
                 )
             keys.append(made)
         return made, text
 
     def revoke(self, name: str) -> int:
-        """The key opens nothing any more. Returns how many are left. Raises UserError where there is none."""
+        """Delete a key. Return the number of keys left. Raises UserError where there is no such key."""
         with self._changing() as keys:
             left = [each for each in keys if each.name != name]
             if len(left) == len(keys):
@@ -110,7 +109,7 @@ class KeyFile:
 
     @contextmanager
     def _changing(self) -> Iterator[list[ApiKey]]:
-        """The keys; what becomes of the list is written. One process at a time."""
+        """Yield the list of keys, then write it with the caller's changes. One process at a time."""
         try:
             self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.fdopen(os.open(self._home / LOCK, os.O_WRONLY | os.O_CREAT, FILE_MODE), "w")
@@ -124,12 +123,12 @@ class KeyFile:
 
 
 def digest_of(key: str) -> bytes:
-    """What is kept of a key: its SHA-256."""
+    """Return the SHA-256 of a key, the only part of it that is stored."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def check_name(name: str) -> None:
-    """Raises UserError for what cannot be the name of a key."""
+    """Raise UserError for an invalid name of a key."""
     if not _NAME.fullmatch(name):
         raise UserError(
             f"{name!r:.80} cannot be the name of a key; take up to 64 letters, digits, dots, dashes or "
@@ -138,7 +137,7 @@ def check_name(name: str) -> None:
 
 
 def check_rate(per_minute: int) -> int:
-    """The same number. Raises UserError for what cannot be a key's requests per minute."""
+    """Return the number unchanged. Raises UserError for an invalid number of requests per minute."""
     if not 0 <= per_minute <= MAX_PER_MINUTE:
         raise UserError(
             f"--per-minute {per_minute}: a key has from 1 to {MAX_PER_MINUTE} requests a minute, or 0 for "

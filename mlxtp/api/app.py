@@ -1,4 +1,4 @@
-"""The HTTP endpoints. `create_app` is all that the agent needs of this package besides `serve`."""
+"""The HTTP endpoints. The agent needs only `create_app` and `serve` of this package."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from .openapi import Operation, document
 from .request_body import BODY_S, MAX_BODY_BYTES
 from .streaming import ClientGone
 
-_NO_READER = 499  # what nobody will read, as proxies log it
+_NO_READER = 499  # client gone before the answer, as proxies log it
+#: Operations beside those of the dialects.
 _WATCHED = (
-    Operation("GET", "/cluster", "One moment of the cluster", error=OpenAIError),
-    Operation("GET", "/cluster/events", "Its moments as they come", error=OpenAIError, media=SSE),
-    Operation("GET", "/metrics", "Figures for Prometheus", error=OpenAIError, media="text/plain"),
+    Operation("GET", "/cluster", "Snapshot of the cluster", error=OpenAIError),
+    Operation("GET", "/cluster/events", "Snapshots as they change", error=OpenAIError, media=SSE),
+    Operation("GET", "/metrics", "Metrics for Prometheus", error=OpenAIError, media="text/plain"),
 )
-"""What an agent has beside the dialects."""
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """All dialects. The last one owns what no other does."""
+    """Return all dialects. The last one owns the paths that no other dialect owns."""
     return (ANTHROPIC, Ollama(), Completions(), Responses(), OpenAIChat())
 
 
@@ -60,11 +60,11 @@ def create_app(
     retry_after_s: int = 5,
     body_s: float = BODY_S,
 ) -> Starlette:
-    """The HTTP side of one agent.
+    """Return the HTTP app of one agent.
 
-    `admin` answers the commands of this Mac, `observed` is what the page shows. `access`: who may use the
-    rest; without it, whoever is on this Mac. `keep_alive_s`: the longest silence in a stream.
-    `retry_after_s`: what a client is told while the model is not ready. `body_s`: the time to send a body.
+    `admin` handles this Mac's commands. `observed` feeds the page. `access`: who may use the rest; without
+    it, clients on this Mac. `keep_alive_s`: the longest silence in a stream. `retry_after_s`: the
+    `Retry-After` while the model is not ready. `body_s`: the time to send a body.
     """
     access = access or Access()
     generation = Generation(
@@ -102,8 +102,8 @@ def create_app(
         exception_handlers={
             MlxtpError: refusals.refuse,
             HTTPException: refusals.refuse_http,
-            ClientGone: refusals.nobody,
-            ClientDisconnect: refusals.nobody,
+            ClientGone: refusals.drop,
+            ClientDisconnect: refusals.drop,
             Exception: refusals.fail,
         },
     )
@@ -112,7 +112,7 @@ def create_app(
 
 
 class _Refusals:
-    """What is refused outside of an endpoint, in the shape of the dialect that the client speaks."""
+    """Refusals outside of an endpoint, in the shape of the dialect that the client speaks."""
 
     def __init__(self, generation: Generation, dialects: Sequence[Adapter]) -> None:
         self._generation = generation
@@ -123,7 +123,7 @@ class _Refusals:
         return self._generation.refusal(self._dialect(request.scope), error)
 
     async def refuse_http(self, request: Request, error: Exception) -> Response:
-        """No such path, or not with this method."""
+        """Refuse an unknown path, or a method that the path does not have."""
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.scope['path']}: {error.detail}"
         codes = {404: Code.NOT_FOUND, 405: Code.METHOD_NOT_ALLOWED}
@@ -131,15 +131,15 @@ class _Refusals:
         refusal = RequestError(message, code, status=error.status_code)
         return self._generation.refusal(self._dialect(request.scope), refusal, error.headers)
 
-    async def nobody(self, _request: Request, _error: Exception) -> Response:
+    async def drop(self, _request: Request, _error: Exception) -> Response:
         return Response(status_code=_NO_READER)
 
     async def fail(self, request: Request, _error: Exception) -> Response:
-        """A bug. Starlette raises the error again after this answer, and the server logs its traceback."""
+        """Answer after a bug. Starlette raises the error again afterwards, for the server's log."""
         return self._generation.refusal(self._dialect(request.scope), internal_error())
 
     def answer(self, scope: Scope, error: MlxtpError, headers: Mapping[str, str]) -> Response:
-        """The one that refuses this request."""
+        """Return the response that refuses this request."""
         return self._generation.refusal(self._dialect(scope), error, headers)
 
     def _dialect(self, scope: Scope) -> Adapter:

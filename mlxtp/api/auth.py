@@ -1,4 +1,4 @@
-"""The API keys as a running agent has them: read again when they change, and counted."""
+"""The API keys of a running agent: reloaded when the file changes, with use counts and rate limits."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from .request_context import note_key
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""How old what is known of the file may be when a request comes."""
+LOOK_S = 1.0  # Greatest age, in seconds, of the last check of the file when a request arrives.
 _CHALLENGE = 'Bearer realm="mlxtp"'
 _HOW = "on the Mac that answers here, `mlxtp key create NAME` makes one"
 
 
 def keys_needed(rule: str, *, beyond: bool, exist: bool) -> bool:
-    """Whether requests have to show a key.
+    """Return True where requests have to show a key.
 
     `rule` is the setting `api_keys`. `beyond`: other machines reach the endpoint. `exist`: there are keys.
     """
@@ -31,10 +30,10 @@ def keys_needed(rule: str, *, beyond: bool, exist: bool) -> bool:
 
 
 class KeyRing:
-    """Decides by the keys of one home, of which there may be none yet.
+    """Access decisions by the keys of one home, which may have none yet.
 
-    `own_key` is that of this Mac's own commands, which opens everything. `clock` and `now` (since 1970) are
-    in seconds.
+    `own_key` is that of this Mac's own commands and opens everything. `clock` and `now` (since 1970) are in
+    seconds.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class KeyRing:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Raises ConfigError when the keys cannot be read."""
+        """Load the keys. Raises ConfigError when they cannot be read."""
         self.own_key = ""
         self._file = file
         self._rule = rule
@@ -62,22 +61,22 @@ class KeyRing:
 
     @property
     def needed(self) -> bool:
-        """Whether requests have to show a key now."""
+        """True while requests have to show a key."""
         exist = bool(self._keys or self._problem)
         return keys_needed(self._rule, beyond=self._beyond, exist=exist)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all keys that count."""
+        """Names of all valid keys."""
         return tuple(each.name for each in self._keys)
 
     @property
     def used(self) -> Mapping[str, int]:
-        """When each key was last used since this agent started, in seconds since 1970."""
+        """Time of the last use of each key since this agent started, in seconds since 1970."""
         return self._used
 
     def refusal(self, given: Sequence[str]) -> Refusal | None:
-        """Why a request that shows the keys `given` gets no answer; None when it does."""
+        """Return the refusal of a request that shows the keys `given`; None to admit it."""
         now = self._clock()
         self._reload(now)
         if not self.needed or self._is_own(given):
@@ -86,13 +85,13 @@ class KeyRing:
             return Refusal(
                 503,
                 Code.CONFIG,
-                "this server cannot read its API keys, so none counts; its log says why",
+                "this server cannot read its API keys, so it accepts none; see its log for the cause",
             )
         found = self._find(given)
         return self._unknown(given) if found is None else self._use(found, now)
 
     def admits(self, given: Sequence[str]) -> bool:
-        """Return True where one of `given` counts or none is needed. Counts no use of a key."""
+        """Return True where one of `given` is valid or none is needed. Does not count as a use."""
         self._reload(self._clock())
         return not self.needed or self._is_own(given) or self._find(given) is not None
 
@@ -102,7 +101,7 @@ class KeyRing:
     def _find(self, given: Sequence[str]) -> ApiKey | None:
         digests = [digest_of(key) for key in given]
         found = None
-        for key in self._keys:  # always all of them: how long it takes says nothing
+        for key in self._keys:  # always all of them, so that the time reveals nothing
             if _among(key.digest, digests):
                 found = key
         return found
@@ -119,17 +118,17 @@ class KeyRing:
         return Refusal(
             429,
             Code.RATE_LIMITED,
-            f"the key {key.name} may ask {key.per_minute} times a minute; ask again in {seconds} s",
+            f"the key {key.name} allows {key.per_minute} requests a minute; retry in {seconds} s",
             {"retry-after": str(seconds)},
         )
 
     def _unknown(self, given: Sequence[str]) -> Refusal:
         challenge = _CHALLENGE
         if not self._keys:
-            why = f"this server asks for an API key, and there is none yet: {_HOW}"
+            why = f"this server requires an API key, and there is none yet: {_HOW}"
         elif not given:
             why = (
-                "this server asks for an API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`; its "
+                "this server requires an API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`; its "
                 f"keys begin with {PREFIX}, and {_HOW}"
             )
         else:
@@ -138,7 +137,7 @@ class KeyRing:
         return Refusal(401, Code.KEY_INVALID, why, {"www-authenticate": challenge})
 
     def _reload(self, now: float) -> None:
-        """Read the file again if it is another. What cannot be read lets nobody in."""
+        """Reload the file if it has changed. If it cannot be read, no key is valid."""
         if now - self._looked_at < LOOK_S:
             return
         self._looked_at = now
@@ -148,8 +147,8 @@ class KeyRing:
                 return
             if stamp is None:
                 raise ConfigError(
-                    f"{self._file.path} is gone, so no API key counts; bring it back, or start the agent "
-                    f"anew to go on without keys"
+                    f"{self._file.path} is gone, so no API key is valid; restore it, or restart the agent "
+                    f"to go on without keys"
                 )
             self._keys, self._problem = self._file.load(), ""
             self._stamp = stamp
@@ -164,5 +163,5 @@ class KeyRing:
 
 
 def _among(digest: bytes, digests: Sequence[bytes]) -> bool:
-    """Whether it is one of them, in a time that does not depend on which."""
+    """Constant-time membership test."""
     return sum(hmac.compare_digest(digest, each) for each in digests) > 0

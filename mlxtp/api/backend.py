@@ -1,4 +1,4 @@
-"""What the HTTP side needs from the rest of the agent: `gateway/gateway.py` has it, tests bring their own."""
+"""The HTTP side's interface to the agent: `gateway/gateway.py` implements it, tests bring their own."""
 
 from __future__ import annotations
 
@@ -41,19 +41,18 @@ __all__ = [
 
 FinishReason = Literal["stop", "length", "cancel"]
 GREEDY = Sampling()
-DRAINING = "draining"
-"""The state of an agent that finishes what it has begun, and takes nothing new."""
+DRAINING = "draining"  # State of an agent that finishes its open requests and takes no new ones.
+#: States of an agent that may soon have a model, whose name is not known here yet.
 COMING = ("starting", "forming", "loading", "restarting")
-"""The states of one that may have a model in a moment, whose name is not known here yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. `sampling.seed` is always set: no two requests without a wish share theirs.
+    """One sequence to generate. `sampling.seed` is always set: requests without a seed each get their own.
 
-    `logprobs` -1 wants none, 0 those of the chosen tokens, k the k most probable alternatives as well.
-    Clients take turns, and users take those of their `client`; an empty name is one, too. `deadline_s` 0 is
-    the server's own.
+    `logprobs` -1 for none, 0 for those of the chosen tokens, k for the k most probable alternatives as well.
+    Clients are served in turn, and so are the users of one `client`; the empty name is one, too. `deadline_s`
+    0 is the server's own.
     """
 
     prompt: tuple[int, ...]
@@ -79,7 +78,7 @@ class TokenScore:
 class Tokens:
     """Newly confirmed tokens, in order. An end token may be among them; its text is never shown.
 
-    `scores` has one entry for each token of a request that asked for log-probabilities, else it is empty.
+    `scores` has one entry for each token if the request has log-probabilities, else it is empty.
     """
 
     tokens: tuple[int, ...]
@@ -88,7 +87,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The last event of a request. `generated` counts every token, the end token too.
+    """Last event of a request. `generated` counts every token, the end token too.
 
     "cancel" means that the backend gave the request up: the client sees an error, never a short answer.
     `cached` prompt tokens came from the prefix cache. Of `drafted` tokens, `accepted` were right.
@@ -123,7 +122,7 @@ class Progress:
 class ModelInfo:
     """A model that can be served: `path` its folder, `context` in tokens, `created` in seconds since 1970.
 
-    `defaults` are for requests that leave a setting out; their seed means nothing. `features` are those of
+    `defaults` are for requests that leave a setting out; their seed is unused. `features` are those of
     `Text.features`.
     """
 
@@ -140,7 +139,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoredModelInfo:
-    """A model that is not loaded, and is served when a request names it. The fields are `ModelInfo`'s."""
+    """A model that is not loaded, but loads when a request names it. The fields are `ModelInfo`'s."""
 
     id: str
     path: Path
@@ -150,9 +149,9 @@ class StoredModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """One moment of the cluster as this agent sees it. `reason` says why it is not ready, in plain words.
+    """Snapshot of the cluster as this agent sees it. `reason` says why it is not ready, in plain words.
 
-    `starting` is what is on its way, such as "tiny is loading (40 %)"; empty when no model is.
+    `starting` describes the model that is loading, such as "tiny is loading (40 %)"; empty when no model is.
     """
 
     state: str
@@ -170,11 +169,11 @@ class Health:
 class TokenStream(Protocol):
     """The events of one request: any number of `Tokens`, then one `StreamEnd`.
 
-    Iterating raises MlxtpError when the epoch ends for good under the request.
+    Iterating raises MlxtpError when the epoch ends under the request and it cannot continue.
     """
 
     async def accepted(self) -> None:
-        """Wait until rank 0 has taken the request. Raises RequestError when it refuses it."""
+        """Wait until rank 0 has accepted the request. Raises RequestError when rank 0 refuses it."""
         ...
 
     def progress(self) -> Progress: ...
@@ -189,37 +188,37 @@ class TokenStream(Protocol):
 
 
 class ModelLease(Protocol):
-    """A request's turn with the model that it names, from when it waits for it until it has ended.
+    """A request's lease of the model that it names, from the start of its wait until its end.
 
-    `model`: what the model is called once it is there, where the request called it otherwise; else empty.
+    `model`: the model's name once it is loaded, where the request named it otherwise; else empty.
     """
 
     model: str
 
     @property
     def come(self) -> bool:
-        """Whether the request may begin. From then on its model stays loaded until `close`."""
+        """True once the request may begin. From then on its model stays loaded until `close`."""
         ...
 
     def progress(self) -> str:
-        """What it waits for, such as "loading 40 %"."""
+        """Return what the request waits for, such as "loading 40 %"."""
         ...
 
     def wait(self) -> AsyncIterator[str]:
-        """Until it has come; what it waits for, now and then.
+        """Wait for the lease; yield what it waits for, now and then.
 
-        Raises RequestError when it never will: the model cannot be loaded, another one was pinned meanwhile,
-        or others take too long.
+        Raises RequestError when it can never be granted: the model cannot be loaded, another one was pinned
+        meanwhile, or other requests take too long.
         """
         ...
 
     def close(self) -> None:
-        """The request has ended, or waits no more. May be repeated."""
+        """End the lease, or the wait for it. May be repeated."""
         ...
 
 
 class ImmediateLease:
-    """The turn of a request where nobody waits."""
+    """Lease of a request that need not wait."""
 
     come = True
     model = ""
@@ -244,40 +243,39 @@ class Backend(Protocol):
     def health(self) -> Health: ...
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """What can be served now: the loaded model, or nothing."""
+        """Return the models that can be served now: the loaded model, or none."""
         ...
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
-        """What would be loaded for a request that names it: nothing where requests load nothing."""
+        """Return the models that a request can load by naming them; none where requests load nothing."""
         ...
 
     async def acquire_model(self, name: str | None, within_s: float = 0.0) -> ModelLease:
-        """The turn of a request for the model `name`, which waits `within_s`; 0 is the server's own limit.
+        """Return the lease of a request for the model `name`. It waits for `within_s`; 0: the server's limit.
 
-        Raises RequestError: 404 when a pinned model is in its way, 400 when its configuration tells that it
-        cannot be served, 503 when another one is about to be loaded and requests here do not wait, or when it
-        names none and nothing is loaded.
+        Raises RequestError: 404 when a pinned model blocks it; 400 when its configuration cannot be served;
+        503 when another model is about to be loaded and requests here do not wait, or when it names none and
+        nothing is loaded.
 
-        What is nowhere has its turn at once: the request then ends as one whose model is not loaded. The
-        caller closes the turn after the request.
+        An unknown model gets its lease at once; the request then fails because its model is not loaded. The
+        caller closes the lease after the request.
         """
         ...
 
     def shortage(self) -> RequestError | None:
-        """Return why nothing large is taken now, such as a lack of memory; None where it is."""
+        """Return the reason to refuse large requests now, such as a lack of memory; else None."""
         ...
 
     def text(self) -> Text | None:
-        """The tokenizer side of the loaded model, the same object as long as that model stays loaded."""
+        """Return the tokenizer side of the loaded model, the same object while that model stays loaded."""
         ...
 
     def generate(self, request: Request) -> TokenStream:
         """Start a request.
 
-        A plain function, not a coroutine: what can be refused at once (nothing loaded: RequestError 503
-        NOT_READY; full: 429 or 503 OVERLOADED) is raised by this call. What only rank 0 can judge (a grammar,
-        the KV cache) is raised by `TokenStream.accepted`, so that a streaming client still gets a real
-        status. The caller closes the answer or cancels the task that waits in it: either cancels the request
-        on every rank.
+        A plain function, not a coroutine: this call raises immediate refusals (nothing loaded: RequestError
+        503 NOT_READY; full: 429 or 503 OVERLOADED). `TokenStream.accepted` raises those that only rank 0 can
+        decide (a grammar, the KV cache), so that a streaming client still gets a real status. The caller
+        closes the answer or cancels the task that waits in it: either cancels the request on every rank.
         """
         ...

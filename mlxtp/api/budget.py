@@ -1,4 +1,4 @@
-"""Which model is meant, and what fits into its context. Pure."""
+"""Choice of the model by name, and the limits of its context. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from .backend import ModelInfo, StoredModelInfo
 from .schema import shown
 
 QUICK_CHARACTERS = 1_000_000  # characters that are tokenized within a second
-UNNAMED = (None, "", "default")
-"""What means the loaded model, whichever that is."""
+UNNAMED = (None, "", "default")  # Names that mean the loaded model.
 
 
 def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo | None:
-    """Exact id, then alias, then `default` (or no name at all): the first. None for another name."""
+    """Return the model by exact id, else by alias; for `default` or no name, the first; else None."""
     for model in models:
         if name == model.id:
             return model
@@ -25,7 +24,7 @@ def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo | Non
 
 
 def unknown_model(name: str | None, known: Iterable[str]) -> RequestError:
-    """A 404 that says what can be asked for."""
+    """Return a 404 that lists the available models."""
     return RequestError(
         f"the model {shown(name)} does not exist here; available: {', '.join(known)}",
         Code.MODEL_NOT_FOUND,
@@ -35,14 +34,14 @@ def unknown_model(name: str | None, known: Iterable[str]) -> RequestError:
 
 
 class TooLong(RequestError):
-    """A prompt that does not fit the context, in tokens; each dialect has its own words for it.
+    """A prompt that does not fit the context, in tokens; each dialect has its own message for it.
 
     `counted` is text: a number, or "more than" one.
     """
 
     def __init__(self, tokens: int, context: int, *, more: bool = False) -> None:
         self.counted = f"more than {tokens}" if more else str(tokens)
-        self.most = min(context, tokens - 1)  # one token at least is left for the answer
+        self.most = min(context, tokens - 1)  # at least one token is left for the answer
         detail = f"the prompt has {self.counted} tokens, and the model's context holds {self.most} at most"
         super().__init__(detail, Code.CONTEXT_OVERFLOW, param="messages")
 
@@ -55,9 +54,9 @@ def check_may_fit(
     *,
     turns: int = 0,
 ) -> None:
-    """Refuse what cannot fit and would take seconds to tokenize. Raises TooLong.
+    """Refuse prompts that cannot fit and would take seconds to tokenize. Raises TooLong.
 
-    `longest_token` is in characters. Each turn takes a token at least.
+    `longest_token` is in characters. Each chat turn takes at least one token.
     """
     least = max(characters // longest_token // prompts if characters > QUICK_CHARACTERS else 0, turns)
     if least > model.context:
@@ -65,7 +64,7 @@ def check_may_fit(
 
 
 def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo) -> int:
-    """Return how many tokens the answer may have: as many as asked for, or as fit. Raises RequestError."""
+    """Return the most tokens that the answer may have: as requested, or as fit. Raises RequestError."""
     if not prompt:
         raise RequestError("the prompt is empty", param="messages")
     if min(prompt) < 0 or max(prompt) >= model.vocabulary:

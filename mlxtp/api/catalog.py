@@ -1,4 +1,4 @@
-"""The models that a request may name: the one that is loaded, and those that would be loaded for it."""
+"""The models that a request may name: the loaded one, and those that load on request."""
 
 from __future__ import annotations
 
@@ -11,34 +11,32 @@ from ..text.tokenizer import Text
 from .backend import COMING, DRAINING, Backend, ModelInfo, StoredModelInfo
 from .budget import UNNAMED, find_model, unknown_model
 
-KEPT = 2
-"""How many tokenizers of models that are not loaded stay in memory: tens of megabytes each."""
+KEPT = 2  # tokenizers of unloaded models kept in memory, tens of megabytes each
 
 
 class Catalog:
-    """What can be told of a model without its weights, for `backend`."""
+    """Facts of models that do not need their weights, for `backend`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._texts: dict[Path, Text] = {}
-        """By folder, the one that was asked for last at the end."""
+        self._texts: dict[Path, Text] = {}  # by folder, the last one used at the end
         self._reading = asyncio.Lock()
 
     async def listed(self) -> tuple[ModelInfo | StoredModelInfo, ...]:
-        """What can be served now, and then what would be loaded for a request that names it."""
+        """Return the models that can be served now, then those that a request can load."""
         return self._with_loaded(await self._backend.on_request())
 
     async def loaded(self, name: str | None) -> tuple[ModelInfo, Text]:
-        """The loaded model, by one of its names. Raises RequestError.
+        """Return the loaded model, by one of its names. Raises RequestError.
 
-        404 for what could not be loaded for a request either, 503 where none is loaded.
+        404 for a model that no request could load either, 503 where none is loaded.
         """
         if (here := self._here(name)) is None:
             raise self._missing(name, await self._backend.on_request())
         return here
 
     async def find(self, name: str | None) -> ModelInfo | StoredModelInfo:
-        """One that is loaded, or would be for a request. Raises RequestError as `loaded` does."""
+        """Return a loaded model, or one that a request can load. Raises RequestError as `loaded` does."""
         if (here := self._here(name)) is not None:
             return here[0]
         stored = await self._backend.on_request()
@@ -48,7 +46,7 @@ class Catalog:
         raise self._missing(name, stored)
 
     async def opened(self, name: str | None) -> tuple[ModelInfo | StoredModelInfo, Text]:
-        """The same with its tokenizer, which is read from the disk where the model is not loaded.
+        """Return the same with its tokenizer, read from the disk where the model is not loaded.
 
         Raises RequestError as `find` does, and 400 for a folder that cannot be read.
         """
@@ -62,7 +60,7 @@ class Catalog:
             raise RequestError(detail, error.code, status=400, param="model") from error
 
     def not_ready(self) -> RequestError:
-        """Why no model is loaded."""
+        """Return the error that explains why no model is loaded."""
         health = self._backend.health()
         why = f": {health.reason}" if health.reason else ""
         if health.state == DRAINING:
@@ -83,7 +81,7 @@ class Catalog:
         return (*models, *(each for each in stored if each.id not in loaded))
 
     def _missing(self, name: str | None, stored: Sequence[StoredModelInfo]) -> RequestError:
-        """Why nothing of this name is loaded, where `stored` could be."""
+        """Return the error for a name that is not loaded, where `stored` could be."""
         known = [each.id for each in self._with_loaded(stored)]
         loads = not self._backend.models() and self._backend.health().state in COMING
         if loads or not known or name in (*UNNAMED, *known):

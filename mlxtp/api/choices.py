@@ -1,4 +1,4 @@
-"""One answer or several to the same request, as events in the order in which they come."""
+"""One or more answers to the same request, as events in the order of their arrival."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .streaming import interleaved
 
 
 class Choices:
-    """The answers of one request, to be closed together."""
+    """The answers of one request, closed together."""
 
     def __init__(self) -> None:
         self._answers: list[TokenStream] = []
@@ -35,7 +35,7 @@ class Choices:
         self._answers.append(answer)
 
     async def accepted(self) -> None:
-        """Wait until every answer is accepted. Raises what the first refusal says."""
+        """Wait until every answer is accepted. Raises the first refusal."""
         for answer in self._answers:
             await answer.accepted()
 
@@ -44,9 +44,9 @@ class Choices:
         return self._answers[0].progress() if self._answers else Progress()
 
     def events(self, transcripts: Sequence[Transcript]) -> AsyncGenerator[AnswerEvent]:
-        """The events of all answers, one transcript for each; the last event of each is its `Finish`.
+        """Return the events of all answers, one transcript for each; the last event of each is its `Finish`.
 
-        Raises what an answer raises: then none is complete.
+        Raises an answer's error: then none is complete.
         """
         parts = [
             _events(index, answer, transcript)
@@ -55,13 +55,13 @@ class Choices:
         return parts[0] if len(parts) == 1 else interleaved(parts)
 
     async def aclose(self) -> None:
-        """Cancel what has not ended, on every rank."""
+        """Cancel unfinished answers, on every rank."""
         for answer in self._answers:
             await answer.aclose()
 
 
 async def collect(events: AsyncGenerator[AnswerEvent], count: int) -> list[WholeAnswer]:
-    """`count` whole answers."""
+    """Return `count` whole answers."""
     collected = [_Collected() for _ in range(count)]
     async for event in events:
         collected[event.choice].add(event)
@@ -69,7 +69,7 @@ async def collect(events: AsyncGenerator[AnswerEvent], count: int) -> list[Whole
 
 
 class _Collected:
-    """One choice. Pieces are joined at the end: an answer may have very many."""
+    """One choice. Pieces are joined at the end, as an answer may have very many."""
 
     def __init__(self) -> None:
         self._said: list[str] = []
@@ -99,7 +99,7 @@ class _Collected:
 
 
 async def _events(index: int, answer: TokenStream, transcript: Transcript) -> AsyncGenerator[AnswerEvent]:
-    """A stop string ends the answer on every rank at once. Its end then counts the tokens that were used."""
+    """Yield the events of one answer. A stop string ends it on every rank; then only used tokens count."""
     began_ns = 0
     async for event in answer:
         if isinstance(event, StreamEnd):
@@ -127,7 +127,7 @@ def _stopped(transcript: Transcript, end: StreamEnd) -> StreamEnd:
 
 
 def _finish(index: int, transcript: Transcript, end: StreamEnd, began_ns: int) -> Finish:
-    """An answer that the budget cut off says so, whatever it was about to call."""
+    """Return the last event. "length" takes precedence over a call that the budget cut off."""
     why: ChoiceFinishReason = (
         "length" if end.reason == "length" else "tool_calls" if transcript.called else "stop"
     )

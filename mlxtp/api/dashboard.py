@@ -1,7 +1,7 @@
-"""The page at `/`, and what it watches: `/cluster` and `/cluster/events`. All of it only reads.
+"""The page at `/` and its data, `/cluster` and `/cluster/events`. Read-only.
 
-The page is made of the files in `page/`, as they are: no build, nothing from elsewhere. It shows what a model
-said and what other Macs call themselves, so the browser is told to run nothing but these files.
+The page consists of the files in `page/`, unchanged: no build, nothing from elsewhere. It shows output of
+models and names of other Macs, so its headers forbid the browser to run anything but these files.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from .streaming import COMMENT, AnswerStream
 Json = Mapping[str, Any]
 
 FOLDER = Path(__file__).parent / "page"
-LOOK_S = 0.5
-"""How often those who watch are told, at most."""
+LOOK_S = 0.5  # seconds between two updates of a watcher, at least
 KEEP_ALIVE_S = 3.0
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -48,17 +47,17 @@ HEADERS = {
 
 
 class Observed(Protocol):
-    """What can be watched. `over` is set when the agent ends, so that whoever watches is let go."""
+    """Source of the page's data. `over` is set when the agent ends, which ends all event streams."""
 
     over: asyncio.Event
 
     def snapshot(self) -> Json:
-        """Everything that is known now; what is not known is None."""
+        """Return all current facts; unknown ones are None."""
         ...
 
 
 def routes(observed: Observed) -> list[Route]:
-    """The routes of the page, for `create_app`."""
+    """Return the routes of the page, for `create_app`."""
     shared = _Shared(observed)
 
     async def moment(_request: Request) -> Response:
@@ -77,7 +76,7 @@ def routes(observed: Observed) -> list[Route]:
 
 
 class _Shared:
-    """One moment for all who ask at about the same time. Nobody gets one that is older than `LOOK_S` / 2."""
+    """One snapshot for all simultaneous watchers, never older than `LOOK_S` / 2."""
 
     def __init__(self, observed: Observed) -> None:
         self._observed = observed
@@ -85,7 +84,7 @@ class _Shared:
         self._text = b""
 
     def now(self, *, fresh: bool = False) -> bytes:
-        """As JSON, the same bytes as long as nothing changes."""
+        """Return the snapshot as JSON, the same bytes as long as nothing changes."""
         clock = time.monotonic()
         if fresh or clock >= self._until:
             self._until = clock + LOOK_S / 2
@@ -94,7 +93,7 @@ class _Shared:
 
 
 async def _watch(shared: _Shared, over: asyncio.Event) -> AsyncGenerator[bytes]:
-    """A first moment at once, then another whenever something has changed, until `over`."""
+    """Yield a snapshot at once, then another after each change, until `over`."""
     told = b""
     while True:
         last = over.is_set()
@@ -109,7 +108,7 @@ async def _watch(shared: _Shared, over: asyncio.Event) -> AsyncGenerator[bytes]:
 
 
 def _file(path: Path) -> Route:
-    """One file, read once. `index.html` is at `/`, the others are below `/page/`."""
+    """Return the route of one file, read once. `index.html` is at `/`, the others are below `/page/`."""
     content = path.read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {**HEADERS, "etag": etag, "content-type": _TYPES[path.suffix]}

@@ -1,4 +1,4 @@
-"""The HTTP endpoint of one agent: where it listens, who may use it, and under which names."""
+"""The HTTP endpoint of one agent: its addresses and names, and who may use it."""
 
 from __future__ import annotations
 
@@ -23,50 +23,46 @@ from .server import bind
 log = logging.getLogger(__name__)
 
 NEVER = "never"
-RENEWAL_S = 3600.0
-"""How often an agent looks whether its own certificate still holds long enough."""
+RENEWAL_S = 3600.0  # seconds between two checks of the agent's own certificate
 
 
 @dataclass(frozen=True, slots=True)
 class OwnCertificate:
-    """What the certificate that an agent makes for itself is for, and the home that keeps it."""
+    """Names and addresses for the certificate that an agent makes for itself, and the home that keeps it."""
 
     home: Path
     names: tuple[str, ...]
     addresses: tuple[str, ...]
+    #: Names and addresses that it must have. The others, which this Mac found, change with the network.
     needed: tuple[str, ...]
-    """Those that it cannot do without. The others, which this Mac found, come and go with the network."""
 
 
 @dataclass(slots=True)
 class Endpoint:
-    """Listens already; nobody answers yet. `keys` is None where none are ever asked for."""
+    """A listening socket, without a server yet. `keys` is None where none are ever required."""
 
     sock: socket.socket
-    url: str
-    """For programs on this Mac, such as http://127.0.0.1:52415."""
-    summary: str
-    """The same for people and other Macs: an address that others reach, if there is one."""
+    url: str  # for programs on this Mac, such as http://127.0.0.1:52415
+    summary: str  # URL for users and other Macs, with an address that others reach, if there is one
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     keys: KeyRing | None = None
     tls: Tls | None = None
-    own: OwnCertificate | None = None
-    """What its certificate is for, if it makes that itself."""
+    own: OwnCertificate | None = None  # content of its certificate, if the agent makes one itself
 
     @property
     def certificate(self) -> str:
-        """What clients are shown by HTTPS, as PEM; empty for HTTP."""
+        """Certificate for HTTPS clients, as PEM; empty for HTTP."""
         return self.tls.certificate if self.tls is not None else ""
 
     def access(self, own_key: str) -> Access:
-        """Who may use it. This Mac's own commands have `own_key`."""
+        """Return the rules of access. This Mac's own commands have `own_key`."""
         if self.keys is not None:
             self.keys.own_key = own_key
         return Access(self.hosts, self.origins, self.keys)
 
     def renew(self, now: datetime) -> bool:
-        """Whether there is another certificate now, as the one of its own came to its end.
+        """Replace the agent's own certificate if it is about to expire. Return True if so.
 
         Raises ConfigError when it cannot be made.
         """
@@ -76,11 +72,11 @@ class Endpoint:
         self.tls = renewed(before, own.home, own.names, own.addresses, now)
         if self.tls is before:
             return False
-        log.info("HTTPS goes on with a certificate whose SHA-256 is %s", self.tls.fingerprint)
+        log.info("renewed the certificate for HTTPS; its SHA-256 is %s", self.tls.fingerprint)
         return True
 
     async def keep_certificate(self, tell: Callable[[str], None]) -> None:
-        """For as long as it serves: `tell` gets each certificate (PEM) that takes the place of another."""
+        """Renew the certificate while the agent serves. `tell` receives each new certificate (PEM)."""
         while self.own is not None:
             await asyncio.sleep(RENEWAL_S)
             try:
@@ -92,9 +88,9 @@ class Endpoint:
 
 @contextlib.contextmanager
 def open_endpoint(settings: Settings) -> Iterator[Endpoint]:
-    """Listen, until the context ends. Says in the log what others can do there.
+    """Listen, until the context ends. Log the addresses, and what other machines can do there.
 
-    Raises ConfigError for an address that cannot be had, and for keys or certificates that cannot be used.
+    Raises ConfigError for an address that is not available, and for keys or certificates that cannot be used.
     """
     with contextlib.closing(bind(settings.http_host, settings.http_port)) as sock:
         host, port = sock.getsockname()[:2]
@@ -118,14 +114,14 @@ def open_endpoint(settings: Settings) -> Iterator[Endpoint]:
 
 
 def names_here(host_name: str) -> tuple[str, ...]:
-    """The names that a Mac with this host name has on its network: its own, and the one of Bonjour."""
+    """Return the names of a Mac with this host name on its network: its own, and the one of Bonjour."""
     name = host_name.lower().removesuffix(".")
     label = name.partition(".")[0]
     return tuple(dict.fromkeys(filter(is_host_name, (name, label, f"{label}.local"))))
 
 
 def addresses_here() -> tuple[str, ...]:
-    """The IPv4 addresses of this machine that others reach and that last: no loopback, none self-assigned."""
+    """Return the lasting IPv4 addresses that other machines reach: no loopback, no self-assigned ones."""
     import psutil
 
     found = [
@@ -162,7 +158,7 @@ def _own(settings: Settings, host: str, addresses: tuple[str, ...]) -> OwnCertif
 
 
 def _reached(names: tuple[str, ...], addresses: tuple[str, ...], tls: Tls | None) -> str:
-    """Where others reach this Mac: an address, or where its certificate is for none, the name of Bonjour."""
+    """Return the address or name for other machines; a self-signed certificate decides."""
     if tls is None:
         return addresses[0]
     known = (each for each in (*addresses, *reversed(names)) if each in tls.names)
@@ -178,39 +174,39 @@ def _announce(endpoint: Endpoint, home: Path, *, beyond: bool) -> None:
             log.info("clients have to trust %s", home / OWN_CERTIFICATE)
             if missing := {*endpoint.own.names, *endpoint.own.addresses} - endpoint.tls.names:
                 log.info(
-                    "it is not for %s, as which this Mac is known now; naming that by --allowed-host makes "
-                    "another one, which has to be trusted anew",
+                    "it is not for %s, as which this Mac is known now; to cover it, pass --allowed-host; "
+                    "clients then have to trust the new certificate",
                     ", ".join(sorted(missing)),
                 )
     if not beyond:
         return
     if endpoint.keys is None:
         log.warning(
-            "whoever reaches %s can use it: --api-keys never asks nobody for a key. Leave it away, or use "
+            "anyone who reaches %s can use it, because of --api-keys never. Remove that setting, or use "
             "--http 127.0.0.1:52415",
             endpoint.summary,
         )
     elif not endpoint.keys.names:
         log.warning(
-            "%s asks other machines for an API key, and there is none yet, so nobody is answered: "
+            "%s requires an API key of other machines, and there is none yet, so all are refused: "
             "`mlxtp key create NAME --home %s` makes one",
             endpoint.summary,
             f"'{home}'",
         )
     if endpoint.tls is None:
         log.warning(
-            "%s is plain HTTP: whoever is on the network can read prompts, answers and keys. --http-tls, or "
+            "%s is plain HTTP: anyone on the network can read prompts, answers and keys. --http-tls, or "
             "--http-cert with --http-key, encrypts it",
             endpoint.summary,
         )
 
 
 def _local(host: str) -> str:
-    """Where programs on this Mac connect to what listens at `host`."""
+    """Return the host at which programs on this Mac connect to a listener at `host`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        raise ConfigError(f"{host} is no address") from None
+        raise ConfigError(f"{host} is not an IP address") from None
     if not address.is_unspecified:
         return host
     return "127.0.0.1" if address.version == 4 else "::1"

@@ -1,4 +1,4 @@
-"""Errors in the words of a dialect. Pure."""
+"""Errors with a dialect's names of fields. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def in_words_of(dialect: Dialect, error: MlxtpError) -> MlxtpError:
-    """Return the same error, with the field that it is about called as a dialect calls it.
+    """Return the same error, with its field under the dialect's name.
 
-    That field is `param`, and the text may begin with it. What else the text says may be the client's own
-    words, and stays as it is.
+    That field is `param`, and the text may begin with it. The rest of the text may quote the client and stays
+    unchanged.
     """
     names = dialect.names
     if isinstance(error, TooLong):
@@ -32,7 +32,7 @@ def in_words_of(dialect: Dialect, error: MlxtpError) -> MlxtpError:
 
 
 def _renamed(names: Mapping[str, str], path: str) -> str:
-    """A field as the core writes it: `stop`, `response_format.pattern`, `tools[0].function.name`."""
+    """Rename a field in the core's notation: `stop`, `response_format.pattern`, `tools[0].function.name`."""
     known = "|".join(map(re.escape, names))
     return re.sub(
         rf"^(tools\[\d+\]\.)?({known})(?!\w)", lambda found: (found[1] or "") + names[found[2]], path

@@ -1,6 +1,4 @@
-"""From a `GenerationRequest` to its answer, for all dialects: model, prompt, queue, stream or whole,
-failures.
-"""
+"""From a `GenerationRequest` to its answer, for all dialects: model, prompt, queue, stream, errors."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ class _PreparedRequest:
     thinking: bool
 
     def transcripts(self) -> list[Transcript]:
-        finder = StopFinder(self.stops) if self.stops else None  # its tables are made once for all
+        finder = StopFinder(self.stops) if self.stops else None  # its tables are built once for all
         return [
             Transcript(
                 self.text.detokenizer(skip=self.model.eos),
@@ -85,7 +83,7 @@ class _PreparedRequest:
         ]
 
     def _plan(self) -> ReadingPlan | None:
-        """How an answer is read; None when there is nothing in it but text."""
+        """Return the plan for reading an answer; None when it can contain only text."""
         prompt, markup = self.about.ask.prompt, self.text.markup
         if self.requests[0].shaping.grammar_kind:  # a grammar leaves no room for thoughts
             markup = replace(markup, think=None)
@@ -110,7 +108,7 @@ class _PreparedRequest:
 class _QueuedRequest:
     """A request whose model may have to be loaded, with its body.
 
-    `arrived`: when it began to wait, by the clock; None where it need not.
+    `arrived`: start of its wait, by the clock; None where it need not wait.
     """
 
     ask: GenerationRequest
@@ -120,7 +118,7 @@ class _QueuedRequest:
     arrived: float | None
 
     def now(self) -> GenerationRequest:
-        """What is left of it once its turn has come: its time, and a name by which the model is known."""
+        """Return the request after its wait: with its remaining time, and a name of the loaded model."""
         ask, options = self.ask, self.ask.options
         if options.deadline_s and self.arrived is not None:
             left_s = options.deadline_s - (time.monotonic() - self.arrived)
@@ -129,7 +127,7 @@ class _QueuedRequest:
 
 
 class Generation:
-    """What every adapter's routes are made of. `retry_after_s`: when a client may come again."""
+    """Generation of answers for every adapter's routes. `retry_after_s`: the `Retry-After` of refusals."""
 
     def __init__(
         self,
@@ -150,16 +148,16 @@ class Generation:
         return self._backend.health()
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """What can be served now."""
+        """Return the models that can be served now."""
         return self._backend.models()
 
     async def parsed(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        """Return what `parse` makes of the whole body. Raises as it does, and as `Bodies.read`."""
+        """Return the result of `parse` for the whole body. Raises as it does, and as `Bodies.read`."""
         async with self._bodies.read(request) as body:
             return await body.parsed(parse)
 
     async def count(self, request: Request, parse: Callable[[bytes], GenerationRequest]) -> int:
-        """The tokens of the prompt that this request would be answered with. Raises RequestError."""
+        """Return the number of tokens in the request's prompt. Raises RequestError."""
         async with self._bodies.read(request) as body:
             ask = await body.parsed(parse, slow=True)
             model, text = await self.catalog.opened(ask.model)
@@ -172,9 +170,9 @@ class Generation:
             return sum(map(len, await _tokens(ask, text, prompts)))
 
     async def load(self, request: Request, name: str | None) -> ModelInfo:
-        """The model of this name, once it is loaded. The request's body must have been read.
+        """Return the model of this name, once it is loaded. The request's body must have been read.
 
-        Raises RequestError when there is no such model, or it never will be loaded.
+        Raises RequestError when there is no such model, or it can never be loaded.
         """
         lease = await self._backend.acquire_model(name)
         try:
@@ -191,9 +189,9 @@ class Generation:
         *,
         slow: bool = False,
     ) -> Response:
-        """The answer to one request, streamed or whole. Raises MlxtpError as long as nothing was sent.
+        """Return the answer to one request, streamed or whole. Raises MlxtpError before anything was sent.
 
-        `slow`: `parse` may take long with a short body, too.
+        `slow`: `parse` may take long even for a short body.
         """
         address = request.client.host if request.client is not None else ""
         async with AsyncExitStack() as open_:
@@ -224,7 +222,7 @@ class Generation:
         return await _in_thread_if(scored, lambda: _json(dialect.whole(about, wholes)))
 
     def endpoint(self, dialect: Dialect, handler: Handler) -> Handler:
-        """`handler`, whose errors are answered in the shape of `dialect`, in its words."""
+        """Return `handler` with its errors answered in the shape and with the names of `dialect`."""
 
         @wraps(handler)
         async def answered(request: Request) -> Response:
@@ -236,7 +234,7 @@ class Generation:
         return answered
 
     def refusal(self, dialect: Dialect, error: MlxtpError, more: Mapping[str, str] | None = None) -> Response:
-        """The answer that refuses. `more` headers than those that the status has, or in place of them."""
+        """Return the response that refuses. `more` headers add to those of the status, or replace them."""
         status = error_status(error)
         note(error.code)
         if not isinstance(error, RequestError):
@@ -244,7 +242,7 @@ class Generation:
         headers = dict(more or {})
         if status in (429, 503, 529):
             headers.setdefault("retry-after", str(self._retry_after_s))
-        elif status == 504:  # what took too long once will do so again
+        elif status == 504:  # the same request would take too long again
             headers["x-should-retry"] = "false"
         elif status == 408:  # the rest of the body must not be taken for another request
             headers["connection"] = "close"
@@ -294,7 +292,7 @@ class Generation:
         guided = bool(shaping.grammar_kind)
         budgets = [budget.token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
-        if self._backend.text() is not text:  # another model was loaded while we were in the thread
+        if self._backend.text() is not text:  # another model was loaded meanwhile
             raise self.catalog.not_ready()
         requests: list[Wanted] = []
         for prompt, max_tokens in zip(prompts, budgets, strict=True):
@@ -329,16 +327,16 @@ class Adapter(Dialect, Protocol):
 
     @property
     def operations(self) -> Sequence[Operation]:
-        """What `/openapi.json` says of its endpoints."""
+        """Entries of its endpoints in `/openapi.json`."""
         ...
 
     def routes(self, generation: Generation) -> Sequence[Route]:
-        """One that generates calls `generation.answer(self, request, self.parse)`."""
+        """Return its routes. One that generates calls `generation.answer(self, request, self.parse)`."""
         ...
 
 
 async def _come(lease: ModelLease) -> None:
-    """Until the turn has come. Raises RequestError as its `wait` does."""
+    """Wait for the lease. Raises RequestError as its `wait` does."""
     async for _ in lease.wait():
         pass
 
@@ -361,9 +359,7 @@ def _written(
         characters(conversation), text.longest_token, model, turns=len(conversation.messages)
     )
     arguments = [call.arguments for lease in conversation.messages for call in lease.calls]
-    check_extent(
-        *arguments, where="what is called in messages", param="messages"
-    )  # it is parsed for templates
+    check_extent(*arguments, where="what is called in messages", param="messages")  # templates parse it
     if guided and conversation.thinking is None:  # a grammar leaves no room for thoughts
         conversation = replace(conversation, thinking=False)
     return [text.rendered(conversation)]
@@ -372,7 +368,7 @@ def _written(
 async def _tokens(ask: GenerationRequest, text: Text, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
     """Return token ids of prompts. Raises RequestError.
 
-    They wait in the line for their own size: a template may write a long text for a short body.
+    They wait in the queue for their own size, as a template may write a long text for a short body.
     """
     special = not isinstance(ask.prompt, Conversation)  # a template writes them itself
 
@@ -383,7 +379,7 @@ async def _tokens(ask: GenerationRequest, text: Text, prompts: Sequence[Prompt])
 
 
 def _check_tokens(prompts: Sequence[Prompt], model: ModelInfo) -> None:
-    """Those that a client sent have to be among the model's."""
+    """Check that the client's token ids are in the model's vocabulary."""
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str) or max(prompt) < model.vocabulary:
             continue
@@ -399,7 +395,7 @@ def _shown_prompts(ask: GenerationRequest, text: Text) -> tuple[str, ...]:
 
 
 def _about(ask: GenerationRequest) -> About:
-    """Return what is known of an answer before its model is."""
+    """Return the known facts of an answer before its model is loaded."""
     prompts = 1 if isinstance(ask.prompt, Conversation) else len(ask.prompt)
     return About(uuid.uuid4().hex, time.time(), "", (0,) * prompts, (), lambda _token: ("", None), ask)
 
@@ -413,7 +409,7 @@ async def _wholes(asking: asyncio.Task[AsyncGenerator[AnswerEvent]], count: int)
 
 
 def _client(address: str) -> str:
-    """Return the client of the HTTP request that is being answered: its key, else its address."""
+    """Return the client of the current HTTP request: its key, else its address."""
     account = current()
     return f"key {account.key}" if account is not None and account.key else address
 
@@ -430,10 +426,10 @@ def _size(ask: GenerationRequest, body: Body) -> int:
 
 
 def _json(body: Json) -> Response:
-    """ASCII, as in streams: a model may write half a character, and no client breaks lines at U+2028."""
+    """Encode as ASCII: a model may write half a character, and no client breaks lines at U+2028."""
     return Response(json.dumps(body, separators=(",", ":")), media_type="application/json")
 
 
 async def _in_thread_if(slow: bool, work: Callable[[], T]) -> T:
-    """What takes long would hold up everybody else's tokens."""
+    """Run slow work in a thread, so that it does not hold up the tokens of other requests."""
     return await asyncio.to_thread(work) if slow else work()

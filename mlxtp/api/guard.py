@@ -1,12 +1,12 @@
-"""Who may ask this server at all: by Host, by Origin, and by API key. It stands before all routes.
+"""Access to this server by Host, by Origin, and by API key. Checked before all routes.
 
-A page on the internet can make a browser talk to 127.0.0.1, by a plain cross-site request (Origin or
-Sec-Fetch-Site gives it away) or by letting its own name resolve to 127.0.0.1 (DNS rebinding: the Host gives
-it away). So Host has to be a name of this Mac, or the very address that the connection came in at, which no
-page can have for a name; and Origin this server's, with scheme, host and port, or one that is on the list.
+A web page can make a browser send requests to 127.0.0.1 in two ways. One is a plain cross-site request, which
+Origin or Sec-Fetch-Site reveals. The other is a name that resolves to 127.0.0.1 (DNS rebinding), which Host
+reveals. So Host must be a name of this Mac or the very address of the connection, which no page can have for
+a name. Origin must be this server's, with scheme, host and port, or one on the list.
 
-Pages on the list get what CORS wants from starlette's middleware, which does that right: it stands behind
-`HostGuard`, and so never hears of a page that is not on the list.
+Starlette's middleware handles CORS for pages on the list. It stands behind `HostGuard`, so requests of other
+pages never reach it.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from .request_context import note
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"
-ADMIN = "/admin"
-"""Below it everything asks for the key in `agent.json`, and API keys count for nothing."""
+ADMIN = "/admin"  # Paths below it require the key in `agent.json`; API keys are not valid there.
+#: Paths without data, which need no key: the page, its files (below `/page/`), and `/health`.
 PUBLIC = ("/", "/health", "/page/")
-"""What nobody needs a key for, as it holds no data: the page, its files (below `/page/`), and `/health`."""
 
 METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
+#: Response headers that scripts of a page may read.
 EXPOSED = ("Retry-After", "WWW-Authenticate", "X-Request-Id", "Request-Id", "X-Should-Retry")
-"""Headers of answers that a page's program may read."""
 PREFLIGHT_S = 600
 _PORTS = {"http": 80, "https": 443}
 _PROXIES = ("forwarded", "via", "x-real-ip")
+#: Bytes of a refused request's body that are read and discarded: a client that is still sending cannot read
+#: the answer.
 UNREAD_BYTES = 16 * 1024 * 1024
-"""So much of a refused request's body is read and thrown away: who is still sending hears no answer."""
 
+#: Maker of the response to an error, with these headers added.
 RefusalResponse = Callable[[Scope, RequestError, Mapping[str, str]], Response]
-"""What is answered to a request to say an error, with these headers on top."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What is answered instead. `headers` come on top of those that every answer has."""
+    """An answer in place of the route's. `headers` are added to those of every answer."""
 
     status: int
     code: Code
@@ -57,23 +57,23 @@ class Refusal:
 
 
 class Keys(Protocol):
-    """The API keys."""
+    """The valid API keys."""
 
     def refusal(self, given: Sequence[str]) -> Refusal | None:
-        """Why a request that shows the keys `given` gets no answer; None when it does."""
+        """Return the refusal of a request that shows the keys `given`; None to admit it."""
         ...
 
     def admits(self, given: Sequence[str]) -> bool:
-        """Return True where one of `given` counts or none is needed. Counts no use of a key."""
+        """Return True where one of `given` is valid or none is needed. Does not count as a use."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use the endpoint.
+    """Rules of access to the endpoint.
 
     `hosts`: names of this Mac, beside those of loopback; `*` for any. `origins`: other pages that may use it,
-    such as `http://localhost:3000`; `*` for any. `keys`: None where nobody needs one.
+    such as `http://localhost:3000`; `*` for any. `keys`: None where no client needs one.
     """
 
     hosts: Collection[str] = ()
@@ -82,7 +82,7 @@ class Access:
 
 
 def guards(access: Access, answer: RefusalResponse) -> list[Middleware]:
-    """The middleware of an app, in its order: the first is asked first. `answer` says refusals."""
+    """Return the middleware of an app, the first one outermost. `answer` builds refusals."""
     found = [Middleware(HostGuard, access=access, answer=answer)]
     if access.origins:
         found.append(
@@ -90,7 +90,7 @@ def guards(access: Access, answer: RefusalResponse) -> list[Middleware]:
                 CORSMiddleware,
                 allow_origins=tuple(access.origins),
                 allow_methods=METHODS,
-                allow_headers=(ANY,),  # whatever it asks for: client libraries send a dozen of their own
+                allow_headers=(ANY,),  # any: client libraries send a dozen of their own
                 expose_headers=EXPOSED,
                 allow_private_network=True,
                 max_age=PREFLIGHT_S,
@@ -102,7 +102,7 @@ def guards(access: Access, answer: RefusalResponse) -> list[Middleware]:
 
 
 class HostGuard:
-    """Lets through what is meant for this Mac, and comes from no page or from one that may ask."""
+    """Middleware that admits requests for this Mac, from no page or from an allowed one."""
 
     def __init__(self, app: ASGIApp, access: Access, answer: RefusalResponse) -> None:
         self._app = app
@@ -118,7 +118,7 @@ class HostGuard:
 
 
 class KeyGuard:
-    """Lets through what shows a good API key, and what needs none."""
+    """Middleware that admits requests with a valid API key, and those that need none."""
 
     def __init__(self, app: ASGIApp, keys: Keys, answer: RefusalResponse) -> None:
         self._app = app
@@ -139,7 +139,7 @@ class KeyGuard:
 
 
 def misdirected(access: Access, scope: Scope) -> Refusal | None:
-    """Why a request is not for this server, judged by Host, Origin and where it comes from."""
+    """Return a refusal by Host, Origin and the connection's address; None to admit the request."""
     headers, path = Headers(scope=scope), scope["path"]
     here = address_of(scope.get("server"))
     if is_admin(path) and not is_local(scope):
@@ -164,18 +164,18 @@ def misdirected(access: Access, scope: Scope) -> Refusal | None:
 
 
 def is_local(scope: Scope) -> bool:
-    """Return True for a request that a program on this Mac sent, and no proxy passed on."""
+    """Return True for a request that a program on this Mac sent, and no proxy forwarded."""
     here, peer = address_of(scope.get("server")), address_of(scope.get("client"))
     return peer in (here, *LOOPBACK_HOSTS) and not is_forwarded(Headers(scope=scope))
 
 
 def is_forwarded(headers: Headers) -> bool:
-    """Return True where a proxy says that it passes the request on."""
+    """Return True for a request with a proxy's headers."""
     return any(name in _PROXIES or name.startswith("x-forwarded-") for name in headers)
 
 
 def is_stranger(access: Access, scope: Scope) -> bool:
-    """Return True for a client beyond this Mac that shows no key: it hears no details."""
+    """Return True for a client beyond this Mac without a key, which gets no details."""
     if is_local(scope):
         return False
     return access.keys is None or not access.keys.admits(keys_in(Headers(scope=scope)))
@@ -191,8 +191,8 @@ def origin_of(url: str) -> tuple[str, str, int] | None:
 def _is_own(origin: str, hosts: Sequence[str], scope: Scope) -> bool:
     """Return True for an origin at which the request came in.
 
-    A proxy may have taken it in at another scheme and port. Then a browser has to say that page and address
-    have the same origin, which no page can make it say.
+    A proxy may have received it at another scheme and port. Then the browser's Sec-Fetch-Site must confirm
+    that page and address have the same origin, which no page can forge.
     """
     page, scheme = origin_of(origin), scope.get("scheme", "http")
     if page is None:
@@ -211,34 +211,34 @@ def _is_link(scope: Scope) -> bool:
 
 
 def is_preflight(method: str, headers: Headers) -> bool:
-    """Whether a browser asks by it what a page of another origin may do."""
+    """Return True for a browser's request for the permissions of a page of another origin."""
     return method == "OPTIONS" and "access-control-request-method" in headers
 
 
 def is_admin(path: str) -> bool:
-    """Whether only this Mac's own commands may ask for it."""
+    """Return True for paths of this Mac's own commands."""
     return path == ADMIN or path.startswith(f"{ADMIN}/")
 
 
 def is_public(path: str) -> bool:
-    """Whether it is answered without a key."""
+    """Return True for paths that need no key."""
     return any(
         path == each or (each != "/" and each.endswith("/") and path.startswith(each)) for each in PUBLIC
     )
 
 
 def keys_in(headers: Headers) -> list[str]:
-    """The API keys that a request shows: `Authorization: Bearer KEY`, `x-api-key: KEY`, or both."""
+    """Return the API keys of a request: `Authorization: Bearer KEY`, `x-api-key: KEY`, or both."""
     scheme, _, credentials = headers.get("authorization", "").partition(" ")
     bearer = credentials if scheme.lower() == "bearer" else ""
     return [key for key in (bearer.strip(), headers.get("x-api-key", "").strip()) if key]
 
 
 def host_name(url: str) -> str | None:
-    """The host in `scheme://host:port` or `//host:port`, in lower case; None if there is none."""
+    """Return the host in `scheme://host:port` or `//host:port`, in lower case; None if there is none."""
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018 - raises ValueError for a port that is no number
+        parts.port  # noqa: B018 - raises ValueError for a port that is not a number
     except ValueError:
         return None
     if parts.path or parts.query or parts.fragment or parts.username is not None:
@@ -247,9 +247,9 @@ def host_name(url: str) -> str | None:
 
 
 def address_of(end: Sequence[Any] | None) -> str:
-    """The address of one end of a connection as URLs have it; empty where it is not known.
+    """Return the address of one end of a connection in the form of URLs; empty if unknown.
 
-    Without the zone of an IPv6 address. An IPv4 one that came in at an IPv6 socket is an IPv4 one.
+    Without the zone of an IPv6 address. An IPv4 address at an IPv6 socket is returned as IPv4.
     """
     if not end:
         return ""
@@ -265,7 +265,7 @@ def address_of(end: Sequence[Any] | None) -> str:
 def _unknown_host(host: str, name: str | None) -> str:
     said = f"this server does not answer to the name {host!r:.120}"
     if name is None:
-        return f"{said}, which is none"
+        return f"{said}, which is not a valid host name"
     return f"{said}; if that is this Mac, start `mlxtp node` with --allowed-host {name:.100}"
 
 
@@ -286,12 +286,12 @@ async def _refuse(
     error = RequestError(refusal.message, refusal.code, status=refusal.status)
     headers = dict(refusal.headers)
     if not await _read_away(scope, receive):
-        headers["connection"] = "close"  # what else comes is no request
+        headers["connection"] = "close"  # the rest is not a request
     await answer(scope, error, headers)(scope, receive, send)
 
 
 async def _read_away(scope: Scope, receive: Receive) -> bool:
-    """Whether nothing is left of the body. None of it is kept."""
+    """Read and discard the body. Return True if all of it was read."""
     declared = Headers(scope=scope).get("content-length", "")
     if declared.isdecimal() and len(declared) <= 20 and int(declared) > UNREAD_BYTES:
         return False

@@ -1,4 +1,4 @@
-"""Decide what an answer may be: tool calls, JSON of a schema, or free text. Pure."""
+"""Constraints of an answer: tool calls, JSON of a schema, or free text. Pure."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MOST_SCHEMAS = 16_000  # characters of all tools' schemas that a grammar may hol
 class Guidance:
     """Constraints of one answer, and the format of its calls.
 
-    `grammar` is its kind and text, empty for free text. `calls` says how calls are found in the answer; None:
-    there are none. `forced`: the answer is one call in plain JSON. `banned` tokens begin calls, which must
-    not come. `dropped`: calls must not come, and those that come are left out of the answer.
+    `grammar` is its kind and text, empty for free text. `calls` is the format of calls in the answer; None:
+    there are none. `forced`: the answer is one call in plain JSON. `banned` tokens begin calls, which are not
+    allowed. `dropped`: calls are not allowed, and any that come are left out of the answer.
     """
 
     grammar: tuple[str, str] = ("", "")
@@ -36,7 +36,7 @@ class Guidance:
 
 
 def guidance(ask: GenerationRequest, text: Text, eos: tuple[int, ...]) -> Guidance:
-    """Return what the answer to a request is held to; one of `eos` ends it. Raises RequestError."""
+    """Return the constraints of the answer to a request; one of `eos` ends it. Raises RequestError."""
     prompt, format_ = ask.prompt, ask.options.format
     if not isinstance(prompt, Conversation):
         return Guidance(_grammar(format_, Separators()))

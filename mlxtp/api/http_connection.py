@@ -1,8 +1,8 @@
-"""HTTP connections whose clients keep them waiting, for uvicorn's h11 protocol.
+"""HTTP connections that end when their clients stall, for uvicorn's h11 protocol.
 
-uvicorn waits without end for a request that has begun, and for a client to read. A connection that stands
-still is cut: uvicorn then tells the application that the client has gone, which cancels the request on every
-rank. What a client sends too slowly after its head is refused before (`api/app.py`).
+uvicorn waits without limit for the rest of a request, and for a client to read. Here, a connection that makes
+no progress is cut: uvicorn then reports to the application that the client has gone, which cancels the
+request on every rank. A body that arrives too slowly is refused before that (`api/app.py`).
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from .http_errors import error_body
 
 log = logging.getLogger(__name__)
 
+#: Bytes that the system may hold for a client that does not read; asyncio holds one chunk more, with TLS 64
+#: KiB.
 UNREAD_BYTES = 256 * 1024
-"""What the system may hold for a client that does not read; asyncio holds one chunk more, with TLS 64 KiB."""
+#: Bytes that a slow client must read in `stall_s`. With TLS, up to 48 KiB more, as the data in asyncio's
+#: socket below it is not counted.
 LEAST_READ_BYTES = 16 * 1024
-"""Who reads so much in `stall_s` is slow, but reading. With TLS it takes up to 48 KiB more, as what waits in
-asyncio's socket below it is not counted."""
-BEHIND_BYTES = 64 * 1024
-"""Of further requests, while one is answered."""
+BEHIND_BYTES = 64 * 1024  # bytes of further requests, while one is answered
+#: Half of the descriptors that an agent requests; the others are for ranks, links and files.
 MAX_CONNECTIONS = 2048
-"""Half of the descriptors that an agent asks for: the others are for ranks, links and files."""
-MAX_REFUSALS = 512
-"""So many more are told that they are too many; the next ones are cut without a word."""
+MAX_REFUSALS = 512  # Further connections that get an answer 503; those beyond are cut without one.
 MOST_CONNECTIONS = MAX_CONNECTIONS + MAX_REFUSALS
+#: Connections of one address: a chat app for a school has a thousand, and other clients still find room.
 MAX_PER_ADDRESS = MAX_CONNECTIONS * 3 // 4
-"""Connections of one address: a chat app for a school has a thousand, and others find a place beside it."""
 MOST_PER_ADDRESS = MAX_PER_ADDRESS + MAX_REFUSALS // 4
 _ENDED = (h11.MUST_CLOSE, h11.CLOSED, h11.ERROR)
 
 
 class HttpConnection(H11Protocol):
-    """`request_s`: the time to send one request. `stall_s`: the time to read what waits."""
+    """HTTP connection. `request_s`: the time to send a request. `stall_s`: the time to read waiting data."""
 
     request_s = 90.0
     stall_s = 60.0
@@ -59,13 +58,16 @@ class HttpConnection(H11Protocol):
         own = sum(address_of(other) == address for other in self.connections)
         if own > MAX_PER_ADDRESS:
             self.app = _refusing(
-                f"{MAX_PER_ADDRESS} connections of {address} are open, the most of one address"
+                f"{MAX_PER_ADDRESS} connections of {address} are open, the most for one address; retry later"
             )
         elif len(self.connections) > MAX_CONNECTIONS:
-            self.app = _refusing(f"{MAX_CONNECTIONS} connections are open, the most this server takes")
+            self.app = _refusing(
+                f"{MAX_CONNECTIONS} connections are open, the most this server takes; retry later"
+            )
         if len(self.connections) > MOST_CONNECTIONS or own > MOST_PER_ADDRESS:
-            self.connections.discard(self)  # at once, as more may come in this turn of the event loop
-            transport.abort()  # a client that was refused so often does not listen
+            # at once, as more connections may arrive in this iteration of the event loop
+            self.connections.discard(self)
+            transport.abort()  # a client that was refused so often ignores the answers
             return
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         # `pause_writing` comes with the first byte left over. asyncio's TLS calls it at that size, its TCP
@@ -74,7 +76,7 @@ class HttpConnection(H11Protocol):
         self._watch_request()
 
     def data_received(self, data: bytes) -> None:
-        if self.conn.their_state not in _ENDED:  # nothing may come any more, and nobody would answer it
+        if self.conn.their_state not in _ENDED:  # no further request can come or be answered
             Context().run(self._received, data)
 
     def _received(self, data: bytes) -> None:
@@ -82,8 +84,9 @@ class HttpConnection(H11Protocol):
         self._watch_request()
 
     def handle_events(self) -> None:
-        """Called with all data, and at the end of an answer. Both may be in the context of a request that is
-        over, whose id does not belong into what is logged here.
+        """Handle events in an empty context. uvicorn calls this with all data, and at the end of an answer.
+
+        The caller's context may be that of a finished request, whose id must not appear in these log lines.
         """
         Context().run(self._handle_events)
 
@@ -105,17 +108,17 @@ class HttpConnection(H11Protocol):
         self._not_reading.stop()
         super().resume_writing()
 
-    # --- what it waits for ---------------------------------------------------------------------------
+    # --- deadlines -----------------------------------------------------------------------------------
 
     def _drop_blank_lines(self) -> None:
-        """Before a request, as RFC 9112 asks (2.2): old clients send one behind a body."""
+        """Drop blank lines before a request (RFC 9112, 2.2): old clients send one after a body."""
         if self.conn.their_state is h11.IDLE:
             waiting = self.conn.trailing_data[0]
             if blank := len(waiting) - len(waiting.lstrip(b"\r\n")):
                 self.conn._receive_buffer.maybe_extract_at_most(blank)
 
     def _watch_behind(self) -> None:
-        """uvicorn stops reading where something follows a request, and would not see that its client left."""
+        """Resume reading. uvicorn stops when data follows a request, and would not notice a lost client."""
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY, *_ENDED):
             return
         if len(self.conn.trailing_data[0]) <= BEHIND_BYTES:
@@ -124,7 +127,7 @@ class HttpConnection(H11Protocol):
             self._cut(f"sent more than {BEHIND_BYTES} bytes behind a request that was not answered")
 
     def _watch_request(self) -> None:
-        """Between two requests, `timeout_keep_alive` counts."""
+        """Start or stop the request's deadline. Between two requests, `timeout_keep_alive` applies."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._sending_request.stop()
         elif not self._sending_request.running:
@@ -142,17 +145,17 @@ class HttpConnection(H11Protocol):
             self._cut(f"did not read for {self.stall_s:g} s")
 
     def _cut(self, why: str) -> None:
-        log.info("the client at %s %s: its connection is closed", self.client, why)
+        log.info("closing the connection of the client at %s, which %s", self.client, why)
         self.transport.abort()
 
 
 def connection_class(stall_s: float, request_s: float) -> type[HttpConnection]:
-    """With deadlines of its own; uvicorn makes the objects."""
+    """Return a connection class with these deadlines; uvicorn makes the objects."""
     return type("Connection", (HttpConnection,), {"stall_s": stall_s, "request_s": request_s})
 
 
 class _Alarm:
-    """Calls once, later, unless it is stopped before."""
+    """A timer that calls once, unless it is stopped before."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -178,7 +181,7 @@ def address_of(connection: Any) -> str:
 
 
 def _refusing(detail: str) -> ASGIApp:
-    """Return what answers on a connection that is one too many."""
+    """Return an app that refuses all requests on a surplus connection."""
     body = json.dumps(error_body(detail, Code.OVERLOADED.value, 503)).encode()
     headers = [
         (b"content-type", b"application/json"),

@@ -1,4 +1,4 @@
-"""Which HTTP status an error has, and how OpenAI's dialect, that of all paths nobody owns, says it. Pure."""
+"""HTTP status of an error, and its body in OpenAI's dialect, the default of all paths. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Json = dict[str, Any]
 
 
 def error_status(error: MlxtpError) -> int:
-    """The HTTP status: a lost group is being formed again, so the client may come back."""
+    """Return the HTTP status. A lost group is being formed again, so the client may retry."""
     if isinstance(error, RequestError):
         return error.status
     if error.code is Code.DEADLINE:
@@ -23,7 +23,7 @@ def error_status(error: MlxtpError) -> int:
 
 
 def error_body(message: str, code: str, status: int, param: str | None = None, state: str = "") -> Json:
-    """As OpenAI has it."""
+    """Return an error in OpenAI's shape."""
     kind = (
         "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
     )
@@ -37,5 +37,5 @@ def error_body_of(error: MlxtpError) -> Json:
 
 
 def internal_error() -> MlxtpError:
-    """What a client is told of a bug."""
+    """Return a client's error message for a bug."""
     return MlxtpError("internal error; the server's log has the details", Code.INTERNAL)

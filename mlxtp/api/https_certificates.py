@@ -1,7 +1,7 @@
-"""HTTPS for the endpoint: certificates from files that were named, or one that this Mac signs itself.
+"""HTTPS for the endpoint: certificates from files, or one that this Mac signs itself.
 
-The one of its own is `https.pem` in the home, with its key; `https-cert.pem` is the certificate alone, for
-clients to trust. It has nothing to do with the cluster's certificates.
+The self-signed one is `https.pem` in the home, with its key; `https-cert.pem` is the certificate alone, for
+clients to trust. It is unrelated to the cluster's certificates.
 """
 
 from __future__ import annotations
@@ -35,17 +35,15 @@ log = logging.getLogger(__name__)
 
 OWN = "https.pem"
 OWN_CERTIFICATE = "https-cert.pem"
-VALID = timedelta(days=397)
-"""Some systems believe none that holds longer than 398 days."""
+VALID = timedelta(days=397)  # Some systems reject certificates that are valid for longer than 398 days.
 RENEW = VALID / 10
-_EARLIER = timedelta(days=1)
-"""It holds from a day ago: clocks differ."""
+_EARLIER = timedelta(days=1)  # Validity begins a day ago, since clocks differ.
 _UNREADABLE = (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion, x509.ExtensionNotFound)
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What the endpoint speaks HTTPS with. `certificate` is the one that clients are shown, as PEM."""
+    """HTTPS of the endpoint. `certificate` is the one for clients, as PEM."""
 
     context: ssl.SSLContext
     certificate: str
@@ -63,9 +61,9 @@ class Tls:
 
 
 def tls_of_files(certificate: str, key: str, now: datetime) -> Tls:
-    """From PEM files: the certificate, with those it hangs on behind it, and its private key.
+    """Load PEM files: the certificate, followed by its chain, and its private key.
 
-    Raises ConfigError with what is wrong with which file. One that does not hold at `now` is a warning.
+    Raises ConfigError with the problem and the file. A certificate that is not valid at `now` is a warning.
     """
     try:
         chain = x509.load_pem_x509_certificates(_read(certificate, "http-cert"))
@@ -78,8 +76,8 @@ def tls_of_files(certificate: str, key: str, now: datetime) -> Tls:
         private = load_pem_private_key(_read_key(key), password=None)
     except TypeError:
         raise ConfigError(
-            f"--http-key {key}: the key has a password, for which mlxtp asks nobody; write it without one, "
-            f"such as by: openssl pkey -in '{key}' -out plain.pem"
+            f"--http-key {key}: the key has a password, and mlxtp does not prompt for it; write it "
+            f"without one, such as by: openssl pkey -in '{key}' -out plain.pem"
         ) from None
     except _UNREADABLE:
         raise ConfigError(
@@ -104,11 +102,11 @@ def own_tls(
     now: datetime,
     needed: Sequence[str] | None = None,
 ) -> Tls:
-    """By the certificate of the home, or one for these host names and addresses, made now.
+    """Load the home's certificate, or make one for these host names and addresses.
 
-    Another one has to be trusted anew, so it is made only where the one of the home will not do for those of
-    them that are `needed`: all, unless said. The key stays. Raises ConfigError when the home takes no files,
-    or others could read the key.
+    Clients have to trust a new one again. So it is made only where the present one does not cover the
+    `needed` names; by default, all of them. The key stays. Raises ConfigError when the home cannot be
+    written, or others could read the key.
     """
     pem = _own_pem(home)
     if why := why_new(pem, (*names, *addresses) if needed is None else needed, now):
@@ -120,9 +118,9 @@ def own_tls(
 
 
 def renewed(tls: Tls, home: Path, names: Sequence[str], addresses: Sequence[str], now: datetime) -> Tls:
-    """The same as long as it holds; else with another certificate, which new connections are shown at once.
+    """Return the same while it is valid; else one with a new certificate, at once for new connections.
 
-    Raises ConfigError as `own_tls` does; then `tls` goes on with what it has.
+    Raises ConfigError as `own_tls` does; then `tls` keeps its certificate.
     """
     pem = _own_pem(home)
     if why := why_new(pem, (), now):
@@ -148,7 +146,7 @@ def _make_own(home: Path, names: Sequence[str], addresses: Sequence[str], now: d
 
 
 def _key(pem: bytes) -> ec.EllipticCurvePrivateKey | None:
-    """One that can go on: of the kind that `make` makes."""
+    """Return the key if it can be used again: one of the kind that `make` makes."""
     try:
         key = load_pem_private_key(pem, password=None)
     except _UNREADABLE:
@@ -157,9 +155,9 @@ def _key(pem: bytes) -> ec.EllipticCurvePrivateKey | None:
 
 
 def why_new(pem: bytes, needed: Sequence[str], now: datetime) -> str:
-    """Why another certificate has to be made than that in `pem`; empty while it will do.
+    """Return the reason to replace the certificate in `pem`; empty while it is usable.
 
-    `needed`: host names and addresses that it has to be for.
+    `needed`: host names and addresses that it must cover.
     """
     if not pem:
         return "there was none"
@@ -186,7 +184,7 @@ def make(
     now: datetime,
     key: ec.EllipticCurvePrivateKey | None = None,
 ) -> bytes:
-    """A key, drawn now unless there is one, and a certificate that it signed itself, as PEM."""
+    """Make a self-signed certificate and its key, as PEM. Without `key`, a new one."""
     key = key or ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"mlxtp on {names[0]}"[:64])])
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
@@ -239,7 +237,7 @@ def _context(certificate: str, key: str) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
-        # A key that is encrypted would be asked for at the terminal; here it is refused before.
+        # OpenSSL would prompt for an encrypted key's password at the terminal; here it is refused before.
         context.load_cert_chain(certificate, key, password=b"")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{certificate} and {key} cannot be used for HTTPS: {error}") from None
@@ -254,14 +252,14 @@ def _read(path: str, flag: str) -> bytes:
 
 
 def _read_key(path: str) -> bytes:
-    """Links are followed: programs that renew certificates leave them."""
+    """Read a key. Follows links, since programs that renew certificates use them."""
     pem = _read(path, "http-key")
     check_closed(Path(path), Path(path).stat(), "get another certificate, with another key")
     return pem
 
 
 def _not_valid(certificate: x509.Certificate, now: datetime) -> str:
-    """In words when it does not hold at `now`; empty when it does."""
+    """Return the problem, in words, of a certificate that is not valid at `now`; empty if it is valid."""
     if now > certificate.not_valid_after_utc:
         return f"expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
     if now < certificate.not_valid_before_utc:
@@ -270,5 +268,5 @@ def _not_valid(certificate: x509.Certificate, now: datetime) -> str:
 
 
 def here_and_now() -> datetime:
-    """The time by which certificates are judged."""
+    """Return the time for checks of certificates."""
     return datetime.now(UTC)

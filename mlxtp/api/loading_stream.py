@@ -1,4 +1,4 @@
-"""A stream that may begin before its answer is known: its model loads, or its request waits."""
+"""A stream that may begin before its answer does: its model loads, or its request waits."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class LoadingStream:
     """Parts of a stream with `about.choices` answers. A failure is the last one.
 
-    `asking` gives the events once rank 0 has accepted the request. `progress` tells what the request waits
-    for, until the first token.
+    `asking` returns the events once rank 0 has accepted the request. `progress` reports the state of the
+    request, until the first token.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class LoadingStream:
             note(error.code)
             self._over = True
             yield writer.fail(in_words_of(self._dialect, error))
-        except Exception:  # the request ends here, the server goes on
+        except Exception:  # the request ends here, the server continues
             log.exception("stream failed")
             note(Code.INTERNAL)
             self._over = True
             yield writer.fail(internal_error())
 
     def idle(self) -> bytes:
-        """An event that each client's parser counts, with the progress where the dialect has room.
+        """Return an event that each client's parser counts, with the progress where the dialect has room.
 
-        Nothing once the last part is made: a slow client may still be reading it.
+        Empty once the last part is made, while a slow client may still be reading it.
         """
         return b"" if self._over else self._writer.idle(_fields(self._progress()))
 

@@ -1,4 +1,4 @@
-"""`GET /openapi.json`: what this endpoint takes and answers, made from the schemas that check it. Pure."""
+"""`GET /openapi.json`: bodies and answers of this endpoint, from the schemas that check them. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _REFERENCE = "#/components/schemas/{model}"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. `body` and `answer` None: it takes none; its answer is not described.
+    """One method of one path. `body` None: it takes none. `answer` None: its answer is not described.
 
     `error` describes refusals. `stream` is the media type of an answer that may come in pieces, `media` that
-    of any other. `always`: the status with which everybody is refused, where nobody gets an answer.
+    of any other. `always`: the status of an operation that refuses every request.
     """
 
     method: str
@@ -34,7 +34,7 @@ class Operation:
 
 
 def document(operations: Iterable[Operation], version: str) -> Json:
-    """The OpenAPI document (3.1)."""
+    """Return the OpenAPI document (3.1)."""
     operations = tuple(operations)
     wanted: dict[tuple[type[BaseModel], JsonSchemaMode], None] = {}
     for each in operations:
@@ -83,14 +83,14 @@ def _operation(operation: Operation, references: Any) -> Json:
         first = {str(operation.always): {"description": "refused, always", "content": refused}}
     described["responses"] = {
         **first,
-        "4XX": {"description": "refused: the request, or the moment", "content": refused},
+        "4XX": {"description": "refused", "content": refused},
         "5XX": {"description": "not now (503), or a failure", "content": refused},
     }
     return described
 
 
 def _content(operation: Operation, references: Any) -> Json:
-    """Of an answer."""
+    """Return the content of an answer."""
     text: Json = {"schema": {"type": "string"}}
     content: Json = {operation.media: {} if operation.media == _JSON else text}
     if operation.answer is not None:

@@ -1,4 +1,4 @@
-"""Bodies of requests, read within bounds and counted until their prompts are tokens."""
+"""Bodies of requests, read within limits, and counted until their prompts are tokens."""
 
 from __future__ import annotations
 
@@ -20,29 +20,27 @@ T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 BODY_S = 60.0
+#: Bytes of all bodies and of the text in them. The first 64 KiB of each do not count.
 MAX_BODIES_BYTES = 96 * 1024 * 1024
-"""Bytes of all bodies and of the text in them. The first 64 KiB of each do not count."""
-WIDE = 4
-"""Bytes of a character in Python, in a text that is not ASCII."""
+WIDE = 4  # bytes of a character in Python, in a text that is not ASCII
+#: Runs slow parsing, one body after the other, so that threads that open models stay free.
 _PARSING = ThreadPoolExecutor(1, "parsing")
-"""Bodies that take a while, one after the other: those threads in which models are opened stay free."""
 
 
 class Body:
     """The body of one request. It takes room, together with its text, until it is released."""
 
     def __init__(self, bodies: Bodies) -> None:
-        self.size = 0
-        """In bytes."""
+        self.size = 0  # bytes
         self._bodies = bodies
         self._taken = 0
         self._parts: list[bytes] = []
         self._data = b""
 
     async def parsed(self, parse: Callable[[bytes], T], *, slow: bool = False) -> T:
-        """Return what `parse` makes of the whole body, once. Raises as it does.
+        """Return the result of `parse` for the whole body, once. Raises as it does.
 
-        `slow`: `parse` may take long with a short body, too.
+        `slow`: `parse` may take long even for a short body.
         """
         data, self._data = self._data, b""
         if not slow and self.size <= SHORT:
@@ -58,7 +56,7 @@ class Body:
     def _take(self, size: int) -> bool:
         """Take room for `size` bytes in all; False where there is too little.
 
-        Bodies that began to come later give way. Otherwise, many that come at once would all be refused.
+        Bodies that began later give way. Otherwise, many simultaneous bodies would all be refused.
         """
         bodies, more = self._bodies, max(size - SHORT - self._taken, 0)
         while more > bodies.room and self in bodies.coming:
@@ -77,8 +75,8 @@ class Body:
     async def read(self, request: Request, limit: int) -> None:
         """Read the body. Raises RequestError 413 for one that is too large, 503 where there is no room.
 
-        What is too large is not kept, and soon no longer read. A client that is still sending would not see
-        the reply, so a body of up to 4 times the limit is read to its end and thrown away.
+        A body that is too large is not kept. A client that is still sending would not see the reply, so up to
+        4 times the limit is read and discarded.
         """
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isdecimal() else 0
@@ -99,7 +97,9 @@ class Body:
         self._parts.clear()
         plain = self._data.isascii() and b"\\u" not in self._data
         if refused is None and not self._take(size if plain else WIDE * size):
-            refused = RequestError("the bodies of other requests leave no room", Code.OVERLOADED, status=503)
+            refused = RequestError(
+                "the bodies of other requests leave no room; retry later", Code.OVERLOADED, status=503
+            )
         if refused is not None:
             raise refused
 
@@ -108,17 +108,15 @@ class Bodies:
     """The room for all bodies. `limit`: the most bytes of one, `body_s`: the time to send it."""
 
     def __init__(self, backend: Backend, limit: int, body_s: float) -> None:
-        self.room = MAX_BODIES_BYTES
-        """In bytes."""
-        self.coming: list[Body] = []
-        """Those that are being read and have room, in the order of their beginnings."""
+        self.room = MAX_BODIES_BYTES  # bytes
+        self.coming: list[Body] = []  # Bodies that are being read and have room, the earliest first.
         self.backend = backend
         self._limit = limit
         self._body_s = body_s
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[Body]:
-        """The whole body of a request. Raises RequestError 408, 413 or 503."""
+        """Yield the whole body of a request. Raises RequestError 408, 413 or 503."""
         body = Body(self)
         self.coming.append(body)
         try:

@@ -1,6 +1,6 @@
-"""One HTTP request while it is answered: what its line in the log and the metrics will say of it.
+"""The current HTTP request: facts for its log line and the metrics.
 
-Whoever answers it finds it by `current()`, and so does the log.
+Code that answers it, and the log, get it by `current()`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Protocol
 
 
 class SequenceProgress(Protocol):
-    """One sequence that was generated for it, as far as it has come. Counts of tokens; times in seconds.
+    """Progress of one sequence of the request. Counts of tokens; times in seconds.
 
-    `cached` and `first_s` are None while nobody knows. `reason` is empty before its end.
+    `cached` and `first_s` are None while unknown. `reason` is empty before its end.
     """
 
     prompt: Sequence[int]
@@ -24,38 +24,36 @@ class SequenceProgress(Protocol):
     reason: str
 
     def settle(self, *, delivered: bool) -> None:
-        """The HTTP request is over; `delivered` says whether its client had all of the answer."""
+        """Note the end of the HTTP request; `delivered`: its client received the whole answer."""
         ...
 
 
 class RequestContext:
-    """One HTTP request. `arrived` is when all of it was here, by the clock of the metrics."""
+    """One HTTP request. `arrived` is the time at which all of it was here, by the metrics' clock."""
 
     __slots__ = ("answers", "arrived", "code", "id", "key")
 
     def __init__(self, id: str, arrived: float) -> None:
         self.id = id
         self.arrived = arrived
-        self.key = ""
-        """The name of the client's key, for servers that ask for one."""
-        self.code = ""
-        """Of the error that it was answered with."""
+        self.key = ""  # name of the client's key, for servers that require one
+        self.code = ""  # code of the error in its answer
         self.answers: list[SequenceProgress] = []
 
     def settle(self, *, delivered: bool) -> None:
-        """It is over."""
+        """Settle all its sequences at the end of the request."""
         for answer in self.answers:
             answer.settle(delivered=delivered)
 
     @property
     def prompt_tokens(self) -> int:
-        """Of each of its prompts once, however many answers that had."""
+        """Tokens of its prompts. A prompt with several answers counts once."""
         prompts = {id(answer.prompt): len(answer.prompt) for answer in self.answers}
         return sum(prompts.values())
 
     @property
     def cached_tokens(self) -> int | None:
-        """How many of the prompts' tokens were not computed again, as far as rank 0 has said."""
+        """Prompt tokens that rank 0 reports as not computed again."""
         known = {id(answer.prompt): answer.cached for answer in self.answers if answer.cached is not None}
         return sum(known.values()) if known else None
 
@@ -65,12 +63,12 @@ class RequestContext:
 
     @property
     def first_s(self) -> float | None:
-        """From its arrival to the first token of any answer."""
+        """Seconds from its arrival to the first token of any answer."""
         return min((answer.first_s for answer in self.answers if answer.first_s is not None), default=None)
 
     @property
     def reason(self) -> str:
-        """Why its answers ended, each reason once."""
+        """Reasons of the ends of its answers, each once."""
         return ",".join(dict.fromkeys(answer.reason for answer in self.answers if answer.reason))
 
 
@@ -78,13 +76,13 @@ _current: ContextVar[RequestContext | None] = ContextVar("account", default=None
 
 
 def current() -> RequestContext | None:
-    """The request that is being answered here."""
+    """Return the HTTP request that this task answers."""
     return _current.get()
 
 
 @contextmanager
 def answering(account: RequestContext) -> Iterator[None]:
-    """Meanwhile, in this task and those that it starts, that is the request."""
+    """Make `account` the current request, in this task and those that it starts."""
     token = _current.set(account)
     try:
         yield
@@ -93,12 +91,12 @@ def answering(account: RequestContext) -> Iterator[None]:
 
 
 def note(code: str) -> None:
-    """The request that is being answered here ends with this error."""
+    """Note the error code of the current request."""
     if (account := _current.get()) is not None:
         account.code = code
 
 
 def note_key(name: str) -> None:
-    """It showed the key with this name."""
+    """Note the name of the current request's key."""
     if (account := _current.get()) is not None:
         account.key = name

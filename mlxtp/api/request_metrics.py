@@ -1,8 +1,8 @@
-"""What is counted while requests are answered. Pure, but for a clock that is handed in.
+"""Counters of requests. Pure, but for an injected clock.
 
-The gateway has a `RequestMeter` and tells it of every request of its own clients. All of it runs on the
-agent's event loop, the reading too, so nothing is locked: a token costs a few additions, and a step of all
-requests together one look at the clock.
+The gateway has a `RequestMeter` and reports every request of its own clients to it. All of it runs on the
+agent's event loop, reading included, so there are no locks. A token costs a few additions, and a step of all
+requests together one call of the clock.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from ..errors import MlxtpError
 from .backend import StreamEnd
 from .request_context import RequestContext, current
 
+#: Seconds, from a cached prompt on a small model to 100,000 tokens, for which a Mac needs minutes.
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
-"""From a cached prompt on a small model to 100,000 tokens that a Mac needs minutes for."""
+#: Seconds, finest from 5 to 200 tokens per second. Above a second, something else came between, such as a
+#: recovery.
 INTER_TOKEN_S = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05,
     0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60,
 )  # fmt: skip
-"""Finest from 5 to 200 tokens per second; beyond a second something else came between, a recovery perhaps."""
+#: Seconds, up to the longest allowed time of a request.
 LATENCY_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
-"""Up to the longest time that a request may take."""
 ACCEPT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+#: Models with counters of their own; later ones share one. An agent hardly serves so many in its life.
 MAX_MODELS = 32
-"""With a name of their own; those after them count as one. An agent hardly serves so many in its life."""
 OTHER = "other"
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 
 class Histogram:
-    """How many values were at most as large as each bound, and their sum."""
+    """Counts of values up to each bound, and their sum."""
 
     __slots__ = ("_bounds", "_counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-        """Of all values."""
+        self.total = 0.0  # sum of all values
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
@@ -53,7 +53,7 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[float, int]]:
-        """(bound, how many up to it) pairs; the last bound is infinite."""
+        """Return (bound, count of values up to it) pairs; the last bound is infinite."""
         found, count = [], 0
         for bound, more in zip((*self._bounds, float("inf")), self._counts, strict=True):
             count += more
@@ -62,26 +62,26 @@ class Histogram:
 
 
 class SequenceMeter(Protocol):
-    """One sequence of one request, from the moment the gateway took it. The first of its ends counts."""
+    """Meter of one sequence of one request, from its arrival at the gateway. Only its first end counts."""
 
     def accepted(self) -> None:
-        """Rank 0 has checked it and will run it."""
+        """Note that rank 0 has checked it and will run it."""
 
     def tokens(self, count: int, now: float) -> None:
-        """So many more; those that come with one step come with one time."""
+        """Add tokens; those of one step have the same time."""
 
     def end(self, end: StreamEnd) -> None:
-        """The last word about it."""
+        """Note the last event of the sequence."""
 
     def fail(self, error: MlxtpError) -> None:
-        """It ended with an error."""
+        """Note the error that ended it."""
 
     def leave(self) -> None:
-        """Nobody wants more of it: its client went away, or a stop string came."""
+        """Note that its client needs no further tokens: it went away, or a stop string came."""
 
 
 class RequestMeter(Protocol):
-    """What the gateway tells of the requests of its own clients. `clock` is in seconds, from anywhere on."""
+    """Meter of the gateway's own requests. `clock` is in seconds, from any start."""
 
     @property
     def clock(self) -> Callable[[], float]: ...
@@ -90,7 +90,7 @@ class RequestMeter(Protocol):
 
 
 class NoSequenceMeter:
-    """Of a sequence of which nobody wants to know."""
+    """Meter that ignores its sequence."""
 
     def accepted(self) -> None: ...
 
@@ -107,7 +107,7 @@ UNWATCHED = NoSequenceMeter()
 
 
 class NoRequestMeter:
-    """Counts nothing."""
+    """Meter that counts nothing."""
 
     def clock(self) -> float:
         return 0.0
@@ -117,7 +117,7 @@ class NoRequestMeter:
 
 
 class ModelMetrics:
-    """What was counted for one model."""
+    """Counters of one model."""
 
     def __init__(self) -> None:
         self.first_token_s = Histogram(FIRST_TOKEN_S)
@@ -126,11 +126,9 @@ class ModelMetrics:
         self.accept_s = Histogram(ACCEPT_S)
         self.prompt = Histogram(TOKENS)
         self.generation = Histogram(TOKENS)
-        self.prompt_tokens = 0
-        """Of prompts that had a first token."""
+        self.prompt_tokens = 0  # of prompts that had a first token
         self.generation_tokens = 0
-        self.queried_tokens = 0
-        """Of prompts of which rank 0 said how much was cached."""
+        self.queried_tokens = 0  # of prompts whose cached tokens rank 0 reported
         self.cached_tokens = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
@@ -138,17 +136,16 @@ class ModelMetrics:
 
 
 class RequestMetrics:
-    """Everything that is counted of one agent's requests. Implements `RequestMeter`."""
+    """Counters of all requests of one agent. Implements `RequestMeter`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.models: dict[str, ModelMetrics] = {}
-        self.answered: Counter[tuple[str, str, int]] = Counter()
-        """HTTP requests by method, path and status."""
+        self.answered: Counter[tuple[str, str, int]] = Counter()  # HTTP requests by method, path and status
+        #: Requests answered with an error, by path and code
         self.refused: Counter[tuple[str, str]] = Counter()
-        """Those that were answered with an error, by path and code."""
+        #: Streams that ended with an error, by path and code
         self.failed: Counter[tuple[str, str]] = Counter()
-        """Streams that broke off with an error, by path and code."""
 
     def model(self, name: str) -> ModelMetrics:
         if name not in self.models and len(self.models) >= MAX_MODELS:
@@ -166,14 +163,14 @@ class RequestMetrics:
         return watch
 
     def over(self, method: str, path: str, status: int, code: str) -> None:
-        """One HTTP request was answered. `path` is a route's, of which there are few."""
+        """Count one answered HTTP request. `path` is a route's, of which there are few."""
         self.answered[method if method in _METHODS else OTHER, path, status] += 1
         if code:
             (self.refused if status >= 400 else self.failed)[path, code] += 1
 
 
 class CountedSequence:
-    """One sequence that is counted. `arrived` is when its request was here; times are the clock's."""
+    """One counted sequence. `arrived` is its request's time of arrival; times are the clock's."""
 
     __slots__ = (
         "_clock", "_ended_at", "_last_at", "_totals",
@@ -235,8 +232,10 @@ class CountedSequence:
             self._over("abort")
 
     def settle(self, *, delivered: bool) -> None:
-        """The HTTP request is over. An answer of which the client had all it should ended by a stop string,
-        even though nobody waited for its end."""
+        """Note the end of the HTTP request.
+
+        A sequence without an end of its own ended by a stop string if the client received the whole answer.
+        """
         self.leave()
         if not self.reason:
             self._over("stop" if delivered else "abort")

@@ -1,6 +1,6 @@
-"""From what a client asks for to what the engine is asked: sampling, shaping, stop strings. Pure.
+"""From a client's options to the engine's: sampling, shaping, stop strings. Pure.
 
-What a request leaves out is the model's default (`ModelInfo.defaults`), and without one: greedy.
+A request's missing options take the model's defaults (`ModelInfo.defaults`); without one: greedy.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from ..text.conversation import GenerationOptions
 from .backend import MAX_BIASES, MAX_GRAMMAR, Request, Sampling, Shaping
 from .schema import shown
 
-BAN = -100.0  # added to a logit; the least that clients may add, too
+BAN = -100.0  # added to a logit; also the least that clients may add
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
-MAX_USER_CHARS = 256
-"""Of `user`, as many tell clients apart."""
+MAX_USER_CHARS = 256  # characters of `user` that distinguish users
 
 _SEEDS = 2**63
 
 
 def seed_of(seed: int) -> int:
-    """Any integer as the engine's 63 bits: modulo 2^63."""
+    """Reduce any integer to the engine's 63 bits, modulo 2^63."""
     return seed % _SEEDS
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index` of a request with `seed` (63 bits): choice 0 has the request's own.
+    """Return the seed of choice `index` of a request with `seed` (63 bits): choice 0 has the request's own.
 
-    The others have BLAKE2b (8 bytes) of both numbers as 8 bytes each, modulo 2^63, everything little-endian:
-    so choice 1 of seed 7 is not choice 0 of seed 8.
+    The others have BLAKE2b (8 bytes) of both numbers as 8 bytes each, modulo 2^63, everything little-endian.
+    So choice 1 of seed 7 is not choice 0 of seed 8.
     """
     if index == 0:
         return seed
@@ -42,17 +41,17 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def choices(first: Request, count: int) -> tuple[Request, ...]:
-    """`count` requests that differ in their seeds only."""
+    """Return `count` requests that differ only in their seeds."""
     seed = first.sampling.seed
     seeds = [choice_seed(seed, index) for index in range(count)]
     return tuple(replace(first, sampling=replace(first.sampling, seed=seed)) for seed in seeds)
 
 
 def sampling(options: GenerationOptions, defaults: Sampling, seed: int) -> Sampling:
-    """How tokens are chosen for choice 0. `seed` has 63 bits."""
+    """Return the sampling of choice 0. `seed` has 63 bits."""
     top_p = _given(options.top_p, defaults.top_p)
     top_k = max(0, _given(options.top_k, defaults.top_k))
-    if top_p == 0:  # nothing but the most probable token
+    if top_p == 0:  # only the most probable token
         top_p, top_k = 1.0, 1
     return Sampling(
         temperature=_given(options.temperature, defaults.temperature),
@@ -71,7 +70,7 @@ def shaping(
     grammar: tuple[str, str] = ("", ""),
     banned: Sequence[int] = (),
 ) -> Shaping:
-    """Return what is done to the logits before: `grammar` (kind and text), and `banned` tokens.
+    """Return the changes to the logits before sampling: `grammar` (kind and text), and `banned` tokens.
 
     Raises RequestError.
     """
@@ -95,7 +94,7 @@ def shaping(
 
 
 def stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
-    """Without empty ones, which stop nothing. Raises RequestError."""
+    """Return the stop strings without empty ones, which stop nothing. Raises RequestError."""
     stops = tuple(stop for stop in stops if stop)
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop has {len(stops)} strings; it may have 0 to {MAX_STOPS}", param="stop")
@@ -108,7 +107,7 @@ def stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
-    """Raises RequestError when the answer cannot be long enough."""
+    """Raise RequestError when the answer cannot be long enough."""
     if min_tokens > max_tokens:
         raise RequestError(
             f"min_tokens {min_tokens} is more than the answer may have: from 0 to {max_tokens}",

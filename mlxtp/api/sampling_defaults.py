@@ -1,4 +1,4 @@
-"""How a model's makers want its tokens chosen: `generation_config.json` in its folder."""
+"""Sampling defaults by a model's makers: `generation_config.json` in its folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def load_defaults(folder: Path) -> Sampling:
-    """For requests that leave the settings out. Greedy when the folder says nothing that can be used."""
+    """Return the defaults for requests that leave settings out. Greedy if the file is missing or unusable."""
     path = folder / "generation_config.json"
     try:
         config = json.loads(content_of(path))
@@ -28,7 +28,7 @@ def load_defaults(folder: Path) -> Sampling:
 
 
 def defaults_of(config: Mapping[str, Any]) -> Sampling:
-    """temperature, top_p, top_k and min_p of a model that is to be sampled (`do_sample`), else greedy.
+    """Return temperature, top_p, top_k and min_p if the model is to be sampled (`do_sample`), else greedy.
 
     A value out of range counts as absent. Pure.
     """

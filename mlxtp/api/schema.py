@@ -1,4 +1,4 @@
-"""How the bodies of all dialects are checked, and how a refusal names a field. Pure."""
+"""Validation of the bodies of all dialects, and names of fields in refusals. Pure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from ..errors import Code, RequestError
 from ..text.json_limits import check_extent
 
-_SHOWN = 80  # characters of a refused value that go back to the client
+_SHOWN = 80  # characters of a refused value in the error message
+#: pydantic's names of a union's branches, which are not fields
 _UNION_BRANCHES = ("str", "int", "float", "bool", "list[", "dict[", "tuple[", "function-", "constrained-")
-"""With these pydantic names the branches of a union, which are no fields."""
 
 _HALF = re.compile("[\ud800-\udfff]")
 
 
 class Schema(BaseModel):
-    """A part of a body. Fields that it does not know are ignored; None means absent, everywhere."""
+    """A part of a body. Unknown fields are ignored; None means absent, everywhere."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
@@ -49,12 +49,12 @@ class _Range:
 
 
 def in_range(low: float, high: float) -> _Range:
-    """For `Annotated`: a number from `low` to `high`; NaN is none."""
+    """Constrain a number in `Annotated` to `low` to `high`; NaN is outside."""
     return _Range(low, high)
 
 
 def parsed(schema: type[S], body: bytes) -> S:
-    """The checked body. Raises RequestError that names the field, the reason and the value."""
+    """Return the checked body. Raises RequestError that names the field, the reason and the value."""
     check_extent(body)
     try:
         return schema.model_validate_json(body)
@@ -63,7 +63,7 @@ def parsed(schema: type[S], body: bytes) -> S:
 
 
 def checked(schema: type[S], value: object, where: str) -> S:
-    """A part of a body that is checked later; `where` it stands. Raises RequestError as `parsed` does."""
+    """Return a part of a body, checked; `where` is its place. Raises RequestError as `parsed` does."""
     try:
         return schema.model_validate(value)
     except ValidationError as error:
@@ -73,7 +73,7 @@ def checked(schema: type[S], value: object, where: str) -> S:
 
 
 def refusal(error: ValidationError, where: str = "") -> RequestError:
-    """The first thing that is wrong, in the words of whoever wrote the body."""
+    """Return the first error, with the field in the client's notation."""
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return _unreadable(first["input"], first["msg"].removeprefix("Invalid JSON: "))
@@ -91,7 +91,7 @@ def refusal(error: ValidationError, where: str = "") -> RequestError:
 def _unreadable(body: bytes, words: str) -> RequestError:
     """Return the error of a body that the parser refuses in `words`.
 
-    JSON may have half a character, such as "\\ud83d", which is no text.
+    JSON may have half a character, such as "\\ud83d", which is not text.
     """
     try:
         text = body.decode()
@@ -120,7 +120,7 @@ def _half_character(value: object, path: tuple[int | str, ...] = ()) -> tuple[st
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """As the client would write it: `messages[2].content`."""
+    """Return a field in the client's notation: `messages[2].content`."""
     fields = [
         part
         for part in location
@@ -130,18 +130,18 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 
 def shown(value: object) -> str:
-    """A refused value as the client sees it."""
+    """Return a refused value as text for the client."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 def not_supported(detail: str, param: str) -> RequestError:
-    """What is understood, and cannot be done."""
+    """Return the error for a field that is understood but not supported."""
     return RequestError(detail, Code.NOT_SUPPORTED, param=param)
 
 
 def wrong(where: str, expected: str, value: object) -> RequestError:
-    """A value that is not what it has to be."""
+    """Return the error for a value of the wrong kind."""
     return RequestError(f"{where}: expected {expected}, got {shown(value)}", param=where)
 
 

@@ -1,4 +1,4 @@
-"""Runs the app on a socket, inside an event loop that belongs to somebody else."""
+"""HTTP server on a socket, inside the caller's event loop."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; clients may connect from now on. Port 0 takes any free one.
+    """Return a listening TCP socket; clients may connect at once. Port 0 takes any free one.
 
     Raises ConfigError in plain words: port in use, no such address, not allowed.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's delay off only where the protocol is named: else reused connections wait 40 ms.
+    # asyncio disables Nagle's delay only if the protocol is named: else reused connections wait 40 ms.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,11 +58,11 @@ async def serve(
     request_s: float = HttpConnection.request_s,
     handshake_s: float = HANDSHAKE_S,
 ) -> None:
-    """Serves until `stop` is set or the task is cancelled, then takes at most about `grace_s` to finish.
+    """Serve until `stop` is set or the task is cancelled, then take at most about `grace_s` to finish.
 
-    By HTTPS where there is `tls`, else by HTTP. Requests still open after `grace_s` are cancelled and their
-    connections closed. So is a connection whose client leaves its answer unread for `stall_s`, or needs more
-    than `request_s` to send a request. Closes `sock`. Signals are left to the caller.
+    By HTTPS with `tls`, else by HTTP. Requests still open after `grace_s` are cancelled and their connections
+    closed. So is a connection whose client leaves its answer unread for `stall_s`, or needs more than
+    `request_s` to send a request. Closes `sock`. Signals are left to the caller.
     """
     connection = connection_class(stall_s, request_s)
     config = uvicorn.Config(
@@ -79,7 +79,7 @@ async def serve(
     )
     config.load()
     secured: set[TlsHandshake] = set()
-    if tls is not None:  # uvicorn's own way takes files only, and hears of a connection after its handshake
+    if tls is not None:  # uvicorn's own TLS takes only files, and sees a connection only after its handshake
         make = partial(_secured, connection, tls, handshake_s, secured)
         config.http_protocol_class = make  # type: ignore[assignment]
     server = _Server(config)
@@ -106,9 +106,9 @@ def _secured(
 
 
 def _in_origin_form(app: ASGIApp) -> ASGIApp:
-    """Whoever takes this server for a proxy sends a whole URL, which a server has to take (RFC 9112, 3.2.2).
+    """Accept whole URLs, as clients send to a proxy and as RFC 9112 requires (3.2.2).
 
-    The host in it comes on top of Host: the guard wants both to be this Mac.
+    The URL's host is added to Host: the guard requires both to be this Mac.
     """
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,7 +122,7 @@ def _in_origin_form(app: ASGIApp) -> ASGIApp:
 
 
 def _cut_off_quietly(app: ASGIApp) -> ASGIApp:
-    """What is still open when the grace is over is cancelled; that is no bug and needs no traceback."""
+    """End a request quietly when it is cancelled after the grace period, without a traceback."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(asyncio.CancelledError):  # the end of the request's own task

@@ -1,4 +1,4 @@
-"""Answers that take a while: the client who leaves, the comment that keeps proxies patient."""
+"""Long answers: clients that leave, and comments that keep proxies from timing out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
-PARTS_AT_ONCE = 16  #: of one answer, before other tasks get their turn
+PARTS_AT_ONCE = 16  # parts of one answer before other tasks may run
 
-COMMENT = b": mlxtp\n\n"
-"""A server-sent event that says nothing."""
+COMMENT = b": mlxtp\n\n"  # a server-sent event without content
 
 
 class Closable(Protocol):
@@ -22,11 +21,11 @@ class Closable(Protocol):
 
 
 class ClientGone(Exception):
-    """The client closed its connection; nobody reads what we would answer."""
+    """Signal that the client closed its connection and cannot read the answer."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` as a task and cancels it at once when the client goes away; raises ClientGone then.
+    """Run `work` as a task, and cancel it at once when the client goes away; raises ClientGone then.
 
     The request's body must have been read. Returns or raises only after `work` has cleaned up.
     """
@@ -44,10 +43,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class AnswerStream(Response):
-    """Sends the parts of an answer as they are made. `parts` handles its own failures.
+    """Response that sends the parts of an answer as they are made. `parts` handles its own failures.
 
-    Headers go out at once, and what `idle` returns whenever nothing was sent for `keep_alive_s`. `source`,
-    from which the parts are made, is closed however the stream ends, even before it began.
+    Headers go out at once. After each `keep_alive_s` of silence, it sends the bytes that `idle` returns.
+    `source`, from which the parts are made, is closed however the stream ends, even before it began.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class AnswerStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A client that is gone is no error: it was the one to leave.
+        # A client that leaves is not an error.
         with suppress(ClientGone, OSError):
             async with aclosing(self._source):
                 if scope["method"] == "HEAD":
@@ -91,7 +90,7 @@ class AnswerStream(Response):
                         self._quiet_since = asyncio.get_running_loop().time()
                     at_once += 1
                     if at_once == PARTS_AT_ONCE:
-                        # Neither `parts` nor `send` has to wait: others, and a disconnect, get their turn.
+                        # Neither `parts` nor `send` has to wait: let other tasks, and a disconnect, run.
                         at_once = 0
                         await asyncio.sleep(0)
             finally:
@@ -112,8 +111,10 @@ class AnswerStream(Response):
 
 
 async def interleaved(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """What several sources yield, as it comes. Each is at most one item ahead of the reader, so none is left
-    out and none runs away. Raises the first failure; whichever way it ends, all sources are closed.
+    """Yield the items of several sources in the order of their arrival.
+
+    Each source is at most one item ahead of the reader, so that none starves or runs away. Raises the first
+    failure; however it ends, all sources are closed.
     """
     queue: asyncio.Queue[_Handed[T]] = asyncio.Queue(maxsize=1)
     pumps = [asyncio.create_task(_pump(source, queue)) for source in sources]
@@ -133,8 +134,7 @@ async def interleaved(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-_Handed = tuple[T] | Exception | None
-"""An item, why a source failed, or that it ended."""
+_Handed = tuple[T] | Exception | None  # an item, a source's failure, or its end (None)
 
 
 async def _pump(source: AsyncGenerator[T], queue: asyncio.Queue[_Handed[T]]) -> None:
@@ -143,7 +143,7 @@ async def _pump(source: AsyncGenerator[T], queue: asyncio.Queue[_Handed[T]]) -> 
             async for item in source:
                 await queue.put((item,))
         await queue.put(None)
-    except Exception as error:  # noqa: BLE001 - whoever reads the queue raises it
+    except Exception as error:  # noqa: BLE001 - the reader of the queue raises it
         await queue.put(error)
 
 

@@ -1,4 +1,4 @@
-"""TLS below HTTP connections. uvicorn would first hear of one when its handshake is over."""
+"""TLS below HTTP connections. uvicorn itself sees a connection only after its handshake."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HANDSHAKE_S = 10.0
 
 
 class TlsHandshake(SSLProtocol):
-    """TLS for one connection, which is one of `all_` from TCP's first word to its last."""
+    """TLS of one connection, which is in `all_` from TCP's start to its end."""
 
     def __init__(
         self, connection: HttpConnection, context: ssl.SSLContext, handshake_s: float, all_: set[TlsHandshake]
@@ -45,6 +45,6 @@ class TlsHandshake(SSLProtocol):
         super().connection_lost(exc)
 
     def end_handshake(self) -> None:
-        """Cut the connection, unless it has come so far that uvicorn knows of it."""
+        """Cut the connection, unless uvicorn already knows it."""
         if self._tcp is not None and self._connection not in self._connection.connections:
             self._tcp.abort()

@@ -216,7 +216,7 @@ def test_ollamas_library_with_a_key(backend: FakeBackend, tmp_path: Path) -> Non
         with pytest.raises(ollama.ResponseError) as refused:
             ollama.Client(**options).chat(model="default", messages=HELLO)
         assert refused.value.status_code == 401
-        assert refused.value.error.startswith("this server asks for an API key")
+        assert refused.value.error.startswith("this server requires an API key")
 
 
 def test_a_key_in_either_header(backend: FakeBackend, tmp_path: Path) -> None:

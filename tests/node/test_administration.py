@@ -309,7 +309,7 @@ def test_files_are_repaired_while_no_rank_here_has_them_open_and_somebody_can_gi
         hub.models = {NAME: Model(embedded())}
         cluster.model.resolve = lambda _: None  # type: ignore[method-assign]
         cluster.set_desired(NAME)
-        with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is to"):
+        with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is about to"):
             admin.removable(NAME)
         assert await admin.repairable(name) == {"repairable": NAME}
         hub.models = {}

@@ -301,13 +301,13 @@ def test_a_key_is_used_as_often_as_it_may_be_and_others_go_on(tmp_path: Path) ->
     slow, fast = told(agent.file, "slow", 2), told(agent.file, "fast")
     assert [agent.ask(slow, later_s=LOOK_S)[0], agent.ask(slow, later_s=0)[0]] == [200, 200]
     status, words = agent.ask(slow, later_s=0)
-    assert (status, words) == (429, "the key slow may ask 2 times a minute; ask again in 30 s")
+    assert (status, words) == (429, "the key slow allows 2 requests a minute; retry in 30 s")
     assert agent.ask(fast, later_s=0)[0] == 200
     refusal = agent.ring.refusal((slow,))
     assert refusal is not None
     assert (refusal.code, dict(refusal.headers)) == (Code.RATE_LIMITED, {"retry-after": "30"})
     told(agent.file, "another")  # a changed file gives nobody a full bucket
-    assert agent.ask(slow, later_s=28.5)[1].endswith("ask again in 2 s")
+    assert agent.ask(slow, later_s=28.5)[1].endswith("retry in 2 s")
     assert agent.ask(slow, later_s=1.5)[0] == 200
 
 

@@ -81,9 +81,9 @@ def test_beyond_loopback_it_has_names_and_asks_for_keys(
     assert found.keys is not None
     assert found.keys.needed
     said = warnings(caplog)
-    assert f"{found.summary} asks other machines for an API key, and there is none yet" in said
+    assert f"{found.summary} requires an API key of other machines, and there is none yet" in said
     assert f"`mlxtp key create NAME --home '{tmp_path}'` makes one" in said
-    assert "is plain HTTP: whoever is on the network can read prompts, answers and keys" in said
+    assert "is plain HTTP: anyone on the network can read prompts, answers and keys" in said
 
 
 def test_with_a_key_only_the_network_is_warned_about(
@@ -100,7 +100,7 @@ def test_with_a_key_only_the_network_is_warned_about(
 def test_never_a_key_beyond_loopback_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = opened(tmp_path, "0.0.0.0", api_keys="never")
     assert found.keys is None
-    assert f"whoever reaches {found.summary} can use it" in warnings(caplog)
+    assert f"anyone who reaches {found.summary} can use it" in warnings(caplog)
     caplog.clear()
     assert opened(tmp_path, api_keys="never").keys is None
     assert caplog.records == []

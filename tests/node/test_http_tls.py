@@ -206,7 +206,7 @@ ENCRYPTED = load_pem_private_key(parts(PEM)[1], None).private_bytes(
         (parts(PEM)[1], parts(PEM)[1], "--http-cert {cert}: there is no certificate in it"),
         (parts(PEM)[0], b"", "--http-key {key}: there is no private key in it that can be read"),
         (parts(PEM)[0], parts(PEM)[0], "--http-key {key}: there is no private key in it"),
-        (parts(PEM)[0], ENCRYPTED, "--http-key {key}: the key has a password, for which mlxtp asks nobody"),
+        (parts(PEM)[0], ENCRYPTED, "--http-key {key}: the key has a password, and mlxtp does not prompt"),
         (
             parts(PEM)[0],
             parts(OTHER)[1],

@@ -69,7 +69,7 @@ def test_without_a_key_nobody_is_answered_and_the_words_say_how_to_make_one(lan:
         assert "there is none yet" in refused.json()["error"]["message"]
         assert "`mlxtp key create NAME`" in refused.json()["error"]["message"]
     assert lan.ask("/health", verify=lan.trust).status_code == 200
-    assert lan.agent.said("asks other machines for an API key, and there is none yet")
+    assert lan.agent.said("requires an API key of other machines, and there is none yet")
     assert lan.agent.said("is plain HTTP") is (lan.scheme == "http")
 
 

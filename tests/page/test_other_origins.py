@@ -94,7 +94,7 @@ def test_a_page_on_the_list_streams_and_reads_refusals(
         assert (often["status"], often["again"]) == (429, "60")
         without = ask(page, server, "")
         assert without["status"] == 401
-        assert "this server asks for an API key" in without["text"]
+        assert "this server requires an API key" in without["text"]
         assert ask(page, server, key, "/admin/status", None)["status"] == 0
 
 

@@ -1,3 +1,1 @@
-"""The dialects of HTTP: each turns its own bodies into a `GenerationRequest`, and events into its own
-answers.
-"""
+"""The dialects of HTTP: each reads its bodies into a `GenerationRequest` and writes events as its answers."""

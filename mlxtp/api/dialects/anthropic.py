@@ -20,7 +20,7 @@ from .anthropic_schema import AnthropicError, AnthropicMessage, TokenCount
 
 
 class Anthropic:
-    """What clients of Anthropic's API speak, Claude Code among them. Their base URL ends before `/v1`."""
+    """Adapter for clients of Anthropic's API, such as Claude Code. Their base URL ends before `/v1`."""
 
     prefixes: tuple[str, ...] = ("/v1/messages",)
     names: Mapping[str, str] = MappingProxyType(

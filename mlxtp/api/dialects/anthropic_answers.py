@@ -1,4 +1,4 @@
-"""The Anthropic dialect: what an answer, an error and a model look like."""
+"""The Anthropic dialect: shapes of an answer, an error and a model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from ..http_errors import error_status
 from ..request_context import current
 from .anthropic_request import AnthropicAnswerOptions
 
-SIGNATURE = "mlxtp"
-"""Of every thinking block. It proves nothing; clients drop blocks that have none."""
+SIGNATURE = "mlxtp"  # signature of every thinking block; proves nothing, but clients drop blocks without one
 
 OVERLOADED_STATUS = 529
 
@@ -41,7 +40,7 @@ def _stop(about: About, finish: Finish) -> dict[str, str | None]:
 
 
 def _usage(prompt: int, cached: int, generated: int) -> Json:
-    """In tokens. Cached ones are no `input_tokens`."""
+    """Return counts of tokens. Cached ones are not part of `input_tokens`."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,
@@ -69,8 +68,10 @@ def _asked(about: About) -> AnthropicAnswerOptions:
 
 
 def _content(answer: WholeAnswer, hide_thoughts: bool) -> list[Json]:
-    """The blocks of a whole answer. A call that the budget cut off is none: half an input must not be taken
-    for the input. The stop reason `max_tokens` says that something is missing.
+    """Return the blocks of a whole answer. Leave out a call that the budget cut off: half an input must not
+    pass for one.
+
+    The stop reason `max_tokens` reports that something is missing.
     """
     blocks: list[Json] = []
     if answer.reasoning:
@@ -89,7 +90,7 @@ def _content(answer: WholeAnswer, hide_thoughts: bool) -> list[Json]:
 
 
 def _input(arguments: str) -> Json | None:
-    """The object, or None if the text is none that JSON has."""
+    """Return the object, or None for text that is not JSON of an object."""
     try:
         input_ = json.loads(arguments)
         json.dumps(input_, allow_nan=False)
@@ -99,7 +100,7 @@ def _input(arguments: str) -> Json | None:
 
 
 def whole_body(about: About, answer: WholeAnswer) -> Json:
-    """The whole answer to a request that does not stream."""
+    """Return the whole answer to a request that does not stream."""
     finish = answer.finish
     assert finish is not None
     usage = _usage(about.prompt_tokens[0], finish.end.cached, finish.end.generated)
@@ -108,7 +109,7 @@ def whole_body(about: About, answer: WholeAnswer) -> Json:
 
 
 class MessageWriter:
-    """The events of one stream, as bytes."""
+    """Writer of the events of one stream, as bytes."""
 
     def __init__(self, about: About) -> None:
         self._about = about
@@ -118,11 +119,11 @@ class MessageWriter:
         self._finish: Finish | None = None
 
     def open(self) -> bytes:
-        """Nothing: a message begins with the length of its prompt."""
+        """Return nothing: a message begins with the length of its prompt."""
         return b""
 
     def begin(self) -> bytes:
-        """The message without content. How much of the prompt was cached is known at the end only."""
+        """Return the message without content. The number of cached tokens is known only at the end."""
         nothing = {"stop_reason": None, "stop_sequence": None}
         message = _message_body(self._about, [], nothing, _usage(self._about.prompt_tokens[0], 0, 0))
         return _event({"type": "message_start", "message": message}) + _PING
@@ -152,7 +153,7 @@ class MessageWriter:
         return _event(error_body(error, error_status(error)))
 
     def idle(self, more: Json) -> bytes:
-        """A ping, which has no room for more. Clients take it before the message, too."""
+        """Return a ping, which has no room for more. Clients accept it before the message, too."""
         return _PING
 
     def _said(self, text: str) -> bytes:
@@ -174,7 +175,7 @@ class MessageWriter:
         return ended + _event({"type": "content_block_start", "index": self._index, "content_block": block})
 
     def _end(self) -> bytes:
-        """The end of the block that is open, if one is."""
+        """Return the end of the open block, if there is one."""
         kind, self._open = self._open, ""
         if not kind:
             return b""
@@ -192,7 +193,7 @@ _NO_THOUGHT = {"type": "thinking", "thinking": "", "signature": ""}
 
 
 def _event(data: Json) -> bytes:
-    """One server-sent event. ASCII only, so that no client breaks lines at U+2028."""
+    """Return one server-sent event. ASCII only, so that no client breaks lines at U+2028."""
     text = json.dumps(data, separators=(",", ":"))
     return f"event: {data['type']}\ndata: {text}\n\n".encode()
 
@@ -214,7 +215,7 @@ _ERROR_TYPES = {
 
 
 def error_body(error: MlxtpError, status: int) -> Json:
-    """What is full is `overloaded_error` whatever the status; a client that waits is right."""
+    """Return an error. Overload is `overloaded_error` at any status, so that clients wait and retry."""
     other = "invalid_request_error" if status < 500 else "api_error"
     kind = "overloaded_error" if error.code is Code.OVERLOADED else _ERROR_TYPES.get(status, other)
     return {
@@ -225,13 +226,13 @@ def error_body(error: MlxtpError, status: int) -> Json:
 
 
 def request_id() -> str:
-    """Of the request at hand. The log has the same without `req_`."""
+    """Return the id of the current request. The log has the same id without `req_`."""
     account = current()
     return f"req_{uuid.uuid4().hex if account is None else account.id}"
 
 
 def model_body(model: ModelInfo | StoredModelInfo) -> Json:
-    """One model, as Anthropic's `GET /v1/models/{id}` shows it."""
+    """Return one model, in the shape of Anthropic's `GET /v1/models/{id}`."""
     created = datetime.fromtimestamp(model.created, UTC)
     return {
         "type": "model",
@@ -245,7 +246,7 @@ def model_body(model: ModelInfo | StoredModelInfo) -> Json:
 
 
 def models_body(models: Sequence[ModelInfo | StoredModelInfo]) -> Json:
-    """All of them on one page, as Anthropic's `GET /v1/models` lists them."""
+    """Return all models on one page, in the shape of Anthropic's `GET /v1/models`."""
     return {
         "data": [model_body(model) for model in models],
         "has_more": False,

@@ -1,7 +1,8 @@
-"""The Anthropic dialect: what a request may say, and what it asks for. Pure.
+"""The Anthropic dialect: schema of a request, and its conversion to a `GenerationRequest`. Pure.
 
-Unknown fields, betas and `cache_control` are ignored. What is understood but cannot be done is refused with
-`not_supported`, never passed over in silence. Source of the shapes: the types of Anthropic's client library.
+Unknown fields, betas and `cache_control` are ignored. Fields that are understood but not supported are
+refused with `not_supported`, never silently ignored. Source of the shapes: the types of Anthropic's client
+library.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MOST_TOKENS = 2**31 - 1
 _MOST_MESSAGES = 100_000  # as in the API
 
 
-# --- what a request may say. None means absent, everywhere ------------------------------------------------
+# --- schema of a request. None means absent, everywhere ---------------------------------------------------
 
 
 class AnthropicInputMessage(Schema):
@@ -49,7 +50,7 @@ class Metadata(Schema):
 
 
 class Thinking(Schema):
-    """`budget_tokens` is checked and no more: `max_tokens` alone bounds thoughts and answer together."""
+    """`budget_tokens` is only checked: `max_tokens` alone bounds thoughts and answer together."""
 
     type: str
     budget_tokens: Annotated[int, in_range(1, _MOST_TOKENS)] | None = None
@@ -78,7 +79,7 @@ class Format(Schema):
 
 
 class CountRequest(Schema):
-    """The body of `POST /v1/messages/count_tokens`: all that becomes part of the prompt."""
+    """The body of `POST /v1/messages/count_tokens`: all parts of the prompt."""
 
     messages: Annotated[
         list[AnthropicInputMessage], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
@@ -89,7 +90,7 @@ class CountRequest(Schema):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: Json | None = None  # what older clients call output_config.format
+    output_format: Json | None = None  # older clients' name of output_config.format
     mcp_servers: list[Any] | None = None
 
 
@@ -127,7 +128,7 @@ class _ToolResult(Schema):
 
 @dataclass(frozen=True, slots=True)
 class AnthropicAnswerOptions:
-    """What the answer repeats, and how. `model`: the client's own name for it, or None for ours."""
+    """Options of the answer. `model`: the client's own name for it, or None for ours."""
 
     model: str | None = None
     hide_thoughts: bool = False
@@ -138,7 +139,7 @@ class AnthropicAnswerOptions:
 
 
 def parse_messages(body: bytes) -> GenerationRequest:
-    """The request. Raises RequestError that names the field, the reason and the value."""
+    """Return the request. Raises RequestError that names the field, the reason and the value."""
     request = parsed(MessagesRequest, body)
     ask = _ask(request)
     if request.max_tokens == 0:
@@ -147,7 +148,7 @@ def parse_messages(body: bytes) -> GenerationRequest:
         )
     if request.messages[-1].role == "assistant":
         raise not_supported(
-            "the last message is the assistant's: an answer that goes on from it is not supported; "
+            "the last message is the assistant's: to continue it is not supported; "
             "end with a message of the user",
             f"messages[{len(request.messages) - 1}].role",
         )
@@ -164,13 +165,13 @@ def parse_messages(body: bytes) -> GenerationRequest:
 
 
 def parse_count(body: bytes) -> GenerationRequest:
-    """A request whose prompt is counted only. Raises RequestError."""
+    """Return a request whose prompt is only counted. Raises RequestError."""
     request = parsed(CountRequest, body)
     return replace(_ask(request), options=GenerationOptions(format=_format(request)))
 
 
 def _ask(request: CountRequest) -> GenerationRequest:
-    """All of it that becomes part of the prompt."""
+    """Return the request with only the parts that go into the prompt."""
     theirs = request.model is not None and request.model.startswith("claude-")
     thinking = request.thinking or Thinking(type="")
     conversation = Conversation(
@@ -246,7 +247,7 @@ def _tools(request: CountRequest) -> tuple[Tool, ...]:
 
 
 def _format(request: CountRequest) -> Json | None:
-    """As OpenAI's `response_format`."""
+    """Return the format in the shape of OpenAI's `response_format`."""
     given, where = request.output_format, "output_format"
     if request.output_config and request.output_config.format is not None:
         given, where = request.output_config.format, "output_config.format"
@@ -261,7 +262,7 @@ def _format(request: CountRequest) -> Json | None:
 
 
 def _turns(request: CountRequest) -> tuple[ChatMessage, ...]:
-    """System prompt and messages. Neighbours of one role become one turn, as many templates want it."""
+    """Return the turns. Join consecutive messages of one role, as many templates require."""
     called: dict[str, str] = {}
     turns = [] if request.system is None else _system(request.system, "system")
     for i, message in enumerate(request.messages):
@@ -274,7 +275,7 @@ def _turns(request: CountRequest) -> tuple[ChatMessage, ...]:
 
 
 def _message(message: AnthropicInputMessage, where: str, called: dict[str, str]) -> list[ChatMessage]:
-    """`called` has the names of all calls so far, by id."""
+    """Return the turns of one message. `called` has the names of all calls so far, by id."""
     content = f"{where}.content"
     match message.role:
         case "user":
@@ -286,12 +287,11 @@ def _message(message: AnthropicInputMessage, where: str, called: dict[str, str])
     raise _no_such(message.role, ("user", "assistant", "system"), f"{where}.role")
 
 
-Blocks = Sequence[tuple[str, Json, str]]
-"""Type, block and where it stands."""
+Blocks = Sequence[tuple[str, Json, str]]  # type, block and its place in the request
 
 
 def _user(blocks: Blocks, called: Mapping[str, str]) -> list[ChatMessage]:
-    """What tools answered comes first: it belongs to the calls before."""
+    """Return the turns of a user's message. Results of tools come first: they belong to the calls before."""
     results, texts = [], []
     for kind, block, where in blocks:
         if kind == "text":
@@ -328,14 +328,16 @@ def _assistant(blocks: Blocks, called: dict[str, str]) -> ChatMessage:
             use = checked(_ToolUse, block, where)
             called[use.id] = use.name
             calls.append(Call(use.id, use.name, json.dumps(use.input, ensure_ascii=False)))
-        elif kind != "redacted_thinking":  # only whoever wrote it can read it
+        elif kind != "redacted_thinking":  # only its maker can decrypt it
             raise _unfit(kind, where, "an assistant's message", "text, thinking, redacted_thinking, tool_use")
     return ChatMessage("assistant", _joined(texts), _joined(thoughts), tuple(calls))
 
 
 def _system(content: object, where: str) -> list[ChatMessage]:
-    """A system prompt, unless it is empty: without the line with which Claude Code begins. Its hash differs
-    from request to request, so that no prompt would begin like the one before.
+    """Return a system prompt, unless it is empty, without Claude Code's first line.
+
+    The hash in that line differs from request to request, so that no prompt would share a prefix with the one
+    before.
     """
     texts = _texts(_blocks(content, where), "a system prompt")
     lasting = _joined(text.partition("\n")[2] if text.startswith(_BILLING) else text for text in texts)

@@ -1,6 +1,6 @@
 """The Anthropic dialect: the shapes of answers, each field required.
 
-They describe answers in `/openapi.json`, and tests read every answer back by them. Answers are written
+They describe answers in `/openapi.json`, and tests check every answer against them. Answers are written
 without them: a stream is written token by token.
 """
 
@@ -18,7 +18,7 @@ AnthropicStopReason = Literal[
 
 
 class MessageUsage(Shape):
-    """In tokens. Those of the prompt are the sum of all `input_tokens`."""
+    """Counts of tokens. The prompt's are the sum of all `input_tokens` fields."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -48,7 +48,7 @@ Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator=
 
 
 class AnthropicMessage(Shape):
-    """`stop_reason` is None at the beginning of a stream only."""
+    """An answer. `stop_reason` is None only at the start of a stream."""
 
     id: Annotated[str, Field(pattern=r"^msg_[0-9a-f]{32}$")]
     type: Literal["message"]
@@ -73,7 +73,7 @@ class AnthropicErrorDetail(Shape):
 
 
 class AnthropicError(Shape):
-    """`request_id` is that of the header `request-id`, and `x-request-id` after `req_`."""
+    """An error. `request_id` equals the header `request-id`, and `req_` plus `x-request-id`."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail
@@ -81,7 +81,7 @@ class AnthropicError(Shape):
 
 
 class AnthropicModel(Shape):
-    """`created_at` as RFC 3339 has it."""
+    """A model. `created_at` is in the format of RFC 3339."""
 
     type: Literal["model"]
     id: str

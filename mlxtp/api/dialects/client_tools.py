@@ -1,4 +1,4 @@
-"""Tools as clients name them, and as a model knows them: functions, each with a name of its own.
+"""Tools under the names of clients, and as functions under unique names for a model.
 
 Clients group functions in namespaces, offer tools that take plain text, and list tools that only their
 provider supports. Pure, but for one log line for each kind that is left out.

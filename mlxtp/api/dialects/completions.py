@@ -25,7 +25,7 @@ PATH = "/v1/completions"
 
 
 class Completions:
-    """The adapter of `/v1/completions`, and of the endpoints of OpenAI's that are not served."""
+    """The adapter of `/v1/completions`, and of OpenAI's endpoints that are not served."""
 
     prefixes: tuple[str, ...] = (PATH, *unserved.PREFIXES)
     names: Mapping[str, str] = {"messages": "prompt"}

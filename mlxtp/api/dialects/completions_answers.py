@@ -1,4 +1,4 @@
-"""What `/v1/completions` answers, in OpenAI's older shape."""
+"""Answers of `/v1/completions`, in OpenAI's older shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .openai_answers import LEAST_LOGPROB, finishes, first_open, sse, usage
 
 
 class Logprobs:
-    """The scores of one answer in the older shape, piece after piece.
+    """The scores of one answer in the older shape, piece by piece.
 
     `text_offset` is in characters of the answer's own text. `top_logprobs` has the chosen token, too.
     """
@@ -26,7 +26,7 @@ class Logprobs:
         self._offset = 0
 
     def of(self, scores: Sequence[Scored]) -> Json:
-        """Those of the next tokens."""
+        """Return the scores of the next tokens."""
         tokens, own, top, offsets = [], [], [], []
         names = self._about.names
         for token, score in scores:
@@ -58,12 +58,12 @@ def _choice(index: int, text: str, scores: Json | None, reason: str | None) -> J
 
 
 def _echo(about: About, choice: int) -> str:
-    """What an answer begins with."""
+    """Return the start of an answer: its prompt if the request has `echo`."""
     return about.prompts[choice // about.ask.options.n] if about.ask.dialect.echo else ""
 
 
 def whole_body(about: About, wholes: Sequence[WholeAnswer]) -> Json:
-    """The whole answer to a request that does not stream."""
+    """Return the whole answer to a request that does not stream."""
     scored = about.ask.options.logprobs >= 0
     ends = finishes(wholes)
     choices = []

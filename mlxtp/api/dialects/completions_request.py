@@ -1,7 +1,7 @@
 """The body of `POST /v1/completions`: prompts that are continued, without a chat template. Pure.
 
-`max_tokens` is 16, or what fits, where a request does not say, as in OpenAI's API. What is understood but
-cannot be done is refused with `not_supported`.
+`max_tokens` is 16, or the most that fits, where a request has none, as in OpenAI's API. Fields that are
+understood but not supported are refused with `not_supported`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from .openai_request import StreamOptions
 from .tuning import MOST_TOKENS, Tuning
 
 DEFAULT_MAX_TOKENS = 16
-MOST_ANSWERS = 128
-"""Of one request, over all of its prompts."""
+MOST_ANSWERS = 128  # of one request, over all of its prompts
 
 
 class CompletionRequest(Tuning):
@@ -35,7 +34,7 @@ class CompletionRequest(Tuning):
     logprobs: Annotated[int, in_range(0, 5)] | None = None
     response_format: Json | None = None
     user: Any = None
-    # refused where they ask for something
+    # refused if set
     best_of: int | None = None
     suffix: str | None = None
 
@@ -49,8 +48,8 @@ class CompletionRequest(Tuning):
 
 
 def parse(body: bytes) -> GenerationRequest:
-    """The request; whether its tokens are among the model's is not known yet. Raises RequestError that names
-    the field, the reason and the value.
+    """Return the request. Token ids are not yet checked against the model. Raises RequestError that names the
+    field, the reason and the value.
     """
     request = parsed(CompletionRequest, body)
     n = request.n or 1
@@ -90,7 +89,7 @@ def parse(body: bytes) -> GenerationRequest:
 
 
 def _prompts(given: object) -> tuple[Prompt, ...]:
-    """Text, texts, tokens or lists of tokens. Raises RequestError."""
+    """Return text, texts, tokens or lists of tokens as prompts. Raises RequestError."""
     match given:
         case None:
             raise RequestError("prompt is missing", param="prompt")

@@ -1,4 +1,4 @@
-"""The shapes of what `/v1/completions` answers; see `openai_schema.py`."""
+"""The shapes of answers of `/v1/completions`; see `openai_schema.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .openai_schema import Shape, Usage
 
 
 class CompletionLogprobs(Shape):
-    """One entry for each token. `text_offset` in characters of the answer."""
+    """Scores with one entry for each token. `text_offset` in characters of the answer."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -40,7 +40,7 @@ class CompletionChunkChoice(Shape):
 
 
 class CompletionChunk(Shape):
-    """`usage` where it was asked for: in the last chunk, which has no choices; None before."""
+    """A chunk. `usage` is there on request: in the last chunk, which has no choices; None before."""
 
     id: str
     object: Literal["text_completion"]

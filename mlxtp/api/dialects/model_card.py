@@ -1,4 +1,4 @@
-"""What a model's folder tells about it. What it does not tell stays unknown: nothing is guessed."""
+"""Facts from a model's folder. Facts that are not there stay unknown: nothing is guessed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _UNITS = (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3))
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """An empty string, or 0, is unknown.
+    """Facts of a model. An empty string, or 0, is unknown.
 
     `family` is the `model_type` of `config`, the whole of config.json. `parameters` is such as "8.0B".
     `quantization` is such as "4-bit", or the type of weights that are not quantized. `weight_bytes` on this
-    disk. `digest`, 64 hexadecimal digits, tells folders apart by their configuration and by the names and
-    sizes of the files of weights. `template` is the chat template, in Jinja.
+    disk. `digest`, 64 hexadecimal digits, identifies a folder by its configuration and by the names and sizes
+    of the files of weights. `template` is the chat template, in Jinja.
     """
 
     config: Mapping[str, Any]
@@ -37,7 +37,7 @@ class ModelCard:
     template: str
 
     def number(self, name: str) -> int | None:
-        """A whole number of the language model's configuration."""
+        """Return an integer of the language model's configuration."""
         text = self.config.get("text_config")
         for config in (text if isinstance(text, dict) else {}, self.config):
             if type(config.get(name)) is int:
@@ -46,7 +46,7 @@ class ModelCard:
 
 
 def read_card(model: ModelInfo | StoredModelInfo) -> ModelCard:
-    """Reads the small files of the model's folder. Blocks: call it in a thread."""
+    """Read the small files of the model's folder. Blocks: call it in a thread."""
     config = _read_json(model.path / "config.json")
     weights = _weights(model.path)
     family = config.get("model_type")
@@ -71,7 +71,7 @@ def _read_json(path: Path) -> Json:
 
 
 def _weights(folder: Path) -> dict[str, int]:
-    """Bytes of each file of weights."""
+    """Return the bytes of each file of weights."""
     try:
         return {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
     except OSError:
@@ -79,7 +79,7 @@ def _weights(folder: Path) -> dict[str, int]:
 
 
 def _parameters(index: Json) -> str:
-    """As mlx-lm counted them when it wrote the weights."""
+    """Return the number of parameters that mlx-lm counted when it wrote the weights."""
     metadata = index.get("metadata")
     count = metadata.get("total_parameters") if isinstance(metadata, dict) else None
     if type(count) is not int or count <= 0:

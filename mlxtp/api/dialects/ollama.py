@@ -1,4 +1,4 @@
-"""The Ollama dialect: `/api/chat`, `/api/generate`, and what its clients want to know of models before."""
+"""The Ollama dialect: `/api/chat`, `/api/generate`, and model information that its clients request first."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from .ollama_schema import (
     OllamaVersion,
 )
 
+#: Version of Ollama's API, not of mlxtp. Clients compare its three numbers with the least that they accept
+#: (0.6.4 for Copilot Chat, 0.14.2 for those that use Ollama's `/v1/messages` too). By then Ollama had all
+#: features that are served here: thinking, tool calls in streams, schemas, log-probabilities.
 VERSION = "0.14.2"
-"""Of Ollama's API, not of mlxtp: three numbers, which clients compare with the least that they take (0.6.4
-for Copilot Chat, 0.14.2 for those that use Ollama's `/v1/messages` too). By then Ollama had all that is
-served here: thinking, tool calls in streams, schemas, log-probabilities."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 _MANAGED = (
@@ -76,7 +76,7 @@ def _operation(
 
 
 class Ollama:
-    """Everything below `/api`."""
+    """The adapter of all paths below `/api`."""
 
     prefixes: tuple[str, ...] = ("/api/",)
     too_long = (
@@ -104,11 +104,11 @@ class Ollama:
             OllamaGenerateAnswer,
             stream=NDJSON,
         ),
-        _operation("GET", "/api/tags", "What can be served now (Ollama)", None, OllamaModels),
-        _operation("GET", "/api/ps", "What is loaded (Ollama)", None, OllamaRunningModels),
-        _operation("POST", "/api/show", "What is known of a model (Ollama)", OllamaShow, OllamaShown),
+        _operation("GET", "/api/tags", "The models that can be served (Ollama)", None, OllamaModels),
+        _operation("GET", "/api/ps", "The loaded model (Ollama)", None, OllamaRunningModels),
+        _operation("POST", "/api/show", "Details of a model (Ollama)", OllamaShow, OllamaShown),
         _operation("GET", "/api/version", "The version of Ollama's API", None, OllamaVersion),
-        *[_operation(*each, "Refused: there are no embeddings", always=400) for each in _EMBEDDINGS],
+        *[_operation(*each, "Refused: embeddings are not served", always=400) for each in _EMBEDDINGS],
         *[_operation(*each, "Refused: mlxtp's own commands manage models", always=400) for each in _MANAGED],
     )
 
@@ -140,7 +140,7 @@ class Ollama:
 
 
 class _Models:
-    """The endpoints that tell of models. Their folders are read anew each time."""
+    """The endpoints for information about models. Their folders are read again each time."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -168,7 +168,7 @@ class _Models:
 
 
 def _shown(model: ModelInfo | StoredModelInfo, capabilities: Sequence[str]) -> Json:
-    """Reads the small files of the model's folder."""
+    """Return the answer to `/api/show`. Reads the small files of the model's folder."""
     defaults = model.defaults if isinstance(model, ModelInfo) else load_defaults(model.path)
     return show_body(model, defaults, read_card(model), capabilities)
 
@@ -176,7 +176,7 @@ def _shown(model: ModelInfo | StoredModelInfo, capabilities: Sequence[str]) -> J
 def _answering(
     adapter: Ollama, generation: Generation, parse: Callable[[Arrival, bytes], GenerationRequest]
 ) -> Handler:
-    """The endpoint that generates, for bodies that `parse` reads."""
+    """Return the endpoint that generates, for bodies that `parse` reads."""
 
     async def answer(request: Request) -> Response:
         arrival = Arrival(time.perf_counter_ns(), generation.models())
@@ -192,7 +192,7 @@ def _answering(
 
 
 async def _unloaded(generation: Generation, name: str, asked: OllamaAnswerOptions) -> Response:
-    """What is loaded stays so: it is there for others, too."""
+    """Refuse to unload the loaded model: other clients use it, too."""
     model = await generation.catalog.find(name)
     if isinstance(model, ModelInfo):
         raise not_supported(

@@ -1,4 +1,4 @@
-"""The Ollama dialect: what an answer and a model look like."""
+"""The Ollama dialect: shapes of an answer and a model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from ..backend import GREEDY, Health, ModelInfo, Sampling, StoredModelInfo
 from .model_card import ModelCard
 from .ollama_request import OllamaAnswerOptions
 
-FOREVER = "9999-12-31T23:59:59Z"
-"""Until when a model stays loaded, as far as clients are concerned: no `keep_alive` ends it."""
+FOREVER = "9999-12-31T23:59:59Z"  # Expiry of a loaded model as shown to clients: no `keep_alive` ends it.
 
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
@@ -35,7 +34,7 @@ _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 class LineWriter:
-    """One answer as lines of JSON. A tool call is sent when it is complete: its arguments are an object."""
+    """Writer of one answer as lines of JSON. A tool call is sent when complete, as an object."""
 
     def __init__(self, about: About) -> None:
         self._about = about
@@ -44,7 +43,7 @@ class LineWriter:
         self._finish: Finish | None = None
 
     def open(self) -> bytes:
-        """Nothing: clients take the first line for the first token."""
+        """Return nothing: clients take the first line for the first token."""
         return b""
 
     def begin(self) -> bytes:
@@ -77,12 +76,12 @@ class LineWriter:
         return _encode({"error": error.detail})
 
     def idle(self, more: Json) -> bytes:
-        """An empty piece of the answer: clients parse every line, so none can be blank."""
+        """Return an empty piece of the answer: clients parse every line, so none can be blank."""
         line = _head(self._about) | _message(_asked(self._about), "") | {"done": False}
         return _encode(line | more)
 
     def _end_call(self) -> bytes:
-        """Nothing more comes of the call, if there is one."""
+        """Return the call that has just ended, if there is one."""
         if self._call is None:
             return b""
         call = Call(self._call.id, self._call.name, "".join(self._arguments))
@@ -99,7 +98,7 @@ class LineWriter:
 
 
 def whole_body(about: About, answer: WholeAnswer) -> Json:
-    """The answer to a request that does not stream."""
+    """Return the answer to a request that does not stream."""
     assert answer.finish is not None
     cut_off, calls = _told_apart(answer.calls)
     text = "\n".join(filter(None, [answer.text, cut_off]))
@@ -108,7 +107,7 @@ def whole_body(about: About, answer: WholeAnswer) -> Json:
 
 
 def no_answer(asked: OllamaAnswerOptions, model: ModelInfo | StoredModelInfo, reason: str) -> Json:
-    """To a request without a prompt, whose `reason` is to "load" or to "unload" the model."""
+    """Return the answer to a request without a prompt, with `reason` "load" or "unload"."""
     head = {"model": asked.model or model.id, "created_at": _rfc3339(time.time())}
     return head | _message(asked, "") | {"done": True, "done_reason": reason}
 
@@ -123,7 +122,7 @@ def _head(about: About) -> Json:
 
 
 def _message(asked: OllamaAnswerOptions, text: str, thinking: str = "", calls: Sequence[Json] = ()) -> Json:
-    """A piece of an answer, or all of it, in the shape of its endpoint."""
+    """Return a piece of an answer, or all of it, in the shape of its endpoint."""
     more: Json = {"thinking": thinking} if thinking else {}
     if calls:
         more["tool_calls"] = list(calls)
@@ -133,9 +132,9 @@ def _message(asked: OllamaAnswerOptions, text: str, thinking: str = "", calls: S
 
 
 def _counts(about: About, finish: Finish) -> Json:
-    """The end of an answer. Its prompt took from the request's arrival to the first token, in ns.
+    """Return the counts of an answer. The prompt's time, in ns, is from arrival to the first token.
 
-    So did loading the model, where it had to be. What clients divide by is never 0.
+    It includes loading the model. Values that clients divide by are never 0.
     """
     now_ns = time.perf_counter_ns()
     began_ns = finish.began_ns or now_ns
@@ -153,7 +152,7 @@ def _counts(about: About, finish: Finish) -> Json:
 
 
 def _told_apart(calls: Sequence[Call], first: int = 0) -> tuple[str, list[Json]]:
-    """Calls in Ollama's shape, and the text of those whose arguments are no object: they were cut off."""
+    """Return calls in Ollama's shape, and the text of those whose arguments were cut off."""
     texts, whole = [], []
     for index, call in enumerate(calls, first):
         arguments = _object(call.arguments)
@@ -193,15 +192,16 @@ def _logprob(token: int, logprob: float, about: About) -> Json:
 
 
 def _encode(data: Json) -> bytes:
-    """ASCII only: some clients break lines at U+2028, too."""
+    """Return one line. ASCII only: some clients break lines at U+2028, too."""
     return json.dumps(data, separators=(",", ":")).encode() + b"\n"
 
 
 def _rfc3339(seconds: float) -> str:
-    """A time in seconds since 1970."""
+    """Format a time in seconds since 1970."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
+#: Ollama's names for numbers in config.json.
 _SHAPE = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -209,11 +209,10 @@ _SHAPE = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
-"""What Ollama calls numbers of config.json."""
 
 
 def list_row(model: ModelInfo | StoredModelInfo, card: ModelCard) -> Json:
-    """A model in `/api/tags`."""
+    """Return a model in `/api/tags`."""
     return {
         "name": model.id,
         "model": model.id,
@@ -225,7 +224,7 @@ def list_row(model: ModelInfo | StoredModelInfo, card: ModelCard) -> Json:
 
 
 def running_row(model: ModelInfo, card: ModelCard, health: Health) -> Json:
-    """A model in `/api/ps`. Its size is the memory of all ranks where they told of it, else its weights'.
+    """Return a model in `/api/ps`. Its size is the memory of all ranks if all report it, else its weights'.
 
     On a Mac, all memory is the GPU's.
     """
@@ -247,7 +246,7 @@ def running_row(model: ModelInfo, card: ModelCard, health: Health) -> Json:
 def show_body(
     model: ModelInfo | StoredModelInfo, defaults: Sampling, card: ModelCard, capabilities: Sequence[str]
 ) -> Json:
-    """The answer to `/api/show`. `parameters` has one setting a line, as in a Modelfile: `defaults`."""
+    """Return the answer to `/api/show`. `parameters` has `defaults`, one a line, as in a Modelfile."""
     settings: dict[str, object] = {"num_ctx": model.context}
     for name in ("temperature", "top_p", "top_k", "min_p"):
         if getattr(defaults, name) != getattr(GREEDY, name):

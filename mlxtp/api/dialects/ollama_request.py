@@ -1,8 +1,8 @@
-"""The Ollama dialect: what a request may say, and what it asks for. Pure.
+"""The Ollama dialect: schema of a request, and its conversion to a `GenerationRequest`. Pure.
 
-How long a model stays and how much context it has is the cluster's business: `keep_alive` and `num_ctx` are
-checked and change nothing. Options that are not known here are ignored. What would change the answer and
-cannot be done (images, a template, a suffix, tokens of an earlier answer) is refused. See docs/ollama.md.
+The cluster decides how long a model stays loaded and how much context it has: `keep_alive` and `num_ctx` are
+checked and change nothing. Unknown options are ignored. Fields that would change the answer and are not
+supported (images, a template, a suffix, tokens of an earlier answer) are refused. See docs/ollama.md.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ THINK_LEVELS: tuple[str, ...] = get_args(ThinkLevel)
 _MOST_TOKENS = 2**31 - 1
 
 
-# --- what a request may say -------------------------------------------------------------------------------
+# --- schema of a request ----------------------------------------------------------------------------------
 
 
 def _integral(value: object) -> object:
-    """JSON has one kind of number: 40.0 is 40."""
+    """Convert a whole float to int, since JSON has one kind of number: 40.0 is 40."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _plain(value: Json) -> Json:
-    """Numbers too large for JSON's readers come as infinity."""
+    """Refuse numbers too large for a float, which the parser reads as infinity."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:
@@ -61,12 +61,12 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     return tuple(given)
 
 
+#: A duration in Go's format, such as "1h30m".
 _DURATION = re.compile(r"[-+]?(?:0|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|µs|μs|ms|s|m|h))+)")
-"""As Go writes them, such as "1h30m"."""
 
 
 def _keep_alive(value: object) -> bool | None:
-    """False for no time at all, which asks to unload the model. None: nothing was said."""
+    """Return False for a duration of zero, which requests to unload the model; None if absent."""
     if value is None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:  # noqa: PLR0124
@@ -85,7 +85,7 @@ def _think(value: object) -> bool | str | None:
 
 
 def _format(value: object) -> Json | None:
-    """As `GenerationOptions.format` has it."""
+    """Return the format in the shape of `GenerationOptions.format`."""
     if value is None or value == "":
         return None
     if value == "json":
@@ -100,7 +100,7 @@ Object = Annotated[Json, AfterValidator(_plain)]
 
 
 class OllamaOptions(Schema):
-    """What is known of `options`."""
+    """Supported fields of `options`."""
 
     num_predict: Annotated[Integer, in_range(-_MOST_TOKENS, _MOST_TOKENS)] | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stop_strings, str | list[str] | None)] = ()
@@ -147,7 +147,7 @@ class OllamaTool(Schema):
 
 
 class OllamaBody(Schema):
-    """What both endpoints take."""
+    """Fields of both endpoints."""
 
     model: str | None = None
     stream: bool | None = None
@@ -179,7 +179,7 @@ class OllamaGenerate(OllamaBody):
 
 
 class OllamaShow(Schema):
-    """The body of `POST /api/show`; `name` is what `model` was called before."""
+    """The body of `POST /api/show`; `name` is the former name of `model`."""
 
     model: str | None = None
     name: str | None = None
@@ -191,7 +191,7 @@ class OllamaShow(Schema):
 
 @dataclass(frozen=True, slots=True)
 class OllamaAnswerOptions:
-    """What the answer has to know of its request. `model` is called as the client calls it."""
+    """Options of the answer. `model` is the client's own name for it."""
 
     chat: bool
     model: str
@@ -200,14 +200,14 @@ class OllamaAnswerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The moment a request came (of `time.perf_counter_ns`), and what was loaded then."""
+    """Time of a request's arrival (of `time.perf_counter_ns`), and the models loaded then."""
 
     at_ns: int
     models: Sequence[ModelInfo]
 
 
 class NoPrompt(Exception):
-    """The request is there to load or to unload the model."""
+    """Signal that the request has no prompt and only loads or unloads the model."""
 
     def __init__(self, asked: OllamaAnswerOptions, unload: bool) -> None:
         super().__init__(asked, unload)
@@ -216,7 +216,7 @@ class NoPrompt(Exception):
 
 
 def parse_chat(arrival: Arrival, body: bytes) -> GenerationRequest:
-    """Raises RequestError that names the field, and NoPrompt when there are no messages."""
+    """Parse a chat. Raises RequestError that names the field, and NoPrompt when there are no messages."""
     chat = parsed(OllamaChat, body)
     asked = OllamaAnswerOptions(True, chat.model or "", arrival.at_ns)
     if not chat.messages:
@@ -226,7 +226,7 @@ def parse_chat(arrival: Arrival, body: bytes) -> GenerationRequest:
 
 
 def parse_generate(arrival: Arrival, body: bytes) -> GenerationRequest:
-    """Raises RequestError that names the field, and NoPrompt when there is no prompt."""
+    """Parse a prompt. Raises RequestError that names the field, and NoPrompt when there is no prompt."""
     generate = parsed(OllamaGenerate, body)
     asked = OllamaAnswerOptions(False, generate.model or "", arrival.at_ns)
     _check_supported(generate)
@@ -240,7 +240,7 @@ def parse_generate(arrival: Arrival, body: bytes) -> GenerationRequest:
 
 
 def served_name(name: str, models: Sequence[ModelInfo]) -> str:
-    """`name` without ":latest", which Ollama's clients add, unless a model is called so."""
+    """Return `name` without ":latest", which Ollama's clients add, unless it names a model."""
     if any(name == model.id or name in model.aliases for model in models):
         return name
     return name.removesuffix(LATEST)
@@ -268,7 +268,7 @@ def _options(body: OllamaBody) -> GenerationOptions:
         top_p=given.top_p,
         top_k=given.top_k,
         min_p=given.min_p,
-        seed=None if given.seed == -1 else given.seed,  # -1 is Ollama's word for a fresh one
+        seed=None if given.seed == -1 else given.seed,  # -1 is Ollama's value for a random seed
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
         repetition_penalty=given.repeat_penalty,
@@ -278,7 +278,7 @@ def _options(body: OllamaBody) -> GenerationOptions:
 
 
 def _thinking(conversation: Conversation, body: OllamaBody) -> Conversation:
-    """A level goes to the template under the name that gpt-oss gave it."""
+    """Set the thinking options. A level goes to the template under the name that gpt-oss gave it."""
     if isinstance(body.think, str):
         level = {"reasoning_effort": body.think}
         return replace(conversation, thinking=True, needs_thinking=True, template_options=level)
@@ -289,25 +289,26 @@ def _check_supported(body: OllamaGenerate) -> None:
     wants: tuple[tuple[str, object, str], ...] = (
         ("images", body.images, "only text is understood"),
         ("suffix", body.suffix, "text cannot be written into a gap; send the prompt alone"),
-        ("template", body.template, "the model has its own; with raw true, the prompt is taken as it is"),
-        ("context", body.context, "tokens of an earlier answer are not taken; send messages to /api/chat"),
+        ("template", body.template, "the model has its own; with raw true, the prompt is used unchanged"),
+        ("context", body.context, "tokens of an earlier answer are not accepted; send messages to /api/chat"),
     )
     for name, value, why in wants:
         if value:
             raise not_supported(f"{name} is not supported: {why}", name)
     if body.raw and body.system:
-        raise RequestError("system has no place in a prompt that is taken as it is (raw)", param="system")
+        raise RequestError("system has no place in a prompt that is used unchanged (raw)", param="system")
     if body.raw and body.think:
-        raise RequestError("think does nothing to a prompt that is taken as it is (raw)", param="think")
+        raise RequestError("think does nothing to a prompt that is used unchanged (raw)", param="think")
 
 
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 def _turns(messages: Sequence[OllamaMessage]) -> tuple[ChatMessage, ...]:
-    """Most of Ollama's clients send no ids: calls are numbered, and answered by their name or in their order.
+    """Return the turns. Calls without ids are numbered, and matched to results by name or order.
 
-    A number has nine letters and digits: Mistral's templates take nothing else.
+    Most of Ollama's clients send no ids. A number has nine letters and digits: Mistral's templates accept
+    nothing else.
     """
     turns: list[ChatMessage] = []
     unanswered: list[Call] = []
@@ -340,7 +341,7 @@ def _role(message: OllamaMessage, where: str) -> Role:
 
 
 def _answered(message: OllamaMessage, unanswered: list[Call]) -> Call:
-    """The call that a "tool" message answers, which is answered then."""
+    """Return the call that a "tool" message answers, and remove it from `unanswered`."""
     id_, name = message.tool_call_id or "", message.tool_name or ""
     for call in unanswered:
         if (call.id == id_) if id_ else (name in ("", call.name)):

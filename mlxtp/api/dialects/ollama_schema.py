@@ -1,6 +1,6 @@
 """The Ollama dialect: the shapes of answers, each field required unless the docstring says otherwise.
 
-They describe answers in `/openapi.json`, and tests read every answer back by them. Answers are written
+They describe answers in `/openapi.json`, and tests check every answer against them. Answers are written
 without them: a stream is written token by token.
 """
 
@@ -10,12 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-OllamaTime = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?Z$")]
-"""RFC 3339."""
+OllamaTime = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?Z$")]  # RFC 3339
 
 
 class OllamaShape(BaseModel):
-    """Nothing but these fields."""
+    """A shape with exactly these fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -38,7 +37,7 @@ class OllamaMadeCall(OllamaShape):
 
 
 class OllamaSaid(OllamaShape):
-    """A piece of an answer, or all of it. The last two are there when there is something in them."""
+    """A piece of an answer, or all of it. The last two fields are there only when not empty."""
 
     role: Literal["assistant"]
     content: str
@@ -47,7 +46,7 @@ class OllamaSaid(OllamaShape):
 
 
 class OllamaLogprob(OllamaShape):
-    """`bytes` is missing for a token that has none."""
+    """The score of a token. `bytes` is missing for a token that has none."""
 
     token: str
     logprob: float
@@ -59,7 +58,7 @@ class OllamaTokenLogprob(OllamaLogprob):
 
 
 class OllamaPart(OllamaShape):
-    """What all lines have. `logprobs` where there are some."""
+    """Fields of all lines. `logprobs` is there only when not empty."""
 
     model: str
     created_at: OllamaTime
@@ -92,7 +91,7 @@ class OllamaChatAnswer(OllamaEnd):
 
 
 class OllamaGenerateLine(OllamaPart):
-    """`thinking` when there is something in it."""
+    """A piece of a streamed answer. `thinking` is there only when not empty."""
 
     done: Literal[False]
     response: str
@@ -100,14 +99,14 @@ class OllamaGenerateLine(OllamaPart):
 
 
 class OllamaGenerateAnswer(OllamaEnd):
-    """`thinking` when there is something in it."""
+    """An answer to `/api/generate`. `thinking` is there only when not empty."""
 
     response: str
     thinking: Annotated[str, Field(min_length=1)] | None = None
 
 
 class OllamaDetails(OllamaShape):
-    """An empty string is unknown."""
+    """Details of a model. An empty string is unknown."""
 
     parent_model: str
     format: str
@@ -146,7 +145,9 @@ class OllamaRunningModels(OllamaShape):
 
 
 class OllamaShown(OllamaShape):
-    """`model_info` has `general.architecture`, and `<architecture>.context_length` and others named so."""
+    """Information about a model. `model_info` has `general.architecture` and `<architecture>.context_length`
+    etc.
+    """
 
     model_config = ConfigDict(protected_namespaces=())
 

@@ -25,7 +25,7 @@ MODELS = "/v1/models"
 
 
 class OpenAIChat:
-    """The adapter of chats, and of everything that no other dialect owns."""
+    """The adapter of chats, and of all paths that no other dialect owns."""
 
     prefixes: tuple[str, ...] = ("/v1/", "/")
     names: Mapping[str, str] = {}
@@ -34,7 +34,12 @@ class OpenAIChat:
     operations = (
         Operation("GET", "/health", "The state of the cluster", None, HealthBody, HealthBody),
         Operation(
-            "GET", "/v1/models", "What can be served, the loaded model first", None, ModelList, OpenAIError
+            "GET",
+            "/v1/models",
+            "The models that can be served, the loaded one first",
+            None,
+            ModelList,
+            OpenAIError,
         ),
         Operation("GET", "/v1/models/{id}", "One model", None, ListedModel, OpenAIError),
         Operation(
@@ -55,7 +60,7 @@ class OpenAIChat:
 
         return [
             Route("/v1/chat/completions", generation.endpoint(self, chat), methods=["POST"]),
-            # their errors are left to `app.py`, which knows who is asking
+            # `app.py` handles their errors, since it knows the client's dialect
             Route(MODELS, models, methods=["GET"]),
             Route(f"{MODELS}/", models, methods=["GET"]),
             Route(f"{MODELS}/{{id:path}}", model, methods=["GET"]),
@@ -74,7 +79,7 @@ class OpenAIChat:
 
 
 def speaks_anthropic(headers: Headers) -> bool:
-    """Clients of two dialects ask for models at the same path; Anthropic's say who they are."""
+    """Return True for a client of Anthropic's dialect. Two dialects list models at the same path."""
     return "anthropic-version" in headers
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI dialect: what a chat's answer, a model and the cluster's health look like. Pure."""
+"""The OpenAI dialect: shapes of a chat's answer, a model and the cluster's health. Pure."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ TOO_LONG = (
     "This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
     "tokens. Please reduce the length of the messages."
 )
-LEAST_LOGPROB = -9999.0
-"""What OpenAI says of tokens that are next to impossible; JSON has no minus infinity."""
+LEAST_LOGPROB = -9999.0  # OpenAI's value for next to impossible tokens; JSON has no minus infinity
 
 
 def usage(about: About, ends: Sequence[StreamEnd]) -> Json:
-    """What all answers took. Of each prompt, only what no answer had to compute counts as cached."""
+    """Return the usage of all answers. A prompt token is cached only if no answer had to compute it."""
     prompt, n = sum(about.prompt_tokens), about.ask.options.n
     completion = sum(end.generated for end in ends)
     accepted = sum(end.accepted for end in ends)
@@ -54,17 +53,17 @@ def usage(about: About, ends: Sequence[StreamEnd]) -> Json:
 
 
 def first_open(about: About, ends: Container[int]) -> int:
-    """Return the first choice that goes on."""
+    """Return the first choice that has not ended."""
     return next(choice for choice in range(about.choices) if choice not in ends)
 
 
 def finishes(wholes: Sequence[WholeAnswer]) -> list[Finish]:
-    """How each choice ended."""
+    """Return the end of each choice."""
     return [whole.finish for whole in wholes if whole.finish is not None]
 
 
 def completion_body(about: About, wholes: Sequence[WholeAnswer], custom: Collection[str] = ()) -> Json:
-    """The whole answer to a request that does not stream. `custom` names the tools that take plain text."""
+    """Return the whole answer to a request that does not stream. `custom`: names of plain-text tools."""
     ends = finishes(wholes)
     scored = about.ask.options.logprobs >= 0
     rows = [
@@ -99,7 +98,7 @@ def _tool_call(id_: str, name: str, arguments: str, custom: bool) -> Json:
 
 
 def logprobs(scores: Sequence[Scored], names: Names) -> Json:
-    """OpenAI's shape. A token without bytes has no text in the answer."""
+    """Return scores in OpenAI's shape. A token without bytes has no text in the answer."""
     content = [
         _logprob(token, score.logprob, names)
         | {"top_logprobs": [_logprob(other, logprob, names) for other, logprob in score.top]}
@@ -114,7 +113,7 @@ def _logprob(token: int, logprob: float, names: Names) -> Json:
 
 
 class ChunkWriter:
-    """The events of one stream, as bytes. What all chunks have in common is encoded once."""
+    """Writer of the events of one stream, as bytes. The part that all chunks share is encoded once."""
 
     def __init__(self, about: About, include_usage: bool, custom: Collection[str] = ()) -> None:
         self._about = about
@@ -124,15 +123,14 @@ class ChunkWriter:
         self._before = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
         self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._include_usage = include_usage
-        self._silent = set(range(about.choices))
-        """Choices that have said nothing yet, not even their role."""
+        self._silent = set(range(about.choices))  # Choices of which nothing was sent yet, not even the role.
         self._ends: dict[int, StreamEnd] = {}
 
     def open(self) -> bytes:
         return COMMENT
 
     def idle(self, more: Json) -> bytes:
-        """An empty chunk of the first choice that goes on; its role where it is the first chunk."""
+        """Return an empty chunk of the first open choice, with its role in its first chunk."""
         index = first_open(self._about, self._ends)
         delta = {"role": "assistant", "content": ""} if index in self._silent else {}
         self._silent.discard(index)
@@ -147,7 +145,7 @@ class ChunkWriter:
         return self._role(event.choice) + self._rest(event)
 
     def close(self) -> bytes:
-        """The usage if it was asked for, and `[DONE]`."""
+        """Return the usage if the request includes it, and `[DONE]`."""
         trailer = b""
         if self._include_usage:
             ends = [self._ends[index] for index in range(self._about.choices)]
@@ -158,7 +156,7 @@ class ChunkWriter:
         return sse(error_body_of(error))
 
     def _role(self, index: int) -> bytes:
-        """The first chunk of a choice, once."""
+        """Return the first chunk of a choice, once."""
         if index not in self._silent:
             return b""
         self._silent.remove(index)
@@ -202,12 +200,12 @@ class ChunkWriter:
 
 
 def _encode(data: Json) -> bytes:
-    """ASCII only, so that no client breaks lines at U+2028."""
+    """Encode as ASCII, so that no client breaks lines at U+2028."""
     return json.dumps(data, separators=(",", ":")).encode()
 
 
 def sse(data: Json) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + _encode(data) + b"\n\n"
 
 

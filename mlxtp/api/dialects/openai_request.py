@@ -1,7 +1,7 @@
-"""The OpenAI dialect: what the request for a chat may say, and what it asks for. Pure.
+"""The OpenAI dialect: schema of a chat request, and its conversion to a `GenerationRequest`. Pure.
 
-Unknown fields are ignored. What is understood but cannot be done is refused with `not_supported`, never
-passed over in silence.
+Unknown fields are ignored. Fields that are understood but not supported are refused with `not_supported`,
+never silently ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .tuning import MOST_TOKENS, Tuning
 
 
 class Function(Schema):
-    """Of a tool call."""
+    """The function of a tool call."""
 
     name: str
     arguments: str | Json | None = None
@@ -88,7 +88,8 @@ class StreamOptions(Schema):
 class ChatRequest(Tuning):
     """The body of `POST /v1/chat/completions`. None means absent, everywhere."""
 
-    messages: Annotated[list[MessageInput], Field(min_length=1, fail_fast=True)]  # errors take memory, too
+    # the list of errors is bounded
+    messages: Annotated[list[MessageInput], Field(min_length=1, fail_fast=True)]
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -97,10 +98,10 @@ class ChatRequest(Tuning):
     max_completion_tokens: Annotated[int, in_range(1, MOST_TOKENS)] | None = None
     response_format: Json | None = None
     user: Any = None
-    # what is told of its tokens
+    # scores of its tokens
     logprobs: bool | None = None
     top_logprobs: Annotated[int, in_range(0, 20)] | None = None
-    # what it may call, and how it thinks
+    # tools, and thinking
     tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
@@ -114,7 +115,7 @@ class ChatRequest(Tuning):
 
     @property
     def budget(self) -> int | None:
-        """The most tokens the answer may have, as far as the client said."""
+        """The client's limit of tokens in the answer; None without one."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -135,7 +136,7 @@ class OpenAIAnswerOptions:
 
 
 def parse_chat(body: bytes) -> GenerationRequest:
-    """The checked request. Raises RequestError that names the field, the reason and the value."""
+    """Return the checked request. Raises RequestError that names the field, the reason and the value."""
     request = parsed(ChatRequest, body)
     if request.max_tokens and request.max_completion_tokens not in (None, request.max_tokens):
         raise RequestError(
@@ -171,7 +172,7 @@ def parse_chat(body: bytes) -> GenerationRequest:
 
 
 def turns(messages: Sequence[MessageInput]) -> tuple[ChatMessage, ...]:
-    """A conversation's turns: `developer` is read as `system`, parts of text are joined."""
+    """Return a conversation's turns: `developer` becomes `system`, parts of text are joined."""
     found: list[ChatMessage] = []
     names: dict[str, str] = {}
     for i, message in enumerate(messages):
@@ -208,7 +209,7 @@ def turns(messages: Sequence[MessageInput]) -> tuple[ChatMessage, ...]:
 
 
 def tool_choice(given: str | Mapping[str, Any] | None) -> str:
-    """As `Conversation` has it. Raises RequestError."""
+    """Return the choice in `Conversation`'s form. Raises RequestError."""
     match given:
         case None:
             return AUTO
@@ -229,8 +230,8 @@ def tool_choice(given: str | Mapping[str, Any] | None) -> str:
             raise RequestError(f"tool_choice: expected {expected}, got {shown(other)}", param="tool_choice")
 
 
+#: Variables that mlxtp sets in a template; clients may set the others.
 _OWN_VARIABLES = ("messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "return_dict")
-"""Of a template; the others are the client's to set."""
 
 
 def _template_options(request: ChatRequest) -> Json:

@@ -1,6 +1,6 @@
 """The OpenAI dialect: the shapes of answers, each field required unless the docstring says otherwise.
 
-They describe answers in `/openapi.json`, and tests read every answer back by them. Answers are written
+They describe answers in `/openapi.json`, and tests check every answer against them. Answers are written
 without them: a stream is written token by token.
 """
 
@@ -12,13 +12,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Shape(BaseModel):
-    """Nothing but these fields."""
+    """A shape with exactly these fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class OpenAIErrorDetail(Shape):
-    """`state`, such as "loading", is set while no model is ready."""
+    """Details of an error. `state`, such as "loading", is set while no model is ready."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
@@ -69,7 +69,7 @@ class ChoiceLogprobs(Shape):
 
 
 class AnswerMessage(Shape):
-    """`content` None: it calls tools. The last two are there when there is something in them."""
+    """The message of an answer. `content` is None beside calls. Empty last two fields are left out."""
 
     role: Literal["assistant"]
     content: str | None
@@ -112,14 +112,14 @@ class ChatCompletion(Shape):
 
 
 class DeltaFunction(Shape):
-    """`name` in the first one of a call."""
+    """A piece of a function call. `name` is in the first piece only."""
 
     arguments: str
     name: str = ""
 
 
 class DeltaToolCall(Shape):
-    """`id` and `type` in the first one of a call."""
+    """A piece of a tool call. `id` and `type` are in the first piece only."""
 
     index: int
     function: DeltaFunction
@@ -128,14 +128,14 @@ class DeltaToolCall(Shape):
 
 
 class DeltaCustom(Shape):
-    """`name` in the first one of a call."""
+    """A piece of a custom call. `name` is in the first piece only."""
 
     input: str
     name: str = ""
 
 
 class DeltaCustomCall(Shape):
-    """`id` and `type` in the first one of a call."""
+    """A piece of a custom tool call. `id` and `type` are in the first piece only."""
 
     index: int
     custom: DeltaCustom
@@ -144,7 +144,7 @@ class DeltaCustomCall(Shape):
 
 
 class ChatDelta(Shape):
-    """One of the fields; `role` with empty `content` in the first one of a choice, none in the last."""
+    """One of the fields; `role` with empty `content` in the first chunk of a choice, none in the last."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
@@ -160,7 +160,7 @@ class ChunkChoice(Shape):
 
 
 class ChatCompletionChunk(Shape):
-    """`usage` where it was asked for: in the last chunk, which has no choices; None before."""
+    """A chunk. `usage` is there on request: in the last chunk, which has no choices; None before."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -171,7 +171,7 @@ class ChatCompletionChunk(Shape):
 
 
 class ListedModel(Shape):
-    """`supported_features`, of "tools" and "reasoning", is set for the loaded model."""
+    """A model. `supported_features`, of "tools" and "reasoning", is set for the loaded model."""
 
     id: str
     object: Literal["model"]
@@ -188,7 +188,7 @@ class ModelList(Shape):
 
 
 class HealthBody(Shape):
-    """One moment of the cluster. `reason`: why it is not ready."""
+    """Snapshot of the cluster. `reason`: why it is not ready."""
 
     status: Literal["ok", "unavailable"]
     state: str

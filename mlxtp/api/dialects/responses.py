@@ -1,7 +1,7 @@
 """OpenAI's newer dialect: items instead of messages, named events, and answers that are kept for a while.
 
-The request is read in `responses_request.py` and `responses_items.py`; `responses_answers.py` makes the
-answer of the items in `responses_output.py`, and `responses_store.py` has what is kept.
+`responses_request.py` and `responses_items.py` read the request. `responses_answers.py` builds the answer
+from the items in `responses_output.py`. `responses_store.py` keeps answers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_LISTED, _LISTED = 100, 20  # input items, as in OpenAI's API
 
 
 class Responses:
-    """The adapter. Each has a memory of its own."""
+    """The adapter of `/v1/responses`. Each has its own store."""
 
     prefixes: tuple[str, ...] = (PATH,)
     names: Mapping[str, str] = {
@@ -52,9 +52,16 @@ class Responses:
     media_type = SSE
     operations = (
         Operation("POST", PATH, "Answer a conversation", ResponseRequest, ResponseBody, OpenAIError, SSE),
-        Operation("GET", f"{PATH}/{{id}}", "An answer that is kept", None, ResponseBody, OpenAIError),
-        Operation("DELETE", f"{PATH}/{{id}}", "Forget an answer", None, ResponseDeleted, OpenAIError),
-        Operation("GET", f"{PATH}/{{id}}/input_items", "What it answered", None, InputItems, OpenAIError),
+        Operation("GET", f"{PATH}/{{id}}", "Return a stored answer", None, ResponseBody, OpenAIError),
+        Operation("DELETE", f"{PATH}/{{id}}", "Delete a stored answer", None, ResponseDeleted, OpenAIError),
+        Operation(
+            "GET",
+            f"{PATH}/{{id}}/input_items",
+            "List the input of a stored answer",
+            None,
+            InputItems,
+            OpenAIError,
+        ),
         Operation("POST", f"{PATH}/{{id}}/cancel", "Not served", error=OpenAIError, always=400),
         Operation(
             "POST",
@@ -81,7 +88,7 @@ class Responses:
 
         async def get(request: Request) -> Response:
             if request.query_params.get("stream", "false") not in ("false", "0"):
-                raise not_supported("stream: an answer that is over is not streamed again", "stream")
+                raise not_supported("stream: a stored answer is not streamed; leave it out", "stream")
             return Response(self._store.get(request.path_params["id"]).body, media_type="application/json")
 
         async def delete(request: Request) -> Response:
@@ -95,7 +102,7 @@ class Responses:
             return JSONResponse(listed(items, request.query_params))
 
         async def cancel(_request: Request) -> Response:
-            raise not_supported("only answers in the background can be cancelled: close the connection", "id")
+            raise not_supported("only answers in the background can be cancelled; close the connection", "id")
 
         table = (
             ("POST", PATH, create),
@@ -133,7 +140,7 @@ class Responses:
 
 
 def listed(items: Sequence[Json], query: QueryParams) -> Json:
-    """One page of a list: `limit` of them, from behind `after` on, the newest first unless `order` is asc."""
+    """Return one page of a list: `limit` items after `after`, the newest first unless `order` is asc."""
     limit, order, after = query.get("limit", str(_LISTED)), query.get("order", "desc"), query.get("after")
     if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= _MOST_LISTED):
         raise RequestError(f"limit should be from 1 to {_MOST_LISTED}, got {shown(limit)}", param="limit")

@@ -1,4 +1,4 @@
-"""What `/v1/responses` answers: the events of a stream, and the response around its items."""
+"""Answers of `/v1/responses`: the events of a stream, and the response around its items."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .responses_request import ResponsesAnswerOptions
 
 
 class ResponseWriter:
-    """One answer as events. `keep` takes the whole response when it is over."""
+    """Writer of one answer as events. `keep` stores the whole response at the end."""
 
     def __init__(self, about: About, keep: Callable[[Json], None], clock: Callable[[], float]) -> None:
         self._about = about
@@ -35,8 +35,7 @@ class ResponseWriter:
         self._number = 0
         self._output: list[Json] = []
         self._item: ItemInProgress | None = None
-        self._late: list[Scored] = []
-        """Scores of tokens of which it is not known yet whether they belong to what is said."""
+        self._late: list[Scored] = []  # Scores of tokens that may still turn out not to belong to the text.
         self._finish: Finish | None = None
 
     def open(self) -> bytes:
@@ -87,7 +86,7 @@ class ResponseWriter:
         return before + self._sent(self._item.more(text))
 
     def _say(self, text: str, scores: Sequence[Scored]) -> bytes:
-        """Scores without a text are those of thoughts and calls, or of what ends the answer."""
+        """Write text. Scores without a text are those of thoughts and calls, or of what ends the answer."""
         if not text:
             if isinstance(self._item, MessageOutput):
                 self._late += scores
@@ -125,7 +124,7 @@ class ResponseWriter:
         return before + b"".join([self._sent(event) for event in (added, *item.opened())])
 
     def _end(self, status: str) -> bytes:
-        """The end of the item that is open, if one is."""
+        """Return the end of the open item, if there is one."""
         item = self._item
         if item is None:
             return b""
@@ -137,7 +136,7 @@ class ResponseWriter:
         return sent
 
     def _sent(self, event: Json) -> bytes:
-        """With its number and, for one of an item, the item's place."""
+        """Encode an event with its number and, for an item's event, the item's place."""
         return self._numbered(event if self._item is None else event | {"output_index": len(self._output)})
 
     def _numbered(self, event: Json) -> bytes:
@@ -158,7 +157,7 @@ def response_body(
     error: MlxtpError | None = None,
     completed_at: float | None = None,
 ) -> Json:
-    """The response at one moment: "in_progress", "completed", "incomplete" or "failed"."""
+    """Return the response with this status: "in_progress", "completed", "incomplete" or "failed"."""
     wanted: ResponsesAnswerOptions = about.ask.dialect
     request = wanted.request
     reasoning = request.reasoning
@@ -203,7 +202,7 @@ def response_body(
 
 
 def _usage(about: About, finish: Finish) -> Json:
-    """Nothing is charged for being written to a cache."""
+    """Return the counts of tokens. `cache_write_tokens` is 0, as writing to a cache costs nothing."""
     prompt, end = about.prompt_tokens[0], finish.end
     return {
         "input_tokens": prompt,
@@ -215,7 +214,7 @@ def _usage(about: About, finish: Finish) -> Json:
 
 
 def _error(error: MlxtpError) -> Json:
-    """`code` is one of the few that this dialect knows, `type` ours."""
+    """Return an error. `code` is one of the few that this dialect knows, `type` ours."""
     code = "rate_limit_exceeded" if error_status(error) == 429 else "server_error"
     return {"code": code, "message": error.detail, "type": error.code.value, "param": None}
 

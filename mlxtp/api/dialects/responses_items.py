@@ -1,6 +1,6 @@
 """Items of `/v1/responses`, the parts of a conversation. Pure.
 
-An item is checked once, when it comes, and has its published shape and an id from then on.
+An item is checked once, on arrival, and has its published shape and an id from then on.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class _Reference(Schema):
     id: str
 
 
-# --- what a client sends ----------------------------------------------------------------------------------
+# --- items from clients -----------------------------------------------------------------------------------
 
 
 def items_of(given: str | list[Any], find: Callable[[str, str], Json]) -> list[Json]:
-    """The items of `input`. `find` has the item behind an id, for a reference `where` it stands.
+    """Return the items of `input`. `find` returns the item behind an id, for a reference at `where`.
 
     Raises RequestError that names the place.
     """
@@ -126,7 +126,7 @@ def _foreign(item: Json) -> bool:
 
 def _item(item: Json, where: str, find: Callable[[str, str], Json]) -> Json:
     kind = item.get("type")
-    if kind is None:  # the two whose type may be left out
+    if kind is None:  # the two types that need not be named
         kind = "message" if "role" in item else "item_reference"
     match kind:
         case "item_reference":
@@ -177,7 +177,7 @@ def _input_text(text: str) -> Json:
 
 
 def output_text(text: str, logprobs: Sequence[Json] = ()) -> Json:
-    """What the model has said, as a part of a message."""
+    """Return text of the model as a part of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
@@ -212,7 +212,7 @@ def _status(given: str | None) -> str:
 
 
 def call_item(kind: str, id_: str, call: Call, status: str, namespace: str | None = None) -> Json:
-    """A call as an item. The arguments of a custom tool's call are its text."""
+    """Return a call as an item. The arguments of a custom tool's call are its text."""
     item = {
         "type": kind,
         "id": id_,
@@ -225,7 +225,7 @@ def call_item(kind: str, id_: str, call: Call, status: str, namespace: str | Non
 
 
 def search_call(id_: str, call_id: str, arguments: Json, status: str) -> Json:
-    """A call of the client's search for more tools, as an item."""
+    """Return a call of the client's search for more tools, as an item."""
     return {
         "type": "tool_search_call",
         "id": id_,
@@ -257,7 +257,7 @@ def _more_tools(item: Json, where: str) -> Json:
 
 
 def _call_output(item: Json, where: str) -> Json:
-    """Name images that a tool returned: a refusal would end the conversation."""
+    """Return a call's output, with a note in place of images: a refusal would end the conversation."""
     output = checked(_CallOutput, item, where)
     given: Any = output.output
     if isinstance(given, list):
@@ -281,7 +281,7 @@ def _is_image(part: object) -> bool:
 
 
 def _reasoning(item: Json, where: str) -> Json:
-    """What only its maker can read (`encrypted_content`) is left out."""
+    """Return thoughts. Leave out `encrypted_content`, which only its maker can read."""
     reasoning = checked(_Reasoning, item, where)
     content = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(reasoning.content or ())]
     summary = [_part(part, f"{where}.summary[{i}]") for i, part in enumerate(reasoning.summary or ())]
@@ -329,7 +329,7 @@ def object_in(text: str) -> Json | None:
 
 
 def new_id(prefix: str) -> str:
-    """For an item that came without one."""
+    """Return a new id for an item that came without one."""
     return f"{prefix}_{secrets.token_hex(16)}"
 
 

@@ -1,4 +1,4 @@
-"""The turns that the items of `/v1/responses` mean. Pure."""
+"""Conversion of the items of `/v1/responses` to the turns of a conversation. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def turns_of(
 
 
 def worth_keeping(items: Sequence[Json]) -> list[Json]:
-    """Return the items that make turns: no calls that were cut off, no thoughts without an answer."""
+    """Return the items that make turns. Leave out calls that were cut off, and thoughts without an answer."""
     found: list[Json] = []
     thoughts: list[Json] = []
     for item in items:
@@ -55,7 +55,7 @@ def pieces(item: Json) -> int:
 
 
 class _Reader:
-    """Reads items one after the other."""
+    """Reader of items, one after the other."""
 
     def __init__(self, instructions: str | None, names: Mapping[tuple[str | None, str], str]) -> None:
         self.turns: list[ChatMessage] = []

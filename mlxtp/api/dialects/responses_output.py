@@ -1,4 +1,4 @@
-"""The items of an answer of `/v1/responses`, while they come and whole. Pure."""
+"""The items of an answer of `/v1/responses`, in progress and whole. Pure."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Json = dict[str, Any]
 
 
 class ItemInProgress(Protocol):
-    """One item of the output while it is made. Events lack their numbers and the item's place."""
+    """One output item in progress. Events lack their numbers and the item's place."""
 
     kind: str
     id: str
 
     def opened(self) -> list[Json]:
-        """What is said when it begins, after it is announced."""
+        """Return the events after the item's announcement."""
         ...
 
     def closed(self) -> list[Json]:
-        """What is said when it is over, before the whole item is."""
+        """Return the events between the item's end and the whole item."""
         ...
 
     def json(self, status: str) -> Json:
-        """The item; "in_progress" has nothing in it yet."""
+        """Return the item; while "in_progress", its content is empty."""
         ...
 
 
 class MessageOutput:
-    """What the model says."""
+    """The model's text as an item."""
 
     kind = "message"
 
@@ -76,7 +76,7 @@ class MessageOutput:
 
 
 class ReasoningOutput:
-    """What the model thinks."""
+    """The model's thoughts as an item."""
 
     kind = "reasoning"
 
@@ -114,7 +114,7 @@ _FORMS: Mapping[str, tuple[str, str, str, str]] = {  # item, prefix of its id, i
 
 
 class ToolCallOutput:
-    """A call. Custom tools get its text, others its arguments; searches have no events of their own."""
+    """A call as an item. Custom tools get its text, others its arguments; searches have no own events."""
 
     def __init__(self, place: str, call_id: str, tool: ClientTool) -> None:
         self.kind, prefix, self._events, self._field = _FORMS[tool.kind]
@@ -159,7 +159,7 @@ def _reasoning_text(text: str) -> Json:
 
 
 def logprobs(about: About, scores: Sequence[Scored]) -> list[Json]:
-    """As an `output_text` has them: `bytes` is never null, a token without any has an empty list."""
+    """Return scores in the shape of `output_text`: `bytes` is an empty list where there are none."""
     content: list[Json] = answers.logprobs(scores, about.names)["content"]
     for each in content:
         for row in (each, *each["top_logprobs"]):
@@ -171,12 +171,12 @@ def logprobs(about: About, scores: Sequence[Scored]) -> list[Json]:
 
 
 def place(about: About, index: int) -> str:
-    """What the id of output number `index` ends with."""
+    """Return the last part of the id of output number `index`."""
     return f"{about.id}_{index}"
 
 
 def items_of_whole(about: About, whole: WholeAnswer, finish: Finish) -> list[Json]:
-    """The output of an answer that is not streamed. What was cut off is the last item."""
+    """Return the output of an answer that is not streamed. An item that was cut off is the last one."""
     items: list[ItemInProgress] = []
     if whole.reasoning:
         thoughts = ReasoningOutput(place(about, 0))
@@ -194,23 +194,23 @@ def items_of_whole(about: About, whole: WholeAnswer, finish: Finish) -> list[Jso
 
 
 def speaks(finish: Finish, thought: bool, called: bool) -> bool:
-    """Whether an answer without a word has a message all the same: somebody looks for its text."""
+    """Return True where an answer without text has an empty message: clients look for its text."""
     return not called and not (thought and finish.reason == "length")
 
 
 def status_of(finish: Finish) -> str:
-    """That of a response, and of the last of its items."""
+    """Return the status of a response, and of the last of its items."""
     return "incomplete" if finish.reason == "length" else "completed"
 
 
 def scores_of_first(about: About, text: str, scores: Sequence[Scored]) -> Sequence[Scored]:
-    """Of the scores that come with the first `text` after thoughts, those that are not of the thoughts."""
+    """Return the scores of the first `text` after thoughts, without those of the thoughts."""
     start = b"".join(_pieces(about, scores)).rfind(text.encode())
     return _overlapping(about, scores, start, None) if start >= 0 else scores
 
 
 def _of_text(about: About, whole: WholeAnswer) -> Sequence[Scored]:
-    """The scores of what was said, without those of thoughts before and calls after it."""
+    """Return the scores of the text, without those of thoughts before it and calls after it."""
     if not (whole.reasoning or whole.calls):
         return whole.scores
     text = whole.text.encode()
@@ -224,7 +224,7 @@ def _pieces(about: About, scores: Sequence[Scored]) -> list[bytes]:
 
 
 def _overlapping(about: About, scores: Sequence[Scored], start: int, end: int | None) -> list[Scored]:
-    """Those of the tokens that have something of the bytes from `start` to `end`, or come after them."""
+    """Return the scores of tokens that overlap the bytes from `start` to `end`, and of empty ones between."""
     kept: list[Scored] = []
     at = 0
     for piece, scored in zip(_pieces(about, scores), scores, strict=True):

@@ -1,7 +1,7 @@
-"""The body of `POST /v1/responses`: what it may say, and what it asks for. Pure.
+"""The body of `POST /v1/responses`: its schema, and its conversion to a `GenerationRequest`. Pure.
 
-Unknown fields are ignored. What is understood but cannot be done is refused with `not_supported`. Four
-fields mean less here than at OpenAI:
+Unknown fields are ignored. Fields that are understood but not supported are refused with `not_supported`.
+Four fields mean less here than at OpenAI:
 
 - any `reasoning.effort` but "none" lets the model think
 - any `reasoning.summary` shows the thoughts
@@ -30,7 +30,7 @@ Json = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (
     LOGPROBS,
-    # what there is never anything of, and thoughts are not encrypted
+    # always empty here; thoughts are not encrypted
     "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
     "web_search_call.action.sources", "message.input_image.image_url",
     "computer_call_output.output.image_url", "code_interpreter_call.outputs",
@@ -73,7 +73,7 @@ class ResponseRequest(Tuning):
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    # refused where they ask for something
+    # refused if set
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
@@ -87,9 +87,9 @@ class ResponseRequest(Tuning):
 
 @dataclass(frozen=True, slots=True)
 class ResponsesAnswerOptions:
-    """A checked request, as its answer needs it, without what nobody understands.
+    """A checked request, for its answer, without unknown fields.
 
-    `input` is a JSON list, in which the items of earlier answers are, too; None where it is not to be kept.
+    `input` is a JSON list that includes the items of earlier answers; None where it is not to be kept.
     `tools` by the model's names.
     """
 
@@ -102,7 +102,7 @@ class ResponsesAnswerOptions:
 
 
 def parse(body: bytes, store: ResponseStore) -> GenerationRequest:
-    """Raises RequestError that names the field, the reason and the value."""
+    """Return the request. Raises RequestError that names the field, the reason and the value."""
     request = parsed(ResponseRequest, body)
     _check_supported(request)
     _check_metadata(request.metadata or {})
@@ -173,7 +173,7 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def _check_finite(request: ResponseRequest) -> None:
-    """What the answer repeats has to be JSON, which knows neither NaN nor Infinity."""
+    """Refuse NaN and Infinity in fields that the answer repeats, since JSON has neither."""
     check_finite(request.tools, "tools")
     check_finite(request.tool_choice, "tool_choice")
     check_finite(request.text.format if request.text is not None else None, "text.format")
@@ -196,14 +196,14 @@ def _logprobs(request: ResponseRequest) -> int:
 
 
 def _before(request: ResponseRequest, store: ResponseStore) -> list[Json]:
-    """The items of the answer from which this one goes on."""
+    """Return the items of the previous answer, if the request continues one."""
     if request.previous_response_id is None:
         return []
     return store.get(request.previous_response_id, "previous_response_id").items()
 
 
 def _check_count(before: int, given: int) -> None:
-    """Whatever a conversation has is read again by each request that goes on from it, however short."""
+    """Limit the items of a conversation, which every later request reads again, however short it is."""
     if before + given > _MOST_PIECES:
         earlier = f" after {before} of previous_response_id," if before else ""
         raise RequestError(
@@ -236,7 +236,7 @@ _OF_FORMATS: Mapping[str, Sequence[str]] = {
 
 
 def _understood(given: Json) -> Json:
-    """A format without what nobody understands; one of a kind that there is not as it is."""
+    """Return a known format without unknown keys, and an unknown format unchanged."""
     kind = given.get("type")
     if not isinstance(kind, str) or kind not in _OF_FORMATS:
         return given
@@ -244,7 +244,7 @@ def _understood(given: Json) -> Json:
 
 
 def _format(given: Json | None) -> Json | None:
-    """As chat has it: there, the schema lies one level deeper."""
+    """Return the format in chat's shape, where the schema lies one level deeper."""
     match given:
         case {"type": "json_schema", "schema": dict(schema), **rest}:
             known = ("name", "description", "strict")
@@ -261,7 +261,7 @@ def _thinking(reasoning: ReasoningSettings | None) -> bool | None:
 
 
 def _template_options(reasoning: ReasoningSettings | None) -> Json:
-    """For the templates of models that do have degrees."""
+    """Return options for the templates of models with levels of effort."""
     return {} if reasoning is None or reasoning.effort is None else {"reasoning_effort": reasoning.effort}
 
 

@@ -1,4 +1,4 @@
-"""The shapes of what `/v1/responses` answers; see `openai_schema.py`."""
+"""The shapes of answers of `/v1/responses`; see `openai_schema.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class OutputLogprob(OutputCandidate):
 
 
 class OutputText(Shape):
-    """`annotations` is empty."""
+    """A part of a message with the model's text. `annotations` is empty."""
 
     type: Literal["output_text"]
     text: str
@@ -52,7 +52,7 @@ class InputMessage(Shape):
 
 
 class FunctionCallItem(Shape):
-    """`arguments`: the JSON text of an object, unless the status is "incomplete".
+    """A call of a function. `arguments`: the JSON text of an object, unless the status is "incomplete".
 
     `namespace` is set for a function of a namespace.
     """
@@ -67,7 +67,7 @@ class FunctionCallItem(Shape):
 
 
 class CustomCallItem(Shape):
-    """`namespace` is set for a tool of a namespace."""
+    """A call of a custom tool. `namespace` is set for a tool of a namespace."""
 
     type: Literal["custom_tool_call"]
     id: str
@@ -122,7 +122,7 @@ class SummaryText(Shape):
 
 
 class ReasoningItem(Shape):
-    """`summary` has something in it where a client sent it so."""
+    """Thoughts. `summary` has parts only where a client sent them."""
 
     type: Literal["reasoning"]
     id: str
@@ -150,7 +150,7 @@ class Incomplete(Shape):
 
 
 class ResponseFailure(Shape):
-    """`type` is mlxtp's own code."""
+    """An error. `type` is mlxtp's own code."""
 
     code: Literal["server_error", "rate_limit_exceeded"]
     message: str
@@ -176,7 +176,7 @@ class ResponseUsage(Shape):
 
 
 class ResponseBody(Shape):
-    """Most fields say again what the request said."""
+    """A response. Most fields repeat the request."""
 
     id: str
     object: Literal["response"]

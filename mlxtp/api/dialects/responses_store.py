@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses` that are kept for a while, so that a later request may go on from them."""
+"""Answers of `/v1/responses` that are kept for a while, so that a later request can continue them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Json = dict[str, Any]
 MOST = 1000
 MOST_BYTES = 64 * 1024 * 1024
 AGE_S = 6 * 3600.0
+#: Python's memory for an answer, and for each item that can be named, besides their JSON.
 OVERHEAD_BYTES = 1024
-"""What Python needs for an answer, and for each item that may be named, beside their JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """An answer as the client saw it, and everything that it answered: what went before it, too. As JSON.
+    """An answer as the client received it, and its whole input with earlier answers. As JSON.
 
     `output` has its items by their ids, once more. `until` on the clock of the store.
     """
@@ -35,17 +35,17 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """In bytes: as JSON it is in memory what it is here, whatever a client put into it."""
+        """Memory in bytes: JSON text takes the same space for any content of a client."""
         texts = (self.body, self.input, *self.output.values())
         return sum(map(len, texts)) + OVERHEAD_BYTES * (1 + len(self.output))
 
     def items(self) -> list[Json]:
-        """What a request that goes on from here begins with."""
+        """Return the first items of a request that continues this answer."""
         return [*json.loads(self.input), *map(json.loads, self.output.values())]
 
 
 def encoded(items: Sequence[Json], most_bytes: int) -> bytes | None:
-    """As a JSON list; None where it has more than `most_bytes`. The same object is encoded once."""
+    """Return a JSON list; None where it has more than `most_bytes`. The same object is encoded once."""
     found: dict[int, bytes] = {}
     parts: list[bytes] = []
     size = 2
@@ -60,14 +60,14 @@ def encoded(items: Sequence[Json], most_bytes: int) -> bytes | None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """ASCII: what is said may have half a character."""
+    """Encode as ASCII, since the text may have half a character."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 class ResponseStore:
-    """In memory only: at most `most` answers and `most_bytes`, each for `age_s` seconds.
+    """Memory-only store of at most `most` answers and `most_bytes`, each for `age_s` seconds.
 
-    The oldest make room. What answers have in common counts for each of them. May be used from any thread.
+    The oldest make room. Shared parts of answers count for each of them. May be used from any thread.
     """
 
     def __init__(
@@ -84,8 +84,7 @@ class ResponseStore:
         self._lock = threading.Lock()
         self._kept: dict[str, StoredResponse] = {}
         self._items: dict[str, bytes] = {}
-        self.size = 0
-        """Bytes of all that is kept."""
+        self.size = 0  # bytes of all stored answers
 
     def put(self, body: Json, input_: bytes) -> None:
         """Keep an answer with its whole input, a JSON list. One that is too large by itself is not kept."""
@@ -100,7 +99,7 @@ class ResponseStore:
             self._make_room()
 
     def get(self, id_: str, param: str | None = None) -> StoredResponse:
-        """Raises RequestError 404 that says how long answers are kept."""
+        """Return a stored answer. Raises RequestError 404 that says how long answers are kept."""
         with self._lock:
             self._make_room()
             kept = self._kept.get(id_)
@@ -109,7 +108,7 @@ class ResponseStore:
         return kept
 
     def item(self, id_: str, param: str) -> Json:
-        """One item of the output of an answer that is kept. Raises RequestError 404 as `get` does."""
+        """Return one output item of a stored answer. Raises RequestError 404 as `get` does."""
         with self._lock:
             self._make_room()
             item = self._items.get(id_)
@@ -119,7 +118,7 @@ class ResponseStore:
         return found
 
     def delete(self, id_: str) -> None:
-        """Raises RequestError 404."""
+        """Delete a stored answer. Raises RequestError 404."""
         self.get(id_)
         with self._lock:
             self._drop(id_)
@@ -142,7 +141,7 @@ class ResponseStore:
 
     def _unknown(self, what: str, param: str | None) -> RequestError:
         return RequestError(
-            f"{what}: answers are kept in the memory of the Mac that was asked for "
+            f"{what}: answers are kept in the memory of the Mac that made them for "
             f"{self._age_s / 3600:g} hours, at most {self._most} of them and {self.most_bytes} bytes, "
             "and not with store false; send the whole conversation as input",
             Code.NOT_FOUND,

@@ -1,4 +1,4 @@
-"""What requests of OpenAI's dialects say of how an answer is made, each under the same name. Pure."""
+"""Sampling and length settings that all of OpenAI's dialects share under the same names. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tuning(Schema):
     def options(
         self, *, n: int = 1, max_tokens: int | None, logprobs: int, format_: Mapping[str, Any] | None
     ) -> GenerationOptions:
-        """The rest is what each dialect says in its own way."""
+        """Return the options. The arguments are those that each dialect names in its own way."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return GenerationOptions(
             n=n,

@@ -1,4 +1,4 @@
-"""Endpoints of OpenAI's that there are not: each says so, so that nobody looks for a mistake of their own."""
+"""OpenAI's endpoints that mlxtp does not serve. Each refusal says so, so that users need not search."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ UNSERVED = {
     "/v1/moderations": "moderations are not served: mlxtp has no model that judges texts",
 }
 PREFIXES = ("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/moderations")
-STATUS = 404
-"""Client libraries do not try it again."""
+STATUS = 404  # status after which client libraries do not retry
 OPERATIONS = tuple(
     Operation("POST", path.replace(":path", ""), "Not served", error=OpenAIError, always=STATUS)
     for path in UNSERVED
@@ -29,7 +28,7 @@ OPERATIONS = tuple(
 
 
 def routes(endpoint: Callable[[Handler], Handler]) -> Sequence[Route]:
-    """`endpoint` gives errors their shape."""
+    """Return the routes. `endpoint` gives errors their shape."""
     return [Route(path, endpoint(_refusing(detail)), methods=["POST"]) for path, detail in UNSERVED.items()]
 
 

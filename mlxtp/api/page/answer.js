@@ -1,20 +1,20 @@
-// One answer, from the request to its last event: what came, how fast, and what it waits for.
+// One answer, from the request to its last event: its content, its speed, and the reason for a wait.
 
 import { ask, events, Refused } from "./net.js";
 import { forming } from "./watch.js";
 import { COMING } from "./words.js";
 
-const AGAIN_MS = 1000; // between retries while a model is on its way
-const LOOK_MS = 200; // how often is looked whether a group serves
-const MEASURED_MS = 100; // the shortest span that gives a rate; below it the wait for the first token counts too
-const FRESH_MS = 700; // who has just sent a token serves, whatever was heard of it last
+const AGAIN_MS = 1000; // between retries while a model is loading
+const LOOK_MS = 200; // between checks for a group that serves
+const MEASURED_MS = 100; // shortest time for a rate; below it, the wait for the first token counts too
+const FRESH_MS = 700; // a group that has just sent a token serves, even if the last snapshot differs
 
 /**
- * Ask for an answer. `turn` is filled as it comes, `changed` is called each time; `signal` stops it.
+ * Request an answer. `turn` is filled as it arrives, `changed` is called each time; `signal` stops it.
  *
  * turn.phase    "asking", "first token", "group", "generating", then "over"
- * turn.problem  why it is incomplete, in words
- * turn.stopped  true where the user ended it
+ * turn.problem  the reason that it is incomplete, as text
+ * turn.stopped  true if the user stopped it
  */
 export async function answer(body, turn, changed, signal) {
   const meter = new Meter();
@@ -62,7 +62,7 @@ async function stream(body, turn, meter, changed, signal) {
   throw new Refused("the connection to the agent ended.");
 }
 
-/** Return the response of `send`. Retry while a model is on its way. */
+/** Return the response of `send`. Retry while a model is loading. */
 async function whenStarted(send) {
   for (;;) {
     try {
@@ -87,7 +87,7 @@ function take(chunk, turn, meter) {
   if (choice.finish_reason) turn.finish = choice.finish_reason;
 }
 
-/** What it waits for now. Gives whether that has changed. */
+/** Update the phase. Return true if it has changed. */
 function setPhase(turn, meter) {
   if (turn.phase === "over") return false;
   const phase = meter.look() ? "group" : !meter.answered ? "asking" : meter.first === null ? "first token" : "generating";
@@ -96,17 +96,17 @@ function setPhase(turn, meter) {
   return other;
 }
 
-/** Times in milliseconds. Waiting for a group counts for nothing but itself. */
+/** Timing of one answer, in milliseconds. Waits for a group are counted separately. */
 class Meter {
   began = performance.now();
-  answered = false; // the agent has taken the request
+  answered = false; // the agent has accepted the request
   first = null;
   last = null;
   usage = null;
   pieces = 0; // a stopped answer has no usage; the engine sends about one token in each
   waited = 0;
   #waits = null;
-  #before = 0; // what was waited before the first token
+  #before = 0; // wait for a group before the first token
 
   token() {
     this.last = performance.now();
@@ -118,7 +118,7 @@ class Meter {
     }
   }
 
-  /** Whether it waits for a group now. */
+  /** Return true while it waits for a group. */
   look() {
     const now = performance.now();
     const waits = forming() && !(this.last !== null && now - this.last < FRESH_MS);

@@ -1,4 +1,4 @@
-// The conversation that is shown, and the list of those that are kept.
+// The shown conversation, and the list of stored ones.
 
 import { answer } from "./answer.js";
 import { by, el, icon, question, say, speak } from "./dom.js";
@@ -8,8 +8,8 @@ import { cluster, onMoment } from "./watch.js";
 import { count, seconds, shortName } from "./words.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
-const KEEP_MS = 1000; // how often an answer is kept while it comes
-const NEAR_PX = 120; // a reader this near to the end follows the answer
+const KEEP_MS = 1000; // between stores of an answer while it arrives
+const NEAR_PX = 120; // distance from the end within which the page follows the answer
 const EXAMPLES = [
   "Explain in three sentences how a transistor works.",
   "Write a Python function that tells whether a word is a palindrome.",
@@ -70,7 +70,7 @@ function open(other) {
   by("say").focus();
 }
 
-/** An answer that was coming when the page was closed has no end. */
+/** Mark an answer as incomplete that was arriving when the page was closed. */
 function closeBroken(found) {
   for (const turn of found.turns) {
     if (turn.phase && turn.phase !== "over") {
@@ -93,7 +93,7 @@ function regenerate() {
   if (running || talk.turns.at(-1)?.role !== "assistant") return;
   talk.turns.pop();
   go();
-  by("stop").focus(); // the button that was pressed is gone
+  by("stop").focus(); // the pressed button is gone
 }
 
 async function go() {
@@ -117,7 +117,7 @@ async function go() {
   if (!turn.content) speak(turn.problem ?? (turn.stopped ? "Stopped." : ""));
 }
 
-/** What is sent: no thoughts, and no answer that says nothing. */
+/** Return the messages to send, without thoughts and empty answers. */
 function messages(of) {
   const system = by("system").value.trim();
   const said = of.turns
@@ -141,7 +141,7 @@ function keepNow(of) {
   if (!talks.keep(of)) say(by("chat-problem"), "The browser's storage is full. Delete a conversation, or export this one.");
 }
 
-/** Draw, and keep a reader who was at the end there. */
+/** Draw, and stay at the end if the user was there. */
 function follow(change) {
   change();
   if (atEnd) toEnd();
@@ -166,13 +166,13 @@ function restoreParameters() {
   }
 }
 
-/** The settings of a request; what is empty is not sent. */
+/** Return the settings of a request. Empty ones are not sent. */
 function body() {
   const given = NUMBERS.filter((name) => by(name).value.trim() !== "");
   return { model: "default", ...Object.fromEntries(given.map((name) => [name, Number(by(name).value)])) };
 }
 
-// --- what is seen -----------------------------------------------------------------------------------------
+// --- display -----------------------------------------------------------------------------------------
 
 function draw() {
   say(by("chat-title"), talk.title);
@@ -185,7 +185,7 @@ function draw() {
   drawList();
 }
 
-/** Before the first message: the model, its context, and examples that it can answer. */
+/** Show the model, its context and examples, before the first message. */
 function drawEmpty() {
   const empty = talk.turns.length === 0;
   by("empty").hidden = !empty;
@@ -259,7 +259,7 @@ function waitWords(turn) {
   }
 }
 
-/** What is known of an answer that is over. */
+/** Return the figures of a finished answer. */
 function numberWords({ numbers, finish, stopped }) {
   const { first_token_s: first, tokens_per_second: speed, tokens, prompt_tokens: prompt, cached_tokens: cached } = numbers;
   const [about, overall] = numbers.speed_of ?? [];

@@ -1,10 +1,10 @@
-// The view of the cluster: the picture, and the same in words.
+// The view of the cluster: a picture, and the same facts as text.
 
 import { by, define, el } from "./dom.js";
 import { draw } from "./picture.js";
 import { bytes, clock, count, linkWords, macWord, micros, phaseWord, place, rate, seconds, stageWord, stateAlone, UNKNOWN } from "./words.js";
 
-let shown = ""; // what was drawn last: where nothing changes, nothing is redrawn
+let shown = ""; // last drawn state: it is redrawn only on changes
 
 export function showCluster({ now, connected }) {
   const alone = now.nodes.length === 1;
@@ -24,7 +24,7 @@ export function showCluster({ now, connected }) {
 
 const none = (words) => el("li", { class: "none" }, words);
 
-/** A list of which people may be reading an entry: only what differs is exchanged. */
+/** Update a list by replacing only changed entries, since users may be reading the others. */
 function update(list, items) {
   items.forEach((item, i) => {
     const present = list.children[i];
@@ -83,7 +83,7 @@ function node(each, now) {
   );
 }
 
-/** The share of a Mac's memory that the model takes there, and the work of its processes. */
+/** Return a Mac's memory that the model takes, and the phases of its processes. */
 function memory(each, now) {
   const ranks = now.ranks.filter((rank) => rank.node === each.node_id);
   if (!ranks.length) return [];
@@ -109,7 +109,7 @@ function links(now) {
   );
 }
 
-/** Only of a group of two is what a collective takes what its one link takes. */
+/** Return a link's latency. Only in a group of two, a collective's time is that of its one link. */
 function latency(now, link) {
   const ends = new Set(now.ranks.map((each) => each.node));
   const alone = now.ranks.length === 2 && ends.has(link.a) && ends.has(link.b);

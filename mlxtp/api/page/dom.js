@@ -1,20 +1,20 @@
-// Elements, made by hand: no text of a model or of another Mac is ever read as HTML.
+// Construction of elements. Text of a model or of another Mac is never parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 export const by = (id) => document.getElementById(id);
 
-/** An element with attributes, listeners (functions) and children (nodes or text). */
+/** Return an element with attributes, listeners (functions) and children (nodes or text). */
 export function el(name, attributes = {}, ...children) {
   return fill(document.createElement(name), attributes, children);
 }
 
-/** The same for SVG. */
+/** Return an SVG element, likewise. */
 export function svg(name, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, name), attributes, children);
 }
 
-/** One of the icons that `index.html` defines. */
+/** Return one of the icons of `index.html`. */
 export const icon = (name) => svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `#icon-${name}` }));
 
 function fill(made, attributes, children) {
@@ -27,7 +27,7 @@ function fill(made, attributes, children) {
   return made;
 }
 
-/** Text of an element, changed only when it differs: a live region speaks of changes alone. */
+/** Set an element's text if it differs, since a live region announces each change. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -36,7 +36,7 @@ export function say(element, text) {
 export const define = (list, pairs) =>
   list.replaceChildren(...pairs.flatMap(([term, value]) => [el("dt", {}, term), el("dd", {}, value)]));
 
-/** A short word for those who listen rather than look. */
+/** Announce a short text to users of a screen reader. */
 export function speak(text) {
   if (!text) return;
   const log = by("spoken");
@@ -45,8 +45,8 @@ export function speak(text) {
 }
 
 /**
- * A question in a dialog. `field`: the label of what shall be typed, or nothing for yes or no.
- * Gives what was typed (or true), and null when it was left.
+ * Ask the user in a dialog. `field`: the label of a text field; empty for a yes/no question.
+ * Return the entered text (or true), and null when the user cancels.
  */
 export function question({ title, words = "", field = "", value = "", yes, secret = false }) {
   const dialog = by("asking");

@@ -1,4 +1,4 @@
-// The two keys: of the endpoint, if it wants one, and of this agent's administration. Kept until the tab closes.
+// The two keys: of the endpoint, if it requires one, and of this agent's administration. Kept until the tab closes.
 
 import { question } from "./dom.js";
 
@@ -21,7 +21,7 @@ function write(name, value) {
     if (value) sessionStorage.setItem(name, value);
     else sessionStorage.removeItem(name);
   } catch {
-    // a browser that keeps nothing asks again
+    // a browser without storage prompts again
   }
   listeners.forEach((tell) => tell());
 }
@@ -30,7 +30,7 @@ export const admin = () => read(ADMIN);
 export const setAdmin = (key) => write(ADMIN, key.trim());
 export const onKeys = (tell) => listeners.push(tell);
 
-/** Take the key out of `#key=...`, so that it stands neither in the address bar nor in bookmarks. */
+/** Take the key out of `#key=...`, so that it is neither in the address bar nor in bookmarks. */
 export function takeFromAddress() {
   const found = /^#key=([^&]+)$/.exec(location.hash);
   if (!found) return false;
@@ -39,13 +39,13 @@ export function takeFromAddress() {
   return true;
 }
 
-/** What a request shows: a key of the endpoint, or this agent's own, which opens everything. */
+/** Return the headers of a request: with the endpoint's key, or this agent's own, which opens everything. */
 export function authorization() {
   const key = read(API) || read(ADMIN);
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-/** Ask for a key of the endpoint, once however many want to know. Gives whether there is a new one. */
+/** Prompt for the endpoint's key, once for all callers. Return true if there is a new one. */
 export function askForApiKey(words) {
   asking ??= question({
     title: "API key",

@@ -1,4 +1,4 @@
-// Puts the views together: which one is shown, the line about the state, and the keys.
+// The page as a whole: the choice of the view, the status line, and the keys.
 
 import { startChat } from "./chat.js";
 import { showCluster } from "./cluster.js";

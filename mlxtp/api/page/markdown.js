@@ -1,11 +1,11 @@
-// Markdown as models write it, to elements. What looks like HTML stays text; only http and https become links.
+// Conversion of models' Markdown to elements. HTML stays text; only http and https become links.
 //
-// Text comes in pieces, so it is cut into blocks first, and only blocks that have changed are made anew.
+// Text comes in pieces, so it is cut into blocks first, and only changed blocks are rebuilt.
 
 import { el, icon } from "./dom.js";
 
 const DEEPEST = 6;
-const LONGEST = 50_000; // characters of one paragraph that are looked through for marks
+const LONGEST = 50_000; // characters of one paragraph that are searched for marks
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
@@ -16,7 +16,7 @@ const DELIMITERS = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 
 const shown = new WeakMap(); // container -> the sources of its blocks
 
-/** Show `text` in `container`, which holds nothing else. */
+/** Show `text` in `container`, which has no other content. */
 export function render(container, text) {
   const found = split(text);
   const before = shown.get(container) ?? [];
@@ -29,7 +29,7 @@ export function render(container, text) {
 
 // --- blocks -----------------------------------------------------------------------------------------------
 
-/** The sources of the blocks of a text, each of which makes one element. */
+/** Return the sources of a text's blocks. Each becomes one element. */
 export function split(text) {
   const lines = text.replace(/\r\n?/g, "\n").split("\n");
   const found = [];
@@ -94,7 +94,7 @@ const isTable = (lines, at) => lines[at].includes("|") && DELIMITERS.test(lines[
 const isOrdered = (line) => /^\s*\d/.test(line);
 const indentOf = (line) => line.length - line.trimStart().length;
 
-/** Whether this line ends the paragraph before it. */
+/** Return true for a line that ends the paragraph before it. */
 function interrupts(lines, at) {
   const line = lines[at];
   const item = ITEM.exec(line);
@@ -138,7 +138,7 @@ function code(lines, fence) {
   );
 }
 
-/** A button that copies the return value of `text`, and shows the outcome. */
+/** Return a button that copies the return value of `text`, and shows the outcome. */
 export function copyButton(text, label) {
   const face = (name, words) => button.replaceChildren(icon(name), el("span", {}, words));
   const button = el("button", { type: "button", class: "quiet", "aria-label": label, title: label });
@@ -227,7 +227,7 @@ function inline(parent, text, depth) {
     parent.append(text);
     return;
   }
-  const missing = new Set(); // marks that nothing closes any more
+  const missing = new Set(); // marks without a closing one
   let plain = "";
   const put = (...nodes) => {
     if (plain) parent.append(plain);
@@ -249,7 +249,7 @@ function inline(parent, text, depth) {
   put();
 }
 
-/** What begins here and is not plain text: a node, or other text, and where it ends. */
+/** Return markup that begins here, as a node or other text, and its end; null for plain text. */
 function special(text, at, depth, missing) {
   switch (text[at]) {
     case "\\":
@@ -331,7 +331,7 @@ function bare(text, at, closing) {
   return { node: made, end: at + url.length + closing };
 }
 
-/** A link to another page, or nothing for what is none: `javascript:` and its like stay text. */
+/** Return a link to another page; null for other schemes: `javascript:` and the like stay text. */
 function anchor(url) {
   let parsed;
   try {
@@ -358,7 +358,7 @@ function emphasis(text, at, depth, missing) {
   return { node: outer, end: end + run.length };
 }
 
-/** Where a mark is closed: by as many of the same, not after a space; -1 for nowhere. */
+/** Return the place of the closing mark: as many of the same, not after a space; -1 for none. */
 function closing(text, from, run) {
   let i = from;
   while (i < text.length) {

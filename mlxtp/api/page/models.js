@@ -1,4 +1,4 @@
-// What is served, what is on this Mac's disk, and having something else served.
+// The view of models: the served one, those on this Mac's disk, and a form to serve another.
 
 import { by, define, el, say } from "./dom.js";
 import * as keys from "./keys.js";
@@ -6,8 +6,8 @@ import { administer } from "./net.js";
 import { cluster } from "./watch.js";
 import { bytes, COMING, count, place, seconds, stageWord, stateAlone, why } from "./words.js";
 
-const SHARE = 0.05; // of the weights: less than that is not what was read of them
-const AGAIN_MS = 5000; // how often the disk is looked at while a model is being got
+const SHARE = 0.05; // of the weights; less memory is not from reading them
+const AGAIN_MS = 5000; // between two checks of the disk while a model is downloading
 let disk = null;
 let lookedAt = -Infinity;
 let looking = false;
@@ -42,7 +42,7 @@ export function showModels({ now, connected }) {
 }
 
 function access() {
-  const fixed = cluster.now?.cluster === null; // without a cluster an agent loads nothing else
+  const fixed = cluster.now?.cluster === null; // an agent without a cluster loads no other model
   const has = Boolean(keys.admin()) && !fixed;
   by("fixed").hidden = !fixed;
   by("admin-form").hidden = has || fixed;
@@ -106,13 +106,13 @@ function refused(error) {
 
 const problem = (words) => say(by("models-problem"), words);
 
-// --- what is served ---------------------------------------------------------------------------------------
+// --- the served model ---------------------------------------------------------------------------------------
 
 function served(now) {
   const wanted = now.desired?.model;
   const over = now.desired?.nodes ? `, on ${spread(now.desired.nodes)}` : "";
   const found = [
-    ["State", now.ready ? "Ready" : stateAlone(now)], // its reason stands above, on every view
+    ["State", now.ready ? "Ready" : stateAlone(now)], // the line above, on every view, has its reason
     ["Model", now.model],
     [now.model ? "Next" : "Model", wanted && wanted !== now.model ? wanted + over : ""],
     ["Context", now.context ? `${now.context.toLocaleString("en")} tokens` : ""],
@@ -126,7 +126,7 @@ function served(now) {
   if (busy) progress(now);
 }
 
-/** What keeps Macs from serving it: each reason once, and none that is said above. */
+/** Return the Macs' reasons not to serve it: each once, without those shown above. */
 function problems(now) {
   const macs = new Map();
   for (const { name, model_problem: problem } of now.nodes) if (problem) macs.set(problem, [...(macs.get(problem) ?? []), name]);
@@ -139,7 +139,7 @@ function problems(now) {
 
 const spread = (nodes) => (nodes === "auto" ? "as many Macs as are fastest" : nodes === "all" ? "all Macs" : count(Number(nodes), "Mac"));
 
-/** While weights are read, the memory of all ranks grows to about what they take on disk. */
+/** Show the progress of loading: the memory of all ranks grows to about the weights' size on disk. */
 function progress(now) {
   const story = now.history[0];
   const held = now.ranks.map((each) => (each.phase === "loading" ? each.memory_bytes : null));

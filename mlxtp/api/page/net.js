@@ -1,8 +1,8 @@
-// Requests to this agent, and the server-sent events that it answers with.
+// Requests to this agent, and the server-sent events in its answers.
 
 import { askForApiKey, authorization } from "./keys.js";
 
-/** An answer that is none. The message is the agent's own, where it said one. */
+/** A failed request. The message is the agent's own, if it sent one. */
 export class Refused extends Error {
   constructor(message, status = 0, code = "", state = "") {
     super(message);
@@ -12,7 +12,7 @@ export class Refused extends Error {
   }
 }
 
-/** As `fetch`, with the endpoint's key; asks for one on 401. Raises Refused for everything but a 2xx. */
+/** Call `fetch` with the endpoint's key; prompt for one on 401. Throw Refused for any status but 2xx. */
 export async function ask(path, options = {}) {
   let response = await request(path, options);
   while (!response.ok) {
@@ -23,7 +23,7 @@ export async function ask(path, options = {}) {
   return response;
 }
 
-/** One request of the administration, with its own key. Gives the JSON body. */
+/** Send an administration request with its own key. Return the JSON body. */
 export async function administer(method, what, key, body) {
   const headers = { Authorization: `Bearer ${key}`, "Content-Type": "application/json" };
   const options = { method, headers, body: body ? JSON.stringify(body) : undefined };
@@ -58,7 +58,7 @@ function broken(error) {
   throw new Refused("the connection to the agent broke.");
 }
 
-/** The data of each event; null for a comment, which says that the other end still lives. */
+/** Yield the data of each event; null for a comment, which shows that the agent is alive. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

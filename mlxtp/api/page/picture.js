@@ -1,5 +1,5 @@
-// The cluster as a picture. Places are worked out from the number of Macs and the width alone, so that
-// nothing jumps while states change.
+// The cluster as a picture. Places depend only on the number of Macs and the width, so that nothing moves
+// when states change.
 
 import { svg } from "./dom.js";
 import { bytes, count, linkWords, macWord, micros, phaseWord, stateWords, UNKNOWN } from "./words.js";
@@ -10,7 +10,7 @@ const ROW = 34;
 const GAP = 76;
 const MARGIN = 2;
 
-/** An `svg` element that is `width` pixels wide. */
+/** Return an `svg` element that is `width` pixels wide. */
 export function draw(now, width) {
   const cards = now.nodes.map((node) => ({ node, ranks: now.ranks.filter((rank) => rank.node === node.node_id) }));
   const first = (card) => card.ranks[0]?.rank ?? Infinity;
@@ -35,7 +35,7 @@ function describe(now) {
   return `${macs}. ${stateWords(now)}. The lists below say the same in words.`;
 }
 
-/** The upper left corners of so many cards. */
+/** Return the upper left corners of this number of cards. */
 function layout(number, size, width) {
   const column = (columns) => {
     const rows = Math.ceil(number / columns);
@@ -83,13 +83,13 @@ const pair = (a, b) => [a, b].sort().join(" ");
 
 function cable(link, a, b, used, now, width, number) {
   const [p, q] = [middle(a), middle(b)];
-  const beside = p.x === q.x && Math.abs(p.y - q.y) > a.height + GAP + 1; // something stands in between
+  const beside = p.x === q.x && Math.abs(p.y - q.y) > a.height + GAP + 1; // another card is in between
   const bend = beside ? { x: width - 4, y: (p.y + q.y) / 2 } : { x: (p.x + q.x) / 2, y: (p.y + q.y) / 2 };
   const path = beside ? `M${p.x} ${p.y}Q${bend.x * 1.2} ${bend.y} ${q.x} ${q.y}` : `M${p.x} ${p.y}L${q.x} ${q.y}`;
-  const lies = Math.abs(p.x - q.x) > Math.abs(p.y - q.y); // its words stand above and below it
+  const lies = Math.abs(p.x - q.x) > Math.abs(p.y - q.y); // its labels are above and below it
   const words = linkWords(link) || `link ${UNKNOWN}`;
   const took = used && now.ranks.length === 2 ? now.group?.fabric?.collective_us : null;
-  const crowded = !used && number > 3; // the list has the words of all
+  const crowded = !used && number > 3; // the list has all labels
   const latency = took ? `sync ${micros(took)}` : link.trip_us ? `round trip ${micros(link.trip_us)}` : "";
   const lines = beside || crowded ? [] : [words, latency].filter(Boolean);
   return [
@@ -131,7 +131,7 @@ function rankRow(rank, i, width, now) {
   );
 }
 
-/** Ranks of one machine are joined at its right edge. */
+/** Return the path between ranks of one machine, along its right edge. */
 function within(ranks, width, now) {
   const row = new Map(ranks.map((rank, i) => [rank.rank, HEAD + i * ROW + (ROW - 6) / 2]));
   const edge = width - 34;

@@ -1,28 +1,28 @@
-// Conversations, kept in this browser and nowhere else: each under a key of its own, so that two tabs do not
-// overwrite each other's.
+// Conversations, stored only in this browser. Each has its own key, so that two tabs do not overwrite each
+// other's.
 
 const PREFIX = "mlxtp.conversation.";
 const PARAMETERS = "mlxtp.parameters";
 
-/** A new conversation, which is kept once something is said in it. */
+/** Return a new conversation, which is stored once it has a message. */
 export function begin() {
   const id = `${Date.now().toString(36)}-${crypto.getRandomValues(new Uint32Array(1))[0].toString(36)}`;
   return { id, title: "New conversation", named: false, created: Date.now(), changed: Date.now(), turns: [] };
 }
 
-/** All that are kept, the one that changed last first. */
+/** Return all stored conversations, the last changed one first. */
 export function all() {
   try {
     const keys = Object.keys(localStorage).filter((key) => key.startsWith(PREFIX));
     return keys.map(read).filter(Boolean).sort((a, b) => b.changed - a.changed);
   } catch {
-    return []; // this browser keeps nothing for this page
+    return []; // this browser stores nothing for this page
   }
 }
 
 export const get = (id) => read(PREFIX + id);
 
-/** Keep it as it is now. Gives false when this browser has no room or keeps nothing. */
+/** Store a conversation. Return false when this browser has no room or stores nothing. */
 export function keep(talk) {
   try {
     localStorage.setItem(PREFIX + talk.id, JSON.stringify(talk));
@@ -34,7 +34,7 @@ export function keep(talk) {
 
 export const remove = (id) => localStorage.removeItem(PREFIX + id);
 
-/** What a conversation is called until somebody names it: how it begins. */
+/** Return the title of a conversation until the user names it: its beginning. */
 export function titleOf(text) {
   const line = text.trim().split("\n")[0];
   return line.length > 48 ? `${line.slice(0, 47).trimEnd()}…` : line || "New conversation";
@@ -54,7 +54,7 @@ export function keepParameters(values) {
   try {
     localStorage.setItem(PARAMETERS, JSON.stringify(values));
   } catch {
-    // they count until the page is left
+    // they apply until the user leaves the page
   }
 }
 

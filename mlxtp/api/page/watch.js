@@ -1,12 +1,12 @@
-// What the cluster does, as the agent tells it. Everything on the page that shows it listens here.
+// State of the cluster, as the agent reports it. All views of it subscribe here.
 
 import { onKeys } from "./keys.js";
 import { ask, events } from "./net.js";
 
-const SILENCE_MS = 12_000; // the agent says something every three seconds
+const SILENCE_MS = 12_000; // the agent sends an event every three seconds
 const AGAIN_MS = [300, 1000, 2000, 4000];
 
-/** `now` is the newest moment, null before the first; `connected`: whether it is of now. */
+/** `now` is the newest snapshot, null before the first; `connected`: it is up to date. */
 export const cluster = { now: null, connected: false, problem: "" };
 
 const listeners = [];
@@ -20,7 +20,7 @@ function tellAll() {
   listeners.forEach((tell) => tell(cluster));
 }
 
-/** Whether there is no group for open requests now, as far as is known. */
+/** Return true while no group serves open requests. */
 export const forming = () => cluster.connected && !["ready", "draining"].includes(cluster.now.state);
 
 export async function watch() {
@@ -59,7 +59,7 @@ async function once(alive) {
       tellAll();
     }
   } catch (error) {
-    if (error.status === 401) await new Promise((resolve) => onKeys(resolve)); // until somebody gives one
+    if (error.status === 401) await new Promise((resolve) => onKeys(resolve)); // until the user enters one
     throw error;
   } finally {
     clearTimeout(timer);

@@ -1,6 +1,6 @@
-// Figures and states in words. What is not known is said to be not known.
+// Text for figures and states. Unknown facts are shown as such.
 
-export const COMING = ["starting", "forming", "loading", "restarting"]; // states of a model that is on its way
+export const COMING = ["starting", "forming", "loading", "restarting"]; // states with a model that is loading
 export const UNKNOWN = "not known";
 
 export function bytes(count) {
@@ -44,14 +44,14 @@ export function clock(at) {
 
 export const count = (number, one, more = `${one}s`) => `${number} ${number === 1 ? one : more}`;
 
-/** Why the cluster does not serve, as far as it says. */
+/** Return the cluster's reason for not serving; empty without one. */
 export const why = (now) => (["ready", "loading", "stopped"].includes(now.state) ? "" : now.reason || now.waiting || "");
 
-/** What the cluster is doing, as one sentence for people, whoever reads or listens. */
+/** Return the state of the cluster as one sentence, for display and screen readers. */
 export const stateWords = (now) =>
   (now.starting ? ["Starting", now.starting] : [stateAlone(now), why(now)]).filter(Boolean).join(": ");
 
-/** The same without the reason. */
+/** Return the same without the reason. */
 export function stateAlone(now) {
   switch (now.state) {
     case "ready":
@@ -84,7 +84,7 @@ export function place(now) {
   return size > 1 ? `in ${size} processes` : "";
 }
 
-/** The name of a model without its owner or folder. */
+/** Return the name of a model without its owner or folder. */
 export const shortName = (model) => model.split("/").filter(Boolean).at(-1) ?? model;
 
 const PHASES = { prefill: "reading a prompt", decode: "writing", forming: "connecting", proving: "checking the connection" };

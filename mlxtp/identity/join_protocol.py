@@ -99,9 +99,9 @@ class Joiner:
     def on_offer(self, offer: JoinOffer, server_certificate: bytes) -> JoinRequest:
         """Return the request to a server that showed `server_certificate` (DER) in its TLS handshake.
 
-        Raises UserError (JOIN_REFUSED) when the offer is another cluster's, ProtocolError (NOT_AUTHENTIC)
-        when the server is no member of the cluster that it names, AskElsewhere when it admits no Mac. Nothing
-        may be sent then.
+        Raises UserError (JOIN_REFUSED) when the offer is another cluster's. Raises ProtocolError
+        (NOT_AUTHENTIC) when the server is no member of the cluster that it names. Raises AskElsewhere when it
+        admits no Mac. Nothing may be sent then.
         """
         if not hmac.compare_digest(authority_hash(offer.authority), self._token.authority_hash):
             raise UserError(

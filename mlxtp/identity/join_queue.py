@@ -12,11 +12,8 @@ from collections.abc import Iterable
 
 from ..discovery.dial_schedule import host_and_port
 
-PATIENCE_S = (
-    1.0,
-    2.0,
-    5.0,
-)  #: seconds that an address may take to answer: the first time, the second, and later
+#: Seconds that an address may take to answer: the first time, the second, and later.
+PATIENCE_S = (1.0, 2.0, 5.0)
 AGAIN_S = 1.0  #: seconds after which an address that did not admit this Mac is tried again
 MAX_OF_EACH = 32  #: addresses that are kept of one announcer
 

@@ -194,9 +194,9 @@ def check_pin(
 ) -> None:
     """Check that the member with this certificate is allowed. Raises ProtocolError (NOT_AUTHENTIC).
 
-    `pins` has the fingerprint of each known member by its node id, `removed` the fingerprints of keys that
-    may not come back, `expected` the node id that was dialled. A member that is in neither passes: its
-    certificate shows that the authority admitted it, and the caller pins it from now on.
+    `pins` has the fingerprint of each known member by its node id. `removed` has the fingerprints of keys
+    that may not come back. `expected` is the node id that was dialled. A member that is in neither passes:
+    its certificate shows that the authority admitted it, and the caller pins it from now on.
     """
     if expected is not None and peer.node_id != expected:
         raise _not_authentic(f"node {peer.node_id} answers where node {expected} was expected")

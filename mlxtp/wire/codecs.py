@@ -164,7 +164,7 @@ def record(kind: type[Any]) -> FieldCodec:
 
     def pack(value: Any) -> Wire:
         if type(value) is not kind:
-            raise TypeError(f"a {kind.__name__} should stand where {type(value).__name__} does")
+            raise TypeError(f"expected a {kind.__name__}, got a {type(value).__name__}")
         return {name: codec.to_wire(getattr(value, name)) for name, codec in codecs}
 
     def check(value: Wire) -> Any:

@@ -204,7 +204,7 @@ def _scan(payload: bytearray) -> None:
             raise ValueError("it ends early")
         form = _FORMS[payload[at]]
         if form is None:
-            raise ValueError(f"byte {payload[at]:#04x} starts nothing that is allowed")
+            raise ValueError(f"byte {payload[at]:#04x} starts no object that is allowed")
         kind, length_bytes, count = form
         if length_bytes:
             count = int.from_bytes(payload[at + 1 : at + 1 + length_bytes], "big")

@@ -14,18 +14,18 @@ from ..wire.tls import ALPN_JOIN, join_context
 from ..wire.tls_acceptor import open_tls
 from .join_protocol import Admitted, Granted, Host, Joiner, spoken
 
-JOIN_S = 10.0
-"""Seconds that one exchange may take, connecting included."""
+JOIN_S = 10.0  #: seconds that one exchange may take, connecting included
 _EPOCH = 0
 
 
 async def ask_to_join(host: str, port: int, joiner: Joiner, deadline_s: float = JOIN_S) -> Granted:
-    """Joins the cluster of the member at `host` and `port`.
+    """Join the cluster of the member at `host` and `port`.
 
     Raises what `Joiner` raises: UserError (JOIN_REFUSED), AskElsewhere with the addresses to try instead,
-    Denied, ProtocolError (NOT_AUTHENTIC). Before the member has proven to be of the token's cluster, nothing
-    is sent.
-    Raises LinkError when nobody answers within `deadline_s` seconds.
+    Denied, ProtocolError (NOT_AUTHENTIC). Nothing is sent before the member has proven to be of the token's
+    cluster.
+
+    Raises LinkError when no answer comes within `deadline_s` seconds.
     """
     try:
         async with asyncio.timeout(deadline_s):
@@ -60,11 +60,11 @@ async def answer_joiner(
     clock: Callable[[], float],
     deadline_s: float = JOIN_S,
 ) -> Admitted | None:
-    """Speaks with one joiner, and returns whom it let in, if anybody.
+    """Run the exchange with one joiner. Return the joiner that it admitted, if any.
 
-    A `host` on the Mac that has the authority's key; elsewhere the offer by which `join_protocol.redirect`
-    names that Mac. `clock` is the desk's. Raises RemoteProtocolError for a joiner that breaks the rules,
-    LinkError for one that is gone or takes longer than `deadline_s` seconds.
+    `host` is a Host on the Mac that has the authority's key; elsewhere it is the offer in which
+    `join_protocol.redirect` names that Mac. `clock` is the issuer's. Raises RemoteProtocolError for a joiner
+    that breaks the rules, LinkError for one that is gone or takes longer than `deadline_s` seconds.
     """
     connection = StreamLink(reader, writer, Session(LinkKind.JOIN, Side.UPPER, _EPOCH))
     try:
@@ -73,19 +73,19 @@ async def answer_joiner(
             request = await _next(connection)
             assert isinstance(request, JoinRequest)  # nothing else is legal
             if isinstance(host, JoinOffer):
-                raise RemoteProtocolError("a request to join, though another Mac was to be asked")
+                raise RemoteProtocolError("the joiner sent its request here, but the offer named another Mac")
             answer = host.on_request(request, clock())
             connection.send(answer.message)
             return answer.admitted
     except TimeoutError:
-        raise LinkError(f"the joiner did not ask within {deadline_s:g} s", Code.LINK_TIMEOUT) from None
+        raise LinkError(f"no request from the joiner within {deadline_s:g} s", Code.LINK_TIMEOUT) from None
     finally:
         connection.close()
 
 
 async def _next(connection: StreamLink) -> Message:
-    """The one message that is due. Raises LinkError when the link ends without it."""
+    """Return the one message that is due. Raises LinkError when the link ends without it."""
     received = await connection.receive()
     if not received:
-        raise LinkError("the link ended before it was answered")
+        raise LinkError("the link ended before the expected message")
     return received[0].message

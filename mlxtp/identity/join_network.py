@@ -1,4 +1,4 @@
-"""How this Mac comes to belong to a cluster: it has been a member, founds one, or joins one with a token."""
+"""Membership of this Mac: it already is a member, founds a cluster, or joins one with a token."""
 
 from __future__ import annotations
 
@@ -25,16 +25,14 @@ from .store import Identity, Store
 
 log = logging.getLogger(__name__)
 
-FIND_S = 30.0
-"""How long a Mac of the token's cluster is looked for."""
+FIND_S = 30.0  #: seconds for which a Mac of the token's cluster is searched
 TICK_S = 0.1
-MAX_ASKED = 32
-"""Addresses that are asked at one time."""
+MAX_ASKED = 32  #: requests to join that are open at one time
 
 
 @dataclass(frozen=True, slots=True)
 class JoinResult:
-    """Who this Mac is now, whether it founded or joined its cluster just now, and where others may be."""
+    """Identity of this Mac, its role at this start (`founded`, `joined`), and addresses of peers."""
 
     identity: Identity
     founded: bool = False
@@ -43,7 +41,7 @@ class JoinResult:
 
 
 async def enter(settings: Settings, store: Store) -> JoinResult:
-    """Raises UserError in the words of whoever typed `mlxtp node`."""
+    """Load, found or join a cluster. Raises UserError with a message for the user of `mlxtp node`."""
     identity = store.load_or_create()
     if not settings.join:
         if identity.membership is not None:
@@ -62,7 +60,7 @@ async def enter(settings: Settings, store: Store) -> JoinResult:
             return JoinResult(identity)
         raise ConfigError(
             f"this Mac is a member of cluster {identity.cluster_id}, the token is for {token.cluster_id}; "
-            "`mlxtp cluster leave` ends the one membership, then the token begins the other"
+            "run `mlxtp cluster leave`, then use the token"
         )
     return await _join(settings, store, identity, token)
 
@@ -86,10 +84,10 @@ async def _join(settings: Settings, store: Store, identity: Identity, token: Joi
 
 
 class _JoinSearch:
-    """Asks at every address that is known, many at once and again and again, until a Mac lets this one in.
+    """Search that sends requests to join to all known addresses, many at once, until a Mac admits this one.
 
-    Any address may be that of a Mac which only pretends to be of the token's cluster: `JoinQueue` gives each
-    announcer its turn.
+    Any address may be that of a Mac which only pretends to be of the token's cluster. `JoinQueue` therefore
+    serves all announcers alike.
     """
 
     def __init__(self, settings: Settings, identity: Identity, token: JoinToken, queue: JoinQueue) -> None:
@@ -97,14 +95,16 @@ class _JoinSearch:
         self._identity = identity
         self._token = token
         self._queue = queue
-        self._foreign: set[str] = set()
-        """Where another cluster answered."""
+        self._foreign: set[str] = set()  #: addresses of other clusters
         self._problem = ""
         self._outcome: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Granted:
-        """Raises UserError when the right Mac refused, or none was found in time."""
+        """Search until a Mac grants or refuses.
+
+        Raises UserError when the right Mac refused, or none was found in time.
+        """
         log.info("looking for cluster %s", self._token.cluster_id)
         until = time.monotonic() + FIND_S
         try:
@@ -130,7 +130,7 @@ class _JoinSearch:
         raise ConfigError(f"cluster {cluster} could not be joined within {FIND_S:g} s: {self._problem}")
 
     def _is_hopeless(self) -> bool:
-        """Whether all there are were named by hand, and are of another cluster."""
+        """True if all known addresses were named by the user and are of another cluster."""
         addresses = self._queue.addresses
         return bool(addresses) and not self._settings.discovery and self._foreign >= addresses
 
@@ -170,7 +170,7 @@ class _JoinSearch:
 
 
 def _note(sightings: tuple[DiscoveredPeer, ...], token: JoinToken, queue: JoinQueue) -> None:
-    # Those that can let others in come first.
+    # Macs that can admit others come first.
     for sighting in sorted(sightings, key=lambda sighting: not sighting.has_ca):
         if sighting.cluster_id == token.cluster_id:
             queue.add(f"{sighting.node_id} {sighting.name}", sighting.addresses)

@@ -1,16 +1,16 @@
-"""Joining, by which a Mac becomes a member: the two ends of the exchange. Messages in, messages out; no I/O.
+"""Exchange by which a Mac becomes a member, with its two ends. Messages in, messages out; no I/O.
 
     joiner                                             member
       connects by TLS, shows nothing, trusts nothing
       ◄──────────── JoinOffer: the authority's certificate, a nonce
-      the authority is the token's, and made the certificate that TLS shows: only now it speaks
+      the authority is the token's, and made the certificate that TLS shows: only now it sends
       JoinRequest: its key, proof of the token, signature by the key ────────────►
                                 the token is good, proof and signature are right
       ◄──────────── JoinGrant: the certificate, proof of the token; or a JoinRefusal, signed by the authority
 
 Both proofs and the signature cover the cluster, the authority's and the member's certificate, the joiner's
-key, node id and name, and a nonce of either side, so that nothing of one exchange is worth anything in
-another one, or between two others. Both ends draw their nonce afresh for each exchange.
+key, node id and name, and a nonce of either side. Nothing of one exchange is therefore valid in another one,
+or between two others. Both ends draw a fresh nonce for each exchange.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _UNKNOWN = (
 
 
 class AskElsewhere(UserError):
-    """A member of the right cluster answered, but another Mac lets new ones in: `name`, at `addresses`."""
+    """A member of the right cluster answered, but another Mac admits joiners: `name`, at `addresses`."""
 
     code = Code.JOIN_REFUSED
 
@@ -70,14 +70,14 @@ class AskElsewhere(UserError):
 
 
 class Denied(UserError):
-    """The Mac that lets new ones in proved itself, and refused this one: no other will let it in."""
+    """The Mac that admits joiners proved its identity and refused this one: no other Mac will admit it."""
 
     code = Code.JOIN_REFUSED
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A grant to the joiner. `cluster` is the cluster's name for people, `peers` addresses to dial first."""
+    """Grant to the joiner. `cluster` is the cluster's name for people, `peers` addresses to dial first."""
 
     membership: MemberCertificates
     cluster: str
@@ -85,7 +85,7 @@ class Granted:
 
 
 class Joiner:
-    """The Mac that wants in. `nonce` is 32 fresh random bytes."""
+    """Joining end of one exchange. `nonce` is 32 fresh random bytes."""
 
     def __init__(self, token: JoinToken, node_id: str, key: PrivateKey, name: str, nonce: bytes) -> None:
         self._token = token
@@ -97,11 +97,11 @@ class Joiner:
         self._transcript = b""
 
     def on_offer(self, offer: JoinOffer, server_certificate: bytes) -> JoinRequest:
-        """The request to send, to a server that showed `server_certificate` (DER) in its TLS handshake.
+        """Return the request to a server that showed `server_certificate` (DER) in its TLS handshake.
 
-        Raises UserError (JOIN_REFUSED) when the offer is another cluster's, ProtocolError (NOT_AUTHENTIC)
-        when the server is no member of the cluster it speaks for, AskElsewhere when it lets no Mac in.
-        Nothing may be sent then.
+        Raises UserError (JOIN_REFUSED) when the offer is another cluster's. Raises ProtocolError
+        (NOT_AUTHENTIC) when the server is no member of the cluster that it names. Raises AskElsewhere when it
+        admits no Mac. Nothing may be sent then.
         """
         if not hmac.compare_digest(authority_hash(offer.authority), self._token.authority_hash):
             raise UserError(
@@ -135,7 +135,7 @@ class Joiner:
         """Return the grant. Raises ProtocolError (NOT_AUTHENTIC) when the grant is not for this request."""
         expected = _proof(_GRANT, self._token.key, self._transcript, grant.certificate)
         if not self._transcript or not hmac.compare_digest(expected, grant.proof):
-            raise ProtocolError("the Mac that let us in does not know the join token", Code.NOT_AUTHENTIC)
+            raise ProtocolError("the Mac that admitted us does not know the join token", Code.NOT_AUTHENTIC)
         node = check_node(grant.certificate, self._authority)
         if (node.node_id, node.fingerprint) != (self._node_id, fingerprint(self._key.public_key())):
             raise ProtocolError("the certificate is for another node or key than ours", Code.NOT_AUTHENTIC)
@@ -143,7 +143,7 @@ class Joiner:
         return Granted(membership, spoken(grant.cluster), tuple(map(spoken, grant.peers)))
 
     def on_refusal(self, refusal: JoinRefusal) -> Denied:
-        """Return what to raise when the authority's holder refused this request.
+        """Return the error to raise when the authority's holder refused this request.
 
         Raises ProtocolError (NOT_AUTHENTIC) for a refusal by another Mac, a removed member for example.
         """
@@ -157,7 +157,7 @@ class Joiner:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A Mac that the host let in, with its key, by a token that the member `by` requested."""
+    """A Mac that the host admitted, with its key, by a token that the member `by` requested."""
 
     node_id: str
     name: str
@@ -167,7 +167,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """A message to a joiner, and the Mac that it lets in, if it lets one in."""
+    """Message to a joiner, and the Mac that it admits, if any."""
 
     message: JoinGrant | JoinRefusal
     admitted: Admitted | None = None
@@ -176,8 +176,8 @@ class JoinReply:
 class Host:
     """The Mac that has the authority's key, for one exchange. `nonce` is 32 fresh random bytes.
 
-    `certificate` is what it showed in TLS. `members` has the fingerprint of each member's key by its node
-    id. `cluster` and `peers` are handed to whom it lets in. The joiner is at `address`.
+    `certificate` is the one it showed in TLS. `members` has the fingerprint of each member's key by its node
+    id. Admitted Macs get `cluster` and `peers`. The joiner is at `address`.
     """
 
     def __init__(
@@ -202,7 +202,10 @@ class Host:
         self.offer = JoinOffer(authority.certificate, nonce)
 
     def on_request(self, request: JoinRequest, now: float) -> JoinReply:
-        """The answer to a request, at `now` (seconds, the desk's clock). A grant uses the token up."""
+        """Return the reply to a request, at `now` (seconds, the issuer's clock).
+
+        A grant uses the token up.
+        """
         transcript = _transcript(self.offer, request, self._certificate)
         token_key = self._issuer.key(request.token_id)
         proven = hmac.compare_digest(_proof(_REQUEST, token_key, transcript), request.proof)
@@ -239,17 +242,17 @@ class Host:
 
 
 def redirect(authority: bytes, nonce: bytes, ask: str, at: tuple[str, ...]) -> JoinOffer:
-    """Return the offer of a member without the authority's key: the Mac to ask, and its addresses."""
+    """Return the offer of a member without the authority's key, which names the Mac that admits joiners."""
     return JoinOffer(authority, nonce, spoken(ask), at)
 
 
 def spoken(text: str, max_chars: int = MAX_NAME) -> str:
-    """A text from another machine as it may stand in a terminal: printable, on one line, not too long."""
+    """Return a text from another machine for a terminal: printable, on one line, not too long."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:max_chars])
 
 
 def _signer(request: JoinRequest, transcript: bytes) -> PublicKey | None:
-    """The key in the request, if its signature was made with it."""
+    """Return the key in the request if its signature was made with it, else None."""
     try:
         key = key_at(request.public_key)
         key.verify(request.signature, _SIGNATURE + transcript, _ECDSA)
@@ -259,7 +262,7 @@ def _signer(request: JoinRequest, transcript: bytes) -> PublicKey | None:
 
 
 def _transcript(offer: JoinOffer, request: JoinRequest, server_certificate: bytes) -> bytes:
-    """32 bytes that stand for everything the two ends said before the first proof."""
+    """Return 32 bytes that identify everything the two ends sent before the first proof."""
     return hash_of(
         offer.authority,
         server_certificate,

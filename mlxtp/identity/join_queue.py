@@ -1,7 +1,7 @@
-"""Order in which a Mac that wants to join asks others. Pure: time comes in.
+"""Order in which a joining Mac sends its requests. Pure: time comes in.
 
-Any Mac on the network can announce any addresses under the cluster's id. So announcers take turns, and so do
-the addresses of each: false ones cost an honest one no more than their share.
+Any Mac on the network can announce any addresses under the cluster's id. The queue therefore alternates
+between announcers, and between the addresses of each. An honest one loses only the share of the false ones.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from collections.abc import Iterable
 
 from ..discovery.dial_schedule import host_and_port
 
-PATIENCE_S = (
-    1.0,
-    2.0,
-    5.0,
-)  #: How long an address may take to answer, the first time, the second, and later.
-AGAIN_S = 1.0  #: After which an address that did not let this Mac in is asked again.
-MAX_OF_EACH = 32  #: Addresses of one announcer that are remembered.
+#: Seconds that an address may take to answer: the first time, the second, and later.
+PATIENCE_S = (1.0, 2.0, 5.0)
+AGAIN_S = 1.0  #: seconds after which an address that did not admit this Mac is tried again
+MAX_OF_EACH = 32  #: addresses that are kept of one announcer
 
 
 class JoinQueue:
@@ -32,7 +29,7 @@ class JoinQueue:
 
     @property
     def addresses(self) -> frozenset[str]:
-        """Return every address that was added."""
+        """Every address that was added."""
         return frozenset(each for mine in self._addresses.values() for each in mine)
 
     def add(self, announcer: str, addresses: Iterable[str], *, first: bool = False) -> None:
@@ -49,7 +46,7 @@ class JoinQueue:
             mine.extend(fresh[: MAX_OF_EACH - len(mine)])
 
     def take(self, now: float) -> tuple[str, str, float] | None:
-        """Return the announcer and address to ask now, and how many seconds that may take, if any is due."""
+        """Return the announcer and address to try now, and its time limit in seconds; None if none is due."""
         for _ in range(len(self._turns)):
             announcer, mine = self._turns[0], self._addresses[self._turns[0]]
             self._turns.rotate(-1)

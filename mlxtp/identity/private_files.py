@@ -1,4 +1,4 @@
-"""Files that only their owner may read, written so that a crash leaves the old content or the new one."""
+"""Files that only their owner may read. After a crash they hold the old content or the new one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ MAX_BYTES = 1 << 20
 
 
 def make_private_folder(folder: Path) -> None:
-    """Makes `folder`, or finds it there, closed to others. Raises ConfigError as `check_private_folder`."""
+    """Create `folder`, closed to others, unless it exists.
+
+    Raises ConfigError as `check_private_folder` does.
+    """
     try:
         folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     except OSError as error:
@@ -26,7 +29,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def check_private_folder(folder: Path) -> None:
-    """Raises ConfigError, with what to do, when others may look into `folder` or it is no folder of ours."""
+    """Raise ConfigError, with what to do, when others may read `folder` or it is no folder of ours."""
     try:
         status = folder.lstat()
     except OSError as error:
@@ -42,10 +45,10 @@ def check_private_folder(folder: Path) -> None:
 
 
 def read_private(path: Path, if_read: str = "remove this Mac from its cluster") -> bytes | None:
-    """The content of a file that nobody else may read; None where there is none.
+    """Return the content of a file that no other user may read; None if it does not exist.
 
     Raises ConfigError, with what to do, when others may read it, or when it is no file of ours. `if_read` is
-    what to do if somebody has.
+    the advice in case another user has read it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -65,12 +68,12 @@ def read_private(path: Path, if_read: str = "remove this Mac from its cluster") 
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Writes the whole file, or leaves it as it was; it is on the disk when this returns.
+    """Write the whole file, or leave it as it was; it is on the disk on return.
 
-    Both flushes have the drive itself write: without the first, the drive may keep the new name and lose the
-    content; without the second, it may lose the new name after this has returned.
-    One writer at a time. Nothing is left behind but, after a crash, a file `.NAME.new`, which the next write
-    replaces. Raises ConfigError when it cannot be written.
+    Both flushes make the drive itself write. Without the first, the drive may keep the new name and lose the
+    content; without the second, it may lose the new name after the return. One writer at a time. Only a crash
+    leaves a file `.NAME.new`, which the next write replaces. Raises ConfigError when the file cannot be
+    written.
     """
     fresh = path.with_name(f".{path.name}.new")
     try:
@@ -87,7 +90,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings names that were made, changed or removed in `folder` to the disk. Raises OSError."""
+    """Flush to the disk the names that were created, changed or removed in `folder`. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         to_disk(descriptor)
@@ -96,10 +99,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def to_disk(descriptor: int) -> None:
-    """Bring what was written to the disk itself. Raises OSError.
+    """Flush written data to the disk itself. Raises OSError.
 
-    On macOS `fsync` hands it to the drive, which may keep it in a cache; F_FULLFSYNC has the drive write it.
-    Some file systems, such as those of a network, have only `fsync`.
+    On macOS `fsync` passes it to the drive, which may keep it in a cache; F_FULLFSYNC makes the drive write
+    it. Some file systems, such as network file systems, have only `fsync`.
     """
     if (full := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
         try:
@@ -129,10 +132,10 @@ def _check_file(path: Path, status: os.stat_result, if_read: str) -> None:
 
 
 def check_closed(path: Path, status: os.stat_result, if_read: str) -> None:
-    """Raises ConfigError when others may read or change a file. `if_read` is what to do if somebody has."""
+    """Raise ConfigError when others may read or change a file. `if_read` is the advice in case one has."""
     if status.st_mode & _OTHERS:
         raise ConfigError(
             f"{path} can be read or changed by other users of this Mac (mode "
-            f"{stat.S_IMODE(status.st_mode):04o}, should be {FILE_MODE:04o}); if somebody may have read it, "
-            f"{if_read}; otherwise run: chmod {FILE_MODE:o} '{path}'"
+            f"{stat.S_IMODE(status.st_mode):04o}, should be {FILE_MODE:04o}); if one of them may have "
+            f"read it, {if_read}; otherwise run: chmod {FILE_MODE:o} '{path}'"
         )

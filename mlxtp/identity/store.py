@@ -1,12 +1,12 @@
-"""Who this Mac is, kept in the folder `identity` of its home.
+"""Identity of this Mac, kept in the folder `identity` of its home.
 
     node_id         32 hex digits, drawn once
     node.key        its private key (PEM)
     member.pem      its certificate and that of its cluster's authority, as long as it is a member
     authority.pem   the authority's certificate and private key, on the Mac that founded the cluster only
-    next.key        while it leaves: the private key that comes after node.key
+    next.key        while it leaves: the private key that replaces node.key
 
-All are closed to other users, and `load` refuses them when they are not, or do not belong together.
+All are closed to other users. `load` refuses them when they are not, or when they do not belong together.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """This Mac. Without a `membership` it belongs to no cluster; only a founder has an `authority`."""
+    """Identity of this Mac.
+
+    Without a `membership` it belongs to no cluster; only a founder has an `authority`.
+    """
 
     node_id: str
     key: PrivateKey = field(repr=False)
@@ -65,30 +68,30 @@ class Identity:
 
     @property
     def cluster_id(self) -> str:
-        """16 hex digits; empty without a cluster."""
+        """Cluster id, 16 hex digits; empty without a cluster."""
         return self.membership.cluster_id if self.membership else ""
 
 
 class Store:
-    """The identity of one home. One process at a time may change it."""
+    """Identity of one home. One process at a time may change it."""
 
     def __init__(self, home: Path) -> None:
         self.folder = home / FOLDER
 
     @property
     def credentials(self) -> Credentials:
-        """The files that TLS reads, once this Mac is a member."""
+        """Files that TLS reads, once this Mac is a member."""
         return Credentials.of(self.folder)
 
     def load_or_create(self) -> Identity:
-        """Who this Mac is; a new node where nothing was stored. Raises ConfigError as `load` does."""
+        """Return this Mac's identity, or create one if none is stored. Raises ConfigError as `load` does."""
         if not self.folder.exists():
             self._create()
         self._finish_leaving()
         return self.load()
 
     def load(self) -> Identity:
-        """Who this Mac is.
+        """Return this Mac's identity.
 
         Raises ConfigError, with what to do, when other users can read the files, when one is missing or
         unreadable, and when they do not belong together.
@@ -103,9 +106,9 @@ class Store:
         return identity
 
     def found_cluster(self) -> Identity:
-        """Makes this Mac the first of a new cluster. Raises UserError when it is in one already.
+        """Make this Mac the first of a new cluster. Raises UserError when it is in one already.
 
-        Where an earlier call was cut short, the cluster it began is the one that is founded.
+        If an earlier call was interrupted, the cluster that it began is founded.
         """
         identity = self.load_or_create()
         if identity.membership is not None:
@@ -122,7 +125,7 @@ class Store:
         return self.load()
 
     def save_membership(self, membership: MemberCertificates) -> Identity:
-        """Makes this Mac a member of the cluster that certified it.
+        """Make this Mac a member of the cluster that certified it.
 
         Raises UserError when it is in another one, or the certificate is for another node or key.
         """
@@ -132,19 +135,19 @@ class Store:
                 f"this Mac is a member of cluster {identity.cluster_id}; `mlxtp cluster leave` ends that"
             )
         if wrong := _why_not(identity.node_id, identity.key, membership):
-            raise UserError(f"this Mac cannot become a member by it: {wrong}")
+            raise UserError(f"this Mac cannot become a member with this certificate: {wrong}")
         if identity.authority is not None and identity.authority.certificate != membership.authority:
-            (self.folder / AUTHORITY).unlink()  # of a cluster whose founding was cut short
+            (self.folder / AUTHORITY).unlink()  # of a cluster whose founding was interrupted
         self._write_membership(membership)
         return self.load()
 
     def leave(self) -> Identity:
-        """Forgets the cluster; the node id stays. If this was its founder, nobody can join it any more.
+        """Forget the cluster; the node id stays. If this Mac founded it, no Mac can join it afterwards.
 
-        The key is a new one: the old one never counts again in the cluster that was left. Raises OSError when
-        the files cannot be removed.
+        The key is replaced, because the old one never counts again in that cluster. Raises OSError when the
+        files cannot be removed.
         """
-        # Cut short before the membership is gone, nothing happened; afterwards, the next start goes on.
+        # Interrupted before the membership is gone, this has no effect; later, the next start finishes it.
         write_private(self.folder / NEXT_KEY, key_to_pem(new_key()))
         (self.folder / MEMBER).unlink(missing_ok=True)
         sync_folder(self.folder)
@@ -152,7 +155,7 @@ class Store:
         return self.load()
 
     def _finish_leaving(self) -> None:
-        """What is left to do once the membership is gone; or forget that leaving was begun."""
+        """Finish leaving if the membership is gone; else undo its beginning."""
         following = self.folder / NEXT_KEY
         if not following.exists():
             return
@@ -165,7 +168,7 @@ class Store:
         sync_folder(self.folder)
 
     def _create(self) -> None:
-        """All of a new identity under another name first, so that there is never half of one."""
+        """Create a complete identity under another name first, so that there is never half of one."""
         fresh = self.folder.with_name(f".{FOLDER}.new")
         shutil.rmtree(fresh, ignore_errors=True)
         make_private_folder(fresh)
@@ -238,7 +241,7 @@ class Store:
 
 
 def _why_not(node_id: str, key: PrivateKey, membership: MemberCertificates) -> str:
-    """Why a membership is not that of this node and key; empty when it is."""
+    """Return why a membership is not that of this node and key; empty if it is."""
     try:
         node = check_node(membership.certificate, membership.authority)
     except MlxtpError as error:

@@ -1,4 +1,4 @@
-"""Find out how a chat template writes a tool call, by letting it write one. Pure.
+"""Style of a chat template's tool calls, read off a call that the template writes. Pure.
 
 A call that a grammar forces is written in the same way, so that the next turn's prompt repeats its tokens and
 the prefix cache holds them.
@@ -14,8 +14,8 @@ from ..errors import RequestError
 from .conversation import Call, ChatMessage, Conversation, Tool
 from .tool_calls import ToolFormat
 
+#: Write a conversation; True adds the beginning of the answer. Raises RequestError.
 Render = Callable[[Conversation, bool], str]
-"""Write a conversation; True adds the beginning of the answer. Raises RequestError."""
 
 _NAME, _ID, _TEXT = "probe_name", "probeid00", "probe text"
 _KEYS = ("probe_a", "probe_c")
@@ -39,9 +39,9 @@ class Separators:
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """A call as the template writes it: `before`, its name, `between`, its arguments, `after`.
+    """Style of a call in the template: `before`, its name, `between`, its arguments, `after`.
 
-    The arguments are a JSON object, or, with `field`, each of them stands between texts of its own:
+    The arguments are a JSON object. With `field`, each of them instead stands between texts of its own:
     `field[0]` key `field[1]` value `field[2]`; a string stands there without quotes.
     """
 
@@ -53,7 +53,7 @@ class CallStyle:
 
 
 def answer_prefix(render: Render) -> str:
-    """Return what the template writes before the text of an answer, such as a channel of gpt-oss."""
+    """Return the text that the template writes before an answer, such as a channel of gpt-oss."""
     prompt, written = _written(render, ChatMessage("assistant", _TEXT), ())
     start, end = len(prompt), written.rfind(_TEXT)
     return written[start:end] if written.startswith(prompt) and end > start else ""
@@ -91,7 +91,7 @@ def call_style(render: Render, format_: ToolFormat, ends: Iterable[str]) -> Call
 
 
 def _by_fields(before: str, rest: str) -> CallStyle | None:
-    """The style of calls whose arguments stand one by one, as in XML."""
+    """Return the style of calls whose arguments stand one by one, as in XML; None if it is no such style."""
     marks = [rest.find(mark) for mark in (_KEYS[0], _VALUES[0], _KEYS[1], _VALUES[1])]
     if marks[0] < 0 or marks != sorted(marks) or '"' in rest:
         return None

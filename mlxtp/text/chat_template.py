@@ -1,7 +1,7 @@
-"""A conversation as chat templates take it. Pure.
+"""Conversations in the form of chat templates. Pure.
 
-A model whose template knows nothing of tools is told of them in the system message, and asked to call them
-as Hermes and Qwen do; what its tools returned comes as the user's words.
+For a model whose template does not support tools, the system message describes them and requests calls in the
+format of Hermes and Qwen. Results of its tools become messages of the user.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ To call one, write its name and its arguments as a JSON object between these tag
 
 
 def template_messages(conversation: Conversation, knows_tools: bool) -> list[Json]:
-    """The messages for a template that has its own way with tools (`knows_tools`), or has none."""
+    """Return the messages for a template that supports tools (`knows_tools`), or does not."""
     return next(_ways_to_say(conversation, knows_tools))
 
 
 def plainer_messages(conversation: Conversation, knows_tools: bool) -> Iterator[list[Json]]:
-    """Other ways to say the same, for a template that has refused the first; each one bends more of it."""
+    """Yield other forms of the same messages, for a template that refused the first; each changes more."""
     ways = _ways_to_say(conversation, knows_tools)
     last = next(ways)
     for messages in ways:
@@ -56,7 +56,7 @@ def _ways_to_say(conversation: Conversation, knows_tools: bool) -> Iterator[list
 
 
 def template_options(conversation: Conversation) -> Json:
-    """What else a template is given. It ignores what it does not know."""
+    """Return further variables for the template, which ignores those that it does not know."""
     options = dict(conversation.template_options)
     if conversation.thinking is not None:
         options |= {"enable_thinking": conversation.thinking, "thinking": conversation.thinking}
@@ -64,7 +64,7 @@ def template_options(conversation: Conversation) -> Json:
 
 
 def characters(conversation: Conversation) -> int:
-    """How long it is before the template adds its own."""
+    """Return the length of the conversation before the template adds its own text, in characters."""
     turns = sum(
         len(turn.text) + len(turn.reasoning) + _call_characters(turn) for turn in conversation.messages
     )
@@ -90,7 +90,7 @@ def _message(turn: ChatMessage) -> Json:
 
 
 def _object(arguments: str) -> Mapping[str, Any]:
-    """Templates take arguments as an object. Text that is none stays visible."""
+    """Return arguments as the object that templates take. Text that is no object stays visible."""
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -109,7 +109,7 @@ def _told_apart(turn: ChatMessage) -> ChatMessage:
 
 
 def _with_tools(turns: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:
-    """Answers of several tools in one message of the user, and the tools in the system message."""
+    """Join results of several tools in one message of the user, and put the tools in the system message."""
     joined: list[ChatMessage] = []
     for turn in turns:
         if joined and turn.role == "user" and turn.text.startswith("<tool_response>"):
@@ -126,11 +126,11 @@ def _with_tools(turns: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[Cha
     return [ChatMessage("system", told), *joined]
 
 
-# --- what templates insist on -------------------------------------------------------------------------------
+# --- requirements of templates ------------------------------------------------------------------------------
 
 
 def _matched(turns: Sequence[ChatMessage], numbered: bool = False) -> list[ChatMessage]:
-    """What tools returned under the names of their calls: each answers the first open call with its id.
+    """Give results of tools the names of their calls: each answers the first open call with its id.
 
     A model that writes its ids itself may use one twice. `numbered`: with new ids, of nine digits, because
     Mistral's templates take no others.
@@ -153,7 +153,7 @@ def _matched(turns: Sequence[ChatMessage], numbered: bool = False) -> list[ChatM
 
 
 def _one_at_a_time(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Each call in a turn of its own, with what came of it behind it: Llama 3 insists on it.
+    """Put each call in a turn of its own, with its result behind it, because Llama 3 requires it.
 
     No two calls have the same id.
     """
@@ -176,7 +176,7 @@ def _one_at_a_time(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _taking_turns(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """The user and the assistant alternately, and no system: Gemma and the first Mistral know no others."""
+    """Make user and assistant alternate, without a system role, for Gemma and the first Mistral."""
     two = [replace(turn, role="user") if turn.role == "system" else turn for turn in turns]
     return [
         ChatMessage(role, "\n\n".join([turn.text for turn in group]))

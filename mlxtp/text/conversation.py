@@ -1,4 +1,4 @@
-"""One request for text, in no dialect: what every adapter makes of what its clients send. Pure."""
+"""Request for text, in no dialect: every adapter converts its clients' requests to it. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation. `call_id` and `name` say which call a "tool" turn answers."""
+    """One message of a conversation. `call_id` and `name` identify the call that a "tool" turn answers."""
 
     role: Role
     text: str
@@ -33,7 +33,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. `parameters` is a JSON schema of an object; None takes nothing."""
+    """Function that the model may call. `parameters` is a JSON schema of an object; None takes nothing."""
 
     name: str
     description: str = ""
@@ -42,11 +42,12 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a model with a chat template answers.
+    """Conversation for a model with a chat template to answer.
 
     `tool_choice`: `AUTO` (the model decides), `NONE`, `REQUIRED` (it has to call one), or a tool's name.
-    `parallel`: whether one answer may hold several calls. `thinking` None leaves it to the model's template.
-    `template_options` go to the template as they are. With `needs_thinking`, a model that cannot is refused.
+    `parallel`: one answer may hold several calls. `thinking` None leaves it to the model's template.
+    `template_options` go to the template unchanged. With `needs_thinking`, a model that cannot think is
+    refused.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -58,18 +59,17 @@ class Conversation:
     needs_thinking: bool = False
 
 
-Prompt = str | tuple[int, ...]
-"""Text or tokens that a model goes on with, without a chat template."""
+Prompt = str | tuple[int, ...]  #: Text or tokens that a model continues, without a chat template.
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """How an answer is made. None: the client did not say, the model's default counts.
+    """Options of an answer. None: the client did not set it, the model's default counts.
 
-    `max_tokens` None is as many as fit, and so is a number that does not fit. `format` is a
-    `response_format` as OpenAI's chat has it. `logprobs` -1 wants none, 0 those of the chosen tokens, k also
-    the k most probable others. `logit_bias` has token ids as text for keys. `deadline_s` 0 is the server's
-    own.
+    `max_tokens` None is as many as fit, and so is a number that does not fit. `format` is a `response_format`
+    in the form of OpenAI's chat. `logprobs` -1 requests none, 0 those of the chosen tokens, k also the k most
+    probable others. `logit_bias` has token ids as text for keys. `deadline_s` 0 is the server's own, in
+    seconds.
     """
 
     n: int = 1
@@ -95,10 +95,10 @@ class GenerationOptions:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A conversation to be answered, or prompts to be continued, each `options.n` times.
+    """Conversation to answer, or prompts to continue, each `options.n` times.
 
-    `model` None or "default" is the one that is loaded. `user` tells clients of one address apart. `dialect`
-    is what the adapter wants to see again when it writes the answer.
+    `model` None or "default" is the one that is loaded. `user` distinguishes clients of one address.
+    `dialect` is data that the adapter needs again when it writes the answer.
     """
 
     model: str | None

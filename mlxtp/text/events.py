@@ -1,4 +1,4 @@
-"""One stream of events for all dialects: what a model says, told apart by what it is."""
+"""One stream of events for all dialects: a model's output, separated by kind."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Literal
 from ..api.backend import StreamEnd, TokenScore
 from .conversation import Call
 
-Scored = tuple[int, TokenScore]
-"""A token and its score."""
+Scored = tuple[int, TokenScore]  #: a token and its score
 ChoiceFinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -25,7 +24,7 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Text of what the model thinks before it answers."""
+    """Text of the model's thoughts before it answers."""
 
     choice: int
     text: str
@@ -33,7 +32,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallBegan:
-    """Tool call number `index` of this choice, from 0 on."""
+    """Start of tool call number `index` of this choice, from 0 on."""
 
     choice: int
     index: int
@@ -52,10 +51,10 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The last event of a choice. `stopped_by`: the stop string that ended it, or None.
+    """Last event of a choice. `stopped_by`: the stop string that ended it, or None.
 
-    `thought`: how many of its tokens are thoughts and what ends them. `began_ns`: when its first token came,
-    of `time.perf_counter_ns`; 0 when there was none.
+    `thought`: number of its tokens that are thoughts or end them. `began_ns`: time of its first token, of
+    `time.perf_counter_ns`; 0 when there was none.
     """
 
     choice: int
@@ -71,7 +70,7 @@ AnswerEvent = ContentDelta | ReasoningDelta | CallBegan | CallArguments | Finish
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """All that one choice has said. Of a call that the budget cut off, the arguments are incomplete JSON."""
+    """Complete output of one choice. Of a call that the budget cut off, the arguments are incomplete JSON."""
 
     text: str = ""
     reasoning: str = ""

@@ -1,4 +1,4 @@
-"""JSON schemas as answers are held to them. Pure."""
+"""JSON schemas that answers are held to. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .call_style import Separators
 
 Json = dict[str, Any]
 
-#: Keywords that say nothing to a grammar, and those that it cannot enforce though the answer is of use.
+#: Keywords without meaning for a grammar, and those that it cannot enforce though the answer is still useful.
 _LEFT_OUT = frozenset(
     {"uniqueItems", "propertyNames", "x-guidance", "title", "description", "default", "examples", "$comment"}
 )
@@ -23,7 +23,7 @@ _DATE = "[1-9][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]([.][0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _DATES = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}  # without year 0, which few libraries read
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const")
-_MOST_INTEGER = 2**63 - 1024  # of an integer without a bound: the largest float below 64 bits' end
+_MOST_INTEGER = 2**63 - 1024  # limit of an integer without a bound: the largest float below 2**63
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _TABLES = ("properties", "patternProperties", "$defs", "definitions")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
@@ -37,9 +37,9 @@ def guided_schema(
 ) -> str:
     """Return `schema` as JSON text: its objects closed, its JSON to be written with `separators`.
 
-    An object with `properties` is closed unless it says that it may have others. An integer without a bound
-    gets one. `lenient` leaves out keywords that the grammar cannot enforce; otherwise they are refused when
-    it is compiled. `where` is the field to name in an error. Raises RequestError.
+    An object with `properties` is closed unless it declares that it may have others. An integer without a
+    bound gets one. `lenient` leaves out keywords that the grammar cannot enforce; otherwise the compilation
+    refuses them. `where` is the field to name in an error. Raises RequestError.
     """
     options: Json = {"whitespace_flexible": False}
     options |= {"item_separator": separators.item, "key_separator": separators.key}
@@ -53,10 +53,10 @@ def guided_schema(
 
 
 def _closed(schema: Any, shared: frozenset[str], path: str, part: bool = False) -> Any:
-    """Close the objects of a schema, which stands at `path`.
+    """Close the objects of a schema at `path`.
 
     A `part` of a combination stays open, and so does one that combinations refer to (`shared`): the
-    combination's other parts bring properties of their own.
+    combination's other parts add properties of their own.
     """
     if not isinstance(schema, dict):
         return schema
@@ -105,7 +105,7 @@ def _at(schema: Any, place: str) -> Any:
 
 
 def _escaped(name: str) -> str:
-    """Return a name as a JSON pointer has it."""
+    """Return a name in the form of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 

@@ -1,7 +1,7 @@
-"""How much there is in a JSON text, told without making objects of it. Pure.
+"""Limits on the size of a JSON text, counted without parsing it. Pure.
 
-Parsing holds up everything else in this process: 16 MiB of empty objects for many seconds. What is within
-these bounds takes about half a second at worst, on one core of a small server.
+Parsing blocks everything else in this process: 16 MiB of empty objects for many seconds. Text within these
+limits takes about half a second at worst, on one core of a small server.
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ from itertools import chain
 
 from ..errors import RequestError
 
-SHORT = 64 * 1024
-"""Bytes or characters; whatever is in so few, it takes no time."""
+SHORT = 64 * 1024  #: bytes or characters; so short a text takes no time
 MOST_CONTAINERS = 100_000
 MOST_FIELDS = 250_000
-MOST_VALUES = 2**20
-"""A prompt of a million token ids, and what stands around it."""
+MOST_VALUES = 2**20  #: a prompt of a million token ids, and the fields around it
 _BOUNDS = (
     (b"{[", MOST_CONTAINERS, "objects and lists"),
     (b":", MOST_FIELDS, "fields"),
     (b",", MOST_VALUES, "values"),
 )
-_PIECE = 64 * 1024
-"""Other threads get their turn between two of them."""
+_PIECE = 64 * 1024  #: bytes; other threads may run between two pieces
 _OTHERS = bytes(set(range(256)) - set(b'"{[:,'))
 _STRING = re.compile(rb'"[^"]*"')
 
 
 def check_extent(*texts: bytes | str, where: str = "the body", param: str | None = None) -> None:
-    """Raises RequestError with the number where texts have too much in them, together, to be parsed."""
+    """Raise RequestError, with the number, if the texts together have too many parts to be parsed."""
     if sum(map(len, texts)) <= SHORT:
         return
     encoded = [each.encode(errors="surrogatepass") if isinstance(each, str) else each for each in texts]
@@ -45,7 +42,7 @@ def check_extent(*texts: bytes | str, where: str = "the body", param: str | None
 
 
 def _outside_strings(text: bytes) -> Iterator[bytes]:
-    """Of each piece of a JSON text, the signs that count."""
+    """Yield the counted signs of each piece of a JSON text."""
     in_string = cut_escape = False
     for at in range(0, len(text), _PIECE):
         piece = text[at + cut_escape : at + _PIECE].replace(b"\\\\", b"")

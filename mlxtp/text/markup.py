@@ -1,6 +1,6 @@
-"""How a model marks what it thinks and what it calls, read off its chat template and vocabulary. Pure.
+"""Markers of a model's thoughts and calls, read off its chat template and vocabulary. Pure.
 
-Which sign means which family is what mlx-lm's `tokenizer_utils` knows (0.32.2); Llama and gpt-oss are added.
+The families' markers are those of mlx-lm's `tokenizer_utils` (0.32.2); Llama and gpt-oss are added.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 
+#: Formats in the order of the search; one needs all of the texts of any of its groups.
 _CALLS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("minimax_m2", (("<minimax:tool_call>",),)),
     ("gemma4", (("<|tool_call>", "<tool_call|>"),)),
@@ -36,14 +37,14 @@ _CALLS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("json_tools", (("<tool_call>",),)),
     ("llama", (('"parameters": dictionary of argument name',), ("<|python_tag|>",))),
 )
-"""Formats in the order in which they are looked for; one needs all of the texts of any of its groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """`think`: what stands before and after a thought. `call`: the same of a call, or empty.
+    """Markers of a model. `think`: those before and after a thought. `call`: the same of a call, or empty.
 
-    `headers`: special tokens that begin the header of a message, which `header_end` ends and nobody is shown.
+    `headers`: special tokens that begin the header of a message. `header_end` ends it. Clients never see
+    headers.
     """
 
     think: tuple[str, str] | None = None
@@ -53,12 +54,12 @@ class Markup:
     header_end: str = ""
 
     def with_calls(self, format_: ToolFormat) -> Markup:
-        """The same for an answer in which calls are looked for."""
+        """Return the same for an answer in which calls are looked for."""
         return replace(self, call=(format_.start, format_.end), bare_calls=format_.bare)
 
 
 def thinking_markup(vocabulary: Container[str]) -> Markup:
-    """How thoughts are marked; nothing for a model that does not think aloud."""
+    """Return the markers of thoughts; none for a model that does not think aloud."""
     for start, end in _THINK:
         if start in vocabulary and end in vocabulary:
             return Markup((start, end))
@@ -73,14 +74,14 @@ def thinking_markup(vocabulary: Container[str]) -> Markup:
 
 
 class Address(NamedTuple):
-    """Of a message of gpt-oss: the tool that it is for, or empty, and whether it is a thought."""
+    """Address of a gpt-oss message: the tool that it is for, or empty, and whether it is a thought."""
 
     recipient: str
     thought: bool
 
 
 def address_of(header: str) -> Address:
-    """What a header says, its special tokens left out.
+    """Return the address in a header, whose special tokens are left out.
 
     The recipient stands in the role (`assistant to=functions.f commentary json`) or in the channel
     (`assistant commentary to=functions.f json`), which may be `analysis` as well.
@@ -90,12 +91,12 @@ def address_of(header: str) -> Address:
 
 
 def opens_header(text: str) -> bool | None:
-    """Whether first words go on with the header that the prompt began; None: not clear yet."""
+    """Return True if the first words continue the header that the prompt began; None if not clear yet."""
     return None if len(text) < len("to=") and "to=".startswith(text) else text.startswith("to=")
 
 
 def call_format(template: str, vocabulary: Container[str]) -> str | None:
-    """The name of the format of its calls, or None when neither template nor vocabulary tell of one."""
+    """Return the name of the model's call format, or None if neither template nor vocabulary shows one."""
     for name, groups in _CALLS:
         if any(all(text in template for text in group) for group in groups):
             return name

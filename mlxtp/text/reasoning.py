@@ -1,8 +1,8 @@
-"""What a model thinks, says and calls, told apart while it comes. Pure.
+"""Streaming parser that separates a model's reasoning, text and calls. Pure.
 
-A model marks what it thinks, and its tool calls, with words of its own (`markup.py`). They may come in any
-pieces; what could be the beginning of one waits. Special tokens are shown to nobody, but count where a
-marker or a call is written with them. Stop strings count in what is said.
+A model marks its thoughts and its tool calls with markers of its own (`markup.py`). They may come in any
+pieces; text that could be the beginning of one waits. Special tokens are not shown, but count where a marker
+or a call is written with them. Stop strings count in the shown text of the answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from .tool_calls import CallReader, CallText
 
 
 class PartKind(Enum):
-    """What a piece of an answer is. No part is a header: that only says what comes after it."""
+    """Kind of a piece of an answer.
+
+    Headers are no parts: they only announce the kind of the text after them.
+    """
 
     SAID = auto()
     THOUGHT = auto()
@@ -28,7 +31,7 @@ class PartKind(Enum):
 
 
 class AnswerPart(NamedTuple):
-    """A piece of an answer; a piece of a call in `call`, everything else in `text`."""
+    """Piece of an answer; a piece of a call in `call`, everything else in `text`."""
 
     kind: PartKind
     text: str = ""
@@ -39,7 +42,8 @@ class AnswerPart(NamedTuple):
 class ReadingPlan:
     """Reading plan of one answer.
 
-    `forced`: nothing but a call may come. `calls` None: none are looked for. `dropped`: calls are left out.
+    `forced`: nothing but a call may come. `calls` None: no calls are looked for. `dropped`: calls are left
+    out.
     """
 
     markup: Markup
@@ -50,7 +54,7 @@ class ReadingPlan:
 
 
 class ReasoningParser:
-    """Reads one answer, up to the first of the stop strings that `stops` looks for in what is said.
+    """Parser of one answer, up to the first of the stop strings that `stops` finds in its text.
 
     White space around markers belongs to none of the channels.
     """
@@ -60,57 +64,50 @@ class ReasoningParser:
         self._reader = plan.calls
         self._dropped = plan.dropped
         self._stops = stops
+        #: Length of the pieces that the finder holds, and whether they are special tokens.
         self._pieces: deque[tuple[int, bool]] = deque()
-        """Length of the pieces that the finder holds, and whether they are special tokens."""
         self._finder = StopFinder(())
+        #: Decides whether the first words open a header or a call; None once that is decided.
         self._opens = self._opening() if not plan.thinking and not plan.forced else None
-        """Tells of the first words whether they open more than words; None once that is decided."""
-        self._beginning = _Held()
-        """Those words."""
-        self._first_words = ""
-        """The same without the white space before them."""
-        self._leading = _Held()
-        """White space at the beginning, shown if something is said after it."""
-        self._bare = False
-        """What comes next is shown without the white space before it."""
-        self._trailing = _Held()
-        """White space that is shown if more of the kind of the last part comes."""
+        self._beginning = _Held()  #: first words, held until `_opens` decides
+        self._first_words = ""  #: the same without the white space before them
+        self._leading = _Held()  #: white space at the beginning, shown if text comes after it
+        self._bare = False  #: The next text is shown without the white space before it.
+        self._trailing = _Held()  #: White space that is shown if more of the kind of the last part comes.
         self._last = PartKind.SAID
-        self._spoken = False
-        """Something was said since the beginning, the last call or the last header."""
+        self._spoken = False  #: Text came since the beginning, the last call or the last header.
         self._header = _Held()
-        self._opened = ""
-        """What stood before the call that is read: white space and its marker."""
+        self._opened = ""  #: Text before the call that is read: white space and its marker.
         kind = PartKind.CALL if plan.forced else PartKind.THOUGHT if plan.thinking else PartKind.SAID
         self._enter(kind, after_marker=kind is PartKind.THOUGHT)
 
     @property
     def held(self) -> int:
-        """Characters that wait for what comes next."""
+        """Number of characters that wait for further text."""
         return self._finder.held + len(self._beginning) + len(self._leading) + len(self._trailing)
 
     @property
     def thinking(self) -> bool:
-        """Whether what comes next is a thought."""
+        """True if the next text is a thought."""
         return self._kind is PartKind.THOUGHT
 
     @property
     def calls(self) -> int:
-        """How many calls are complete."""
+        """Number of complete calls."""
         return 0 if self._reader is None else self._reader.complete
 
     def push(self, text: str, special: bool = False) -> Iterator[AnswerPart]:
-        """The parts that are certain now. `special`: this is one special token."""
+        """Yield the parts that are certain now. `special`: this is one special token."""
         yield from self._trimmed(self._stopping(self._begin(text, special)))
         if self._stops is not None and self._stops.found:
             yield from self._let_go()
 
     def finish(self, cut: bool) -> Iterator[AnswerPart]:
-        """The rest, up to a stop string. `cut`: the budget was used up, not the answer complete."""
+        """Yield the rest, up to a stop string. `cut`: the budget was used up, not the answer complete."""
         yield from self._trimmed(self._stopping(self._rest(cut)))
         yield from self._let_go()
 
-    # --- what it is ---------------------------------------------------------------------------------------
+    # --- kinds of parts -----------------------------------------------------------------------------------
 
     def _opening(self) -> Callable[[str], bool | None] | None:
         if self._markup.headers:
@@ -118,7 +115,7 @@ class ReasoningParser:
         return self._reader.opens if self._reader is not None and self._markup.bare_calls else None
 
     def _begin(self, text: str, special: bool) -> Iterator[AnswerPart]:
-        """The first words may say what they are without a marker; until that is clear they wait."""
+        """Hold the first words until their kind is clear, because they may show it without a marker."""
         if self._opens is None or (special and not len(self._beginning)):
             yield from self._read(text, special)
             return
@@ -153,7 +150,7 @@ class ReasoningParser:
             yield from self._decide(False)
         rest = self._finder.finish()
         pieces = self._take(len(rest))
-        if not (cut and len(rest) > 1):  # what the budget cut is a marker, not words; "<" alone may be words
+        if not (cut and len(rest) > 1):  # the budget cut a marker, not words; "<" alone may be words
             yield from self._show(pieces, rest)
         if self._kind is PartKind.CALL:
             yield from self._close_call(cut)
@@ -210,12 +207,12 @@ class ReasoningParser:
             self._enter(PartKind.CALL)
 
     def _word(self, marker: str) -> Iterator[AnswerPart]:
-        """A marker that is none, but text like any other."""
+        """Yield a marker that is none, but text like any other."""
         self._finder = StopFinder(self._markers(self._kind))
         yield from self._show([(len(marker), False)], marker)
 
     def _address(self) -> Iterator[AnswerPart]:
-        """A header is complete: what comes is for a tool, or a thought, or for everybody."""
+        """Enter the kind that a complete header announces: a call, a thought, or text."""
         address = address_of(self._header.take())
         if address.recipient and self._reader is not None:
             self._opened = self._markup.call[0]
@@ -247,7 +244,10 @@ class ReasoningParser:
             yield AnswerPart(self._kind, text)
 
     def _close_call(self, cut: bool) -> Iterator[AnswerPart]:
-        """What is no call after all was said: nothing is lost."""
+        """Close a call.
+
+        Text that is no call after all becomes text of the answer, so that nothing is lost.
+        """
         assert self._reader is not None
         calls, raw = self._reader.close(cut)
         for call in calls:
@@ -258,7 +258,7 @@ class ReasoningParser:
         self._opened, self._reader.began = "", False
 
     def _take(self, count: int) -> list[tuple[int, bool]]:
-        """The next `count` characters of what was pushed, as pieces."""
+        """Return the next `count` characters of the pushed text, as pieces."""
         taken = []
         while count:
             length, special = self._pieces.popleft()
@@ -269,10 +269,10 @@ class ReasoningParser:
             count -= length
         return taken
 
-    # --- what of it is shown ------------------------------------------------------------------------------
+    # --- shown text ---------------------------------------------------------------------------------------
 
     def _stopping(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
-        """The parts up to a stop string in what is said."""
+        """Yield the parts up to a stop string in the text of the answer."""
         for part in parts:
             if self._stops is None:
                 yield part
@@ -285,13 +285,13 @@ class ReasoningParser:
                 yield AnswerPart(PartKind.SAID, text)
 
     def _released(self) -> Iterator[AnswerPart]:
-        """What could have become a stop string. None reaches across a thought or a call."""
+        """Yield text that could have become a stop string. None reaches across a thought or a call."""
         held = "" if self._stops is None or self._stops.found else self._stops.finish()
         if held:
             yield AnswerPart(PartKind.SAID, held)
 
     def _let_go(self) -> Iterator[AnswerPart]:
-        """What may be shown of what was held back, when nothing comes any more."""
+        """Yield the text that was held back and may be shown, at the end of the answer."""
         yield from self._trimmed(self._released())
         space = self._trailing.take()
         if space and self._last is PartKind.SAID:
@@ -311,7 +311,7 @@ class ReasoningParser:
 
 
 class _Held:
-    """Text in pieces: to join them at each new one would take quadratic time."""
+    """Text in pieces, because joining them at each new one would take quadratic time."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -326,7 +326,7 @@ class _Held:
             self._length += len(text)
 
     def take(self) -> str:
-        """All of it; then there is none."""
+        """Return all of it and empty it."""
         text = "".join(self._pieces)
         self._pieces, self._length = [], 0
         return text

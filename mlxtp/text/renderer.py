@@ -1,6 +1,6 @@
-"""The chat template and the tokenizer of one model: all that runs what the model brings.
+"""Chat template and tokenizer of one model: all code that runs files of the model.
 
-An agent runs it in a process of its own (`sandbox.py`), since a template may never end and a tokenizer may
+An agent runs it in a process of its own (`sandbox.py`), because a template may never end and a tokenizer may
 take any amount of memory.
 """
 
@@ -56,15 +56,18 @@ class Renderer(Protocol):
         ...
 
     def line(self, size: int) -> WorkerQueue:
-        """Return the line for work on texts of `size` bytes or characters. The work may call this writer."""
+        """Return the queue for work on texts of `size` bytes or characters.
+
+        The work may call this renderer.
+        """
         ...
 
 
 class LocalRenderer:
-    """The writer in this process. `tokenizer` is a `transformers` tokenizer with a `tokenizers` backend."""
+    """Renderer in this process. `tokenizer` is a `transformers` tokenizer with a `tokenizers` backend."""
 
     def __init__(self, tokenizer: Any, module: ModuleRender | None = None) -> None:
-        """`module` replaces the tokenizer's own chat template."""
+        """Use `module`, if there is one, in place of the tokenizer's own chat template."""
         self._tokenizer = tokenizer
         self._module = module
         self._backend = tokenizer.backend_tokenizer
@@ -168,16 +171,16 @@ def broken(why: str) -> RequestError:
 
 def too_large() -> RequestError:
     """Return the error of a conversation that took too much memory."""
-    return broken("these messages take it more memory than it may have")
+    return broken("these messages need more memory than its process may use")
 
 
 def _plain(setting: Any) -> Any:
-    """Return a special token's text where its flags are written beside it."""
+    """Return the text of a special token, without the flags that may be written beside it."""
     return setting.get("content") if isinstance(setting, Mapping) else setting
 
 
 def _template_module(tokenizer: Any, path: Path) -> ModuleRender | None:
-    """Return mlx-lm's template module: the one that the tokenizer names, or the family's for want of any."""
+    """Return mlx-lm's template module: the one that the tokenizer names, or else the family's."""
     name = tokenizer.init_kwargs.get("chat_template_type")
     if name is None and not tokenizer.chat_template:
         with contextlib.suppress(OSError, ValueError):
@@ -186,7 +189,7 @@ def _template_module(tokenizer: Any, path: Path) -> ModuleRender | None:
 
 
 def _check_added_tokens(tokenizer: Any, path: Path) -> None:
-    """Raise ModelError where a tokenizer that the library made has other ids than tokenizer_config.json."""
+    """Raise ModelError if a tokenizer that the library made has other ids than tokenizer_config.json."""
     try:
         added = table(path / "tokenizer_config.json").get("added_tokens_decoder", {})
         wanted = {int(id_): token["content"] for id_, token in added.items()}
@@ -195,14 +198,14 @@ def _check_added_tokens(tokenizer: Any, path: Path) -> None:
     for id_, content in wanted.items():
         if (found := tokenizer.backend_tokenizer.token_to_id(content)) != id_:
             raise ModelError(
-                f"{path} has no tokenizer.json, and what is made of its other files has {content!r} as token "
-                f"{found} instead of {id_}; use a conversion that has tokenizer.json",
+                f"{path} has no tokenizer.json, and its other files make {content!r} token {found} instead "
+                f"of {id_}; use a conversion that has tokenizer.json",
                 Code.MODEL_UNSUPPORTED,
             )
 
 
 def _whole_template(template: Any) -> str:
-    """All texts of a model that has one template for chats and one for tools."""
+    """Return all texts of a model that has one template for chats and one for tools."""
     if isinstance(template, Mapping):
         return "\n".join(map(str, template.values()))
     return str(template or "")

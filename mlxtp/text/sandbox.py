@@ -1,12 +1,12 @@
-"""A model's chat template and tokenizer in a process of their own, with limits of time and memory.
+"""Chat template and tokenizer of a model in a process of their own, with limits of time and memory.
 
-The process stays warm between requests and does one thing at a time. It watches its CPU time itself, so
-that a busy machine fails no request; the agent watches its memory, and that it does not stand still. When
-it breaks, the request at fault gets an error and the next one a new process.
+The process stays warm between requests and does one thing at a time. It checks its CPU time itself, so that a
+busy machine fails no request. The agent checks its memory, and that it makes progress. When it breaks, the
+request at fault gets an error and the next one a new process.
 
-`python -m mlxtp.text.sandbox FD FOLDER` sends the model's facts on the socket FD, then one reply for
-each frame. A frame is 4 bytes of length, then JSON. A reply has one byte more: `t` before text, `i` before
-token ids of 4 bytes each, `e` before an error in JSON.
+`python -m mlxtp.text.sandbox FD FOLDER` sends the model's facts on the socket FD, then one reply for each
+frame. A frame is 4 bytes of length, then JSON. A reply has one byte more: `t` before text, `i` before token
+ids of 4 bytes each, `e` before an error in JSON.
 """
 
 from __future__ import annotations
@@ -41,26 +41,29 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 START_CPU_S = 120.0
-START_BYTES = 4 << 30  # resident, while a tokenizer is read
-CPU_S = 3.0  # CPU time of one request,
-CPU_S_PER_MIB = 2.0  # and for each MiB of its text
-ROOM_BYTES = 512 << 20  # resident, beyond what the loaded process takes,
-ROOM_PER_BYTE = 64  # and for each byte of text
-TICK_S = 0.05  # between two looks at a process with work
-STILL_S = 10.0  # of looks in a row that find it stopped or asleep, without any use of CPU time
-WALL_S = 300.0  # of looks in all
-REPLY_BYTES = 4 << 20  # at most,
-REPLY_PER_BYTE = 16  # and for each byte of the request
-MOST_FACTS = 1 << 28  # bytes of a greeting
+START_BYTES = 4 << 30  # resident bytes, while a tokenizer is read
+CPU_S = 3.0  # seconds of CPU time of one request,
+CPU_S_PER_MIB = 2.0  # plus seconds for each MiB of its text
+ROOM_BYTES = 512 << 20  # resident bytes, beyond those of the loaded process,
+ROOM_PER_BYTE = 64  # plus bytes for each byte of text
+TICK_S = 0.05  # seconds between two checks of a process with work
+STILL_S = 10.0  # seconds of checks in a row that find it stopped or asleep, without any use of CPU time
+WALL_S = 300.0  # seconds of checks in all
+REPLY_BYTES = 4 << 20  # bytes of a reply at most,
+REPLY_PER_BYTE = 16  # plus bytes for each byte of the request
+MOST_FACTS = 1 << 28  # bytes of the facts at most
 
 _LENGTH = struct.Struct("<I")
 
 
 class SandboxedRenderer:
-    """A writer in another process, started on construction. Implements `renderer.Renderer`."""
+    """Renderer in another process, started on construction. Implements `renderer.Renderer`."""
 
     def __init__(self, path: Path) -> None:
-        """Start the process, which takes a second or two. Raises ModelError for what cannot be read."""
+        """Start the process, which takes a second or two.
+
+        Raises ModelError for a folder that cannot be read.
+        """
         self._lanes = _Lane(path), _Lane(path)
         self.facts = self._lanes[0].start()
 
@@ -87,7 +90,7 @@ class SandboxedRenderer:
 
 
 def _json(work: list[Any]) -> bytes:
-    """Return JSON. pydantic is faster, during which no other thread runs, but refuses half characters."""
+    """Return JSON. pydantic is faster, but blocks other threads meanwhile and refuses half characters."""
     try:
         return to_json(work, inf_nan_mode="constants")
     except ValueError:
@@ -95,7 +98,10 @@ def _json(work: list[Any]) -> bytes:
 
 
 def read_text(kind: bytes, found: bytes) -> str:
-    """Return the text of a reply. Raises RequestError: the error that it has, or for one that is none."""
+    """Return the text of a reply.
+
+    Raises RequestError: the error in the reply, or one for an unreadable reply.
+    """
     try:
         if kind == b"t":
             return found.decode("utf-8", "surrogatepass")
@@ -105,7 +111,7 @@ def read_text(kind: bytes, found: bytes) -> str:
 
 
 def read_ids(kind: bytes, found: bytes) -> tuple[int, ...]:
-    """Return the token ids of a reply. Raises RequestError as `read_text`."""
+    """Return the token ids of a reply. Raises RequestError as `read_text` does."""
     try:
         if kind == b"i":
             return tuple(array.array("I", found))
@@ -124,7 +130,7 @@ def _error_in(kind: bytes, found: bytes) -> RequestError:
 
 
 class _Lane(WorkerQueue):
-    """A line with a process of its own. Long texts have another one, so that short ones pass them."""
+    """Queue with a process of its own. Long texts have another one, so that short ones pass them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -134,7 +140,7 @@ class _Lane(WorkerQueue):
     def request(self, body: bytes) -> tuple[bytes, bytes]:
         """Return the kind of the reply and the reply. Raises RequestError where the process breaks.
 
-        Only the thread of this line calls it.
+        Only the thread of this queue calls it.
         """
         try:
             if self._process is None or self._process.has_ended():
@@ -142,7 +148,7 @@ class _Lane(WorkerQueue):
                 self.start()
             assert self._process is not None
             return self._process.request(body)
-        except BaseException as error:  # a reply that was not read would be the next request's
+        except BaseException as error:  # the next request would receive a reply that was not read
             self._drop()
             if isinstance(error, _Ended):
                 raise error.error from None
@@ -151,12 +157,12 @@ class _Lane(WorkerQueue):
             raise
 
     def start(self) -> RendererFacts:
-        """Start the process; returns what it says of the model. Raises ModelError."""
+        """Start the process and return its report of the model. Raises ModelError."""
         try:
             self._process = _Process(self._path)
             kind, found = self._process.greeting()
         except OSError as error:
-            raise ModelError(f"no process for the tokenizer of {self._path}: {error}") from None
+            raise ModelError(f"cannot start a process for the tokenizer of {self._path}: {error}") from None
         except _Ended as ended:
             self._drop()
             raise ModelError(f"the tokenizer in {self._path} cannot be read: {ended.error.detail}") from None
@@ -201,7 +207,7 @@ class _Process:
         self.close = weakref.finalize(self, _end, popen, here)
 
     def has_ended(self) -> bool:
-        """Return True where the process ended by itself, and log how, unless a limit did it."""
+        """Return True if the process ended by itself, and log how, unless a limit ended it."""
         if (status := self._popen.poll()) is not None and status != -signal.SIGPROF:
             log.warning(
                 "the process %d, which runs the chat template and tokenizer of %s, %s; "
@@ -244,7 +250,7 @@ class _Process:
         return bytes(found[_LENGTH.size : start]), bytes(found[start:])
 
     def _watched(self, watch: Watch, step: Callable[[], T]) -> T:
-        """Return what `step` returns, which takes a tick at most. Raises _Ended."""
+        """Return the result of `step`, which takes a tick at most. Raises _Ended."""
         while True:
             try:
                 return step()
@@ -256,7 +262,7 @@ class _Process:
     def _look(self, watch: Watch) -> None:
         import psutil
 
-        resident, cpu_s, status = 0, 0.0, ""  # of a process that has ended, which its socket tells
+        resident, cpu_s, status = 0, 0.0, ""  # of a process that has ended; its socket reports that
         with contextlib.suppress(psutil.Error), self._process.oneshot():
             times = self._process.cpu_times()
             resident, cpu_s = self._process.memory_info().rss, times.user + times.system
@@ -277,10 +283,10 @@ class _Process:
 
 @dataclass(slots=True)
 class Watch:
-    """Looks at a process with work, one each tick. Pure.
+    """Checks of a process with work, one each tick. Pure.
 
-    Looks are counted instead of seconds, so that an agent that was stopped itself ends no process.
-    `most_bytes` may be resident. `late` says that the work takes too long.
+    Checks are counted instead of seconds, so that an agent that was stopped itself ends no process.
+    `most_bytes` may be resident. `late` is the message for work that takes too long.
     """
 
     most_bytes: int
@@ -290,9 +296,9 @@ class Watch:
     cpu_s: float = -1.0
 
     def look(self, resident: int, cpu_s: float, status: str) -> RequestError | None:
-        """Return the error of a process that must end. `status` is psutil's word.
+        """Return the error of a process that must end. `status` is psutil's status.
 
-        A process that waits for a free core is "running", which never counts as standing still.
+        A process that waits for a free core is "running", which never counts as stopped.
         """
         moves = cpu_s != self.cpu_s or status not in ("stopped", "sleeping")
         self.looks, self.still, self.cpu_s = self.looks + 1, 0 if moves else self.still + 1, cpu_s
@@ -330,7 +336,7 @@ def _cpu_s(size: int) -> float:
 def main(arguments: list[str]) -> None:
     """Serve one socket until its other end closes."""
     link = socket.socket(fileno=int(arguments[0]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the agent's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the agent reacts to Ctrl-C in a terminal
     with contextlib.suppress(ConnectionError):
         signal.setitimer(signal.ITIMER_PROF, START_CPU_S)
         try:
@@ -374,7 +380,7 @@ def _send(link: socket.socket, reply: bytes) -> None:
 
 
 def _exactly(link: socket.socket, size: int) -> bytes:
-    """Return so many bytes, none where the other end has closed."""
+    """Return `size` bytes, none if the other end has closed."""
     found = bytearray()
     while len(found) < size:
         part = link.recv(min(size - len(found), 1 << 20))

@@ -1,4 +1,4 @@
-"""Finds stop strings, and markers, in text that comes in pieces. Pure."""
+"""Search for stop strings, and markers, in text that comes in pieces. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Finds the stop string that is complete first; of several that end at the same character, the longest.
+    """Finder of the stop string that is complete first.
 
-    Text that may be the beginning of one is held back. Linear in the text, however it is cut and however many
-    stop strings there are: an automaton over all of them (Aho and Corasick, 1975) reads each character once.
+    Of several that end at the same character, it finds the longest. Text that may be the beginning of a stop
+    string is held back. The time is linear in the text, for any pieces and any number of stop strings: an
+    automaton over all of them (Aho and Corasick, 1975) reads each character once.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
+        #: Characters that lead to a state: so many at the text's end may belong to a stop string.
         self._depth = [0]
-        """Characters that lead to a state: so many at the text's end may belong to a stop string."""
-        self._match = [0]
-        """Length of the longest stop string that ends in a state; 0 for none."""
+        self._match = [0]  #: length of the longest stop string that ends in a state; 0 for none
         self._fallback = [0]
         for stop in stops:
             self._add(stop)
@@ -26,18 +26,16 @@ class StopFinder:
         self._state = 0
         self._held = ""
         self.found = False
-        self.match = ""
-        """The stop string that was found."""
-        self.rest = ""
-        """What came after it in the same piece."""
+        self.match = ""  #: the stop string that was found
+        self.rest = ""  #: text after it in the same piece
 
     @property
     def held(self) -> int:
-        """Characters that are held back."""
+        """Number of characters that are held back."""
         return len(self._held)
 
     def push(self, text: str) -> str:
-        """The text that is certain now. After a stop string is found: what stood before it, then nothing."""
+        """Return the text that is certain now: up to the stop string once it is found, then nothing."""
         if self.found:
             return ""
         text, start = self._held + text, len(self._held)
@@ -55,7 +53,7 @@ class StopFinder:
         return text[:certain]
 
     def finish(self) -> str:
-        """What was held back and is no stop string after all."""
+        """Return the text that was held back, as it is no stop string after all."""
         held, self._held = self._held, ""
         self._state = 0
         return held
@@ -78,7 +76,7 @@ class StopFinder:
         self._match[state] = self._depth[state]
 
     def _link(self) -> None:
-        """For each state the longest other one that its characters end with, the short ones first."""
+        """Set the fallback of each state, the longest other one that it ends with, short states first."""
         states = deque(self._next[0].values())
         while states:
             state = states.popleft()

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+#: Messages in, with `add_generation_prompt` and perhaps `enable_thinking`; the prompt out.
 ModuleRender = Callable[..., str]
-"""Messages in, with `add_generation_prompt` and perhaps `enable_thinking`; the prompt out."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Between text and token ids: chat template, tokenizer, and a detokenizer that shows no half characters."""
+"""Text and token ids: chat template, tokenizer, and a detokenizer that shows no half characters."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from .worker_queue import WorkerQueue
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _LONGEST_MARKER = 16  # tokens of a marker and the white space after it
-_LONGEST_HELD = 64  # tokens the library's decoder may hold back before it is started anew
+_LONGEST_HELD = 64  # tokens that the library's decoder may hold back before it is restarted
 
 
 class Detokenizer(Protocol):
-    """Token ids of one answer in, its text out. What `push` returned so far is final."""
+    """Token ids of one answer in, its text out. Text that `push` returned is final."""
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The text that is certain now. An incomplete character waits for the next tokens."""
+        """Return the text that is certain now. An incomplete character waits for the next tokens."""
         ...
 
     def finish(self) -> str:
-        """The rest. A character that never got complete is dropped."""
+        """Return the rest. A character that never became complete is dropped."""
         ...
 
 
+#: Text of one token shown alone, and its bytes in the answer; None for special tokens, which have none there.
 Name = tuple[str, tuple[int, ...] | None]
-"""How one token is shown alone, and its bytes in the answer; None for what has none there: special tokens."""
 
 
 class Text:
-    """The tokenizer and chat template of one model. Its methods may be called from any thread.
+    """Tokenizer and chat template of one model. Its methods may be called from any thread.
 
-    Those that render or encode block until the model's own process has done so: call them in a thread.
+    Methods that render or encode block until the model's own process has done so: call them in a thread.
     """
 
     def __init__(self, writer: Renderer) -> None:
-        """`writer` renders and encodes. What decodes is made of its facts, here. Raises ModelError."""
+        """Use `writer` to render and encode; decoding is built here from its facts. Raises ModelError."""
         self._writer = writer
         self._names: dict[int, Name] = {}
         self._styles: dict[tuple[int, ...], CallStyle | None] = {}
@@ -65,23 +65,23 @@ class Text:
         from tokenizers import Tokenizer
 
         self._backend = Tokenizer.from_str(facts.tokenizer)
+        #: text of special tokens, which answers do not show
         self.specials: dict[int, str] = {
             id_: token.content
             for id_, token in self._backend.get_added_tokens_decoder().items()
             if token.special
         }
-        """The text of special tokens, which answers do not show."""
         self._special = frozenset(self.specials)
         self._decoding = _byte_decoding(self._backend, self._special, self._writer)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        #: In characters: `n` tokens make at most `n` times as many.
         self.longest_token = max(map(len, vocabulary))
-        """In characters: `n` tokens make at most `n` times as many."""
         own = call_format(facts.template, vocabulary) if "tools" in facts.template else None
+        #: True if the chat template supports tools in a format that can be read.
         self.knows_tools = own is not None
-        """Whether the chat template has a way with tools that can be read."""
         self.markup = thinking_markup(vocabulary)
+        #: format of this model's tool calls
         self.tool_calls = JSON_CALLS if own is None else tool_format(own)
-        """How this model writes tool calls."""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ class Text:
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """The tokenizer's own end token, if it has one."""
+        """Tokenizer's own end token, if it has one."""
         token = self._writer.facts.eos
         return () if token < 0 else (token,)
 
@@ -131,7 +131,7 @@ class Text:
             raise
 
     def call_style(self, eos: tuple[int, ...]) -> CallStyle | None:
-        """Return how the template writes a call before one of the end tokens `eos`; None if it is unknown."""
+        """Return the template's style of a call before one of the end tokens `eos`; None if it is unknown."""
         if eos not in self._styles:
             ends = [self._backend.id_to_token(token) or "" for token in (*eos, *self.eos)]
             if self.tool_calls.bare:  # nothing but JSON
@@ -141,7 +141,7 @@ class Text:
 
     @cached_property
     def answer_prefix(self) -> str:
-        """Special tokens that the template writes before the text of an answer, with what is between them."""
+        """Special tokens, with the text between them, that the template writes before an answer."""
         try:
             prefix = answer_prefix(self.rendered)
         except RequestError:  # without a chat template
@@ -150,7 +150,7 @@ class Text:
 
     @cached_property
     def grammar_tokens(self) -> tuple[tuple[str, int], ...]:
-        """Tokens, with their ids, that the grammar library takes as one sign instead of letters.
+        """Tokens, with their ids, that the grammar library takes as one symbol instead of letters.
 
         Those are special tokens, and added ones in angle brackets.
         """
@@ -162,20 +162,20 @@ class Text:
 
     @property
     def call_tokens(self) -> tuple[int, ...]:
-        """Return the token that begins a call, if the model has one."""
+        """Token that begins a call, if the model has one."""
         token = self._backend.token_to_id(self.tool_calls.start)
         return () if token is None else (int(token),)
 
     def continued_ids(self, text: str) -> tuple[int, ...]:
-        """The prompt that makes the model go on with `text`, with the tokens that begin every sequence."""
+        """Return the prompt that makes the model continue `text`, with the beginning-of-sequence tokens."""
         return self.encoded(text, special=True)
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """The text of tokens that a client sent, special ones too."""
+        """Return the text of tokens that a client sent, special ones too."""
         return _decoded(self._backend, tokens, skip_special=False)
 
     def thinks_on(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends in the middle of a thought, which the answer begins with then."""
+        """Return True if a prompt ends in the middle of a thought; the answer then begins with it."""
         if self.markup.think is None:
             return False
         return self.decoded(prompt[-_LONGEST_MARKER:]).rstrip().endswith(self.markup.think[0])
@@ -201,11 +201,14 @@ class Text:
         return self._writer.encode(text, special=special)
 
     def line(self, size: int) -> WorkerQueue:
-        """Return the line for work on texts of `size` bytes or characters."""
+        """Return the queue for work on texts of `size` bytes or characters."""
         return self._writer.line(size)
 
     def name(self, token: int) -> Name:
-        """What log-probabilities call `token`. Bytes that are no whole character are shown as U+FFFD."""
+        """Return the name of `token` in log-probabilities.
+
+        Bytes that are no whole character are shown as U+FFFD.
+        """
         name = self._names.get(token)
         if name is None:
             name = self._names[token] = self._name(token)
@@ -222,14 +225,17 @@ class Text:
         return text or known, None if "\ufffd" in text or not text else tuple(text.encode())
 
     def detokenizer(self, skip: Collection[int] = ()) -> Detokenizer:
-        """For one answer. Special tokens and the ids in `skip` have no text."""
+        """Return a detokenizer for one answer. Special tokens and the ids in `skip` have no text."""
         if self._decoding is not None:
             return _ByteDetokenizer(self._decoding, frozenset(skip))
         return _LibraryDetokenizer(self._backend, frozenset(skip))
 
 
 class _ByteDecoding:
-    """A tokenizer whose tokens are pieces of UTF-8: what each id adds, looked up once and kept."""
+    """Decoding for a tokenizer whose tokens are pieces of UTF-8.
+
+    The bytes of each id are looked up once and kept.
+    """
 
     def __init__(self, backend: Any, special: frozenset[int], byte_level: bool, strip: bool) -> None:
         self.strip = strip  # one space at the very beginning belongs to the tokenizer, not to the text
@@ -247,7 +253,7 @@ class _ByteDecoding:
 
 
 class _ByteDetokenizer:
-    """Exact and linear: bytes through Python's incremental UTF-8 decoder."""
+    """Exact and linear detokenizer: bytes through Python's incremental UTF-8 decoder."""
 
     def __init__(self, decoding: _ByteDecoding, skip: frozenset[int]) -> None:
         self._decoding = decoding
@@ -269,9 +275,10 @@ class _ByteDetokenizer:
 
 
 class _LibraryDetokenizer:
-    """For the decoders that are not made of bytes: the library's own stream, started anew where it gives up.
+    """Detokenizer for decoders that do not produce bytes: the library's own stream, restarted where it gives
+    up.
 
-    Its stream raises "Invalid prefix encountered" when a token changes the text of earlier ones, and holds
+    Its stream raises "Invalid prefix encountered" when a token changes the text of earlier ones. It holds
     back everything while the text ends in U+FFFD.
     """
 
@@ -323,9 +330,9 @@ def _decoded(backend: Any, tokens: Sequence[int], *, skip_special: bool) -> str:
 
 
 def _byte_decoding(backend: Any, special: frozenset[int], writer: Renderer) -> _ByteDecoding | None:
-    """How to turn this tokenizer's tokens into bytes, or None when its decoder is of another kind.
+    """Return the decoding of this tokenizer's tokens into bytes, or None when its decoder is of another kind.
 
-    Trusted only if it reproduces the library's own decoding of a text with everything difficult in it.
+    It is used only if it reproduces the library's own decoding of a text with all difficult cases.
     """
     if backend.decoder is None:
         return None
@@ -349,7 +356,7 @@ def _steps(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _byte_level(token: str) -> bytes:
-    """One character a byte; a token with any other character is literal text (an added token)."""
+    """Return a byte per character; a token with any other character is literal text (an added token)."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:
@@ -357,13 +364,13 @@ def _byte_level(token: str) -> bytes:
 
 
 def _byte_fallback(token: str) -> bytes:
-    """`<0xF0>` is a byte, everything else is text with U+2581 for the space."""
+    """Return the bytes of a token: `<0xF0>` is a byte, everything else is text with U+2581 for the space."""
     byte = _BYTE_TOKEN.fullmatch(token)
     return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    """Return GPT-2's table: printable bytes stand for themselves, characters from U+0100 on for others."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(0x100) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}

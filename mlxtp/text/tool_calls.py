@@ -1,7 +1,7 @@
-"""From what a model writes to the tool calls it means. Pure, but for the parsers that mlx-lm brings.
+"""Reader of tool calls in a model's text. Pure, except for the parsers of mlx-lm.
 
-Each model family has its own way to write a call; mlx-lm knows them. They are read when a call is complete.
-JSON with the name first, which most models write, is passed on while it comes.
+Each model family has its own format of calls, and mlx-lm has a parser for each. They read a call when it is
+complete. JSON with the name first, which most models write, is passed on while it comes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class CallText:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model family writes calls: text between `start` and `end`; an empty `end` is that of the answer.
+    """Format of a model family's calls: text between `start` and `end`; an empty `end` is that of the answer.
 
-    `parse` takes that text and the tools in OpenAI's shape, and returns one call or several as
-    `{"name", "arguments"}`; it may raise anything. `streams`: the text is JSON with the name first. `bare`:
-    an answer that begins with a brace is a call, too.
+    `parse` takes that text and the tools in OpenAI's shape, and returns one call or several as `{"name",
+    "arguments"}`; it may raise anything. `streams`: the text is JSON with the name first. `bare`: an answer
+    that begins with a brace is a call, too.
     """
 
     name: str
@@ -57,19 +57,18 @@ class ToolFormat:
 
 
 class CallReader:
-    """Reads the calls of one answer. `forced`: a grammar makes sure that it is JSON and nothing else."""
+    """Reader of the calls of one answer. `forced`: a grammar guarantees JSON and nothing else."""
 
     def __init__(
         self, format_: ToolFormat, tools: Sequence[Tool], forced: bool = False, most: int = 0
     ) -> None:
         self.forced = forced
+        #: True if a call began in the text that is read, so that the text is no answer after all.
         self.began = False
-        """Whether a call began in the text that is read, so that the text is no answer after all."""
         self._most = most
         self._names = frozenset(tool.name for tool in tools)
         self._headless = False
-        self.complete = 0
-        """Calls that were read to their end."""
+        self.complete = 0  #: calls that were read to their end
         self.format = format_
         self._tools = [tool_json(tool) for tool in tools]
         self._next = 0
@@ -78,7 +77,7 @@ class CallReader:
         self._streamed: _Streamed | None = None
 
     def push(self, text: str) -> Iterator[CallText]:
-        """More of what stands between the markers of a call."""
+        """Read more of the text between the markers of a call."""
         self._text.append(text)
         if self._headless or not (self.format.streams or self.forced):
             return
@@ -105,9 +104,11 @@ class CallReader:
             self._text = [text]
 
     def opens(self, text: str) -> bool | None:
-        """Whether an answer that begins with `text` is a bare call of an offered tool; None: not clear yet.
+        """Return True if an answer that begins with `text` is a bare call of an offered tool; None if not
+        clear yet.
 
-        White space does not count. What has other fields before its name is none, to be shown as it comes.
+        White space does not count. Text with other fields before its name is no call and is shown as it
+        comes.
         """
         written = "".join(text[: _LONGEST_HEAD + 1].split()).lstrip("[")
         names = ['{"name":' + "".join(json.dumps(name, ensure_ascii=False).split()) for name in self._names]
@@ -119,7 +120,7 @@ class CallReader:
 
     @property
     def quoted(self) -> bool:
-        """Whether the arguments that are passed on stand in the middle of a string."""
+        """True if the arguments that are passed on stop in the middle of a string."""
         return self._streamed is not None and self._streamed.quoted
 
     @property
@@ -127,7 +128,7 @@ class CallReader:
         return 0 < self._most <= self.complete
 
     def _head(self, text: str) -> tuple[str, int] | None:
-        """The name of a call in JSON, and where its arguments begin."""
+        """Return the name of a call in JSON, and the position of its arguments."""
         head = _HEAD.match(text)
         if head is None:
             return None
@@ -138,7 +139,7 @@ class CallReader:
         return None if self.format.bare and name not in self._names else (name, head.end())
 
     def close(self, cut: bool) -> tuple[list[CallText], str]:
-        """At the end of a call, or of the answer: more pieces of calls, and text that is no call after all.
+        """Return further pieces of calls, and text that is no call, at the end of a call or of the answer.
 
         `cut`: the answer was cut off in the middle of the call.
         """
@@ -146,7 +147,7 @@ class CallReader:
         self._text, self._streamed, self._headless = [], None, False
         if streamed is not None or not text.strip(" \n\t;,}]"):
             return [], ""
-        if self.began:  # what follows a call: fields that nobody asked for, or words
+        if self.began:  # text after a call: further fields, or words
             rest = text.lstrip(" \n\t;,}]")
             return [], "" if rest.startswith('"') else rest
         if cut:
@@ -167,16 +168,15 @@ class CallReader:
 
 
 class _Streamed:
-    """The arguments of one call, an object in JSON, up to the brace that ends it."""
+    """Arguments of one call, an object in JSON, up to the brace that ends it."""
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.depth = -1
-        """Open brackets; -1 before the first one, 0 at the end."""
+        self.depth = -1  #: open brackets; -1 before the first one, 0 at the end
         self.quoted = self._escaped = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """What belongs to the object, and what comes after it."""
+        """Return the text that belongs to the object, and the text after it."""
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -201,21 +201,21 @@ _HEAD = re.compile(
 
 
 def new_id() -> str:
-    """As OpenAI's look."""
+    """Return a new id in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def tool_json(tool: Tool) -> Json:
-    """As OpenAI writes a tool, which is also what chat templates take."""
+    """Return a tool in OpenAI's form, which chat templates take as well."""
     function: Json = {"name": tool.name, "description": tool.description}
     function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
 
 
 def _calls(found: object, names: Collection[str] | None) -> list[Call]:
-    """What a parser returned. Raises ValueError when it is no call.
+    """Return the calls that a parser found. Raises ValueError when there is none.
 
-    `names`: those that count, with arguments beside them, where any JSON could be a call.
+    `names`: the tools that count, with arguments beside them, where any JSON could be a call.
     """
     calls = []
     for each in found if isinstance(found, list) else [found]:
@@ -225,7 +225,7 @@ def _calls(found: object, names: Collection[str] | None) -> list[Call]:
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if names is not None and (name not in names or not each.keys() & {"arguments", "parameters"}):
-            raise ValueError("it names no tool that was offered")
+            raise ValueError("it names no offered tool")
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             raise ValueError("a call has a name, and an object of arguments")
         id_ = each.get("id")
@@ -237,7 +237,7 @@ def _calls(found: object, names: Collection[str] | None) -> list[Call]:
 
 
 def _object_text(arguments: Mapping[str, Any]) -> str:
-    """As JSON, readable unless there is half a character in it. Raises ValueError for what JSON has not."""
+    """Return JSON, readable unless it has half a character. Raises ValueError for values that JSON lacks."""
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     return text if _is_unicode(text) else json.dumps(arguments, allow_nan=False)
 
@@ -254,7 +254,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _parse_json(text: str, _tools: Sequence[Json]) -> list[object]:
-    """JSON values one after the other, as Llama writes several calls."""
+    """Return the JSON values that follow each other, as Llama writes several calls."""
     decoder, found, at = json.JSONDecoder(), [], 0
     text = text.strip(_BETWEEN)
     while at < len(text):
@@ -269,7 +269,7 @@ _BETWEEN = " \n\t;,"
 
 
 def _parse_harmony(text: str, _tools: Sequence[Json]) -> Json:
-    """`functions.NAME <|constrain|>json<|message|>{...}`. Raises ValueError for anything else."""
+    """Parse `functions.NAME <|constrain|>json<|message|>{...}`. Raises ValueError for anything else."""
     found = _HARMONY.match(text)
     if found is None:
         raise ValueError("no call")
@@ -278,16 +278,16 @@ def _parse_harmony(text: str, _tools: Sequence[Json]) -> Json:
 
 _HARMONY = re.compile(r"\s*(?:functions\.)?([\w.-]+)[^{]*?<\|message\|>(.*)", re.DOTALL)
 
+#: Format of Hermes and Qwen, also requested from models without a format of their own.
 JSON_CALLS = ToolFormat("json_tools", "<tool_call>", "</tool_call>", _parse_json, streams=True)
-"""As Hermes and Qwen write them, and models that never learnt to are asked to."""
 LLAMA_CALLS = ToolFormat("llama", "<|python_tag|>", "", _parse_json, streams=True, bare=True)
+#: Format of gpt-oss; `markup.address_of` finds the names.
 HARMONY_CALLS = ToolFormat("harmony", "<|channel|>commentary to=", "<|call|>", _parse_harmony)
-"""As gpt-oss writes them; `markup.address_of` finds their names."""
 
 
 @cache
 def tool_format(name: str) -> ToolFormat:
-    """The format that mlx-lm calls `name`. Raises ModelError for one that it does not know."""
+    """Return the format that mlx-lm calls `name`. Raises ModelError for an unknown one."""
     for known in (JSON_CALLS, LLAMA_CALLS, HARMONY_CALLS):
         if name == known.name:
             return known
@@ -302,7 +302,7 @@ def tool_format(name: str) -> ToolFormat:
 
 
 def _parsers() -> ModuleType:
-    """mlx-lm's folder of parsers under a name of its own: `mlx_lm` itself would import MLX."""
+    """Return mlx-lm's folder of parsers under another module name, because `mlx_lm` would import MLX."""
     found = sys.modules.get(_PARSERS)
     if found is None:
         mlx_lm = importlib.util.find_spec("mlx_lm")

@@ -21,8 +21,8 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}}
 def checked_tools(tools: Sequence[Any]) -> dict[str, Json]:
     """Return the schema of each tool's arguments by name.
 
-    `tools` are as OpenAI has them: `{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}`.
-    Raises RequestError naming what is wrong with them.
+    `tools` are in OpenAI's form: `{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}`.
+    Raises RequestError that names the fault.
     """
     schemas = dict(_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools))
     if not schemas:
@@ -73,7 +73,7 @@ def call_grammar(
 def marked_call_grammar(
     format_: ToolFormat, tokens: Collection[tuple[str, int]], otherwise: tuple[str, str]
 ) -> str:
-    """Return a Lark grammar for anything between the markers of a call, or for `otherwise`.
+    """Return a Lark grammar for any text between the markers of a call, or for `otherwise`.
 
     For models whose calls `call_grammar` cannot write.
     """
@@ -99,7 +99,7 @@ def _either(lines: list[str], writes: _Literals, otherwise: tuple[str, str] | No
 
 
 def _json_either(names: Iterable[str], style: CallStyle, otherwise: str) -> str:
-    """One schema for both, where calls are bare JSON: a lexer cannot tell two beginnings of JSON apart."""
+    """Return one schema for both where calls are bare JSON, whose beginnings a lexer cannot distinguish."""
     answer = json.loads(otherwise)
     options = answer.pop("x-guidance") | {"lenient": True, "coerce_one_of": True}
     call = json.loads(f"{style.before}NAME{style.between}null{style.after}")
@@ -116,7 +116,7 @@ def _json_either(names: Iterable[str], style: CallStyle, otherwise: str) -> str:
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """The schema with references to its own parts, which stand at `to` from now on."""
+    """Return the schema with references to its own parts, which are now at `to`."""
     if isinstance(schema, list):
         return [_moved(each, to) for each in schema]
     if not isinstance(schema, dict):
@@ -128,7 +128,7 @@ def _moved(schema: Any, to: str) -> Any:
 
 
 def _fields(index: int, schema: Json, style: CallStyle, writes: _Literals, where: str) -> Iterator[str]:
-    """The rules of arguments that stand one by one, in the schema's order; optional ones may be missing."""
+    """Yield the rules of separate arguments, in the schema's order; optional ones may be missing."""
     assert style.field is not None
     opening, inside, closing = style.field
     properties, required = schema.get("properties"), schema.get("required")
@@ -158,7 +158,7 @@ def _fields(index: int, schema: Json, style: CallStyle, writes: _Literals, where
 
 
 def _checked(tool: Any, where: str) -> tuple[str, Json]:
-    """A tool's name and the schema of its arguments."""
+    """Return a tool's name and the schema of its arguments."""
     if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
         raise RequestError(f'{where}: expected {{"type": "function", "function": ...}}', param=where)
     function = tool.get("function")

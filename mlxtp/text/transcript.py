@@ -1,4 +1,4 @@
-"""An answer's tokens in, its certain events out: no half characters, nothing of a stop string. Pure."""
+"""Transcript of an answer: tokens in, certain events out, without half characters or stop strings. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .tool_calls import CallText
 
 
 class Transcript:
-    """The events of one choice, made of its tokens: what it says up to a stop string, and its scores.
+    """Events of one choice, made of its tokens: its output up to a stop string, and its scores.
 
-    A token's score comes with the text that the token completes: later than the token when its character is
-    incomplete or its text held back. No score is lost and none comes twice. Of the tokens that are pushed
-    after the one that completed a stop string, nothing is shown or counted.
+    A token's score comes with the text that the token completes. It comes later than the token when its
+    character is incomplete or its text held back. No score is lost and none comes twice. Tokens after the one
+    that completed a stop string are neither shown nor counted.
 
-    `plan` tells what the model thinks and calls from what it says; stop strings count only in the latter.
+    `plan` separates the model's thoughts and calls from its text; stop strings count only in the text.
     `specials` has the text of special tokens, with which models mark calls.
     """
 
@@ -45,21 +45,17 @@ class Transcript:
         self._choice = choice
         self._specials = specials
         self._most_calls = most_calls
-        self._incomplete: list[Scored] = []
-        """Scores of the tokens whose text is not complete yet."""
+        self._incomplete: list[Scored] = []  #: scores of the tokens whose text is not complete yet
+        #: Other scores not shown yet, each with the length of the answer at its token's end.
         self._waiting: deque[tuple[int, Scored]] = deque()
-        """The other scores not shown yet, each with the length of the answer at its token's end."""
         self._made = 0
-        self.used = 0
-        """Tokens up to the end, the one that completed a stop string included."""
-        self.thought = 0
-        """Tokens that were thoughts, or ended them."""
-        self.called = False
-        """Whether a tool call began."""
+        self.used = 0  #: tokens up to the end, including the one that completed a stop string
+        self.thought = 0  #: tokens that were thoughts, or ended them
+        self.called = False  #: true if a tool call began
 
     @property
     def stopped(self) -> bool:
-        """The answer is over, whatever comes: a stop string was found, or there are calls enough."""
+        """True if the answer is over: a stop string was found, or the calls have reached their limit."""
         return self.stopped_by is not None or self._called_enough
 
     @property
@@ -67,7 +63,7 @@ class Transcript:
         return self._finder.match if self._finder is not None and self._finder.found else None
 
     def push(self, tokens: Sequence[int], scores: Sequence[TokenScore] = ()) -> list[AnswerEvent]:
-        """The events that are certain now."""
+        """Return the events that are certain now."""
         if self._finder is None and not self._scored and self._channels is None:
             self.used += len(tokens)
             text = self._detokenizer.push(tokens)
@@ -88,7 +84,7 @@ class Transcript:
         return self._events(parts, self.finish_scores() if self.stopped else self._due())
 
     def finish(self, cut: bool = False) -> list[AnswerEvent]:
-        """The rest, when no more tokens come. `cut`: the budget was used up."""
+        """Return the rest, after the last token. `cut`: the budget was used up."""
         parts: list[AnswerPart] = []
         if not self.stopped:
             parts += self._read(self._detokenizer.finish(), False)
@@ -99,7 +95,7 @@ class Transcript:
         return self._events(parts, self.finish_scores())
 
     def finish_scores(self) -> list[Scored]:
-        """All that wait."""
+        """Return all scores that wait."""
         rest = [scored for _, scored in self._waiting] + self._incomplete
         self._waiting.clear()
         self._incomplete.clear()
@@ -126,7 +122,7 @@ class Transcript:
         return [AnswerPart(PartKind.SAID, text if self._finder is None else self._finder.push(text))]
 
     def _events(self, parts: Sequence[AnswerPart], scores: Sequence[Scored]) -> list[AnswerEvent]:
-        """One event for what is said in a row; the scores go with the last of them."""
+        """Return one event for parts of a kind in a row; the scores go with the last event."""
         events: list[AnswerEvent] = []
         for kind, group in groupby(parts, key=lambda part: part.kind):
             if kind is PartKind.SAID:

@@ -1,4 +1,4 @@
-"""A waiting line of work on texts, with a bound on the wait."""
+"""Queue of work on texts, with a bound on the wait."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..errors import Code, RequestError
 
 T = TypeVar("T")
 
-MOST_WAIT_S = 30.0  # before a request is refused
+MOST_WAIT_S = 30.0  # seconds before a request is refused
 
 
 class WorkerQueue:
-    """One thread that does one piece of work after the other. What waits too long is refused."""
+    """One thread that runs one piece of work after the other. Work that waits too long is refused."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "text")
@@ -25,15 +25,15 @@ class WorkerQueue:
 
     @property
     def here(self) -> bool:
-        """True in the thread of this line."""
+        """True in the thread of this queue."""
         return threading.get_ident() == self._thread
 
     def run_blocking(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns; at once where the thread is this line's. Raises as it does."""
+        """Return the result of `work`, at once in the queue's own thread. Raises as `work` does."""
         return work() if self.here else self._pool.submit(work).result()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns. Raises as it does, and RequestError 503."""
+        """Return the result of `work`. Raises as `work` does, and RequestError 503."""
         working = self._pool.submit(copy_context().run, work)
         waiting = asyncio.wrap_future(working)
         try:

@@ -1,4 +1,4 @@
-"""What every message is made of: a frozen dataclass whose fields say what they may hold."""
+"""Base of all messages: frozen dataclasses whose fields declare their limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ U63 = 2**63 - 1
 
 
 def holding(codec: FieldCodec, **default: Any) -> Any:
-    """A dataclass field that may hold what `codec` says."""
+    """Return a dataclass field whose values `codec` packs and checks."""
     return field(metadata={"codec": codec}, **default)
 
 

@@ -1,4 +1,4 @@
-"""A link for threads: a `Session` over a blocking socket, and how such sockets come to be."""
+"""Link for threads: a `Session` over a blocking socket, and functions that open such sockets."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _BACKLOG = 16
 class BlockingLink:
     """One end of a link. Any thread may send or close; one thread receives.
 
-    Sending and receiving take turns only while they touch the protocol, never while they wait for the
-    socket: a peer that does not read cannot keep this end from reading.
+    Sending and receiving exclude each other only while they use the protocol, never while they wait for the
+    socket. A peer that does not read cannot keep this end from reading.
     """
 
     def __init__(self, sock: socket.socket | TlsSocket, protocol: Session, send_timeout_s: float) -> None:
@@ -38,10 +38,10 @@ class BlockingLink:
         self._closed = False
 
     def send(self, message: Message) -> int:
-        """Sends one message and returns the seq of its frame.
+        """Send one message and return the seq of its frame.
 
         Raises LinkError: LINK_TIMEOUT when the peer did not take all of it within `send_timeout_s` seconds,
-        LINK_LOST when the link is gone; it is closed then. Raises what `Session.send` raises.
+        LINK_LOST when the link is gone. The link is then closed. Raises what `Session.send` raises.
         """
         with self._turn_to_send:
             with self._protocol_lock:
@@ -64,11 +64,11 @@ class BlockingLink:
         return seq
 
     def receive(self, timeout_s: float | None = None) -> list[Received]:
-        """Blocks until messages are there, and returns them.
+        """Wait for messages and return them.
 
-        Returns [] only when there will be no more: the link ended in order, or `close` was called at this
-        end. Raises LinkError: LINK_LOST when the peer is gone, LINK_TIMEOUT when no message was complete
-        after `timeout_s` seconds. Raises what `Session.receive_data` raises.
+        Returns [] only at the end: the link ended in order, or `close` was called at this end. Raises
+        LinkError: LINK_LOST when the peer is gone, LINK_TIMEOUT when no message was complete after
+        `timeout_s` seconds. Raises what `Session.receive_data` raises.
         """
         ends_at = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -90,7 +90,7 @@ class BlockingLink:
                 return received
 
     def close(self) -> None:
-        """Ends the link at once and wakes a thread that waits in `receive` or `send`. May be repeated."""
+        """End the link at once and wake a thread that waits in `receive` or `send`. May be repeated."""
         with self._protocol_lock:
             if self._closed:
                 return
@@ -102,13 +102,13 @@ class BlockingLink:
     def _readable(self, timeout_s: float) -> bool:
         descriptor = self._sock.fileno()
         if descriptor < 0:
-            return True  # closed here; reading says so
+            return True  # closed here; the read that follows reports it
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         return bool(poll.poll(max(timeout_s, 0.0) * 1000))
 
     def _read(self) -> bytes | None:
-        """What has come; b"" at the end of the stream, however it ended; None when nothing whole has come."""
+        """Return received bytes, b"" at any end of the stream, None when no whole record has come."""
         try:
             return self._sock.recv(_READ_BYTES)
         except TimeoutError:
@@ -118,13 +118,13 @@ class BlockingLink:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A TCP socket that listens on `host`, at a free port unless one is named. Raises OSError."""
+    """Return a TCP socket that listens on `host`, at a free port unless one is named. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
 def connect(address: str, deadline_s: float) -> socket.socket:
-    """A connection to `address` ("host:port"), where somebody may only be about to listen.
+    """Connect to `address` ("host:port"), and retry while no process listens there yet.
 
     Raises LinkError: LINK_TIMEOUT after `deadline_s` seconds, LINK_LOST when there is no way to the host.
     Raises ValueError for an address without a port.
@@ -135,9 +135,9 @@ def connect(address: str, deadline_s: float) -> socket.socket:
         try:
             return socket.create_connection((host.strip("[]"), int(port)), timeout=left)
         except ConnectionRefusedError:
-            time.sleep(min(_RETRY_S, left))  # nothing can tell when a remote port opens
+            time.sleep(min(_RETRY_S, left))  # no event reports that a remote port opens
         except TimeoutError:
             break
         except OSError as error:
             raise LinkError(f"cannot connect to {address}: {error}") from error
-    raise LinkError(f"nobody answered at {address} within {deadline_s:g} s", Code.LINK_TIMEOUT)
+    raise LinkError(f"no answer from {address} within {deadline_s:g} s", Code.LINK_TIMEOUT)

@@ -1,11 +1,11 @@
-"""What the certificates of a cluster say: made, read and judged. Bytes in, bytes out; no file, no clock.
+"""Certificates of a cluster: made, read and judged. Bytes in, bytes out; no file, no clock.
 
 A cluster has one authority, whose key stays on the Mac that founded it. The authority certifies, for each
-member, that a P-256 key belongs to a node id. Whom a certificate is for stands in it as one URI, the only
-name in it that is read: `mlxtp:cluster:CLUSTER` for the authority, `mlxtp:node:CLUSTER:NODE` for a member.
+member, that a P-256 key belongs to a node id. A certificate names its subject by one URI, the only name that
+is read: `mlxtp:cluster:CLUSTER` for the authority, `mlxtp:node:CLUSTER:NODE` for a member.
 
-Certificates hold whatever the clock says, from 1970 to 9999. What ends a membership is its removal; a Mac
-whose clock is wrong by years, as after an empty battery, must not part from its cluster for that.
+Certificates are valid from 1970 to 9999, so that they do not depend on the clock. A membership ends by
+removal. A Mac whose clock is wrong by years, as after an empty battery, must not lose its cluster.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _ECDSA = ec.ECDSA(hashes.SHA256())
 
 AUTHORITY_HASH_BYTES = 16
 VALID_FROM = datetime(1970, 1, 1, tzinfo=UTC)
-VALID_UNTIL = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
-"""What RFC 5280 writes for "no end"."""
+VALID_UNTIL = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  #: RFC 5280's value for "no end"
 
 _CLUSTER_URI = re.compile(r"mlxtp:cluster:([0-9a-f]{16})")
 _NODE_URI = re.compile(r"mlxtp:node:([0-9a-f]{16}):([0-9a-f]{32})")
 
+#: Errors of the parser for bytes that are no certificate, or none of ours.
 _UNREADABLE = (
     ValueError,
     TypeError,
@@ -52,12 +52,11 @@ _UNREADABLE = (
     x509.DuplicateExtension,
     x509.UnsupportedGeneralNameType,
 )
-"""What the parser raises for bytes that are no certificate, or none of ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Who a member's certificate says it is. `fingerprint` is that of its key, as in `fingerprint`."""
+    """Identity in a member's certificate. `fingerprint` is that of its key, as in `fingerprint`."""
 
     node_id: str
     cluster_id: str
@@ -66,20 +65,23 @@ class NodeIdentity:
 
 @dataclass(frozen=True, slots=True)
 class MemberCertificates:
-    """A member's certificate and that of its cluster's authority (DER)."""
+    """Certificates of a member and of its cluster's authority (DER)."""
 
     certificate: bytes
     authority: bytes
 
     @property
     def cluster_id(self) -> str:
-        """16 hex digits. Raises ProtocolError (NOT_AUTHENTIC) where there is no such authority."""
+        """Cluster id, 16 hex digits.
+
+        Raises ProtocolError (NOT_AUTHENTIC) where there is no such authority.
+        """
         return cluster_of(self.authority)
 
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """The certificate (DER) of a cluster's authority, with its key: only the founding Mac has this."""
+    """Certificate (DER) and key of a cluster's authority. Only the founding Mac has them."""
 
     certificate: bytes
     key: PrivateKey = field(repr=False)
@@ -91,7 +93,7 @@ class Authority:
         valid_from: datetime = VALID_FROM,
         valid_until: datetime = VALID_UNTIL,
     ) -> bytes:
-        """A certificate (DER) that `key` belongs to `node_id` in this cluster, for both ends of TLS."""
+        """Return a certificate (DER) of `key` for `node_id` in this cluster, for both ends of TLS."""
         cluster_id = cluster_of(self.certificate)
         issuer = self.key.public_key()
         builder = (
@@ -110,7 +112,7 @@ class Authority:
 
 
 def found(cluster_id: str, key: PrivateKey) -> Authority:
-    """A new cluster's authority, its certificate signed by itself."""
+    """Create a new cluster's authority, its certificate signed by itself."""
     name = f"mlxtp cluster {cluster_id}"
     builder = (
         _builder(name, key.public_key(), VALID_FROM, VALID_UNTIL)
@@ -123,7 +125,7 @@ def found(cluster_id: str, key: PrivateKey) -> Authority:
 
 
 def new_key() -> PrivateKey:
-    """A fresh P-256 key, drawn by OpenSSL."""
+    """Return a fresh P-256 key, drawn by OpenSSL."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
@@ -131,10 +133,10 @@ def new_key() -> PrivateKey:
 
 
 def check_node(certificate: bytes, authority: bytes) -> NodeIdentity:
-    """Who `certificate` (DER) belongs to, signed by `authority` (DER), which the caller trusts.
+    """Return the identity in `certificate` (DER), signed by `authority` (DER), which the caller trusts.
 
-    Raises ProtocolError (NOT_AUTHENTIC) when it is not of that cluster. Nothing but the signature is read of
-    a certificate that `authority` did not sign.
+    Raises ProtocolError (NOT_AUTHENTIC) when it is not of that cluster. Only the signature is read of a
+    certificate that `authority` did not sign.
     """
     cluster_id = cluster_of(authority)
     try:
@@ -152,7 +154,7 @@ def check_node(certificate: bytes, authority: bytes) -> NodeIdentity:
 
 
 def read_node(certificate: bytes) -> NodeIdentity:
-    """Who a member's certificate (DER) names. Whether to believe it is the caller's to know.
+    """Return the identity in a member's certificate (DER). The caller decides whether to trust it.
 
     Raises ProtocolError (NOT_AUTHENTIC) for anything that is not the certificate of a node.
     """
@@ -168,7 +170,7 @@ def read_node(certificate: bytes) -> NodeIdentity:
 
 
 def cluster_of(authority: bytes) -> str:
-    """The cluster id in an authority's certificate (DER), which must have signed itself.
+    """Return the cluster id in an authority's certificate (DER), which must have signed itself.
 
     Raises ProtocolError (NOT_AUTHENTIC) for anything else.
     """
@@ -190,12 +192,11 @@ def check_pin(
     removed: Iterable[str] = (),
     expected: str | None = None,
 ) -> None:
-    """Whether the member that shows this certificate may be spoken to.
+    """Check that the member with this certificate is allowed. Raises ProtocolError (NOT_AUTHENTIC).
 
-    `pins` has the fingerprint of each known member by its node id, `removed` the fingerprints of keys that
-    may not come back, `expected` the node id that was dialled. A member that is in neither passes: its
-    certificate shows that the authority let it in, and the caller pins it from now on. Raises ProtocolError
-    (NOT_AUTHENTIC).
+    `pins` has the fingerprint of each known member by its node id. `removed` has the fingerprints of keys
+    that may not come back. `expected` is the node id that was dialled. A member that is in neither passes:
+    its certificate shows that the authority admitted it, and the caller pins it from now on.
     """
     if expected is not None and peer.node_id != expected:
         raise _not_authentic(f"node {peer.node_id} answers where node {expected} was expected")
@@ -206,7 +207,7 @@ def check_pin(
 
 
 def fingerprint(key: PublicKey) -> str:
-    """SHA-256 of a public key (its SubjectPublicKeyInfo), 64 hex digits."""
+    """Return SHA-256 of a public key (its SubjectPublicKeyInfo), as 64 hex digits."""
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 
 
@@ -218,12 +219,12 @@ def authority_key(authority: bytes) -> PublicKey:
 
 
 def sign(key: PrivateKey, label: bytes, *parts: bytes) -> bytes:
-    """Sign what the parts say together (ECDSA with SHA-256, DER). `label` names the purpose."""
+    """Sign the parts together (ECDSA with SHA-256, DER). `label` names the purpose."""
     return key.sign(label + hash_of(*parts), _ECDSA)
 
 
 def is_signed(key: PublicKey, signature: bytes, label: bytes, *parts: bytes) -> bool:
-    """Tell whether `sign` made this signature of the same with that key."""
+    """Return True if `sign` made this signature over the same label and parts with that key."""
     try:
         key.verify(signature, label + hash_of(*parts), _ECDSA)
     except InvalidSignature:
@@ -232,12 +233,12 @@ def is_signed(key: PublicKey, signature: bytes, label: bytes, *parts: bytes) -> 
 
 
 def hash_of(*parts: bytes) -> bytes:
-    """Return 32 bytes that stand for these parts, in this order."""
+    """Return 32 bytes that identify these parts, in this order."""
     return hashlib.sha256(b"".join(len(part).to_bytes(4, "big") + part for part in parts)).digest()
 
 
 def authority_hash(authority: bytes) -> bytes:
-    """What a join token knows of the authority: 16 bytes of SHA-256 of its certificate (DER)."""
+    """Return the hash in a join token: 16 bytes of SHA-256 of the authority's certificate (DER)."""
     return hashlib.sha256(authority).digest()[:AUTHORITY_HASH_BYTES]
 
 
@@ -245,22 +246,22 @@ def authority_hash(authority: bytes) -> bytes:
 
 
 def point_of(key: PublicKey) -> bytes:
-    """The key as a point of 65 bytes."""
+    """Return the key as a point of 65 bytes."""
     return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
 
 
 def key_at(point: bytes) -> PublicKey:
-    """The key of such a point. Raises ValueError for one that is not on the curve."""
+    """Return the key of such a point. Raises ValueError for one that is not on the curve."""
     return ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
 
 
 def key_to_pem(key: PrivateKey) -> bytes:
-    """The private key as PKCS 8, not encrypted."""
+    """Return the private key as PKCS 8, not encrypted."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def key_from_pem(pem: bytes) -> PrivateKey:
-    """The first private key in `pem`. Raises ValueError when there is none, or none on P-256."""
+    """Return the first private key in `pem`. Raises ValueError when there is none, or none on P-256."""
     try:
         key = load_pem_private_key(pem, password=None)
     except _UNREADABLE:
@@ -271,14 +272,14 @@ def key_from_pem(pem: bytes) -> PrivateKey:
 
 
 def certificates_to_pem(*certificates: bytes) -> bytes:
-    """One PEM text of certificates (DER)."""
+    """Return one PEM text of certificates (DER)."""
     return b"".join(
         x509.load_der_x509_certificate(certificate).public_bytes(Encoding.PEM) for certificate in certificates
     )
 
 
 def certificates_from_pem(pem: bytes) -> list[bytes]:
-    """The certificates (DER) in a PEM text, in order. Raises ValueError when there is none."""
+    """Return the certificates (DER) in a PEM text, in order. Raises ValueError when there is none."""
     try:
         return [parsed.public_bytes(Encoding.DER) for parsed in x509.load_pem_x509_certificates(pem)]
     except _UNREADABLE:
@@ -308,7 +309,7 @@ def _uri(text: str) -> x509.SubjectAlternativeName:
 
 
 def _uri_of(certificate: x509.Certificate) -> str:
-    """The one name in a certificate, or an empty string where there are others."""
+    """Return the only name in a certificate, or an empty string where there are others."""
     names = list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     return str(names[0].value) if len(names) == 1 else ""
 

@@ -1,8 +1,8 @@
-"""The messages of links between agents.
+"""Messages of links between agents.
 
-A *control* link joins two agents, and both say most things alike: who they are, that they live, what should
-run. The coordinator's agent also has the others start and end their ranks over it. A *requests* link brings
-requests from an agent that has clients to the one that has rank 0; its messages are those of a pipe.
+A *control* link joins two agents. Both send mostly the same messages: their identity, heartbeats, the desired
+state. The coordinator's agent also has the others start and end their ranks over it. A *requests* link
+carries requests from an agent with clients to the agent with rank 0; its messages are those of a pipe.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ MAX_TOLD = 32  #: Entries of the roster in one message: what one frame may hold 
 MAX_MODEL = 1000
 MAX_RECORD = 4 << 20
 MAX_TRIP_US = 60_000_000
-MAX_TRIES = 32
-"""Addresses in one question whether they are reached."""
+MAX_TRIES = 32  #: addresses in one ReachWanted
 MAX_STORED = 64
-MAX_WAITING = 16
-"""Models that one member's clients wait for at a time."""
+MAX_WAITING = 16  #: models that one member's clients wait for at a time
 
 _count = integer(0, U63)
 _epoch = integer(1, U63)
@@ -53,11 +51,11 @@ _state = choice(
 
 @dataclass(frozen=True, slots=True)
 class AgentHello(Message):
-    """First frame of both ends: who this is, since which start, and what it runs.
+    """First frame of both ends: the agent's identity, its start, and its versions.
 
-    `boot_id` is new at each start of the agent. `versions` and `flags` ("mlx=0.32.4") must fit together for
+    `boot_id` is new at each start of the agent. `versions` and `flags` ("mlx=0.32.4") must be compatible for
     ranks to compute alike. `addresses` are where this agent listens ("ip:port"), `http` is its endpoint.
-    `authority` says that it can let others in.
+    `authority`: it can admit Macs.
     """
 
     TYPE: ClassVar[int] = 0x30
@@ -75,12 +73,12 @@ class AgentHello(Message):
 
 @dataclass(frozen=True, slots=True)
 class Beat(Message):
-    """Each end, twice a second: that it lives, whom it follows, and which versions of what it holds.
+    """Heartbeat of each end, twice a second: its coordinator, and versions of its state.
 
-    `term` and `coordinator` are its claim; `epoch` is the highest it has seen. `roster` is the digest of what
-    it holds. `pulse` is the highest it has heard of: the coordinator counts one on with each of its own.
-    `draining`: it is about to stop, and is not to be counted on. `short`: it has less memory left than
-    requests are taken with.
+    `term` and `coordinator` are its claim; `epoch` is the highest it has seen. `roster` is the digest of its
+    roster. `pulse` is the highest it has received; the coordinator increments it with each Beat of its own.
+    `draining`: it is about to stop, and must not be counted on. `short`: it has less free memory than new
+    requests need.
     """
 
     TYPE: ClassVar[int] = 0x31
@@ -97,10 +95,10 @@ class Beat(Message):
 
 @dataclass(frozen=True, slots=True)
 class DesiredState(Message):
-    """What should run: see `cluster.cluster_state.newer` for which of two holds.
+    """Desired model and number of nodes; `cluster.cluster_state.newer` decides which of two holds.
 
-    An empty `model` means nothing. `nodes` is "auto", "all" or a number. `said` is the version of the last
-    word of a person: this one, or one after which requests chose.
+    An empty `model` means no model. `nodes` is "auto", "all" or a number. `said` is the version of a person's
+    last choice: this one, or an earlier one after which requests chose.
     """
 
     TYPE: ClassVar[int] = 0x05
@@ -112,7 +110,7 @@ class DesiredState(Message):
 
     @property
     def pinned(self) -> bool:
-        """Whether a person wants this model: then no request that names another one replaces it."""
+        """True when a person chose this model: a request that names another one then does not replace it."""
         return bool(self.model) and self.said == self.version
 
 
@@ -120,7 +118,7 @@ class DesiredState(Message):
 class RosterEntry:
     """One member, or one that was removed. `fingerprint` is its key's, as 64 hex digits.
 
-    `admitted_by` is the member that asked for its token; the founder names itself. It joined from `address`,
+    `admitted_by` is the member that requested its token; the founder names itself. It joined from `address`,
     at `at` (seconds since 1970). `admission` is the authority's signature over all that, in hex. The member
     with the key `remover` (hex) removed it in version `removed_in`; `removal` is that key's signature.
     """
@@ -141,7 +139,7 @@ class RosterEntry:
 
 @dataclass(frozen=True, slots=True)
 class Members(Message):
-    """A part of the roster: members, present or not, and those that were removed."""
+    """Part of the roster: members, present or not, and those that were removed."""
 
     TYPE: ClassVar[int] = 0x06
     entries: tuple[RosterEntry, ...] = _f(records(RosterEntry, 0, MAX_TOLD))
@@ -149,7 +147,7 @@ class Members(Message):
 
 @dataclass(frozen=True, slots=True)
 class RosterSaved(Message):
-    """The roster with this digest is on the sender's disk."""
+    """Report that the roster with this digest is on the sender's disk."""
 
     TYPE: ClassVar[int] = 0x54
     roster: int = _f(_count)
@@ -157,23 +155,23 @@ class RosterSaved(Message):
 
 @dataclass(frozen=True, slots=True)
 class MachineReport(Machine, Message):
-    """What the sender's machine is and has."""
+    """Hardware and state of the sender's machine."""
 
     TYPE: ClassVar[int] = 0x32
 
 
 @dataclass(frozen=True, slots=True)
 class MachineWanted(Message):
-    """Read your machine again. Answered by MachineReport, whether or not it changed."""
+    """Request to read the machine again. Reply: MachineReport, even if nothing changed."""
 
     TYPE: ClassVar[int] = 0x3C
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus(Message):
-    """Whether the sender has the desired model: `fingerprint` of its files, or why not (`problem`).
+    """Status of the desired model at the sender: `fingerprint` of its files, or in `problem` why it has none.
 
-    Both empty: it is still looking, or downloading. `revision` is the commit, where that is known.
+    Both are empty while it still checks or downloads. `revision` is the commit, if known.
     """
 
     TYPE: ClassVar[int] = 0x33
@@ -185,10 +183,10 @@ class ModelStatus(Message):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(Message):
-    """Coordinator to participant: start a rank process for `epoch`. Answered by Prepared or RankTrouble.
+    """Coordinator to participant: start a rank process for `epoch`. Reply: Prepared or RankTrouble.
 
     `fabric` is the participant's own address for MLX's sockets, empty where there are none. `trial`: the
-    group only proves itself, beside what serves, and ends.
+    group only proves itself, beside the serving one, and ends.
     """
 
     TYPE: ClassVar[int] = 0x34
@@ -201,8 +199,10 @@ class Prepare(Message):
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Message):
-    """The rank process said hello. `ring` is a free port on its fabric address ("ip:port"), `path` the folder
-    of the model on its machine."""
+    """The rank process sent its Hello.
+
+    `ring` is a free port on its fabric address ("ip:port"), `path` the folder of the model on its machine.
+    """
 
     TYPE: ClassVar[int] = 0x35
     epoch: int = _f(_epoch)
@@ -212,7 +212,7 @@ class Prepared(Message):
 
 @dataclass(frozen=True, slots=True)
 class StartRank(Message):
-    """Coordinator to participant: hand this to the rank process. Answered by RankStarted or RankTrouble."""
+    """Coordinator to participant: pass this to the rank process. Reply: RankStarted or RankTrouble."""
 
     TYPE: ClassVar[int] = 0x36
     epoch: int = _f(_epoch)
@@ -230,7 +230,7 @@ class RankStarted(Message):
 
 @dataclass(frozen=True, slots=True)
 class RankPong(Message):
-    """A rank's heartbeat, from its agent to the coordinator."""
+    """Heartbeat of a rank, from its agent to the coordinator."""
 
     TYPE: ClassVar[int] = 0x40
     epoch: int = _f(_epoch)
@@ -240,7 +240,7 @@ class RankPong(Message):
 
 @dataclass(frozen=True, slots=True)
 class RankTrouble(Message):
-    """What happened to a rank, from its agent. `outside`: the agent saw it, the rank did not say it."""
+    """Failure of a rank, from its agent. `outside`: the agent saw it, the rank did not report it."""
 
     TYPE: ClassVar[int] = 0x41
     epoch: int = _f(_epoch)
@@ -252,7 +252,7 @@ class RankTrouble(Message):
 
 @dataclass(frozen=True, slots=True)
 class EndEpoch(Message):
-    """Coordinator to participant: end the rank of `epoch`, in order or at once. Answered by EpochEnded."""
+    """Coordinator to participant: end the rank of `epoch`, in order or at once. Reply: EpochEnded."""
 
     TYPE: ClassVar[int] = 0x42
     epoch: int = _f(_epoch)
@@ -261,7 +261,7 @@ class EndEpoch(Message):
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded(Message):
-    """The rank process of `epoch` is gone."""
+    """Report that the rank process of `epoch` is gone."""
 
     TYPE: ClassVar[int] = 0x43
     epoch: int = _f(_epoch)
@@ -269,7 +269,7 @@ class EpochEnded(Message):
 
 @dataclass(frozen=True, slots=True)
 class RankSide(Message):
-    """One rank's round of JACCL's all-gather, on its way to the coordinator."""
+    """Bytes of one rank for a round of JACCL's all-gather, on their way to the coordinator."""
 
     TYPE: ClassVar[int] = 0x44
     epoch: int = _f(_epoch)
@@ -279,7 +279,7 @@ class RankSide(Message):
 
 @dataclass(frozen=True, slots=True)
 class RankGathered(Message):
-    """What all ranks said in that round, or why there is none, on its way back."""
+    """Bytes of all ranks for that round, or the error in their place, on the way back."""
 
     TYPE: ClassVar[int] = 0x48
     epoch: int = _f(_epoch)
@@ -289,11 +289,11 @@ class RankGathered(Message):
 
 @dataclass(frozen=True, slots=True)
 class Serving(Message):
-    """The agent of rank 0 to all: the state of its group, and what is served when it is ready.
+    """The agent of rank 0 to all: the state of its group, and the model it serves when ready.
 
-    `participants` are node ids in rank order, `key` is what plans are compared by. `eos`, `context` and
-    `vocabulary` are the model's. `load_s` is how long it took to load, in seconds. `held_mib` is what each
-    rank holds of its Mac's memory, in MiB; empty before all of them have loaded.
+    `participants` are node ids in rank order, `key` is the value that plans are compared by. `eos`, `context`
+    and `vocabulary` are the model's. `load_s` is the time to load it, in seconds. `held_mib` is the memory of
+    each rank on its Mac, in MiB; empty before all of them have loaded.
     """
 
     TYPE: ClassVar[int] = 0x45
@@ -316,7 +316,7 @@ class Serving(Message):
 
 @dataclass(frozen=True, slots=True)
 class TokenWanted(Message):
-    """To the Mac that holds the cluster's CA key: issue a join token. Answered by TokenIssued."""
+    """Request to the Mac that holds the cluster's CA key: issue a join token. Reply: TokenIssued."""
 
     TYPE: ClassVar[int] = 0x46
     nonce: bytes = _f(binary(16, 16))
@@ -324,7 +324,7 @@ class TokenWanted(Message):
 
 @dataclass(frozen=True, slots=True)
 class TokenIssued(Message):
-    """A join token, or in `problem` why there is none."""
+    """Reply: a join token, or in `problem` why there is none."""
 
     TYPE: ClassVar[int] = 0x47
     nonce: bytes = _f(binary(16, 16))
@@ -334,7 +334,7 @@ class TokenIssued(Message):
 
 @dataclass(frozen=True, slots=True)
 class FabricWanted(Message):
-    """To the agent of rank 0: measure the collectives of its group. Answered by FabricAnswer."""
+    """Request to the agent of rank 0: measure the collectives of its group. Reply: FabricAnswer."""
 
     TYPE: ClassVar[int] = 0x49
     nonce: bytes = _f(binary(16, 16))
@@ -342,14 +342,14 @@ class FabricWanted(Message):
 
 @dataclass(frozen=True, slots=True)
 class FabricReport(FabricResult, Message):
-    """What was measured of one group, told to all."""
+    """Measurements of one group, broadcast to all."""
 
     TYPE: ClassVar[int] = 0x4A
 
 
 @dataclass(frozen=True, slots=True)
 class FabricAnswer(Message):
-    """The sender's last FabricReport is what was asked for; or in `problem`, why there is none."""
+    """Reply: the sender's last FabricReport is the requested one; or in `problem`, why there is none."""
 
     TYPE: ClassVar[int] = 0x4B
     nonce: bytes = _f(binary(16, 16))
@@ -358,7 +358,10 @@ class FabricAnswer(Message):
 
 @dataclass(frozen=True, slots=True)
 class RecordsWanted(Message):
-    """What do you keep of the failure of this epoch? Answered by a Record for each file, then RecordsTold."""
+    """Request for the files that the receiver keeps of the failure of this epoch.
+
+    Reply: a Record for each, then RecordsTold.
+    """
 
     TYPE: ClassVar[int] = 0x4C
     nonce: bytes = _f(binary(16, 16))
@@ -368,7 +371,7 @@ class RecordsWanted(Message):
 
 @dataclass(frozen=True, slots=True)
 class Record(Message):
-    """A file of a failure, as `diagnostics/failure_store.py` wrote it."""
+    """One file of a failure, as `diagnostics/failure_store.py` wrote it."""
 
     TYPE: ClassVar[int] = 0x4D
     nonce: bytes = _f(binary(16, 16))
@@ -377,7 +380,7 @@ class Record(Message):
 
 @dataclass(frozen=True, slots=True)
 class RecordsTold(Message):
-    """That was all."""
+    """End of the records."""
 
     TYPE: ClassVar[int] = 0x4E
     nonce: bytes = _f(binary(16, 16))
@@ -385,7 +388,7 @@ class RecordsTold(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReachWanted(Message):
-    """Which of these addresses ("ip:port") of mine do you reach? Answered by ReachTold."""
+    """Request to connect to these addresses ("ip:port") of the sender. Reply: ReachTold."""
 
     TYPE: ClassVar[int] = 0x52
     nonce: bytes = _f(binary(16, 16))
@@ -394,7 +397,7 @@ class ReachWanted(Message):
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One try to connect: `problem` is empty when it succeeded; `errno` 0 without one."""
+    """One attempt to connect: `problem` is empty when it succeeded; `errno` 0 without one."""
 
     address: str = _f(text(64))
     errno: int = _f(integer(0, 10**6))
@@ -403,7 +406,11 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class ReachTold(Message):
-    """What came of it; `heard_us` and `told_us`: by the sender's clock, in microseconds since 1970."""
+    """Reply: results of the attempts.
+
+    `heard_us` (request received) and `told_us` (reply sent) are by the sender's clock, in microseconds since
+    1970.
+    """
 
     TYPE: ClassVar[int] = 0x53
     nonce: bytes = _f(binary(16, 16))
@@ -414,10 +421,10 @@ class ReachTold(Message):
 
 @dataclass(frozen=True, slots=True)
 class ModelTurn(Message):
-    """The coordinator to all: no request for another model than this one begins until the next such word.
+    """Broadcast by the coordinator. Until the next ModelTurn, start requests for this model only.
 
     `number` counts them in this `term`. `refused` is a model that could not be served, for the reason in
-    `why`; whoever has waited for it until now waits no more. `broken`: the model itself is at fault.
+    `why`; requests that waited for it fail. `broken`: the model itself is at fault.
     """
 
     TYPE: ClassVar[int] = 0x4F
@@ -433,9 +440,9 @@ class ModelTurn(Message):
 class ModelQueue(Message):
     """A member to the coordinator: the models that its clients wait for, and how many requests run.
 
-    Those are its clients', and on the Mac of rank 0 whatever others have passed on to it: their agents may
-    not be heard for a moment. `term` and `number` are those of the last ModelTurn it heard: since then no
-    request for another model has begun.
+    These are its own clients' and, on the Mac of rank 0, also those that other agents forwarded: the
+    coordinator may briefly lose contact with those agents. `term` and `number` are those of the last
+    ModelTurn it received; since then no request for another model has begun.
     """
 
     TYPE: ClassVar[int] = 0x50
@@ -447,7 +454,7 @@ class ModelQueue(Message):
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """A word to this node and back took so many microseconds."""
+    """Round-trip time to this node, in microseconds."""
 
     node_id: str = _f(_id)
     us: int = _f(integer(0, MAX_TRIP_US))
@@ -455,9 +462,10 @@ class Trip:
 
 @dataclass(frozen=True, slots=True)
 class Echo(Message):
-    """A question whose answer, given at once, tells how long the link takes; or that answer.
+    """Probe of a link's round-trip time, or the immediate reply to one (`answer`).
 
-    `asked_us` is the time of the question by the clock of who asks; `trips` tell what that one's links take.
+    `asked_us` is the time of the probe by the clock of the agent that sent it. `trips` are the round-trip
+    times of that agent's links.
     """
 
     TYPE: ClassVar[int] = 0x51
@@ -468,11 +476,11 @@ class Echo(Message):
 
 @dataclass(frozen=True, slots=True)
 class ModelHeld(Message):
-    """To all: what the sender has of a model of the Hub that somebody wants (OWNER/NAME[@REVISION]).
+    """To all: how much of a requested model of the Hub (OWNER/NAME[@REVISION]) the sender has.
 
-    `held` of `total` bytes of the commit `revision`; 0 and empty while they are not known. `free` is the room
-    on its disk. `wants`: it is to have the model. `problem`: why it cannot get it from the Hub. `port`: where
-    it lends what it has, 0 for nowhere.
+    `held` of `total` bytes of the commit `revision`; 0 and empty while they are unknown. `free` is the free
+    space on its disk, in bytes. `wants`: the sender is to get the model. `problem`: why it cannot get it from
+    the Hub. `port`: the port that serves its files to other Macs, 0 for none.
     """
 
     TYPE: ClassVar[int] = 0x60
@@ -490,7 +498,7 @@ class ModelHeld(Message):
 class ModelLender(Message):
     """The coordinator to all: this node has the model, or gets it from the Hub; the others copy it there.
 
-    Empty when nobody can get it.
+    `node_id` is empty when no node can get it.
     """
 
     TYPE: ClassVar[int] = 0x61
@@ -500,7 +508,7 @@ class ModelLender(Message):
 
 @dataclass(frozen=True, slots=True)
 class ModelPull(Message):
-    """To all: get this model, at this commit if it is said."""
+    """To all: get this model, at `commit` if it is not empty."""
 
     TYPE: ClassVar[int] = 0x62
     model: str = _f(text(MAX_MODEL))
@@ -509,7 +517,7 @@ class ModelPull(Message):
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A model on somebody's disk. `complete`: all of `revision` is there."""
+    """One model on a member's disk. `complete`: all of `revision` is there."""
 
     name: str = _f(text(MAX_MODEL))
     revision: str = _f(text(40))
@@ -519,18 +527,19 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelsHere(Message):
-    """The models of the Hub that the sender has, the largest first."""
+    """Models of the Hub that the sender has, the largest first."""
 
     TYPE: ClassVar[int] = 0x63
     models: tuple[StoredModel, ...] = _f(records(StoredModel, 0, MAX_STORED))
 
 
+#: Messages that either end of an open control link may send. The coordinator may change while the link stays
+#: open.
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, DesiredState, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
     RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted,
     TokenIssued, FabricWanted, FabricReport, FabricAnswer, RecordsWanted, Record, RecordsTold, ModelTurn,
     ModelQueue, Echo, ReachWanted, ReachTold, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,
 )  # fmt: skip
-"""What either end of an open control link may send: who coordinates may change while it stands."""
 
 CONTROL_MESSAGES: tuple[type[Message], ...] = (AgentHello, *BOTH_WAYS)

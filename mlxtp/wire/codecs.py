@@ -1,4 +1,4 @@
-"""What the fields of messages may hold: how each kind is packed, checked and unpacked."""
+"""Codecs of message fields: each kind is packed, checked and unpacked here."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 _FEW = 65  # integers of one field whose format is kept
-Wire = Any
-"""What msgpack packs: int, str, bytes, bool, float, list, dict."""
+Wire = Any  #: values that msgpack packs: int, str, bytes, bool, float, list, dict
 
 
 @dataclass(frozen=True, slots=True)
 class FieldCodec:
-    """How one field is packed (`to_wire`) and how a received value is checked and unpacked (`from_wire`).
+    """Codec of one field: `to_wire` packs it, `from_wire` checks and unpacks a received value.
 
-    `from_wire` raises ValueError with what it expected; it never trusts the type of what it gets.
+    `from_wire` raises ValueError with what it expected. It never trusts the type of its argument.
     """
 
     to_wire: Callable[[Any], Wire]
@@ -56,17 +55,17 @@ def boolean() -> FieldCodec:
 
 
 def printable(text: str) -> str:
-    """The same for a terminal or a log: on one line, without what would steer it or turn its words round."""
+    """Return the text for a terminal or a log: on one line, without control or bidi characters."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
 
 
 def text(max_chars: int, *, cut: bool = False) -> FieldCodec:
-    """Printable characters on one line: names and reasons of other Macs reach terminals and logs.
+    """Printable characters on one line, because names and reasons of other Macs reach terminals and logs.
 
-    With `cut`, a text for people to read: what is too long is shortened and what cannot be printed is
-    replaced, rather than refused.
+    With `cut`, a text for people: it is shortened if too long, and unprintable characters are replaced,
+    rather than refused.
     """
 
     def check(value: Wire) -> str:
@@ -78,7 +77,7 @@ def text(max_chars: int, *, cut: bool = False) -> FieldCodec:
             raise ValueError("printable characters")
         return value
 
-    # File names and arguments that are no UTF-8 come with surrogates, which cannot be sent.
+    # File names and arguments that are not UTF-8 contain surrogates, which cannot be sent.
     return FieldCodec((lambda value: printable(value[:max_chars])) if cut else _same, check)
 
 
@@ -112,7 +111,7 @@ def binary(low: int, high: int) -> FieldCodec:
 
 
 def integers(low: int, high: int, min_items: int, max_items: int) -> FieldCodec:
-    """A tuple of integers as packed little-endian 32-bit words: four bytes an item, no object each."""
+    """Tuple of integers as packed little-endian 32-bit words: four bytes per item, no object for each."""
     unsigned = high > 2**31 - 1
     kind = "I" if unsigned else "i"
     few = [struct.Struct(f"<{count}{kind}") for count in range(_FEW)]
@@ -142,7 +141,7 @@ def integers(low: int, high: int, min_items: int, max_items: int) -> FieldCodec:
 
 
 def numbers(low: float, high: float, max_items: int) -> FieldCodec:
-    """A tuple of numbers as packed little-endian 32-bit floats."""
+    """Tuple of numbers as packed little-endian 32-bit floats."""
 
     def pack(value: tuple[float, ...]) -> bytes:
         return struct.pack(f"<{len(value)}f", *value)
@@ -160,12 +159,12 @@ def numbers(low: float, high: float, max_items: int) -> FieldCodec:
 
 
 def record(kind: type[Any]) -> FieldCodec:
-    """A part of a message that is a frozen dataclass itself: a map of its fields."""
+    """Part of a message that is a frozen dataclass itself: a map of its fields."""
     codecs = tuple((f.name, f.metadata["codec"]) for f in fields(kind))
 
     def pack(value: Any) -> Wire:
         if type(value) is not kind:
-            raise TypeError(f"a {kind.__name__} should stand where {type(value).__name__} does")
+            raise TypeError(f"expected a {kind.__name__}, got a {type(value).__name__}")
         return {name: codec.to_wire(getattr(value, name)) for name, codec in codecs}
 
     def check(value: Wire) -> Any:
@@ -183,7 +182,7 @@ def record(kind: type[Any]) -> FieldCodec:
 
 
 def records(kind: type[Any], min_items: int, max_items: int) -> FieldCodec:
-    """A tuple of such parts."""
+    """Tuple of such parts."""
     one = record(kind)
 
     def check(value: Wire) -> tuple[Any, ...]:
@@ -195,12 +194,12 @@ def records(kind: type[Any], min_items: int, max_items: int) -> FieldCodec:
 
 
 def texts(max_items: int, max_chars: int) -> FieldCodec:
-    """A tuple of printable texts."""
+    """Tuple of printable texts."""
     return _strings(max_items, text(max_chars))
 
 
 def raw_texts(max_items: int, max_chars: int) -> FieldCodec:
-    """A tuple of texts for programs."""
+    """Tuple of texts for programs."""
     return _strings(max_items, raw_text(max_chars))
 
 

@@ -1,7 +1,7 @@
-"""What a Mac that copies a model says to one that has it, on a connection of its own (`mlxtp-models`).
+"""Messages between a Mac that copies a model and one that has it, on their own connection (`mlxtp-models`).
 
-Frames as everywhere, with epoch and seq 0; after a PieceHeld, so many bytes of the file. The one that copies
-asks, the other answers each question. Files are told by their place in the manifest, never by a path.
+They use the usual frames, with epoch and seq 0. `size` bytes of the file follow a PieceHeld. The copying Mac
+requests, the other replies to each request. Files are named by their index in the manifest, never by a path.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ MAX_PIECES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FilesWanted(Message):
-    """What is there of this model (OWNER/NAME[@REVISION])? Answered by FilesHeld. What is asked then is about
-    it."""
+    """Request for the state of this model (OWNER/NAME[@REVISION]). Reply: FilesHeld.
+
+    Later requests are about it.
+    """
 
     TYPE: ClassVar[int] = 0x64
     model: str = _f(text(MAX_NAME))
@@ -29,8 +31,10 @@ class FilesWanted(Message):
 
 @dataclass(frozen=True, slots=True)
 class FilesHeld(Message):
-    """The manifest, and a byte for each piece of its files in their order, 1 if it is here. Both are empty
-    when there is nothing of the model."""
+    """Reply: the manifest, and a byte for each piece of its files in their order, 1 if it is here.
+
+    Both are empty when there is nothing of the model.
+    """
 
     TYPE: ClassVar[int] = 0x65
     manifest: bytes = _f(binary(0, MAX_MANIFEST))
@@ -39,7 +43,7 @@ class FilesHeld(Message):
 
 @dataclass(frozen=True, slots=True)
 class PieceWanted(Message):
-    """A piece of a file, both by number. Answered by PieceHeld."""
+    """Request for a piece of a file, both by number. Reply: PieceHeld."""
 
     TYPE: ClassVar[int] = 0x66
     file: int = _f(integer(0, U32))
@@ -48,7 +52,7 @@ class PieceWanted(Message):
 
 @dataclass(frozen=True, slots=True)
 class PieceHeld(Message):
-    """So many bytes follow: all of the piece, or none when it is not here."""
+    """Reply: `size` bytes follow, which are all of the piece, or none when it is not here."""
 
     TYPE: ClassVar[int] = 0x67
     size: int = _f(integer(0, U32))

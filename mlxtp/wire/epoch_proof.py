@@ -12,22 +12,22 @@ _EPOCH = b"mlxtp epoch\0"
 
 
 def hello_proof(key: bytes, epoch: int, rank: int, nonce: bytes) -> bytes:
-    """The 32 bytes by which rank `rank` shows in its Hello that it holds `key`; `nonce` is the Hello's."""
+    """Return the 32 bytes that prove, in a Hello of `rank` with this `nonce`, that it holds `key`."""
     return _proof(_HELLO, key, epoch, rank, nonce)
 
 
 def welcome_proof(key: bytes, epoch: int, rank: int, nonce: bytes) -> bytes:
-    """The 32 bytes by which rank 0 answers the Hello of `rank` that carried `nonce`."""
+    """Return the 32 bytes with which rank 0 replies to the Hello of `rank` that carried `nonce`."""
     return _proof(_WELCOME, key, epoch, rank, nonce)
 
 
 def verify(proof: bytes, expected: bytes) -> bool:
-    """Whether a received proof is the expected one, in a time that does not tell how much of it is."""
+    """Compare a received proof with the expected one, in constant time."""
     return hmac.compare_digest(proof, expected)
 
 
 def epoch_digest(key: bytes, epoch: int) -> int:
-    """32 bits that every rank of the epoch computes alike: its part of the group's proof by value."""
+    """Return 32 bits that every rank of the epoch computes alike: its part of the group's proof by value."""
     digest = hmac.digest(key, _EPOCH + struct.pack(">Q", epoch), hashlib.sha256)
     return int.from_bytes(digest[:4], "big")
 

@@ -1,6 +1,7 @@
-"""What was measured of the collectives of one group of ranks.
+"""Measurements of the collectives of one group of ranks.
 
-Measured by `groups/fabric_bench.py`, told in `FabricReport`, kept and judged by `placement/measurements.py`.
+`groups/fabric_bench.py` measures them, `FabricReport` carries them, `placement/measurements.py` keeps and
+judges them.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ from .codecs import boolean, choice, integer, integers, number, numbers, text, t
 
 MAX_SIZES = 16
 _NODES = 8
-_SHORTEST_S, _LONGEST_S = 1e-9, 1e4
-"""Outside of these a time is nonsense: a nanosecond, and some hours."""
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e4  #: limits of a plausible time: a nanosecond, and some hours
 
 
 @dataclass(frozen=True, slots=True)
 class FabricResult:
     """Seconds that collectives took, on the slowest rank, over `sizes` bytes of each rank.
 
-    `nodes` are node ids in rank order, `backend` and `kind` say how they were joined. `fast_fences` and
-    `metal` (a GPU computes) are what a fence depends on. `at` is the time of day, in seconds since 1970.
-    `collective_s` is one of a chain of small sums within one graph, its fence included. `sums_s` and
-    `gathers_s` have one for each of `sizes`, which grow, run one after the other.
+    `nodes` are node ids in rank order; `backend` and `kind` describe how they were joined. A fence depends on
+    `fast_fences` and `metal` (a GPU computes). `at` is the time of day, in seconds since 1970. `collective_s`
+    is one of a chain of small sums within one graph, its fence included. `sums_s` and `gathers_s` have one
+    for each of `sizes`, which grow, run one after the other.
     """
 
     nodes: tuple[str, ...] = holding(texts(_NODES, 32))

@@ -1,10 +1,10 @@
-"""Bytes to messages and back; no I/O.
+"""Frames: bytes to messages and back; no I/O.
 
 A frame is a 4-byte big-endian length, then the msgpack array `[type, epoch, seq, body]`. A length is judged
-as soon as its four bytes are here, before anything is stored on its behalf. What comes next is judged in two
-steps: `_scan` walks the structure without creating an object, msgpack then unpacks it. The scan is what
-bounds memory (1 MB of empty maps would unpack to 73 MB); small frames of an open link go without it, since
-4 KiB cannot unpack to anything large.
+as soon as its four bytes are here, before anything is stored for it. The payload is judged in two steps:
+`_scan` walks the structure without creating an object, then msgpack unpacks it. The scan bounds memory (1 MB
+of empty maps would unpack to 73 MB). Small frames of an open link skip it, because 4 KiB cannot unpack to
+anything large.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from .base import U63, Message
 from .messages import Ack, StepToken
 from .registry import MESSAGES, check_body, from_body, to_body
 
-MAX_OPENING_FRAME: Final = 4 * 1024
-"""Bytes of one frame, without its length, until the link is open."""
-MAX_FRAME: Final = 8 * 1024 * 1024
-"""Bytes of one frame, without its length, from then on."""
+MAX_OPENING_FRAME: Final = 4 * 1024  #: bytes of one frame, without its length, until the link is open
+MAX_FRAME: Final = 8 * 1024 * 1024  #: bytes of one frame, without its length, from then on
 MAX_DEPTH: Final = 4
+#: Items of one array, entries of one map. Lists of numbers travel as one packed string of bytes.
 MAX_ITEMS: Final = 64
-"""Items of one array, entries of one map. Lists of numbers travel as one packed string of bytes."""
-MAX_OBJECTS: Final = 1024
-"""Objects in one scanned frame."""
+MAX_OBJECTS: Final = 1024  #: objects in one scanned frame
 
 _UNCHECKED: Final = frozenset((StepToken, Ack))  #: sent with every step; the receiver alone checks them
 _LENGTH = struct.Struct(">I")
@@ -46,10 +43,10 @@ class Frame(NamedTuple):
 
 
 def encode(message: Message, epoch: int, seq: int, limit: int = MAX_FRAME) -> bytes:
-    """The frame of `message`, length included.
+    """Return the frame of `message`, length included.
 
-    Raises LocalProtocolError: FIELD_INVALID for a value no receiver would accept, FRAME_OVERSIZE for more
-    than `limit` bytes. Fields of a StepToken or an Ack must only fit their 32 or 64 bits.
+    Raises LocalProtocolError: FIELD_INVALID for a value that no receiver would accept, FRAME_OVERSIZE for
+    more than `limit` bytes. Fields of a StepToken or an Ack must only fit their 32 or 64 bits.
     """
     try:
         body = to_body(message)
@@ -69,7 +66,7 @@ def encode(message: Message, epoch: int, seq: int, limit: int = MAX_FRAME) -> by
 
 
 class Decoder:
-    """Cuts a byte stream into frames. Holds less than one frame, plus what was last fed."""
+    """Cutter of a byte stream into frames. Holds less than one frame, plus the bytes fed last."""
 
     __slots__ = ("_at", "_buffer", "limit")
 
@@ -79,14 +76,14 @@ class Decoder:
         self._at = 0
 
     def feed(self, data: bytes) -> None:
-        """Takes bytes as they came. `next_frame` must be called until it returns None before more are fed."""
+        """Take bytes as they came. Call `next_frame` until it returns None before feeding more."""
         self._buffer += data
 
     def next_frame(self) -> Frame | None:
-        """The next whole frame, or None until more is fed.
+        """Return the next whole frame, or None until more is fed.
 
-        Raises RemoteProtocolError: FRAME_OVERSIZE, FRAME_MALFORMED, UNKNOWN_TYPE or FIELD_INVALID. The
-        stream cannot be read any further after that.
+        Raises RemoteProtocolError: FRAME_OVERSIZE, FRAME_MALFORMED, UNKNOWN_TYPE or FIELD_INVALID. The stream
+        cannot be read any further after that.
         """
         buffer, at = self._buffer, self._at
         start = at + _HEADER_BYTES
@@ -156,7 +153,7 @@ def _malformed(detail: str) -> RemoteProtocolError:
 
 def _unique_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     if len(result := dict(pairs)) != len(pairs):
-        raise ValueError("a key stands twice in one map")
+        raise ValueError("a key appears twice in one map")
     return result
 
 
@@ -166,12 +163,12 @@ def _no_extension(code: int, data: bytes) -> Any:
 
 _SCALAR, _ARRAY, _MAP = range(3)
 
+#: Kind, bytes of the length that follows the first byte, and the size when that is 0.
 _Form = tuple[int, int, int]
-"""Kind, bytes of the length that follows the first byte, and the size when that is 0."""
 
 
 def _forms() -> list[_Form | None]:
-    """What each first byte of a msgpack object announces; None for what is refused."""
+    """Return the form that each first byte of a msgpack object announces; None for forbidden ones."""
     forms: list[_Form | None] = [(_SCALAR, 0, 0)] * 256  # numbers in one byte, nil, false, true
     forms[0x80:0x90] = [(_MAP, 0, n) for n in range(16)]
     forms[0x90:0xA0] = [(_ARRAY, 0, n) for n in range(16)]
@@ -192,7 +189,7 @@ _FORMS = _forms()
 
 
 def _scan(payload: bytearray) -> None:
-    """Walks one msgpack object. Raises ValueError if it is cut short or breaks one of the limits above."""
+    """Walk one msgpack object. Raises ValueError if it is cut short or breaks one of the limits above."""
     at, objects, size = 0, 0, len(payload)
     missing = [1]  # objects still to come, on each level that is open
     while missing:
@@ -207,7 +204,7 @@ def _scan(payload: bytearray) -> None:
             raise ValueError("it ends early")
         form = _FORMS[payload[at]]
         if form is None:
-            raise ValueError(f"byte {payload[at]:#04x} starts nothing that is allowed")
+            raise ValueError(f"byte {payload[at]:#04x} starts no object that is allowed")
         kind, length_bytes, count = form
         if length_bytes:
             count = int.from_bytes(payload[at + 1 : at + 1 + length_bytes], "big")

@@ -1,7 +1,7 @@
-"""The messages by which a Mac joins a cluster; `identity/join_protocol.py` says what they prove.
+"""Messages by which a Mac joins a cluster; `identity/join_protocol.py` describes their proofs.
 
-They travel on a link of their own (`LinkKind.JOIN`), where one end has no certificate yet. Each fits a
-frame of 4 KiB, and no larger one is taken there.
+They travel on a link of their own (`LinkKind.JOIN`), where one end has no certificate yet. Each fits a frame
+of 4 KiB, the limit on that link.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from .base import holding as _f
 from .codecs import binary, text, texts
 
 NODE_ID_BYTES = 16
-POINT_BYTES = 65
-"""A P-256 public key as an uncompressed point (SEC 1)."""
-MAX_CERTIFICATE_BYTES = 1500
-"""More than twice what ours have."""
+POINT_BYTES = 65  #: a P-256 public key as an uncompressed point (SEC 1)
+MAX_CERTIFICATE_BYTES = 1500  #: more than twice the size of ours
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 TOKEN_ID_BYTES = 8
@@ -33,9 +31,9 @@ _proof = binary(PROOF_BYTES, PROOF_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class JoinOffer(Message):
-    """First frame of the link, by the member that was dialled: the certificate of its cluster's authority.
+    """First frame of the link, from the member that was dialled: the certificate of its cluster's authority.
 
-    Where `ask` is not empty, this member cannot let anybody in; it is the name of the Mac that can, and `at`
+    If `ask` is not empty, this member cannot admit Macs. `ask` is then the name of the Mac that can, and `at`
     has that Mac's control addresses ("ip:port").
     """
 
@@ -48,9 +46,9 @@ class JoinOffer(Message):
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest(Message):
-    """Who wants in, with which key (a point of 65 bytes), by which token.
+    """Request to join: the joiner's name, its key (a point of 65 bytes) and the id of its token.
 
-    `proof` shows that it has the token, `signature` (ECDSA with SHA-256, DER) that it has the key.
+    `proof` shows that the joiner has the token, `signature` (ECDSA with SHA-256, DER) that it has the key.
     """
 
     TYPE: ClassVar[int] = 0x39
@@ -65,10 +63,10 @@ class JoinRequest(Message):
 
 @dataclass(frozen=True, slots=True)
 class JoinGrant(Message):
-    """The joiner is a member. `proof` shows that whoever grants it has the token, too.
+    """Reply: the joiner is a member. `proof` shows that the granting Mac has the token, too.
 
-    `cluster` is the cluster's name for people. `peers` are control addresses ("ip:port") of members, as a
-    first hint to whom the new one may dial.
+    `cluster` is the cluster's name for people. `peers` are control addresses ("ip:port") of members that the
+    joiner may dial first.
     """
 
     TYPE: ClassVar[int] = 0x3A
@@ -80,7 +78,7 @@ class JoinGrant(Message):
 
 @dataclass(frozen=True, slots=True)
 class JoinRefusal(Message):
-    """The joiner is not let in. `signature` is the authority's, over the exchange and `detail`."""
+    """Reply: the joiner is not admitted. `signature` is the authority's, over the exchange and `detail`."""
 
     TYPE: ClassVar[int] = 0x3B
     detail: str = _f(text(1000, cut=True))

@@ -1,6 +1,6 @@
-"""What one Mac tells the others about itself: chip, memory, addresses, cables.
+"""Report of one Mac about itself: chip, memory, addresses, cables.
 
-Filled in by `placement/hardware.py`, sent in `MachineReport`, judged by `placement/planner.py`.
+`placement/hardware.py` fills it in, `MachineReport` carries it, `placement/planner.py` judges it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Port:
     """One Thunderbolt port.
 
     `receptacle` is the number Apple gives it (1, 2, ...), `interface` its network device ("en5") or empty.
-    `domain` is the UUID of its own Thunderbolt domain, `peer_domain` that of the Mac at the other end of the
-    cable, empty without one; `hub` says that a hub or dock stands in between. `gbps` is the link's speed, 0
-    when unknown. `rdma` is its RDMA device ("rdma_en5"), empty for a port without; `active` its state.
+    `domain` is the UUID of its own Thunderbolt domain. `peer_domain` is that of the Mac at the other end of
+    the cable, empty without one; with `hub`, a hub or dock is in between. `gbps` is the link's speed, 0 when
+    unknown. `rdma` is its RDMA device ("rdma_en5"), empty for a port without; `active` is its state.
     """
 
     receptacle: int = holding(integer(0, 64))
@@ -51,11 +51,12 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine. Bytes are bytes; what could not be found out is 0 or empty and stands in `notes`.
+    """One machine. Sizes are in bytes.
 
-    `chip` is Apple's name for it ("Apple M3 Ultra"). `gpu_bytes` is the most memory its GPU may wire,
-    `free_bytes` what the system calls available now. `rdma` is "enabled", "disabled" or "unsupported".
-    `power` is "ac", "battery" or "unknown". `notes` are sentences for people.
+    A value that could not be found out is 0 or empty, and `notes` has the reason. `chip` is Apple's name for
+    it ("Apple M3 Ultra"). `gpu_bytes` is the most memory its GPU may wire, `free_bytes` the memory that the
+    system calls available now. `rdma` is "enabled", "disabled" or "unsupported". `power` is "ac", "battery"
+    or "unknown". `notes` are sentences for people.
     """
 
     system: str = holding(choice("macos", "linux", "other"))

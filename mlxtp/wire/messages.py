@@ -1,11 +1,11 @@
-"""Messages of links that end at a rank, frozen dataclasses; `cluster_messages.py` has those of agents.
+"""Messages of links that end at a rank, as frozen dataclasses; `cluster_messages.py` has those of agents.
 
-A frame is `[type, epoch, seq, body]` (see `frames.py`); `body` is the message's fields as a map. What a
-field may hold is said once, in its declaration, and holds for both directions: a message that breaks it
-is refused before it is sent and after it is received.
+A frame is `[type, epoch, seq, body]` (see `frames.py`); `body` is the message's fields as a map. Each field
+declares its limits once, for both directions. A message that breaks them is refused before it is sent and
+after it is received.
 
-Links: *pipe* joins an agent and one rank of its own; *decode* joins rank 0 and one other rank; *join* lets a
-Mac into a cluster (its messages are in `join_messages.py`).
+Links: *pipe* joins an agent and one rank of its own. *decode* joins rank 0 and one other rank. *join* lets a
+Mac join a cluster (its messages are in `join_messages.py`).
 """
 
 from __future__ import annotations
@@ -37,25 +37,19 @@ from .rdma import MAX_ENTRY
 
 PROTOCOL_VERSION = 4
 MAX_RANKS = 8
-MAX_ROWS = 1024
-"""Sequences one step may drive."""
-MAX_CONTEXT = 1 << 24
-"""Tokens of prompt and answer; a model's own context is usually far shorter."""
-MAX_PROMPTS = 16
-"""Prompts that one forward may compute together."""
-MAX_WIDTH = 64
-"""Tokens one row may feed in one step."""
+MAX_ROWS = 1024  #: sequences in one step
+MAX_CONTEXT = 1 << 24  #: tokens of prompt and answer; a model's own context is usually far shorter
+MAX_PROMPTS = 16  #: prompts in one forward
+MAX_WIDTH = 64  #: tokens that one row may feed in one step
 MAX_DELTA = MAX_ROWS * (MAX_WIDTH + 1)
-MAX_FRAME_TOKENS = 1 << 20
-"""Tokens one frame may carry: half of what the largest frame would hold."""
+MAX_FRAME_TOKENS = 1 << 20  #: tokens in one frame: half of what the largest frame would hold
 MAX_STRIKES = 9  #: failed epochs that one request may have been part of
 
 MAX_BIASES = 1024
+#: Characters of one grammar or schema: with four bytes each, a quarter of the largest frame.
 MAX_GRAMMAR = 1 << 19
-"""Characters of one grammar or schema: with four bytes each, a quarter of the largest frame."""
 MAX_TOP_LOGPROBS = 20
-MAX_ROUND_BYTES = 1 << 16
-"""What one rank may say in one round of the side channel; JACCL says a few hundred bytes."""
+MAX_ROUND_BYTES = 1 << 16  #: Bytes of one rank in one round of the side channel; JACCL sends a few hundred.
 MAX_ROUNDS = 1024
 MAX_TIMED_BYTES = 1 << 26
 MAX_TIMED_ROUNDS = 1024
@@ -67,16 +61,16 @@ _code = choice(*(code.value for code in Code))
 _seconds = number(0.0, 1e9)
 
 
-# --- how a request wants its tokens chosen ------------------------------------------------------------
+# --- sampling parameters of a request -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen from logits. Needs nothing but the logits and the token's position, so that every
-    rank can do it alike.
+    """Parameters of the choice of a token from logits.
 
-    `temperature` 0 is greedy. `top_p` 1, `top_k` 0, `min_p` 0 and `xtc_probability` 0 leave everything in.
-    Draws are keyed by (`seed`, position).
+    The choice depends only on the logits and the token's position, so that all ranks choose alike.
+    `temperature` 0 is greedy. `top_p` 1, `top_k` 0, `min_p` 0 and `xtc_probability` 0 exclude nothing. Draws
+    are keyed by (`seed`, position).
     """
 
     temperature: float = _f(number(0.0, 100.0), default=0.0)
@@ -90,9 +84,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """What rank 0 alone does to the logits before a token is chosen from them.
+    """Changes that only rank 0 makes to the logits before a token is chosen from them.
 
-    Penalties look at prompt and answer as described in `engine/sampler.py`. `bias_values[i]` is added to
+    Penalties apply to prompt and answer as described in `engine/sampler.py`. `bias_values[i]` is added to
     `bias_tokens[i]`. No end token comes before `min_tokens`. `grammar` is text of the kind `grammar_kind`.
     """
 
@@ -117,7 +111,7 @@ _shaping = record(Shaping)
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """First frame of whoever opens a link. On decode, `proof` is keyed by the epoch's secret."""
+    """First frame of the end that opens a link. On a decode link, `proof` is keyed by the epoch's secret."""
 
     TYPE: ClassVar[int] = 0x01
     version: int = _f(integer(0, U32))
@@ -129,7 +123,7 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """The answer to a Hello that was accepted; a refused one gets an Error and the link ends."""
+    """Reply to a Hello that was accepted. A refused one gets an Error and the link ends."""
 
     TYPE: ClassVar[int] = 0x02
     version: int = _f(integer(0, U32))
@@ -138,19 +132,20 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ping(Message):
-    """Asks for exactly one Pong."""
+    """Request for exactly one Pong."""
 
     TYPE: ClassVar[int] = 0x03
 
 
 @dataclass(frozen=True, slots=True)
 class Pong(Message):
-    """What a rank is doing. `phase_s` is the time since it entered the phase or last made progress in it.
+    """Status of a rank.
 
-    `kv_bytes` counts what its KV caches hold, `load_peak_bytes` the most memory while loading. `step_us` and
-    `wait_us` are averages over recent steps, as in Ack; `collective_us` is what one small collective took at
-    the last proof. `expected_us` is what the forward that runs should take, as those before it did. MLX does
-    not tell what part of a step its collectives wait.
+    `phase_s` is the time in seconds since it entered the phase or last made progress in it. `kv_bytes` is the
+    size of its KV caches, `load_peak_bytes` the most memory while loading. `step_us` and `wait_us` are
+    averages over recent steps, as in Ack. `collective_us` is the time of one small collective at the last
+    proof. `expected_us` is the expected time of the running forward, judged by those before it. MLX does not
+    report how much of a step its collectives wait.
     """
 
     TYPE: ClassVar[int] = 0x04
@@ -179,15 +174,15 @@ class Pong(Message):
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap(Message):
-    """Agent to its rank: the group this process will be part of, for one epoch.
+    """Agent to its rank: the group that this process belongs to, for one epoch.
 
-    `decode_address` has where rank 0 listens, "ip:port": on the fastest network first, with commas between.
-    `queue_s` bounds a request's wait for its first forward. A group that idled for `canary_s` proves itself.
-    `rdma` is JACCL's matrix of devices, row by row as in `wire/rdma.py`; with `jaccl_ring` it joins only
-    neighbours. `round_s` bounds one round of the side channel. `fast_fences` turns MLX_METAL_FAST_SYNCH on.
-    `repeatable`: nothing that is computed depends on how long something took.
-    `pins` are the key fingerprints of the ranks' agents, in rank order: decode links are TLS then. Without
-    them all ranks are of one agent and its machine.
+    `decode_address` has the addresses ("ip:port") where rank 0 listens: the fastest network first, with
+    commas between. `queue_s` bounds a request's wait for its first forward. A group that idled for `canary_s`
+    proves itself. `rdma` is JACCL's matrix of devices, row by row as in `wire/rdma.py`; with `jaccl_ring`
+    JACCL joins only neighbours. `round_s` bounds one round of the side channel. `fast_fences` turns
+    MLX_METAL_FAST_SYNCH on. `repeatable`: no computation depends on how long something took. `pins` are the
+    key fingerprints of the ranks' agents, in rank order: decode links then use TLS. Without them all ranks
+    belong to one agent and its machine.
     """
 
     TYPE: ClassVar[int] = 0x07
@@ -216,7 +211,7 @@ class Bootstrap(Message):
 
 @dataclass(frozen=True, slots=True)
 class SideChannel(Message):
-    """A rank's bytes for one round of JACCL's all-gather, rounds numbered from 1. Answered by Gathered."""
+    """One rank's bytes for one round of JACCL's all-gather. Rounds are numbered from 1. Reply: Gathered."""
 
     TYPE: ClassVar[int] = 0x0B
     round: int = _f(integer(1, MAX_ROUNDS))
@@ -225,9 +220,9 @@ class SideChannel(Message):
 
 @dataclass(frozen=True, slots=True)
 class Gathered(Message):
-    """Every rank's bytes of that round, in rank order; or in `error` why there will be no more rounds.
+    """Bytes of every rank in that round, in rank order. `error`: why no further rounds follow.
 
-    An error may come unasked, to a rank that is between two rounds.
+    An error may come unsolicited, to a rank that is between two rounds.
     """
 
     TYPE: ClassVar[int] = 0x0E
@@ -248,9 +243,9 @@ class PromptTokens(Message):
     """One prefill forward over `tokens`, which start at position `offset` of a prompt of `total` tokens.
 
     The chunk that ends the prompt (offset + len(tokens) == total) also produces the first new token, chosen
-    by `sampling`; for `exchange` and `agreement` see StepToken. A first chunk may start behind position 0:
-    then the KV cache before it is that of `source`, a sequence that runs or was kept; `take` says that
-    `source` ends with it. Later chunks have source 0.
+    by `sampling`. For `exchange` and `agreement` see StepToken. A first chunk may start behind position 0:
+    the KV cache before it is then that of `source`, a running or kept sequence. With `take`, `source` ends
+    with it. Later chunks have source 0.
     """
 
     TYPE: ClassVar[int] = 0x08
@@ -267,9 +262,9 @@ class PromptTokens(Message):
 
 @dataclass(frozen=True, slots=True)
 class PromptBatch(Message):
-    """One prefill forward over the rest of several prompts, each of which joins the batch and gets a token.
+    """One prefill forward over the rest of several prompts. Each of them joins the batch and gets a token.
 
-    Prompt i has `totals[i]` tokens; those from `offsets[i]` on are here, one prompt's after the other's. The
+    Prompt i has `totals[i]` tokens. `tokens` has those from `offsets[i]` on, one prompt after the other. The
     other fields are those of PromptTokens (`takes` as 0 or 1).
     """
 
@@ -289,10 +284,10 @@ class PromptBatch(Message):
 class StepToken(Message):
     """One decode forward for the running batch: the uids of its rows, in row order.
 
-    `positions[i]` is the length of row i's KV cache before this step; what a rank holds beyond it is rolled
-    back. `widths` is empty when every row feeds the one token that its previous forward produced, inside the
-    graph. Otherwise `widths[i]` counts the tokens that row i feeds from `tokens` (0: the one inside the
-    graph); the choice after each of them comes back.
+    `positions[i]` is the length of row i's KV cache before this step; ranks roll back everything beyond it.
+    `widths` is empty when every row feeds the one token that its previous forward produced, inside the graph.
+    Otherwise `widths[i]` counts the tokens that row i feeds from `tokens` (0: the one inside the graph); the
+    reply has the choice after each of them.
 
     `exchange`: "winners" when every row is greedy and ranks only exchange the best of their share of the
     vocabulary, "logits" when they gather the whole. `agreement`: "verify" when every rank chooses alike and
@@ -310,9 +305,10 @@ class StepToken(Message):
 
 @dataclass(frozen=True, slots=True)
 class SessionStop(Message):
-    """A sequence is over. `forwards` counts its prefill chunks and steps; every rank checks its own count.
+    """End of a sequence. `forwards` counts its prefill chunks and steps; every rank checks its own count.
 
-    The first `keep` tokens of its KV cache stay under its uid, for others to start from; 0 keeps nothing.
+    The first `keep` tokens of its KV cache stay under its uid, for other sequences to start from; 0 keeps
+    nothing.
     """
 
     TYPE: ClassVar[int] = 0x0A
@@ -324,7 +320,7 @@ class SessionStop(Message):
 
 @dataclass(frozen=True, slots=True)
 class Evict(Message):
-    """KV caches that were kept are dropped."""
+    """Command to drop KV caches that were kept."""
 
     TYPE: ClassVar[int] = 0x0C
     uids: tuple[int, ...] = _f(integers(1, U32, 1, MAX_ROWS))
@@ -332,7 +328,7 @@ class Evict(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ack(Message):
-    """The answer to exactly one PromptTokens, PromptBatch or StepToken, named by the seq of its frame.
+    """Reply to exactly one PromptTokens, PromptBatch or StepToken, named by the seq of its frame.
 
     `forwards` and `collectives` are the rank's totals after that step, `digest` covers the tokens it chose.
     `step_us` is the time from the forward's launch to its end on that rank, `wait_us` the part of it spent
@@ -350,10 +346,10 @@ class Ack(Message):
 
 @dataclass(frozen=True, slots=True)
 class Error(Message):
-    """Something failed.
+    """Report of a failure.
 
-    With a `uid`, that request is over and nothing else is. Without one (0): as the reply to a command it
-    stands for the success it replaces; unasked, the sender is ending.
+    With a `uid`, only that request is over. Without one (0), an Error that is the reply to a command stands
+    for the success it replaces. An unsolicited one without a uid means that the sender is ending.
     """
 
     TYPE: ClassVar[int] = 0x11
@@ -367,25 +363,25 @@ class Error(Message):
 
 @dataclass(frozen=True, slots=True)
 class Init(Message):
-    """Form the group. Reply: InitDone."""
+    """Command to form the group. Reply: InitDone."""
 
     TYPE: ClassVar[int] = 0x12
 
 
 @dataclass(frozen=True, slots=True)
 class SanityCheck(Message):
-    """Prove the group by value. Reply: SanityDone."""
+    """Command to prove the group by value. Reply: SanityDone."""
 
     TYPE: ClassVar[int] = 0x13
 
 
 @dataclass(frozen=True, slots=True)
 class LoadShard(Message):
-    """Load this rank's share of the model in folder `path`. Reply: Loaded.
+    """Command to load this rank's share of the model in folder `path`. Reply: Loaded.
 
     `eos` are end tokens that the tokenizer knows; the model's own configuration may add to them.
-    `max_context` (tokens) shortens the model's own context, `kv_bits` quantizes the KV cache, `kv_bytes` is
-    what the caches of all sequences may take on each rank; 0 leaves each to the model and the machine.
+    `max_context` (tokens) shortens the model's own context, `kv_bits` quantizes the KV cache, `kv_bytes`
+    bounds the caches of all sequences on each rank. 0 leaves each of them to the model and the machine.
     `draft_path` is the folder of a small model with the same vocabulary, for rank 0 to propose tokens with.
     `paths` has a folder for each rank where they differ from Mac to Mac, else it is empty.
     """
@@ -403,21 +399,21 @@ class LoadShard(Message):
 
 @dataclass(frozen=True, slots=True)
 class Unload(Message):
-    """Drop the model; the group stays. Reply: Done."""
+    """Command to drop the model; the group stays. Reply: Done."""
 
     TYPE: ClassVar[int] = 0x16
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown(Message):
-    """Finish, let go of everything, exit with status 0. Reply: Done, then SessionEnd."""
+    """Command to finish, release everything and exit with status 0. Reply: Done, then SessionEnd."""
 
     TYPE: ClassVar[int] = 0x18
 
 
 @dataclass(frozen=True, slots=True)
 class InitDone(Message):
-    """The group is formed."""
+    """Reply to Init: the group is formed."""
 
     TYPE: ClassVar[int] = 0x19
     rank: int = _f(integer(0, MAX_RANKS - 1))
@@ -426,7 +422,7 @@ class InitDone(Message):
 
 @dataclass(frozen=True, slots=True)
 class SanityDone(Message):
-    """What this rank computed: `total` = sum of ones, `ranks` = the gathered ranks, `digest` of the epoch."""
+    """Results of this rank: `total` = sum of ones, `ranks` = the gathered ranks, `digest` of the epoch."""
 
     TYPE: ClassVar[int] = 0x1A
     total: int = _f(_count)
@@ -436,10 +432,10 @@ class SanityDone(Message):
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Message):
-    """The shard is in memory. `context` and `vocabulary` are the model's, in tokens.
+    """Reply to LoadShard: the shard is in memory. `context` and `vocabulary` are the model's, in tokens.
 
-    `weight_bytes` and `peak_bytes` are this rank's, the latter while loading; `kv_token_bytes` is what one
-    token takes in its KV cache, `kv_bytes` what all caches together may take. From rank 0 to the agent,
+    `weight_bytes` and `peak_bytes` are this rank's, the latter while loading. `kv_token_bytes` is the size of
+    one token in its KV cache, `kv_bytes` the limit of all caches together. From rank 0 to the agent,
     `kv_bytes` is the smallest of all ranks.
     """
 
@@ -455,9 +451,9 @@ class Loaded(Message):
 
 @dataclass(frozen=True, slots=True)
 class Done(Message):
-    """The reply of Bootstrap, Unload and Shutdown.
+    """Reply to Bootstrap, Unload and Shutdown.
 
-    After Bootstrap, `jaccl` tells whether MLX has JACCL on this machine.
+    After Bootstrap, `jaccl` reports whether MLX has JACCL on this machine.
     """
 
     TYPE: ClassVar[int] = 0x1C
@@ -466,10 +462,10 @@ class Done(Message):
 
 @dataclass(frozen=True, slots=True)
 class TimeCollectives(Message):
-    """Time `rounds` collectives of one kind over `size` bytes of every rank. Reply: CollectivesTimed.
+    """Command to time `rounds` collectives of one kind over `size` bytes of every rank.
 
-    "sum" and "gather" run one after the other. A "chain" is so many sums in one graph, each of which takes
-    what the one before gave, with a step of arithmetic in between, as a forward has them.
+    Reply: CollectivesTimed. "sum" and "gather" run one after the other. A "chain" is `rounds` sums in one
+    graph. Each takes the result of the one before, with a step of arithmetic in between, as in a forward.
     """
 
     TYPE: ClassVar[int] = 0x1D
@@ -480,9 +476,9 @@ class TimeCollectives(Message):
 
 @dataclass(frozen=True, slots=True)
 class CollectivesTimed(Message):
-    """What one collective took on this rank, in seconds; from rank 0 to the agent, on the slowest rank.
+    """Seconds of one collective on this rank; from rank 0 to the agent, on the slowest rank.
 
-    `metal` says that a GPU computes there, for which each collective includes a fence.
+    `metal`: a GPU computes there, so that each collective includes a fence.
     """
 
     TYPE: ClassVar[int] = 0x1E
@@ -497,11 +493,11 @@ class CollectivesTimed(Message):
 class Generate(Message):
     """Agent to rank 0: decode after this prompt until an end token or `max_tokens`.
 
-    `logprobs` -1 wants none, 0 those of the chosen tokens, more the most probable alternatives as well.
-    `ignore_eos` goes on after an end token. The last `answered` of `tokens` are the beginning of the answer,
-    given by an earlier group; `max_tokens` counts them, and the next token has their number as its index.
-    `strikes` groups failed under this request. Clients take turns, and so do users within those of
-    their `client`. Answered by Accepted or by an Error with the uid.
+    `logprobs` -1 requests none, 0 those of the chosen tokens, more the most probable alternatives as well.
+    With `ignore_eos` the answer continues after an end token. The last `answered` of `tokens` are the
+    beginning of the answer, given by an earlier group; `max_tokens` counts them, and the next token has their
+    number as its index. `strikes` groups failed during this request. Scheduling is fair between clients, and
+    between users of the same `client`. Reply: Accepted, or an Error with the uid.
     """
 
     TYPE: ClassVar[int] = 0x20
@@ -528,9 +524,10 @@ class Accepted(Message):
 
 @dataclass(frozen=True, slots=True)
 class Prefilled(Message):
-    """Rank 0 to agent: `computed` tokens of this request's prompt are in a KV cache, a few times a second.
+    """Rank 0 to agent, a few times a second: `computed` tokens of this request's prompt are in a KV cache.
 
-    The prefill began with `cached` of them. The prompt is that of Generate, with what was answered before.
+    The prefill began with `cached` of them. The prompt is that of Generate, with the part of the answer
+    already given.
     """
 
     TYPE: ClassVar[int] = 0x26
@@ -554,10 +551,10 @@ class Delta(Message):
 
 @dataclass(frozen=True, slots=True)
 class ScoredDelta(Message):
-    """A Delta for one request that asked for log-probabilities (natural logarithms).
+    """Tokens of one request that wants log-probabilities (natural logarithms), in place of a Delta.
 
-    `logprobs[i]` belongs to `tokens[i]`. Of each token's alternatives, the `top` most probable follow each
-    other in `top_tokens` and `top_logprobs`.
+    `logprobs[i]` belongs to `tokens[i]`. The `top` most probable alternatives of each token follow each other
+    in `top_tokens` and `top_logprobs`.
     """
 
     TYPE: ClassVar[int] = 0x25
@@ -572,7 +569,7 @@ class ScoredDelta(Message):
 
 @dataclass(frozen=True, slots=True)
 class Cancel(Message):
-    """Agent to rank 0: nobody wants this any more. Answered by Finished, unless it is over."""
+    """Agent to rank 0: the client no longer wants this request. Reply: Finished, unless it is over."""
 
     TYPE: ClassVar[int] = 0x22
     uid: int = _f(_uid)
@@ -580,7 +577,7 @@ class Cancel(Message):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Message):
-    """Rank 0 to agent: the last word about a request. `generated` counts tokens with the end token.
+    """Rank 0 to agent: the end of a request. `generated` counts tokens with the end token.
 
     `cached` of its prompt tokens were not computed again. Of `drafted` tokens, `accepted` were right.
     """
@@ -597,7 +594,7 @@ class Finished(Message):
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd(Message):
-    """The last frame of a link that closes in order."""
+    """Last frame of a link that closes in order."""
 
     TYPE: ClassVar[int] = 0xFF
 

@@ -1,4 +1,4 @@
-"""The legal order of messages, as data: for each kind of link, (state, sender, message) -> next state.
+"""Tables of the legal order of messages: for each kind of link, (state, sender, message) -> next state.
 
 A move that is not in the table is illegal. States that mean the same have the same name on every link:
 
@@ -7,8 +7,8 @@ A move that is not in the table is illegal. States that mean the same have the s
     proven -LoadShard-> loading -Loaded-> loaded
     new -JoinOffer-> offered -JoinRequest-> asked -JoinGrant or JoinRefusal-> closed
 
-A state in -ing waits for the reply to one command. Both ends run this table, each at its own time, so a
-message may arrive in a state that its sender had not yet heard of. Where that can happen the table holds
+A state in -ing waits for the reply to one command. Both ends run this table, each at its own time. A message
+may therefore arrive in a state that its sender did not know of yet. Where that can happen, the table holds
 both orders, and both end in the same state.
 """
 
@@ -58,19 +58,19 @@ from .messages import (
 
 
 class Side(Enum):
-    """UPPER gives commands, LOWER says Hello and answers. Who joins is LOWER."""
+    """The two sides of a link: UPPER sends commands, LOWER sends Hello and replies. A joiner is LOWER."""
 
     UPPER = "upper"
     LOWER = "lower"
 
     @property
     def peer(self) -> Side:
-        """The side at the other end."""
+        """Return the side at the other end."""
         return Side.LOWER if self is Side.UPPER else Side.UPPER
 
 
 class LinkKind(Enum):
-    """Who is joined: (name of the kind, its upper side, its lower side)."""
+    """Kinds of links: (name of the kind, its upper side, its lower side)."""
 
     PIPE_LEADER = ("pipe to rank 0", "the agent", "rank 0")
     PIPE = ("pipe", "the agent", "the rank")
@@ -83,12 +83,12 @@ class LinkKind(Enum):
         return self.value[0]
 
     def who(self, side: Side) -> str:
-        """What `side` of such a link is called."""
+        """Return the name of `side` of such a link."""
         return self.value[1] if side is Side.UPPER else self.value[2]
 
 
 class LinkState(Enum):
-    """Where a link stands. A plain CLOSING owes the Done of Shutdown, CLOSING_AFTER_* another reply first."""
+    """State of a link. A plain CLOSING owes the Done of Shutdown, CLOSING_AFTER_* another reply first."""
 
     NEW = "new"
     GREETED = "greeted"
@@ -120,15 +120,14 @@ class LinkState(Enum):
         return self.value
 
 
-TERMINAL = frozenset((LinkState.CLOSED, LinkState.FAILED))
-"""Nothing is legal here."""
+TERMINAL = frozenset((LinkState.CLOSED, LinkState.FAILED))  #: states in which nothing is legal
 
+#: States in which the peer has proven nothing yet. Frames are limited to 4 KiB.
 OPENING = frozenset((LinkState.NEW, LinkState.GREETED, LinkState.OFFERED, LinkState.ASKED))
-"""Whoever sends here has proven nothing yet, and gets little room."""
 
 
 class RequestFailed(Message):
-    """How the table calls an Error with a uid: it ends one request, not the link. Never sent itself."""
+    """An Error with a uid, as the table names it: it ends one request, not the link. Never sent itself."""
 
     __slots__ = ()
 
@@ -161,7 +160,7 @@ _LIFE: tuple[Transition, ...] = (
     (LinkState.LOADING, _LOWER, Loaded, LinkState.LOADED),
     (LinkState.LOADING, _LOWER, Error, LinkState.PROVEN),  # a load that failed leaves the group usable
     (LinkState.LOADED, _UPPER, Unload, LinkState.UNLOADING),
-    (LinkState.PROVEN, _UPPER, Unload, LinkState.UNLOADING),  # where a load failed on some ranks, all let go
+    (LinkState.PROVEN, _UPPER, Unload, LinkState.UNLOADING),  # if some ranks fail to load, all unload
     (LinkState.UNLOADING, _LOWER, Done, LinkState.PROVEN),
     (LinkState.LOADED, _UPPER, TimeCollectives, LinkState.MEASURING),
     (LinkState.MEASURING, _LOWER, CollectivesTimed, LinkState.LOADED),
@@ -181,12 +180,14 @@ _ENDING_BUSY: tuple[Transition, ...] = (
     (LinkState.CLOSING_AFTER_TIMES, _LOWER, CollectivesTimed, LinkState.CLOSING),
 )
 
+#: Next state after Shutdown when no reply is owed.
 _SHUTDOWN_WHEN_IDLE = dict.fromkeys(
     (LinkState.OPEN, LinkState.LINKED, LinkState.FORMED, LinkState.PROVEN, LinkState.LOADED),
     LinkState.CLOSING,
 )
-"""Where Shutdown leads when no reply is owed."""
 
+#: Next state after Shutdown when a reply is owed. That reply may already be on its way, so it comes before
+#: Shutdown's.
 _SHUTDOWN_WHEN_BUSY = {
     LinkState.LINKING: LinkState.CLOSING_AFTER_DONE,
     LinkState.FORMING: LinkState.CLOSING_AFTER_INIT,
@@ -195,7 +196,6 @@ _SHUTDOWN_WHEN_BUSY = {
     LinkState.UNLOADING: LinkState.CLOSING_AFTER_DONE,
     LinkState.MEASURING: LinkState.CLOSING_AFTER_TIMES,
 }
-"""Where it leads when one is: that reply may be on its way already, so it comes first, then Shutdown's."""
 
 _DECODING: tuple[Transition, ...] = tuple(
     (LinkState.LOADED, side, message, LinkState.LOADED)
@@ -209,22 +209,22 @@ _DECODING: tuple[Transition, ...] = tuple(
     )
 )
 
+#: Rank 0 may request the proof by value again between forwards of an idle group.
 _CANARY: tuple[Transition, ...] = (
     (LinkState.LOADED, _UPPER, SanityCheck, LinkState.CHECKING),
     (LinkState.CHECKING, _LOWER, SanityDone, LinkState.LOADED),
 )
-"""Between forwards of an idle group, the proof by value may be asked for again."""
 
 _REQUESTS: tuple[Transition, ...] = (
     (LinkState.LOADED, _UPPER, Generate, LinkState.LOADED),
 )  # Cancel may come anywhere
 
+#: A rank above 0 forms the group at rank 0's command. Its pipe does not carry that command.
 _ROUNDS: tuple[Transition, ...] = (
     (LinkState.LINKED, _LOWER, SideChannel, LinkState.LINKED),
     (LinkState.LINKED, _UPPER, Gathered, LinkState.LINKED),
     (LinkState.CLOSING, _LOWER, SideChannel, LinkState.CLOSING),  # it crossed Shutdown
 )
-"""A rank above 0 forms the group when rank 0 says so, of which its pipe knows nothing."""
 
 _ROUNDS_OF_LEADER: tuple[Transition, ...] = (
     (LinkState.FORMING, _LOWER, SideChannel, LinkState.FORMING),
@@ -233,6 +233,7 @@ _ROUNDS_OF_LEADER: tuple[Transition, ...] = (
     (LinkState.CLOSING_AFTER_INIT, _LOWER, SideChannel, LinkState.CLOSING_AFTER_INIT),
 )
 
+#: Rank 0 sends tokens until it replies to the command that crossed them. No other link has these moves.
 _VOICE: tuple[Transition, ...] = tuple(
     (state, _LOWER, message, state)
     for state in (
@@ -245,7 +246,6 @@ _VOICE: tuple[Transition, ...] = tuple(
     )
     for message in (Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed)
 )
-"""Tokens leave rank 0 until the command that crossed them is answered. No other link has these moves."""
 
 
 _JOINING: tuple[Transition, ...] = (
@@ -254,7 +254,7 @@ _JOINING: tuple[Transition, ...] = (
     (LinkState.ASKED, _UPPER, JoinGrant, LinkState.CLOSED),
     (LinkState.ASKED, _UPPER, JoinRefusal, LinkState.CLOSED),
     (LinkState.ASKED, _UPPER, Error, LinkState.CLOSED),
-    (LinkState.OFFERED, _UPPER, Error, LinkState.FAILED),  # the offer stands no longer
+    (LinkState.OFFERED, _UPPER, Error, LinkState.FAILED),  # the offer is no longer valid
 )
 
 
@@ -268,7 +268,7 @@ def _shutdowns(rows: Iterable[Transition], targets: dict[LinkState, LinkState]) 
 
 
 def _anywhere(rows: Iterable[Transition], side: Side, *messages: type[Message]) -> Iterator[Transition]:
-    """These messages of `side` are legal in every state from open on, and change none."""
+    """Yield moves that make these messages of `side` legal in every state from open on, and change none."""
     return (
         (state, side, message, state)
         for state in _states(rows) - {LinkState.NEW, LinkState.GREETED}
@@ -277,7 +277,10 @@ def _anywhere(rows: Iterable[Transition], side: Side, *messages: type[Message]) 
 
 
 def _failures(rows: tuple[Transition, ...], side: Side) -> Iterator[Transition]:
-    """An Error nobody asked for, wherever it is not already a reply: `side` is ending."""
+    """Yield the moves of an unsolicited Error of `side`, which is ending.
+
+    States where Error is a reply are left out.
+    """
     replies = {start for start, sender, message, _ in rows if sender is side and message is Error}
     return ((state, side, Error, LinkState.FAILED) for state in _states(rows) - replies - {LinkState.NEW})
 
@@ -305,12 +308,12 @@ def _table(rows: tuple[Transition, ...]) -> Table:
     return table
 
 
+#: Both ends of an open link may send the same messages.
 _CONTROL: tuple[Transition, ...] = (
     (LinkState.NEW, _LOWER, AgentHello, LinkState.GREETED),
     (LinkState.GREETED, _UPPER, AgentHello, LinkState.OPEN),
     (LinkState.GREETED, _UPPER, Error, LinkState.CLOSED),  # refused
 )
-"""Once open, both ends may say the same."""
 
 _CONTROL_END: tuple[Transition, ...] = tuple(
     (LinkState.OPEN, side, message, end)

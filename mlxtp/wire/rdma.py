@@ -1,7 +1,8 @@
-"""Which RDMA device leads to whom: the matrix that JACCL is given, and what can be wrong with one.
+"""RDMA devices between ranks: the matrix for JACCL, and the checks of one.
 
-JACCL itself says little: an entry on the diagonal or a cable with one end gives it a group of another shape
-than was meant, or an error about something else. So whoever makes or uses a matrix asks `fault` first.
+JACCL itself reports little: with an entry on the diagonal or a cable with one end, it forms a group of
+another shape than intended, or raises an error about something else. Code that makes or uses a matrix
+therefore calls `fault` first.
 """
 
 from __future__ import annotations
@@ -11,40 +12,40 @@ import re
 from collections.abc import Sequence
 
 Entry = str | None
+#: `matrix[i][j]` names the devices of rank i that are cabled to rank j: "rdma_en5", or several with commas
+#: between them; None or "" where there are none.
 Matrix = tuple[tuple[Entry, ...], ...]
-"""`matrix[i][j]` names the devices of rank i that are cabled to rank j: "rdma_en5", or several with commas
-between them; None or "" where there are none."""
 
-MAX_SIZE = 8
-"""Ranks that JACCL joins at most."""
-MAX_LANES = 4
-"""Devices between two neighbours of a ring at most."""
+MAX_SIZE = 8  #: ranks that JACCL joins at most
+MAX_LANES = 4  #: devices between two neighbours of a ring at most
 MAX_NAME = 60
-MAX_ENTRY = MAX_LANES * (MAX_NAME + 1)
-"""Characters of one entry."""
+MAX_ENTRY = MAX_LANES * (MAX_NAME + 1)  #: characters of one entry
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 
 
 def devices(entry: Entry) -> tuple[str, ...]:
-    """The devices that one entry names."""
+    """Return the devices that one entry names."""
     return tuple(entry.split(",")) if entry else ()
 
 
 def flat(matrix: Matrix) -> tuple[str, ...]:
-    """All entries as texts, row by row, as Bootstrap carries them."""
+    """Return all entries as texts, row by row, as Bootstrap carries them."""
     return tuple(entry or "" for row in matrix for entry in row)
 
 
 def square(entries: Sequence[str], size: int) -> Matrix:
-    """The matrix of `size` ranks from its entries, row by row. Raises ValueError unless they are size²."""
+    """Return the matrix of `size` ranks from its entries, row by row.
+
+    Raises ValueError unless they are size².
+    """
     if len(entries) != size * size:
         raise ValueError(f"an RDMA matrix of {size} ranks has {size * size} entries, not {len(entries)}")
     return tuple(tuple(entries[start : start + size]) for start in range(0, len(entries), size))
 
 
 def device_file(matrix: Matrix) -> str:
-    """The JSON text that JACCL reads: null, a name, or a list of names."""
+    """Return the JSON text that JACCL reads: null, a name, or a list of names."""
     return json.dumps([[_as_json(devices(entry)) for entry in row] for row in matrix])
 
 
@@ -55,17 +56,17 @@ def _as_json(names: tuple[str, ...]) -> str | list[str] | None:
 
 
 def peers(rank: int, size: int, *, ring: bool) -> list[int]:
-    """The ranks that `rank` has a connection with, ascending."""
+    """Return the ranks that `rank` has a connection with, ascending."""
     if ring:
         return sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
     return [peer for peer in range(size) if peer != rank]
 
 
 def fault(matrix: Matrix, *, ring: bool) -> str | None:
-    """The first thing that is wrong with a matrix, in words for whoever made it; None when JACCL can use it.
+    """Return the first fault of a matrix, as a message for its author; None when JACCL can use it.
 
-    With `ring`, neighbours need each other, as many devices each; what stands between others is not used.
-    Without, each two ranks need each other, by as many devices at both ends.
+    With `ring`, neighbours need each other, with equally many devices each; other entries are not used.
+    Without, each two ranks need each other, with equally many devices at both ends.
     """
     size = len(matrix)
     if not 2 <= size <= MAX_SIZE:

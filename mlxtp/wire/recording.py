@@ -1,13 +1,13 @@
-"""What a rank's flight recorder holds: memory that the rank writes and its agent reads when the rank is gone.
+"""Flight recorder of a rank: memory that the rank writes and its agent reads when the rank is gone.
 
-    0      header: magic, when it began on both clocks, the phase, the last words
-    4096   STEPS slots of eight words, in turns
-    then   what `faulthandler` wrote, as text
+    0      header: magic, when it began on both clocks, the phase, the last error
+    4096   STEPS slots of eight words, used as a ring
+    then   output of `faulthandler`, as text
 
-A word is eight bytes, a double or an unsigned integer, in the machine's own order: both ends are on one
-machine. Times are monotonic, in seconds. Words of a slot: started (double), seq, rows << 8 | kind, queued
-(double), forwards, collectives, finished (double), fed << 32 | digest. A time before `started` is left from
-the step that was there before.
+A word is eight bytes, a double or an unsigned integer, in the machine's own order, because both ends are on
+one machine. Times are monotonic, in seconds. Words of a slot: started (double), seq, rows << 8 | kind, queued
+(double), forwards, collectives, finished (double), fed << 32 | digest. A time before `started` is left over
+from the slot's previous step.
 """
 
 from __future__ import annotations
@@ -20,35 +20,31 @@ WORD_BYTES = 8
 SLOT_WORDS = 8
 HEADER_BYTES = 4096
 RECORDING_BYTES = HEADER_BYTES + STEPS * SLOT_WORDS * WORD_BYTES
-MAX_CRASH_BYTES = 16 * 1024
-"""How much of what `faulthandler` wrote is kept."""
+MAX_CRASH_BYTES = 16 * 1024  #: bytes of `faulthandler`'s output that are kept
 
 MAGIC = b"mlxtp-fr"
-BEGAN = struct.Struct("=8sdd")
-"""At 0: the magic; time.time() and time.monotonic() when the recording began."""
+BEGAN = struct.Struct("=8sdd")  #: At 0: the magic; time.time() and time.monotonic() when the recording began.
 PHASE_AT = 32
-PHASE = struct.Struct("=dB")
-"""Since when, and its place in PHASES."""
+PHASE = struct.Struct("=dB")  #: start of the phase, and its index in PHASES
 PHASES = ("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "measuring", "closing")
 WORDS_AT = 64
-WORDS = struct.Struct("=dHH")
-"""When, the bytes of the code and of the detail; both follow."""
+WORDS = struct.Struct("=dHH")  #: Time of the last error, bytes of its code and of its detail; both follow.
 MAX_WORDS_BYTES = 2000
 SLOT = struct.Struct("=dQQdQQdQ")
 
-_MOST_S = 1e11
-"""No clock comes so far."""
+_MOST_S = 1e11  #: beyond the time of any clock
 
+#: Kinds of forwards: a chunk of one prompt, several short prompts, or a step of the running batch.
 KINDS = ("", "prompt", "prompts", "step")
-"""What a forward is: a chunk of one prompt, several short prompts, or a step of the running batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward. `seq` is its frame's number. Times are microseconds since the recording began; `queued_us`
-    and `finished_us` are 0 while it has not come to that. `forwards` and `collectives` are totals with it,
-    known once it is queued; `digest` is of the tokens it chose and `fed` of what it was fed, known once it is
-    finished.
+    """One forward. `seq` is its frame's number. Times are microseconds since the recording began.
+
+    `queued_us` and `finished_us` are 0 until then. `forwards` and `collectives` are totals with this one,
+    known once it is queued. `digest` covers the tokens it chose and `fed` the tokens it was fed; both are
+    known once it is finished.
     """
 
     seq: int
@@ -65,9 +61,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A rank's last steps, oldest first, and how it stood. `began` and `began_monotonic` are in seconds.
+    """A rank's last steps, oldest first, and its state. `began` and `began_monotonic` are in seconds.
 
-    `code` and `detail` are the rank's own last words, empty for none.
+    `code` and `detail` are the last error that the rank wrote, empty for none.
     """
 
     began: float
@@ -82,9 +78,9 @@ class Recording:
 
 
 def decode(data: bytes) -> Recording | None:
-    """The recording in `data`; None when the process never came so far as to begin one.
+    """Return the recording in `data`, or None when the process ended before it began one.
 
-    Whatever a process wrote there that lost its mind is left out, or 0.
+    Values that a faulty process wrote there are left out, or 0.
     """
     if len(data) < RECORDING_BYTES:
         return None
@@ -103,7 +99,7 @@ def decode(data: bytes) -> Recording | None:
             steps.append(step)
     since_us = _us(since, origin)
     name = PHASES[phase] if phase < len(PHASES) else ""
-    if steps and steps[-1].started_us >= since_us:  # forwards enter their phase without a word
+    if steps and steps[-1].started_us >= since_us:  # a forward does not write its phase
         name, since_us = "decode" if steps[-1].kind == "step" else "prefill", steps[-1].started_us
     return Recording(
         began,

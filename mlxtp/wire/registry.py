@@ -1,4 +1,4 @@
-"""The table of all messages by their number, and how their bodies are packed and checked."""
+"""Table of all messages by their number, which also packs and checks their bodies."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ _PACK = {
 _CHECK = {
     message: tuple((name, codec.from_wire) for name, codec in codecs) for message, codecs in _CODECS.items()
 }
+#: Setters of a message's slots. The `__init__` of a frozen dataclass takes twice as long.
 _FILL = {
     message: tuple((getattr(message, name).__set__, name, codec.from_wire) for name, codec in codecs)
     for message, codecs in _CODECS.items()
 }
-"""Setters of a message's slots. The `__init__` of a frozen dataclass takes twice as long."""
 
 
 def field_codecs(message: type[Message]) -> tuple[tuple[str, FieldCodec], ...]:
-    """Names and codecs of a message's fields, in order."""
+    """Return names and codecs of a message's fields, in order."""
     return _CODECS[message]
 
 
 def to_body(message: Message) -> dict[str, Wire]:
-    """The map that travels. Values are packed, not checked: `check_body` on the same map is the check."""
+    """Return the map to send. Values are packed, not checked; `check_body` on the same map checks them."""
     return {name: pack(getattr(message, name)) for name, pack in _PACK[type(message)]}
 
 
 def from_body(message_type: type[M], body: Wire) -> M:
-    """A message from what was unpacked. Raises RemoteProtocolError as `check_body` does."""
+    """Return the message of an unpacked body. Raises RemoteProtocolError as `check_body` does."""
     slots = _FILL[message_type]
     if type(body) is dict and len(body) == len(slots):
         message = object.__new__(message_type)
@@ -59,15 +59,15 @@ def from_body(message_type: type[M], body: Wire) -> M:
                 fill(message, check(body[name]))
             return message
         except (KeyError, ValueError):
-            pass  # which one, and why, is said below
+            pass  # `check_body` below reports the field and the reason
     return message_type(*check_body(message_type, body))
 
 
 def check_body(message_type: type[Message], body: Wire) -> list[Any]:
-    """The fields' values, in order, from what was unpacked.
+    """Return the fields' values of an unpacked body, in order.
 
-    Raises RemoteProtocolError (FIELD_INVALID) naming the field: missing, surplus, of the wrong type or out
-    of range.
+    Raises RemoteProtocolError (FIELD_INVALID) naming the field: missing, surplus, of the wrong type or out of
+    range.
     """
     checks = _CHECK[message_type]
     name = "body"

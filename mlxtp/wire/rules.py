@@ -1,7 +1,7 @@
-"""What must hold between the messages of a link beyond their order: uids, offsets, indices, one reply each.
+"""Rules between the messages of a link beyond their order: uids, offsets, indices, one reply each.
 
-A ledger is kept at both ends and sees every message, sent or received, in the link's order. Its rules are
-called with a message that the table in `protocol.py` allows and the seq of its frame; they raise `Violation`.
+Both ends keep a ledger, which sees every message, sent or received, in the link's order. `Session` calls its
+rules with a message that the table in `protocol.py` allows and the seq of its frame. They raise `Violation`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Rules = dict[type[Message], Callable[[Any, int], None]]
 
 
 class Violation(Exception):
-    """A rule was broken. `Session` turns it into a local or a remote error, depending on who did it."""
+    """A rule was broken. `Session` turns it into a local or a remote error, depending on the sender."""
 
     def __init__(self, code: Code, detail: str) -> None:
         super().__init__(detail)
@@ -51,13 +51,11 @@ class Violation(Exception):
 
 
 class PipeLedger:
-    """Pings and rounds of the side channel, with their answers, between an agent and any rank."""
+    """Pings and rounds of the side channel, with their replies, between an agent and any rank."""
 
     def __init__(self) -> None:
-        self.outstanding = 0
-        """Pings whose Pong has not come."""
-        self.round = 0
-        """Number of the last round of the side channel."""
+        self.outstanding = 0  #: pings whose Pong has not come
+        self.round = 0  #: number of the last round of the side channel
         self.round_is_open = False
         self.rounds_are_over = False
 
@@ -70,7 +68,10 @@ class PipeLedger:
         }
 
     def forget(self) -> None:
-        """The command that ends every request before it has been answered."""
+        """Do nothing: no request ends here.
+
+        `Session` calls it after the reply to a command that ends every request.
+        """
 
     def _ping(self, ping: Ping, seq: int) -> None:
         self.outstanding += 1
@@ -81,7 +82,7 @@ class PipeLedger:
         self.outstanding -= 1
 
     def _side_channel(self, ours: SideChannel, seq: int) -> None:
-        # A round may also cross the error that ends them all; that one gets no other answer.
+        # A round may also cross the error that ends them all; it gets no other reply.
         if self.round_is_open or ours.round != self.round + 1:
             raise Violation(
                 Code.OUT_OF_ORDER, f"SideChannel with round {ours.round} after round {self.round}"
@@ -97,7 +98,7 @@ class PipeLedger:
         if gathered.error:
             self.rounds_are_over = True
         elif not self.round_is_open or gathered.round != self.round:
-            raise Violation(Code.OUT_OF_ORDER, f"Gathered for round {gathered.round}, which nobody waits for")
+            raise Violation(Code.OUT_OF_ORDER, f"Gathered for round {gathered.round}, which is not open")
         self.round_is_open = False
 
 
@@ -107,8 +108,7 @@ class RequestLedger(PipeLedger):
     def __init__(self) -> None:
         super().__init__()
         self.last_uid = 0
-        self.tokens: dict[int, int] = {}
-        """Of each live uid, how many tokens have been delivered: the index of its next one."""
+        self.tokens: dict[int, int] = {}  #: Tokens delivered for each live uid: the index of its next one.
 
     def rules(self) -> Rules:
         requests: Rules = {
@@ -182,8 +182,8 @@ class RequestLedger(PipeLedger):
             raise Violation(Code.WRONG_UID, f"{type(end).__name__} for uid {end.uid}, which is not live")
 
 
+#: commands that come between steps only
 _COMMANDS: tuple[type[Message], ...] = (SanityCheck, Unload, TimeCollectives, Shutdown)
-"""What comes between steps only."""
 
 
 class DecodeLedger:
@@ -191,14 +191,13 @@ class DecodeLedger:
 
     def __init__(self) -> None:
         self.last_uid = 0
+        #: Each uid whose prompt is incomplete: (offset of its next chunk, length of the prompt).
         self.prompts: dict[int, tuple[int, int]] = {}
-        """Of each uid whose prompt is incomplete: (offset of its next chunk, length of the prompt)."""
+        #: Uids that a StepToken may name, each with the token limit of its KV cache.
         self.running: dict[int, int] = {}
-        """Uids that a StepToken may name, with the most tokens that their KV caches may hold."""
+        #: Uids of ended sequences whose KV cache is still held, with its length in tokens.
         self.kept: dict[int, int] = {}
-        """Uids of ended sequences whose KV cache is still held, with its length."""
-        self.steps: deque[int] = deque()
-        """Seqs of the steps that wait for their Ack, oldest first."""
+        self.steps: deque[int] = deque()  #: Seqs of the steps that wait for their Ack, oldest first.
 
     @property
     def outstanding(self) -> int:
@@ -217,7 +216,7 @@ class DecodeLedger:
         }
 
     def forget(self) -> None:
-        """The command that ends every sequence has been answered."""
+        """Forget all sequences, after the reply to the command that ends them."""
         self.prompts.clear()
         self.running.clear()
         self.kept.clear()
@@ -271,12 +270,12 @@ class DecodeLedger:
                 raise Violation(Code.WRONG_UID, f"PromptBatch with uid {uid} after uid {self.last_uid}")
             self.last_uid = uid
             self._start(batch, uid, offset, source, take=bool(take))
-        # Only now: none of them can start from another one, which this forward has yet to compute.
+        # Last, so that none of them can start from another one, which this forward has yet to compute.
         self.running.update(zip(batch.uids, batch.totals, strict=True))
         self.steps.append(seq)
 
     def _start(self, message: Message, uid: int, offset: int, source: int, *, take: bool) -> None:
-        """A new prompt begins behind what its source holds, if it has one."""
+        """Check that a new prompt begins behind the tokens that its source holds, if it has one."""
         kind = type(message).__name__
         if take and not source:
             raise Violation(Code.FIELD_INVALID, f"{kind}: uid {uid} takes over a source of no name")
@@ -356,7 +355,7 @@ class DecodeLedger:
 
 
 class ControlLedger:
-    """Between agents, and with a joiner, the order of messages says everything."""
+    """No rules: between agents, and with a joiner, the order of messages is enough."""
 
     outstanding = 0
 
@@ -364,7 +363,7 @@ class ControlLedger:
         return {}
 
     def forget(self) -> None:
-        """No command here ends anything."""
+        """Do nothing: no command here ends anything."""
 
 
 Ledger = PipeLedger | DecodeLedger | ControlLedger

@@ -1,5 +1,7 @@
-"""One end of one link; no I/O. Messages to send go in and bytes come out, received bytes go in and messages
-come out; whatever breaks the rules of `messages.py`, `protocol.py` or `rules.py` raises.
+"""One end of one link; no I/O.
+
+Messages to send go in and bytes come out; received bytes go in and messages come out. Anything that breaks
+the rules of `messages.py`, `protocol.py` or `rules.py` raises.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from .rules import LEDGERS, Ledger, Violation
 
 __all__ = ["LinkKind", "LinkState", "Received", "Session", "Side"]
 
+#: The reply to the command of one of these states ends every earlier sequence or request.
 _FORGETTING = frozenset((LinkState.UNLOADING, LinkState.CLOSING))
-"""When the command of one of these states is answered, every earlier sequence or request is over."""
 
 
 class Received(NamedTuple):
@@ -29,7 +31,7 @@ class Session:
     """One end of a link, for one epoch.
 
     Each direction numbers its frames 1, 2, 3 ...; a frame of another epoch is dropped and counted. The first
-    error is final: whatever is called afterwards raises the same error again.
+    error is final: every later call raises the same error again.
 
     Not safe for several threads at once.
     """
@@ -38,10 +40,8 @@ class Session:
         self.link = link
         self.side = side
         self.epoch = epoch
-        self.seq = 0
-        """Number of the frame sent last."""
-        self.dropped = 0
-        """Frames of other epochs that came and were not looked at."""
+        self.seq = 0  #: number of the frame sent last
+        self.dropped = 0  #: frames of other epochs that came and were ignored
         self.ledger: Ledger = LEDGERS[link]()
         self._peer = side.peer
         self._table = TABLES[link]
@@ -54,12 +54,12 @@ class Session:
 
     @property
     def state(self) -> LinkState:
-        """Where the link stands, as far as this end knows."""
+        """State of the link, as far as this end knows."""
         return self._state
 
     @property
     def closed(self) -> bool:
-        """Whether the link has ended in order; EOF is then no error."""
+        """True when the link has ended in order; EOF is then no error."""
         return self._state is LinkState.CLOSED
 
     @property
@@ -68,10 +68,10 @@ class Session:
         return self.ledger.outstanding
 
     def send(self, message: Message) -> bytes:
-        """The frame to transmit; `seq` is then its number.
+        """Return the frame to transmit; `seq` is then its number.
 
-        Raises LocalProtocolError for a message that is not legal now or holds a value no peer would accept,
-        LinkError (LINK_LOST) once the link has ended.
+        Raises LocalProtocolError for a message that is not legal now or holds a value that no peer would
+        accept, LinkError (LINK_LOST) once the link has ended.
         """
         if self._failure is not None:
             self._fail_again()
@@ -89,9 +89,9 @@ class Session:
         return data
 
     def receive_data(self, data: bytes) -> list[Received]:
-        """The messages that `data` completes.
+        """Return the messages that `data` completes.
 
-        After an Error or a SessionEnd of our own, what the peer had on its way is discarded. Raises
+        After an Error or a SessionEnd of this end, later data from the peer is discarded. Raises
         RemoteProtocolError; messages that came before the fault in the same `data` are lost with it.
         """
         if self._failure is not None:
@@ -122,7 +122,7 @@ class Session:
         return received
 
     def receive_eof(self) -> None:
-        """The peer sends no more. Raises LinkError (LINK_LOST) unless the link had ended."""
+        """Record the end of the peer's stream. Raises LinkError (LINK_LOST) unless the link had ended."""
         if self._failure is not None:
             self._fail_again()
         if self.closed or self._ended_here:

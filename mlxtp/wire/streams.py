@@ -24,16 +24,16 @@ class StreamLink:
 
     @classmethod
     async def from_socket(cls, sock: socket.socket, protocol: Session) -> StreamLink:
-        """Takes over a connected stream socket, such as one end of a socket pair. Raises OSError."""
+        """Take over a connected stream socket, such as one end of a socket pair. Raises OSError."""
         sock.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=sock)
         return cls(reader, writer, protocol)
 
     def send(self, message: Message) -> int:
-        """Hands one message to the transport, without waiting, and returns the seq of its frame.
+        """Hand one message to the transport, without waiting, and return the seq of its frame.
 
-        Raises LinkError (LINK_LOST) when the transport is closed, and what `Session.send` raises. That the
-        peer is gone may show only in `drain` and `receive`.
+        Raises LinkError (LINK_LOST) when the transport is closed, and what `Session.send` raises. The loss of
+        the peer may show only in `drain` and `receive`.
         """
         if self._writer.is_closing():
             raise LinkError(f"{self.protocol.link}: the connection is closed")
@@ -41,18 +41,18 @@ class StreamLink:
         return self.protocol.seq
 
     async def drain(self) -> None:
-        """Waits until the peer has taken most of what was sent. Raises LinkError (LINK_LOST)."""
+        """Wait until the peer has taken most of what was sent. Raises LinkError (LINK_LOST)."""
         try:
             await self._writer.drain()
         except OSError as error:
             raise LinkError(f"{self.protocol.link}: cannot send: {error}") from error
 
     async def receive(self) -> list[Received]:
-        """Waits until messages are there, and returns them.
+        """Wait for messages and return them.
 
-        Returns [] only when there will be no more: the link ended in order, or `close` was called at this
-        end. Raises LinkError (LINK_LOST) when the peer is gone, and what `Session.receive_data` raises.
-        Nothing is lost when the waiting task is cancelled.
+        Returns [] only at the end: the link ended in order, or `close` was called at this end. Raises
+        LinkError (LINK_LOST) when the peer is gone, and what `Session.receive_data` raises. Nothing is lost
+        when the waiting task is cancelled.
         """
         while True:
             data = await self._read()
@@ -67,14 +67,14 @@ class StreamLink:
 
     @property
     def unsent_bytes(self) -> int:
-        """What waits because the peer does not read."""
-        # A transport that is closed may have let go of its buffer, and then does not survive the question.
+        """Bytes that wait because the peer does not read."""
+        # A closed transport may have dropped its buffer; get_write_buffer_size would then raise.
         return 0 if self._writer.is_closing() else self._writer.transport.get_write_buffer_size()
 
     def close(self) -> None:
-        """Ends the link; what was sent still goes out. May be repeated.
+        """End the link; bytes that were sent still go out. May be repeated.
 
-        Whoever waits in `receive` is told at once: a peer out of reach never answers TLS's last word.
+        A task in `receive` wakes at once, because an unreachable peer never answers TLS's close message.
         """
         if self._closed:
             return
@@ -83,7 +83,7 @@ class StreamLink:
         self._writer.close()
 
     async def wait_closed(self) -> None:
-        """Waits until the socket is closed, for whatever reason."""
+        """Wait until the socket is closed, for any reason."""
         with contextlib.suppress(OSError):  # it may have broken before it closed
             await self._writer.wait_closed()
 

@@ -1,9 +1,8 @@
-"""TLS 1.3 between the members of a cluster: contexts, who the peer is, and TLS over blocking sockets.
+"""TLS 1.3 between the members of a cluster: contexts, identity of the peer, and TLS over blocking sockets.
 
-A member shows its certificate and takes only peers whose certificate its own cluster's authority made; no
-other authority counts, and the names that certificates carry elsewhere do not matter. Which protocol a
-connection speaks is agreed by ALPN. A Mac that wants to join has no certificate yet, and may speak
-`mlxtp-join` only.
+A member shows its certificate and accepts only peers whose certificate its own cluster's authority made. No
+other authority counts, and host names in certificates do not matter. ALPN selects the protocol of a
+connection. A Mac that wants to join has no certificate yet, and may speak `mlxtp-join` only.
 """
 
 from __future__ import annotations
@@ -26,13 +25,10 @@ ALPN_REQUESTS = "mlxtp-requests"
 ALPN_JOIN = "mlxtp-join"
 ALPN_DECODE = "mlxtp-decode"
 ALPN_MODELS = "mlxtp-models"
-AGENT_ALPNS = (ALPN_CONTROL, ALPN_REQUESTS, ALPN_JOIN)
-"""What is spoken on an agent's control port."""
+AGENT_ALPNS = (ALPN_CONTROL, ALPN_REQUESTS, ALPN_JOIN)  #: protocols of an agent's control port
 
-HANDSHAKE_S = 3.0
-"""Seconds from TCP connection to the end of the handshake."""
-GOODBYE_S = 1.0
-"""Seconds for which the end of a connection waits for the peer to agree that it is over."""
+HANDSHAKE_S = 3.0  #: seconds from TCP connection to the end of the handshake
+GOODBYE_S = 1.0  #: seconds that closing a connection waits for the peer's TLS close message
 
 _HEADER_BYTES = 5
 _RECORD_BYTES = 16 * 1024
@@ -47,12 +43,12 @@ class Credentials:
 
     @classmethod
     def of(cls, folder: Path) -> Credentials:
-        """Those in the folder of an identity."""
+        """Return the files in the folder of an identity."""
         return cls(folder / "node.key", folder / "member.pem")
 
 
 class PeerTls(Protocol):
-    """The part of `ssl.SSLObject` that tells who the peer is."""
+    """Part of `ssl.SSLObject` that identifies the peer."""
 
     def getpeercert(self, binary_form: bool) -> bytes | None: ...
 
@@ -61,7 +57,7 @@ class PeerTls(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end, and what it speaks. Only a joiner has no `identity`."""
+    """The other end of a connection and its protocol. Only a joiner has no `identity`."""
 
     alpn: str
     address: str
@@ -72,19 +68,20 @@ class Peer:
 
 
 def member_context_server(credentials: Credentials, alpns: Sequence[str] = AGENT_ALPNS) -> ssl.SSLContext:
-    """For accepting peers. A certificate is asked for, and demanded unless `alpns` has `mlxtp-join`.
+    """Return a context for accepting peers. It requires a certificate unless `alpns` has `mlxtp-join`.
 
-    `judge_client` then decides over each connection. Raises ProtocolError as `member_context_client` does.
+    With `mlxtp-join` it requests one, and `judge_client` decides about each connection. Raises ProtocolError
+    as `member_context_client` does.
     """
     context = _context(ssl.PROTOCOL_TLS_SERVER, alpns)
     context.verify_mode = ssl.CERT_OPTIONAL if ALPN_JOIN in alpns else ssl.CERT_REQUIRED
-    context.num_tickets = 0  # no session is resumed: each connection shows who it is
+    context.num_tickets = 0  # no session is resumed: each connection shows its certificate
     _load(context, credentials)
     return context
 
 
 def member_context_client(credentials: Credentials, alpn: str) -> ssl.SSLContext:
-    """For connecting to a member, to speak `alpn`.
+    """Return a context for connecting to a member, to speak `alpn`.
 
     Raises ProtocolError (NOT_AUTHENTIC) when the files cannot be used.
     """
@@ -95,13 +92,16 @@ def member_context_client(credentials: Credentials, alpn: str) -> ssl.SSLContext
 
 
 def join_context() -> ssl.SSLContext:
-    """For connecting as a joiner: shows nothing, believes nothing. Whoever uses it judges the peer itself."""
+    """Return a context for connecting as a joiner: no certificate, and no check.
+
+    The caller judges the peer.
+    """
     return _context(ssl.PROTOCOL_TLS_CLIENT, (ALPN_JOIN,))
 
 
 def _context(side: int, alpns: Sequence[str]) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
-    context.check_hostname = False  # members are known by node id, not by where they are
+    context.check_hostname = False  # members are known by node id, not by address
     context.verify_mode = ssl.CERT_NONE
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_flags |= ssl.VERIFY_X509_STRICT
@@ -114,7 +114,7 @@ def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
     try:
         _, authority = certificates_from_pem(credentials.member.read_bytes())
         context.load_verify_locations(cadata=authority)
-        # A key that is encrypted would be asked for at the terminal; ours never is.
+        # With an encrypted key, OpenSSL would prompt at the terminal; ours never is.
         context.load_cert_chain(credentials.member, credentials.key, password=b"")
     except (OSError, ValueError) as error:
         raise ProtocolError(
@@ -122,13 +122,13 @@ def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
         ) from None
 
 
-# --- who is it ----------------------------------------------------------------------------------------
+# --- identity of the peer -----------------------------------------------------------------------------
 
 
 def peer_identity(secured: PeerTls) -> NodeIdentity:
-    """Who the peer is, after a handshake in one of the members' contexts, which checked its certificate.
+    """Return the peer's identity, after a handshake in a member context, which checked its certificate.
 
-    Raises ProtocolError (NOT_AUTHENTIC) when it showed none, or one that names no node.
+    Raises ProtocolError (NOT_AUTHENTIC) when the peer showed none, or one that names no node.
     """
     certificate = secured.getpeercert(True)
     if certificate is None:
@@ -137,10 +137,10 @@ def peer_identity(secured: PeerTls) -> NodeIdentity:
 
 
 def judge_client(secured: PeerTls, address: str) -> Peer:
-    """Who connected to a server of ours, right after the handshake.
+    """Return the peer that connected to our server, right after the handshake.
 
-    Raises ProtocolError (NOT_AUTHENTIC) for whoever speaks none of our protocols, or wants more than to join
-    and shows no certificate.
+    Raises ProtocolError (NOT_AUTHENTIC) for a peer that speaks none of our protocols, or that shows no
+    certificate and wants more than to join.
     """
     alpn = secured.selected_alpn_protocol()
     if alpn is None:
@@ -151,7 +151,7 @@ def judge_client(secured: PeerTls, address: str) -> Peer:
 
 
 def explained(error: Exception, where: str, deadline_s: float) -> MlxtpError:
-    """The error of a connection or handshake (an OSError) in our words, to be raised."""
+    """Return our error for the error of a connection or handshake (an OSError)."""
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message or "not accepted"
         return ProtocolError(f"{where}: its certificate is not of this cluster ({why})", Code.NOT_AUTHENTIC)
@@ -166,11 +166,10 @@ def explained(error: Exception, where: str, deadline_s: float) -> MlxtpError:
 
 
 class TlsSocket:
-    """A connected blocking socket that speaks TLS, with the part of a socket's interface that a
-    `BlockingLink` uses.
+    """Connected blocking TLS socket, with the part of a socket's interface that `BlockingLink` uses.
 
-    One thread may receive while another sends. OpenSSL's object is used by one thread at a time, under a
-    lock that nobody holds while the network makes them wait.
+    One thread may receive while another sends. One thread at a time uses OpenSSL's object, under a lock that
+    no thread holds while it waits for the network.
     """
 
     def __init__(
@@ -186,7 +185,7 @@ class TlsSocket:
         self._ended = False
 
     def sendall(self, data: bytes) -> None:
-        """As a socket's. After an error nothing more can be sent."""
+        """Send as a socket does. After an error nothing more can be sent."""
         with self._turn_to_send:  # records leave in the order in which they were made
             with self._lock:
                 rest = memoryview(data)
@@ -196,11 +195,11 @@ class TlsSocket:
             self._sock.sendall(records)
 
     def recv(self, size: int) -> bytes:
-        """What has come, or b"" at the end of the stream, with or without TLS's own goodbye.
+        """Return received data, or b"" at the end of the stream, with or without TLS's own close message.
 
-        `size` bounds what is read from the network; nothing that is decrypted stays behind, or a poll on
-        `fileno` would not tell of it. Raises TimeoutError when nothing came within the socket's timeout, or
-        only part of a record did, and other OSErrors as a socket's.
+        `size` bounds the bytes read from the network. All decrypted data is returned, because a poll on
+        `fileno` would not report what stays behind. Raises TimeoutError when nothing, or only part of a
+        record, came within the socket's timeout, and other OSErrors as a socket does.
         """
         if self._ended:
             return b""
@@ -216,23 +215,21 @@ class TlsSocket:
         return data
 
     def _decrypted(self) -> Iterator[bytes]:
-        # What OpenSSL wants to say to this (the answer to a change of keys) goes out with the next `sendall`.
+        # OpenSSL's reply to this (to a change of keys) goes out with the next `sendall`.
         with contextlib.suppress(ssl.SSLWantReadError):
             while part := self._tls.read(_RECORD_BYTES):
                 yield part
             self._ended = True
-            with contextlib.suppress(
-                OSError
-            ):  # a poll tells of the end, even if the peer's socket stays open
+            with contextlib.suppress(OSError):  # a poll reports the end, even if the peer's socket stays open
                 self._sock.shutdown(socket.SHUT_RD)
 
     def getpeercert(self, binary_form: bool) -> bytes | None:
-        """The peer's certificate (DER)."""
+        """Return the peer's certificate (DER)."""
         assert binary_form
         return self._tls.getpeercert(True)
 
     def selected_alpn_protocol(self) -> str | None:
-        """What both ends agreed to speak."""
+        """Return the protocol that both ends agreed on."""
         return self._tls.selected_alpn_protocol()
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
@@ -245,7 +242,7 @@ class TlsSocket:
         return self._sock.fileno()
 
     def shutdown(self, how: int) -> None:
-        """Ends the TCP connection at once and wakes whoever waits."""
+        """End the TCP connection at once and wake threads that wait."""
         self._sock.shutdown(how)
 
     def close(self) -> None:
@@ -255,10 +252,13 @@ class TlsSocket:
 def wrap_blocking(
     sock: socket.socket, context: ssl.SSLContext, *, server_side: bool, handshake_s: float = HANDSHAKE_S
 ) -> TlsSocket:
-    """TLS over a connected socket, after its handshake. At the client's end the server may yet say no.
+    """Shake hands over a connected socket and return the TLS socket.
 
-    Raises ProtocolError (NOT_AUTHENTIC) when the peer is not of this cluster or speaks no TLS 1.3, LinkError
-    when it is gone or did not finish within `handshake_s` seconds; the socket is closed then.
+    The server may still refuse a client after that.
+
+    Raises ProtocolError (NOT_AUTHENTIC) when the peer is not
+    of this cluster or speaks no TLS 1.3. Raises LinkError when it is gone or did not finish within
+    `handshake_s` seconds. The socket is then closed.
     """
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(incoming, outgoing, server_side=server_side)
@@ -268,7 +268,7 @@ def wrap_blocking(
         sock.settimeout(timeout_s)
     except OSError as error:
         where = _where(sock)
-        with contextlib.suppress(OSError):  # it is told why, if that is still possible
+        with contextlib.suppress(OSError):  # send the TLS alert, if that is still possible
             sock.settimeout(0)
             sock.sendall(outgoing.read())
         sock.close()
@@ -295,7 +295,7 @@ def _shake_hands(
 
 
 def _records(sock: socket.socket, ends_at: float) -> Iterator[bytes]:
-    """Bytes as they come, never beyond one record: what follows the handshake stays in the socket."""
+    """Yield bytes, never beyond one record, so that data after the handshake stays in the socket."""
     while True:
         header = b""
         while len(header) < _HEADER_BYTES:

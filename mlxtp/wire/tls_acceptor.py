@@ -1,7 +1,7 @@
-"""TLS for asyncio: a doorman who accepts connections one handshake at a time, and the way to knock.
+"""TLS for asyncio: an acceptor with limits on unauthenticated peers, and the client's connection.
 
-Until it has shown a certificate of this cluster, a peer is a stranger. Strangers are counted before their
-handshake begins, and what is too much is closed unheard.
+A peer is a stranger until it has shown a certificate of this cluster. Strangers are counted before their
+handshake begins. Connections beyond the limits are closed at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .tls import GOODBYE_S, HANDSHAKE_S, Peer, explained, judge_client
 
 MAX_STRANGERS = 32
 MAX_STRANGERS_PER_SOURCE = 2
+#: Seconds before the next attempt to accept when the system had no room for another connection.
 ACCEPT_PAUSE_S = 0.2
-"""Seconds before accepting is tried again when the system had no room for another connection."""
 
 _NOT_LISTENING = frozenset((errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP))
 _READ_LIMIT = 256 * 1024
@@ -30,16 +30,16 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Peer], Awaitable
 
 
 class TlsAcceptor:
-    """Accepts TLS connections on a listening socket and hands them over as long as `run` runs.
+    """Acceptor of TLS connections on a listening socket, as long as `run` runs.
 
-    `on_connection(reader, writer, peer)` has the connection to itself and deals with its errors; when it
-    returns, the connection is closed. A joiner counts as a stranger until then: be short with one. So does
-    whoever has a certificate and does not belong (`belongs`) all the same.
+    `on_connection(reader, writer, peer)` owns the connection and handles its errors; when it returns, the
+    connection is closed. A joiner counts as a stranger until then, so `on_connection` must be short with one.
+    So does a peer that has a certificate but does not belong (`belongs`).
 
-    handshake_s   how long a handshake may take, in seconds
+    handshake_s   time limit of a handshake, in seconds
     strangers     how many connections may be unauthenticated at one time; more are closed at once
     per_source    how many of them one address may have; loopback is exempt if `exempt_loopback`
-    turned_away   how often, for each reason
+    turned_away   how many connections were refused, for each reason
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class TlsAcceptor:
 
     @property
     def strangers(self) -> int:
-        """How many connections are unauthenticated now."""
+        """Number of connections that are unauthenticated now."""
         return self._strangers.total()
 
     async def run(self) -> None:
-        """Accepts until it is cancelled; then every connection is closed, and so is the listening socket.
+        """Accept until cancelled; then close every connection and the listening socket.
 
-        Raises OSError when the socket does not listen any more. Everything else passes: a system without a
-        free descriptor, a peer that is gone before it was accepted.
+        Raises OSError when the socket no longer listens. Other errors do not end it: a system without a free
+        descriptor, a peer that is gone before it was accepted.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -87,7 +87,7 @@ class TlsAcceptor:
                     if error.errno in _NOT_LISTENING:
                         raise
                     self.turned_away["no room in the system"] += 1
-                    await asyncio.sleep(ACCEPT_PAUSE_S)  # nothing tells when there is room again
+                    await asyncio.sleep(ACCEPT_PAUSE_S)  # no event reports that there is room again
                     continue
                 self._let_in(sock, str(address[0]))
                 await asyncio.sleep(0)  # a flood of connections leaves the loop to others, too
@@ -154,11 +154,11 @@ class TlsAcceptor:
 async def open_tls(
     host: str, port: int, context: ssl.SSLContext, alpn: str, deadline_s: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A TLS connection to `host` that speaks `alpn`, which `context` was made for.
+    """Open a TLS connection to `host` that speaks `alpn`, which `context` was made for.
 
-    That the server accepts our certificate shows only when it answers. Raises ProtocolError (NOT_AUTHENTIC)
-    when its certificate is not of this cluster or it does not speak `alpn`, LinkError: LINK_TIMEOUT after
-    `deadline_s` seconds, LINK_LOST when there is no way to it.
+    Only the server's first reply shows that it accepts our certificate. Raises ProtocolError (NOT_AUTHENTIC)
+    when its certificate is not of this cluster or it does not speak `alpn`. Raises LinkError: LINK_TIMEOUT
+    after `deadline_s` seconds, LINK_LOST when there is no way to it.
     """
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:

@@ -1,8 +1,8 @@
-"""How a spare rank process is told which rank it is: over the socket that becomes its pipe, before any frame.
+"""Hand-over of a rank's arguments to a warm process: over the socket that becomes its pipe, before any frame.
 
-The spare says READY once it has imported what a rank needs. The agent then sends the arguments of a worker,
-with the listening socket for decode links where there is one. The spare answers TAKEN, and is that rank from
-then on.
+The warm process sends READY once it has imported the modules of a rank. The agent then sends the arguments of
+a worker, with the listening socket for decode links if there is one. The warm process replies TAKEN, and is
+that rank from then on.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from ..errors import LinkError
 
 READY = b"r"
 TAKEN = b"t"
-MAX_ARGUMENTS = 8000
-"""Bytes of all arguments. A socket pair of macOS holds 8192 at once."""
+MAX_ARGUMENTS = 8000  #: Bytes of all arguments. A socket pair of macOS holds 8192 at once.
 
 _LENGTH = struct.Struct(">I")
 _SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|KEY|PASS|CREDENTIAL|AUTH|COOKIE|^MLXTP_JOIN$", re.IGNORECASE)
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for a process that reads what models bring: none whose name tells of a secret."""
+    """Return the variables for a process that reads models' files: none whose name suggests a secret."""
     return {name: value for name, value in environment.items() if not _SECRET.search(name)}
 
 
 def hand_over(sock: socket.socket, arguments: Sequence[str], listener: socket.socket | None) -> None:
-    """Tell a spare that said READY who it is. Never blocks. Raises OSError when it cannot be told."""
+    """Send a READY warm process its arguments, without blocking. Raises OSError when they cannot be sent."""
     data = b"\0".join(map(os.fsencode, arguments))
     if len(data) > MAX_ARGUMENTS:
-        raise OSError(f"{len(data)} bytes of arguments are too many for a spare")
+        raise OSError(f"{len(data)} bytes of arguments; a warm process takes at most {MAX_ARGUMENTS}")
     fds = [listener.fileno()] if listener is not None else []
     message = _LENGTH.pack(len(data)) + data
     if socket.send_fds(sock, [message], fds) != len(message):
-        raise OSError("a spare's socket does not take its arguments")
+        raise OSError("the socket of a warm process did not take all of its arguments")
 
 
 def take_over(sock: socket.socket) -> tuple[list[str], int | None] | None:
-    """The spare's side: say READY and wait, without end, for the arguments and the listener's descriptor.
+    """Send READY from the warm process, and wait for the arguments and the listener's descriptor.
 
-    None when the agent has gone, or has no use for it any more. Raises LinkError for what no agent sends.
+    Waits without limit. Returns None when the agent has gone, or no longer needs the process. Raises
+    LinkError for anything that no agent sends.
     """
     data, fds = b"", []
     try:
@@ -55,7 +55,7 @@ def take_over(sock: socket.socket) -> tuple[list[str], int | None] | None:
             data += piece
             fds += more
         if len(data) != _size(data):
-            raise LinkError("a spare was told more than its arguments")
+            raise LinkError("the agent sent a warm process more than its arguments")
         sock.sendall(TAKEN)
     except ConnectionError:
         return None
@@ -65,8 +65,8 @@ def take_over(sock: socket.socket) -> tuple[list[str], int | None] | None:
 
 
 def _size(data: bytes) -> int:
-    """Of the whole message that begins so."""
+    """Return the bytes of the whole message that begins with `data`."""
     (length,) = _LENGTH.unpack_from(data)
     if not 0 < length <= MAX_ARGUMENTS:
-        raise LinkError(f"a spare was told arguments of {length} bytes")
+        raise LinkError(f"the agent sent {length} bytes of arguments; 1 to {MAX_ARGUMENTS} are allowed")
     return _LENGTH.size + int(length)

@@ -309,7 +309,7 @@ def test_tokens_that_a_removed_member_asked_for_open_nothing(cluster: Cluster, j
     removed = cluster.anna.command("cluster", "remove", "ben")
     assert "it let in carl" in removed.stdout
     last = refused(cluster, "dora", kept)
-    assert "the member that asked for this join token was removed or left" in last
+    assert "the member that requested this join token was removed or left" in last
 
 
 def test_a_founder_hands_no_command_to_a_member_s_shell(tmp_path: Path) -> None:

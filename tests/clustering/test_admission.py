@@ -165,7 +165,7 @@ def test_a_token_is_good_for_one_mac_only(macs: Macs) -> None:
         async with listening(House(macs.first)) as house:
             token = house.token()
             await join(house.port, macs.new()[1], token)
-            with pytest.raises(UserError, match="was used before, and each lets one Mac in") as caught:
+            with pytest.raises(UserError, match="was used before; each token admits one Mac") as caught:
                 await join(house.port, macs.new()[1], token)
             assert caught.value.code is Code.JOIN_REFUSED
             await house.outcomes.get()
@@ -199,7 +199,7 @@ def test_five_failures_kill_a_token(macs: Macs) -> None:
                 guess = Guess(token.cluster_id, token.authority_hash, token.secret)
                 with pytest.raises(UserError, match="is not known here, or its proof is wrong"):
                     await join(house.port, macs.new()[1], guess)
-            with pytest.raises(UserError, match="was given up after 5 wrong attempts"):
+            with pytest.raises(UserError, match="is blocked after 5 wrong attempts"):
                 await join(house.port, macs.new()[1], token)
 
     play(story)

@@ -287,7 +287,7 @@ def test_a_token_works_once(story: Story) -> None:
     let_in(story.host(), story.joiner())
     other = Joiner(story.token, "a3" * 16, new_key(), "max", b"k" * 32)
     request = other.on_offer(story.host().offer, FIRST_CERTIFICATE)
-    assert "was used before, and each lets one Mac in, once; make a new one" in story.refusal(request)
+    assert "was used before; each token admits one Mac, once; make a new one" in story.refusal(request)
 
 
 def test_a_mac_that_lost_the_answer_asks_again(story: Story) -> None:
@@ -307,7 +307,7 @@ def test_an_expired_token_is_called_that_only_to_its_holder(story: Story) -> Non
 def test_five_failures_kill_a_token(story: Story) -> None:
     for _ in range(MAX_FAILURES):
         assert UNKNOWN in story.refusal(replace(story.request(), proof=bytes(32)))
-    assert "was given up after 5 wrong attempts" in story.refusal(story.request())
+    assert "is blocked after 5 wrong attempts" in story.refusal(story.request())
     assert UNKNOWN in story.refusal(replace(story.request(), proof=bytes(32))), "guessing tells nothing new"
 
 
@@ -315,7 +315,7 @@ def test_who_guesses_from_another_address_ends_no_token(story: Story) -> None:
     """A removed member hears a token's id from the joiner that asks it."""
     for _ in range(MAX_FAILURES):
         story.host(address="10.0.0.66").on_request(replace(story.request(), proof=bytes(32)), NOW)
-    assert "was given up" in story.refusal(story.request(), address="10.0.0.66")
+    assert "is blocked" in story.refusal(story.request(), address="10.0.0.66")
     assert story.host(address="10.0.0.7").on_request(story.request(), NOW).admitted
 
 
@@ -326,7 +326,7 @@ def test_a_token_ends_with_the_membership_of_the_mac_that_asked_for_it(story: St
     story.token = story.desk.issue(b"u" * 16, NOW, asked_by=OTHER)
     story.desk.keep({FIRST})
     story.desk.keep({FIRST, OTHER})  # it came back
-    assert "the member that asked for this join token was removed" in story.refusal(story.request())
+    assert "the member that requested this join token was removed" in story.refusal(story.request())
 
 
 def test_a_member_cannot_join_again_by_its_own_token(story: Story) -> None:

@@ -160,7 +160,7 @@ def test_five_failures_are_the_end_of_a_token_and_of_no_other() -> None:
         here.fail(token.id)
     assert here.why_not(token.id, "mini", NOW) == ""
     here.fail(token.id)
-    assert "given up after 5 wrong attempts" in here.why_not(token.id, "mini", NOW)
+    assert "blocked after 5 wrong attempts" in here.why_not(token.id, "mini", NOW)
     assert here.why_not(other.id, "mini", NOW) == ""
 
 
@@ -182,14 +182,14 @@ def test_sixteen_may_be_open() -> None:
     here.issue(secret(99), NOW + 20)
     for _ in range(MAX_FAILURES):
         here.fail(tokens[4].id)
-    with pytest.raises(UserError, match="no more may be"):
+    with pytest.raises(UserError, match="which is the limit"):
         here.issue(secret(98), NOW + 20)
     void = desk()
     for number in range(MAX_OPEN):
         void.issue(secret(number), NOW, asked_by="mini")
     void.keep({"studio"})
     void.issue(secret(99), NOW)
-    with pytest.raises(UserError, match="no more may be"):
+    with pytest.raises(UserError, match="which is the limit"):
         here.issue(secret(97), NOW + 20)
     here.issue(secret(97), NOW + LIFE_S)
 

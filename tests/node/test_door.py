@@ -131,7 +131,7 @@ def test_what_a_removed_member_prepared_lets_nobody_in(tmp_path: Path) -> None:
         entry = node.cluster.leadership.roster.members()[friend]
         assert (entry.name, entry.address, entry.at) == ("newcomer", "127.0.0.1", int(CLOCK.now))
         node.cluster.remove(node_id)
-        with pytest.raises(Denied, match="the member that asked for this join token was removed or left"):
+        with pytest.raises(Denied, match="the member that requested this join token was removed or left"):
             await house.join(kept)
         await house.join(read_token(house.door.token()))
 

@@ -334,8 +334,8 @@ class Leadership:
         state = membership.status_of(claim.node_id).state
         if state in (MemberState.LEFT, MemberState.REMOVED):
             return True
-        # A present coordinator must pulse as well: otherwise it does not know of its claim. Pulses
-        # that others pass on arrive irregularly.
+        # A present coordinator must pulse as well: otherwise it does not know of its claim. Pulses that
+        # others pass on arrive irregularly.
         passed_on = following.at - following.spoke > 2 * pace.beat_s
         limit_s = pace.broken_s if state is MemberState.DEAD and not passed_on else pace.dead_s
         return now - following.at >= limit_s * membership.patience

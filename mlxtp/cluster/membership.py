@@ -3,7 +3,7 @@
 A member is away until it is first seen in this run. While it is here, its link and its beats decide. Silence
 or a broken link makes it a suspect; more silence makes it dead. `failure_detector.py` has every legal change.
 
-A boot id is one start of an agent, an incarnation of its node. Two similar cases are told apart here:
+A boot id is one start of an agent, an incarnation of its node. This module distinguishes two similar cases:
 
 - a *return*: the same boot id makes a new link after a partition. Only a new link shows that it lives;
   messages that still come over the link it was given up on are ignored.
@@ -74,8 +74,7 @@ class Membership:
         self.self_id = self_id
         self.boot_id = boot_id
         self.pace = pace or Timeouts()
-        #: Seconds for which our own loop had stood still at the last tick. They count against no
-        #: member.
+        #: Seconds for which our own loop had stood still at the last tick. They count against no member.
         self.stood_still_s = 0.0
         self._members: dict[str, _Member] = {}
         self._of_link: dict[int, str] = {}

@@ -178,8 +178,7 @@ class NodeLoop:
         self.peers: Callable[[], Mapping[str, tuple[str, ...]]] = lambda: kept.peers
         self._wake = asyncio.Event()
         self._announced, self._until = (0, False), 0.0
-        #: Done when this agent has nothing left to do: this node is no longer a member, or a bug, as
-        #: an error.
+        #: Done when this agent must end: this node is no longer a member, or there was a bug, as an error.
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over.add_done_callback(_retrieved)
         self.model.resolve(self.leadership.desired)
@@ -522,8 +521,7 @@ class NodeLoop:
             no = f"{self.name} is about to stop"
         if no is None and self.supervisor.in_epoch and not order.trial:
             no = f"{self.name} still ends an epoch of its own"
-            # The coordinator waited for the requests of that epoch. Its order holds, or neither
-            # would give in.
+            # The coordinator waited for that epoch's requests. Its order holds, or neither would give in.
             self.supervisor.end_epoch(
                 GroupError(f"{self.name_of(node_id)} coordinates and forms a group", Code.REPLANNED)
             )
@@ -604,7 +602,7 @@ class NodeLoop:
                 self.transfers.report_stored()
             self._tick(now)
             self._wake.clear()
-            await self._save()  # what changes meanwhile wakes
+            await self._save()  # a change meanwhile sets `_wake`
             wait_s = min(beat_at, max(self._until, now + 0.02)) - time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(wait_s, 0.0)):

@@ -50,7 +50,7 @@ class TokenIssuing:
             async with asyncio.timeout(ANSWER_S):
                 return self._checked(await answer, founder)
         except TimeoutError:
-            raise UserError(f"{cluster.name_of(founder)} did not answer; try again") from None
+            raise UserError(f"{cluster.name_of(founder)} did not reply; try again") from None
         finally:
             del self._answers[nonce]
 

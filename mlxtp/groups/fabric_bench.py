@@ -59,7 +59,7 @@ class FabricBench:
         servings = cluster.peer_info.servings.items()
         owners = [node for node, serving in servings if serving.state == ServingState.READY]
         if not owners:
-            raise UserError("no group serves right now; `mlxtp status` says why", Code.NOT_READY)
+            raise UserError("no group serves right now; `mlxtp status` shows why", Code.NOT_READY)
         coordinator = cluster.leadership.claim.node_id
         return await self._bench_at(coordinator if coordinator in owners else min(owners))
 
@@ -97,7 +97,7 @@ class FabricBench:
                 return await answer
         except TimeoutError:
             raise UserError(
-                f"{name}, which has rank 0, did not answer; try again, or run this there"
+                f"{name}, which has rank 0, did not reply; try again, or run this there"
             ) from None
         finally:
             del self._answers[node_id, nonce]

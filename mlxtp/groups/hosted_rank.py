@@ -312,5 +312,5 @@ def _named(error: Exception) -> MlxtpError:
     if isinstance(error, MlxtpError):
         return error
     if isinstance(error, TimeoutError):
-        return GroupError("its rank process did not answer in time", Code.LINK_TIMEOUT)
+        return GroupError("its rank process did not reply in time", Code.LINK_TIMEOUT)
     return GroupError(str(error), Code.FORM_FAILED)

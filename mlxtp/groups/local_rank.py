@@ -161,7 +161,7 @@ class RankProcess:
             code = Code(reply.code)
             raise (ModelError if code.startswith("model_") else GroupError)(reply.detail, code)
         if not isinstance(reply, expected):
-            raise GroupError(f"rank {self.rank} answered with {type(reply).__name__}", Code.OUT_OF_ORDER)
+            raise GroupError(f"rank {self.rank} replied with {type(reply).__name__}", Code.OUT_OF_ORDER)
         return reply
 
     def ping(self) -> None:

@@ -295,7 +295,7 @@ class ProcessGroup:
     async def _ask(self, command: Message, expected: type[R], deadline_s: float | None) -> R:
         """Send one command to rank 0. Return its reply, or raise the epoch's failure if that comes first."""
         self.send(command)
-        what = f"answer {type(command).__name__}"
+        what = f"reply to {type(command).__name__}"
         return await self.unless_failed(self.leader.reply(expected), deadline_s, what)
 
     async def unless_failed(self, work: Coroutine[Any, Any, T], deadline_s: float | None, what: str) -> T:

@@ -123,7 +123,7 @@ LOST = {
     "removed": MemberStatus(MemberState.REMOVED, "b-1", False),
     "away": MemberStatus(MemberState.AWAY, "", False),
     "its link broke": MemberStatus(MemberState.SUSPECT, "b-1", False),
-    "started anew": MemberStatus(MemberState.ALIVE, "b-2", True),
+    "its agent was restarted": MemberStatus(MemberState.ALIVE, "b-2", True),
 }
 
 

@@ -1,4 +1,4 @@
-"""Beliefs of a member about the cluster, and the merge of two members' beliefs. Pure.
+"""Shared state of the cluster as one member knows it, and the merge of two members' states. Pure.
 
 Merging needs no order: members that received the same messages, in any order and however often, agree.
 """
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from ..errors import Code, RemoteProtocolError, UserError
 from ..wire.cluster_messages import MAX_MEMBERS, MAX_TOLD, DesiredState, Members, RosterEntry
 
+#: Members and removed members. Removals are never forgotten, because a forgotten key would be admitted again.
 MAX_ENTRIES = 512
-"""Members and those that were removed. Removals are never forgotten: the key would be let in again."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderClaim:
-    """`node_id` coordinates in `term`. Terms only grow; each new coordinator begins one."""
+    """Claim that `node_id` coordinates in `term`. Terms only grow; each new coordinator begins one."""
 
     term: int = 0
     node_id: str = ""
@@ -28,22 +28,21 @@ NOBODY = LeaderClaim()
 
 
 def stronger(one: LeaderClaim, other: LeaderClaim) -> LeaderClaim:
-    """The later term's; of one term, the smaller node id's."""
+    """Return the claim of the later term; within one term, that of the smaller node id."""
     return min(one, other, key=lambda claim: (-claim.term, claim.node_id))
 
 
-NOTHING = DesiredState(0, "", "", "auto")
-"""The desired state before any request for one."""
+NOTHING = DesiredState(0, "", "", "auto")  #: The desired state before any request for one.
 
 
 def newer(one: DesiredState, other: DesiredState) -> DesiredState:
-    """Return the one that rests on the later word of a person.
+    """Return the desired state that rests on the later request of a user.
 
-    Of one word it is the later version; of one version, the smaller writer's. The number of requests that
-    have chosen since an earlier word does not count.
+    For one user request, return the later version; for one version, that of the smaller writer. The number of
+    client requests that have chosen since an earlier user request does not count.
 
-    Two people may have spoken at once, apart. What one of them pinned then counts more than what requests
-    chose after the other.
+    Two users may have made requests at the same time on separated nodes. A model that one of them pinned then
+    beats a model that client requests chose after the other.
     """
     return min(
         one,
@@ -54,22 +53,22 @@ def newer(one: DesiredState, other: DesiredState) -> DesiredState:
     )  # fmt: skip
 
 
+#: Returns the entry with the signature of the member that admits or removes.
 Seal = Callable[[RosterEntry], RosterEntry]
-"""Return the entry with the signature of the member that admits or removes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
     """Members of the cluster, and removed ones: one entry for each key fingerprint, in their order.
 
-    A key that was removed stays so, whatever version says otherwise. An entry's version is that of the whole
-    roster when it was written, so that members can be told apart by age. `roster_proofs` judges signatures.
+    A removed key stays removed, even if another version of its entry differs. An entry's version is that of
+    the whole roster when it was written, so versions order members by age. `roster_proofs` judges signatures.
     """
 
     entries: tuple[RosterEntry, ...] = ()
 
     def members(self) -> dict[str, RosterEntry]:
-        """By node id, the oldest first, 64 at most; of one node's keys the latest counts."""
+        """Return up to 64 members by node id, the oldest first. Of one node's keys the latest counts."""
         by_age = sorted(
             (entry for entry in self.entries if not entry.removed),
             key=_age,
@@ -79,7 +78,7 @@ class Roster:
         return {entry.node_id: entry for entry in oldest[:MAX_MEMBERS]}
 
     def removed(self, fingerprint: str) -> bool:
-        """Tell whether this key was removed from the cluster, or its node has a later one."""
+        """Return True when this key was removed from the cluster, or its node has a later key."""
         mine = self.by_key(fingerprint)
         return mine is not None and (
             mine.removed
@@ -94,9 +93,9 @@ class Roster:
         return next((entry for entry in self.entries if entry.fingerprint == fingerprint), None)
 
     def let_in(self, *node_ids: str) -> list[str]:
-        """Return the members that these let in, those in turn included, the oldest first."""
+        """Return the members that these nodes admitted, directly or through others, the oldest first."""
         members, found = self.members(), list(node_ids)
-        for node_id, entry in members.items():  # a member is younger than the one that let it in
+        for node_id, entry in members.items():  # a member is younger than the one that admitted it
             if entry.admitted_by in found and node_id not in found:
                 found.append(node_id)
         return found[len(node_ids) :]
@@ -106,7 +105,10 @@ class Roster:
         return next((entry.node_id for entry in self.entries if is_founder(entry)), "")
 
     def merged(self, entries: Iterable[RosterEntry]) -> Roster:
-        """With what another member has. Raises RemoteProtocolError for more than any cluster can have had."""
+        """Merge another member's entries.
+
+        Raises RemoteProtocolError for more entries than any cluster can have had.
+        """
         by_key = {entry.fingerprint: entry for entry in self.entries}
         for entry in entries:
             by_key[entry.fingerprint] = _joined(by_key.get(entry.fingerprint, entry), entry)
@@ -117,7 +119,7 @@ class Roster:
         return Roster(tuple(by_key[fingerprint] for fingerprint in sorted(by_key)))
 
     def admitting(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> Roster:
-        """With this member. Its other keys stop counting.
+        """Add this member. Its other keys stop counting.
 
         Raises UserError when the key was removed before, or there is no room.
         """
@@ -134,15 +136,15 @@ class Roster:
         entry = seal(RosterEntry(node_id, name, fingerprint, False, self._next_version()))
         if len({fingerprint, *(each.fingerprint for each in self.entries)}) > MAX_ENTRIES:
             raise UserError(
-                f"this cluster has had {MAX_ENTRIES} members, which is all it can remember; found a new one"
+                f"this cluster has had {MAX_ENTRIES} members, all it can remember; found a new cluster"
             )
         return self.merged([entry])
 
     def fitting(self, entries: Iterable[RosterEntry], self_id: str) -> tuple[RosterEntry, ...]:
-        """Those of `entries`, told by another member, for which this roster of node `self_id` has room.
+        """Return those of another member's `entries` for which this roster of node `self_id` has room.
 
-        Without the members that would be too many, the latest first. What concerns a key or a node that is
-        known here, and each removal, has room; the list as a whole is bounded by `merged`.
+        The latest members are left out when there are too many. Removals, and entries of keys or nodes known
+        here, always have room; `merged` bounds the list as a whole.
         """
         keys = {entry.fingerprint for entry in self.entries}
         nodes = {self_id, *(entry.node_id for entry in self.entries if not entry.removed)}
@@ -156,10 +158,10 @@ class Roster:
         return tuple(fit)
 
     def removing(self, node_id: str, seal: Seal) -> Roster:
-        """Without this member. Raises UserError when there is none."""
+        """Remove this member. Raises UserError when there is none."""
         if node_id not in {entry.node_id for entry in self.entries}:
             raise UserError(
-                f"no member has the node id {node_id}; `mlxtp cluster members` shows who has which"
+                f"no member has the node id {node_id}; `mlxtp cluster members` lists the node ids"
             )
         version = self._next_version()
         return self.merged(
@@ -169,12 +171,12 @@ class Roster:
         )
 
     def digest(self) -> int:
-        """63 bits by which two members notice that they do not hold the same."""
+        """Digest of 63 bits, by which two members notice that their rosters differ."""
         digest = hashlib.sha256(repr([_parts(entry) for entry in self.entries]).encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
 
     def messages(self) -> tuple[Members, ...]:
-        """As it is sent, in as many messages as it takes."""
+        """Split the roster into as many messages as it takes."""
         starts = range(0, max(len(self.entries), 1), MAX_TOLD)
         return tuple(Members(self.entries[start : start + MAX_TOLD]) for start in starts)
 
@@ -187,12 +189,12 @@ class Roster:
 
 
 def is_founder(entry: RosterEntry) -> bool:
-    """Tell whether this is the Mac that founded the cluster: the authority signed that it let itself in."""
+    """Return True for the Mac that founded the cluster: the authority signed that it admitted itself."""
     return bool(entry.admission) and entry.admitted_by == entry.node_id
 
 
 def admission_of(entry: RosterEntry) -> tuple[str | int, ...]:
-    """Return what the authority signs of an entry."""
+    """Return the part of an entry that the authority signs."""
     key = (entry.node_id, entry.name, entry.fingerprint, entry.version)
     return (*key, entry.admitted_by, entry.address, entry.at)
 
@@ -203,7 +205,7 @@ def removal_of(entry: RosterEntry) -> tuple[str | int, ...]:
 
 
 def _joined(one: RosterEntry, other: RosterEntry) -> RosterEntry:
-    """Return what two entries of one key say together. Of two words the signed one holds, then the later."""
+    """Merge two entries of one key. A signed admission beats an unsigned one; then the later one wins."""
     later = max(
         one, other, key=lambda each: (bool(each.admission), each.version, admission_of(each), each.admission)
     )
@@ -227,7 +229,7 @@ def _parts(entry: RosterEntry) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """All of it. `epoch` is the highest number of an epoch that any member has reported."""
+    """The whole shared state. `epoch` is the highest number of an epoch that any member has reported."""
 
     claim: LeaderClaim = NOBODY
     desired: DesiredState = NOTHING
@@ -235,7 +237,7 @@ class ClusterState:
     epoch: int = 0
 
     def merged(self, other: ClusterState) -> ClusterState:
-        """Return the beliefs that both hold after they meet."""
+        """Return the state that both members hold after they meet."""
         return ClusterState(
             stronger(self.claim, other.claim),
             newer(self.desired, other.desired),

@@ -1,4 +1,4 @@
-"""Whether two Macs run what may compute together: compared when they meet, both values named. Pure."""
+"""Comparison of what two Macs run, made when they meet: can their ranks compute together? Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What an agent runs, as its AgentHello says it.
+    """Versions and flags of an agent, as its AgentHello reports them.
 
     `protocol` is the wire's version. `versions` and `flags` are "name=value". A flag that is not named is at
     its default, so that a later version may have one more.
@@ -22,10 +22,10 @@ class Build:
 def compare(
     ours: Build, theirs: Build, their_name: str = "the other Mac", our_name: str = "this Mac"
 ) -> str | None:
-    """Why these two cannot be ranks of one group, and what to do about it; None when they can.
+    """Return the reason why these two cannot be ranks of one group, and the remedy; None when they can.
 
-    Only the first difference is named: the one that makes the others pointless. Where it is read on either
-    Mac, both need names.
+    Only the first difference is named, because it makes the others pointless. Pass both names where the text
+    is read on either Mac.
     """
     if ours.protocol != theirs.protocol:
         return (
@@ -55,12 +55,12 @@ def _major(version: str) -> str:
     return version.partition(".")[0]
 
 
+#: Package, the part of its version that must be equal, and the advice when it is not.
 _RULES: tuple[tuple[str, Callable[[str], str], str], ...] = (
     ("mlxtp", _major, "versions may differ behind the first point only; install the same mlxtp on both"),
     ("mlx", str, "ranks compute alike only with the same; install one version on both"),
     ("mlx-lm", str, "ranks compute alike only with the same; install one version on both"),
 )
-"""Package, what of its version must be the same, and what to say when it is not."""
 
 
 def _pairs(items: tuple[str, ...]) -> Mapping[str, str]:

@@ -32,7 +32,7 @@ SECRET_BYTES = 16
 
 
 def check_interface(address: str) -> None:
-    """Raises ConfigError when no interface of this Mac has the `address` that --interface names."""
+    """Raise ConfigError when no interface of this Mac has the `address` that --interface names."""
     if not address:
         return
     with socket.socket() as sock:
@@ -42,13 +42,13 @@ def check_interface(address: str) -> None:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise ConfigError(f"--interface {address} cannot be used: {error.strerror}") from None
             raise ConfigError(
-                f"--interface {address}: no interface of this Mac has this address; there are "
-                f"{', '.join(addresses_up())}. Where a cable may come later, let mlxtp be started again"
+                f"--interface {address}: no interface of this Mac has this address; it has "
+                f"{', '.join(addresses_up())}. If its cable is plugged in later, restart mlxtp then"
             ) from None
 
 
 def bind_control(host: str, port: int) -> socket.socket:
-    """The listening socket of the control port. Raises ConfigError when it cannot be had."""
+    """Return the listening socket of the control port. Raises ConfigError when it cannot be opened."""
     try:
         return listen(host, port)
     except OSError as error:
@@ -61,7 +61,7 @@ def bind_control(host: str, port: int) -> socket.socket:
 
 
 class ControlPort:
-    """Accepts control and requests links from members, and lets joiners in where the authority's key is."""
+    """Accepts control and requests links from members. Admits joiners where the authority's key is."""
 
     def __init__(self, sock: socket.socket, store: Store, identity: Identity, cluster: NodeLoop) -> None:
         self._identity = identity
@@ -83,9 +83,9 @@ class ControlPort:
         )
 
     def token(self, asked_by: str = "") -> str:
-        """A new join token, for which a member asked: this one, if none is named.
+        """Return a new join token. `asked_by` is the member that requested it; empty for this one.
 
-        Raises UserError when too many are open.
+        Raises UserError when too many tokens are open.
         """
         assert self._issuer is not None
         asked_by = asked_by or self._identity.node_id
@@ -111,11 +111,11 @@ class ControlPort:
         return self._cluster.leadership.roster.removed(identity.fingerprint)
 
     def _may_ask(self, identity: NodeIdentity) -> bool:
-        """Tell whether a member may send requests. Only a control link shows that it vanished."""
+        """Return True when a member may send requests. Only a control link shows that a member vanished."""
         return not self._is_removed(identity) and identity.node_id in self._cluster.links.nodes()
 
     def _cut_removed(self) -> None:
-        """End the requests of a node that is no longer a member, and void the tokens that it requested."""
+        """End the requests of a removed node, and void the tokens that it requested."""
         self._cut(self._is_removed)
         if self._issuer is not None:
             self._issuer.keep(self._cluster.leadership.roster.members())
@@ -125,7 +125,7 @@ class ControlPort:
         self._cut(lambda identity: identity.node_id == node_id)
 
     def _cut(self, whose: Callable[[NodeIdentity], bool]) -> None:
-        """End requests links; that cancels what came over them."""
+        """Abort requests links, which cancels the requests that came over them."""
         for writer, identity in self._requests.items():
             if whose(identity):
                 writer.transport.abort()
@@ -134,7 +134,7 @@ class ControlPort:
         try:
             admitted = await answer_joiner(reader, writer, self._offer(at), time.monotonic)
         except MlxtpError as error:
-            log.info("a Mac that wanted to join did not: %s", error.detail)
+            log.info("a Mac failed to join: %s", error.detail)
             return
         if admitted is not None:
             with contextlib.suppress(MlxtpError):

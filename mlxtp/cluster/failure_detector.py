@@ -1,4 +1,4 @@
-"""The words in which members are judged, and every legal change of a member's state. Pure."""
+"""States of members, and every legal change between them. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long things may take, in seconds.
+    """Time limits, in seconds.
 
     `suspect_s`, `dead_s`  silence after which a member is a suspect, and dead
     `broken_s`             the time in which a link that broke may come back
@@ -24,7 +24,7 @@ class Timeouts:
 
 
 class MemberState(StrEnum):
-    """Of one member, as this node sees it."""
+    """State of one member, as this node sees it."""
 
     AWAY = "away"
     ALIVE = "alive"
@@ -35,22 +35,23 @@ class MemberState(StrEnum):
 
 
 class ChangeCause(StrEnum):
-    """What changed a member's state."""
+    """Cause of a change of a member's state."""
 
     LINKED = "linked"
     RETURNED = "the same start of its agent is back"
-    RESTARTED = "its agent was started anew"
-    HEARD = "heard again"
+    RESTARTED = "its agent was restarted"
+    HEARD = "its beats are back"
     SILENT = "silent"
     BROKEN = "its link broke"
     GIVEN_UP = "did not come back in time"
     ENDED = "that start of its agent is over"
     TWINS = "two machines have its identity"
-    GOODBYE = "said goodbye"
+    GOODBYE = "its agent stopped"
     REMOVED = "removed from the cluster"
     ADMITTED = "admitted to the cluster"
 
 
+#: (state, cause) -> next state. A pair that is missing here does not happen.
 TRANSITIONS: Mapping[tuple[MemberState, ChangeCause], MemberState] = {
     (MemberState.AWAY, ChangeCause.LINKED): MemberState.ALIVE,
     (MemberState.SUSPECT, ChangeCause.LINKED): MemberState.ALIVE,
@@ -77,12 +78,11 @@ TRANSITIONS: Mapping[tuple[MemberState, ChangeCause], MemberState] = {
     },
     (MemberState.REMOVED, ChangeCause.ADMITTED): MemberState.AWAY,
 }
-"""(state, what happened) -> next state. What is not here does not happen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A member went from one state to another. `boot_id` is the incarnation it is about, empty for none."""
+    """Change of a member's state. `boot_id` is the incarnation it is about, empty for none."""
 
     node_id: str
     before: MemberState
@@ -102,7 +102,7 @@ class Duplicate:
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """A member at this moment. `linked`: its incarnation `boot_id` has a link."""
+    """Status of a member. `linked`: its incarnation `boot_id` has a link."""
 
     state: MemberState
     boot_id: str
@@ -110,5 +110,5 @@ class MemberStatus:
 
     @property
     def present(self) -> bool:
-        """Whether it can be counted on: a suspect whose link broke cannot."""
+        """True when other nodes can count on this member. They cannot count on a suspect whose link broke."""
         return self.state is MemberState.ALIVE or (self.state is MemberState.SUSPECT and self.linked)

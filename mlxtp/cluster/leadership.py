@@ -1,10 +1,10 @@
 """One node's part in agreeing on the coordinator, the desired state and the members. Pure.
 
-The present coordinator stays as long as it lives. Each of its beats counts a pulse; every node passes on the
-highest pulse it has heard of, so that a node whose own link to the coordinator is cut still knows that it
-lives. When it is lost, the smallest node id among the living claims the next term. Of two claims the stronger
-holds everywhere sooner or later (`cluster_state.stronger`), so that two sides of a partition that heals end
-with one coordinator.
+The present coordinator stays as long as it lives. Each of its beats increments a pulse. Every node passes on
+the highest pulse that it has received. So a node whose own link to the coordinator is cut still knows that
+the coordinator lives. When the coordinator is lost, the living node with the smallest id claims the next
+term. Of two claims the stronger wins everywhere sooner or later (`cluster_state.stronger`), so that two sides
+of a partition that heals end with one coordinator.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .failure_detector import Change, ChangeCause, Duplicate, MemberState, Membe
 from .membership import Membership
 from .reconcile import Action, ClusterView, GroupPlan, RunningEpoch, Wait, decide
 
+#: Counters grow by ones. A node that is this far ahead is broken, and leaves no room to count on.
 LEAP = 1 << 32
-"""Counters grow by ones. A node that is so far ahead is broken, and leaves no room to count on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Debounce:
-    """Seconds to wait before acting on what has just changed.
+    """Seconds to wait before acting on a change.
 
     settle_s       after the last change of membership, before an epoch is formed
     settle_most_s  after the first of changes that do not end
     start_s        after the start, before a node that misses members claims to coordinate
     patience_s     for open requests, before a better group takes over
-    shaky_s        after a member was lost, before a running epoch ends for its sake
+    flapping_s     after a member was lost, before a running epoch ends for its sake
     """
 
     settle_s: float = 0.3
@@ -44,7 +44,7 @@ class Debounce:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Knowledge of the agent that this module lacks; the fields are those of `reconcile.ClusterView`."""
+    """Knowledge of the agent that this module lacks. The fields are those of `reconcile.ClusterView`."""
 
     running: RunningEpoch | None = None
     others: Sequence[RunningEpoch] = ()
@@ -56,9 +56,9 @@ class Situation:
 
 @dataclass(slots=True)
 class _Following:
-    """State of the claim: the highest pulse, when it last rose, and when the claimant itself last spoke.
+    """State of the claim: the highest pulse, when it last rose, and when the claimant last sent a beat.
 
-    `boot_id` is the claimant's own, once it spoke; `over` says that this start of it ended.
+    `boot_id` is the claimant's own, once it sent a beat. `over`: this start of it ended.
     """
 
     heartbeat_seq: int = 0
@@ -76,10 +76,10 @@ class _Flapping:
 
 
 class Leadership:
-    """Node `self_id`'s beliefs, from what it had `kept` before its start at `now`.
+    """Node `self_id`'s state, from what it had `kept` before its start at `now`.
 
-    Only the term of a kept claim counts: whether its coordinator still lives is for others to say. Who is no
-    `founder` knows that there are others, even before it knows who.
+    Only the term of a kept claim counts: other nodes know whether its coordinator still lives. A node that is
+    no `founder` knows that other members exist, even before it knows which.
     """
 
     def __init__(
@@ -96,20 +96,19 @@ class Leadership:
         self.debounce = calm or Debounce()
         self.claim = NOBODY
         self.desired = kept.desired
-        self.overfull = False
-        """True once a node has reported more members than a cluster can have."""
+        self.overfull = False  #: True once a node has reported more members than a cluster can have.
         self._hold(kept.roster)
         self.epoch = kept.epoch
         self._floor = kept.claim.term
         self._following = _Following(at=now)
         self._started = now
         self._synced: dict[str, str] = {}
+        #: Nodes that are about to stop, and whose present start has not ended; perhaps this node.
         self._leaving: set[str] = set()
-        """Nodes that are about to stop, and whose present start has not ended; perhaps this node."""
         self._flapping = _Flapping(now, now)
         self._waiting_since: float | None = None
 
-    # --- what is believed
+    # --- what this node knows
 
     @property
     def leading(self) -> bool:
@@ -122,12 +121,12 @@ class Leadership:
         return frozenset(self._leaving)
 
     def persistent_state(self) -> ClusterState:
-        """Return the beliefs that have to survive a restart of the agent."""
+        """Return the state that has to survive a restart of the agent."""
         claim = self.claim if self.claim.term >= self._floor else LeaderClaim(self._floor)
         return ClusterState(claim, self.desired, self.roster, self.epoch)
 
     def beat(self, *, healthy: bool, short: bool = False) -> Beat:
-        """The next beat, for all links. Also due at once on a new link and after a claim has changed."""
+        """Return the next beat, for all links. New links and a changed claim need one at once, too."""
         if self.leading:
             self._following.heartbeat_seq += 1
         return Beat(
@@ -143,13 +142,13 @@ class Leadership:
         )
 
     def lacks(self, beat: Beat) -> tuple[bool, bool]:
-        """Tell whether the sender of a beat lacks the desired state, and the roster, of this node."""
+        """Return two flags: the sender of a beat lacks this node's desired state, and its roster."""
         return beat.desired != self.desired.version, beat.roster != self._digest
 
-    # --- what is heard
+    # --- messages of other members
 
     def received_beat(self, sender: str, boot_id: str, beat: Beat, now: float) -> bool:
-        """A member's beat, over a link that counts. True when this node follows another claim now."""
+        """Take in a member's beat, over a link that counts. True when this node follows another claim now."""
         _check_leaps(
             (beat.term, max(self.claim.term, self._floor)),
             (beat.epoch, self.epoch),
@@ -174,7 +173,7 @@ class Leadership:
         return anew
 
     def desires(self, desired: DesiredState) -> bool:
-        """A member's desired state. True when it replaces this node's: keep it, and send it on."""
+        """Take in a member's desired state. True when it replaces this node's: keep it, and send it on."""
         _check_leaps((desired.version, self.desired.version))
         if desired.said > desired.version:
             raise RemoteProtocolError(
@@ -184,7 +183,7 @@ class Leadership:
         return self.desired != before
 
     def enrols(self, entries: Iterable[RosterEntry]) -> bool:
-        """A member's roster. True when it changes this node's: keep it, and send it on.
+        """Take in a member's roster. True when it changes this node's: keep it, and send it on.
 
         Members for whom there is no room are left out, see `overfull`.
         """
@@ -197,39 +196,39 @@ class Leadership:
         return self.roster != before
 
     def saw_epoch(self, number: int) -> None:
-        """An epoch of this number exists."""
+        """Note that an epoch of this number exists."""
         _check_leaps((number, self.epoch))
         self.epoch = max(self.epoch, number)
 
-    # --- what is said here
+    # --- requests at this node
 
     def set_desired(self, model: str, nodes: str = "auto", *, by_person: bool = True) -> DesiredState:
-        """Keep and send on a desired state, by the word of a person or a request here."""
+        """Set a new desired state that a user or a client's request at this node chose."""
         version = self.desired.version + 1
         said = version if by_person else self.desired.said
         self.desired = DesiredState(version, self.self_id, model, nodes, said)
         return self.desired
 
     def admit(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> None:
-        """A member joined through this node. Raises UserError as `Roster.admitting` does."""
+        """Add a member that joined through this node. Raises UserError as `Roster.admitting` does."""
         self._hold(self.roster.admitting(node_id, name, fingerprint, seal))
 
     def remove(self, node_id: str, seal: Seal) -> None:
-        """A person at this node removed a member. Raises UserError when there is none."""
+        """Remove a member, as a user at this node requested. Raises UserError when there is none."""
         self._hold(self.roster.removing(node_id, seal))
 
     def drain(self) -> None:
-        """This node is about to stop: from now on its beats say so, and no group may count on it."""
+        """Mark this node as about to stop. From now on its beats report it, and no group may count on it."""
         self._leaving.add(self.self_id)
 
     def hand_over(self, node_id: str, now: float) -> None:
         """Let another node coordinate from the next term on."""
         self._follow(self._next_claim(node_id), now)
 
-    # --- what follows
+    # --- consequences
 
     def tick(self, membership: Membership, changes: Iterable[Change | Duplicate], now: float) -> bool:
-        """After each tick of `membership`, with what it gave. True when this node claims to coordinate."""
+        """Take in the result of a tick of `membership`. True when this node claims to coordinate."""
         for change in changes:
             if isinstance(change, Change):
                 self._take_in(change, now)
@@ -254,7 +253,7 @@ class Leadership:
         return True
 
     def view(self, membership: Membership, situation: Situation, now: float) -> ClusterView:
-        """Everything that a decision depends on."""
+        """Return all inputs of a decision."""
         statuses = membership.statuses()
         return ClusterView(
             now=now,
@@ -288,7 +287,7 @@ class Leadership:
             self._waiting_since = now
         return action
 
-    # --- how
+    # --- details
 
     def _hold(self, roster: Roster) -> None:
         self.roster, self._digest = roster, roster.digest()
@@ -326,7 +325,7 @@ class Leadership:
         )
 
     def _is_lost(self, membership: Membership, now: float) -> bool:
-        """Tell whether no node coordinates, as far as this node knows."""
+        """Return True when no node coordinates, as far as this node knows."""
         claim, following, pace = self.claim, self._following, membership.pace
         if self.leading:
             return False
@@ -335,18 +334,19 @@ class Leadership:
         state = membership.status_of(claim.node_id).state
         if state in (MemberState.LEFT, MemberState.REMOVED):
             return True
-        # Also who is here must pulse: else it does not know of its claim. What is passed on comes in jerks.
+        # A present coordinator must pulse as well: otherwise it does not know of its claim. Pulses that
+        # others pass on arrive irregularly.
         passed_on = following.at - following.spoke > 2 * pace.beat_s
         limit_s = pace.broken_s if state is MemberState.DEAD and not passed_on else pace.dead_s
         return now - following.at >= limit_s * membership.patience
 
     def _excuse(self, stood_still_s: float, now: float) -> None:
-        """The time that we ourselves stood still is not the coordinator's silence."""
+        """Add the time for which this node stood still: it is not the coordinator's silence."""
         self._following.at = min(self._following.at + stood_still_s, now)
         self._following.spoke = min(self._following.spoke + stood_still_s, now)
 
     def _unsynced(self, statuses: Mapping[str, MemberStatus]) -> list[str]:
-        """Members that are present and have not yet told what they believe: they may know better."""
+        """Return the present members that have not yet reported their state: they may know better."""
         return [
             node_id
             for node_id, status in statuses.items()
@@ -354,14 +354,16 @@ class Leadership:
         ]
 
     def _has_waited(self, statuses: Mapping[str, MemberStatus], now: float) -> bool:
-        """Tell whether nodes that were started together with this one had time to show up."""
+        """Return True when nodes that were started together with this one had time to show up."""
         missing = any(status.state is MemberState.AWAY for status in statuses.values())
-        missing |= not self._founder and len(statuses) == 1  # a member let it in that it has yet to meet
+        missing |= not self._founder and len(statuses) == 1  # it has not met the member that admitted it
         return not missing or now - self._started >= self.debounce.start_s
 
 
 def _check_leaps(*counts: tuple[int, int]) -> None:
-    """Pairs (told, held). Raises RemoteProtocolError when the first cannot have come about by counting."""
+    """Raise RemoteProtocolError when of a pair (received, held) the first cannot have come by counting."""
     for told, held in counts:
         if told > held + LEAP:
-            raise RemoteProtocolError(f"{told} is told where {held} was the last", Code.FIELD_INVALID)
+            raise RemoteProtocolError(
+                f"counter {told} is too far ahead: the last one was {held}", Code.FIELD_INVALID
+            )

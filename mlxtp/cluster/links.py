@@ -1,4 +1,4 @@
-"""The control links to the other agents of the cluster: opened from either end, greeted, read, counted."""
+"""Control links to the other agents of the cluster: opened from either end, greeted, read, counted."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ from ..wire.streams import StreamLink
 
 log = logging.getLogger(__name__)
 
-GREETING_S = 3.0
-"""How long the other end may take to say who it is."""
-SAID_S = 60.0
-"""How long the same refusal of the same caller is not repeated in the log."""
+GREETING_S = 3.0  #: Seconds that the other end may take to send its AgentHello.
+SAID_S = 60.0  #: Seconds for which the same refusal of the same caller is not logged again.
+#: Bytes that may wait for an agent that does not read, before its link is cut.
 MAX_UNSENT_BYTES = 16 * 1024 * 1024
-"""What may wait for an agent that does not read before its link is cut."""
 
+#: Returns the error for which a peer with this identity and hello is refused; None when it is welcome.
 Judge = Callable[[NodeIdentity, AgentHello], MlxtpError | None]
-"""Why a peer that showed this identity and said this is refused; None when it is welcome."""
 
 
 class Rejected(ProtocolError):
-    """The other end does not want this node, and said why."""
+    """Refusal of this node by the other end, with its reason."""
 
 
 class ControlLink:
@@ -49,28 +47,28 @@ class ControlLink:
         self._end = end
 
     def send(self, message: Message) -> None:
-        """Raises LinkError when it is gone."""
+        """Send a message. Raises LinkError when the link is gone."""
         self._end.send(message)
 
     def refuse(self, error: MlxtpError) -> None:
-        """End it, and say why."""
+        """End the link, and send the reason."""
         self._end.refuse(error)
 
     def close(self, goodbye: bool = False) -> None:
-        """End it, with a last word if it is meant to end. May be repeated."""
+        """End the link. `goodbye`: report an orderly end first. May be repeated."""
         self._end.close(goodbye)
 
 
 class LinkEvents(Interface):
-    """Who is told. Nothing here may raise."""
+    """Receiver of events of links. Its methods must not raise."""
 
     def opened(self, link: ControlLink) -> bool:
-        """A peer was welcomed. False: this link is not wanted after all."""
+        """Take in a welcomed peer. Return False to reject the link after all."""
 
     def received(self, link: ControlLink, message: Message) -> None: ...
 
     def closed(self, link: ControlLink, why: str, goodbye: bool) -> None:
-        """After `opened` returned True, exactly once."""
+        """Note the end of a link. Called exactly once after `opened` returned True."""
 
 
 class _End:
@@ -89,11 +87,13 @@ class _End:
     def send(self, message: Message) -> None:
         if self.connection.unsent_bytes > MAX_UNSENT_BYTES:
             self._writer.transport.abort()
-            raise LinkError("the other agent does not read what it is sent", Code.LINK_TIMEOUT)
+            raise LinkError(
+                f"the other agent does not read: {MAX_UNSENT_BYTES >> 20} MiB wait", Code.LINK_TIMEOUT
+            )
         self.connection.send(message)
 
     async def receive_hello(self) -> AgentHello:
-        """Who the other end is. What it said after that is kept for `rest`."""
+        """Return the hello of the other end. Messages that follow it are kept in `rest`."""
         async with asyncio.timeout(GREETING_S):
             batch = await self.connection.receive()
         received, self.rest = batch[0].message, [each.message for each in batch[1:]]
@@ -131,7 +131,7 @@ class PeerLinks:
         self._logged: dict[tuple[str, str], float] = {}
 
     def to(self, node_id: str) -> ControlLink | None:
-        """The link to a node. Where there are two, both ends mean the one that the smaller id dialled."""
+        """Return the link to a node. Of two links, both ends choose the one that the smaller id dialled."""
         mine = self._node_id
         links = [link for link in self._links.values() if link.node_id == node_id]
         return min(links, key=lambda link: (link.dialled != (mine < node_id), link.number), default=None)
@@ -145,14 +145,14 @@ class PeerLinks:
         return frozenset(link.node_id for link in self._links.values())
 
     def send(self, node_id: str, message: Message) -> None:
-        """Raises LinkError when there is no link to the node."""
+        """Send a message to a node. Raises LinkError when there is no link to it."""
         link = self.to(node_id)
         if link is None:
             raise LinkError(f"there is no link to node {node_id}")
         link.send(message)
 
     def broadcast(self, message: Message) -> None:
-        """To every node that has a link; who has lost its link notices that elsewhere."""
+        """Send a message to every node that has a link. A lost link is noticed elsewhere."""
         for node_id in self.nodes():
             with contextlib.suppress(MlxtpError):
                 self.send(node_id, message)
@@ -160,7 +160,7 @@ class PeerLinks:
     async def called(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: NodeIdentity
     ) -> None:
-        """Somebody dialled us and showed a certificate of the cluster. Returns when the link ends."""
+        """Serve the link of a peer that dialled us and showed a certificate of the cluster, until it ends."""
         end = _End(reader, writer, dialled=False)
         try:
             hello = await end.receive_hello()
@@ -170,13 +170,13 @@ class PeerLinks:
                 return
             end.send(self._hello())
         except (MlxtpError, TimeoutError, IndexError) as error:
-            log.debug("a call from %s ended before it began: %s", end.remote, error)
+            log.debug("a connection from %s ended before its hello: %s", end.remote, error)
             end.close(goodbye=False)
             return
         await self._live(end, hello, identity)
 
     def _say_refused(self, who: str, why: str) -> None:
-        """Once in a while: whoever is refused calls again and again."""
+        """Log a refusal, once in a while only, because a refused peer calls again and again."""
         now = time.monotonic()
         self._logged = {words: at for words, at in self._logged.items() if now - at < SAID_S}
         if (who, why) not in self._logged:
@@ -186,9 +186,9 @@ class PeerLinks:
     async def dialled(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: NodeIdentity
     ) -> str:
-        """We dialled somebody. Returns its node id once it has welcomed us; the link lives on by itself.
+        """Greet a peer that we dialled. Return its node id once it has welcomed us; its link stays open.
 
-        Raises MlxtpError when it is not wanted here, or does not want us.
+        Raises MlxtpError when either end refuses the other.
         """
         end = _End(reader, writer, dialled=True)
         try:
@@ -199,7 +199,9 @@ class PeerLinks:
                 raise refusal
         except (TimeoutError, IndexError):
             end.close(goodbye=False)
-            raise LinkError(f"{end.remote} did not say who it is", Code.LINK_TIMEOUT) from None
+            raise LinkError(
+                f"{end.remote} sent no hello within {GREETING_S:g} s", Code.LINK_TIMEOUT
+            ) from None
         except MlxtpError:
             end.close(goodbye=False)
             raise
@@ -213,7 +215,7 @@ class PeerLinks:
         self._links[link.number] = link
         if not self._events.opened(link):
             del self._links[link.number]
-            link.close()  # no goodbye: the other end would take it that this agent stops
+            link.close()  # no goodbye: the other end would conclude that this agent stops
             return
         why, goodbye = "closed", False
         try:
@@ -221,12 +223,12 @@ class PeerLinks:
             while True:
                 for message in messages:
                     if isinstance(message, SessionEnd):
-                        why, goodbye = "said goodbye", True
+                        why, goodbye = "its agent stopped", True
                     else:
                         why = message.detail if isinstance(message, Error) else why
                         self._events.received(link, message)
                 if end.connection.protocol.state in TERMINAL:
-                    break  # that was its last word, whether it hangs up or not
+                    break  # that was its last message, even if it keeps the connection open
                 if not (batch := await end.connection.receive()):
                     break
                 messages = [each.message for each in batch]
@@ -238,7 +240,7 @@ class PeerLinks:
             self._events.closed(link, why, goodbye)
 
     async def close(self) -> None:
-        """Say goodbye on every link."""
+        """End every link with a goodbye."""
         for link in self.links():
             link.close(goodbye=True)
         for task in list(self._readers):

@@ -1,4 +1,4 @@
-"""This machine, read again and again, and the reports of others that a plan waits for."""
+"""Repeated readings of this machine, and the reports of others that a plan waits for."""
 
 from __future__ import annotations
 
@@ -16,33 +16,30 @@ from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
-PROBE_S = 60.0  #: Between readings of everything, cables included.
-LOOK_S = 5.0  #: For reading machines before a group is planned.
+PROBE_S = 60.0  #: Seconds between readings of everything, cables included.
+LOOK_S = 5.0  #: Seconds for reading machines before a group is planned.
 
 
 class MachineReports:
     """Reads this machine in the background, one reading at a time, and reports it to the others."""
 
     def __init__(self, cluster: Surroundings) -> None:
-        self.rewired = False
-        """True when addresses changed, so that cables may have changed, too."""
+        self.rewired = False  #: True when addresses changed, so that cables may have changed, too.
         self._cluster = cluster
         self._probe_at = time.monotonic() + PROBE_S
         self._looking: asyncio.Task[None] | None = None
         self._read_due = False
-        self._asked_by: set[str] = set()
-        """Members that want a report."""
-        self._awaited: set[str] = set()
-        """Members whose report `look_now` waits for."""
+        self._asked_by: set[str] = set()  #: Members that requested a report.
+        self._awaited: set[str] = set()  #: Members whose report `read_machine_now` waits for.
         self._reported = asyncio.Event()
 
     def report(self) -> MachineReport:
-        """Return what this machine is, as the others hear it."""
+        """Return the report of this machine for the other members."""
         machine = self._cluster.peer_info.machines[self._cluster.node_id]
         return MachineReport(*(getattr(machine, name) for name in Machine.__match_args__))
 
     def report_to(self, node_id: str) -> None:
-        """Read the machine for a member, and report it whether or not it changed."""
+        """Read the machine for a member, and report it even if nothing changed."""
         self._asked_by.add(node_id)
         self.read_again()
 
@@ -52,7 +49,7 @@ class MachineReports:
         self._reported.set()
 
     async def read_machine_now(self, nodes: Iterable[str]) -> None:
-        """Read this machine again and have the others of `nodes` report theirs, ports of RDMA among it."""
+        """Read this machine again and have the others of `nodes` report theirs, including RDMA ports."""
         links = self._cluster.links
         for node_id in links.nodes() & set(nodes):
             with contextlib.suppress(MlxtpError):  # it has just gone
@@ -68,7 +65,7 @@ class MachineReports:
         self._awaited.clear()
 
     def read_again(self) -> asyncio.Task[None]:
-        """Read this machine in the background, and once more where a reading is under way."""
+        """Read this machine in the background; if a reading is under way, read once more after it."""
         self._read_due = True
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(self._read())
@@ -76,7 +73,7 @@ class MachineReports:
         return self._looking
 
     async def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         if self._looking is not None:
             self._looking.cancel()
 
@@ -103,4 +100,4 @@ class MachineReports:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("this machine could not be looked at: %s", error)
+        log.warning("reading this machine failed: %s", error)

@@ -1,19 +1,18 @@
-"""Who of the known members is here. Pure: time comes in as an argument.
+"""Presence of the known members. Pure: time comes in as an argument.
 
-A member is away until it is first seen in this run. While it is here, its link and its beats are what it is
-judged by: silence or a broken link make it a suspect, more of it makes it dead. `failure_detector.py` has
-every legal change.
+A member is away until it is first seen in this run. While it is here, its link and its beats decide. Silence
+or a broken link makes it a suspect; more silence makes it dead. `failure_detector.py` has every legal change.
 
-A boot id is one start of an agent, an incarnation of its node. Two things look alike and are told apart here:
+A boot id is one start of an agent, an incarnation of its node. This module distinguishes two similar cases:
 
-- a *return*: the same boot id makes a new link after a partition. Only a new link shows that it lives; what
-  still comes over the link it was given up on is ignored.
-- a *restart*: another boot id makes a link. The incarnation before it is over from then on, and retired as
-  soon as it has no link of its own any more. A retired boot id never counts again, whatever comes from it.
+- a *return*: the same boot id makes a new link after a partition. Only a new link shows that it lives;
+  messages that still come over the link it was given up on are ignored.
+- a *restart*: another boot id makes a link. The incarnation before it is over from then on. It is retired as
+  soon as it has no link of its own. A retired boot id never counts again.
 
-A process that has ended neither beats nor calls again and again. So two incarnations that both beat over
-links that are up at the same time, or one that is over and keeps making links, are two machines with one
-identity: a copied home folder.
+A process that has ended neither beats nor calls again and again. So these are two machines with one identity,
+a copied home folder: two incarnations that both beat over links that are up at the same time, or one that is
+over and keeps making links.
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ from ..errors import UserError
 from ..wire.cluster_messages import MAX_MEMBERS
 from .failure_detector import TRANSITIONS, Change, ChangeCause, Duplicate, MemberState, MemberStatus, Timeouts
 
+#: Boot ids remembered as over for each member. Older ones have no link left that could send a message.
 _RETIRED = 16
-"""Boot ids that are remembered as over for each member; older ones have no link left that could speak."""
-_LINKS = 4
-"""Links one member may have at once; more than one only while both ends dial, or after a restart."""
-_PROOF_BEATS = 2
-"""Beats of each incarnation, since both were here, that show that both live."""
+_LINKS = 4  #: Links one member may have at once; more than one only while both ends dial, or after a restart.
+_PROOF_BEATS = 2  #: Beats of each incarnation, since both were here, that show that both live.
+#: Links of an incarnation that should be over which show that it lives: two may have been on their way.
 _PROOF_LINKS = 3
-"""Links of an incarnation that should be over which show that it lives: two may have been on their way."""
 
 
 @dataclass(slots=True)
@@ -41,8 +38,7 @@ class _Link:
     boot_id: str
     address: str
     last_heard: float
-    beats: int = 0
-    """Since the youngest link of the same member came up."""
+    beats: int = 0  #: Beats since the youngest link of the same member came up.
 
 
 @dataclass(slots=True)
@@ -50,11 +46,10 @@ class _Member:
     state: MemberState = MemberState.AWAY
     boot_id: str = ""
     last_heard: float = 0.0
-    broken: float | None = None
-    """Since when its incarnation has had no link, while it is a suspect."""
+    broken: float | None = None  #: Time since which its incarnation has had no link, while it is a suspect.
     links: dict[int, _Link] = field(default_factory=dict)
+    #: Boot ids that are over, the oldest first, with the links that were made for them since.
     retired: dict[str, int] = field(default_factory=dict)
-    """Boot ids that are over, the oldest first, with the links that were made for them since."""
 
     def linked(self, boot_id: str) -> bool:
         return any(link.boot_id == boot_id for link in self.links.values())
@@ -68,10 +63,9 @@ class _Member:
 class Membership:
     """The members as node `self_id` sees them, since its start `boot_id` at `now`.
 
-    Links are known by numbers that the caller gives them, never the same twice; two links to one member may
-    stand beside each other. Changes wait until `tick` hands them out: call it at every beat, and after any
-    input that should have its effect at once. Then close every link for which `counts` is false: the other
-    end shall notice too.
+    The caller numbers the links and never reuses a number; a member may have two links at a time. Changes
+    wait until `tick` returns them: call it at every beat, and after any input that must take effect at once.
+    Then close every link for which `counts` is false, so that the other end notices, too.
     """
 
     def __init__(
@@ -80,8 +74,8 @@ class Membership:
         self.self_id = self_id
         self.boot_id = boot_id
         self.pace = pace or Timeouts()
+        #: Seconds for which our own loop had stood still at the last tick. They count against no member.
         self.stood_still_s = 0.0
-        """How long our own loop had stood still at the last tick: time that counts against nobody."""
         self._members: dict[str, _Member] = {}
         self._of_link: dict[int, str] = {}
         self._events: list[Change | Duplicate] = []
@@ -91,20 +85,20 @@ class Membership:
         for node_id in known:
             self.admitted(node_id)
 
-    # --- what is asked
+    # --- queries
 
     @property
     def healthy(self) -> bool:
-        """False while our own loop lags or just did: what we say about others is doubtful then."""
+        """False while our own loop lags or just did: our judgement of other members is doubtful then."""
         return self._last_tick >= self._unwell_until
 
     @property
     def patience(self) -> float:
-        """What all limits are multiplied by at the moment."""
+        """Factor by which all limits are multiplied now."""
         return 1.0 if self.healthy else 2.0
 
     def status_of(self, node_id: str) -> MemberStatus:
-        """Of one member, this node included; who is unknown counts as away."""
+        """Return the status of one node, this node included. An unknown node counts as away."""
         if node_id == self.self_id:
             return MemberStatus(MemberState.ALIVE, self.boot_id, True)
         member = self._members.get(node_id)
@@ -113,17 +107,17 @@ class Membership:
         return MemberStatus(member.state, member.boot_id, member.linked(member.boot_id))
 
     def statuses(self) -> dict[str, MemberStatus]:
-        """Of everybody, this node included."""
+        """Return the status of every member, this node included."""
         return {node_id: self.status_of(node_id) for node_id in (self.self_id, *self._members)}
 
     def counts(self, link: int) -> bool:
-        """Whether this link is still one; else close it."""
+        """Return True while this link counts. Close it otherwise."""
         return link in self._of_link
 
-    # --- what happens
+    # --- events
 
     def admitted(self, node_id: str) -> None:
-        """A member from now on, also one that was removed before. Raises UserError when there is no room."""
+        """Add a member, also one that was removed before. Raises UserError when there is no room."""
         if node_id == self.self_id:
             return
         member = self._members.get(node_id)
@@ -141,16 +135,16 @@ class Membership:
         self._members[node_id] = _Member()
 
     def removed(self, node_id: str) -> None:
-        """No member any more: its links stop counting at once."""
+        """Remove a member: its links stop counting at once."""
         member = self._members.get(node_id)
         if member is not None and member.state is not MemberState.REMOVED:
             self._drop(member, member.links)
             self._move(node_id, member, ChangeCause.REMOVED)
 
     def link_up(self, link: int, node_id: str, boot_id: str, address: str, now: float) -> bool:
-        """A link on which the other end has shown who it is. False: close it, it does not count.
+        """Add a link whose other end has shown its identity. False: close it, it does not count.
 
-        So it is for a stranger, for whoever was removed, for an incarnation that is over, and for ourselves.
+        Links do not count from strangers, removed members, incarnations that are over, and ourselves.
         """
         if link in self._of_link:
             raise ValueError(f"link {link} is up already")
@@ -173,7 +167,7 @@ class Membership:
         return True
 
     def beat(self, link: int, now: float) -> None:
-        """Something came over this link."""
+        """Note that a message came over this link."""
         if link not in self._of_link:
             return
         node_id = self._of_link[link]
@@ -187,7 +181,7 @@ class Membership:
                 self._move(node_id, member, ChangeCause.HEARD)
 
     def link_down(self, link: int, now: float) -> None:
-        """This link is gone, whoever closed it."""
+        """Note that this link is gone, closed by either end."""
         if link not in self._of_link:
             return
         node_id = self._of_link[link]
@@ -204,7 +198,7 @@ class Membership:
                 self._move(node_id, member, ChangeCause.BROKEN)
 
     def goodbye(self, link: int, now: float) -> None:
-        """The agent at the other end said that it stops: this incarnation is over."""
+        """Note that the agent at the other end stops in order: this incarnation is over."""
         if link not in self._of_link:
             return
         node_id = self._of_link[link]
@@ -215,14 +209,14 @@ class Membership:
             self._move(node_id, member, ChangeCause.GOODBYE)
 
     def tick(self, now: float) -> tuple[Change | Duplicate, ...]:
-        """Judge silence, and hand out what changed since the last tick, in order."""
+        """Judge silence, and return the changes since the last tick, in order."""
         self._notice_own_lag(now)
         for node_id, member in self._members.items():
             self._judge(node_id, member, now)
         events, self._events = tuple(self._events), []
         return events
 
-    # --- how it is judged
+    # --- judgement
 
     def _notice_own_lag(self, now: float) -> None:
         lag_s = now - self._last_tick - self.pace.beat_s
@@ -232,7 +226,7 @@ class Membership:
             return
         self._unwell_until = now + 2 * self.pace.dead_s
         for member in self._members.values():
-            # What came while we stood still may not have been read yet.
+            # Messages that came while we stood still may not have been read yet.
             member.last_heard = min(member.last_heard + lag_s, now)
             if member.broken is not None:
                 member.broken = min(member.broken + lag_s, now)
@@ -258,9 +252,9 @@ class Membership:
             self._move(node_id, member, ChangeCause.GIVEN_UP)
 
     def _fall_back(self, node_id: str, member: _Member, now: float) -> bool:
-        """Whether another incarnation still has a link, and counts from now on.
+        """Return True when another incarnation still has a link; that one counts from now on.
 
-        So it is when the first word of one that was over came after that of its successor.
+        This happens when the first message of an incarnation that is over came after that of its successor.
         """
         if not member.links:
             return False
@@ -282,7 +276,7 @@ class Membership:
         self._move(node_id, member, ChangeCause.TWINS)
 
     def _here(self, node_id: str, member: _Member, boot_id: str, now: float) -> None:
-        """Incarnation `boot_id` has a link: it is the one that counts."""
+        """Make incarnation `boot_id`, which has a link, the one that counts."""
         before = member.boot_id
         if before and before != boot_id:
             if member.state in (MemberState.ALIVE, MemberState.SUSPECT):

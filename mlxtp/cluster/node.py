@@ -1,8 +1,8 @@
-"""This node among the others: links, beats, what it believes, and what follows from it.
+"""This node among the others: links, beats, its state, and the actions that follow from it.
 
-Everything is decided in `cluster/`; here it is heard, said and carried out. `GroupController` forms the
-epochs that this node coordinates, `HostedRank` runs a rank of somebody else's, `ForwardingBackend` sends
-requests to where rank 0 is.
+Modules of `cluster/` decide; this one receives, sends and carries out. `GroupController` forms the epochs
+that this node coordinates. `HostedRank` runs a rank for another coordinator. `ForwardingBackend` sends
+requests to the node of rank 0.
 """
 
 from __future__ import annotations
@@ -108,27 +108,21 @@ from .token_issuing import TokenIssuing
 
 log = logging.getLogger(__name__)
 
-NOTHING_WANTED = "nothing shall be served; `mlxtp serve MODEL` changes that"
+NOTHING_WANTED = "no model is configured; run `mlxtp serve MODEL`"
 BEAT_S = 0.5
-REPORT_S = 10.0
-"""How often this machine's memory, addresses and power are read again."""
+REPORT_S = 10.0  #: Seconds between readings of this machine's memory, addresses and power.
 
 
 class NodeLoop:
-    """Implements `links.LinkEvents`. Everything runs in one event loop; `live` is its heart."""
+    """Implements `links.LinkEvents`. Everything runs in one event loop; `live` is its main task."""
 
-    may_leave = False
-    """Whether the others can do without this node, once it is about to stop."""
-    http = ""
-    """Where this node's endpoint is."""
-    problem = ""
-    """What a person has to mend, such as a copied home folder."""
-    waiting = ""
-    """Why there is no group yet."""
-    _unplanned = ""
-    """Why there can be none for what is wanted, however long one waits."""
+    may_leave = False  #: True once the others can do without this node, which is about to stop.
+    http = ""  #: URL of this node's endpoint.
+    problem = ""  #: Problem that a user has to fix, such as a copied home folder.
+    waiting = ""  #: Reason why there is no group yet.
+    _unplanned = ""  #: Reason why there can be no group for the desired model, even after waiting.
+    #: Last (model, reason) logged, digits stripped so that memory changes do not repeat the line.
     _logged_reason: tuple[str, str] = ("", "")
-    """For which model the log says why, and why, without figures: memory comes and goes."""
 
     def __init__(
         self,
@@ -146,13 +140,13 @@ class NodeLoop:
         self.settings = settings
         self.identity = identity
         self.node_id = identity.node_id
-        self.name = printable(settings.name)  # the system's name of a Mac is not ours to refuse
+        self.name = printable(settings.name)  # we cannot refuse the system's name of a Mac
         self.boot_id = secrets.token_hex(8)
         self._versions, self._flags = versions_here(), flags_of(settings)
         self.peer_info = PeerInfo(machines={self.node_id: machine})
         self.listens_at: Callable[[Machine], tuple[str, ...]] = lambda _machine: ()
+        #: By node id: the boot ids of two machines that had it at once, and the message about it.
         self._doubles: dict[str, tuple[tuple[str, ...], str]] = {}
-        """By node id: the boot ids of two machines that had it at once, and what was said about it."""
         self.supervisor = supervisor
         self._proofs = RosterProofs(identity)
         self.leadership = self._remembered(kept.beliefs, now)
@@ -176,36 +170,36 @@ class NodeLoop:
         self.forwarding = ForwardingBackend(self)
         self.model_switcher = ModelSwitcher(self, lambda: self._unplanned, self.controller.no_place)
         self.selection = ModelSelection(self, self.controller.no_place)
+        #: Called when a node became a member or ceased to be one.
         self.on_roster: Callable[[], None] = lambda: None
-        """Called when somebody became a member or is none any more."""
+        #: Called with the node id when the last control link to a node has ended.
         self.on_gone: Callable[[str], None] = lambda _node_id: None
-        """Called with the node id when the last control link to somebody has ended."""
+        #: Returns the addresses at which other nodes were last reached.
         self.peers: Callable[[], Mapping[str, tuple[str, ...]]] = lambda: kept.peers
-        """Where other nodes were reached last."""
         self._wake = asyncio.Event()
         self._announced, self._until = (0, False), 0.0
+        #: Done when this agent must end: this node is no longer a member, or there was a bug, as an error.
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when this agent has no more to do: this node is no member any more, or a bug, as an error."""
         self.over.add_done_callback(_retrieved)
         self.model.resolve(self.leadership.desired)
 
     def _remembered(self, kept: ClusterState, now: float) -> Leadership:
-        """Begin with what was kept, signed where this node can, and with this node as a member."""
+        """Restore the kept state, signed where this node can sign, and with this node as a member."""
         identity, beliefs = self.identity, replace(kept, roster=self._proofs.completed(kept.roster))
         found = Leadership(self.node_id, beliefs, now, founder=identity.authority is not None)
         if self.node_id not in found.roster.members():
             found.admit(self.node_id, self.name, identity.fingerprint, self._proofs.own)
         return found
 
-    # --- what is asked ------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where others find this agent now: interfaces come and go."""
+        """Addresses at which others reach this agent now. They change, because interfaces come and go."""
         return self.listens_at(self.peer_info.machines[self.node_id])
 
     def hello(self) -> AgentHello:
-        """How this node introduces itself."""
+        """Return the hello by which this node introduces itself."""
         return AgentHello(
             PROTOCOL_VERSION,
             self.node_id,
@@ -220,28 +214,28 @@ class NodeLoop:
         )
 
     def name_of(self, node_id: str) -> str:
-        """What people call a node."""
+        """Return the name of a node, for users."""
         if node_id == self.node_id:
             return self.name
         entry = self.leadership.roster.members().get(node_id)
         return self.peer_info.names.get(node_id) or (entry.name if entry else "") or node_id[:8]
 
     def measured(self) -> Measured:
-        """What placement takes over its assumptions."""
+        """Return the measurements that placement prefers to its assumptions."""
         return self.fabric_bench.measured()
 
     def coming(self, model: str) -> str:
-        """How far a model is on its way to this node, for people; empty when it is not."""
+        """Return the progress of a model's download to this node, for users; empty when there is none."""
         return self.transfers.progress_text(model)
 
-    # --- what people want ----------------------------------------------------------------------------
+    # --- requests of users ---------------------------------------------------------------------------
 
     def set_desired(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
-        """What the cluster should run from now on; `by_person`: whatever requests name, unless it is nothing.
+        """Set the model the cluster should run. `by_person`: pin it against models that requests name.
 
-        What is wanted already stays as it is, unless its group has failed or a member has not got it: asking
-        again tries it again.
-        Raises UserError for what no member could say.
+        An empty model is not pinned. A state that is set already stays as it is, unless its group has failed
+        or a member lacks the model: then a repeated request tries it again. Raises UserError for a name that
+        no message can carry.
         """
         if len(model) > MAX_MODEL or not model.isprintable():
             raise UserError(
@@ -261,7 +255,7 @@ class NodeLoop:
         return desired
 
     def remove(self, *node_ids: str) -> None:
-        """Take members out. Raises UserError when one is none, or founded the cluster and is another Mac."""
+        """Remove members. Raises UserError for a node that is no member, or a founder on another Mac."""
         if (founder := self.leadership.roster.founder()) in node_ids and founder != self.node_id:
             raise UserError(
                 f"{self.name_of(founder)} founded this cluster, and no other Mac can remove it; run "
@@ -278,18 +272,18 @@ class NodeLoop:
         return await self._saving.elsewhere(lambda: self.leadership.roster)
 
     def drain(self) -> None:
-        """This node is about to stop: the others hear it, and plan without it."""
+        """Broadcast that this node is about to stop, so that the others plan without it."""
         self.leadership.drain()
         self.may_leave = False
         self._send_beat()
         self.changed()
 
     def admit(self, node_id: str, name: str, fingerprint: str, by: str = "", address: str = "") -> None:
-        """A new member, by a token that `by` asked for. Raises UserError when it cannot be one."""
+        """Admit a new member, by a token that `by` requested. Raises UserError when it cannot be one."""
         seal = partial(self._proofs.admission, admitted_by=by, address=address, at=int(time.time()))
         self.leadership.admit(node_id, name, fingerprint, seal)
         self._roster_changed()
-        how = f", by a token that {self.name_of(by)} asked for" if by else ""
+        how = f", by a token that {self.name_of(by)} requested" if by else ""
         log.info("%s is a member now%s", name or node_id[:8], how)
 
     # --- neighbours ----------------------------------------------------------------------------------
@@ -299,7 +293,7 @@ class NodeLoop:
 
     def _not_a_member(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
         if (identity.node_id, identity.cluster_id) != (hello.node_id, hello.cluster_id):
-            return ProtocolError("its certificate names another node than it does", Code.NOT_AUTHENTIC)
+            return ProtocolError("its certificate and its hello name different nodes", Code.NOT_AUTHENTIC)
         if hello.node_id == self.node_id:
             return self._our_own(hello)
         roster = self.leadership.roster
@@ -318,17 +312,17 @@ class NodeLoop:
         boots, what = self._doubles.get(hello.node_id, ((), ""))
         if hello.boot_id not in boots:
             return None
-        return ProtocolError(f"{what}. Then start mlxtp anew", Code.DUPLICATE_NODE)
+        return ProtocolError(f"{what}. Then restart mlxtp", Code.DUPLICATE_NODE)
 
     def _our_own(self, hello: AgentHello) -> MlxtpError:
-        """Who has our identity is this agent itself, or a copy of it."""
+        """Return the error for a peer with our identity: this agent itself, or a copy of it."""
         if hello.boot_id == self.boot_id:
             return ProtocolError("this is the same node", Code.SAME_NODE)
-        self._twins(f"another agent at this moment has the identity of {self.name}")
+        self._twins(f"another running agent has the identity of {self.name}")
         return ProtocolError(self.problem, Code.DUPLICATE_NODE)
 
     def _unlike(self, theirs: AgentHello) -> MlxtpError | None:
-        """Why ranks of a node that says this could not compute with ours."""
+        """Return the reason why ranks of a node with this hello could not compute with ours."""
         ours = self.hello()
         difference = compare(
             Build(ours.version, ours.versions, ours.flags),
@@ -339,10 +333,10 @@ class NodeLoop:
         return ProtocolError(difference, Code.MISMATCH) if difference else None
 
     def opened(self, link: ControlLink) -> bool:
-        """A peer was welcomed."""
+        """Take in a welcomed peer, and send it this node's state."""
         hello, now = link.hello, time.monotonic()
         if self.leadership.roster.members().get(link.node_id) is None:
-            try:  # its certificate says that it was let in; who did has not told us yet
+            try:  # its certificate proves its admission, which no member has reported yet
                 self.admit(hello.node_id, hello.name, link.fingerprint, address=link.remote)
             except UserError as error:
                 log.warning("%s", error.detail)
@@ -350,7 +344,7 @@ class NodeLoop:
         self.membership.admitted(link.node_id)
         if not self.membership.link_up(link.number, link.node_id, hello.boot_id, link.remote, now):
             if self.membership.status_of(link.node_id).boot_id != hello.boot_id:
-                what = f"another agent has the identity of {hello.name}, or this one was given up"
+                what = f"another agent has the identity of {hello.name}, or this one was declared dead"
                 link.refuse(ProtocolError(f"{what}; if it persists, restart it", Code.DUPLICATE_NODE))
             return False
         _, what = self._doubles.pop(link.node_id, ((), ""))  # this start of it counts
@@ -380,7 +374,7 @@ class NodeLoop:
         return True
 
     def closed(self, link: ControlLink, why: str, goodbye: bool) -> None:
-        """A link has ended."""
+        """Take in the end of a link."""
         now = time.monotonic()
         if goodbye:
             self.membership.goodbye(link.number, now)
@@ -401,7 +395,7 @@ class NodeLoop:
         self.changed()
 
     def received(self, link: ControlLink, message: Message) -> None:
-        """A peer said something."""
+        """Dispatch a peer's message."""
         node_id = link.node_id
         if not self.membership.counts(link.number):
             return
@@ -431,7 +425,7 @@ class NodeLoop:
                 self._about_commands(node_id, message)
 
     def _about_commands(self, node_id: str, message: Message) -> None:
-        """What somebody typed on one Mac and another one has to do, and complaints."""
+        """Dispatch complaints, and commands that a user typed on one Mac and another has to run."""
         match message:
             case MachineWanted():
                 self.machine.report_to(node_id)
@@ -474,7 +468,7 @@ class NodeLoop:
             self._roster_changed()
         if self.leadership.overfull and not full:
             log.warning(
-                "%s tells of more than %d members; those beyond are left out",
+                "%s reports more than %d members; those beyond are left out",
                 self.name_of(node_id),
                 MAX_MEMBERS,
             )
@@ -527,7 +521,7 @@ class NodeLoop:
             no = f"{self.name} is about to stop"
         if no is None and self.supervisor.in_epoch and not order.trial:
             no = f"{self.name} still ends an epoch of its own"
-            # The coordinator waited for the requests of that one. Its word holds, or neither would give in.
+            # The coordinator waited for that epoch's requests. Its order holds, or neither would give in.
             self.supervisor.end_epoch(
                 GroupError(f"{self.name_of(node_id)} coordinates and forms a group", Code.REPLANNED)
             )
@@ -540,10 +534,10 @@ class NodeLoop:
         self.trial_rank.clear(f"epoch {order.epoch} comes")
         (self.trial_rank if order.trial else self.hosted_rank).received(node_id, order)
 
-    # --- what follows --------------------------------------------------------------------------------
+    # --- consequences -------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Something is different: look at everything again, soon."""
+        """Have `live` decide again soon: something is different."""
         self._wake.set()
 
     def _model_changed(self) -> None:
@@ -570,7 +564,7 @@ class NodeLoop:
         self.changed()
 
     def end(self, error: MlxtpError | None = None) -> None:
-        """This agent has no more to do, in order or because of `error`."""
+        """Mark this agent as done, in order or because of `error`."""
         if self.over.done():
             return
         if error is None:
@@ -586,7 +580,7 @@ class NodeLoop:
         log.error("%s", self.problem)
 
     async def live(self) -> None:
-        """Beat, judge, decide, until cancelled."""
+        """Beat, judge and decide, until cancelled."""
         beat_at = echo_at = 0.0
         report_at = time.monotonic() + REPORT_S
         self.transfers.report_stored()
@@ -608,7 +602,7 @@ class NodeLoop:
                 self.transfers.report_stored()
             self._tick(now)
             self._wake.clear()
-            await self._save()  # what changes meanwhile wakes
+            await self._save()  # a change meanwhile sets `_wake`
             wait_s = min(beat_at, max(self._until, now + 0.02)) - time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(wait_s, 0.0)):
@@ -636,7 +630,7 @@ class NodeLoop:
         self.links.broadcast(self.leadership.beat(healthy=self.membership.healthy, short=short))
 
     def short(self) -> str:
-        """A Mac whose rank works on what is asked here and that is short of memory; empty for none."""
+        """Return a Mac that runs a rank of a ready group and is short of memory; empty for none."""
         servings = [self.controller.serving(), *self.peer_info.servings.values()]
         groups = [each.participants for each in servings if each is not None and each.state == Serves.READY]
         short = [node for nodes in groups for node in nodes if node in self.peer_info.short]
@@ -658,7 +652,7 @@ class NodeLoop:
                 link.refuse(ProtocolError(self.problem, Code.DUPLICATE_NODE))
 
     def _announce(self) -> None:
-        """One line for each group that answers here."""
+        """Log one line for each group that becomes ready here."""
         supervisor = self.supervisor
         ready = (supervisor.epoch, supervisor.state is Serves.READY)
         if ready != self._announced and ready[1]:
@@ -690,7 +684,7 @@ class NodeLoop:
                     code = Code.RANK_LOST if lost else Code.REPLANNED
                     self.supervisor.end_epoch(GroupError(reason, code))
             case HandOver(node_id):
-                log.info("%s shall coordinate", self.name_of(node_id))
+                log.info("handing the coordination to %s", self.name_of(node_id))
                 self.leadership.hand_over(node_id, now)
                 self._send_beat()
             case Wait(reason, until):
@@ -699,13 +693,13 @@ class NodeLoop:
         self.supervisor.drain(self._why_draining(view))
 
     def _why_unplanned(self, situation: Situation, action: Action, now: float) -> str:
-        """Why there is no group for what is wanted although everybody has looked for it."""
+        """Return the reason why there is no group for the desired model after every member's report."""
         looked = (self.model.problem or self.model.source is not None) and now >= situation.hold_until
         waits = isinstance(action, Wait) and situation.plan is None and action.reason == situation.refusal
         return situation.refusal if waits and looked and self.leadership.desired.model else ""
 
     def _log_reason(self) -> None:
-        """One line for each reason why nothing comes; a model that is not here has had its own."""
+        """Log each reason for not serving once. A model that is not here has had its own line."""
         said = (self.leadership.desired.model, re.sub(r"\d+", "", self._unplanned))
         if self.supervisor.in_epoch:
             self._logged_reason = ("", "")
@@ -714,7 +708,7 @@ class NodeLoop:
             log.warning("%s is not served: %s", said[0], self._unplanned)
 
     def _why_draining(self, view: ClusterView) -> str:
-        """Why this node takes no new requests: it, or a rank of its group, is about to stop."""
+        """Return why this node takes no new requests: it, or a node of its group, is about to stop."""
         if self.node_id in view.draining:
             return ABOUT_TO_STOP
         if who := drained_by(view):
@@ -725,7 +719,7 @@ class NodeLoop:
         await self._saving.save(SavedState(self.leadership.persistent_state(), self.peers()))
 
     def woke(self, slept_s: float) -> None:
-        """This machine slept: the others have given it up meanwhile, and their links say so only later."""
+        """Recover from sleep: the others have given this machine up, and links report that only later."""
         self.supervisor.woke(slept_s)
         for hosted in (self.hosted_rank, self.trial_rank):
             hosted.clear(f"{self.name} slept for {slept_s:.0f} s")
@@ -735,16 +729,16 @@ class NodeLoop:
         self.changed()
 
     def rewired(self) -> None:
-        """This machine's addresses changed: its cables may have, too."""
+        """Read everything again: this machine's addresses changed, so its cables may have, too."""
         self.machine.rewired = True
         self.changed()
 
     async def read_machine_now(self, nodes: Iterable[str]) -> None:
-        """Read this machine again and have the others of `nodes` report theirs, ports of RDMA among it."""
+        """Read this machine again and have the others of `nodes` report theirs, including RDMA ports."""
         await self.machine.read_machine_now(nodes)
 
     async def close(self) -> None:
-        """Say goodbye and end what runs here for others."""
+        """Send a goodbye on each link, and end what runs here for others."""
         await self.machine.close()
         await self.fabric_bench.close()
         await self.failure_files.close()
@@ -763,6 +757,6 @@ class NodeLoop:
 
 
 def _retrieved(over: asyncio.Future[None]) -> None:
-    """The error was logged where it came up; who stops the agent meanwhile never asks for it."""
+    """Mark the error as retrieved: it was logged where it came up, and a stopping agent never reads it."""
     if not over.cancelled():
         over.exception()

@@ -1,4 +1,4 @@
-"""What this agent runs, as it tells others."""
+"""Versions and flags of this agent, as it reports them to others."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from importlib.metadata import PackageNotFoundError, version
 from ..config import Settings
 
 _PACKAGES = ("mlxtp", "mlx", "mlx-lm")
+#: Settings that decide how ranks compute, or of which the coordinator's value holds for all.
 _FLAGS = (
     "agreement", "compiled", "speculation", "prefix_cache", "prefill_chunk", "max_context", "kv_bits",
     "kv_bytes", "fabric", "fast_fences", "repeatable",
 )  # fmt: skip
-"""Settings by which ranks compute, or of which the coordinator's hold for all."""
+#: Prefixes of MLX's variables that ranks get from their agent. All others must be equal: with another
+#: MLX_BFS_MAX_WIDTH a rank runs collectives of one layer in another order, which gives wrong numbers.
 _PER_RANK = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL", "MLX_METAL_FAST_SYNCH")
-"""Variables of MLX that ranks get from their agent, by how they begin. All others must be equal: with another
-MLX_BFS_MAX_WIDTH a rank runs collectives of one layer in another order, which gives wrong numbers."""
 
 
 def versions_here() -> tuple[str, ...]:
-    """Installed packages that ranks must have in common, "name=version" each."""
+    """Return the versions of packages that ranks must have in common, "name=version" each."""
     return tuple(f"{package}={_version(package)}" for package in _PACKAGES)
 
 

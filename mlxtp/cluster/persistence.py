@@ -1,4 +1,4 @@
-"""Beliefs of this node on its disk, and reports of the others' disks."""
+"""This node's state on its disk, and reports of the others' disks."""
 
 from __future__ import annotations
 
@@ -16,36 +16,35 @@ from .saved_state import SavedState, save
 
 log = logging.getLogger(__name__)
 
-ELSEWHERE_S = 5.0  #: How long a removal waits until another member's disk has it.
+ELSEWHERE_S = 5.0  #: Seconds for which a removal waits until another member's disk has it.
 
 
 class Saving:
     """Writes `state.json` when something changed, and again at each tick until that works.
 
     One thread writes, in the order of the calls: a flush to the drive would hold up the event loop.
-    `on_roster` is called with what to tell the others once a new roster is on the disk.
+    `on_roster` is called with the message for the others once a new roster is on the disk.
     """
 
     def __init__(self, home: Path, on_roster: Callable[[RosterSaved], None]) -> None:
         self._home = home
         self._on_roster = on_roster
         self._disk = ThreadPoolExecutor(1, "saving")
-        self._latest: SavedState | None = None  # that is written, or waits for the thread
-        self._roster: Roster | None = None  # of the file
+        self._latest: SavedState | None = None  # written, or waiting for the thread
+        self._roster: Roster | None = None  # in the file
         self._problem = ""
-        self._rosters: dict[str, int] = {}
-        """The digest of the roster on each other member's disk."""
+        self._rosters: dict[str, int] = {}  #: Digest of the roster on each other member's disk, by node id.
         self._reported = asyncio.Event()
 
     async def save(self, kept: SavedState) -> None:
-        """Write what is kept, unless the file has it or is about to."""
+        """Write the state, unless the file has it or is about to."""
         if kept == self._latest:
             return
         self._latest = kept
         try:
             await asyncio.get_running_loop().run_in_executor(self._disk, save, self._home, kept)
         except BaseException as error:
-            self._latest = None  # so that the next call writes, also after one that was cancelled
+            self._latest = None  # so that the next call writes, also after a cancelled one
             if not isinstance(error, UserError):
                 raise
             if error.detail != self._problem:
@@ -62,7 +61,7 @@ class Saving:
         await asyncio.to_thread(self._disk.shutdown)
 
     def received(self, node_id: str, report: RosterSaved) -> None:
-        """Another member wrote its roster."""
+        """Note that another member wrote its roster."""
         self._rosters[node_id] = report.roster
         self._reported.set()
 

@@ -1,8 +1,8 @@
-"""What the coordinator does next, and what everybody else may refuse. Pure.
+"""Decision on the coordinator's next action, and on the orders that other nodes may refuse. Pure.
 
-`decide` looks at one `ClusterView` and names one action; the same view always gives the same action. Only the
-coordinator forms epochs. Rank 0 of an epoch is its owner: whoever loses the coordination keeps the epoch that
-it owns running until the new coordinator has decided, so that a partition that heals interrupts nobody
+`decide` maps one `ClusterView` to one action; the same view always gives the same action. Only the
+coordinator forms epochs. Rank 0 of an epoch is its owner. A node that loses the coordination keeps the epoch
+that it owns running until the new coordinator has decided. So a partition that heals interrupts no request
 without need.
 """
 
@@ -16,13 +16,12 @@ from ..wire.cluster_messages import DesiredState
 from .cluster_state import LeaderClaim
 from .failure_detector import MemberState, MemberStatus
 
-MUCH = 1.05
-"""How many times better a plan must be to count as better: what is measured wavers by a few percent."""
+MUCH = 1.05  #: Factor by which a plan must be better to count as better: measurements waver by a few percent.
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Node ids in rank order, and what plans are compared by: the first number that differs much decides.
+    """Node ids in rank order, and the key for comparing plans: the first number that differs much decides.
 
     `backend` is "none", "ring" or "jaccl". `proven`: this group has formed and proved itself before.
     """
@@ -35,10 +34,10 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class RunningEpoch:
-    """An epoch that is there. `boots` are the boot ids its participants had, in rank order.
+    """Existing epoch. `boots` are the boot ids its participants had, in rank order.
 
-    `model` and `desired` (a version) are what it was formed for. Of an epoch that another node owns, `boots`
-    may be empty. `draining`: it takes no new requests, and ends with its last one. `backend` as in
+    `model` and `desired` (a version) are what it was formed for. `boots` may be empty for an epoch that
+    another node owns. `draining`: it takes no new requests, and ends with its last one. `backend` as in
     `GroupPlan`.
     """
 
@@ -55,17 +54,17 @@ class RunningEpoch:
 
     @property
     def owner(self) -> str:
-        """Whoever has rank 0."""
+        """Node id of rank 0."""
         return self.ranks[0]
 
     def serves(self, desired: DesiredState) -> bool:
-        """Whether this is what is wanted now."""
+        """Return True when this epoch serves the desired state."""
         return (self.model, self.desired) == (desired.model, desired.version)
 
 
 @dataclass(frozen=True, slots=True)
 class NoAction:
-    """All is as it should be, or somebody else's to decide."""
+    """Do nothing: all is as it should be, or another node decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class FormEpoch:
 
 @dataclass(frozen=True, slots=True)
 class TryGroup:
-    """Form this group as epoch `number` beside what serves, see it prove itself, and end it again."""
+    """Form this group as epoch `number` beside the serving one, see it prove itself, and end it again."""
 
     number: int
     plan: GroupPlan
@@ -87,7 +86,7 @@ class TryGroup:
 
 @dataclass(frozen=True, slots=True)
 class StopEpoch:
-    """End the epoch that this node owns or takes part in. `lost`: somebody it needs is gone."""
+    """End the epoch that this node owns or takes part in. `lost`: a node that it needs is gone."""
 
     reason: str
     lost: bool = False
@@ -102,7 +101,7 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Not yet; decide again at `until`, or when something changes. `for_requests`: some are still open."""
+    """Wait: decide again at `until`, or when something changes. `for_requests`: some are still open."""
 
     reason: str
     until: float = math.inf
@@ -114,19 +113,19 @@ Action = NoAction | FormEpoch | TryGroup | StopEpoch | HandOver | Wait
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """Everything a decision depends on. Times are of the caller's clock, in seconds.
+    """All inputs of a decision. Times are of the caller's clock, in seconds.
 
     running        the epoch this node owns or takes part in
-    others         the epochs of others, each as its owner tells it
+    others         the epochs of others, each as its owner reports it
     plan           the best one for the members that are present and stay; None for the reason in `refusal`
     epoch          the highest number of an epoch so far
-    untold         members that are present and have not yet told what they believe
+    unsynced       members that are present and have not yet reported their state
     settled_at     from when on the membership counts as calm
-    shaky          when each member that was lost a while ago may be relied on again
+    flapping       when each member that was lost a while ago may be relied on again
     waiting_since  since when a decision has waited for open requests to end
     patience_s     how long it may
     hold_until     when an epoch may be formed again after some that failed, and `hold` why
-    draining       who is about to stop, this node perhaps among them
+    draining       the nodes that are about to stop, this node perhaps among them
     """
 
     now: float
@@ -151,7 +150,7 @@ class ClusterView:
     draining: frozenset[str] = frozenset()
 
     def name(self, node_id: str) -> str:
-        """What people call it."""
+        """Return the name of a node, for users."""
         return self.names.get(node_id) or node_id[:8]
 
     def boot_id(self, node_id: str) -> str:
@@ -164,7 +163,7 @@ class ClusterView:
 
 
 def better(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether the first of two keys is clearly the better one. Their numbers are not negative.
+    """Return True when the first of two keys is clearly better. Their numbers are not negative.
 
     Another version may compare by more numbers: those that both have count.
     """
@@ -177,7 +176,7 @@ def better(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def decide(view: ClusterView) -> Action:
-    """What this node does next."""
+    """Return this node's next action."""
     mine = view.running
     if mine is not None and (reason := _lost(view, mine)):
         return StopEpoch(reason, lost=True)
@@ -191,7 +190,7 @@ def decide(view: ClusterView) -> Action:
 
 
 def drained_by(view: ClusterView) -> tuple[str, ...]:
-    """Who of the epoch that this node owns is about to stop: it takes no new requests then."""
+    """Return the nodes about to stop in this node's own epoch, which then takes no new requests."""
     mine = view.running
     if mine is None or mine.owner != view.self_id:
         return ()
@@ -199,9 +198,9 @@ def drained_by(view: ClusterView) -> tuple[str, ...]:
 
 
 def may_leave(view: ClusterView) -> bool:
-    """Whether a node that is about to stop leaves nobody in the lurch, but for its own clients' requests.
+    """Return True when a stopping node may leave; requests of its own clients are not considered.
 
-    Where a group is possible without it, it waits until it coordinates none and has no rank in any. Else
+    If a group is possible without it, it waits until it coordinates none and has no rank in any. Otherwise
     the group that needs its rank goes on until its last request is done.
     """
     mine = view.running
@@ -214,12 +213,12 @@ def may_leave(view: ClusterView) -> bool:
 
 
 def refusal(sender: str, number: int, claim: LeaderClaim, joined: int) -> str | None:
-    """Why a node does not take part in epoch `number` when `sender` asks it to; None when it does.
+    """Return the reason for not taking part in epoch `number`, ordered by `sender`; None to take part.
 
-    `claim` is what it believes, `joined` the last epoch it took part in, which it ends for a newer one.
+    `claim` is the one this node follows. It ends epoch `joined`, its last one, for a newer one.
     """
     if sender != claim.node_id:
-        who = f"{claim.node_id[:8]} coordinates" if claim.node_id else "nobody coordinates yet"
+        who = f"{claim.node_id[:8]} coordinates" if claim.node_id else "no node coordinates yet"
         return f"epoch {number} comes from {sender[:8]}, but {who} (term {claim.term})"
     if number <= joined:
         return f"epoch {number} is not newer than epoch {joined}, which this node was part of"
@@ -227,7 +226,7 @@ def refusal(sender: str, number: int, claim: LeaderClaim, joined: int) -> str | 
 
 
 def _lost(view: ClusterView, mine: RunningEpoch) -> str:
-    """Who is gone from an epoch: its owner looks at all, the others at the owner."""
+    """Return a participant that has left. The owner checks every rank; the others check only the owner."""
     watched = range(len(mine.ranks)) if mine.owner == view.self_id else range(1)
     for rank in watched:
         node_id = mine.ranks[rank]
@@ -237,7 +236,7 @@ def _lost(view: ClusterView, mine: RunningEpoch) -> str:
             how = "its link broke" if state is MemberState.SUSPECT else f"it is {state}"
             return f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): {how}"
         if view.boot_id(node_id) != mine.boots[rank]:
-            return f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): its agent was started anew"
+            return f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): its agent was restarted"
     return ""
 
 
@@ -259,7 +258,7 @@ def _follow(view: ClusterView) -> Action:
 
 
 def _improve(view: ClusterView, mine: RunningEpoch) -> Action:
-    """The coordinator's own epoch goes on, unless something clearly better waits, or somebody of it stops."""
+    """Keep the coordinator's own epoch, unless something clearly better waits, or a rank's node stops."""
     if drained_by(view) and view.plan is not None:
         who = ", ".join(map(view.name, drained_by(view)))
         return StopEpoch(f"{who} is about to stop, and another group goes on")
@@ -272,18 +271,18 @@ def _improve(view: ClusterView, mine: RunningEpoch) -> Action:
         )
     plan = view.plan
     if plan is None or plan.ranks[0] != view.self_id or not better(plan.key, mine.key):
-        return NoAction()  # a group whose rank 0 is elsewhere cannot be tried from here
+        return NoAction()  # this node cannot try a group whose rank 0 is elsewhere
     return _replace(view, mine, plan)
 
 
 def _replace(view: ClusterView, mine: RunningEpoch, plan: GroupPlan) -> Action:
-    """A better plan takes the place of the running group once it is known to form."""
+    """Replace the running group by a better plan, once that is known to form."""
     if set(plan.ranks) == set(mine.ranks) and plan.backend == mine.backend:
         return NoAction()
     newcomers = [node_id for node_id in plan.ranks if node_id not in mine.ranks]
     relied_on = max((view.flapping.get(node_id, 0.0) for node_id in newcomers), default=0.0)
     if view.now < relied_on:
-        return Wait("a member that was lost a moment ago has yet to show that it stays", relied_on)
+        return Wait("a member that was lost recently has yet to show that it stays", relied_on)
     if not plan.proven:
         return _unrest(view) or TryGroup(view.epoch + 1, plan)
     fewer = "fewer Macs" if len(plan.ranks) < len(mine.ranks) else plan.backend
@@ -292,7 +291,7 @@ def _replace(view: ClusterView, mine: RunningEpoch, plan: GroupPlan) -> Action:
 
 
 def _form(view: ClusterView) -> Action:
-    """The coordinator has no epoch of its own."""
+    """Form an epoch: the coordinator has none of its own."""
     if not view.desired.model:
         return NoAction()
     if waiting := _unrest(view):
@@ -322,7 +321,7 @@ def _form_plan(view: ClusterView, plan: GroupPlan) -> Action:
 
 
 def _elsewhere(view: ClusterView) -> list[RunningEpoch]:
-    """The epochs of others that serve what is wanted, and whose owners are here and stay."""
+    """Return the epochs of others that serve the desired state, and whose owners are present and stay."""
     return [
         other
         for other in view.others
@@ -343,14 +342,14 @@ def _best(epochs: Iterable[RunningEpoch]) -> RunningEpoch | None:
 
 def _unrest(view: ClusterView) -> Wait | None:
     if view.unsynced:
-        return Wait(f"{view.name(view.unsynced[0])} has not yet told what it knows")
+        return Wait(f"{view.name(view.unsynced[0])} has not yet reported its state")
     if view.now < view.settled_at:
         return Wait("members come and go", view.settled_at)
     return None
 
 
 def _when_idle(view: ClusterView, epochs: Iterable[RunningEpoch], action: Action) -> Action:
-    """Nobody's request is cut without need; but neither do requests that never end hold up the cluster."""
+    """Wait for open requests, for a limited time: requests that never end must not hold up the cluster."""
     requests = sum(epoch.open_requests for epoch in epochs)
     since = view.now if view.waiting_since is None else view.waiting_since
     if not requests or view.now >= since + view.patience_s:

@@ -1,7 +1,7 @@
-"""Signatures of the roster: who admitted each member, and who removed one. No I/O.
+"""Signatures of the roster: the admission of each member, and its removal. No I/O.
 
 The authority signs every admission, so that gossip invents no member. The member that removes another one
-signs that with its own key. A receiver takes neither by a neighbour's word alone. docs/security.md says what
+signs that with its own key. A receiver never trusts a relaying neighbour alone. docs/security.md lists what
 one member can still do to the others.
 """
 
@@ -43,17 +43,17 @@ class RosterProofs:
         return replace(entry, admission=sign(authority.key, _ADMISSION, *self._admission(entry)).hex())
 
     def own(self, entry: RosterEntry) -> RosterEntry:
-        """Sign this node's own admission, as `admission` does: the founder let itself in."""
+        """Sign this node's own admission, as `admission` does: the founder admitted itself."""
         return self.admission(entry, self._identity.node_id if self._identity.authority else "")
 
     def removal(self, entry: RosterEntry) -> RosterEntry:
-        """Sign the removal that the entry tells of, in this node's name."""
+        """Sign the removal that the entry records, in this node's name."""
         key = self._identity.key
         entry = replace(entry, remover=point_of(key.public_key()).hex())
         return replace(entry, removal=sign(key, _REMOVAL, *self._removal(entry)).hex())
 
     def completed(self, roster: Roster) -> Roster:
-        """Sign what an earlier version kept without signatures, on the Mac that has the authority."""
+        """Sign entries that an earlier version kept without signatures, on the Mac that has the authority."""
         if self._identity.authority is None:
             return roster
         return Roster(tuple(self._completed(entry) for entry in roster.entries))
@@ -67,7 +67,7 @@ class RosterProofs:
         return entry
 
     def proven(self, entries: Iterable[RosterEntry], held: Roster) -> tuple[RosterEntry, ...]:
-        """Return those of another member's entries that are news to `held` and signed as they have to be."""
+        """Return those of another member's entries that are news to `held` and have valid signatures."""
         mine = {entry.fingerprint: entry for entry in held.entries}
         known, admitted = dict(mine), []
         for told in entries:
@@ -75,7 +75,7 @@ class RosterProofs:
             if self._is_admitted(told, had):
                 entry = told
             elif had is not None:
-                entry = _with_removal(had, told)  # the held entry stands, signed or not
+                entry = _with_removal(had, told)  # the held entry stays, signed or not
             else:
                 continue
             if entry != had:
@@ -91,7 +91,7 @@ class RosterProofs:
     def _is_proven(
         self, entry: RosterEntry, mine: RosterEntry | None, known: Mapping[str, RosterEntry]
     ) -> bool:
-        """Tell whether an entry says nothing of a removal, or proves it."""
+        """Return True when an entry has no removal, or proves it."""
         if not entry.removed:
             return not (entry.removed_in or entry.remover or entry.removal)
         if mine is not None and mine.removal and removal_of(entry) == removal_of(mine):
@@ -117,7 +117,7 @@ def remover_of(entry: RosterEntry) -> str:
 
 
 def _may_remove(remover: RosterEntry, entry: RosterEntry, known: Mapping[str, RosterEntry]) -> bool:
-    """Tell whether the rules let one member remove another.
+    """Return True when the rules let one member remove another.
 
     A member may leave. No other Mac removes the founder. A member removes no other after a removal of its own
     that the founder or itself signed. Removals by others do not end that right: their versions prove nothing.
@@ -133,7 +133,7 @@ def _may_remove(remover: RosterEntry, entry: RosterEntry, known: Mapping[str, Ro
 
 
 def _with_removal(entry: RosterEntry, removed: RosterEntry) -> RosterEntry:
-    """Return an entry with the removal that another one of the same key tells of."""
+    """Return an entry with the removal of another entry of the same key."""
     return replace(
         entry,
         removed=removed.removed,

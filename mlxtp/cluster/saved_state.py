@@ -1,8 +1,8 @@
-"""What an agent remembers over its own restart: `state.json` in its home.
+"""State that survives an agent's restart: `state.json` in its home.
 
-What is desired, who belongs, where peers were last, the last epoch and the last term. The file is replaced as
-a whole, so that whoever is killed while writing leaves the one before. One that cannot be read is set aside
-under another name and reported, never overwritten.
+The file holds the desired state, the roster, the last addresses of peers, the last epoch and the last term.
+It is replaced as a whole, so that an agent killed while writing leaves the previous file. An unreadable file
+is set aside under another name and reported, never overwritten.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from ..wire.codecs import FieldCodec, integer, record, records, text, texts
 from .cluster_state import MAX_ENTRIES, ClusterState, LeaderClaim, Roster
 
 FILE = "state.json"
+#: Format of the file. A later version wrote a file of a later format; this version does not read it. In
+#: format 1 only users chose the model, requests did not. Up to format 2 no entry of the roster had a
+#: signature.
 FORMAT = 3
-"""Of the file. A file of a later format was written by a later version, and is not for this one to read.
-
-In format 1 requests chose nothing: what was wanted then, a person had said. Up to format 2 no entry of the
-roster had a signature."""
-MAX_ADDRESSES = 16
-"""Kept of each peer."""
+MAX_ADDRESSES = 16  #: Addresses kept of each peer.
 _MAX_BYTES = 2 << 20
 
 _FIELDS: Mapping[str, FieldCodec] = {
@@ -37,21 +35,21 @@ _FIELDS: Mapping[str, FieldCodec] = {
     "term": integer(0, U63),
     "coordinator": text(32),
 }
-_ADDRESSES = texts(MAX_ADDRESSES, 300)  # a name of a host has up to 253 characters
+_ADDRESSES = texts(MAX_ADDRESSES, 300)  # a host name has up to 253 characters
 _NODE_ID = text(32)
 _NO_SIGNATURE = {each.name: each.default for each in fields(RosterEntry) if each.default is not MISSING}
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What is in the file. `peers` has the addresses ("ip:port") at which each node was last reached."""
+    """Content of the file. `peers` has the addresses ("ip:port") at which each node was last reached."""
 
     beliefs: ClusterState = field(default_factory=ClusterState)
     peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def to_text(kept: SavedState) -> str:
-    """The file's text. Raises ValueError for what could not be read back."""
+    """Return the file's text. Raises ValueError for a state that could not be read back."""
     state = kept.beliefs
     values: dict[str, Any] = {
         "desired": state.desired,
@@ -68,10 +66,10 @@ def to_text(kept: SavedState) -> str:
 
 
 def from_text(text: str) -> SavedState:
-    """What such a text says. Raises ValueError with what is wrong with it."""
+    """Parse the file's text. Raises ValueError with what is wrong with it."""
     table = json.loads(text)
     if type(table) is not dict or type(table.get("format")) is not int:
-        raise ValueError("it does not say its format")
+        raise ValueError("it has no format number")
     if not 1 <= table["format"] <= FORMAT:
         raise ValueError(f"it has format {table['format']}; this version reads formats 1 to {FORMAT}")
     if table["format"] == 1:
@@ -98,14 +96,14 @@ def from_text(text: str) -> SavedState:
 
 def _said(desired: Any) -> Any:
     if type(desired) is not dict or "said" in desired:
-        return None  # which is no desired state of that format
+        return None  # not a desired state of that format
     return desired | {"said": desired.get("version")}
 
 
 def _unsigned(roster: Any) -> Any:
     """Give each entry of an earlier format the fields of today."""
     if type(roster) is not list or any(type(entry) is not dict for entry in roster):
-        return roster  # which is no roster of any format
+        return roster  # not a roster of any format
     return [_NO_SIGNATURE | entry for entry in roster]
 
 
@@ -119,7 +117,7 @@ def _peers(value: Any) -> dict[str, tuple[str, ...]]:
 
 
 def load(home: Path) -> tuple[SavedState, str]:
-    """What the agent with this home remembers, and a sentence for its person when something was wrong.
+    """Return the saved state of this home, and a sentence for the user when something was wrong.
 
     A missing file is a first start. Raises UserError when the file is there and cannot be opened.
     """
@@ -142,15 +140,15 @@ def load(home: Path) -> tuple[SavedState, str]:
 
 
 def save(home: Path, kept: SavedState) -> None:
-    """Replace the file. Raises UserError when that cannot be done; the file is then what it was."""
+    """Replace the file. Raises UserError when that fails; the file is then unchanged."""
     try:
         write_private(home / FILE, to_text(kept).encode())
     except ConfigError as error:
-        raise UserError(f"{error.detail}. What this node knows is not safe") from None
+        raise UserError(f"{error.detail}. The state of this node is not saved") from None
 
 
 def forget(home: Path) -> None:
-    """Whoever founds or joins a cluster begins with nothing remembered: what is there is of another one.
+    """Remove the state of an earlier cluster, before this Mac founds or joins another one.
 
     Raises UserError when the file cannot be removed.
     """
@@ -167,7 +165,7 @@ def _unusable(path: Path, why: object) -> str:
     aside = _set_aside(path)
     return (
         f"{path} could not be used ({why}). It was set aside as {aside.name}; this node starts without "
-        "it and learns from the other members what should run"
+        "it and takes the desired state from the other members"
     )
 
 

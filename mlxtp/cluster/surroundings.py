@@ -1,4 +1,4 @@
-"""What `GroupController` and `ForwardingBackend` see of the node they belong to."""
+"""The part of a node that its `GroupController` and `ForwardingBackend` see."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .membership import Membership
 
 @dataclass(slots=True)
 class PeerInfo:
-    """What other nodes told of themselves, by node id."""
+    """Reports of other nodes about themselves, by node id."""
 
     machines: dict[str, Machine] = field(default_factory=dict)
     models: dict[str, ModelStatus] = field(default_factory=dict)
@@ -29,15 +29,12 @@ class PeerInfo:
     names: dict[str, str] = field(default_factory=dict)
     https: dict[str, str] = field(default_factory=dict)
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    short: set[str] = field(default_factory=set)
-    """Who has less memory left than requests are taken with."""
-    met_at: dict[str, float] = field(default_factory=dict)
-    """When a node's link came up."""
-    authority: str = ""
-    """Who can let others in, once that node was heard of."""
+    short: set[str] = field(default_factory=set)  #: Nodes with less free memory than new requests need.
+    met_at: dict[str, float] = field(default_factory=dict)  #: Time at which a node's link came up.
+    authority: str = ""  #: Node that can admit others, once this node has met it.
 
     def drop(self, node_id: str) -> None:
-        """It has no link any more: what it said of its model and group is old."""
+        """Forget the model and group of a node that has no link left: its reports are old."""
         self.models.pop(node_id, None)
         self.servings.pop(node_id, None)
         self.short.discard(node_id)
@@ -62,19 +59,19 @@ class Surroundings(Protocol):
     hosted_rank: HostedRank
 
     def name_of(self, node_id: str) -> str:
-        """What people call a node."""
+        """Return the name of a node, for users."""
 
     def measured(self) -> Measured:
-        """What placement takes over its assumptions."""
+        """Return the measurements that placement prefers to its assumptions."""
 
     def set_desired(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
-        """What the cluster should run from now on."""
+        """Set the model that the cluster should run."""
 
     def coming(self, model: str) -> str:
-        """How far a model is on its way to this node, for people; empty when it is not."""
+        """Return the progress of a model's download to this node, for users; empty when there is none."""
 
     async def read_machine_now(self, nodes: Iterable[str]) -> None:
-        """Read this machine again and have the others of `nodes` report theirs, ports of RDMA among it."""
+        """Read this machine again and have the others of `nodes` report theirs, including RDMA ports."""
 
     def changed(self) -> None:
-        """Something is different: look at everything again, soon."""
+        """Have the node decide again soon: something is different."""

@@ -1,4 +1,4 @@
-"""Join tokens, on whichever Mac one is asked for: the one that holds the authority's key issues it."""
+"""Join tokens, requested on any Mac and issued by the one that holds the authority's key."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ ANSWER_S = 5.0
 
 
 class TokenIssuing:
-    """`desk` makes a new token for the member that asks, on the Mac that can; None elsewhere."""
+    """Requests and issues join tokens. `issuer` makes one for a member; None on Macs that cannot."""
 
     def __init__(self, cluster: Surroundings) -> None:
         self.issuer: Callable[[str], str] | None = None
         self._cluster = cluster
-        self._answers: dict[bytes, asyncio.Future[str]] = {}
-        """What is waited for, by nonce."""
+        self._answers: dict[bytes, asyncio.Future[str]] = {}  #: Open requests, by nonce.
 
     async def token(self) -> str:
-        """A new join token, from whoever can issue one. Raises UserError when nobody can now."""
+        """Return a new join token, from the Mac that can issue one. Raises UserError when none can now."""
         if self.issuer is not None:
             return self.issuer("")
         cluster = self._cluster
         founder = cluster.peer_info.authority
         if founder and founder not in cluster.leadership.roster.members():
             raise UserError(
-                "the Mac that founded this cluster has left it, so nobody can join any more; found a new one"
+                "the Mac that founded this cluster has left it, so no Mac can join it; found a new cluster"
             )
         if founder not in cluster.links.nodes():
             who = cluster.name_of(founder) if founder else "the Mac that founded this cluster"
-            raise UserError(f"only {who} can issue join tokens, and it is away; start it, or ask there")
+            raise UserError(
+                f"only {who} can issue join tokens, and it is away; start it, or run this command there"
+            )
         nonce = secrets.token_bytes(16)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answers[nonce] = answer
@@ -49,12 +50,12 @@ class TokenIssuing:
             async with asyncio.timeout(ANSWER_S):
                 return self._checked(await answer, founder)
         except TimeoutError:
-            raise UserError(f"{cluster.name_of(founder)} did not answer; try again") from None
+            raise UserError(f"{cluster.name_of(founder)} did not reply; try again") from None
         finally:
             del self._answers[nonce]
 
     def _checked(self, text: str, founder: str) -> str:
-        """Return the token as it is written here. Raises UserError for what is none of this cluster."""
+        """Return the token as it is written here. Raises UserError for one that is not of this cluster."""
         membership = self._cluster.identity.membership
         assert membership is not None
         with contextlib.suppress(ConfigError):
@@ -65,10 +66,12 @@ class TokenIssuing:
             ):
                 return token.text()
         name = self._cluster.name_of(founder)
-        raise UserError(f"{name} answered with what is no join token of this cluster; do not trust that Mac")
+        raise UserError(
+            f"{name} replied with something else than a join token of this cluster; do not trust that Mac"
+        )
 
     def received(self, node_id: str, message: TokenWanted | TokenIssued) -> None:
-        """Another agent asks for a token, or has one."""
+        """Take in another agent's request for a token, or its reply with one."""
         if isinstance(message, TokenIssued):
             self._issued(message)
         else:
@@ -79,7 +82,7 @@ class TokenIssuing:
         if self.issuer is not None:
             try:
                 token, problem = self.issuer(node_id), ""
-                log.info("%s asked for a join token", self._cluster.name_of(node_id))
+                log.info("%s requested a join token", self._cluster.name_of(node_id))
             except UserError as error:
                 problem = error.detail
         with contextlib.suppress(MlxtpError):

@@ -14,8 +14,8 @@ from ..wire.messages import CollectivesTimed
 
 _ACTIVATION_BYTES = 2
 
+#: Times collectives on all ranks: kind, bytes of each rank, how many.
 Time = Callable[[str, int, int], Awaitable[CollectivesTimed]]
-"""Times collectives on all ranks: kind, bytes of each rank, how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Times:
 
 
 async def measure(clock: Time, row_bytes: int) -> Times:
-    """Time collectives of all sizes, small ones first; those that would take too long are left out.
+    """Time collectives of all sizes, small ones first. Sizes that would take too long are left out.
 
-    How many of each is decided here, after one of them was timed, and told to all ranks alike.
+    This node decides how many of each to run, after one of them was timed; all ranks get the same number.
     """
 
     async def timed(kind: str, size: int) -> float:
@@ -54,7 +54,7 @@ async def measure(clock: Time, row_bytes: int) -> Times:
 
 
 def row_bytes(folder: Path) -> int:
-    """What one token's row takes in a collective of the model in `folder`; 0 when that cannot be read."""
+    """Return the bytes of one token's row in a collective of the model in `folder`; 0 if it is unreadable."""
     try:
         shape = shape_of(read_config(folder), name=folder.name)
     except MlxtpError:

@@ -1,4 +1,4 @@
-"""The epochs that this node coordinates: which group is best, forming it, and what becomes of its ranks."""
+"""The epochs that this node coordinates: the choice of the best group, its formation, its ranks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,11 @@ log = logging.getLogger(__name__)
 
 MEMORY_STEP_BYTES = 1 << 30
 MIB = 1 << 20
-KEY_NUMBERS = 2
-"""Of what plans are compared by, see `_key`."""
-TELL_S = 3.0
-"""Seconds that a member that has just come may take to report whether it has the model."""
-STRIKES = 2  #: Failures in a row after which another plan takes the place of one that may yet come up.
+KEY_NUMBERS = 2  #: Length of the key by which plans are compared, see `_key`.
+TELL_S = 3.0  #: Seconds that a member that has just come may take to report whether it has the model.
+STRIKES = 2  #: Failures in a row after which another plan replaces one that may yet come up.
+#: Codes of an end that reveals nothing about a group.
 _OTHERWISE = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.NOT_READY))
-"""Codes of an end that says nothing about a group."""
 _PASSING_JACCL = frozenset((Code.RANK_LOST, Code.LINK_LOST))
 _PASSING_TCP = _PASSING_JACCL | {Code.FORM_FAILED, Code.LINK_TIMEOUT}
 
@@ -65,25 +63,23 @@ class GroupController:
         self._cluster = cluster
         self._ready_for: asyncio.Future[EpochPlan] | None = None
         self._owned: _OwnedEpoch | None = None
-        self._endpoints: dict[tuple[str, int], RemoteRank] = {}
-        """By node id and epoch."""
+        self._endpoints: dict[tuple[str, int], RemoteRank] = {}  #: By node id and epoch.
         self._failed = FailedGroups()
         self._trials = Trials(cluster, self)
         self._changed = asyncio.Event()
         self._shape: tuple[ModelSource, ModelShape] | None = None
         self._known: tuple[object, Placement | None, str] | None = None
-        self._lacking: set[str] = set()
-        """Nodes whose MLX turned out to have no JACCL."""
+        self._lacking: set[str] = set()  #: Nodes whose MLX turned out to have no JACCL.
         self._seen: object = None
+        #: The epoch of the hosted rank, and the boot id that its host had when it came.
         self._hosted_rank_for = (0, "")
-        """The epoch of the guest's rank, and the boot id that its host had when it came."""
 
     # --- for the supervisor --------------------------------------------------------------------------
 
     async def next(self) -> EpochPlan:
         """Wait until this node has to form an epoch."""
         if self._owned is not None and self._owned.placement.backend == "jaccl":
-            # With a cable out, between whichever ranks, JACCL forms all the same.
+            # JACCL forms even with a cable out, between any ranks.
             await self._cluster.read_machine_now(self._owned.form.plan.ranks)
         self._let_go()
         await self._trials.stop()
@@ -95,7 +91,7 @@ class GroupController:
             self._ready_for = None
 
     async def changed(self) -> None:
-        """Wait until members, or what is wanted, are different from now."""
+        """Wait until the members or the desired state are different from now."""
         self._let_go()
         self._changed.clear()
         self._cluster.changed()
@@ -104,7 +100,7 @@ class GroupController:
     def failed(self, error: MlxtpError, formed: bool) -> bool:
         """Leave out the group that failed on its way up, if there is another one to form.
 
-        One failure is enough, except for a lost process or a TCP port that was taken, which may pass.
+        One failure is enough, except for a lost process or a TCP port that was taken: those may pass.
         """
         mine, chosen = self._owned, self._owned.placement.chosen if self._owned is not None else None
         if mine is None or chosen is None or chosen.nodes == 1:
@@ -150,7 +146,7 @@ class GroupController:
         return tuple(group for group, _ in self.left_out())
 
     def left_out_lines(self) -> list[str]:
-        """Return one sentence for each group that is left out, for people."""
+        """Return one sentence for each group that is left out, for users."""
         lines = []
         for each, left_s in self.left_out():
             names = " + ".join(sorted(map(self._cluster.name_of, each.nodes)))
@@ -160,22 +156,22 @@ class GroupController:
         return lines
 
     async def close(self) -> None:
-        """End the group beside what serves, if there is one."""
+        """End the group beside the serving one, if there is one."""
         await self._trials.close()
 
     def release_endpoints(self, number: int) -> None:
-        """Drop the seats of epoch `number`, which has ended."""
+        """Drop the endpoints of epoch `number`, which has ended."""
         self._endpoints = {key: endpoint for key, endpoint in self._endpoints.items() if key[1] != number}
 
     def _let_go(self) -> None:
-        """The last epoch is over. The others hear it: what they know of it would stand for ever."""
+        """Broadcast that the last epoch is over: otherwise the others would keep its last report."""
         last, mine, self._owned = self.serving(), self._owned, None
         if mine is not None:
             self.release_endpoints(mine.form.number)
         if last is not None:
             self._cluster.links.broadcast(last)
 
-    # --- what is decided -----------------------------------------------------------------------------
+    # --- decisions -----------------------------------------------------------------------------------
 
     def situation(self) -> Situation:
         """Return the part of the situation that `Leadership.decide` cannot know by itself."""
@@ -202,7 +198,7 @@ class GroupController:
         )
 
     def _others_with_model(self) -> list[str]:
-        """Members that are present and have what this node has not: the model."""
+        """Return the members that are present and have the model, which this node lacks."""
         cluster = self._cluster
         return [
             node_id
@@ -214,7 +210,7 @@ class GroupController:
         ]
 
     def _hold(self) -> tuple[float, str]:
-        """A moment's patience with members that have not yet said whether they have the model."""
+        """Return until when to wait for members' reports on whether they have the model, and the reason."""
         cluster = self._cluster
         waits = [
             (cluster.peer_info.met_at[node_id] + TELL_S, node_id)
@@ -224,7 +220,7 @@ class GroupController:
         if not waits:
             return 0.0, ""
         until, node_id = max(waits)
-        return until, f"{cluster.name_of(node_id)} has not said yet whether it has the model"
+        return until, f"{cluster.name_of(node_id)} has not yet reported whether it has the model"
 
     def _has_reported(self, node_id: str) -> bool:
         told = self._cluster.peer_info.models.get(node_id)
@@ -238,7 +234,7 @@ class GroupController:
         if self._ready_for is None or self._ready_for.done() or placement is None or source is None:
             return
         if self._trials.busy:
-            return  # what it held must be free again
+            return  # the memory and ports of a trial must be free again
         cluster, chosen = self._cluster, placement.chosen
         assert chosen is not None
         ahead = self._trials.take(chosen)
@@ -251,23 +247,23 @@ class GroupController:
         for note in placement.notes:
             log.info("%s", note)
         if ahead is not None and (serving := self.serving()) is not None:
-            cluster.links.broadcast(serving)  # its guests are no longer beside something
+            cluster.links.broadcast(serving)  # its hosted ranks are no longer beside another group
         self._ready_for.set_result(ahead or EpochPlan(form.number, source, self.group(form.number, chosen)))
 
     def try_out(self, action: TryGroup) -> None:
-        """Form the group beside what serves, in the background."""
+        """Form the group beside the serving one, in the background."""
         placement, _ = self.placement()
         if placement is not None and placement.chosen is not None:
             self._trials.begin(action.number, placement.chosen)
 
     def still_wanted(self, before: DesiredState, desired: DesiredState) -> None:
-        """Only who wants it, or whether it is pinned, is different: the epoch goes on."""
+        """Keep the epoch for a desired state that differs only in its version, its writer or its pin."""
         mine = self._owned
         if mine is not None and (mine.model, mine.desired) == (before.model, before.version):
             self._owned = replace(mine, desired=desired.version)
 
     def group(self, number: int, chosen: Candidate, *, trial: bool = False) -> EpochGroup:
-        """Return the ranks of epoch `number`. `trial`: they are beside those that serve."""
+        """Return the ranks of epoch `number`. `trial`: they run beside those that serve."""
         cluster = self._cluster
         world = len(chosen.ranks)
         if world == 1:
@@ -304,7 +300,7 @@ class GroupController:
         )
 
     def _addresses_for(self, node_id: str) -> str:
-        """Return the node's addresses for a member: that on the fastest network, that of the control link."""
+        """Return this node's addresses for a member: on the fastest network, then on the control link."""
         me, link = self._cluster.node_id, self._cluster.links.to(node_id)
         faster = [each.addresses[me] for each in self.topology().fastest(me, node_id)[:1]]
         return ",".join(dict.fromkeys([*faster, *([link.local] if link is not None else [])]))
@@ -314,7 +310,7 @@ class GroupController:
         return f"{machine.chip} {machine.build}"
 
     def _running(self) -> RunningEpoch | None:
-        """The epoch that this node owns, or the one whose guest it is."""
+        """Return the epoch that this node owns, or the one that it hosts a rank of."""
         cluster = self._cluster
         if self._owned is not None and cluster.supervisor.in_epoch:
             form = self._owned.form
@@ -353,7 +349,7 @@ class GroupController:
     def _as_running(self, told: tuple[str, Serving]) -> RunningEpoch | None:
         teller, serving = told
         if serving.participants[:1] != (teller,) or len(serving.key) != KEY_NUMBERS:
-            return None  # only who has rank 0 speaks of a group
+            return None  # only the node of rank 0 reports a group
         if serving.state not in (ServingState.READY, ServingState.LOADING, ServingState.DRAINING):
             return None
         return RunningEpoch(
@@ -399,13 +395,13 @@ class GroupController:
         return Topology(self.members(), self._overrides(self._cluster.settings))
 
     def held_bytes(self, node_id: str) -> int:
-        """Return what ranks hold of that Mac's memory, and give back for a group of this node."""
+        """Return the bytes that ranks hold of that Mac's memory, and free for a group of this node."""
         told = self._cluster.peer_info.servings.values()
         theirs = [dict(zip(each.participants, each.held_mib, strict=False)) for each in told]
         return _steps(self._held_here(node_id) + sum(held.get(node_id, 0) * MIB for held in theirs))
 
     def _held_here(self, node_id: str) -> int:
-        """Return what ranks of this node's groups hold of that Mac's memory."""
+        """Return the bytes that ranks of this node's groups hold of that Mac's memory."""
         supervisor, mine = self._cluster.supervisor, self._owned
         groups = [(supervisor.beside, self._trials.ranks)]
         if mine is not None:
@@ -422,7 +418,7 @@ class GroupController:
         ours = cluster.model.status
         theirs = ours if node_id == cluster.node_id else cluster.peer_info.models.get(node_id)
         if theirs is None or theirs.desired != ours.desired:
-            return False, "it has not said yet whether it has the model"
+            return False, "it has not yet reported whether it has the model"
         if theirs.problem:
             return False, theirs.problem
         if not theirs.fingerprint:
@@ -443,15 +439,15 @@ class GroupController:
         """Return the advice for files that differ between this Mac and another one."""
         model, here = self._cluster.leadership.desired.model, self._cluster.name
         if is_hub_id(model):
-            return f"`mlxtp verify {model} --repair` on {other}, then on {here}, gets what is damaged anew"
+            return f"`mlxtp verify {model} --repair` on {other}, then on {here}, gets the damaged files again"
         return f"bring the same files to {other} and {here}"
 
     def placement(self) -> tuple[Placement | None, str]:
-        """The best plan for those who are present, and why there is none. Kept until something changes."""
+        """Return the best plan for the present members, or the reason for none; kept until a change."""
         cluster = self._cluster
         source, desired = cluster.model.source, cluster.leadership.desired
         if not desired.model:
-            return None, "nothing is to be served"
+            return None, "no model is configured"
         if source is None:
             coming = cluster.coming(desired.model)
             return None, cluster.model.problem or coming or f"{desired.model} is still being looked for"
@@ -461,7 +457,7 @@ class GroupController:
             return None, "every Mac here is about to stop"
         try:
             options = replace(self._options(desired.nodes, source.id), failed=self._failed_groups())
-        except MlxtpError as error:  # by the word of a member with another version
+        except MlxtpError as error:  # from the desired state of a member with another version
             return None, error.detail
         asked = (members, desired, source.id, options)
         if self._known is None or self._known[0] != asked:
@@ -480,16 +476,16 @@ class GroupController:
         if isinstance(options.nodes, int):
             auto = replace(options, nodes="auto")
             if plan(members, self._shape_now(), self._cluster.node_id, auto).chosen is not None:
-                words.append("`mlxtp serve MODEL --nodes auto` takes who is here")
+                words.append("`mlxtp serve MODEL --nodes auto` uses the Macs that are here")
         return "; ".join(words)
 
     def no_place(self, shape: ModelShape, nodes: str = "", only: Container[str] | None = None) -> str:
         """Return the reason why the present members have no place for a model of this shape.
 
-        Each counts as if it had the model, and as if nothing else ran on its machine. The reason is empty
-        where there is a place, and as long as a member may be back in a moment.
+        Each member counts as if it had the model, and as if nothing else ran on its machine. The reason is
+        empty where there is a place, and as long as a suspect may come back.
 
-        `nodes`: over how many Macs; empty for as many as were said last. `only` these may take part.
+        `nodes`: over how many Macs; empty for the present setting. `only` these may take part.
         """
         cluster = self._cluster
         if any(each.state is Standing.SUSPECT for each in cluster.membership.statuses().values()):
@@ -510,7 +506,7 @@ class GroupController:
     def _checked(
         self, placement: Placement, members: list[MemberMachine], options: PlacementOptions
     ) -> Placement:
-        """The plan, if JACCL would form on every Mac of it; else the ring, and a line that says so."""
+        """Return the plan if JACCL would form on all its Macs; else log why, and return one for the ring."""
         chosen = placement.chosen
         if chosen is None or chosen.backend != "jaccl":
             return placement
@@ -551,7 +547,7 @@ class GroupController:
         )
 
     def _overrides(self, settings: Settings) -> dict[str, dict[str, str]]:
-        """RDMA devices by hand, by node id; people name nodes by name, or else by the start of an id."""
+        """Return the RDMA devices set by hand, by node id. Users give names of nodes, or starts of ids."""
         known = {self._cluster.node_id, *self._cluster.peer_info.machines}
 
         def nodes(text: str) -> list[str]:
@@ -578,7 +574,7 @@ class GroupController:
         return self._shape[1]
 
     def remeasured(self) -> None:
-        """Something was measured: from now on this node's group is compared by what it is known to do."""
+        """Compare this node's group by its measured speed from now on: a measurement came."""
         mine = self._owned
         placement, _ = self.placement()
         if mine is None or mine.placement.chosen is None or placement is None:
@@ -601,7 +597,7 @@ class GroupController:
         return (float(len(chosen.ranks)) if everybody else 0.0, speed)
 
     def _notice_changes(self) -> None:
-        """End a failed state once a member comes or goes, or something else is wanted."""
+        """End a failed state once a member comes or goes, or another model is desired."""
         cluster = self._cluster
         statuses = cluster.membership.statuses()
         present = tuple(sorted((node, s.boot_id) for node, s in statuses.items() if s.present))
@@ -610,15 +606,15 @@ class GroupController:
             self._seen = now
             self._changed.set()
 
-    # --- what others say -----------------------------------------------------------------------------
+    # --- reports of others ---------------------------------------------------------------------------
 
     def received(self, node_id: str, message: RankWord) -> None:
-        """An agent about the rank it runs for this node."""
+        """Pass an agent's report on to the endpoint of the rank that it runs for this node."""
         if endpoint := self._endpoints.get((node_id, message.epoch)):
             endpoint.received(message)
 
     def _without_jaccl(self, nodes: list[str]) -> GroupError:
-        """MLX turned out to have no JACCL on these: with `auto` the next epoch uses the ring."""
+        """Note nodes whose MLX turned out to have no JACCL: with `auto` the next epoch uses the ring."""
         who = " and ".join(map(self._cluster.name_of, nodes))
         why = f"MLX on {who} has no JACCL; it needs macOS 26.2 or newer and librdma"
         if self._cluster.settings.fabric != "auto":
@@ -628,15 +624,15 @@ class GroupController:
         return GroupError(why, Code.REPLANNED)
 
     def lost(self, node_id: str, why: str) -> None:
-        """The last link to an agent has ended."""
+        """Note that the last link to an agent has ended."""
         for (host, _), endpoint in self._endpoints.items():
             if host == node_id:
                 endpoint.lost(why)
 
-    # --- what is told --------------------------------------------------------------------------------
+    # --- reports to others ---------------------------------------------------------------------------
 
     def serving(self) -> Serving | None:
-        """The group of this node, for all others; None when it has none and another node coordinates."""
+        """Return this node's group, for all others; None when it has none and another node coordinates."""
         cluster, mine = self._cluster, self._owned
         supervisor = cluster.supervisor
         if mine is None:
@@ -644,7 +640,7 @@ class GroupController:
         if supervisor.in_epoch:
             state, requests = supervisor.state, supervisor.gateway.open_requests
             info = next(iter(supervisor.gateway.models()), None)
-        else:  # it is about to begin, or is over; what the supervisor shows is of whom this node follows
+        else:  # it is about to begin, or is over; the supervisor shows the node that this one follows
             state, requests, info = ServingState.RESTARTING, 0, None
         group = supervisor.group
         reason = supervisor.reason.detail if supervisor.reason is not None else ""
@@ -670,7 +666,7 @@ class GroupController:
         )
 
     def _nothing(self) -> Serving:
-        """The word of a coordinator without a group: why there is none."""
+        """Return the report of a coordinator without a group, with the reason."""
         supervisor, why = self._cluster.supervisor, self._cluster.waiting
         state = ServingState.IDLE
         if supervisor.resting and supervisor.state is ServingState.FAILED:
@@ -683,7 +679,7 @@ class GroupController:
 
 
 def _steps(size: int) -> int:
-    """Memory comes and goes by the second; a large change alone makes another plan."""
+    """Round memory down to steps, so that only a large change makes another plan."""
     return size // MEMORY_STEP_BYTES * MEMORY_STEP_BYTES
 
 

@@ -1,4 +1,4 @@
-"""How an agent ends: it takes nothing new, finishes what has begun, and leaves when nobody needs it."""
+"""An agent's orderly end: it takes no new requests, finishes those it has, and leaves when it can."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from .lifecycle import ABOUT_TO_STOP, Supervisor
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1
-"""How often is looked whether anything is still open."""
-NEWS_S = 1.0
-"""How long whoever watches is left without an answer."""
+LOOK_S = 0.1  #: Seconds between checks for open requests.
+NEWS_S = 1.0  #: Seconds after which a watching client gets a reply even without news.
 
 
 class Drain:
-    """The drain of one agent. `over` is set once it may end, or has to."""
+    """Drain of one agent. `over` is set once it may end, or has to."""
 
     def __init__(
         self,
@@ -39,16 +37,16 @@ class Drain:
 
     @property
     def begun(self) -> bool:
-        """Whether anybody has asked for it."""
+        """True once a drain has begun."""
         return self._looking is not None
 
     @property
     def left_s(self) -> float | None:
-        """How long what is open may still take; None for as long as it needs."""
+        """Seconds that open requests may still take; None for as long as they need."""
         return None if self._until is None else max(self._until - self._clock(), 0.0)
 
     def begin(self, within_s: float | None = None) -> None:
-        """Take nothing new, and end within this time, whatever is open. The earliest time holds."""
+        """Take no new requests, and end within this time even with open ones. The earliest time holds."""
         if within_s is not None:
             until = self._clock() + within_s
             self._until = until if self._until is None else min(until, self._until)
@@ -85,7 +83,7 @@ class Drain:
         self._news = asyncio.Event()
 
     async def progress(self) -> Json:
-        """What is open, as soon as that has changed, or after a while."""
+        """Return the open requests once they changed, or after NEWS_S."""
         if not self.over.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(NEWS_S):
@@ -93,7 +91,7 @@ class Drain:
         return self.now()
 
     def now(self) -> Json:
-        """What is open at this moment."""
+        """Return the open requests and the state of the drain."""
         return {
             "draining": self.begun,
             "over": self.over.is_set(),
@@ -102,6 +100,6 @@ class Drain:
         }
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         if self._looking is not None:
             self._looking.cancel()

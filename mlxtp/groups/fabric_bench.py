@@ -1,4 +1,4 @@
-"""Measuring the collectives of a group, wherever its rank 0 is, and keeping what was measured."""
+"""Measurement of a group's collectives, on the node of its rank 0, and storage of the results."""
 
 from __future__ import annotations
 
@@ -22,46 +22,44 @@ from .health import ServingState
 log = logging.getLogger(__name__)
 
 FILE = "fabric.json"
-ANSWER_S = 50.0
-"""How long another agent may take to measure its group."""
+ANSWER_S = 50.0  #: Seconds that another agent may take to measure its group.
 
 
 class FabricBench:
-    """What is known of the fabrics of this cluster. The file is this node's own; others are told."""
+    """Measurements of the fabrics of this cluster. The file is this node's own; others get reports."""
 
     def __init__(self, cluster: Surroundings, controller: GroupController) -> None:
         self._cluster = cluster
         self._controller = controller
         self._path = cluster.settings.home / FILE
         self.results = _load(self._path)
-        self._logged: dict[str, FabricResult] = {}
-        """What each node told last."""
+        self._logged: dict[str, FabricResult] = {}  #: The last report of each node.
+        #: Open requests, by node id and nonce.
         self._answers: dict[tuple[str, bytes], asyncio.Future[FabricResult]] = {}
-        """What is waited for, by who was asked and with which nonce."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def measured(self) -> Measured:
-        """What placement takes over its assumptions, with the fences that ranks run with."""
+        """Return measurements that placement prefers to its assumptions, for the fences that ranks use."""
         return measurements.measured(self.results, fast_fences=self._cluster.settings.fast_fences)
 
     def of(self, nodes: tuple[str, ...], kind: str) -> FabricResult | None:
-        """What was measured of such a group."""
+        """Return the measurement of such a group."""
         fast = self._cluster.settings.fast_fences
         return measurements.find(self.results, nodes, kind, fast_fences=fast)
 
     def report(self) -> list[FabricReport]:
-        """What a node that has just come is told."""
+        """Return the reports for a node that has just come."""
         return list(map(_report, self.results))
 
     async def bench(self) -> FabricResult:
-        """Measure the group that serves, here or where its rank 0 is. Raises UserError when it cannot be."""
+        """Measure the group that serves, here or where its rank 0 is. Raises UserError when that fails."""
         cluster = self._cluster
         if cluster.supervisor.in_epoch:
             return await self._bench_here()
         servings = cluster.peer_info.servings.items()
         owners = [node for node, serving in servings if serving.state == ServingState.READY]
         if not owners:
-            raise UserError("no group serves right now; `mlxtp status` says why", Code.NOT_READY)
+            raise UserError("no group serves right now; `mlxtp status` shows why", Code.NOT_READY)
         coordinator = cluster.leadership.claim.node_id
         return await self._bench_at(coordinator if coordinator in owners else min(owners))
 
@@ -84,7 +82,7 @@ class FabricBench:
         try:
             measurements.check(result)
         except ValueError as error:
-            raise UserError(f"what was measured makes no sense and is not kept: {error}") from None
+            raise UserError(f"the measurement is implausible and is not kept: {error}") from None
         self._keep(result)
         self._cluster.links.broadcast(_report(result))
         return result
@@ -98,12 +96,14 @@ class FabricBench:
             async with asyncio.timeout(ANSWER_S):
                 return await answer
         except TimeoutError:
-            raise UserError(f"{name}, which has rank 0, did not answer; try again, or ask there") from None
+            raise UserError(
+                f"{name}, which has rank 0, did not reply; try again, or run this there"
+            ) from None
         finally:
             del self._answers[node_id, nonce]
 
     def received(self, node_id: str, message: FabricWanted | FabricReport | FabricAnswer) -> None:
-        """Another agent wants to know, or says what was measured."""
+        """Handle another agent's request to measure, or its report."""
         match message:
             case FabricWanted(nonce):
                 task = asyncio.ensure_future(self._answer(node_id, nonce))
@@ -123,7 +123,7 @@ class FabricBench:
                     answer.set_exception(UserError(problem or "nothing was measured"))
 
     def lost(self, node_id: str) -> None:
-        """The last link to an agent has ended."""
+        """Note that the last link to an agent has ended."""
         self._logged.pop(node_id, None)
         for (asked, _), answer in self._answers.items():
             if asked == node_id and not answer.done():
@@ -132,8 +132,8 @@ class FabricBench:
     async def _answer(self, node_id: str, nonce: bytes) -> None:
         problem = ""
         try:
-            if not self._cluster.supervisor.in_epoch:  # else two agents could ask each other for ever
-                raise UserError(f"rank 0 is not on {self._cluster.name} any more; try again")
+            if not self._cluster.supervisor.in_epoch:  # two agents could ping-pong for ever
+                raise UserError(f"rank 0 is no longer on {self._cluster.name}; try again")
             await self._bench_here()
         except MlxtpError as error:
             problem = error.detail
@@ -149,7 +149,7 @@ class FabricBench:
         try:
             kept = measurements.merged(self.results, [measurements.check(result)])
         except ValueError as error:
-            log.warning("what was said to be measured of a fabric is left aside: %s", error)
+            log.warning("a reported fabric measurement is left aside: %s", error)
             return
         if kept == self.results:
             return
@@ -157,12 +157,12 @@ class FabricBench:
         try:
             write_private(self._path, measurements.to_text(kept).encode())
         except MlxtpError as error:
-            log.error("what was measured of the fabric counts until this agent ends: %s", error.detail)
+            log.error("the fabric measurement is lost when this agent ends: %s", error.detail)
         self._controller.remeasured()
         self._cluster.changed()
 
     async def close(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -173,10 +173,10 @@ def _report(result: FabricResult) -> FabricReport:
 
 
 def _load(path: Path) -> tuple[FabricResult, ...]:
-    """What was kept; nothing, and a line that says so, of a file that cannot be used."""
+    """Return the saved measurements; for an unusable file log a line and return none."""
     try:
         data = read_private(path)
         return measurements.from_text(data.decode()) if data is not None else ()
     except (MlxtpError, ValueError, RecursionError) as error:
-        log.warning("%s is left aside, speeds of fabrics are assumed: %s", path, error)
+        log.warning("%s is left aside, so fabric speeds are assumed: %s", path, error)
         return ()

@@ -1,8 +1,8 @@
-"""What an agent decides about epochs. Pure: time comes in as an argument.
+"""An agent's decisions about epochs. Pure: time comes in as an argument.
 
 An epoch is one group of rank processes, from spawn to the last of them gone. `RankHealth` judges ranks by
-what they report, `pick_cause` finds what broke an epoch among what everybody reported, `RestartPolicy`
-says when to try again.
+their reports, `pick_cause` finds the cause of a broken epoch among all reports, `RestartPolicy` decides when
+to try again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..wire.messages import Pong
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 MAX_FAILURES = 5
 FAILURE_WINDOW_S = 120.0
-RING_BACKOFF_S = 30.0  #: The longest wait after epochs that a stranger at a ring port may have ended.
+RING_BACKOFF_S = 30.0  #: Longest wait after epochs that a stranger at a ring port may have ended.
 
 
 class ServingState(StrEnum):
-    """What the cluster is doing, as `/health` shows it."""
+    """State of the cluster, as `/health` shows it."""
 
     STARTING = "starting"
     FORMING = "forming"
@@ -36,6 +36,8 @@ class ServingState(StrEnum):
     STOPPED = "stopped"
 
 
+#: Legal successors of each state of an agent's own epochs; to stay is always legal. FORMING is only shown, of
+#: a group on other Macs that is STARTING. A model that was taken away, or does not load, leaves IDLE.
 TRANSITIONS: Mapping[ServingState, frozenset[ServingState]] = {
     state: frozenset(following)
     for state, following in (
@@ -67,19 +69,19 @@ TRANSITIONS: Mapping[ServingState, frozenset[ServingState]] = {
         (ServingState.STOPPED, ()),
     )
 }
-"""What may follow each state of an agent's own epochs; to stay is always legal. FORMING is only shown, of a
-group on other Macs that is STARTING. A model that was taken away, or does not load, leaves IDLE."""
 
 
 def is_legal(before: ServingState, after: ServingState) -> bool:
-    """Whether an agent's own epochs may go from one state to the other."""
+    """Return True when an agent's own epochs may go from one state to the other."""
     return after is before or after in TRANSITIONS[before]
 
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Backoff 0.5, 1, 2, 4 s. The end is the fifth failed epoch within 120 s, and the fifth in a row that
-    never became ready, however long they took. Epochs that end at the ring do not count: see `at_ring`.
+    """Backoff of 0.5, 1, 2, 4 s after failed epochs.
+
+    The fifth failed epoch within 120 s is the last, and so is the fifth in a row that never became ready,
+    however long they took. Epochs that end at the ring do not count: see `at_ring`.
     """
 
     failures: list[float] = field(default_factory=list)
@@ -87,7 +89,7 @@ class RestartPolicy:
     at_ring: int = 0
 
     def delay_s(self, now: float, error: MlxtpError, ready: bool, *, at_ring: bool = False) -> float | None:
-        """How long to wait before the next epoch, after one that failed at `now`; None to give up.
+        """Return the seconds until the next epoch, after one that failed at `now`; None to give up.
 
         `ready`: that one had become ready. A model that cannot be loaded will not load the next time either.
         `at_ring`: it ended while MLX's ring formed or proved itself. MLX takes any connection to a ring port
@@ -113,13 +115,13 @@ _OF_THE_MODEL = frozenset(
 
 
 def of_the_model(error: MlxtpError) -> bool:
-    """Whether the model itself is at fault, whoever found out."""
+    """Return True when the model itself is at fault, found by any rank or agent."""
     return isinstance(error, ModelError) or error.code in _OF_THE_MODEL
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """Somebody's word about what happened: a rank's own Error, or what the agent saw of it."""
+    """Report of a failure: a rank's own Error, or an agent's observation of the rank."""
 
     rank: int
     error: MlxtpError
@@ -127,16 +129,16 @@ class FailureReport:
 
 
 def pick_cause(reports: Iterable[FailureReport]) -> MlxtpError:
-    """The cause among the consequences, with who it came from.
+    """Return the cause among the consequences, with the rank that reported it.
 
-    A rank's word about itself counts most, then how its process ended, then that others lost it. Among
-    equals the first report counts.
+    A rank's report about itself counts most, then the end of its process, then reports that others lost it.
+    Among equals the first report counts.
     """
     return min(reports, key=_distance_from_cause).error
 
 
 def with_name(detail: str, names: Mapping[int, str]) -> str:
-    """The detail behind the name of the Mac whose rank it begins with, whichever rank or agent reported it.
+    """Prefix a detail with the name of the Mac whose rank it begins with, for any reporter.
 
     `names` are those of other Macs, by rank.
     """
@@ -152,27 +154,27 @@ def _distance_from_cause(report: FailureReport) -> int:
 
 
 def is_consequence(error: MlxtpError) -> bool:
-    """Whether it only says that somebody is gone: why may still be on its way."""
+    """Return True when the error only reports that a rank is gone: its cause may still be on its way."""
     if error.code in (Code.FORWARD_FAILED, Code.PROOF_FAILED):
         return _RING_LOST in error.detail
     return error.code in (Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY)
 
 
+#: MLX's text, in a forward or a proof, when a neighbour's process has ended.
 _RING_LOST = "[ring] connection to a peer was lost"
-"""MLX's words, in a forward or a proof, when a neighbour's process has ended."""
 
 
-_ALARM = 14
-"""SIGALRM: the rank's own limit for forming the group, which holds while MLX lets no Python run."""
+_ALARM = 14  #: SIGALRM: the rank's own limit for forming the group, which holds while MLX lets no Python run.
 
 
-_CRASHES = (10, 11)
-"""SIGBUS on macOS, and SIGSEGV."""
+_CRASHES = (10, 11)  #: SIGBUS on macOS, and SIGSEGV.
 
 
 def exit_report(rank: int, status: int, code: Code | None, words: str = "", phase: str = "") -> FailureReport:
-    """What a rank's exit status tells. Negative is the signal that ended it, as `subprocess` has it. `words`
-    are what it wrote down itself before it ended with `code`, `phase` is that of its last heartbeat."""
+    """Return the report of a rank's exit status; a negative one is a signal, as in `subprocess`.
+
+    `words` are the rank's own last record before it ended with `code`. `phase` is that of its last heartbeat.
+    """
     if status == -_ALARM:
         return FailureReport(
             rank, GroupError(f"rank {rank} did not form the group in time", Code.FORM_FAILED)
@@ -200,26 +202,26 @@ class RankHealth:
         self._last_tick = now
         self._lag_until = now
         self.pongs: dict[int, Pong] = {}
+        #: First forwards may have kernels compiled: a forward may then take as long as warming up may.
         self.warming_up = False
-        """First forwards may have kernels compiled: a forward may then take as long as warming up may."""
 
     def received_pong(self, rank: int, pong: Pong, now: float) -> None:
-        """A rank answered. A forward that ended on rank 0 is a sign of all: each takes its part in it."""
+        """Take in a rank's Pong. A forward that ended on rank 0 shows that all live: each took part."""
         before, self.pongs[rank] = self.pongs.get(rank), pong
         self._heard[rank] = now
         if rank == 0 and before is not None and pong.forwards > before.forwards:
             self._heard = dict.fromkeys(self._heard, now)
 
     def tick(self, now: float) -> GroupError | None:
-        """Call at every heartbeat; the first rank that is silent or stuck for too long, as an error.
+        """Call at every heartbeat. Return the first rank that is silent or stuck for too long, as an error.
 
-        When the observer itself was late, that time counts against nobody, and for a while ranks may be stuck
+        Time by which the observer itself was late counts against no rank, and for a while ranks may be stuck
         for twice as long.
         """
         lag_s = now - self._last_tick - self._limits.heartbeat_s
         if lag_s > self._limits.heartbeat_s:
             self._lag_until = now + 2 * self._limits.silence_s
-            # What came while we stood still has not been read yet: that time is ours, not theirs.
+            # Messages that came while we stood still are not read yet: that time is ours, not theirs.
             self._heard = {rank: heard + lag_s for rank, heard in self._heard.items()}
         self._last_tick = now
         factor = 2.0 if now < self._lag_until else 1.0
@@ -257,13 +259,13 @@ class RankHealth:
         return f"rank {min(places, key=lambda rank: places[rank])} is behind"
 
 
+#: Factor on the rank's expected time of a forward, allowed on top of its phase's limit. The sum never exceeds
+#: the time that kernels may take to compile.
 EXPECTED = {"prefill": 4, "decode": 20}
-"""How many times as long as the rank expects it a forward may take, on top of its phase's limit; in
-all no longer than kernels may take to compile, whatever it expects."""
 
 
 def stall_limits_s(limits: Limits) -> Mapping[str, float]:
-    """The longest time without progress in each phase that has to make some, for forwards that take no time.
+    """Return the longest time without progress in each phase that must make some, for instant forwards.
 
     Idling is not among them.
     """

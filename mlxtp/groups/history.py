@@ -1,6 +1,6 @@
-"""What became of the last epochs, for people: when each began, how far it got, why it ended. Pure.
+"""Record of the last epochs, for users: when each began, how far it got, why it ended. Pure.
 
-Epochs that this agent forms are told step by step; of those on other Macs it knows what it is told.
+This agent notes each step of the epochs that it forms. Of those on other Macs it has only their reports.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-MOST = 20
-"""How many epochs are kept."""
+MOST = 20  #: Epochs that are kept.
 
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """One moment: the time of day in seconds since 1970, and a clock that nobody sets."""
+    """One instant: the time of day in seconds since 1970, and seconds of a clock that never jumps."""
 
     at: float
     clock: float
@@ -26,8 +25,8 @@ class Instant:
 class EpochStory:
     """One epoch. `began` in seconds since 1970, `ready_s` and `lasted_s` in seconds since then.
 
-    `stages` are those that were reached, with the seconds until then. `here`: this agent formed it. What is
-    None has not happened, or nobody has told it: `lasted_s` is None while the epoch runs.
+    `stages` are those that were reached, with the seconds until then. `here`: this agent formed it. A value
+    of None has not happened, or was not reported: `lasted_s` is None while the epoch runs.
     """
 
     epoch: int
@@ -45,12 +44,11 @@ class EpochStory:
 
 
 class History:
-    """The last `MOST` epochs. An epoch that begins ends the one before, should nobody have said why."""
+    """The last `MOST` epochs. An epoch that begins ends one that still runs, without a reason."""
 
     def __init__(self) -> None:
         self._stories: deque[EpochStory] = deque(maxlen=MOST)
-        self._since = 0.0
-        """When the newest began, by the clock that nobody sets."""
+        self._since = 0.0  #: Start of the newest, in seconds of the clock that never jumps.
 
     def began(
         self,
@@ -63,23 +61,23 @@ class History:
         model: str | None = None,
         here: bool = True,
     ) -> None:
-        """An epoch begins."""
+        """Note that an epoch begins."""
         self.ended(now, None, None)
         self._stories.append(EpochStory(epoch, now.at, here, world_size, backend, kind, model))
         self._since = now.clock
 
     def reached(self, stage: str, seconds: float) -> None:
-        """The epoch that runs got so far, `seconds` after it began."""
+        """Note that the running epoch reached a stage, `seconds` after it began."""
         if (story := self._running) is not None:
             story.stages.append((stage, round(seconds, 3)))
 
     def ready(self, now: Instant) -> None:
-        """It answers. Only the first time counts."""
+        """Note that the epoch serves. Only the first time counts."""
         if (story := self._running) is not None and story.ready_s is None:
             story.ready_s = round(now.clock - self._since, 3)
 
     def ended(self, now: Instant, code: str | None, reason: str | None) -> None:
-        """It is over. What was said first holds."""
+        """Note that the epoch is over. The first reason holds."""
         if (story := self._running) is not None:
             story.lasted_s = round(now.clock - self._since, 3)
             story.code, story.reason = code, reason
@@ -87,9 +85,9 @@ class History:
     def remote_epoch(
         self, epoch: int, now: Instant, *, state: str, reason: str, world_size: int, backend: str, kind: str
     ) -> None:
-        """What another Mac says of its group, again and again. Epoch 0 is none.
+        """Take in another Mac's repeated reports of its group. Epoch 0 is none.
 
-        Its reason for not being ready is the best that is known of why the epoch before has ended.
+        Its reason for not being ready is the best known reason for the end of the epoch before.
         """
         running, over = self._running, epoch == 0 or state in _OVER
         if running is not None and (over or epoch != running.epoch):
@@ -99,14 +97,14 @@ class History:
         newest = self._stories[-1] if self._stories else None
         if newest is None or epoch > newest.epoch:
             self.began(epoch, now, world_size=world_size, backend=backend, kind=kind, here=False)
-        elif epoch == newest.epoch and not newest.here:  # only the way to it had gone
+        elif epoch == newest.epoch and not newest.here:  # only the link to its Mac was gone
             newest.lasted_s = newest.code = newest.reason = None
         if state == "ready" and self._stories[-1].epoch == epoch:
             self.ready(now)
 
     @property
     def stories(self) -> tuple[EpochStory, ...]:
-        """The newest first."""
+        """Return the epochs, the newest first."""
         return tuple(reversed(self._stories))
 
     @property
@@ -115,14 +113,13 @@ class History:
         return newest if newest is not None and newest.lasted_s is None else None
 
 
-_OVER = ("restarting", "failed", "idle", "stopped")
-"""States in which a group on another Mac is none."""
+_OVER = ("restarting", "failed", "idle", "stopped")  #: States in which another Mac has no group.
+#: States in which it reports why there is no group yet; later, its reasons are about other things.
 _BEFORE = ("starting", "forming")
-"""Those in which it says why there is no group yet; later, its reasons are about other things."""
 
 
 def to_json(stories: Iterable[EpochStory]) -> list[Mapping[str, Any]]:
-    """As JSON has it."""
+    """Return the epochs for JSON."""
     return [asdict(story) for story in stories]
 
 
@@ -135,7 +132,7 @@ class RateMeter:
         self._seen: deque[tuple[float, int]] = deque()
 
     def rate(self, count: int, clock: float) -> float | None:
-        """The rate until now; None when nobody has looked within the last seconds: it is not known."""
+        """Return the present rate; None (unknown) without an earlier call within the last seconds."""
         while self._seen and clock - self._seen[0][0] > self._window_s:
             self._seen.popleft()
         if not self._seen or clock - self._seen[-1][0] >= self._least_s / 2:
@@ -144,5 +141,5 @@ class RateMeter:
         return round((count - before) / (clock - then), 1) if clock - then >= self._least_s else None
 
     def reset(self) -> None:
-        """What was counted until now was for nobody."""
+        """Forget the counts so far."""
         self._seen.clear()

@@ -33,32 +33,29 @@ from .local_rank import WORKER, RankProcess, RequestEvent, Worker, epoch_folder,
 
 log = logging.getLogger(__name__)
 
-MAX_ORDERS = 64
-"""Orders that are carried out at one time. Two or three are usual; what is more is not heard."""
+MAX_ORDERS = 64  #: Orders carried out at one time. Two or three are usual; further ones are dropped.
 
+#: Returns the folder of the model of a version of the desired state. Raises ModelError when it is not here.
 ModelFolder = Callable[[int], Path]
-"""The folder of the model of a version of the desired state. Raises ModelError when it is not here."""
 
 
 @dataclass(slots=True, eq=False)
 class _HostedProcess:
-    """One epoch's rank here, from the order to have one. There is no process yet while others end."""
+    """One epoch's rank here, from its Prepare on. There is no process yet while earlier ones end."""
 
     order: Prepare
     host: str
     process: RankProcess | None = None
     folder: Path | None = None
-    model: Path | None = None
-    """What it loads, or has loaded."""
+    model: Path | None = None  #: The model that it loads, or has loaded.
     heart: asyncio.Task[None] | None = None
     silenced: bool = False
-    failure: str = ""
-    """Why it ended, unless it was in order."""
+    failure: str = ""  #: Reason of its end, unless it ended in order.
     reports: list[FailureReport] = field(default_factory=list)
 
 
 class HostedRank:
-    """At most one rank at a time. Lives and dies by the control link to the coordinator that asked for it."""
+    """At most one rank at a time. It lives and dies by the control link to its coordinator."""
 
     def __init__(
         self,
@@ -67,37 +64,37 @@ class HostedRank:
         send: Callable[[str, Message], None],
         worker: Worker = WORKER,
     ) -> None:
-        self.last_epoch = 0
-        """The number of the last epoch this machine had a rank in for somebody else."""
+        self.last_epoch = 0  #: Number of the last epoch for which this machine hosted a rank.
         self._settings = settings
         self._send = send
         self._model = model
         self._worker = worker
         self._hosted: _HostedProcess | None = None
-        self._alive: set[_HostedProcess] = set()
-        """Those that may have a process."""
+        self._alive: set[_HostedProcess] = set()  #: Ranks that may have a process.
         self._closed = False
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def epoch(self) -> int:
-        """The epoch whose rank runs here; 0 for none."""
+        """Epoch of the rank that runs here; 0 for none."""
         return self._hosted.order.epoch if self._hosted is not None else 0
 
     @property
     def host(self) -> str:
-        """The node id of the coordinator whose rank runs here; empty for none."""
+        """Node id of the coordinator whose rank runs here; empty for none."""
         return self._hosted.host if self._hosted is not None else ""
 
     @property
     def model(self) -> Path | None:
-        """The folder of the model that the rank here has open, or is about to."""
+        """Folder of the model that the rank here has open, or is about to open."""
         return self._hosted.model if self._hosted is not None else None
 
     def received(self, host: str, message: Prepare | StartRank | EndEpoch | RankGathered) -> None:
-        """An order of coordinator `host`. Carried out in turn, in the background; which epoch counts is
-        settled here and now."""
+        """Take an order of coordinator `host`, and carry it out in sequence, in the background.
+
+        The epoch that counts is set before this returns.
+        """
         if self._closed or len(self._tasks) >= MAX_ORDERS:
             return
         match message:
@@ -116,12 +113,12 @@ class HostedRank:
                 self._background(self._end(host, message))
 
     def lost(self, host: str) -> None:
-        """The last control link to a node is gone: if it is the coordinator, its rank goes too."""
+        """Clear the rank of a node whose last control link is gone."""
         if self._hosted is not None and self._hosted.host == host:
             self.clear("the coordinator's link is gone")
 
     def clear(self, why: str) -> None:
-        """End the rank, in the background, and say so to whoever wanted it."""
+        """End the rank in the background, and report it to its coordinator."""
         if (hosted := self._hosted) is not None:
             hosted.failure = why
             error = GroupError(f"its agent ended it: {why}", Code.RANK_LOST)
@@ -129,14 +126,14 @@ class HostedRank:
             self._background(self._leave(hosted, why))
 
     async def close(self) -> None:
-        """End whatever runs; no order counts from now on."""
+        """End the running rank; no order counts from now on."""
         self._closed = True
         if self._hosted is not None:
             await self._leave(self._hosted, "the agent ends")
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for hosted in list(self._alive):  # whose end was cut short
+        for hosted in list(self._alive):  # their end was cut short
             await self._remove(hosted)
 
     # --- orders --------------------------------------------------------------------------------------
@@ -186,7 +183,7 @@ class HostedRank:
                 or (hosted.order.epoch, hosted.host) != (order.epoch, host)
                 or hosted.process is None
             ):
-                return  # it has ended meanwhile, and that was said
+                return  # it has ended meanwhile, which was reported
             try:
                 async with asyncio.timeout(self._settings.limits.form_s):
                     jaccl = await hosted.process.join(order.bootstrap)
@@ -211,7 +208,7 @@ class HostedRank:
         self._reply_to(host, EpochEnded(order.epoch))
 
     async def _leave(self, hosted: _HostedProcess, why: str) -> None:
-        """Have this one ended; who came after it stays."""
+        """End this rank; a later one stays."""
         if self._hosted is hosted:
             self._hosted = None
         about = {"epoch": hosted.order.epoch, "rank": hosted.order.rank}
@@ -229,7 +226,7 @@ class HostedRank:
         self._alive.discard(hosted)
 
     async def _keep(self, hosted: _HostedProcess, end: failure_store.RankEnd) -> None:
-        """What is known of a rank that failed, or whose epoch did, stays; not of one that never started."""
+        """Keep the records of a rank that failed, or whose epoch failed, unless it never started."""
         if not hosted.failure or (hosted.heart is None and end.by_agent):
             return
         cause = GroupError(hosted.failure, Code.RANK_LOST)
@@ -246,7 +243,7 @@ class HostedRank:
             words = "epoch %d: what led to it: mlxtp doctor --postmortem '%s'"
             log.warning(words, failed.epoch, folder, extra={"epoch": failed.epoch})
 
-    # --- what the rank says --------------------------------------------------------------------------
+    # --- reports of the rank -------------------------------------------------------------------------
 
     def received_pong(self, epoch: int, pong: Pong) -> None:
         if (hosted := self._of(epoch)) is not None:
@@ -292,7 +289,7 @@ class HostedRank:
 
 
 class _Watcher:
-    """Tells the guest which epoch's rank spoke."""
+    """Adds the epoch to the reports of a hosted rank."""
 
     def __init__(self, hosted_rank: HostedRank, epoch: int) -> None:
         self._hosted_rank = hosted_rank
@@ -305,7 +302,7 @@ class _Watcher:
         self._hosted_rank.reported(self._epoch, report)
 
     def emitted(self, event: RequestEvent) -> None:
-        """Only rank 0 has a voice, and that is never a guest."""
+        """Ignore it: only rank 0 emits, and rank 0 is never hosted."""
 
     def side(self, rank: int, message: SideChannel) -> None:
         self._hosted_rank.side(self._epoch, message)
@@ -315,5 +312,5 @@ def _named(error: Exception) -> MlxtpError:
     if isinstance(error, MlxtpError):
         return error
     if isinstance(error, TimeoutError):
-        return GroupError("its rank process did not answer in time", Code.LINK_TIMEOUT)
+        return GroupError("its rank process did not reply in time", Code.LINK_TIMEOUT)
     return GroupError(str(error), Code.FORM_FAILED)

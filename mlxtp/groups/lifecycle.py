@@ -1,4 +1,4 @@
-"""Keeps one group of ranks alive: starts an epoch, watches it, ends it, starts the next one."""
+"""Life of one group of ranks: starts an epoch, watches it, ends it, starts the next one."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from .recoveries import Recoveries
 
 log = logging.getLogger(__name__)
 
+#: Fields of each rank's heartbeat that /health shows.
 _SHOWN = (
     "phase", "step", "forwards", "collectives", "emitted", "memory_bytes", "peak_memory_bytes",
     "weight_bytes", "load_peak_bytes", "kv_bytes", "step_us", "wait_us", "collective_us",
 )  # fmt: skip
-"""What /health shows of each rank's heartbeat."""
 
 ABOUT_TO_STOP = "this Mac is about to stop"
+#: States in which an agent takes requests or would; while it drains it shows DRAINING instead.
 _DRAINABLE = frozenset((ServingState.READY, ServingState.IDLE))
-"""States in which an agent takes requests or would, and which are called otherwise when it does not."""
 
 #: States before a model is ready.
 _BEFORE_READY = frozenset(
@@ -50,13 +50,13 @@ _BEFORE_READY = frozenset(
     )
 )
 
+#: Called with the name of a stage that was just reached and the seconds since its epoch began.
 StageListener = Callable[[str, float], None]
-"""Called with the name of a stage that was just reached and the seconds since its epoch began."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on ranks that are warm and proven. `kv_room` in tokens; it took `load_s` seconds to load."""
+    """Model on ranks that are warm and proven. `kv_room` in tokens; it took `load_s` seconds to load."""
 
     info: ModelInfo
     kv_room: int
@@ -67,7 +67,7 @@ class LoadedModel:
 class EpochPlan:
     """The next epoch: its number, its model (None: only the group), and its ranks.
 
-    `ranks` and `loaded` are there where it was formed and loaded beside the epoch before.
+    `ranks` and `loaded` are set if it was formed and loaded beside the epoch before.
     """
 
     epoch: int
@@ -78,13 +78,13 @@ class EpochPlan:
 
 
 class PlanSource(Protocol):
-    """Who decides about epochs where there are several Macs."""
+    """Source of epochs in a cluster of several Macs."""
 
     async def next(self) -> EpochPlan:
-        """Wait until there should be an epoch."""
+        """Wait until an epoch should begin."""
 
     async def changed(self) -> None:
-        """Wait until something is different from when the last epoch failed for good."""
+        """Wait until something has changed since the last epoch failed for good."""
 
     def failed(self, error: MlxtpError, formed: bool) -> bool:
         """Note that an epoch failed on its way up, before or after it had `formed` and proven itself.
@@ -106,34 +106,29 @@ class Supervisor:
         bounds = AdmissionLimits(limits.max_open_requests, limits.max_open_tokens, limits.min_free_bytes)
         self.gateway = Gateway(self._health, bounds, limits.recovery_s, limits.deadline_s)
         self.state = ServingState.STARTING
+        #: State of this agent's own epochs; `state` may be that of a group elsewhere.
         self._own = ServingState.STARTING
-        """The state of this agent's own epochs; `state` may be that of a group elsewhere."""
         self.epoch = 0
-        self.reason: MlxtpError | None = None
-        """Why it is not ready, or why the last epoch ended."""
+        self.reason: MlxtpError | None = None  #: Reason why it is not ready, or why the last epoch ended.
         #: The model to serve; empty while something prevents it.
         self.wanted = ""
+        #: True while the next epoch has to wait after a failure: then the state is about the failed one.
         self.resting = False
-        """Whether an epoch failed and the next one has to wait: then the state is about that one."""
         self.ranks: ProcessGroup | None = None
         self._current: ProcessGroup | None = None
-        #: Those that are formed, and perhaps loaded, beside the present epoch.
+        #: Ranks that are formed, and perhaps loaded, beside the present epoch.
         self.beside: ProcessGroup | None = None
+        #: True once the present epoch, or the last one, had formed and proven itself, and became ready.
         self._formed = self._served = False
-        """True once the present epoch, or the last one, had formed and proven itself, and became ready."""
-        self._at_ring = False
-        """True if the last epoch ended while MLX's ring formed."""
-        self.group: EpochGroup | None = None
-        """The ranks of the present epoch, or of the last one."""
-        self._weight_bytes = 0
-        """Of the model that is loaded, or being loaded, in files; 0 where that is not known."""
+        self._at_ring = False  #: True if the last epoch ended while MLX's ring formed.
+        self.group: EpochGroup | None = None  #: The ranks of the present epoch, or of the last one.
+        self._weight_bytes = 0  #: File bytes of the model that is loaded, or being loaded; 0 if unknown.
         self.history = History()
         self.fast_fences = settings.fast_fences
         self.recoveries = Recoveries()
-        self.proof = ""
-        """The golden proof's finding that is no failure, for people; empty for none."""
+        self.proof = ""  #: The golden proof's finding that is no failure, for users; empty for none.
+        #: Tokens that the KV caches of the loaded model may hold; 0 without a bound, or with no model.
         self.kv_room = 0
-        """Tokens that the KV caches of the loaded model may hold; 0 is without a bound, or nothing loaded."""
         self._settings = settings
         self._on_stage = on_stage
         self._worker = worker
@@ -145,13 +140,13 @@ class Supervisor:
 
     @property
     def source(self) -> ModelSource | None:
-        """The model that is served here, or is to be."""
+        """Model that is served here, or is to be."""
         return self._desired
 
     async def run(self, model: ModelSource | None, plans: PlanSource | None = None) -> None:
         """Keep the group up until cancelled, or until it cannot be: then `state` is FAILED and this returns.
 
-        Where there are `plans`, they say what comes next, and after a failure it waits for them to change.
+        Where there are `plans`, they give the next epoch, and after a failure it waits for them to change.
         Cancelling ends the ranks in order; no process is left when this returns.
         """
         self._desired = model
@@ -191,7 +186,7 @@ class Supervisor:
             self.resting = False
 
     async def wait_until(self, *states: ServingState) -> ServingState:
-        """Wait until the state is one of `states`; returns it."""
+        """Wait until the state is one of `states`, and return it."""
         while self.state not in states:
             self._changed.clear()
             await self._changed.wait()
@@ -203,7 +198,7 @@ class Supervisor:
         """Serve another model in the same epoch; requests that are open on the old one end with an error.
 
         Raises ModelError when it does not load on every rank; then nothing is loaded and the group is up.
-        Raises GroupError when the ranks then do not compute what they should; that ends the epoch.
+        Raises GroupError when the ranks then compute wrong values; that ends the epoch.
         """
         async with self._busy:
             ranks = self._require_ranks()
@@ -216,13 +211,13 @@ class Supervisor:
                 raise
 
     async def unload(self) -> None:
-        """Serve nothing; the group stays."""
+        """Serve no model; the group stays."""
         async with self._busy:
             await self._unload(self._require_ranks())
             self._desired = None
 
     async def measure_fabric(self) -> collective_bench.Times:
-        """What collectives take on the idle group; requests that come meanwhile shall try again.
+        """Time collectives on the idle group; requests that come meanwhile must be retried.
 
         Raises UserError when there is no such group, or it ends meanwhile.
         """
@@ -238,7 +233,7 @@ class Supervisor:
         if count := self.gateway.open_requests:
             requests = "1 request is" if count == 1 else f"{count} requests are"
             raise UserError(
-                f"{requests} open; a fabric is measured while nobody waits for it", Code.NOT_READY
+                f"{requests} open; a fabric is measured only without open requests", Code.NOT_READY
             )
         async with self._busy:
             with self.gateway.hold_admission(
@@ -313,7 +308,7 @@ class Supervisor:
         kept = answers
         try:
             kept = await asyncio.to_thread(self._kept, ranks.group, folder, answers)
-        except OSError as error:  # a disk that is full proves nothing about the group
+        except OSError as error:  # a full disk proves nothing about the group
             log.warning("golden proof: %s", error)
         self.proof = ""
         if kept != answers:
@@ -335,15 +330,15 @@ class Supervisor:
         kept: self_test.SelfTestTokens,
         answers: self_test.SelfTestTokens,
     ) -> None:
-        """Decide what other answers than before mean. Raises GroupError for wrong ones that come twice."""
+        """Judge answers that differ from earlier ones. Raises GroupError for wrong ones that come twice."""
         if await self._only_near_ties(ranks, prompts, kept, answers):
-            log.info("golden proof: near-ties fell otherwise than before")
+            log.info("golden proof: near-ties fell differently than before")
         elif await self.gateway.golden_answers(ranks, prompts) != answers:
-            self.proof = "the group answers fixed prompts otherwise than before, and otherwise each time"
+            self.proof = "the group answers fixed prompts differently than before, and differently each time"
             log.warning("golden proof: %s", self.proof)
         else:
             raise GroupError(
-                "golden proof failed: the group does not answer fixed prompts as it did before with this "
+                "golden proof failed: the group answers fixed prompts differently than before with this "
                 "model, twice alike. A link, memory or a build computes wrong values; if the machine was "
                 f"changed on purpose, remove {self._settings.home / self_test.FILE}",
                 Code.PROOF_FAILED,
@@ -381,14 +376,14 @@ class Supervisor:
     # --- epochs --------------------------------------------------------------------------------------
 
     async def _one_epoch(self, plans: PlanSource | None) -> MlxtpError:
-        """Run one epoch to its end; returns why it ended."""
+        """Run one epoch to its end, and return why it ended."""
         if plans is None:
             ranks_here = self._settings.ranks
             group = EpochGroup(ranks_here, ranks_here, self._settings.local_backend)
             plan = EpochPlan(self.epoch + 1, self._desired, group)
         else:
             plan = await plans.next()
-            # Whoever was answered by another Mac until now will be by this one.
+            # This group will finish the requests that another Mac has served so far.
             self.gateway.park_open_requests(GroupError("another group is formed", Code.REPLANNED))
         self.epoch, self.group, self._desired = plan.epoch, plan.group, plan.model
         self._formed = self._served = self._at_ring = False
@@ -404,7 +399,7 @@ class Supervisor:
         self._began = time.monotonic()
         try:
             ranks = plan.ranks or self._ranks_of(plan, self._reached)
-        except OSError as error:  # a disk that is full
+        except OSError as error:  # a full disk
             self._enter(ServingState.RESTARTING)
             self.reason = GroupError(f"there is no folder for the epoch: {error}", Code.FORM_FAILED)
             self.recoveries.over(self.reason.code, time.monotonic())
@@ -427,9 +422,8 @@ class Supervisor:
     async def try_out(self, plan: EpochPlan, on_stage: Stage) -> EpochPlan:
         """Form and prove the group of `plan` beside the present epoch, and load its model, if it has one.
 
-        `on_stage` is called with the name of each stage.
-        Returns the plan, with these ranks for the next epoch if they have a model; else they have ended.
-        Raises MlxtpError.
+        `on_stage` is called with the name of each stage. Returns the plan, with these ranks for the next
+        epoch if they have a model; otherwise they have ended. Raises MlxtpError.
         """
         self.beside = ranks = self._ranks_of(plan, on_stage)
         try:
@@ -444,7 +438,7 @@ class Supervisor:
         return plan
 
     async def end_beside(self, error: MlxtpError | None = None) -> None:
-        """End the ranks beside the present epoch, if there are any; at once where they failed by `error`."""
+        """End the ranks beside the present epoch, if there are any; at once if they failed by `error`."""
         if (ranks := self.beside) is not None:
             try:
                 await _to_its_end(ranks.stop() if error is None else ranks.kill(error))
@@ -488,12 +482,12 @@ class Supervisor:
 
     @property
     def desired(self) -> ModelSource | None:
-        """The model of this agent's present epoch, or of the last one."""
+        """Model of this agent's present epoch, or of the last one."""
         return self._desired
 
     @property
     def in_epoch(self) -> bool:
-        """Whether this agent owns ranks, or is about to, or still ends them."""
+        """True while this agent owns ranks, is about to, or still ends them."""
         return self._current is not None
 
     def end_epoch(self, error: MlxtpError) -> None:
@@ -502,12 +496,12 @@ class Supervisor:
             self._current.give_up(error)
 
     def woke(self, slept_s: float) -> None:
-        """This machine slept, so the ranks of others have gone on, or given up, without its own."""
+        """End an epoch with ranks elsewhere: while this machine slept, they went on or gave up."""
         if self.group is not None and self.group.world_size > self.group.local:
             self.end_epoch(GroupError(f"this Mac slept for {slept_s:.0f} s", Code.REPLANNED))
 
     def follow(self, state: ServingState, epoch: int, reason: str, group: EpochGroup) -> None:
-        """What the coordinator on another Mac says of the group, while this one has no epoch of its own."""
+        """Show the coordinator's report of the group, while this agent has no epoch of its own."""
         self.epoch, self.group = epoch, group
         self.history.remote_epoch(
             epoch,
@@ -522,7 +516,7 @@ class Supervisor:
         self._show(state)
 
     def drain(self, why: str) -> None:
-        """Take nothing new, because of `why`; what is open goes on. Empty: take requests again."""
+        """Take no new requests, because of `why`; open ones go on. Empty: take requests again."""
         self.gateway.closing = why
         if why and self.in_epoch and self._own in _DRAINABLE:
             self._enter(ServingState.DRAINING)
@@ -531,7 +525,7 @@ class Supervisor:
 
     @property
     def progress(self) -> str:
-        """How far the next group is, in a few words, such as "loading 40 %"."""
+        """Progress of the next group, in a few words, such as "loading 40 %"."""
         if percent := self._loaded_percent:
             return f"loading {percent}"
         if not self.in_epoch and self.reason is not None:
@@ -540,7 +534,7 @@ class Supervisor:
 
     @property
     def starting(self) -> str:
-        """The model that is on its way and how far, as `Health` has it."""
+        """The model that is about to serve and its progress, as `Health` has it."""
         if not self.wanted or self.gateway.models() or self.state not in _BEFORE_READY:
             return ""
         if self.state is ServingState.LOADING:
@@ -553,7 +547,7 @@ class Supervisor:
 
     @property
     def _loaded_percent(self) -> str:
-        """Of the weights, such as "40 %"; empty while none are read on this Mac's watch."""
+        """Loaded part of the weights, such as "40 %"; empty while no rank of this agent's epoch loads."""
         if not (
             self.in_epoch
             and self.ranks is not None
@@ -566,7 +560,7 @@ class Supervisor:
 
     @property
     def _where(self) -> dict[str, int]:
-        """For lines of the log that are about the present epoch."""
+        """Fields for log lines about the present epoch."""
         return {"epoch": self.epoch}
 
     def _reached(self, stage: str) -> None:
@@ -574,7 +568,7 @@ class Supervisor:
         self.history.reached(stage, seconds)
         try:
             self._on_stage(stage, seconds)
-        except Exception:  # whoever only watches must not end the epoch
+        except Exception:  # a listener must not end the epoch
             log.debug("the listener failed at %r", stage, exc_info=True)
 
     def _enter(self, state: ServingState) -> None:
@@ -623,7 +617,7 @@ def _now() -> Instant:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`, whoever cancels meanwhile and how often; then be cancelled."""
+    """Await `work` to its end through any number of cancellations; then be cancelled."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():

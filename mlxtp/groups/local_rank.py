@@ -57,32 +57,31 @@ from .wired_memory import HERE
 log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
-EXIT_S = 1.0  #: from the end of a pipe to that of its process
+EXIT_S = 1.0  #: seconds from the end of a pipe to that of its process
 _CLOSED = -1
 
-Worker = Sequence[str] | WarmPool
-"""How rank processes are started: by a command, or from spares."""
+Worker = Sequence[str] | WarmPool  #: Source of rank processes: a command, or a pool of warm processes.
 
 RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
 R = TypeVar("R", bound=Message)
 
 
 class Watcher(Protocol):
-    """Who wants to know what becomes of a rank."""
+    """Receiver of a rank's messages and failures."""
 
     def received_pong(self, rank: int, pong: Pong) -> None: ...
 
     def report(self, report: FailureReport) -> None: ...
 
     def emitted(self, event: RequestEvent) -> None:
-        """What rank 0 emits."""
+        """Take an event of rank 0."""
 
     def side(self, rank: int, message: SideChannel) -> None:
-        """A rank's bytes for a round of JACCL's all-gather; the answer is sent to it when all are there."""
+        """Take a rank's bytes for a round of JACCL's all-gather; it gets the reply when all have come."""
 
 
 class RankProcess:
-    """From its spawn to the moment it is gone. `folder` is for files that live as long as the epoch."""
+    """One rank process, from its spawn to its end. `folder` is for files that live as long as the epoch."""
 
     def __init__(
         self,
@@ -105,12 +104,10 @@ class RankProcess:
         self._replies: asyncio.Queue[Message] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
-        self._leaves = asyncio.Event()
-        """Set once it has said its last word: it ends by itself, or has."""
+        self._leaves = asyncio.Event()  #: Set once its last message came: it ends by itself, or has.
         self._recording = folder / f"rank-{rank}.recording"
         self._recorder = _CLOSED
-        self._counted = False
-        """True while its memory is compared."""
+        self._counted = False  #: True while its memory is compared.
         self._end = RankEnd(rank)
 
     @property
@@ -119,7 +116,7 @@ class RankProcess:
         return self._process.pid
 
     async def spawn(self, listener: socket.socket | None = None, identity: Path | None = None) -> None:
-        """Start the process. `listener` is for decode links, `identity` where this node's certificate is."""
+        """Start the process. `listener` is for decode links, `identity` has this node's certificate."""
         args = ["--rank", str(self.rank), "--epoch", str(self._epoch), "--folder", str(self._folder)]
         if memory := recorder_memory(self._recording):
             self._recorder, self._recording = memory
@@ -139,41 +136,41 @@ class RankProcess:
         self._start(self._await_exit(self._process))
 
     async def greet(self) -> None:
-        """Wait for its Hello and answer it. Raises GroupError (NOT_AUTHENTIC) for another one."""
+        """Wait for its Hello and reply to it. Raises GroupError (NOT_AUTHENTIC) for another one."""
         hello = await self.reply(Hello)
-        self._remove_recording()  # it has it open
+        self._remove_recording()  # it has the file open
         if hello.rank != self.rank or hello.version != PROTOCOL_VERSION:
             raise GroupError(f"rank {self.rank} greeted with {hello}", Code.NOT_AUTHENTIC)
         self.send(Welcome(PROTOCOL_VERSION, b""))
 
     async def join(self, bootstrap: Bootstrap) -> bool:
-        """Tell it which group it is part of; returns when it has its decode links: whether MLX has JACCL."""
+        """Send it its group, wait for its decode links, and return True if its MLX has JACCL."""
         self._end.key = bootstrap.epoch_key
         self.send(bootstrap)
         return (await self.reply(Done)).jaccl
 
     def send(self, message: Message) -> None:
-        """Raises LinkError when it is gone."""
+        """Send a message. Raises LinkError when the process is gone."""
         assert self._connection is not None
         self._connection.send(message)
 
     async def reply(self, expected: type[R]) -> R:
-        """The one reply to a command. Raises the error that it reports instead."""
+        """Return the one reply to a command. Raises the error that it reports instead."""
         reply = await self._replies.get()
         if isinstance(reply, Error):
             code = Code(reply.code)
             raise (ModelError if code.startswith("model_") else GroupError)(reply.detail, code)
         if not isinstance(reply, expected):
-            raise GroupError(f"rank {self.rank} answered with {type(reply).__name__}", Code.OUT_OF_ORDER)
+            raise GroupError(f"rank {self.rank} replied with {type(reply).__name__}", Code.OUT_OF_ORDER)
         return reply
 
     def ping(self) -> None:
-        """Ask for a heartbeat."""
+        """Request a heartbeat."""
         with contextlib.suppress(MlxtpError):  # its reader reports it
             self.send(Ping())
 
     async def shut_down(self) -> None:
-        """Have it end in order, and wait until it does. `kill` waits until it has."""
+        """End it in order, and wait for its last message. `kill` waits for the end of its process."""
         self._ending = True
         self.send(Shutdown())
         await self.reply(Done)
@@ -182,8 +179,8 @@ class RankProcess:
     async def kill(self) -> RankEnd:
         """End what is left: SIGTERM, then SIGKILL; reap it and close the pipe. May be repeated.
 
-        A rank that gives a sign ends by itself and has time to give its memory back; one that gives none is
-        wedged. Returns how it ended.
+        A rank that replies ends by itself and has time to free its memory; one that does not is wedged.
+        Returns how it ended.
         """
         self._ending = True
         process, end = self._process, self._end
@@ -224,15 +221,15 @@ class RankProcess:
         return end
 
     def _remove_recording(self) -> None:
-        """Its name only; one that is no file's goes by itself."""
+        """Remove the name of its recording only; memory without a file needs no removal."""
         with contextlib.suppress(OSError):
             self._recording.unlink()
 
     def recording(self) -> Recording | None:
-        """Its last steps so far, also while it goes on; None where it has no flight recorder."""
+        """Return its last steps so far, also while it runs; None without a flight recorder."""
         return decode(read_recording(self._recorder)) if self._recorder != _CLOSED else None
 
-    # --- what it says --------------------------------------------------------------------------------
+    # --- its messages --------------------------------------------------------------------------------
 
     async def _read(self, connection: StreamLink) -> None:
         try:
@@ -241,7 +238,7 @@ class RankProcess:
                     self._dispatch(connection, received.message)
         except MlxtpError as error:
             code = Code.RANK_LOST if isinstance(error, LinkError) else error.code
-            if code is Code.RANK_LOST:  # its process ends as well, and how it did says more
+            if code is Code.RANK_LOST:  # its process ends as well, and its exit status reveals more
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(EXIT_S):
                         await self._leaves.wait()
@@ -251,7 +248,7 @@ class RankProcess:
         match message:
             case Pong():
                 self._warm_pool.received_pong(message)
-                if not self._ending:  # what SIGTERM woke says nothing of how long it was silent
+                if not self._ending:  # a Pong woken by SIGTERM does not show how long it was silent
                     self._end.pong, self._end.pong_at = message, time.monotonic()
                 elif self._end.asked_at:
                     self._leaves.set()
@@ -279,11 +276,11 @@ class RankProcess:
             self._report(exit_report(self.rank, status, code_of_exit(status), self._last_words(), phase))
         finally:
             self._leaves.set()
-            # Whoever waits for a reply learns that none will come; why is in the report.
+            # A pending reply fails; the reason is in the report.
             self._replies.put_nowait(Error(Code.RANK_LOST, f"rank {self.rank} is gone", 0))
 
     def _last_words(self) -> str:
-        """What stands in its memory: the agent may see its end before it has read its last frame."""
+        """Return the last text in its memory: the agent may see its end before it has read its last frame."""
         recording = self.recording()
         return recording.detail if recording is not None else ""
 
@@ -297,7 +294,7 @@ class RankProcess:
         self._tasks.append(task)
 
     def _check_ended(self, task: asyncio.Task[None]) -> None:
-        """A bug in a task of ours must not leave a rank that nobody watches."""
+        """Report a bug in a task of ours: it must not leave a rank unwatched."""
         if not task.cancelled() and (error := task.exception()) is not None:
             about = {"epoch": self._epoch, "rank": self.rank}
             log.error("rank %d of epoch %d", self.rank, self._epoch, exc_info=error, extra=about)
@@ -306,22 +303,24 @@ class RankProcess:
 
 
 def free_port(host: str) -> int:
-    """A port of `host` where nobody listens now. Somebody may take it before the ring does; then the epoch
-    fails and the next one has others. Raises OSError."""
+    """Return a free port of `host`. Raises OSError.
+
+    Another process may take it before the ring does; then the epoch fails and the next one has other ports.
+    """
     with contextlib.closing(socket.create_server((host, 0))) as sock:
         port: int = sock.getsockname()[1]
         return port
 
 
 def epoch_folder(home: Path, epoch: int) -> Path:
-    """The folder of an epoch's files; the agent removes it, since a killed rank cleans up nothing."""
+    """Return the folder of an epoch's files. The agent removes it, since a killed rank cleans up nothing."""
     return home / "run" / f"epoch-{epoch}"
 
 
 def make_epoch_folder(folder: Path, *, needed: bool) -> None:
-    """Raises GroupError (FORM_FAILED) with the folder's name when it cannot be made.
+    """Create the folder. Raises GroupError (FORM_FAILED) with its name when that fails.
 
-    Several ranks need it, for MLX's file of hosts; one alone goes on without where there is no room.
+    Several ranks need it, for MLX's file of hosts; one alone goes on without it on a full disk.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

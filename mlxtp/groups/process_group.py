@@ -1,4 +1,4 @@
-"""The ranks of one epoch, wherever they run: start, bootstrap, commands, watch, end."""
+"""The ranks of one epoch, on this Mac and others: start, bootstrap, commands, watch, end."""
 
 from __future__ import annotations
 
@@ -41,17 +41,14 @@ from .side_channel import RoundReplies, SideChannelHub
 log = logging.getLogger(__name__)
 
 HUB_TICK_S = 0.5
-CAUSE_GRACE_S = 0.1
-"""After the first sign of an end, how long to wait for a rank that can say why."""
+CAUSE_GRACE_S = 0.1  #: Seconds to wait, after the first sign of an end, for a rank that can report the cause.
 
+#: Seconds that a group over JACCL idles at most between two proofs: after a minute the next sum may crash.
 JACCL_CANARY_S = 20.0
-"""Seconds that a group over JACCL idles at most between two proofs: after a minute the next sum may crash."""
 
-MAX_REPORTS = 8
-"""Of each rank: its agent may go on talking, and the first ones say why."""
+MAX_REPORTS = 8  #: Reports kept of each rank. Its agent may send more, but the first ones name the cause.
 
-_WISHED = (Code.REPLANNED, Code.SHUTTING_DOWN)
-"""Codes of an end that is nobody's failure."""
+_WISHED = (Code.REPLANNED, Code.SHUTTING_DOWN)  #: Codes of an intended end, which is no failure.
 
 Stage = Callable[[str], None]
 R = TypeVar("R", bound=Message)
@@ -60,46 +57,43 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """A rank process that said hello: its address on MLX's ring ("ip:port") and the model's folder there."""
+    """Rank process after its Hello: its address on MLX's ring ("ip:port") and the model's folder there."""
 
     ring: str = ""
     path: str = ""
 
 
 class RankEndpoint(Protocol):
-    """A rank on another Mac, as the coordinator's agent sees it. What happens to it is told to
-    `ProcessGroup`.
-    """
+    """A rank on another Mac, as the coordinator's agent sees it. It reports to its `ProcessGroup`."""
 
     rank: int
-    name: str
-    """Of its Mac."""
+    name: str  #: Name of its Mac.
 
     async def prepare(self) -> RankReady:
         """Have its process started there."""
 
     async def join(self, bootstrap: Bootstrap) -> bool:
-        """Have it told which group it is part of. Returns whether MLX has JACCL there."""
+        """Send it its group. Return True if MLX has JACCL there."""
 
     def gathered(self, message: Gathered) -> None:
-        """The answer to its round of JACCL's all-gather."""
+        """Send the reply to its round of JACCL's all-gather."""
 
     async def shut_down(self) -> None:
-        """Have it end in order; rank 0 has ended its loop before."""
+        """End it in order, after rank 0 has ended its loop."""
 
     async def kill(self) -> None:
-        """Have it ended at once. May be repeated; returns also when nobody answers any more."""
+        """End it at once. May be repeated. Returns also when its agent no longer replies."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpochGroup:
-    """Which ranks an epoch has. `local` counts those of this machine; rank 0 is one of them.
+    """Ranks of an epoch. `local` counts those of this machine; rank 0 is one of them.
 
-    `kind` says in words how they are joined. `fabric` is this machine's address for MLX's sockets. `seats`
-    makes the ranks of other machines; rank i finds rank 0's machine at `decode_hosts[i]`. `pins` are the
-    agents' key fingerprints, in rank order. `rdma` and `jaccl_ring` are for JACCL, as in Bootstrap;
-    `without_jaccl` is asked what to make of ranks that have none. `machines`: chip and system build of each
-    rank's Mac, where they are known.
+    `kind` describes in words how they are joined. `fabric` is this machine's address for MLX's sockets.
+    `endpoints` makes the ranks of other machines; rank i finds rank 0's machine at `decode_hosts[i]`. `pins`
+    are the agents' key fingerprints, in rank order. `rdma` and `jaccl_ring` are for JACCL, as in Bootstrap;
+    `without_jaccl` returns the error for ranks that have none. `machines`: chip and system build of each
+    rank's Mac, if known.
     """
 
     local: int
@@ -119,7 +113,7 @@ class EpochGroup:
 
     @property
     def fabric_kind(self) -> str:
-        """Which of MLX's ways to sum it has."""
+        """MLX's way to sum: the backend, and for JACCL its ring or mesh."""
         return self.backend if self.backend != "jaccl" else "jaccl ring" if self.jaccl_ring else "jaccl mesh"
 
     @property
@@ -129,12 +123,12 @@ class EpochGroup:
 
 
 def agreement(setting: str, machines: Sequence[str]) -> str:
-    """Return how ranks agree. Unlike chips or systems may round a draw otherwise, so that rank 0 makes it."""
+    """Return how ranks agree. Unlike chips or systems may round a draw otherwise, so rank 0 makes it."""
     return "broadcast-draws" if setting == "auto" and len(set(machines)) > 1 else setting
 
 
 class ProcessGroup:
-    """One epoch. `failed` resolves to why it ended by itself; `on_event` gets what rank 0 emits."""
+    """One epoch. `failed` resolves to the reason of its failure; `on_event` gets the events of rank 0."""
 
     def __init__(
         self,
@@ -162,10 +156,10 @@ class ProcessGroup:
         self._ready: tuple[RankReady, ...] = ()
         self._hub = SideChannelHub(self.group.world_size)
         self._hub_clock: asyncio.TimerHandle | None = None
+        #: True while ranks may still wait for each other's bytes.
         self._in_rounds = self.group.backend == "jaccl"
-        """Whether ranks may still wait for each other's bytes."""
+        #: True while MLX's ring forms or proves itself, so that a stranger may be in it.
         self.at_ring = False
-        """True while MLX's ring forms or proves itself, so that a stranger may be in it."""
         self._heart: asyncio.Task[None] | None = None
         self._reports: list[FailureReport] = []
         self._over = False
@@ -197,7 +191,7 @@ class ProcessGroup:
         self._heart.add_done_callback(self._check_ended)
 
     async def _spawn(self) -> tuple[str, ...]:
-        """Start every rank process; returns where each rank finds rank 0 ("ip:port")."""
+        """Start every rank process; return the address at which each rank finds rank 0 ("ip:port")."""
         hosts = self.group.decode_hosts or ("127.0.0.1",) * self.group.world_size
         here = {address for host in hosts[1:] or hosts for address in host.split(",")}
         # Where the others know this machine by several addresses, rank 0 listens on all of them.
@@ -271,11 +265,11 @@ class ProcessGroup:
         return self.processes[0]
 
     def send(self, message: Message) -> None:
-        """Send to rank 0. Raises LinkError when it is gone."""
+        """Send a message to rank 0. Raises LinkError when it is gone."""
         self.leader.send(message)
 
     async def load(self, path: str, eos: tuple[int, ...], draft_path: str = "") -> Loaded:
-        """Load a model on every rank. Raises ModelError with every rank's words; the group stays usable."""
+        """Load a model on every rank. Raises ModelError with every rank's text; the group stays usable."""
         settings = self._settings
         paths = tuple(ready.path or path for ready in self._ready) if self.endpoints else ()
         command = LoadShard(
@@ -291,7 +285,7 @@ class ProcessGroup:
         return await self._ask(command, Loaded, None)
 
     async def do(self, command: Message) -> None:
-        """Carry out a command that is answered by Done on every rank."""
+        """Carry out a command to which every rank replies Done."""
         await self._ask(command, Done, self._limits.shutdown_s + FREE_S)
 
     async def time(self, kind: str, size: int, rounds: int) -> CollectivesTimed:
@@ -299,13 +293,13 @@ class ProcessGroup:
         return await self._ask(TimeCollectives(kind, size, rounds), CollectivesTimed, None)
 
     async def _ask(self, command: Message, expected: type[R], deadline_s: float | None) -> R:
-        """One command to rank 0 and its one reply, or the epoch's failure, whichever comes first."""
+        """Send one command to rank 0. Return its reply, or raise the epoch's failure if that comes first."""
         self.send(command)
-        what = f"answer {type(command).__name__}"
+        what = f"reply to {type(command).__name__}"
         return await self.unless_failed(self.leader.reply(expected), deadline_s, what)
 
     async def unless_failed(self, work: Coroutine[Any, Any, T], deadline_s: float | None, what: str) -> T:
-        """The result of `work`. Raises the epoch's failure if that comes first, GroupError if it is late."""
+        """Return the result of `work`. Raises the epoch's failure if that comes first, GroupError if late."""
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self.failed}
         try:
@@ -324,19 +318,19 @@ class ProcessGroup:
         raise GroupError(f"the ranks did not {what} within {deadline_s:g} s", Code.LINK_TIMEOUT)
 
     def give_up(self, error: MlxtpError) -> None:
-        """End the epoch: these ranks are not to be trusted with another request, or wanted otherwise."""
+        """End the epoch: these ranks must not get another request, or are needed for another plan."""
         self.report(FailureReport(0, error))
 
     # --- watching ------------------------------------------------------------------------------------
 
     @property
     def pongs(self) -> dict[int, Pong]:
-        """The newest heartbeat of each rank."""
+        """Newest heartbeat of each rank."""
         return self._watch.pongs if self._watch is not None else {}
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Meanwhile forwards may take as long as warming up may."""
+        """Allow forwards the time of warming up meanwhile."""
         if self._watch is None:
             yield
             return
@@ -347,23 +341,23 @@ class ProcessGroup:
             self._watch.warming_up = False
 
     def received_pong(self, rank: int, pong: Pong) -> None:
-        """A rank's heartbeat came."""
+        """Take in a rank's heartbeat."""
         if self._watch is not None:
             self._watch.received_pong(rank, pong, time.monotonic())
 
     def report(self, report: FailureReport) -> None:
-        """Something happened to a rank: the epoch ends, as soon as everybody had time to say why."""
+        """Take in a failure of a rank. The epoch ends CAUSE_GRACE_S later; until then ranks report causes."""
         theirs = sum(each.rank == report.rank for each in self._reports)
         if self._ending or self.failed.done() or theirs >= MAX_REPORTS:
             return
         self._reports.append(report)
-        if self._in_rounds:  # ranks that wait for each other's bytes learn that none will come
+        if self._in_rounds:  # ranks that wait for each other's bytes get an error instead
             self._answer(self._hub.abort(report.error.detail))
         if len(self._reports) == 1:
             asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._conclude)
 
     def side(self, rank: int, message: SideChannel) -> None:
-        """A rank's bytes for a round of JACCL's all-gather."""
+        """Take in a rank's bytes for a round of JACCL's all-gather."""
         if not self._in_rounds or self._ending:
             return
         self._answer(self._hub.receive(rank, message, time.monotonic()))
@@ -388,7 +382,7 @@ class ProcessGroup:
             self.failed.set_result(self._explained(pick_cause(self._reports)))
 
     def _explained(self, cause: MlxtpError) -> MlxtpError:
-        """The cause with the Mac of the rank it is about, and with the meaning of JACCL's words."""
+        """Add the Mac of the rank that the cause is about, and the meaning of JACCL's text."""
         detail = with_name(cause.detail, {endpoint.rank: endpoint.name for endpoint in self.endpoints})
         why = explain_crash(detail) if self.group.backend == "jaccl" else None
         if cause.code is Code.FORM_FAILED:
@@ -407,7 +401,7 @@ class ProcessGroup:
                 self.report(FailureReport(0, error))
 
     def _check_ended(self, task: asyncio.Task[None]) -> None:
-        """A bug in a task of ours must not leave an epoch that nobody watches."""
+        """Report a bug in a task of ours: it must not leave an epoch unwatched."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("epoch %d", self.epoch, exc_info=error, extra={"epoch": self.epoch})
             self.report(FailureReport(0, GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)))
@@ -427,15 +421,15 @@ class ProcessGroup:
         ends, self._over = await self._end(), True
         if wedged := [end.rank for end in ends if end.deaf]:
             cause = GroupError(f"ranks {wedged} did not end, not even at SIGTERM", Code.RANK_STALLED)
-            if self._watch is not None:  # while MLX forms a group, no rank hears anything
+            if self._watch is not None:  # while MLX forms a group, no rank reads its messages
                 await self._keep(ends, cause)
 
     async def kill(self, cause: MlxtpError | None = None) -> None:
-        """End what is left, here and elsewhere, because the epoch failed; what is known of it is kept.
+        """End what is left, here and elsewhere, because the epoch failed; its records are kept.
 
-        `cause` is why, where no rank reported it: a model that was refused, a golden proof, a bug.
+        `cause` is the reason, if no rank reported it: a model that was refused, a golden proof, a bug.
 
-        Of one that somebody wished to end nothing is: whoever looks for failures would be led astray.
+        Planned ends are not recorded; they would clutter the failure list.
         """
         ends = await self._end()
         if not self._over:
@@ -469,7 +463,7 @@ class ProcessGroup:
         )
         try:
             folder = await asyncio.to_thread(failure_store.keep, self._settings.home, failed, ends)
-        except MlxtpError as error:  # a disk that is full does not keep the next epoch from coming
+        except MlxtpError as error:  # a full disk does not keep the next epoch from coming
             words = "epoch %d: nothing of its failure is kept: %s"
             log.warning(words, self.epoch, error.detail, extra={"epoch": self.epoch})
         else:
@@ -483,7 +477,7 @@ def canary_s(limit_s: float, backend: str) -> float:
 
 
 async def _all(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """What each of them gives. When one raises, the others are not worth going on with."""
+    """Return the results of all `work`. When one raises, the others are cancelled."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""A rank on another Mac, as the coordinator's agent sees it: what is asked goes to that Mac's agent."""
+"""A rank on another Mac, as the coordinator's agent sees it: requests go to that Mac's agent."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from .health import FailureReport
 from .local_rank import Watcher
 from .process_group import RankReady
 
-END_GRACE_S = 4.0
-"""How long another agent may take to end its rank before it is no longer waited for."""
+END_GRACE_S = 4.0  #: Seconds that another agent may take to end its rank before this one stops waiting.
 
 M = TypeVar("M", bound=Message)
+#: Reports of another agent about a rank that it runs for this one.
 RankWord = Prepared | RankStarted | RankPong | RankTrouble | EpochEnded | RankSide
-"""What another agent says about a rank it runs for this one."""
 
 
 class RemoteRank:
-    """A seat of `ProcessGroup`. Whoever reads the control link calls `received` and `lost`.
+    """Implements `RankEndpoint`. The reader of the control link calls `received` and `lost`.
 
-    `send` brings a message to the other agent, and raises LinkError when it is gone. `name` is for people.
+    `send` brings a message to the other agent, and raises LinkError when it is gone. `name` is for users.
     """
 
     def __init__(self, send: Callable[[Message], None], name: str, order: Prepare, watcher: Watcher) -> None:
@@ -53,7 +52,7 @@ class RemoteRank:
         self._asked = False
 
     async def prepare(self) -> RankReady:
-        """What goes wrong is reported and ends the epoch; nobody waits for this any more then."""
+        """Have its process started. A failure is reported and ends the epoch, which cancels this wait."""
         self._asked = True
         prepared = await self._ask(self._order, Prepared)
         return RankReady(prepared.ring, prepared.path)
@@ -62,7 +61,7 @@ class RemoteRank:
         return (await self._ask(StartRank(self.epoch, bootstrap), RankStarted)).jaccl
 
     def gathered(self, message: Gathered) -> None:
-        """The answer to its round of JACCL's all-gather."""
+        """Send the reply to its round of JACCL's all-gather."""
         with contextlib.suppress(MlxtpError):
             self._send(RankGathered(self.epoch, self.rank, message))
 
@@ -94,7 +93,7 @@ class RemoteRank:
         return answer
 
     def received(self, message: RankWord) -> None:
-        """What its agent said about it."""
+        """Take in its agent's report about it."""
         match message:
             case RankSide():
                 self._watcher.side(self.rank, message.side)
@@ -108,13 +107,13 @@ class RemoteRank:
             case EpochEnded():
                 self._ended.set()
             case _ if self._answer is None or self._answer.done() or type(message) is not self._awaited:
-                what = f"{self.name} said {type(message).__name__}, which nobody asked for now"
+                what = f"{self.name} sent an unexpected {type(message).__name__}"
                 self._watcher.report(FailureReport(self.rank, GroupError(what, Code.OUT_OF_ORDER)))
             case _:
                 self._answer.set_result(message)
 
     def lost(self, why: str) -> None:
-        """The control link to its agent is gone."""
+        """Note that the control link to its agent is gone."""
         self._ended.set()
         error = GroupError(f"rank {self.rank}: {self.name} is gone: {why}", Code.RANK_LOST)
         self._watcher.report(FailureReport(self.rank, error, seen_from_outside=True))

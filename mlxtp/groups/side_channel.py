@@ -1,26 +1,25 @@
-"""The middle of JACCL's side channel: collects one round's bytes from every rank, answers all of them.
+"""Hub of JACCL's side channel: collects one round's bytes from every rank, and replies to all of them.
 
-One `SideChannelHub` serves one epoch, on the coordinator's agent; whatever it returns is to be sent to the
-rank that stands beside it. Pure: time comes in as an argument, in seconds on a clock that does not jump.
+One `SideChannelHub` serves one epoch, on the coordinator's agent. Send each reply that it returns to the rank
+beside it. Pure: time comes in as an argument, in seconds on a clock that does not jump.
 """
 
 from __future__ import annotations
 
 from ..wire.messages import MAX_ROUNDS, Gathered, SideChannel
 
+#: Seconds from a round's first bytes to its last. Shorter than the wait of a rank (Bootstrap.round_s), so
+#: that ranks' reports name the missing rank.
 ROUND_S = 10.0
-"""From a round's first bytes to its last. Shorter than what a rank waits (Bootstrap.round_s), so that what
-ranks report names who was missing."""
 
-RoundReplies = list[tuple[int, Gathered]]
-"""For each rank that is told something, its answer."""
+RoundReplies = list[tuple[int, Gathered]]  #: Replies, each with its rank.
 
 
 class SideChannelHub:
     """Rounds are numbered from 1, and every rank takes part in each with equally many bytes.
 
-    How many rounds there will be, nobody knows: the hub is done when nothing more comes. The first thing that
-    is wrong ends it: every rank that has said anything is told why, once, and any other as soon as it speaks.
+    The number of rounds is unknown: the hub is done when nothing else comes. The first error ends it. Every
+    rank that has sent anything gets the reason once, and any other rank as soon as it sends.
     """
 
     def __init__(self, world_size: int, round_s: float = ROUND_S) -> None:
@@ -31,11 +30,10 @@ class SideChannelHub:
         self._began_at = 0.0
         self._seen: set[int] = set()
         self._replied: set[int] = set()
-        self.error = ""
-        """Why there will be no more rounds; empty as long as there may be."""
+        self.error = ""  #: Reason why no round will follow; empty as long as one may.
 
     def receive(self, rank: int, message: SideChannel, now: float) -> RoundReplies:
-        """A rank's part of a round. Raises ValueError for a rank that is not of this group."""
+        """Take in a rank's part of a round. Raises ValueError for a rank that is not of this group."""
         if not 0 <= rank < self._size:
             raise ValueError(f"rank {rank} of a group of {self._size}")
         self._seen.add(rank)
@@ -54,14 +52,14 @@ class SideChannelHub:
         return [(each, gathered) for each in range(self._size)]
 
     def tick(self, now: float) -> RoundReplies:
-        """Call now and then: ends a round that has waited too long for somebody."""
+        """End a round that has waited too long for a rank. Call it now and then."""
         if not self._parts or self.error or now - self._began_at <= self._round_s:
             return []
         missing = " and ".join(f"rank {rank}" for rank in range(self._size) if rank not in self._parts)
         return self.abort(f"{missing} did not come to {self._place} within {self._round_s:g} s")
 
     def abort(self, reason: str) -> RoundReplies:
-        """No more rounds, because of `reason`, which is what all ranks are told; the first reason counts."""
+        """End all rounds, and send `reason` to all ranks; the first reason counts."""
         self.error = self.error or reason or "forming the group was given up"
         self._parts.clear()
         return self._reply()

@@ -1,8 +1,8 @@
 """A Mac's sleep: noticed when it is over, and held off while this Mac serves.
 
-While a Mac sleeps its agent stands still and the others go on without it. Its own timers do not know: they
-run on a clock that stands still as well. A second clock, which goes on, tells how long it was. When nothing
-is served a Mac may sleep as its owner wishes; what is served keeps it awake, unless it was told otherwise.
+While a Mac sleeps its agent stands still and the others go on without it. Its own timers do not notice: they
+run on a clock that stands still as well. A second clock, which goes on, shows how long it slept. An idle Mac
+may sleep by its own settings. A serving one stays awake, unless a setting allows sleep.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
-NAP_S = 2.0
-"""Less than this, and nobody has missed this Mac."""
+NAP_S = 2.0  #: Seconds; a shorter sleep has no effect on other Macs.
 
+#: Keeps a Mac from sleeping by itself for as long as the command runs; a closed lid still makes it sleep.
 CAFFEINATE = ("/usr/bin/caffeinate", "-i")
-"""Keeps a Mac from sleeping by itself for as long as the command runs; a closed lid still makes it sleep."""
 
 
+#: Two clocks of each system: one that stands still while it sleeps, and one that goes on.
 _PAIRS = {
     "darwin": ("CLOCK_UPTIME_RAW", "CLOCK_MONOTONIC"),
     "linux": ("CLOCK_MONOTONIC", "CLOCK_BOOTTIME"),
 }
-"""On each system a clock that stands still while it sleeps, and one that goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Two clocks at one moment, in seconds: one stands still while the machine sleeps, one goes on."""
+    """Readings of two clocks, in seconds: one stands still while the machine sleeps, one goes on."""
 
     awake: float
     all: float
 
 
 def clocks() -> Clocks:
-    """This machine's. Where there is no such pair, nothing ever sleeps."""
+    """Read this machine's clocks. Without such a pair, no sleep is ever seen."""
     pair = _PAIRS.get(sys.platform)
     if pair is None:
         return Clocks(time.monotonic(), time.monotonic())
@@ -51,13 +50,13 @@ def clocks() -> Clocks:
 
 
 def slept_s(before: Clocks, after: Clocks) -> float:
-    """How long the machine slept between two moments; 0 for what nobody has missed."""
+    """Return the seconds that the machine slept between two readings; 0 for less than NAP_S."""
     slept = (after.all - before.all) - (after.awake - before.awake)
     return slept if slept >= NAP_S else 0.0
 
 
 class KeepAwake:
-    """A process that keeps this Mac awake, while there is reason to."""
+    """Process that keeps this Mac awake while it is needed."""
 
     def __init__(self, command: Sequence[str] = CAFFEINATE) -> None:
         self._command = (*command, "-w", str(os.getpid()))  # it ends with this agent, however that ends
@@ -65,7 +64,7 @@ class KeepAwake:
         self._failed = False
 
     async def hold(self, wanted: bool) -> None:
-        """Start the process or end it, as is needed. That there is none is said once."""
+        """Start the process or end it, as needed. A failure is logged once."""
         process = self._process
         if process is not None and process.returncode is not None:
             log.warning("%s ended with %d: this Mac may fall asleep", self._command[0], process.returncode)
@@ -83,7 +82,7 @@ class KeepAwake:
             await self.close()
 
     async def close(self) -> None:
-        """Let the Mac sleep as it likes."""
+        """Let the Mac sleep again."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -97,8 +96,11 @@ async def watch_sleep(
     keep_awake: KeepAwake | None,
     read: Callable[[], Clocks] = clocks,
 ) -> None:
-    """Until cancelled. `woke` is called with the seconds that this Mac slept; `serves` says whether it is
-    needed, and `keep_awake` then keeps it from sleeping."""
+    """Watch for sleep until cancelled.
+
+    `woke` is called with the seconds that this Mac slept. `keep_awake` keeps it from sleeping while `serves`
+    returns True.
+    """
     before = read()
     try:
         while True:

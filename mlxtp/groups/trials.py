@@ -1,4 +1,4 @@
-"""Groups that are formed beside the one that serves, which goes on until they are known to work."""
+"""Groups that are formed beside the serving one, which goes on until they are known to work."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ log = logging.getLogger(__name__)
 
 
 class TrialHost(Protocol):
-    """The conductor, as a trial needs it."""
+    """Part of the `GroupController` that a trial needs."""
 
     def group(self, number: int, chosen: Candidate, *, trial: bool = False) -> EpochGroup:
         """Return the ranks of epoch `number`."""
 
     def release_endpoints(self, number: int) -> None:
-        """Drop the seats of epoch `number`, which has ended."""
+        """Drop the endpoints of epoch `number`, which has ended."""
 
     def serving(self) -> Serving | None:
         """Return the group of this coordinator, as others know it."""
 
     def held_bytes(self, node_id: str) -> int:
-        """Return what ranks hold of that Mac's memory."""
+        """Return the bytes that ranks hold of that Mac's memory."""
 
     def topology(self) -> Topology:
-        """Return what joins those who are present."""
+        """Return the connections between the members that are present."""
 
     def leave_out(self, chosen: Candidate, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
         """Note that a group failed. Return whether another one takes its place."""
@@ -46,7 +46,7 @@ class TrialHost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _TrialGroup:
-    """A group with its model loaded, before its turn."""
+    """Group with its model loaded, before its epoch begins."""
 
     identity: object
     chosen: Candidate
@@ -54,23 +54,22 @@ class _TrialGroup:
 
 
 class Trials:
-    """At most one group beside the present epoch: it forms, proves itself, and loads the model where memory
-    permits both. A loaded one stays until the next epoch takes it over.
+    """At most one group beside the present epoch.
+
+    It forms, proves itself, and loads the model if memory permits both. A loaded one stays until the next
+    epoch takes it over.
     """
 
     def __init__(self, cluster: Surroundings, groups: TrialHost) -> None:
-        self.ranks: tuple[str, ...] = ()
-        """Node ids of the group beside, in rank order."""
+        self.ranks: tuple[str, ...] = ()  #: Node ids of the group beside, in rank order.
         self._cluster = cluster
         self._groups = groups
         self._task: asyncio.Task[None] | None = None
         self._ahead: _TrialGroup | None = None
-        self._proven: set[object] = set()
-        """Groups that formed and proved themselves, see `_identity`."""
+        self._proven: set[object] = set()  #: Groups that formed and proved themselves, see `_identity`.
+        #: Groups that loaded beside the present epoch, or tried to: once is enough.
         self._loaded: set[object] = set()
-        """Groups that loaded beside the present epoch, or tried to: once is enough."""
-        self._held_back: object = None
-        """The last group that could not be tried."""
+        self._held_back: object = None  #: The last group that could not be tried.
 
     @property
     def busy(self) -> bool:
@@ -82,12 +81,12 @@ class Trials:
         self._proven.add(self._identity(chosen))
 
     def failed(self, chosen: Candidate) -> None:
-        """Note that a group failed: it, and what was tried of it, have to prove themselves again."""
+        """Note that a group failed: it, and its tried parts, have to prove themselves again."""
         self._proven.clear()  # others, too, which costs little
         self._loaded.discard(self._identity(chosen))
 
     def is_over(self, chosen: Candidate) -> bool:
-        """Return whether the group that serves may end for this one: nothing is left to try beside it."""
+        """Return True when the serving group may end for this one: nothing is left to try beside it."""
         if chosen.nodes == 1:
             return True
         if self._ahead is not None:
@@ -105,7 +104,7 @@ class Trials:
             self._task = asyncio.ensure_future(self._try(number, tried, model))
         elif self._held_back != (identity := self._identity(chosen)):
             self._held_back = identity
-            words = "%s would be better, but no free cable of %s joins it: what serves goes on"
+            words = "%s would be better, but no free cable of %s joins it: the present group goes on"
             log.info(words, chosen.title, self._cluster.name_of(chosen.ranks[0]))
 
     def take(self, chosen: Candidate) -> EpochPlan | None:
@@ -130,7 +129,7 @@ class Trials:
             self._task = asyncio.ensure_future(self._end(ahead, failed.result() if failed.done() else None))
 
     async def stop(self) -> None:
-        """End a trial that is still on its way. A loaded group stays."""
+        """End a trial that is under way. A loaded group stays."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -158,7 +157,7 @@ class Trials:
                 plan.ranks.failed.add_done_callback(lambda _: cluster.changed())
         except MlxtpError as failure:
             error = failure
-        except Exception as bug:  # the boundary of the task: what serves goes on
+        except Exception as bug:  # the boundary of the task: the serving group goes on
             log.exception("epoch %d", number)
             error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
         finally:
@@ -186,19 +185,19 @@ class Trials:
         self._cluster.changed()
 
     def _leave_out(self, chosen: Candidate, error: MlxtpError, *, formed: bool) -> bool:
-        """Return whether the plan goes on without that group."""
+        """Return True when the plan goes on without that group."""
         self.failed(chosen)
         if not all(self._cluster.membership.status_of(node).present for node in chosen.ranks):
             return True
         return self._groups.leave_out(chosen, error, formed=formed)
 
     def _may_load(self, chosen: Candidate) -> bool:
-        """Return whether a group can load the model while the present one serves, and has not yet."""
+        """Return True when a group can load the model while the present one serves, and has not yet."""
         if self._identity(chosen) in self._loaded or parts(chosen, self._devices_in_use()) != [chosen]:
             return False
         others = self._cluster.peer_info.servings.values()
         if any(not each.held_mib and set(each.participants) & set(chosen.ranks) for each in others):
-            return False  # no word here of how much their ranks hold
+            return False  # their reports do not include the memory that their ranks hold
         return fits_beside(chosen.memory, {node: self._groups.held_bytes(node) for node in chosen.ranks})
 
     def _untried(self, chosen: Candidate) -> list[Candidate] | None:

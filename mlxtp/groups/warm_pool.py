@@ -1,8 +1,7 @@
-"""Starts the rank processes of this machine: new ones, or spares that were started ahead.
+"""Source of this machine's rank processes: new ones, or warm ones that were started ahead.
 
-Nearly all of the time that a rank process takes until it says hello is spent on imports. A spare has them
-behind it, blocks on its socket, and knows of no epoch, group or model until it is told
-(`wire/warm_start.py`).
+Imports take nearly all of the time until a rank process sends its Hello. A warm process has done them, blocks
+on its socket, and has no epoch, group or model until the agent hands it over (`wire/warm_start.py`).
 """
 
 from __future__ import annotations
@@ -24,27 +23,23 @@ from .worker_output import Heard, WorkerOutput
 
 log = logging.getLogger(__name__)
 
+#: Seconds that a rank with its model must have been idle before a warm process's imports may disturb it.
 QUIET_S = 1.0
-"""How long a rank that has its model must have been idle before a spare's imports may disturb it."""
-BUSY_S = 30.0
-"""A rank that is never idle gets its spare that long after it got its model."""
-MAX_AGE_S = 86_400.0
-"""An older one has perhaps been swapped out, and is replaced."""
-UNUSED_S = 600.0
-"""Without any rank on this machine for so long, there is no use for spares."""
+BUSY_S = 30.0  #: Seconds after it got its model until a rank that is never idle gets its warm process.
+MAX_AGE_S = 86_400.0  #: Seconds; an older one has perhaps been swapped out, and is replaced.
+UNUSED_S = 600.0  #: Seconds without any rank on this machine after which warm processes are ended.
 IMPORT_S = 60.0
 END_S = 0.5
-ANSWER_S = 1.0
-"""A spare that waits answers at once; one that does not is stopped, or its machine is."""
+ANSWER_S = 1.0  #: Seconds; a waiting warm process replies at once, unless it is stopped, or its machine is.
 RETRY_S = 1.0
 MAX_RETRY_S = 600.0
+#: Bytes that a pipe holds each way: minutes of tokens while the agent stands still. macOS has 8 KiB.
 PIPE_BYTES = 1 << 20
-"""Bytes that a pipe holds each way: minutes of tokens while the agent stands still. macOS has 8 KiB."""
 _STDERR_FD = 2
 
 
 class WarmPoolPolicy:
-    """When a spare is wanted. Pure."""
+    """Decision on when to start a warm process. Pure."""
 
     def __init__(self, wanted: int) -> None:
         self._wanted = wanted
@@ -53,7 +48,7 @@ class WarmPoolPolicy:
         self._not_before = 0.0
 
     def received_pong(self, pong: Pong, now: float, *, spares: int, importing: int) -> bool:
-        """A rank of this machine says what it does: whether to start one spare now."""
+        """Take in a Pong of a rank of this machine. Return True to start one warm process now."""
         if not pong.model:
             self._loaded_at = None
             return False
@@ -64,28 +59,27 @@ class WarmPoolPolicy:
         return due and now >= self._not_before and spares < self._wanted and not importing
 
     def lost(self, now: float) -> None:
-        """One ended before it was of use: the next one is started later each time."""
+        """Note that one ended unused: the next one is started later each time."""
         self._not_before = now + min(RETRY_S * 2**self._failures, MAX_RETRY_S)
         self._failures += 1
 
     def used(self) -> None:
-        """One became a rank."""
+        """Note that one became a rank."""
         self._failures = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A rank process that will say hello, and the agent's end of its pipe."""
+    """Rank process that will send its Hello, and the agent's end of its pipe."""
 
     process: asyncio.subprocess.Process
     pipe: socket.socket
-    lines: WorkerOutput | None = None
-    """What it writes, where that is not the agent's own standard error."""
+    lines: WorkerOutput | None = None  #: Its output, unless that goes to the agent's own standard error.
 
 
 @dataclass(slots=True, eq=False)
 class _WarmRank:
-    """`fd` is its end of its pipe, as the process numbers it."""
+    """Warm process. `fd` is its end of its pipe, as the process numbers it."""
 
     process: asyncio.subprocess.Process
     pipe: socket.socket
@@ -97,9 +91,12 @@ class _WarmRank:
 
 
 class WarmPool:
-    """Keeps `wanted` spares and hands them out. `command` starts a worker, `folder` is that of all epochs.
+    """Keeps `wanted` warm processes and hands them out.
 
-    `heard` gets what rank processes write, line by line; without it they write to the agent's standard error.
+    `command` starts a worker in `folder`, that of all epochs.
+
+    `heard` gets the output of rank processes, line by line. Without it they write to the agent's standard
+    error.
     """
 
     def __init__(
@@ -124,7 +121,7 @@ class WarmPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End all that nobody took."""
+        """End all processes that became no rank."""
         self._closed = True
         if self._unused is not None:
             self._unused.cancel()
@@ -136,13 +133,13 @@ class WarmPool:
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """Pids of the spares that wait."""
+        """Pids of the warm processes that wait."""
         return tuple(spare.process.pid for spare in self._warm if spare.ready)
 
     # --- handing out ---------------------------------------------------------------------------------
 
     async def start(self, arguments: Sequence[str], listener: socket.socket | None = None) -> Started:
-        """A rank process with these arguments, and `listener` for its decode links. Raises OSError."""
+        """Return a rank process with these arguments, and `listener` for its decode links. Raises OSError."""
         while waiting := [spare for spare in self._warm if spare.ready]:
             if started := await self._hand_over(waiting[0], arguments, listener):
                 return started
@@ -158,7 +155,7 @@ class WarmPool:
     async def _hand_over(
         self, spare: _WarmRank, arguments: Sequence[str], listener: socket.socket | None
     ) -> Started | None:
-        """None when it does not answer; then it is ended."""
+        """Turn a warm process into a rank. Return None, and end the process, when it does not reply."""
         self._warm.remove(spare)
         assert spare.watch is not None
         spare.watch.cancel()
@@ -168,7 +165,7 @@ class WarmPool:
             async with asyncio.timeout(ANSWER_S):
                 answer = await asyncio.get_running_loop().sock_recv(spare.pipe, 1)
         except (OSError, TimeoutError) as error:
-            log.warning("spare %d does not answer: %s", spare.process.pid, error or "it is late")
+            log.warning("warm process %d does not reply: %s", spare.process.pid, error or "it is late")
         finally:
             if answer != TAKEN:  # also when the agent stops meanwhile
                 self._policy.lost(time.monotonic())
@@ -181,7 +178,7 @@ class WarmPool:
     # --- keeping some --------------------------------------------------------------------------------
 
     def received_pong(self, pong: Pong) -> None:
-        """What a rank of this machine does now, about twice a second: no timer has to find out."""
+        """Take in a Pong of a rank of this machine. They come about twice a second, so no timer is needed."""
         if self._closed:
             return
         now = time.monotonic()
@@ -204,7 +201,7 @@ class WarmPool:
                 arguments = ["--spare-fd", str(fd), "--folder", str(self._folder)]
                 started = await self._spawn(arguments, [fd], ours)
         except OSError as error:
-            log.warning("no spare rank process: %s", error)
+            log.warning("no warm process could be started: %s", error)
             self._policy.lost(time.monotonic())
             return
         finally:
@@ -244,7 +241,7 @@ class WarmPool:
         return Started(process, ours, lines)
 
     async def _watch(self, spare: _WarmRank) -> None:
-        """Until it ends, or somebody takes it."""
+        """Watch a warm process until it ends or becomes a rank."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(IMPORT_S):
                 spare.ready = await asyncio.get_running_loop().sock_recv(spare.pipe, 1) == READY
@@ -253,7 +250,7 @@ class WarmPool:
         self._warm.remove(spare)
         self._policy.lost(time.monotonic())
         await _end(spare)
-        log.warning("spare %d ended with %s", spare.process.pid, spare.process.returncode)
+        log.warning("warm process %d ended with %s", spare.process.pid, spare.process.returncode)
 
     def _drop(self, spares: Sequence[_WarmRank]) -> None:
         for spare in list(spares):
@@ -271,7 +268,7 @@ class WarmPool:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a spare rank process", exc_info=error)
+            log.error("a task of the warm pool failed", exc_info=error)
 
 
 def new_pipe() -> tuple[socket.socket, socket.socket]:
@@ -285,11 +282,11 @@ def new_pipe() -> tuple[socket.socket, socket.socket]:
 
 
 async def _end(spare: _WarmRank) -> None:
-    """It holds nothing that wants an orderly end."""
-    spare.pipe.close()  # which ends it, if it runs at all
+    """End a warm process: it holds nothing that needs an orderly end."""
+    spare.pipe.close()  # this ends it, if it runs at all
     waiting = asyncio.ensure_future(spare.process.wait())
     await asyncio.wait({waiting}, timeout=END_S)
-    if spare.process.returncode is None:  # a signal to one that is ending would take its status along
+    if spare.process.returncode is None:  # a signal to an ending process would take its status along
         with contextlib.suppress(ProcessLookupError):
             spare.process.kill()
         await waiting

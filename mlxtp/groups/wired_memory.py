@@ -1,4 +1,4 @@
-"""The memory that macOS has wired before an epoch and after it: a rank that was killed may leave some."""
+"""Memory that macOS has wired before an epoch and after it: a killed rank may leave some."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 GB = 10**9
-LITTLE_BYTES = GB  #: what other programs wire and release meanwhile
-LOOK_S = 0.2  #: from one look to the next
-LOOKS = 25  #: macOS may take some seconds after the end of a process
+LITTLE_BYTES = GB  #: bytes that other programs wire and release meanwhile
+LOOK_S = 0.2  #: seconds from one reading to the next
+LOOKS = 25  #: readings: macOS may take some seconds after the end of a process
 
 
 def wired_bytes(system: str = sys.platform) -> int | None:
-    """Return what all processes and the kernel have wired now; None where it is not macOS."""
+    """Return the bytes that all processes and the kernel have wired now; None if this is not macOS."""
     import psutil
 
     return int(getattr(psutil.virtual_memory(), "wired", 0)) if system == "darwin" else None
 
 
 def left_bytes(before: int, after: int, held: int) -> int:
-    """Return how much of the `held` bytes is still wired; 0 where the difference may be other programs'."""
+    """Return how many of the `held` bytes are still wired; 0 if the difference may be other programs'."""
     left = min(after - before, held)
     return left if left > max(LITTLE_BYTES, held // 10) else 0
 
 
 class WiredMemory:
-    """Compares for this machine. `look` is what tests replace."""
+    """Compares wired memory on this machine. Tests replace `look`."""
 
     def __init__(self, look: Callable[[], int | None] = wired_bytes) -> None:
         self.look = look
@@ -39,13 +39,13 @@ class WiredMemory:
         self._held = 0
 
     def began(self) -> None:
-        """A rank process has started and holds nothing yet."""
+        """Note that a rank process has started and holds nothing yet."""
         if not self._ranks:
             self._before, self._held = self.look(), 0
         self._ranks += 1
 
     async def ended(self, epoch: int, held: int) -> None:
-        """A rank process that held so many bytes is gone. After the last one, log what is left."""
+        """Note that a rank process that held so many bytes is gone. After the last one, log what is left."""
         self._ranks -= 1
         self._held += held
         before = self._before
@@ -60,7 +60,7 @@ class WiredMemory:
 
     @property
     def summary(self) -> str:
-        """The memory that ended epochs left wired, for people; empty for none."""
+        """The memory that ended epochs left wired, for users; empty for none."""
         if not self._left or self._left > (self.look() or 0):
             return ""
         return (
@@ -69,5 +69,4 @@ class WiredMemory:
         )
 
 
-HERE = WiredMemory()
-"""This machine's."""
+HERE = WiredMemory()  #: Wired memory of this machine.

@@ -1,8 +1,8 @@
-"""What rank processes write to their standard output and error, as lines of the agent's own log.
+"""Output of rank processes (standard output and error), as lines of the agent's own log.
 
-A rank says what matters in frames. What it writes are words of libraries, and Python's last traceback. Where
-the log is JSON these must not stand between its lines, where it is a file they belong into it; else they
-go to the agent's standard error.
+A rank reports important things in frames. Its output is that of libraries, and Python's last traceback. In a
+JSON log these lines must not break up its own, and a log file must have them. Otherwise they go to the
+agent's standard error.
 """
 
 from __future__ import annotations
@@ -14,47 +14,44 @@ from collections.abc import Callable, Mapping
 
 log = logging.getLogger("mlxtp.rank")
 
-MAX_LINE = 16 * 1024
-"""Bytes; a longer line is cut into several."""
+MAX_LINE = 16 * 1024  #: Bytes; a longer line is cut into several.
 _READ = 64 * 1024
 
+#: Gets a line, and its epoch and rank; a warm process has neither.
 Heard = Callable[[str, Mapping[str, int]], None]
-"""Gets a line, and the epoch and rank that it is from; a spare has neither."""
 
 
 def log_lines(line: str, about: Mapping[str, int]) -> None:
-    """A line of a rank process, in the agent's log: something is wrong, or a library warns."""
+    """Log a line of a rank process as a warning: something is wrong, or a library warns."""
     log.warning("%s", line, extra=dict(about))
 
 
 class WorkerOutput:
-    """A pipe for one process, which writes to `descriptor`. Used within a running loop.
+    """Pipe for one process, which writes to `descriptor`. Used within a running loop.
 
-    The system's buffer holds what comes while the agent is busy; a rank that writes more than that waits.
+    The system's buffer holds the output while the agent is busy; a rank that writes more than that waits.
     """
 
     def __init__(self, heard: Heard) -> None:
-        self.about: Mapping[str, int] = {}
-        """Epoch and rank, once the process has them."""
+        self.about: Mapping[str, int] = {}  #: Epoch and rank, once the process has them.
         self._heard = heard
         self._ours, self.descriptor = os.pipe()
         os.set_blocking(self._ours, False)
         self._rest = b""
-        self.open = True
-        """Whether more may come."""
+        self.open = True  #: True while output may still come.
 
     def started(self) -> None:
-        """The process has its end: read, until it and all that it started are gone."""
+        """Begin reading: the process has its end. Ends when it and all that it started are gone."""
         os.close(self.descriptor)
         asyncio.get_running_loop().add_reader(self._ours, self._read)
 
     def drop(self) -> None:
-        """No process was started."""
+        """Close the pipe: no process was started."""
         os.close(self.descriptor)
         self._close()
 
     def close(self) -> None:
-        """Read what is there, and no more."""
+        """Read the remaining output, and close."""
         while self.open and self._read():
             pass
         if self.open:
@@ -67,7 +64,7 @@ class WorkerOutput:
         self.open = False
 
     def _read(self) -> bool:
-        """Whether something was there."""
+        """Read once. Return True if there was output."""
         try:
             data = os.read(self._ours, _READ)
         except BlockingIOError:

@@ -324,7 +324,7 @@ def test_a_founder_hands_no_command_to_a_member_s_shell(tmp_path: Path) -> None:
         wait(lambda: ben.member(liar).get("state") == "alive", "ben is a member", liar, ben)
         said = ben.command("token")
         assert (said.returncode, said.stdout) == (1, "")
-        assert "liar answered with what is no join token of this cluster" in said.stderr
+        assert "liar replied with something else than a join token of this cluster" in said.stderr
     finally:
         ben.close()
         liar.close()

@@ -108,7 +108,7 @@ def test_what_is_served_is_said_at_any_member(pair: tuple[Agent, Agent], tmp_pat
     assert unloaded.returncode == 0, unloaded.stderr
     wait(lambda: [agent.status()["state"] for agent in pair] == ["idle", "idle"], "nobody serves", *pair)
     assert not a.chat()
-    why = "nothing shall be served; `mlxtp serve MODEL` changes that"
+    why = "no model is configured; run `mlxtp serve MODEL`"
     wait(lambda: all(agent.status()["reason"] == why for agent in pair), "both say why", *pair)
     missing = a.command("serve", str(tmp_path / "nothing"))
     assert missing.returncode == 1

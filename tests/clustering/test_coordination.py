@@ -463,7 +463,7 @@ def test_a_node_that_returns_has_to_tell_again_what_it_believes() -> None:
     story.beats(1)
     action = story.leadership.decide(story.membership, Situation(plan=PLAN), story.now)
     assert isinstance(action, Wait)
-    assert "has not yet told" in action.reason
+    assert "has not yet reported" in action.reason
 
 
 # --- those that are about to stop -------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_it_waits_until_members_have_stopped_coming_and_going() -> None:
 
 
 def test_it_waits_for_what_present_members_have_to_tell() -> None:
-    assert decided(unsynced=["c"]) == Wait("book has not yet told what it knows")
+    assert decided(unsynced=["c"]) == Wait("book has not yet reported its state")
 
 
 def test_without_a_plan_it_waits_with_the_reason() -> None:
@@ -123,7 +123,7 @@ LOST = {
     "removed": MemberStatus(MemberState.REMOVED, "b-1", False),
     "away": MemberStatus(MemberState.AWAY, "", False),
     "its link broke": MemberStatus(MemberState.SUSPECT, "b-1", False),
-    "started anew": MemberStatus(MemberState.ALIVE, "b-2", True),
+    "its agent was restarted": MemberStatus(MemberState.ALIVE, "b-2", True),
 }
 
 
@@ -250,7 +250,7 @@ def test_open_requests_are_waited_for_and_not_for_ever() -> None:
 
 def test_a_better_group_has_to_hold_still_first() -> None:
     assert decided(running=ALONE, settled_at=NOW + 1) == Wait("members come and go", NOW + 1)
-    assert decided(running=ALONE, unsynced=["b"]) == Wait("mini has not yet told what it knows")
+    assert decided(running=ALONE, unsynced=["b"]) == Wait("mini has not yet reported its state")
 
 
 def test_a_member_that_was_lost_a_moment_ago_ends_no_running_epoch() -> None:
@@ -382,7 +382,7 @@ def test_a_node_takes_part_when_the_coordinator_asks() -> None:
     ("sender", "number", "claim", "said"),
     [
         ("a", 9, LeaderClaim(6, "b"), "epoch 9 comes from a, but b coordinates (term 6)"),
-        ("a", 9, NOBODY, "nobody coordinates yet"),
+        ("a", 9, NOBODY, "no node coordinates yet"),
         ("b", 8, LeaderClaim(6, "b"), "epoch 8 is not newer than epoch 8"),
         ("b", 7, LeaderClaim(6, "b"), "epoch 7 is not newer than epoch 8"),
     ],

@@ -65,7 +65,7 @@ def test_only_the_coordinator_may_have_a_rank_started(tmp_path: Path, member: Me
         node.hear(b, Prepare(7, 1, "", 1))
         [refused] = b.heard(RankTrouble)
         assert (refused.epoch, refused.rank, refused.code) == (7, 1, Code.NOT_READY)
-        assert "nobody coordinates yet" in refused.detail
+        assert "no node coordinates yet" in refused.detail
         node.follow(a)
         node.hear(b, Prepare(7, 1, "", 1))
         assert "but aaaaaaaa coordinates (term 5)" in b.heard(RankTrouble)[1].detail
@@ -285,7 +285,7 @@ def test_more_members_than_there_can_be_displace_nobody(
         assert before < set(members)
         assert len(members) == len(me.membership.statuses()) == MAX_MEMBERS
         assert me.links.nodes() == {A, B}
-        assert caplog.text.count("mac-a tells of more than 64 members") == 1
+        assert caplog.text.count("mac-a reports more than 64 members") == 1
         ghost = next(node_id for node_id in members if node_id not in before)
         node.hear(b, removed_by(first, members[ghost]))
         assert ghost not in me.leadership.roster.members()
@@ -376,7 +376,9 @@ def test_what_is_no_token_of_this_cluster_is_not_printed(tmp_path: Path, member:
         asking = asyncio.ensure_future(node.cluster.token_issuing.token())
         await asyncio.sleep(0)
         node.hear(a, TokenIssued(a.heard(TokenWanted)[0].nonce, said[of], ""))
-        with pytest.raises(UserError, match="mac-a answered with what is no join token of this cluster"):
+        with pytest.raises(
+            UserError, match="mac-a replied with something else than a join token of this cluster"
+        ):
             await asking
 
     play(tmp_path, member, story)

@@ -94,7 +94,7 @@ def test_a_decode_link_takes_the_cable_though_the_control_link_does_not(
             "to mac-a and studio",
         ),
         (ModelStatus(1, "", ""), "it is still getting the model"),
-        (ModelStatus(7, FINGERPRINT, ""), "it has not said yet whether it has the model"),
+        (ModelStatus(7, FINGERPRINT, ""), "it has not yet reported whether it has the model"),
     ],
 )
 def test_who_lacks_the_model_is_left_out_and_named(
@@ -220,7 +220,7 @@ def test_why_nothing_is_served_is_logged_once_with_the_way_out(
         node.live()
         assert cluster.waiting == (
             "tensor parallel of 2: needs 2 nodes, 1 is here; "
-            "`mlxtp serve MODEL --nodes auto` takes who is here"
+            "`mlxtp serve MODEL --nodes auto` uses the Macs that are here"
         )
         assert lines() == [f"tiny is not served: {cluster.waiting}"]
         node.live()
@@ -260,7 +260,7 @@ def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_mode
         for _ in range(int(TELL_S / 0.5) - 2):
             node.live_once(a)
         assert not cast(Any, node.cluster.controller._ready_for).done()
-        assert node.cluster.waiting == "mac-a has not said yet whether it has the model"
+        assert node.cluster.waiting == "mac-a has not yet reported whether it has the model"
         for _ in range(4):
             node.live_once(a)
         assert cast(Any, node.cluster.controller._ready_for).result().group.world_size == 1

@@ -150,7 +150,7 @@ def test_who_has_no_rank_0_says_so_and_asks_nobody_else(tmp_path: Path, member: 
         node.hear(a, FabricWanted(b"n" * 16))
         await asyncio.gather(*node.cluster.fabric_bench._tasks)
         [answer] = a.heard(FabricAnswer)
-        assert answer == FabricAnswer(b"n" * 16, "rank 0 is not on studio any more; try again")
+        assert answer == FabricAnswer(b"n" * 16, "rank 0 is no longer on studio; try again")
         assert b.heard(FabricWanted) == []
 
     play(tmp_path, member, story)
@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_used_stops_nobody(
 
     async def story(node: Node) -> None:
         assert node.cluster.fabric_bench.results == ()
-        assert f"{tmp_path / FILE} is left aside, speeds of fabrics are assumed" in caplog.text
+        assert f"{tmp_path / FILE} is left aside, so fabric speeds are assumed" in caplog.text
         node.hear(node.meet(A), report(RESULT))
         assert node.cluster.fabric_bench.results == (RESULT,)
 

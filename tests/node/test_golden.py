@@ -78,7 +78,7 @@ def test_the_same_wrong_answer_twice_is_an_error(tmp_path: Path, top: Any) -> No
 def test_an_answer_that_does_not_come_again_is_a_warning(
     tmp_path: Path, again: self_test.SelfTestTokens
 ) -> None:
-    assert "otherwise each time" in judged(tmp_path, Answering(again, CLEAR))
+    assert "differently each time" in judged(tmp_path, Answering(again, CLEAR))
 
 
 def test_the_second_answer_is_computed_and_not_taken_from_kept_caches() -> None:

@@ -339,7 +339,7 @@ def test_a_home_that_takes_no_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("order", "code", "words"),
     [
-        ({"silent": True}, Code.LINK_TIMEOUT, "did not answer in time"),
+        ({"silent": True}, Code.LINK_TIMEOUT, "did not reply in time"),
         (
             {"die_on": "Welcome", "code": "out_of_memory"},
             Code.OUT_OF_MEMORY,

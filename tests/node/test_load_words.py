@@ -19,8 +19,8 @@ COMMIT = "a" * 40
             2,
             f"rank 0: {COMMIT}: RuntimeError: [load_safetensors] no; rank 1: {COMMIT}: RuntimeError: "
             "[load_safetensors] no",
-            "org/m cannot be loaded: RuntimeError: [load_safetensors] no; `mlxtp verify org/m` tells whether "
-            "its files are damaged",
+            "org/m cannot be loaded: RuntimeError: [load_safetensors] no; `mlxtp verify org/m` checks its "
+            "files for damage",
         ),
         ("m", "m", 1, "rank 0: m: broken; also", "m cannot be loaded: broken; also"),
         ("m", "m", 2, "rank 0: m: one; rank 1: m: two", "m cannot be loaded: rank 0: one; rank 1: two"),

@@ -152,7 +152,7 @@ def test_a_link_from_its_hello_to_its_goodbye(tmp_path: Path) -> None:
         b.neighbours.broadcast(BEAT)
         await sees(lambda: (b.events.messages, a.events.messages) == ([BEAT, DESIRED], [BEAT]))
         await a.neighbours.close()
-        await sees(lambda: b.events.ends == [("said goodbye", True)])
+        await sees(lambda: b.events.ends == [("its agent stopped", True)])
         assert b.neighbours.nodes() == frozenset()
         with pytest.raises(LinkError, match="no link to node"):
             b.neighbours.send(a.node_id, BEAT)

@@ -307,7 +307,7 @@ def test_a_proof_that_hangs_has_a_limit_of_its_own(tmp_path: Path) -> None:
         stage.orders.give(0, mute_on="SanityCheck")
         error = await stage.fails()
         assert error.code is Code.LINK_TIMEOUT
-        assert error.detail == "the ranks did not answer SanityCheck within 0.3 s"
+        assert error.detail == "the ranks did not reply to SanityCheck within 0.3 s"
 
     play(tmp_path, story, proof_s=0.3)
 

@@ -374,7 +374,7 @@ def test_what_is_on_its_way_until_it_is_served_or_prevented(tmp_path: Path, sour
             stage.supervisor.follow(state, 0, reason, EpochGroup(0, 0, "none"))
             return stage.gateway.health().starting
 
-        assert starting(ServingState.IDLE, "nothing is to be served") == ""
+        assert starting(ServingState.IDLE, "no model is configured") == ""
         stage.supervisor.wanted = "org/m"
         assert starting(ServingState.IDLE, "members come and go") == "org/m is about to load"
         assert (

@@ -316,7 +316,7 @@ def test_a_group_whose_free_cables_are_elsewhere_ends_nothing(caplog: pytest.Log
         assert stage.trials.is_over(chosen)
 
     play(story)
-    assert len([each for each in caplog.messages if "what serves goes on" in each]) == 1
+    assert len([each for each in caplog.messages if "the present group goes on" in each]) == 1
 
 
 def test_a_group_loads_beside_another_coordinator_s_where_memory_permits_both() -> None:

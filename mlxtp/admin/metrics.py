@@ -3,7 +3,7 @@
 Nothing is measured for it but what `api/request_metrics.py` counts; the rest is read off the supervisor when
 somebody asks. A metric whose source this agent does not have, such as the ranks of another Mac's group, has
 no samples here. Names with `vllm:` are those that vLLM made common, so that existing dashboards show
-something; each HELP says what it is here. `docs/metrics.md` lists all of them.
+something; each HELP says what it is here. `docs/operations.md` lists all of them.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Observer:
         self._meter = RateMeter()
 
     def snapshot(self) -> Json:
-        """Everything that is known now, as JSON; `docs/page.md` names the fields."""
+        """Everything that is known now, as JSON; `docs/operations.md` names the fields."""
         supervisor = self._supervisor
         health = supervisor.gateway.health()
         participants = self._participants()

@@ -1,7 +1,7 @@
 """The commands that are asked on macOS, and a parser for each. They only read; none of them needs root.
 
 `system_profiler` has a file of its own, `probe_profiler.py`. What each command is asked for and why stands in
-docs/hardware.md.
+docs/placement.md.
 """
 
 from __future__ import annotations

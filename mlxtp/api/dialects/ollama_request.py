@@ -2,7 +2,7 @@
 
 How long a model stays and how much context it has is the cluster's business: `keep_alive` and `num_ctx` are
 checked and change nothing. Options that are not known here are ignored. What would change the answer and
-cannot be done (images, a template, a suffix, tokens of an earlier answer) is refused. See docs/ollama.md.
+cannot be done (images, a template, a suffix, tokens of an earlier answer) is refused. See docs/api.md.
 """
 
 from __future__ import annotations

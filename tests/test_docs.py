@@ -64,6 +64,12 @@ def test_every_page_is_in_the_list_of_pages() -> None:
     assert sorted(listed) == sorted(pages)
 
 
+def test_a_newcomer_has_little_to_read() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 150
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 16
+
+
 def anchors(text: str) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = (re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)

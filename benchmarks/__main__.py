@@ -1,4 +1,4 @@
-"""Run the cases and print one table; a full run writes it into docs/benchmarks.md as well."""
+"""Run the cases and print one table; a full run writes it into docs/performance.md as well."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds and tokens")
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
     parser.add_argument("--only", action="append", choices=CASES, help="this case alone; may be repeated")
-    parser.add_argument("--no-docs", action="store_true", help="leave docs/benchmarks.md as it is")
+    parser.add_argument("--no-docs", action="store_true", help="leave docs/performance.md as it is")
     args = parser.parse_args()
     console = Console(stderr=True)
     wanted = [name for name in CASES if not args.only or name in args.only]

@@ -56,7 +56,7 @@ class AgentClient:
         return self._ask("POST", what, body)
 
     def snapshot(self) -> dict[str, Any]:
-        """What runs now, as `docs/page.md` has it. Raises as `get` does."""
+        """What runs now, as `docs/operations.md` has it. Raises as `get` does."""
         status, answer = self._request("GET", "/cluster", None, self.key)
         if status != http.client.OK:
             raise self._silent(f"status {status}")

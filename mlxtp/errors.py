@@ -12,7 +12,7 @@
     └── GroupError                the ranks no longer agree, or one is gone: the epoch ends
 
 Each carries a `Code`, which is what travels in Error frames, HTTP bodies and logs, and what
-`docs/errors.md` explains. A rank process that ends because of a code exits with `exit_status(code)`.
+`docs/doctor.md` explains. A rank process that ends because of a code exits with `exit_status(code)`.
 """
 
 from __future__ import annotations

@@ -120,14 +120,14 @@ COMMANDS_HEAD = """# Commands
 
 - `--home DIR` names an agent that was started with a `--home`; `MLXTP_HOME` does it for every command.
 - `--json` prints one JSON object on stdout and nothing else there (`status --watch` one a line). Where a command
-  cannot do what it was asked, that is `{{"error": {{"code": …, "message": …}}}}`; [errors.md](errors.md) has the codes.
+  cannot do what it was asked, that is `{{"error": {{"code": …, "message": …}}}}`; [doctor.md](doctor.md#errors) has the codes.
 - Without `--json`, what was asked for goes to stdout, and all else, such as errors and progress, to stderr.
 - A command that asks the agent says so when none runs, and how to start one; the code is `not_ready`.
 
 | exit status | meaning |
 |---|---|
 {statuses}
-A rank process, which nobody starts by hand, has statuses of its own: [errors.md](errors.md).
+A rank process, which nobody starts by hand, has statuses of its own: [doctor.md](doctor.md#errors).
 """
 
 STATUSES: Mapping[Exit, str] = {

@@ -34,7 +34,7 @@ def _beginning() -> Iterator[str]:
         f"has at most {MAX_OPENING_FRAME} bytes until a link is open, {MAX_FRAME} from then on, at most "
         f"{MAX_DEPTH} levels, {MAX_ITEMS} items in an array or map, and {MAX_OBJECTS} objects. `seq` counts "
         f"the frames of each direction from 0; `epoch` is 0 on links between agents. What breaks a rule ends "
-        f"the link. [architecture.md](architecture.md#frames) tells why."
+        f"the link. [cluster.md](cluster.md#frames) explains the layers."
     )
 
 

@@ -35,7 +35,9 @@ def words_of_the_program() -> str:
 
 def test_every_message_of_the_troubleshooting_page_is_one_of_ours() -> None:
     program = words_of_the_program()
-    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    messages = page.partition("\n## By the words you read\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \|", messages, re.MULTILINE)
     assert len(rows) > 20
     parts = {part.strip() for row in rows if row not in SYSTEM for part in re.split(r"⟨[^⟩]*⟩", row)}
     assert sorted(part for part in parts if part and part not in program) == []
@@ -60,6 +62,12 @@ def test_every_page_is_in_the_list_of_pages() -> None:
     )
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert sorted(listed) == sorted(pages)
+
+
+def test_a_newcomer_has_little_to_read() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 150
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 16
 
 
 def anchors(text: str) -> set[str]:

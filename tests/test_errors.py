@@ -1,4 +1,4 @@
-"""What `docs/errors.md` says of codes and exit statuses is what the code does."""
+"""The codes and exit statuses in `docs/doctor.md` are those of the code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from mlxtp.errors import TERMINATED_STATUS, WEDGED_STATUS, Code, code_of_exit, exit_status
 
-TEXT = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text()
+TEXT = PAGE.partition("\n## Errors\n")[2].partition("\n## ")[0]
 ROWS = [
     [cell.strip() for cell in line.split("|")[1:-1]] for line in TEXT.splitlines() if line.startswith("|")
 ]

@@ -3,7 +3,7 @@
 Only `api/request_metrics.py` counts for it; the rest is read from the supervisor at each request. A metric
 whose source this agent does not have, such as the ranks of another Mac's group, has no samples here. Names
 with `vllm:` are those that vLLM made common, so that existing dashboards work; each HELP says what it means
-here. `docs/metrics.md` lists all of them.
+here. `docs/operations.md` lists all of them.
 """
 
 from __future__ import annotations

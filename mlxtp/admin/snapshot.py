@@ -41,7 +41,7 @@ class Observer:
         self._meter = RateMeter()
 
     def snapshot(self) -> Json:
-        """Return all current facts, as JSON; `docs/page.md` lists the fields."""
+        """Return all current facts, as JSON; `docs/operations.md` lists the fields."""
         supervisor = self._supervisor
         health = supervisor.gateway.health()
         participants = self._participants()

@@ -31,7 +31,7 @@ def status(
     """Show what runs now: the model, on which Macs, and every member of the cluster.
 
     With --json it is one answer with fields of its own; with --watch --json each line is what the page of the
-    agent gets, with the fields that docs/page.md names.
+    agent gets, with the fields that docs/operations.md names.
     """
     if watch:
         from . import watch as watching

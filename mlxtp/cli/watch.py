@@ -68,7 +68,7 @@ def _looks(home: Path) -> Iterator[tuple[Moment | None, Mapping[str, str] | None
 
 
 def picture(snapshot: Moment | None, now: float, away: Mapping[str, str] | None = None) -> Group:
-    """One moment, as `docs/page.md` has it, for a terminal. `now` in seconds since 1970.
+    """One moment, as `docs/operations.md` has it, for a terminal. `now` in seconds since 1970.
 
     `away`: why there is no newer one.
     """

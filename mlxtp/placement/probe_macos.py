@@ -1,6 +1,6 @@
 """Commands that probe a Mac, with a parser for each. They only read; none of them needs root.
 
-`system_profiler` has a file of its own, `probe_profiler.py`. docs/hardware.md has the purpose of each
+`system_profiler` has a file of its own, `probe_profiler.py`. docs/placement.md has the purpose of each
 command.
 """
 

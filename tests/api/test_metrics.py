@@ -45,7 +45,7 @@ from .conftest import BYTE_LEVEL, VOCABULARY, WAIT_S, Loaded
 MODEL = "org/tiny"
 CHAT = "/v1/chat/completions"
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "mlxtp.json"
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 SECRET = "hello wide world"
 
 

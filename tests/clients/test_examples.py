@@ -106,9 +106,11 @@ def test_what_the_readme_asks_is_answered(two_ranks: Cluster) -> None:
     assert json.loads(done.stdout)["choices"][0]["message"]["content"] == SECRET
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/ollama.md"])
-def test_the_programs_of_the_documents_count(two_ranks: Cluster, page: str) -> None:
-    (program,) = [block.text for block in blocks(ROOT / page) if block.info == "python"]
+PROGRAMS = [block.text for block in blocks(ROOT / "docs" / "api.md") if block.info == "python"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["openai", "ollama"])
+def test_the_programs_of_the_documents_count(two_ranks: Cluster, program: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program.replace(HERE, two_ranks.url)],
         capture_output=True,

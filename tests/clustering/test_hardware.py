@@ -198,7 +198,7 @@ def test_every_command_only_reads() -> None:
 
 
 def test_every_command_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
     for name, command in COMMANDS.items():
         assert f"`{' '.join((name, *command.arguments))}`" in text
     assert f"{hardware.PROBE_DEADLINE_S:g} s" in text

@@ -11,7 +11,7 @@ from mlxtp.config import Settings
 from mlxtp.groups.health import TRANSITIONS, ServingState, is_legal
 from mlxtp.groups.lifecycle import Supervisor
 
-PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
 FENCE = "```mermaid\nstateDiagram-v2\n"
 
 
@@ -26,7 +26,7 @@ def drawing() -> str:
 
 def test_the_docs_draw_the_table() -> None:
     drawn = PAGE.read_text().partition(FENCE)[2].partition("```")[0]
-    assert drawn == drawing(), f"docs/architecture.md should have:\n\n{FENCE}{drawing()}```"
+    assert drawn == drawing(), f"docs/cluster.md should have:\n\n{FENCE}{drawing()}```"
 
 
 def test_every_state_is_reached_and_left_but_the_last() -> None:

@@ -2,7 +2,7 @@
 
 The cluster decides how long a model stays loaded and how much context it has: `keep_alive` and `num_ctx` are
 checked and change nothing. Unknown options are ignored. Fields that would change the answer and are not
-supported (images, a template, a suffix, tokens of an earlier answer) are refused. See docs/ollama.md.
+supported (images, a template, a suffix, tokens of an earlier answer) are refused. See docs/api.md.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ MOST_TOKENS = 2**31 - 1
 
 
 class Tuning(Schema):
-    """The settings. Those with an asterisk in `docs/openai.md` are not in OpenAI's own API."""
+    """The settings. Those with an asterisk in `docs/api.md` are not in OpenAI's own API."""
 
     min_tokens: Annotated[int, in_range(0, MOST_TOKENS)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None

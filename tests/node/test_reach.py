@@ -113,7 +113,7 @@ def test_who_asks_is_told_and_nobody_is_knocked_at_in_its_name(tmp_path: Path, m
                 stranger.accept()
         [told] = a.heard(ReachTold)  # one question at a time
         assert told.nonce == NONCE
-        assert told.tries == (Tried(there, 0, ""), Tried(other, 0, "is none that it announces"))
+        assert told.tries == (Tried(there, 0, ""), Tried(other, 0, "is not one that it announces"))
         assert abs(told.heard_us / 1e6 - time.time()) < 60
         assert told.told_us >= told.heard_us
 

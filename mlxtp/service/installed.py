@@ -87,7 +87,7 @@ class Installed:
         if state.pid is None:
             words = "\n".join(filter(None, (self.aside(), *tail(self.log))))
             raise UserError(
-                f"the service was started, and does not run: {state.last or 'for an unknown reason'}\n{words}"
+                f"it was started, and does not run: {state.last or 'the reason is not known'}\n{words}"
             )
         return state
 

@@ -471,7 +471,7 @@ def test_nobody_is_removed_without_a_name(agent: Agent, nobody: str) -> None:
 @pytest.mark.parametrize("nodes", ["foo", "9", "0"])
 def test_a_number_of_macs_that_is_none_is_a_mistake_of_typing(agent: Agent, nodes: str) -> None:
     said = refusal(agent.home, "serve", "tiny", "--nodes", nodes, status=2)
-    assert said.startswith(f"mlxtp: --nodes: {nodes!r} is none of auto, all, or a number from 1 to 8")
+    assert said.startswith(f"mlxtp: --nodes: {nodes!r} is not auto, all, or a number from 1 to 8")
     assert agent.admin.asked == []
 
 

@@ -192,7 +192,7 @@ def test_nobody_else_who_answers_there_gets_the_key(tmp_path: Path) -> None:
     with agent(tmp_path, theirs, announce=certificate) as asked:
         said = refusal(tmp_path, "status")
         assert "does not answer at https://127.0.0.1" in said
-        assert "it shows another certificate than this agent's" in said
+        assert "its certificate is not this agent's" in said
     assert asked.asked == []
 
 

@@ -352,10 +352,10 @@ def test_where_a_key_is_asked_for(tmp_path: Path) -> None:
         made, key = KeyFile(agent.home).create("laptop", 0, 1.0)
         asked = refusal(agent.launch("claude"))
         assert asked.startswith(
-            "mlxtp: the endpoint asks for an API key: give one with --key or in MLXTP_KEY"
+            "mlxtp: the endpoint requires an API key: give one with --key or in MLXTP_KEY"
         )
         wrong = refusal(agent.launch("claude", MLXTP_KEY=f"{key}x"))
-        assert wrong.startswith("mlxtp: the endpoint does not take this API key")
+        assert wrong.startswith("mlxtp: the endpoint refuses this API key")
         until(lambda: agent.launch("claude", MLXTP_KEY=key).returncode == 7, "the agent to see the new key")
         told = json.loads(agent.launch("claude", MLXTP_KEY=key).stdout)
     assert made.name == "laptop"

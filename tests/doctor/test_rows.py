@@ -230,7 +230,7 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
      Level.WARNING, "90.0 GB are wired although", "restart"),
     ("gpu-memory", _of("agent", left_wired="90.0 GB stayed wired after ranks ended"), Level.WARNING,
      "90.0 GB stayed wired", "restart"),
-    ("memory", _of("machine", free_bytes=GB // 10), Level.ERROR, "no request is taken", "mlxtp plan"),
+    ("memory", _of("machine", free_bytes=GB // 10), Level.ERROR, "requests are refused", "mlxtp plan"),
     ("memory", _of("room", critical=True), Level.ERROR, "macOS calls the pressure critical", "end programs"),
     ("memory", _of("machine", free_bytes=GB), Level.WARNING, "1.0 GB of", "end programs"),
     ("disk", _of("room", disks=(Disk("models", "/m", 5 * GB),)), Level.WARNING, "5.0 GB free for models",

@@ -57,8 +57,8 @@ def test_an_address_is_tried_by_connecting_to_it() -> None:
     assert found == (
         Attempt(there),
         Attempt(nobody, "Connection refused", 111),
-        Attempt("nonsense", "is no address"),
-        Attempt("10.0.0.1:0", "is no address"),
+        Attempt("nonsense", "is not an address"),
+        Attempt("10.0.0.1:0", "is not an address"),
     )
 
 

@@ -208,7 +208,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "keep_awake", SWITCH, parse_switch, True,
-        "Keep this Mac awake while it serves.", CLUSTER,
+        "Prevent idle sleep of this Mac while it serves.", CLUSTER,
     ),
     Setting(
         "load_on_request", SWITCH, parse_switch, False,
@@ -302,7 +302,7 @@ SETTINGS: tuple[Setting, ...] = (
     # --- limits ---
     Setting(
         "limits.deadline", SECONDS, parse_limit, 3600,
-        "All of a request's time, from its arrival to its last token; a client may set less.",
+        "All of a request's time, from the arrival of its body to its last token; a client may set less.",
         LIMITS, fields=("deadline_s",),
     ),
     Setting(

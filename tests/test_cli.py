@@ -316,7 +316,7 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
         asyncio.run(main._node(settings))
     words = ("removed this Mac from its cluster", "`mlxtp cluster leave`", "`mlxtp node --join TOKEN`")
     assert all((word in caplog.text) is says for word in words)
-    assert "belongs to no cluster any more" in caplog.text
+    assert "no longer belongs to a cluster" in caplog.text
 
 
 def test_a_folder_of_models_that_is_not_there_is_said_once(
@@ -329,7 +329,7 @@ def test_a_folder_of_models_that_is_not_there_is_said_once(
     folders = ("--model-folder", f"{tmp_path}/nowhere", "--model-folder", str(tmp_path))
     assert CliRunner().invoke(main.app, ["node", "--home", str(tmp_path), *folders]).exit_code == 0
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warned == [f"--model-folder {tmp_path}/nowhere: there is no such folder"]
+    assert warned == [f"--model-folder {tmp_path}/nowhere: the folder does not exist"]
 
 
 def test_a_node_logs_json_from_its_first_line_to_its_last(tmp_path: Path) -> None:

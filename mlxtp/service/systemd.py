@@ -33,7 +33,7 @@ Type=exec
 Restart=on-failure
 RestartSec={restart_s}
 RestartPreventExitStatus={mistyped}
-# Ranks are told to end by the agent alone, and the agent outlives one that the system kills for its memory.
+# Only the agent ends its ranks. It outlives a rank that the system kills for its memory.
 KillMode=mixed
 TimeoutStopSec={stop_s}
 OOMPolicy=continue

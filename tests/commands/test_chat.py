@@ -81,7 +81,7 @@ def test_a_conversation_in_a_terminal(one_rank: Cluster, tmp_path: Path) -> None
 def test_who_has_nothing_to_say_is_told_how_to(one_rank: Cluster) -> None:
     said = mlxtp(one_rank.home, typed=" \n")
     assert said.exit_code == 1
-    assert said.stderr.startswith("mlxtp: there is nothing to ask; `mlxtp chat ")
+    assert said.stderr.startswith("mlxtp: the prompt is empty; type one, such as `mlxtp chat ")
 
 
 def test_what_the_endpoint_refuses_keeps_its_code(one_rank: Cluster) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import ConfigError
 
-#: Parses the value at a place. Raises ConfigError.
+#: Parser of the value at a place. Raises ConfigError.
 Parser = Callable[[Any, str], Any]
 
 DEFAULT_HTTP = "127.0.0.1:52415"

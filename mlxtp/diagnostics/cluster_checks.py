@@ -75,7 +75,7 @@ def of_identity(facts: MachineFacts) -> Iterator[Finding]:
     if identity.https_problem:
         yield error(identity.https_problem, "as it says")
     if identity.keys_problem:
-        yield error(identity.keys_problem, "as it says", "no API key counts meanwhile")
+        yield error(identity.keys_problem, "as it says", "until then no API key is accepted")
     elif identity.keys:
         yield ok(f"API keys: {identity.keys}")
     elif facts.network.beyond_loopback and identity.keys_asked:

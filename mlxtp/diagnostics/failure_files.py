@@ -26,7 +26,7 @@ _FILES_OF_A_MEMBER = 2
 
 
 class FailureFiles:
-    """Requests the files of all linked members, and replies to their requests."""
+    """Exchange of failure files with all linked members, in both directions."""
 
     def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster

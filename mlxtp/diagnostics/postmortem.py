@@ -22,7 +22,7 @@ from .failure_record import EpochRecord, RankRecord, RecordedStep, epoch_record,
 
 log = logging.getLogger(__name__)
 
-#: Return the other members' files of an epoch, given its number and id.
+#: Fetcher of the other members' files of an epoch, given its number and id.
 FetchRecords = Callable[[int, str], Iterable[Mapping[str, Any]]]
 
 FAILURES = "failures"

@@ -59,7 +59,7 @@ async def attempts(addresses: Iterable[str]) -> tuple[Attempt, ...]:
 
 
 class Reachability:
-    """Requests connection tests of members, and performs those they request."""
+    """Connection tests: those requested of members, and those that members request."""
 
     def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster

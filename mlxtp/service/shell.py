@@ -54,7 +54,7 @@ def run(command: ServiceCommand) -> CommandResult:
 
 
 class Shell:
-    """Runs the steps for one manager. `run` is its only access to the system's commands."""
+    """Executor of the steps for one manager. `run` is its only access to the system's commands."""
 
     def __init__(self, manager: Manager, run: RunCommand) -> None:
         self.manager = manager

@@ -1,3 +1,3 @@
-"""Turns the Macs on one desk into one model server."""
+"""One model server made of the Macs on one desk."""
 
 __version__ = "0.1.0"

@@ -6,7 +6,7 @@ from .interrupts import ending_at_once
 
 
 def main() -> None:
-    """Entry of the `mlxtp` command. Until that is imported, Ctrl-C ends the process without a word."""
+    """Entry point of the `mlxtp` command. Until the command is imported, Ctrl-C ends the process silently."""
     with ending_at_once():
         from .cli.main import main as run
     run()

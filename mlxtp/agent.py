@@ -1,4 +1,4 @@
-"""The agent of one machine: puts model, ranks and endpoint together, and takes them apart again."""
+"""The agent of one machine: builds model, ranks and endpoint, and shuts them down."""
 
 from __future__ import annotations
 
@@ -55,26 +55,26 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A running agent. One that keeps to itself has no `cluster`; `founded` says that this one is new."""
+    """A running agent. One that runs alone has no `cluster`; `founded`: it founded its cluster."""
 
     supervisor: Supervisor
+    #: URL of the endpoint for programs of this Mac, such as http://127.0.0.1:52415.
     url: str
-    """Where the endpoint answers programs of this Mac, such as http://127.0.0.1:52415."""
     warm_pool: WarmPool
     drain: Drain
+    #: Done when this agent has nothing left to do: it has left its cluster, or a bug ended it (as an error).
     over: asyncio.Future[None]
-    """Done when this agent has no more to do: it belongs to no cluster any more, or a bug, as an error."""
     cluster: NodeLoop | None = None
     founded: bool = False
+    #: The endpoint's HTTPS certificate (PEM); empty for HTTP.
     certificate: str = ""
-    """What the endpoint shows there by HTTPS, as PEM; empty for HTTP."""
+    #: The key of this Mac's own commands, which the endpoint always accepts.
     key: str = field(default="", repr=False)
-    """That of this Mac's own commands, with which the endpoint always answers."""
 
     async def wait_ready(self) -> None:
-        """Wait until the model answers, or this agent has no more to do.
+        """Wait until the model is ready, or this agent has nothing left to do.
 
-        Raises the MlxtpError for which it never will answer.
+        Raises the MlxtpError that keeps the model from becoming ready.
         """
         waiting = asyncio.ensure_future(
             self.supervisor.wait_until(ServingState.READY, ServingState.FAILED, ServingState.STOPPED)
@@ -96,14 +96,14 @@ async def running_agent(
     on_stage: StageListener = lambda _stage, _seconds: None,
     worker: Sequence[str] = WORKER,
 ) -> AsyncIterator[Agent]:
-    """An agent from its start to its end; on the way out requests end, ranks leave, ports close.
+    """Run an agent until the context ends. Then requests end, ranks exit, ports close.
 
     Raises ConfigError and ModelError before anything is started.
     """
     if settings.load_on_request and not settings.cluster:
         raise ConfigError(
-            "--load-on-request needs an agent that is part of a cluster, if only of one Mac: leave --alone "
-            "and --ranks away"
+            "--load-on-request needs an agent that is part of a cluster, even of one Mac: omit --alone "
+            "and --ranks"
         )
     with watched_loop(), _own_home(settings.home), open_endpoint(settings) as endpoint:
         wanted = settings.ranks if settings.spare else 0
@@ -167,7 +167,7 @@ async def _running(
 async def _among_others(
     settings: Settings, endpoint: Endpoint, on_stage: StageListener, warm_pool: WarmPool
 ) -> AsyncIterator[Agent]:
-    """An agent that belongs to a cluster. Raises UserError when it cannot."""
+    """Run an agent that belongs to a cluster. Raises UserError when it cannot."""
     started_with = settings
     settings = replace(settings, name=settings.name or socket.gethostname().partition(".")[0])
     store = Store(settings.home)
@@ -188,7 +188,7 @@ async def _among_others(
         settings = replace(settings, peers=(*settings.peers, *entered.peers))
         dialer = Dialer(settings, entered.identity, store.credentials, cluster, port)
         if entered.joined and settings.model_given:
-            log.warning("--model is left aside: what a cluster serves is said with `mlxtp serve`")
+            log.warning("--model is ignored: `mlxtp serve` sets the model of a cluster")
         elif settings.model_given or entered.founded:
             cluster.set_desired(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
         stop = asyncio.Event()
@@ -237,7 +237,7 @@ async def _among_others(
 
 
 async def _check_folders(settings: Settings) -> None:
-    """One that is not there is the typist's mistake, and said at once. Raises ModelError."""
+    """Check the folders that the user named, so that a wrong one is refused at once. Raises ModelError."""
     for name in (settings.model if settings.model_given else "", settings.draft_model):
         if name and not is_hub_id(name):
             await find_model(in_folders(name, settings.model_folders))
@@ -264,7 +264,10 @@ async def _serve(app: ASGIApp, endpoint: Endpoint, stop: asyncio.Event, settings
 
 
 def _control_addresses(settings: Settings, port: int, machine: Machine) -> tuple[str, ...]:
-    """Where other agents find this one. Never empty: others take the port from it, whatever comes up."""
+    """Return the addresses at which other agents find this one.
+
+    Never empty, because others take the port from them.
+    """
     if settings.control_host != "0.0.0.0":
         return (f"{settings.control_host}:{port}",)
     found = tuple(f"{each.address}:{port}" for each in machine.interfaces if each.up)[:16]
@@ -276,7 +279,7 @@ def _keep_awake(settings: Settings) -> KeepAwake | None:
 
 
 def _report_bug(end: Callable[[MlxtpError], None], task: asyncio.Task[None]) -> None:
-    """A part of the agent that ends by a bug takes it along, so that it is started anew."""
+    """End the agent after a bug in one of its parts, so that the service starts it again."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("a part of this agent ended", exc_info=error)
         end(GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL))
@@ -285,13 +288,13 @@ def _report_bug(end: Callable[[MlxtpError], None], task: asyncio.Task[None]) -> 
 def _end(over: asyncio.Future[None], error: MlxtpError) -> None:
     if not over.done():
         over.set_exception(error)
-        over.exception()  # it was logged; who stops the agent meanwhile never asks for it
+        over.exception()  # it was logged; nothing awaits it if the agent is being stopped
 
 
 async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, bool]:
     """Run `work` to its end, or cancel it at SIGINT, SIGTERM or SIGHUP and let it clean up.
 
-    Returns what it returned, and whether a signal ended it.
+    Returns its result, and whether a signal ended it.
     """
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
@@ -304,7 +307,7 @@ async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, boo
 
 
 def drain_on_signal(drain: Drain, within_s: float) -> None:
-    """From now on the first of these signals drains, and the next one cancels the present task."""
+    """Drain at the first of these signals, and cancel the present task at the next one."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
@@ -321,7 +324,7 @@ def drain_on_signal(drain: Drain, within_s: float) -> None:
 
 @contextmanager
 def _own_home(home: Path) -> Iterator[None]:
-    """The home folder, held by this agent alone until it ends, however it ends."""
+    """Make the home folder, and lock it for this agent until its process ends."""
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (home / "lock").open("w")
@@ -341,7 +344,10 @@ def _own_home(home: Path) -> Iterator[None]:
 
 
 def _allow_many_files() -> None:
-    """Clients hold descriptors, and ranks need some to start: macOS gives a shell 256."""
+    """Raise the limit of open files.
+
+    Clients hold descriptors, ranks need some to start, and macOS allows 256.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""How a command talks to the agent of its home."""
+"""Client for the agent of a home, used by commands."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .errors import Code, UserError
 FILE = "agent.json"
 LOCK = "lock"
 TIMEOUT_S = 15.0
+#: Seconds without any byte. The endpoint sends some every few seconds.
 ANSWER_TIMEOUT_S = 120.0
-"""Without any byte, of which the endpoint sends some every few seconds."""
 _CODES = frozenset(map(str, Code))
 
 
 class AgentClient:
-    """The agent whose home this is. Raises UserError when none runs there.
+    """Client of the agent with this home. Raises UserError when none runs there.
 
-    `key` is the agent's own: only this user can read it, and the endpoint takes it as any API key.
+    `key` is the agent's own: only this user can read it, and the endpoint accepts it as an API key.
     """
 
     def __init__(self, home: Path, timeout_s: float = TIMEOUT_S) -> None:
@@ -44,26 +44,29 @@ class AgentClient:
 
     @property
     def page(self) -> str:
-        """The address of the agent's page, with the key. Browsers keep what is behind # to themselves."""
+        """The address of the agent's page, with the key. Browsers do not send the part after #."""
         return f"{self.url}/#key={quote(self.key, safe='')}"
 
     def get(self, what: str) -> dict[str, Any]:
-        """Ask. Raises UserError with the agent's words when it refuses."""
+        """Return what /admin has about `what`. Raises UserError with the agent's message when it refuses."""
         return self._ask("GET", what, None)
 
     def post(self, what: str, **body: str) -> dict[str, Any]:
-        """Have something done. Raises as `get` does."""
+        """Have the agent do something. Raises as `get` does."""
         return self._ask("POST", what, body)
 
     def snapshot(self) -> dict[str, Any]:
-        """What runs now, as `docs/operations.md` has it. Raises as `get` does."""
+        """Return the present state, as in `docs/operations.md`. Raises as `get` does."""
         status, answer = self._request("GET", "/cluster", None, self.key)
         if status != http.client.OK:
             raise self._silent(f"status {status}")
         return answer
 
     def ask(self, body: Mapping[str, Any]) -> Generator[Piece]:
-        """Have the model answer, with the agent's own key. Raises as `endpoint_client.ask` does."""
+        """Send a chat request with the agent's own key, and yield the reply.
+
+        Raises as `endpoint_client.ask` does.
+        """
         try:
             connection = connection_to(self.url, self.certificate, ANSWER_TIMEOUT_S)
         except ValueError as error:
@@ -71,13 +74,13 @@ class AgentClient:
         return ask(connection, self.key, body)
 
     def models(self, key: str) -> list[dict[str, Any]]:
-        """What a program that shows the API key `key` finds at /v1/models; none is shown if it is empty.
+        """Return what a program with the API key `key` finds at /v1/models; an empty one is not sent.
 
-        Raises UserError when the key is not taken, or there is no answer.
+        Raises UserError when the endpoint refuses the key or does not reply.
         """
         status, answer = self._request("GET", "/v1/models", None, key)
         if status == http.client.UNAUTHORIZED:
-            why = "does not take this API key" if key else "asks for an API key"
+            why = "refuses this API key" if key else "requires an API key"
             raise UserError(
                 f"the endpoint {why}: give one with --key or in MLXTP_KEY; `mlxtp key create NAME` makes one"
             )
@@ -88,7 +91,7 @@ class AgentClient:
     def _ask(self, method: str, what: str, body: dict[str, str] | None) -> dict[str, Any]:
         status, answer = self._request(method, f"/admin/{what}", body, self.key)
         if status == http.client.UNAUTHORIZED:
-            raise self._silent("somebody else answers there")
+            raise self._silent("another program listens there")
         if status != http.client.OK:
             said = answer.get("error")
             said = said if isinstance(said, dict) else {"message": answer}
@@ -99,7 +102,7 @@ class AgentClient:
     def _request(
         self, method: str, path: str, body: dict[str, str] | None, key: str
     ) -> tuple[int, dict[str, Any]]:
-        """Status and body. Raises UserError when nobody answers, or somebody who is no agent."""
+        """Return status and body. Raises UserError without a reply, or with one that is not an agent's."""
         headers = {"Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
@@ -112,7 +115,7 @@ class AgentClient:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._silent(error) from None
         if not isinstance(answer, dict):
-            raise self._silent("somebody else answers there")
+            raise self._silent("another program listens there")
         return response.status, answer
 
     def _silent(self, why: object) -> UserError:
@@ -123,9 +126,10 @@ class AgentClient:
 
 
 def connection_to(url: str, certificate: str, timeout_s: float) -> http.client.HTTPConnection:
-    """Not made yet. An https:// one is only to whoever shows that very `certificate` (PEM).
+    """Return an unopened connection. An https:// server must show this very `certificate` (PEM).
 
-    Raises ValueError for what is no certificate; connecting raises ssl.SSLError for another one.
+    Raises ValueError for text that is not a certificate. Connecting raises ssl.SSLError for another
+    certificate.
     """
     parts = urlsplit(url)
     if parts.scheme != "https":
@@ -134,12 +138,12 @@ def connection_to(url: str, certificate: str, timeout_s: float) -> http.client.H
 
 
 class _Pinned(http.client.HTTPSConnection):
-    """To whoever has the key of one certificate, whatever else that says: it may well have expired."""
+    """Connection to the holder of one certificate. Everything else in it is ignored: it may have expired."""
 
     def __init__(self, netloc: str, certificate: bytes, timeout_s: float) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE  # `connect` judges: nothing was sent until then
+        context.verify_mode = ssl.CERT_NONE  # `connect` checks the certificate before anything is sent
         super().__init__(netloc, timeout=timeout_s, context=context)
         self._expected = certificate
 
@@ -148,17 +152,17 @@ class _Pinned(http.client.HTTPSConnection):
         assert isinstance(self.sock, ssl.SSLSocket)
         if self.sock.getpeercert(binary_form=True) != self._expected:
             self.close()
-            raise ssl.SSLError("it shows another certificate than this agent's")
+            raise ssl.SSLError("its certificate is not this agent's")
 
 
 def wait_for_end(home: Path) -> None:
-    """Wait until no agent holds this home any more."""
+    """Wait until no agent holds this home."""
     with contextlib.suppress(OSError), (home / LOCK).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def agent_runs(home: Path) -> bool:
-    """Whether an agent holds this home, even if it does not answer."""
+    """Return whether an agent holds this home, even if it does not reply."""
     try:
         with (home / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

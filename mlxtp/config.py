@@ -28,16 +28,16 @@ _MODELS = ("model", "draft_model")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long each thing may take, in seconds, and how much is taken at once.
+    """Limits of time, in seconds, and of amounts.
 
-    `form_s`, `proof_s`: forming a group, and its first small sums, which hang where a cable is out.
-    `queue_s`: a request's wait for its first forward. `recovery_s`: its wait for another group when its own
-    has ended, or three loads of the model, whichever is longer. `deadline_s`: all of it, from its arrival to
-    its last token. `client_stall_s`: how long a client may leave unread what is there for it. `canary_s`: how
-    long a group idles between two proofs. `max_open_tokens`: of prompts and answers of open requests.
-    `min_free_bytes`: memory of this machine below which nothing new is taken. `load_stall_s`,
-    `prefill_stall_s`, `decode_stall_s`: without any progress. On top a forward has 4 times what it is
-    expected to take in prefill, and 20 times in decode.
+    `form_s`, `proof_s`: forming a group, and its first small sums, which hang where a cable is unplugged.
+    `queue_s`: a request's wait for its first forward. `recovery_s`: its wait for another group after its own
+    has ended, or three loads of the model, whichever is longer. `deadline_s`: all of its time, from its
+    arrival to its last token. `client_stall_s`: how long a client may leave its data unread. `canary_s`: the
+    idle time of a group between two proofs. `max_open_tokens`: tokens of prompts and replies of open
+    requests. `min_free_bytes`: free memory of this machine below which requests are refused. `load_stall_s`,
+    `prefill_stall_s`, `decode_stall_s`: time without any progress. A forward has 4 times its expected time in
+    addition in prefill, and 20 times in decode.
     """
 
     spawn_s: float = 60.0
@@ -63,13 +63,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `mlxtp node` runs with. `settings.SETTINGS` says of each what it means; here is what is not there.
+    """Settings that `mlxtp node` runs with. `settings.SETTINGS` explains each; these are not in it:
 
-    cluster      whether this agent belongs to a cluster; `alone` is the wish that it does not
-    model_given  whether somebody asked for `model`; else it is for a new cluster only
-    join         None: not asked for; empty: with the stored identity; else a join token (`resolve_join`)
+    cluster      this agent belongs to a cluster; `alone` is the user's setting against it
+    model_given  the user set `model`; a default model is for a new cluster only
+    join         None: not set; empty: with the stored identity; else a join token (`resolve_join`)
     fabric       the setting `backend`
-    origins      of each setting that is not the default its key, and where it was set
+    origins      key and place of each setting that is not the default
     """
 
     home: Path
@@ -120,15 +120,15 @@ class Settings:
 
     @property
     def local_backend(self) -> str:
-        """How ranks of one machine talk: one alone needs nothing."""
+        """Fabric of the ranks of one machine; a single rank needs none."""
         return "none" if self.ranks == 1 else "ring"
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value before it is understood, and where it stands. A default stands nowhere.
+    """A value before parsing, and its place. A default has no place.
 
-    `where` is what an error names; `line` counts from 1, and is 0 outside the file.
+    `where` is the place that an error names. `line` counts from 1, and is 0 outside the file.
     """
 
     value: Any
@@ -147,7 +147,7 @@ def _raise(error: ConfigError) -> None:
 
 
 def embedded_model_path() -> Path:
-    """The folder of the tiny model that comes with the package."""
+    """Return the folder of the tiny model in the package."""
     return Path(__file__).parent / "models" / EMBEDDED_MODEL
 
 
@@ -157,10 +157,11 @@ def resolve_settings(
     defaults: Mapping[str, object] | None = None,
     refuse: Refuse = _raise,
 ) -> Settings:
-    """Settings from `flags` (None = not given), `MLXTP_*` variables, `config.toml` in the home, `defaults`.
+    """Resolve settings from `flags` (None = not given), `MLXTP_*` variables, `config.toml` in the home,
+    `defaults`.
 
-    An empty variable counts as not set. Raises ConfigError naming where the wrong value stands; or `refuse`
-    gets it, and what is wrong counts as not set.
+    An empty variable counts as not set. Raises ConfigError naming the place of a wrong value; or passes the
+    error to `refuse`, and the value counts as not set.
     """
     environment = os.environ if environment is None else environment
     flags = {key: value for key, value in flags.items() if value is not None}
@@ -208,7 +209,7 @@ def resolve_settings(
 
 
 def shown(settings: Settings) -> dict[str, Any]:
-    """Of each setting what the file would have to say for it; None for what is not set."""
+    """Return the value of each setting as the file would have it; None for one that is not set."""
     found: dict[str, Any] = {}
     for setting in SETTINGS:
         source = settings.limits if "." in setting.key else settings
@@ -224,17 +225,17 @@ def shown(settings: Settings) -> dict[str, Any]:
 
 
 def told(settings: Settings) -> dict[str, Any]:
-    """What an agent tells of the settings it was started with."""
+    """Return the settings that an agent was started with, for its replies."""
     return {"settings": shown(settings), "origins": dict(settings.origins)}
 
 
 def resolve_join(
     flag: str | None, read_line: Callable[[], str], environment: Mapping[str, str] | None = None
 ) -> str | None:
-    """What `Settings.join` shall be, from the value of --join (None = not given) and MLXTP_JOIN.
+    """Return the value of `Settings.join`, from the value of --join (None = not given) and MLXTP_JOIN.
 
-    "-" is a token on standard input, of which `read_line` gives the first line. Neither can be seen in the
-    list of processes, or stays in a shell's history. Raises ConfigError when there is none on standard input.
+    "-" is a token on standard input, whose first line `read_line` returns. Neither it nor the variable shows
+    in the list of processes, or in a shell's history. Raises ConfigError when standard input has no token.
     """
     environment = os.environ if environment is None else environment
     if flag == "-":
@@ -247,9 +248,9 @@ def resolve_join(
 def home_folder(
     flag: object = None, environment: Mapping[str, str] | None = None, default: object = None
 ) -> Path:
-    """The home that --home or MLXTP_HOME names, else `default`, else the user's own. Reads no file.
+    """Return the home that --home or MLXTP_HOME names, else `default`, else the user's own. Reads no file.
 
-    Raises ConfigError for one that begins with the ~ of a user who is none.
+    Raises ConfigError for a path that begins with the ~ of an unknown user.
     """
     environment = os.environ if environment is None else environment
     named = environment.get("MLXTP_HOME")
@@ -258,28 +259,28 @@ def home_folder(
 
 
 def default_home() -> Path:
-    """The home of this user's agent, unless told otherwise."""
+    """Return the default home of this user's agent."""
     import platformdirs
 
     return Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
 
 
 def _parsed(setting: Setting, given: Given) -> Any:
-    """Raises ConfigError naming where it stands."""
+    """Parse a value. Raises ConfigError naming its place."""
     if setting.key in _MODELS and not str(given.value).isprintable():
         raise ConfigError(
-            f"{given.where}: {given.value!r} has characters that cannot be printed, which no model is called "
-            "by; write a folder or OWNER/NAME"
+            f"{given.where}: {given.value!r} has characters that cannot be printed, which no model's name "
+            "has; write a folder or OWNER/NAME"
         )
     return setting.parse(given.value, given.where)
 
 
 def _check_pair(values: Mapping[str, Any], chosen: _Chosen) -> None:
-    """A certificate is of no use without its key. Raises ConfigError naming where the one stands."""
+    """Check that certificate and key come together. Raises ConfigError naming the place of a single one."""
     for one, other in (("http_cert", "http_key"), ("http_key", "http_cert")):
         if values.get(one) and not values.get(other):
             raise ConfigError(
-                f"{chosen[one].where}: HTTPS takes a certificate and its private key; name the other file by "
+                f"{chosen[one].where}: HTTPS needs a certificate and its private key; name the other with "
                 f"--{other.replace('_', '-')}, or {other} in config.toml"
             )
 
@@ -290,8 +291,8 @@ def _origin(given: Given) -> str:
 
 def _read_file(path: Path, refuse: Refuse) -> Iterator[tuple[str, Given]]:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
-            raise ConfigError(f"{path}: it is no regular file; put one there, or nothing")
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would block
+            raise ConfigError(f"{path}: it is not a regular file; replace or remove it")
         content = path.read_text()
         table = _with_fabric(tomllib.loads(content), path)
     except (FileNotFoundError, NotADirectoryError):
@@ -317,7 +318,7 @@ def _read_file(path: Path, refuse: Refuse) -> Iterator[tuple[str, Given]]:
 
 
 def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys of tables as one, with dots; those of a setting that is a table itself are its value."""
+    """Join the keys of tables with dots. Keys of a setting that is a table itself are its value."""
     for name, value in table.items():
         key = f"{before}{name}"
         if isinstance(value, dict) and value and key not in BY_KEY:
@@ -332,23 +333,24 @@ def _is_table(key: str) -> bool:
 
 def _unknown(key: str) -> str:
     if _is_table(key):
-        return f"{key} is a table, which begins with [{key}] on a line of its own"
+        return f"{key} is a table, which begins with the line [{key}]"
     if meant := nearest(key):
         table, _, _ = meant.rpartition(".")
         return f"unknown key {key!r}; did you mean {meant}" + (f", in the table [{table}]?" if table else "?")
-    return f"unknown key {key!r}; `mlxtp config show` lists all there are"
+    return f"unknown key {key!r}; `mlxtp config show` lists all"
 
 
+#: Tokens that decide where a TOML statement ends: strings, comments, brackets and line ends.
 _TOKEN = re.compile(
     r'"""(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\])*"|' + r"'''.*?'{3,5}|'[^']*'|#[^\n]*|[\[\]{}\n]", re.DOTALL
 )
-"""What matters to where a statement of TOML ends: strings, comments, brackets and ends of lines."""
 
 
 def lines_of(content: str) -> list[tuple[str, int]]:
-    """Where each key and table of a valid TOML text begins, by its dotted name, in order; lines count from 1.
+    """Return where each key and table of a valid TOML text begins, by dotted name, in order; lines count from
+    1.
 
-    Takes a time that grows with the text, and no faster.
+    The time is linear in the length of the text.
     """
     found = []
     table, line = "", 1
@@ -365,7 +367,7 @@ def lines_of(content: str) -> list[tuple[str, int]]:
 
 
 def _statements(content: str) -> Iterator[str]:
-    """Each with the line end that ends it; an empty line and one with a comment count as one."""
+    """Yield each statement with its line end. An empty line and a comment line count as statements."""
     begin = depth = 0
     for token in _TOKEN.finditer(content):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
@@ -376,13 +378,13 @@ def _statements(content: str) -> Iterator[str]:
 
 
 def _dotted(statement: Mapping[str, Any]) -> str:
-    """The name in one statement, of which each table has one key."""
+    """Return the name in one statement, of which each table has one key."""
     name, value = next(iter(statement.items()))
     return f"{name}.{_dotted(value)}" if isinstance(value, dict) and value else name
 
 
 def _check_type(key: str, value: object, where: str) -> None:
-    """TOML says what is a number and what a string. Raises ConfigError where the file says something else."""
+    """Check the TOML type of a value. Raises ConfigError for a wrong one."""
     kind = BY_KEY[key].kind
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if type(value) not in kind.types or not all(isinstance(item, str) for item in items):
@@ -391,7 +393,7 @@ def _check_type(key: str, value: object, where: str) -> None:
 
 
 def _with_fabric(table: dict[str, Any], path: Path) -> dict[str, Any]:
-    """`[fabric.rdma]` means the same as `rdma`."""
+    """Treat `[fabric.rdma]` as `rdma`."""
     fabric = table.pop("fabric", {})
     if not isinstance(fabric, dict) or fabric.keys() - {"rdma"}:
         raise ConfigError(f"{path}: [fabric] has a table rdma, NODE = DEVICE, and nothing else")

@@ -1,4 +1,4 @@
-"""One question to the endpoint, and its answer as it comes."""
+"""One chat request to the endpoint, with its reply as a stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CODES = frozenset(map(str, Code))
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer. `waiting`: what it waits for, such as "loading 40 %". Counts come at the end."""
+    """A part of a reply. `waiting`: the reason for a wait, such as "loading 40 %". Counts come at the end."""
 
     text: str = ""
     thought: str = ""
@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(slots=True)
 class EndpointAnswer:
-    """What has come of an answer. Times are of a clock that nobody sets, in seconds."""
+    """The reply so far. Times are of a monotonic clock, in seconds."""
 
     asked_at: float
     text: str = ""
@@ -42,7 +42,7 @@ class EndpointAnswer:
     last_at: float = 0.0
 
     def add(self, piece: Piece, at: float) -> None:
-        """One more piece, which came `at` that time."""
+        """Add one more piece, which came `at` that time."""
         self.text += piece.text
         self.thoughts += piece.thought
         if piece.text or piece.thought:
@@ -56,39 +56,41 @@ class EndpointAnswer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds until the first token; 0 where none came."""
+        """Seconds until the first token; 0 without one."""
         return 0.0 if self.first_at is None else self.first_at - self.asked_at
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the tokens after the first; 0 where there are no two, or nobody has counted them."""
+        """Rate of the tokens after the first; 0 for fewer than two tokens, or without a count of them."""
         if self.first_at is None or self.last_at <= self.first_at or self.tokens < 2:
             return 0.0
         return (self.tokens - 1) / (self.last_at - self.first_at)
 
 
 def ask(connection: http.client.HTTPConnection, key: str, body: Mapping[str, Any]) -> Generator[Piece]:
-    """Ask at /v1/chat/completions. Closing this stops the answer. Blocks.
+    """Send a request to /v1/chat/completions and yield the reply. Closing the generator stops it. Blocks.
 
-    Raises UserError when the question is refused, and GroupError when the answer breaks off.
+    Raises UserError when the endpoint refuses the request, and GroupError when the reply breaks off.
     """
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     try:
         with contextlib.closing(connection):
             connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-            with connection.getresponse() as response:  # or it would keep the socket, and the answer going
+            with connection.getresponse() as response:  # else it keeps the socket, and the reply runs on
                 yield from _pieces(response)
-    except BrokenPipeError:  # whoever reads our output has left
+    except BrokenPipeError:  # the reader of our output has left
         raise
     except (OSError, http.client.HTTPException) as error:
         raise GroupError(f"the answer broke off: {error or type(error).__name__}", Code.LINK_LOST) from None
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise GroupError("what came is no answer of mlxtp's; who listens there?", Code.INTERNAL) from None
+        raise GroupError(
+            "this is not a reply of mlxtp; another program may listen there", Code.INTERNAL
+        ) from None
 
 
 def _pieces(response: http.client.HTTPResponse) -> Iterator[Piece]:
-    """The events of a stream up to [DONE]."""
+    """Yield the events of a stream up to [DONE]."""
     if response.status != http.client.OK:
         raise _refusal(response.status, response.read())
     for line in response:

@@ -1,18 +1,18 @@
 """Every error this project raises on purpose.
 
     MlxtpError
-    ├── UserError                 the person at the keyboard can mend it
+    ├── UserError                 the user can fix it
     │   ├── ConfigError           a flag, a variable or a configuration file
     │   ├── ModelError            a model that is missing, broken or not divisible
-    │   └── RequestError          an HTTP request we understood and refuse
-    ├── ProtocolError             somebody broke the rules of the wire
-    │   ├── LocalProtocolError    we did: a bug here
+    │   └── RequestError          an HTTP request that is understood and refused
+    ├── ProtocolError             a process broke the rules of the wire
+    │   ├── LocalProtocolError    this one did: a bug here
     │   └── RemoteProtocolError   the peer did: its frame is refused, the link ends
     ├── LinkError                 a link broke or fell silent
-    └── GroupError                the ranks no longer agree, or one is gone: the epoch ends
+    └── GroupError                the ranks disagree, or one is gone: the epoch ends
 
-Each carries a `Code`, which is what travels in Error frames, HTTP bodies and logs, and what
-`docs/doctor.md` explains. A rank process that ends because of a code exits with `exit_status(code)`.
+Each carries a `Code`, which appears in Error frames, HTTP bodies and logs. `docs/doctor.md` explains the
+codes. A rank process that ends because of a code exits with `exit_status(code)`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from enum import IntEnum, StrEnum
 
 
 class Code(StrEnum):
-    """Stable names of everything that can go wrong, grouped by who can mend it."""
+    """Stable names of all errors, grouped by who can fix them."""
 
     # the user
     CONFIG = "config_invalid"
@@ -78,7 +78,7 @@ class Code(StrEnum):
 
 
 class Exit(IntEnum):
-    """How a command of `mlxtp` ends; `docs/commands.md` explains them."""
+    """Exit statuses of the `mlxtp` command; `docs/commands.md` explains them."""
 
     DONE = 0
     REFUSED = 1
@@ -87,47 +87,47 @@ class Exit(IntEnum):
 
 
 _EXIT_STATUS_BASE = 64
+#: Exit status of a rank process that handled SIGTERM, as shells report it.
 TERMINATED_STATUS = 128 + 15
-"""The exit status of a rank process that heard SIGTERM, as shells have it."""
+#: Exit status of a rank whose main thread hung, so that another thread ended it: 137, as after SIGKILL.
 WEDGED_STATUS = 128 + 9
-"""That of one whose main thread did not, so that another thread had to end it: 137, as after SIGKILL."""
 
 
 def exit_status(code: Code) -> int:
-    """The exit status of a rank process that ends because of `code`: 64 + its position in `Code`."""
+    """Return the exit status of a rank process that ends because of `code`: 64 + its position in `Code`."""
     return _EXIT_STATUS_BASE + list(Code).index(code)
 
 
 def code_of_exit(status: int) -> Code | None:
-    """The code behind an exit status, or None for a status that no code has."""
+    """Return the code behind an exit status, or None for a status without one."""
     codes = list(Code)
     position = status - _EXIT_STATUS_BASE
     return codes[position] if 0 <= position < len(codes) else None
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Return True for errors of Rust libraries: any Exception, and their panics, which are none."""
+    """Return True for errors of Rust libraries: any Exception, and their panics, which are not Exceptions."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether only room is lacking."""
+    """Return whether the disk is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def why_not_written(error: OSError, folder: object) -> str:
-    """In words why nothing can be written in `folder`."""
+    """Return in words why nothing can be written in `folder`."""
     if is_disk_full(error):
         return f"the disk is full, nothing can be written in {folder}"
     return f"nothing can be written in {folder}: {error.strerror or error}"
 
 
 class MlxtpError(Exception):
-    """Base of all. `code` says what happened, the text says it in the words of whoever reads it."""
+    """Base of all errors. `code` is the kind of the error; the text explains it to the user."""
 
     code: Code = Code.INTERNAL
+    #: Exit status of a command that it ends.
     exit_status = Exit.REFUSED
-    """Of a command that it ends."""
 
     def __init__(self, detail: str, code: Code | None = None) -> None:
         super().__init__(detail)
@@ -137,7 +137,7 @@ class MlxtpError(Exception):
 
 
 class UserError(MlxtpError):
-    """Something the user asked for cannot be; the text says what to change."""
+    """The user's request cannot be met; the text says what to change."""
 
     code = Code.CONFIG
 
@@ -182,15 +182,15 @@ class ProtocolError(MlxtpError):
 
 
 class LocalProtocolError(ProtocolError):
-    """We tried to send what the rules forbid: a bug on this side; nothing was sent."""
+    """This process tried to send a forbidden frame: a bug here. Nothing was sent."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent what the rules forbid; nothing of that frame was used."""
+    """The peer sent a forbidden frame. Nothing of that frame was used."""
 
 
 class LinkError(MlxtpError):
-    """The link's other end is gone, or did not answer within its deadline."""
+    """The link's other end is gone, or did not reply within its deadline."""
 
     code = Code.LINK_LOST
 

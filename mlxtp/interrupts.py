@@ -1,4 +1,4 @@
-"""Ctrl-C while modules are imported."""
+"""Handling of Ctrl-C while modules are imported."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Meanwhile Ctrl-C ends the process without a word. In the background, where it is not heeded, nor now.
+    """Let Ctrl-C end the process silently until the context ends. A process in the background still ignores
+    it.
 
-    The system ends it: an exception could be caught, or printed, by whatever is just being imported.
+    The system ends the process: a module being imported could catch or print an exception.
     """
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heeded:

@@ -1,7 +1,7 @@
-"""How lines of the log are written: for people, or one JSON object each for programs.
+"""Formats of log lines: text for people, or one JSON object each for programs.
 
-Whoever logs may say what a line is about: `extra={"epoch": 3, "rank": 1}`. The request that is being answered
-is known by itself (`api/request_context.py`). Neither prompts nor answers are ever logged.
+A caller may add what a line is about: `extra={"epoch": 3, "rank": 1}`. The id of the present request is added
+automatically (`api/request_context.py`). Prompts and replies are never logged.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MAX_STDERR_BYTES = 1024**2
 
 
 class RotatingLog(RotatingFileHandler):
-    """A log file that begins anew at `MAX_LOG_BYTES`; the last `KEPT_LOGS` stay beside it, from FILE.1 on.
+    """A log file that starts again at `MAX_LOG_BYTES`; the last `KEPT_LOGS` stay beside it, from FILE.1 on.
 
-    When nothing can be written any more, standard error is told so, once until it went well again.
+    When writing fails, it reports that on standard error, once until a write succeeds again.
     """
 
     def __init__(self, path: str) -> None:
@@ -47,50 +47,53 @@ class RotatingLog(RotatingFileHandler):
         self._failed = self._fails = False
 
     def _open(self) -> TextIOWrapper:
-        """A new file is for its user alone, as the agent's folder is; one that is there stays as it is."""
+        """Open the file.
+
+        A new one is for its user alone, as the agent's folder is; an existing one keeps its mode.
+        """
         return open(
             self.baseFilename, "a", encoding=self.encoding, errors=self.errors,
             opener=lambda path, flags: os.open(path, flags, 0o600),
         )  # fmt: skip
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write it, if that can be done."""
+        """Write it, if possible."""
         self._fails = False
         super().emit(record)
         self._failed = self._fails
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """It could not."""
+        """Report the first failure on standard error."""
         self._fails = True
         if not self._failed:
             sys.stderr.write(f"mlxtp: the log {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
 
 
 def shorten_stderr() -> None:
-    """Empty standard error if it is a file that has grown: launchd appends to it for ever."""
+    """Empty standard error if it is a file that has grown: launchd appends to it without limit."""
     try:
         found = os.fstat(sys.stderr.fileno())
         if stat.S_ISREG(found.st_mode) and found.st_size > MAX_STDERR_BYTES:
             os.ftruncate(sys.stderr.fileno(), 0)
-    except (OSError, ValueError):  # it is closed, or no file of the system's
+    except (OSError, ValueError):  # it is closed, or not a file of the system
         return
 
 
 def log_formatter(name: str) -> logging.Formatter:
-    """Of `config.LOG_FORMATS`."""
+    """Return the formatter of that name in `config.LOG_FORMATS`."""
     return JsonLines() if name == "json" else TextLines("%(asctime)s %(levelname)s %(message)s")
 
 
 class JsonLines(logging.Formatter):
     """One JSON object a line.
 
-    `time` (RFC 3339, UTC, milliseconds), `level`, `logger` and `message` are always there; `request_id`,
-    `key` (the name of the client's key), `epoch`, `rank` and `exception` where there is one; and `fields`,
-    a record's own, besides.
+    `time` (RFC 3339, UTC, milliseconds), `level`, `logger` and `message` are always there. `request_id`,
+    `key` (the name of the client's key), `epoch`, `rank` and `exception` appear where there is one. `fields`
+    of a record are added.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record on one line."""
+        """Return the record on one line."""
         line: dict[str, object] = {
             "time": _time(record.created),
             "level": record.levelname.lower(),
@@ -112,22 +115,22 @@ class JsonLines(logging.Formatter):
 
 
 class PrintableLines(logging.Formatter):
-    """As `logging` writes them, without what would steer a terminal: others' words stand in them."""
+    """Lines as `logging` writes them, without terminal escapes, because they quote foreign text."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line without the traceback: one line."""
+        """Return the line without the traceback: one line."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
-        """The traceback, each of its lines a line."""
+        """Return the traceback, line by line."""
         return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 
 class TextLines(PrintableLines):
-    """The same with the id of the request that is being answered."""
+    """Printable lines with the id of the present request."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line without the traceback."""
+        """Return the line without the traceback."""
         line = super().formatMessage(record)
         return line if (account := current()) is None else f"{line} [{account.id}]"
 

@@ -1,6 +1,6 @@
-"""The table of settings: what there is, what each may be, and what it means. All else is read off it.
+"""Table of settings: their names, values and meanings. Everything else is derived from it.
 
-Flags (`options`), variables, keys of the file and defaults (`config`), and docs/settings.md.
+That is flags (`options`), variables, keys of the file and defaults (`config`), and docs/settings.md.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from .values import (
 )
 
 EMBEDDED_MODEL = "tiny"
+#: Bytes at which a new log file begins; the last `KEPT_LOGS` before it are kept.
 MAX_LOG_BYTES = 10 * 1024**2
-"""At this size a new log file is begun; the last `KEPT_LOGS` before it are kept."""
 KEPT_LOGS = 5
 GENERAL, CLUSTER, ENDPOINT, TUNING, LIMITS = "General", "Cluster", "Endpoint", "Engine", "Limits"
 
 
 @dataclass(frozen=True, slots=True)
 class SettingKind:
-    """What a setting may be in the file, and how that is called. Flags and variables have strings."""
+    """Types of a setting in the file, and their name. Flags and variables have strings."""
 
     types: tuple[type, ...]
     expected: str
@@ -66,10 +66,10 @@ def _list_of(example: str) -> SettingKind:
 class Setting:
     """One setting. `key` is its name in the file; one with a dot is in a table, and has no flag.
 
-    `default` is as the file would have it; where it is None, `unset` says what holds then. `unset` also
-    explains a default that does not explain itself. `help` ends with a full stop. `flag` is given where it
-    is not called like the key, and `fields` where those of `Settings` (or `Limits`) are not. One that is
-    `same_on_all` has to be the same on all Macs of a cluster.
+    `default` is as the file would have it; where it is None, `unset` describes the effect. `unset` also
+    explains a default that does not explain itself. `help` ends with a full stop. `flag` is given where the
+    flag's name differs from the key, and `fields` where those of `Settings` (or `Limits`) do. A setting that
+    is `same_on_all` must be the same on all Macs of a cluster.
     """
 
     key: str
@@ -86,13 +86,13 @@ class Setting:
 
     @property
     def option(self) -> str:
-        """Its flag, such as --max-context; empty where there is none."""
+        """Its flag, such as --max-context; empty without one."""
         if "." in self.key:
             return ""
         return f"--{(self.flag or self.key).replace('_', '-')}"
 
     def typed(self, value: object) -> str:
-        """Its flag, as it was typed for this value."""
+        """Return its flag, as it was typed for this value."""
         return f"--no-{self.option[2:]}" if value is False else self.option
 
     @property
@@ -102,12 +102,12 @@ class Setting:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What it is called in `Settings`, or in `Limits`."""
+        """Its names in `Settings`, or in `Limits`."""
         return self.fields or (self.key.rpartition(".")[2],)
 
     @property
     def repeatable(self) -> bool:
-        """Whether its flag may be given several times."""
+        """True if its flag may be given several times."""
         return list in self.kind.types
 
     @property
@@ -120,6 +120,7 @@ class Setting:
         return "none" if self.default in ([], "", None) else str(self.default)
 
 
+#: In the order of the help and of the page. The file is in the home, so it cannot name the home.
 SETTINGS: tuple[Setting, ...] = (
     Setting(
         "model", TEXT, parse_text, EMBEDDED_MODEL,
@@ -128,47 +129,47 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "http", TEXT, parse_address, DEFAULT_HTTP,
-        "Where chat apps find it; port 0 takes a free one. 0.0.0.0:52415 is for other machines too; those "
+        "Address of the endpoint; port 0 takes a free one. 0.0.0.0:52415 is for other machines too; those "
         "need an API key: `mlxtp key create`.",
         GENERAL, "HOST:PORT", f"{DEFAULT_HTTP}, for apps on this machine", fields=("http_host", "http_port"),
     ),
     Setting(
         "ranks", NUMBER, parse_ranks, 1,
-        "Processes that share the model on this machine. Several are for trying things out on one machine, "
-        "and mean --alone.",
+        "Processes that share the model on this machine. Several are for experiments on one machine, "
+        "and imply --alone.",
         GENERAL, "1|2|4", "1, for the demo 2",
     ),
     Setting(
         "drain", SECONDS, parse_seconds, 10,
-        "When told to stop, such as by Ctrl-C: how many seconds requests may take to end. A second Ctrl-C "
+        "Seconds that open requests may take to end after a request to stop, such as Ctrl-C. A second Ctrl-C "
         "ends at once.",
         GENERAL, "SECONDS", fields=("drain_s",),
     ),
     Setting(
         "model_folders", _list_of("/Volumes/share/models"), parse_folders, [],
-        "Where models are that are called by a plain name: NAME is DIR/NAME.",
+        "Folder of models with plain names: NAME is DIR/NAME.",
         GENERAL, "DIR", flag="model_folder",
     ),
     Setting(
         "log_format", TEXT, one_of("text", "json"), "text",
-        "How the log is written: lines for people, or one JSON object each.",
+        "Format of the log: lines for people, or one JSON object each.",
         GENERAL, "text|json",
     ),
     Setting(
         "log_file", TEXT, parse_path, "",
-        f"Write the log there. At {MAX_LOG_BYTES >> 20} MiB a new file is begun; the last {KEPT_LOGS} before "
+        f"Write the log there. At {MAX_LOG_BYTES >> 20} MiB a new file begins; the last {KEPT_LOGS} before "
         "it stay beside it.",
         GENERAL, "FILE", "standard error",
     ),
     # --- cluster ---
     Setting(
         "alone", SWITCH, parse_switch, False,
-        "Serve on this Mac only: talk to no others, and let none in.", CLUSTER,
+        "Serve on this Mac only: connect to no others, and admit none.", CLUSTER,
     ),
-    Setting("name", TEXT, parse_name, None, "What to call this Mac.", CLUSTER, "NAME", "its host name"),
+    Setting("name", TEXT, parse_name, None, "Name of this Mac.", CLUSTER, "NAME", "its host name"),
     Setting(
         "control", TEXT, parse_host_port, None,
-        "Where other Macs reach this one.",
+        "Address at which other Macs reach this one.",
         CLUSTER, "ADDRESS:PORT", f"port {DEFAULT_CONTROL_PORT} of every address, or of that of --interface",
         fields=("control_host", "control_port"),
     ),
@@ -178,7 +179,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "peers", _list_of("10.0.0.2:52414"), parse_peers, [],
-        f"Where another Mac is, if Bonjour does not find it; port {DEFAULT_CONTROL_PORT} unless given.",
+        f"Address of another Mac, if Bonjour does not find it; port {DEFAULT_CONTROL_PORT} unless given.",
         CLUSTER, "HOST:PORT", flag="peer",
     ),
     Setting(
@@ -191,13 +192,13 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "backend", TEXT, one_of("auto", "jaccl", "ring"), "auto",
-        "How Macs exchange while they compute: RDMA over Thunderbolt (jaccl) or TCP (ring).",
+        "How Macs exchange data while they compute: RDMA over Thunderbolt (jaccl) or TCP (ring).",
         CLUSTER, "auto|jaccl|ring", "auto, the faster that works", fields=("fabric",), same_on_all=True,
     ),
     Setting(
         "rdma", TABLE, parse_rdma, [],
-        "The RDMA device of a Mac, by hand: studio=rdma_en5, or studio/mini=rdma_en5 for one cable.",
-        CLUSTER, "NODE=DEVICE", "found by itself",
+        "The RDMA device of a Mac, set by hand: studio=rdma_en5, or studio/mini=rdma_en5 for one cable.",
+        CLUSTER, "NODE=DEVICE", "found automatically",
     ),
     Setting(
         "fast_fences", SWITCH, parse_switch, False,
@@ -207,37 +208,37 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "keep_awake", SWITCH, parse_switch, True,
-        "Keep this Mac from falling asleep by itself while it serves.", CLUSTER,
+        "Prevent idle sleep of this Mac while it serves.", CLUSTER,
     ),
     Setting(
         "load_on_request", SWITCH, parse_switch, False,
-        "A request that names another model on this Mac's disk has it loaded, once nothing is asked of the "
-        "loaded one any more. `mlxtp serve` pins a model, which no request replaces.",
+        "A request that names another model on this Mac's disk loads it, once the requests of the "
+        "loaded one are done. `mlxtp serve` pins a model, which no request replaces.",
         CLUSTER,
     ),
     # --- endpoint ---
     Setting(
         "api_keys", TEXT, one_of("auto", "always", "never"), "auto",
-        "When an API key is asked for.",
+        "When the endpoint requires an API key.",
         ENDPOINT, "auto|always|never",
         "auto: if other machines reach the endpoint, and on this one as soon as there is a key (`mlxtp key "
         "create`)",
     ),
     Setting(
         "allowed_hosts", _list_of("studio.example.com"), parse_hosts, [],
-        "A name under which this Mac is reached, such as that of a proxy, beside its host name and "
+        "A further name of this Mac, such as that of a proxy, beside its host name and "
         "addresses; * for any.",
         ENDPOINT, "NAME", flag="allowed_host",
     ),
     Setting(
         "allowed_origins", _list_of("http://localhost:3000"), parse_origins, [],
-        "A web page whose program may use the endpoint from a browser, such as http://localhost:3000; * for "
+        "A web page that may use the endpoint from a browser, such as http://localhost:3000; * for "
         "any.",
         ENDPOINT, "ORIGIN", flag="allowed_origin",
     ),
     Setting(
         "http_cert", TEXT, parse_path, "",
-        "Speak HTTPS with this certificate (PEM, those it hangs on behind it); goes with --http-key.",
+        "Use HTTPS with this certificate (PEM, with its chain behind it); goes with --http-key.",
         ENDPOINT, "FILE",
     ),
     Setting(
@@ -246,40 +247,40 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "http_tls", SWITCH, parse_switch, False,
-        "Speak HTTPS with a certificate that mlxtp makes itself, and clients have to be told to trust.",
+        "Use HTTPS with a certificate that mlxtp makes itself, and that clients must be set to trust.",
         ENDPOINT,
     ),
     # --- engine ---
     Setting(
         "agreement", TEXT, one_of("auto", "broadcast", "verify"), "auto",
-        "How all Macs come to hold the same token: one decides (broadcast), or all compute it and compare "
+        "How all Macs agree on a token: one decides (broadcast), or all compute it and compare "
         "(verify). Leave it at auto.",
         TUNING, "auto|broadcast|verify", same_on_all=True,
     ),
     Setting(
         "repeatable", SWITCH, parse_switch, False,
-        "Join three Macs or more only so that the same sums come out each time: over a JACCL ring or TCP, "
-        "not over a JACCL mesh; and let no time that was measured decide what is computed.",
+        "Connect three Macs or more only in ways with reproducible sums: over a JACCL ring or TCP, "
+        "not over a JACCL mesh. No measured time influences a computation.",
         TUNING, same_on_all=True,
     ),
     Setting(
         "max_context", NUMBER, parse_tokens, 0,
-        "Most tokens of prompt and answer.",
-        TUNING, "TOKENS", "0, what the model was made for", same_on_all=True,
+        "Most tokens of prompt and reply.",
+        TUNING, "TOKENS", "0, the model's own", same_on_all=True,
     ),
     Setting(
         "kv_bits", NUMBER, parse_kv_bits, 0,
-        "Bits of a number in the KV cache, 0 for all: longer contexts, but one request at a time.",
+        "Bits of a number in the KV cache, 0 for all. Fewer: longer contexts, but one request at a time.",
         TUNING, "0|4|8", same_on_all=True,
     ),
     Setting(
         "kv_bytes", BYTES, parse_bytes, 0,
         "Memory for KV caches on each Mac, such as 4GB.",
-        TUNING, "AMOUNT", "0, three quarters of what is free", same_on_all=True,
+        TUNING, "AMOUNT", "0, three quarters of the free memory", same_on_all=True,
     ),
     Setting(
         "draft_model", TEXT, parse_text, "",
-        "A small model with the same vocabulary, which proposes tokens so that answers come faster.",
+        "A small model with the same vocabulary, which proposes tokens so that replies come faster.",
         TUNING, "MODEL",
     ),
     Setting(
@@ -288,7 +289,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "prefix_cache", SWITCH, parse_switch, True,
-        "Compute the beginning that prompts share only once.", TUNING, same_on_all=True,
+        "Compute the common beginning of prompts only once.", TUNING, same_on_all=True,
     ),
     Setting(
         "compiled", SWITCH, parse_switch, True,
@@ -296,12 +297,12 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "spare", SWITCH, parse_switch, True,
-        "Keep a process ready for the case that a rank here dies.", TUNING,
+        "Keep a warm process ready to replace a rank that dies.", TUNING,
     ),
     # --- limits ---
     Setting(
         "limits.deadline", SECONDS, parse_limit, 3600,
-        "All of a request's time, from when its body was there to its last token; one may ask for less.",
+        "All of a request's time, from the arrival of its body to its last token; a client may set less.",
         LIMITS, fields=("deadline_s",),
     ),
     Setting(
@@ -316,11 +317,11 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "limits.client_stall", SECONDS, parse_limit, 60,
-        "How long a client may leave unread what is there for it.", LIMITS, fields=("client_stall_s",),
+        "How long a client may leave its data unread.", LIMITS, fields=("client_stall_s",),
     ),
     Setting(
         "limits.load_stall", SECONDS, parse_limit, 60,
-        "Loading a model without any progress, after which the group is formed anew; more for a slow disk.",
+        "Loading a model without any progress, after which the group forms again; more for a slow disk.",
         LIMITS, fields=("load_stall_s",),
     ),
     Setting(
@@ -330,31 +331,30 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "limits.open_tokens", NUMBER, count_to(10**9), 2_000_000,
-        "Tokens of their prompts and answers, 256 for each request at least; one client may have 7 of 8.",
+        "Tokens of their prompts and replies, 256 for each request at least; one client may have 7 of 8.",
         LIMITS, fields=("max_open_tokens",),
     ),
     Setting(
         "limits.free_memory", BYTES, parse_bytes, "256MiB",
-        "Memory of this Mac that has to be free, or no request is taken.",
+        "Memory of this Mac that must be free; with less, requests are refused.",
         LIMITS, fields=("min_free_bytes",),
     ),
 )  # fmt: skip
-"""In the order of the help and of the page. The file is in the home, so it cannot name that."""
 
 BY_KEY = {setting.key: setting for setting in SETTINGS}
 JOIN = "MLXTP_JOIN"
+#: Variables that are not settings of the file, with their meanings.
 OTHER_VARIABLES = {
     "MLXTP_HOME": "The home of the agent, for every command, where `--home` is not given.",
-    JOIN: "What `mlxtp node --join` is given, where no list of processes shows it.",
+    JOIN: "The token for `mlxtp node --join`, hidden from the list of processes.",
     "MLXTP_KEY": "The API key that `mlxtp launch` gives to a client, where `--key` is not given.",
 }
-"""Variables that are not settings of the file, and what each is for."""
+#: Variables that the examples read, and that settings of clients name.
 _FOR_CLIENTS = frozenset(("MLXTP_URL", "MLXTP_API_KEY"))
-"""What the examples read, and settings of clients name."""
 
 
 def nearest(word: str, known: tuple[str, ...] = tuple(BY_KEY)) -> str:
-    """The name that was probably meant, also by the last part of a dotted one; empty for none."""
+    """Return the name that was probably meant, also by the last part of a dotted one; "" for none."""
     whole = {each: each for each in reversed(known)}
     parts = {each.rpartition(".")[2]: each for each in reversed(known)}
     for asked in dict.fromkeys((word, word.rpartition(".")[2])):
@@ -364,7 +364,7 @@ def nearest(word: str, known: tuple[str, ...] = tuple(BY_KEY)) -> str:
 
 
 def unknown_variables(names: tuple[str, ...]) -> list[str]:
-    """A sentence for each environment variable that looks like one of mlxtp's, and is none."""
+    """Return a sentence for each environment variable that looks like one of mlxtp's but is unknown."""
     known = {setting.key: setting.variable for setting in SETTINGS}
     known |= {name.removeprefix("MLXTP_").lower(): name for name in OTHER_VARIABLES}
     strange = (
@@ -378,6 +378,6 @@ def unknown_variables(names: tuple[str, ...]) -> list[str]:
     found = []
     for name in strange:
         meant = nearest(name.removeprefix("MLXTP_").lower(), tuple(known))
-        what = f"did you mean {known[meant]}?" if meant else "docs/settings.md has what does"
-        found.append(f"{name} means nothing here; {what}")
+        what = f"did you mean {known[meant]}?" if meant else "docs/settings.md lists all"
+        found.append(f"{name} is unknown; {what}")
     return found

@@ -1,4 +1,4 @@
-"""How a command that cannot go on says so: a red line for people, or one JSON object for programs."""
+"""Errors and log lines in a terminal: red lines for people, or one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from typer.core import TyperGroup
 
 from .errors import Code, Exit, MlxtpError
 
+#: Characters of a file's name that an error shows.
 MAX_NAME = 400
-"""Characters of a file's name that an error shows."""
 
 VARIABLE = "_MLXTP_COMPLETE"
 
 
 class Commands(TyperGroup):
-    """The `mlxtp` command, whose errors go to stderr in words.
+    """The `mlxtp` command, whose errors go to stderr as text.
 
-    With --json they go to stdout, where the answer would stand: {"error": {"code", "message"}}, and nothing
-    else. The exit status (`Exit`) is the same.
+    With --json they go to stdout, in place of the result: {"error": {"code", "message"}}, and nothing else.
+    The exit status (`Exit`) is the same.
     """
 
     def main(
@@ -42,9 +42,9 @@ class Commands(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run what `args` say and end the process."""
+        """Run the command of `args` and end the process."""
         given = sys.argv[1:] if args is None else list(args)
-        if VARIABLE in os.environ:  # a shell asks how a word goes on
+        if VARIABLE in os.environ:  # a shell requests completions
             completion_init()
         as_json = "--json" in given
         try:
@@ -60,7 +60,7 @@ class Commands(TyperGroup):
             _refuse(error.code, error.detail, as_json=as_json)
             sys.exit(error.exit_status)
         except OSError as error:
-            if not error.filename:  # it is no file's, so standard output may be at fault; or we are
+            if not error.filename:  # not about a file: standard output may be at fault, or a bug here
                 raise
             _refuse(Code.CONFIG, f"{_short(str(error.filename))}: {error.strerror}", as_json=as_json)
             sys.exit(Exit.REFUSED)
@@ -73,8 +73,8 @@ class Commands(TyperGroup):
 class TerminalLog(logging.Handler):
     """Log lines on standard error with time, level and colours.
 
-    A line is one line of the terminal, however long: what is copied from it has no line breaks, so that a
-    command in it is still that command.
+    A log line is one line of the terminal, of any length. Copied text has no line breaks, so that a command
+    in it still works.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class TerminalLog(logging.Handler):
         self._last = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print it; the time only where it is another one than that of the line before."""
+        """Print the record, with the time only if it differs from that of the line before."""
         try:
             now = datetime.fromtimestamp(record.created).strftime("[%x %X]")
             shown = " " * len(now) if now == self._last else now
@@ -92,7 +92,7 @@ class TerminalLog(logging.Handler):
             level = (record.levelname.ljust(8), f"logging.level.{record.levelname.lower()}")
             begin = Text.assemble((shown, "log.time"), " ", level, " ")
             self._console.print(begin + self._colour(Text(self.format(record))))
-        except Exception:  # noqa: BLE001 - as every handler of `logging`: what cannot be written ends nothing
+        except Exception:  # noqa: BLE001 - as every handler of `logging`: a failed write ends nothing
             self.handleError(record)
 
 

@@ -1,7 +1,7 @@
-"""A model's tokenizer.json, or the same made of `tiktoken.model`. Runs nothing of the model's Python code.
+"""A model's tokenizer.json, or one made of `tiktoken.model`. Runs nothing of the model's Python code.
 
 Kimi's repositories have a list of byte strings instead, and Python code with the pattern that splits text.
-The pattern stands here, for each family that is known to use it.
+The pattern is defined here, for each family that is known to use it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ RESERVED = 256  # special tokens behind those of the list; Kimi's `num_reserved_
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+#: Kimi's `pat_str`: tokenization_kimi.py and tokenization_moonshot.py have the same.
 KIMI_PATTERN = "|".join(
     [
         r"[\p{Han}]+",
@@ -33,14 +34,13 @@ KIMI_PATTERN = "|".join(
         r"\s+",
     ]
 )
-"""Kimi's `pat_str`: tokenization_kimi.py and tokenization_moonshot.py have the same."""
 #: Model types whose tiktoken.model goes with that pattern. Moonlight is a deepseek_v3.
 _KIMI = frozenset({"kimi_k2", "kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl", "deepseek_v3"})
 _PROBE = " Hello,  world's END .\n\té 日本語ABC 12345 😀 e\u0301\r\n x"
 
 
 def refusal(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any], *, template: bool) -> str:
-    """Return the reason why a model without tokenizer.json cannot be used; empty for none. Pure.
+    """Return the reason why a model without tokenizer.json cannot be used; "" for none. Pure.
 
     `template` is True where the model has a chat template.
     """
@@ -59,9 +59,9 @@ def refusal(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any], *, t
 
 
 def tokenizer_json(folder: Path) -> str:
-    """Return the text of tokenizer.json, made of tiktoken.model where only that is there.
+    """Return the text of tokenizer.json, made of tiktoken.model where that alone exists.
 
-    A conversion takes about three seconds for 160,000 tokens. Raises OSError where neither is there, and
+    A conversion takes about three seconds for 160,000 tokens. Raises OSError where neither exists, and
     ModelError for a tiktoken.model that cannot be converted.
     """
     path = folder / "tokenizer.json"
@@ -82,7 +82,7 @@ def tokenizer_json(folder: Path) -> str:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, with the chat template that a file of its own has. Raises as `table`."""
+    """Return tokenizer_config.json, with a chat template from a file of its own. Raises as `table`."""
     settings = table(folder / "tokenizer_config.json")
     if (path := folder / "chat_template.jinja").is_file():
         settings["chat_template"] = text_of(path)
@@ -90,7 +90,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def token_count(folder: Path) -> int:
-    """Return the largest id of a model's tokenizer plus 1; 0 where its files do not tell. Reads the disk."""
+    """Return the largest id of a model's tokenizer plus 1; 0 if its files do not show it. Reads the disk."""
     path = folder / "tokenizer.json"
     try:
         if not path.is_file():
@@ -109,7 +109,7 @@ def table(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises OSError and ValueError."""
     found = json.loads(text_of(path))
     if not isinstance(found, dict):
-        raise ValueError(f"{path.name} holds no table")
+        raise ValueError(f"{path.name} is not a JSON object")
     return found
 
 
@@ -119,7 +119,7 @@ def text_of(path: Path, most: int = MAX_TEXT_BYTES) -> str:
 
 
 def content_of(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """Return what a file of a model holds. Raises OSError, and ValueError for more than models need."""
+    """Return the content of a model's file. Raises OSError, and ValueError for more than models need."""
     with path.open("rb") as file:
         found = file.read(most + 1)
     if len(found) > most:
@@ -130,7 +130,7 @@ def content_of(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
 def converted(ranks: bytes, settings: Mapping[str, Any]) -> str:
     """Return the tokenizer.json of a list of "BASE64 RANK" lines and of its tokenizer_config.json.
 
-    Raises ValueError for a damaged list, and for one that does not come back as it went in.
+    Raises ValueError for a damaged list, and for one that does not survive a round trip.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 

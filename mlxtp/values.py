@@ -1,6 +1,6 @@
-"""Single values of settings: each function makes one of what a flag, a variable or the file has. Pure.
+"""Parsers of single values of settings, from a flag, a variable or the file. Pure.
 
-`value` is a string, or what TOML made of it; `where` is the place that a ConfigError names.
+`value` is a string, or a TOML value; `where` is the place that a ConfigError names.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from .errors import ConfigError
 
+#: Parser of the value at a place. Raises ConfigError.
 Parser = Callable[[Any, str], Any]
-"""Makes the value of a setting of what stands at a place. Raises ConfigError."""
 
 DEFAULT_HTTP = "127.0.0.1:52415"
 DEFAULT_CONTROL_PORT = 52414
@@ -28,7 +28,10 @@ MAX_SECONDS = 86_400
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine get to an address or name; of names, that is localhost alone."""
+    """Return whether only programs of this machine reach an address or name.
+
+    The only such name is localhost.
+    """
     if host == "localhost":
         return True
     try:
@@ -38,7 +41,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_host_name(text: str) -> bool:
-    """Whether it can be the name of a machine, in lower case."""
+    """Return whether the text can be the name of a machine, in lower case."""
     return bool(_HOST_NAME.fullmatch(text))
 
 
@@ -72,30 +75,30 @@ def parse_text(value: object, where: str) -> str:
 
 
 def one_of(*choices: str) -> Parser:
-    """A parser that takes these words only."""
+    """Return a parser that accepts only these words."""
 
     def parse(value: object, where: str) -> str:
         if value not in choices:
-            raise ConfigError(f"{where}: {value!r} is none of {', '.join(choices)}")
+            raise ConfigError(f"{where}: {value!r} is not one of {', '.join(choices)}")
         return str(value)
 
     return parse
 
 
 def count_to(most: int, least: int = 1) -> Parser:
-    """A parser of whole numbers from `least` to `most`."""
+    """Return a parser of whole numbers from `least` to `most`."""
 
     def parse(value: object, where: str) -> int:
         number = _decimal(str(value).replace("_", ""), most)
         if number is None or number < least:
-            raise ConfigError(f"{where}: {value!r} is no whole number from {least} to {most}")
+            raise ConfigError(f"{where}: {value!r} is not a whole number from {least} to {most}")
         return number
 
     return parse
 
 
 def expanded(path: object, where: str) -> Path:
-    """A path with ~ as the folder that it stands for. Raises ConfigError for what no file can be called."""
+    """Return a path with ~ expanded. Raises ConfigError for text that cannot be a path."""
     text = str(path)
     if "\0" in text:
         raise ConfigError(f"{where}: {text!r} has a zero character, which no path can have")
@@ -104,8 +107,7 @@ def expanded(path: object, where: str) -> Path:
     except RuntimeError:
         user = text.partition("/")[0]
         raise ConfigError(
-            f"{where}: {text!r}: {user} is nobody's folder, for this machine has no such user; write the "
-            "whole path"
+            f"{where}: {text!r}: this machine has no user {user}; write the whole path"
         ) from None
 
 
@@ -118,14 +120,14 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 def parse_hosts(value: object, where: str) -> tuple[str, ...]:
-    """Names and addresses as URLs have them, without port: a list, or one string with commas."""
+    """Parse names and addresses as in URLs, without port: a list, or one string with commas."""
     found = []
     for item in _items(value):
         host = item.lower().removeprefix("[").removesuffix("]")
         if host != "*" and not is_host_name(host) and not _is_address(host):
             raise ConfigError(
-                f"{where}: {item!r} is no name or address of this Mac, such as studio.local; leave http:// "
-                f"and the port away, or write * for any"
+                f"{where}: {item!r} is not a name or address of this Mac, such as studio.local; omit http:// "
+                f"and the port, or write * for any"
             )
         found.append(host)
     return tuple(found)
@@ -140,21 +142,21 @@ def _is_address(text: str) -> bool:
 
 
 def parse_origins(value: object, where: str) -> tuple[str, ...]:
-    """Origins as browsers send them: a list, or one string with commas."""
+    """Parse origins as browsers send them: a list, or one string with commas."""
     found = []
     for item in _items(value):
         match = _ORIGIN.fullmatch(item.lower())
         if item != "*" and match is None:
             raise ConfigError(
-                f"{where}: {item!r} is no origin, such as http://localhost:3000: scheme, host and port of "
-                f"the page, and no path; or * for any"
+                f"{where}: {item!r} is not an origin, such as http://localhost:3000: scheme, host, port of "
+                f"the page, without a path; or write * for any"
             )
         found.append("*" if match is None else _origin(match[1], match[2]))
     return tuple(found)
 
 
 def _origin(scheme: str, place: str) -> str:
-    """Browsers leave out the port that the scheme has anyway."""
+    """Leave out the scheme's default port, as browsers do."""
     return f"{scheme}://{place.removesuffix(_DEFAULT_PORTS.get(scheme, '/'))}"
 
 
@@ -166,7 +168,7 @@ def parse_name(value: object, where: str) -> str:
 
 
 def parse_host_port(value: object, where: str) -> tuple[str, int]:
-    """An IPv4 address and a port, such as 10.0.0.1:52414; MLX's ring speaks nothing else."""
+    """Parse an IPv4 address and a port, such as 10.0.0.1:52414. MLX's ring supports IPv4 only."""
     host, _, port = str(value).rpartition(":")
     address = parse_ipv4(host or value, where)
     if _decimal(port, 65535) is None:
@@ -178,11 +180,14 @@ def parse_ipv4(value: object, where: str) -> str:
     try:
         return str(ipaddress.IPv4Address(str(value)))
     except ValueError:
-        raise ConfigError(f"{where}: {value!r} is no IPv4 address, such as 10.0.0.1") from None
+        raise ConfigError(f"{where}: {value!r} is not an IPv4 address, such as 10.0.0.1") from None
 
 
 def parse_peers(value: object, where: str) -> tuple[str, ...]:
-    """Addresses of agents: a list, or one string with commas. Names are looked up when they are dialled."""
+    """Parse addresses of agents: a list, or one string with commas.
+
+    Names are resolved when they are dialled.
+    """
     peers = []
     for peer in _items(value):
         host, colon, port = peer.rpartition(":")
@@ -195,11 +200,11 @@ def parse_peers(value: object, where: str) -> tuple[str, ...]:
 
 
 def parse_folders(value: object, where: str) -> tuple[str, ...]:
-    """Folders by their whole paths: an agent may be started anywhere."""
+    """Parse absolute folders, because an agent may be started anywhere."""
     folders = tuple(str(expanded(folder, where)) for folder in _items(value))
     for folder in folders:
         if not Path(folder).is_absolute():
-            raise ConfigError(f"{where}: {folder!r} is no whole path, such as /Volumes/share/models")
+            raise ConfigError(f"{where}: {folder!r} is not an absolute path, such as /Volumes/share/models")
     return folders
 
 
@@ -209,7 +214,7 @@ def _items(value: object) -> tuple[str, ...]:
 
 
 def parse_rdma(value: object, where: str) -> tuple[str, ...]:
-    """NODE=DEVICE or NODE/PEER=DEVICE: a table, a list, or one string with commas."""
+    """Parse NODE=DEVICE or NODE/PEER=DEVICE: a table, a list, or one string with commas."""
     if isinstance(value, dict):
         items = tuple(f"{node}={device}" for node, device in value.items())
     else:
@@ -223,17 +228,17 @@ def parse_rdma(value: object, where: str) -> tuple[str, ...]:
 
 
 def parse_nodes(value: object, where: str) -> str:
-    """How many Macs: "auto", "all" or a number from 1 to 8. Raises ConfigError."""
+    """Parse a number of Macs: "auto", "all" or 1 to 8. Raises ConfigError."""
     text = str(value)
     if text in ("auto", "all"):
         return text
     if not (nodes := _decimal(text, MAX_NODES)):
-        raise ConfigError(f"{where}: {value!r} is none of auto, all, or a number from 1 to {MAX_NODES}")
+        raise ConfigError(f"{where}: {value!r} is not auto, all, or a number from 1 to {MAX_NODES}")
     return str(nodes)
 
 
 def _decimal(text: str, most: int) -> int | None:
-    """The number in `text`, None where there is none from 0 to `most`, of however many digits."""
+    """Return the number in `text`, of any number of digits; None if it is none from 0 to `most`."""
     digits = text.lstrip("0") if text.isascii() and text.isdecimal() else None
     if digits is None or len(digits) > len(str(most)):
         return None
@@ -261,7 +266,9 @@ def parse_switch(value: object, where: str) -> bool:
 
 def parse_kv_bits(value: object, where: str) -> int:
     if str(value) not in map(str, KV_BITS):
-        raise ConfigError(f"{where}: {value!r} is none of {', '.join(map(str, KV_BITS))} (0: not quantized)")
+        raise ConfigError(
+            f"{where}: {value!r} is not one of {', '.join(map(str, KV_BITS))} (0: not quantized)"
+        )
     return int(str(value))
 
 
@@ -269,26 +276,26 @@ def parse_tokens(value: object, where: str) -> int:
     tokens = _decimal(str(value).replace("_", ""), MAX_CONTEXT)
     if tokens is None:
         raise ConfigError(
-            f"{where}: {value!r} is no number of tokens from 0 (the model's own) to {MAX_CONTEXT}"
+            f"{where}: {value!r} is not a number of tokens from 0 (the model's own) to {MAX_CONTEXT}"
         )
     return tokens
 
 
 def parse_seconds(value: object, where: str) -> float:
-    """A time in seconds, a day at most. Raises ConfigError."""
+    """Parse a time in seconds, a day at most. Raises ConfigError."""
     try:
         seconds = float(str(value))
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= MAX_SECONDS:
-        raise ConfigError(f"{where}: {value!r} is no time from 0 to {MAX_SECONDS} seconds")
+        raise ConfigError(f"{where}: {value!r} is not a time from 0 to {MAX_SECONDS} seconds")
     return seconds
 
 
 def parse_limit(value: object, where: str) -> float:
-    """A time in seconds, from one to a day: within less nothing can be done. Raises ConfigError."""
+    """Parse a time in seconds, from one to a day: less is never enough. Raises ConfigError."""
     if (seconds := parse_seconds(value, where)) < 1:
-        raise ConfigError(f"{where}: {value!r} is no time from 1 to {MAX_SECONDS} seconds")
+        raise ConfigError(f"{where}: {value!r} is not a time from 1 to {MAX_SECONDS} seconds")
     return seconds
 
 
@@ -296,10 +303,10 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def parse_bytes(value: object, where: str) -> int:
-    """A number of bytes, such as 500000000, 500MB or 1.5GiB."""
+    """Parse a number of bytes, such as 500000000, 500MB or 1.5GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
     if match is None:
-        raise ConfigError(f"{where}: {value!r} is no amount of memory, such as 500MB or 1.5GiB")
+        raise ConfigError(f"{where}: {value!r} is not an amount of memory, such as 500MB or 1.5GiB")
     size = float(match[1]) * _UNITS[match[2] or ""]
     if size > MAX_BYTES:
         raise ConfigError(f"{where}: {value!r} is more than any machine has")

@@ -101,14 +101,14 @@ def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
 MISTYPED = (
     ("demo --ranks 3", "--ranks: one machine runs 1, 2 or 4 ranks, not 3"),
     ("node --http 52415", "--http: '52415' is not HOST:PORT"),
-    ("node --api-keys some", "--api-keys: 'some' is none of auto, always, never"),
-    ("node --allowed-host http://x", "--allowed-host: 'http://x' is no name or address"),
-    ("node --allowed-origin x", "--allowed-origin: 'x' is no origin, such as http://localhost:3000"),
-    ("node --http-cert x.pem", "name the other file by --http-key"),
-    ("node --agreement perhaps", "--agreement: 'perhaps' is none of auto, broadcast, verify"),
-    ("node --max-context many", "--max-context: 'many' is no number of tokens"),
-    ("node --kv-bits 5", "--kv-bits: '5' is none of 0, 4, 8"),
-    ("node --kv-bytes lots", "--kv-bytes: 'lots' is no amount of memory, such as 500MB"),
+    ("node --api-keys some", "--api-keys: 'some' is not one of auto, always, never"),
+    ("node --allowed-host http://x", "--allowed-host: 'http://x' is not a name or address"),
+    ("node --allowed-origin x", "--allowed-origin: 'x' is not an origin, such as http://localhost:3000"),
+    ("node --http-cert x.pem", "name the other with --http-key"),
+    ("node --agreement perhaps", "--agreement: 'perhaps' is not one of auto, broadcast, verify"),
+    ("node --max-context many", "--max-context: 'many' is not a number of tokens"),
+    ("node --kv-bits 5", "--kv-bits: '5' is not one of 0, 4, 8"),
+    ("node --kv-bytes lots", "--kv-bytes: 'lots' is not an amount of memory, such as 500MB"),
     ("node --speculation --no-speculation=x", "--no-speculation"),
 )
 """What is refused before anything starts."""
@@ -148,7 +148,7 @@ def test_what_cannot_be_is_told_before_anything_is_served(
     ("name", "value", "words"),
     [
         ("MLXTP_SPECULATION", "sometimes", "MLXTP_SPECULATION: 'sometimes' is neither true nor false"),
-        ("MLXTP_KV_BITS", "3", "MLXTP_KV_BITS: '3' is none of 0, 4, 8"),
+        ("MLXTP_KV_BITS", "3", "MLXTP_KV_BITS: '3' is not one of 0, 4, 8"),
     ],
 )
 def test_a_mistake_in_a_variable_is_named_after_it(
@@ -316,7 +316,7 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
         asyncio.run(main._node(settings))
     words = ("removed this Mac from its cluster", "`mlxtp cluster leave`", "`mlxtp node --join TOKEN`")
     assert all((word in caplog.text) is says for word in words)
-    assert "belongs to no cluster any more" in caplog.text
+    assert "no longer belongs to a cluster" in caplog.text
 
 
 def test_a_folder_of_models_that_is_not_there_is_said_once(
@@ -329,7 +329,7 @@ def test_a_folder_of_models_that_is_not_there_is_said_once(
     folders = ("--model-folder", f"{tmp_path}/nowhere", "--model-folder", str(tmp_path))
     assert CliRunner().invoke(main.app, ["node", "--home", str(tmp_path), *folders]).exit_code == 0
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warned == [f"--model-folder {tmp_path}/nowhere: there is no such folder"]
+    assert warned == [f"--model-folder {tmp_path}/nowhere: the folder does not exist"]
 
 
 def test_a_node_logs_json_from_its_first_line_to_its_last(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_node_logs_json_from_its_first_line_to_its_last(tmp_path: Path) -> Non
     try:
         ready = read_until(lambda line: line["message"].startswith("ready"))
         warned = [line["message"] for line in lines if line["level"] == "warning"]
-        assert "MLXTP_MODLE means nothing here; did you mean MLXTP_MODEL?" in warned
+        assert "MLXTP_MODLE is unknown; did you mean MLXTP_MODEL?" in warned
         url = ready["message"].split(" at ")[1].removesuffix("/v1")
         headers = {"x-request-id": "from-a-test"}
         body = {"messages": [{"role": "user", "content": f"Repeat exactly: {ORACLE}"}]}

@@ -384,10 +384,10 @@ def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -
     both = resolve(tmp_path, http_cert="~/cert.pem", http_key="key.pem")
     assert (both.http_cert, both.http_key) == (str(Path.home() / "cert.pem"), "key.pem")
     variable, flag = f"MLXTP_{one.upper()}", f"--{one.replace('_', '-')}"
-    mends = f"name the other file by --{other.replace('_', '-')}, or {other} in config.toml"
+    mends = f"name the other with --{other.replace('_', '-')}, or {other} in config.toml"
     for place, given in ((flag, {one: "x.pem"}), (variable, {variable: "x.pem"})):
         detail = refusal(tmp_path, **given)
-        assert detail.startswith(f"{place}: HTTPS takes a certificate and its private key")
+        assert detail.startswith(f"{place}: HTTPS needs a certificate and its private key")
         assert detail.endswith(mends)
     assert refusal(tmp_path, f'{one} = "x.pem"').startswith(f"{one} in {tmp_path / 'config.toml'}, line 1: ")
     assert resolve(tmp_path, **{variable: "x", f"MLXTP_{other.upper()}": "y"}).http_cert in ("x", "y")
@@ -551,8 +551,8 @@ def test_numbers_in_the_file(tmp_path: Path) -> None:
         ('[cluster]\nname = "x"', 2, "unknown key 'cluster.name'; did you mean name?"),
         ("# mine\n\nqueue = 3", 3, "unknown key 'queue'; did you mean limits.queue, in the table [limits]?"),
         ("[limits]\nqueu = 3", 2, "unknown key 'limits.queu'; did you mean limits.queue, in the table"),
-        ("limits = 3", 1, "limits is a table, which begins with [limits] on a line of its own"),
-        ("[colours]", 1, "unknown key 'colours'; `mlxtp config show` lists all there are"),
+        ("limits = 3", 1, "limits is a table, which begins with the line [limits]"),
+        ("[colours]", 1, "unknown key 'colours'; `mlxtp config show` lists all"),
         ('home = "/elsewhere"', 1, "unknown key 'home'"),  # the file is in it
     ],
 )
@@ -598,9 +598,9 @@ def test_limits_by_file_and_variable(tmp_path: Path) -> None:
 def test_variables_that_mean_nothing() -> None:
     names = ("PATH", "MLXTP_HOME", "MLXTP_RANKS", "MLXTP_URL", "MLXTP_MODLE", "MLXTP_ZZZ", "MLXTP_QUEUE")
     assert unknown_variables(names) == [
-        "MLXTP_MODLE means nothing here; did you mean MLXTP_MODEL?",
-        "MLXTP_QUEUE means nothing here; did you mean MLXTP_LIMITS_QUEUE?",
-        "MLXTP_ZZZ means nothing here; docs/settings.md has what does",
+        "MLXTP_MODLE is unknown; did you mean MLXTP_MODEL?",
+        "MLXTP_QUEUE is unknown; did you mean MLXTP_LIMITS_QUEUE?",
+        "MLXTP_ZZZ is unknown; docs/settings.md lists all",
     ]
 
 
@@ -652,7 +652,7 @@ def test_what_is_no_file_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: 
                 Path("config.toml").symlink_to("/dev/zero")
             case _:
                 listening.bind("config.toml")
-        assert refusal(tmp_path).startswith(f"{tmp_path / 'config.toml'}: it is no regular file; ")
+        assert refusal(tmp_path).startswith(f"{tmp_path / 'config.toml'}: it is not a regular file; ")
 
 
 def test_a_home_that_is_a_file_has_no_configuration(tmp_path: Path) -> None:

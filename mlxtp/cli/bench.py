@@ -1,4 +1,4 @@
-"""`mlxtp bench`: measures; `bench_speed` and `bench_fabric` say how, and show it."""
+"""`mlxtp bench`: measures speed. `bench_speed` and `bench_fabric` have the details."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..client import AgentClient
 from .options import AsJson, Home
 from .printing import home_of, print_answer
 
+#: Seconds that a measurement may take, on the Mac of any rank 0.
 _BENCH_S = 60.0
-"""How long measuring may take, wherever rank 0 is."""
 
 
 def register(app: typer.Typer) -> None:
@@ -23,14 +23,14 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     fabric: Annotated[
-        bool, typer.Option("--fabric", help="What sums and gathers over the group's links take, by size.")
+        bool, typer.Option("--fabric", help="Measure sums and gathers over the group's links, by size.")
     ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how fast the served model reads and writes, as a table to paste, while nobody else asks.
+    """Measure how fast the served model reads and writes, as a table to paste. Needs an idle endpoint.
 
-    With --fabric: what the links between its ranks take; plans count with it from then on. Needs no API key.
+    With --fabric: measure the links between its ranks. Later plans use the result. Needs no API key.
     """
     if fabric:
         from . import bench_fabric

@@ -1,4 +1,4 @@
-"""`mlxtp bench --fabric`: what was measured of a fabric, as a table with a picture, or as one to paste."""
+"""`mlxtp bench --fabric`: the measurement of a fabric as a table with bars, or in Markdown."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.text import Text
 
 from ..placement.measurements import gather_share, sum_share
 
+#: Characters of the longest bar.
 _BAR = 12
-"""Characters of the longest bar."""
 _PARTS = " ▏▎▍▌▋▊▉█"
 _LEAST_DECADES = 1.0
 
 
 def show(answer: Mapping[str, Any]) -> list[Any]:
-    """What the agent measured, line by line. Times are of the slowest rank."""
+    """Return the agent's measurement, line by line. Times are of the slowest rank."""
     names = " + ".join(answer["names"])
     fences = "fast fences (--fast-fences)" if answer["fast_fences"] else "default fences"
     return [
@@ -32,7 +32,7 @@ def show(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def markdown(answer: Mapping[str, Any]) -> str:
-    """The same without the picture, to be pasted."""
+    """Return the same without bars, as Markdown."""
     first, _, collective, _ = show(answer)
     count, sizes = len(answer["names"]), answer["sizes"]
     sums, gathers = answer["sums_s"], answer["gathers_s"]
@@ -79,7 +79,7 @@ def _table(answer: Mapping[str, Any]) -> Table:
 
 
 def _speeds(sizes: Sequence[int], times: Sequence[float], share: float) -> list[float]:
-    """Bytes/s on one link."""
+    """Return bytes/s on one link."""
     return [size * share / seconds for size, seconds in zip(sizes, times, strict=True)]
 
 
@@ -90,18 +90,18 @@ def _rate(speed: float) -> str:
 def _collective(answer: Mapping[str, Any]) -> str:
     each = f"a collective within a forward: [bold]{duration(answer['collective_s'])}[/]"
     if answer["metal"]:
-        return f"{each}, its fence between GPU and CPU included; placement counts with it"
-    return f"{each}; no GPU computes here, so there are no fences: what those cost shows on Metal only"
+        return f"{each}, its fence between GPU and CPU included; placement uses it"
+    return f"{each}; no GPU computes here, so there are no fences: their cost appears on Metal only"
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """One line about a measurement that is kept."""
+    """Return one line about a stored measurement."""
     day = datetime.fromtimestamp(result["at"]).astimezone().strftime("%Y-%m-%d %H:%M")
     return f"{duration(result['collective_s'])} a collective, measured {day}"
 
 
 def bars(values: Sequence[float], *, logarithmic: bool = False) -> list[str]:
-    """A bar for each of these positive values, the largest one full, to an eighth of a character.
+    """Return a bar for each of these positive values, the largest one full, to an eighth of a character.
 
     On the logarithmic scale the smallest value has the shortest bar.
     """
@@ -120,7 +120,7 @@ def _bar(eighths: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit."""
+    """Format a time with three digits and a unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size or unit == "µs":
             value = seconds / size
@@ -129,7 +129,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(size: int) -> str:
-    """Bytes, in powers of 1024 where they fit."""
+    """Format bytes, in powers of 1024 where they fit."""
     for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size % factor == 0:
             return f"{size // factor} {unit}"

@@ -1,4 +1,4 @@
-"""`mlxtp bench`: how fast the model that is served answers, at its endpoint, as a table to paste."""
+"""`mlxtp bench`: the speed of the served model at its endpoint, as a table to paste."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class BenchAnswer:
-    """One answer. Times are those of one clock, in seconds; `drafted`: tokens that came as right drafts."""
+    """One reply. Times are of one clock, in seconds. `drafted`: tokens that were accepted drafts."""
 
     asked_at: float
     first_at: float
@@ -40,7 +40,7 @@ class BenchAnswer:
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """What was measured. `rate` is in tokens per second: of prompts where they were read, else of answers."""
+    """One measurement. `rate` is in tokens per second: of prompts in rows that read, else of replies."""
 
     what: str
     prompt: int
@@ -51,26 +51,26 @@ class BenchRow:
 
 
 def measure(served: Served, agent: AgentClient, say: Callable[[str], None]) -> dict[str, Any]:
-    """All rows, and what they were measured on.
+    """Measure and return all rows, with the group they were measured on.
 
-    Takes a minute for a model that says 50 tokens a second. Raises UserError while others ask, when the
-    endpoint refuses, or when the group changed meanwhile.
+    Takes a minute for a model that writes 50 tokens a second. Raises UserError while other clients have
+    requests, when the endpoint refuses, or when the group changes.
     """
     before = agent.get("status")
     if before["open_requests"]:
         raise UserError(
-            f"{before['open_requests']} requests are open; speed is measured while nobody else asks",
+            f"{before['open_requests']} requests are open; wait until they have ended",
             Code.NOT_READY,
         )
     rows = list(_rows(_Asker(served, agent.certificate), served.context, say))
     after = agent.get("status")
     if (after["epoch"], after["model"]) != (before["epoch"], before["model"]):
-        raise UserError("the group changed while it was measured; try again", Code.NOT_READY)
+        raise UserError("the group changed during the measurement; try again", Code.NOT_READY)
     return {**_about(before, served), "rows": [asdict(row) for row in rows]}
 
 
 def show(found: Mapping[str, Any]) -> str:
-    """The table, in Markdown, so that it can be pasted."""
+    """Return the table in Markdown."""
     group = f"{found['backend']} of {found['world_size']}" if found["world_size"] > 1 else "one rank"
     kind = f", {found['kind']}" if found["kind"] else ""
     lines = [
@@ -109,7 +109,7 @@ def _machine(member: Mapping[str, Any]) -> str:
 
 
 def _rows(asker: _Asker, context: int, say: Callable[[str], None]) -> Iterator[BenchRow]:
-    """The prompts differ from their first word on, so that no cache helps."""
+    """Measure the rows. Prompts differ from their first word on, so that no cache helps."""
     say("warming up")
     trial = asker.ask(_text(64), 8)
     per_word = trial.prompt / 64
@@ -125,13 +125,13 @@ def _rows(asker: _Asker, context: int, say: Callable[[str], None]) -> Iterator[B
 
 
 def read(answer: BenchAnswer) -> BenchRow:
-    """How fast a prompt was read."""
+    """Return the speed at which a prompt was read."""
     took_s = answer.first_at - answer.asked_at
     return BenchRow("read", answer.prompt, 1, took_s, (answer.prompt - answer.cached) / max(took_s, 1e-9))
 
 
 def wrote(answers: Sequence[BenchAnswer]) -> BenchRow:
-    """How fast answers came, all together; of a single one, from its first token on."""
+    """Return the speed of all replies together. For a single one, time begins at its first token."""
     tokens = sum(answer.tokens for answer in answers)
     firsts = sorted(answer.first_at - answer.asked_at for answer in answers)
     ended_at = max(answer.ended_at for answer in answers)
@@ -145,7 +145,7 @@ def wrote(answers: Sequence[BenchAnswer]) -> BenchRow:
 
 
 def _text(words: int) -> str:
-    """Of words that no other text begins with."""
+    """Return random words with a beginning that no other text has."""
     kinds = _WORDS.split()
     return " ".join([secrets.token_hex(8), *(secrets.choice(kinds) for _ in range(words))])
 
@@ -156,7 +156,7 @@ class _Asker:
         self._certificate = certificate
 
     def ask_at_once(self, texts: Sequence[str], tokens: int) -> list[BenchAnswer]:
-        """An answer to each. Raises UserError for the first that failed."""
+        """Return a reply to each text. Raises UserError for the first that failed."""
         answers: list[BenchAnswer | UserError] = []
 
         def one(text: str) -> None:
@@ -176,7 +176,7 @@ class _Asker:
         return [answer for answer in answers if isinstance(answer, BenchAnswer)]
 
     def ask(self, text: str, tokens: int) -> BenchAnswer:
-        """Exactly so many tokens, whatever they say. Raises UserError."""
+        """Request exactly so many tokens. Raises UserError."""
         body = {
             "model": self._served.model,
             "prompt": text,
@@ -199,11 +199,11 @@ class _Asker:
                     raise UserError(f"the endpoint refused: {_words(response.read())}")
                 return _read(response, asked_at)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise UserError(f"the endpoint broke off: {error}") from None
+            raise UserError(f"the endpoint broke the connection: {error}") from None
 
 
 def _read(lines: http.client.HTTPResponse, asked_at: float) -> BenchAnswer:
-    """An answer from its stream. Empty events before the first token only keep the connection."""
+    """Parse a reply from its stream. Empty events before the first token only keep the connection."""
     first_at = ended_at = 0.0
     usage: Mapping[str, Any] | None = None
     for line in lines:
@@ -212,12 +212,12 @@ def _read(lines: http.client.HTTPResponse, asked_at: float) -> BenchAnswer:
         now = time.perf_counter()
         event = json.loads(line[6:])
         if "error" in event:
-            raise UserError(f"an answer failed: {event['error'].get('message')}")
+            raise UserError(f"a reply failed: {event['error'].get('message')}")
         if any(choice["text"] or choice["finish_reason"] for choice in event.get("choices", ())):
             first_at, ended_at = first_at or now, now
         usage = event.get("usage") or usage
     if usage is None or not first_at:
-        raise UserError("an answer ended before it was complete")
+        raise UserError("a reply ended before it was complete")
     prompt = usage.get("prompt_tokens_details") or {}
     details = usage.get("completion_tokens_details") or {}
     return BenchAnswer(

@@ -1,4 +1,4 @@
-"""`mlxtp chat`: a conversation with the model that is served here. It is kept in memory, until /save."""
+"""`mlxtp chat`: a conversation with the model of this Mac's endpoint. It is kept in memory, until /save."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from .printing import when_started
 PROMPT = ">>> "
 MORE = "... "
 QUOTES = '"""'
+#: Least seconds between two drawings of a reply in progress.
 REDRAW_S = 0.1
-"""How often an answer that is being written is drawn, at most."""
+#: Drawing may take one part in so many of the time, because the Mac computes the reply, too.
 SHARE = 10
-"""Drawing takes one part of so many of the time: a Mac that answers has better things to do."""
+#: Least seconds of a reply for a meaningful speed.
 MEASURED_S = 0.1
-"""An answer that came faster says nothing of the speed: it may have come at once."""
 COMMANDS = {
-    "/clear": "forget what was said",
-    "/system": "/system TEXT: how the model should answer from now on; without a text, as it likes",
-    "/save": "/save FILE: write the conversation to a new file, as JSON if it is called so, else as Markdown",
-    "/help": "this",
+    "/clear": "forget the conversation",
+    "/system": "/system TEXT: instructions for the model from now on; without a text, none",
+    "/save": "/save FILE: write the conversation to a new file, as JSON if it is called .json, else Markdown",
+    "/help": "show this list",
     "/quit": "leave, as Ctrl-D does",
 }
 
@@ -53,20 +53,20 @@ def chat(
         str | None,
         typer.Argument(
             metavar="[PROMPT]",
-            help="Ask this and end. What comes through a pipe is asked too, below it.",
+            help="Send this and end. Piped input is appended to it.",
         ),
     ] = None,
-    system: Annotated[str, typer.Option(metavar="TEXT", help="How the model should answer.")] = "",
+    system: Annotated[str, typer.Option(metavar="TEXT", help="Instructions for the model.")] = "",
     model: Annotated[
         str,
         typer.Option(
-            help="Another than the one that is loaded, where that may be asked for.",
+            help="Another model than the loaded one, where the agent loads on request.",
             autocompletion=shell_completion.models,
         ),
     ] = "default",
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Most tokens of an answer. Default: what there is room for."),
+        typer.Option(min=1, metavar="N", help="Most tokens of a reply. Default: all that fit."),
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(min=0, max=2, metavar="T", help="From 0 to 2. Default: the model's own.")
@@ -74,11 +74,11 @@ def chat(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Talk to the model that is served here. Needs no API key.
+    """Talk to the model that this Mac's endpoint serves. Needs no API key.
 
-    Ctrl-C stops an answer; twice, it leaves. /system TEXT says how to answer, /clear forgets what was said,
-    /save FILE writes it to a new file, /quit leaves; the arrows find what was typed before. Without /save
-    nothing is kept.
+    Ctrl-C stops a reply; twice, it leaves. /system TEXT sets instructions, /clear forgets the conversation,
+    /save FILE writes it to a new file, /quit leaves. The arrow keys find earlier lines. Without /save nothing
+    is kept.
     """
     options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     talk = Talk(home_folder(home).resolve(), {k: v for k, v in options.items() if v is not None}, system)
@@ -87,11 +87,11 @@ def chat(
         ChatScreen(talk).run()
         return
     if as_json and prompt is None and alone:
-        raise typer.BadParameter("--json goes with a prompt, or with one that comes through a pipe")
+        raise typer.BadParameter("--json needs a prompt, as an argument or through a pipe")
     piped = "" if alone and prompt is not None else sys.stdin.buffer.read().decode(errors="replace")
     asked = "\n\n".join(part for part in (prompt or "", piped.strip()) if part)
     if not asked:
-        raise UserError('there is nothing to ask; `mlxtp chat "Why is the sky blue?"` asks something')
+        raise UserError('the prompt is empty; type one, such as `mlxtp chat "Why is the sky blue?"`')
     _ask_once(talk, asked, as_json=as_json)
 
 
@@ -105,21 +105,21 @@ class Talk:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str) -> Generator[Piece]:
-        """The pieces of the answer to `text`, which is not said yet: `said` does that."""
+        """Yield the pieces of the reply to `text`. `add_exchange` then adds both to the conversation."""
         return AgentClient(self.home).ask(
             {**self.options, "messages": [*self.all(), {"role": "user", "content": text}]}
         )
 
     def add_exchange(self, text: str, answer: str) -> None:
-        """A question and its answer, of which both go into the next request."""
+        """Add a question and its reply, which both go into the next request."""
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
     def all(self) -> list[dict[str, str]]:
-        """Every message, what is wished of the model first."""
+        """Return every message, the system prompt first."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
 
     def save(self, path: Path) -> None:
-        """Write it. Raises UserError when there is something already, or nothing can be written."""
+        """Write it to a new file. Raises UserError if the file exists or cannot be written."""
         if path.suffix == ".json":
             content = (
                 json.dumps({**self.options, "messages": self.all()}, ensure_ascii=False, indent=2) + "\n"
@@ -134,7 +134,7 @@ class Talk:
 
 
 def _ask_once(talk: Talk, asked: str, *, as_json: bool) -> None:
-    """Print the answer alone, as it comes. Raises MlxtpError when there is none."""
+    """Print only the reply, as a stream. Raises MlxtpError when there is none."""
     when_started(talk.home)
     answer = EndpointAnswer(time.monotonic())
     with closing(talk.ask(asked)) as pieces:
@@ -159,22 +159,22 @@ def _as_json(answer: EndpointAnswer) -> dict[str, Any]:
 
 
 class ChatScreen:
-    """A terminal with somebody before it."""
+    """A conversation in an interactive terminal."""
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
         self._console = Console(highlight=False)
         self._plain = self._console.is_dumb_terminal
+        #: True while the last event was Ctrl-C.
         self._stopped = False
-        """Whether the last thing that happened was Ctrl-C."""
 
     def run(self) -> None:
-        """Until somebody leaves. Raises UserError when no agent runs at the start."""
+        """Read lines until the user leaves. Raises UserError when no agent runs at the start."""
         _, status = when_started(self._talk.home)
         served = status["model"] or f"no model yet ({status['state']})"
-        self._console.print(Text.assemble((served, "cyan"), "   /help lists what there is, Ctrl-D leaves"))
+        self._console.print(Text.assemble((served, "cyan"), "   /help lists the commands, Ctrl-D leaves"))
         with suppress(ImportError):
-            import readline  # noqa: F401  # from now on lines can be edited, and the arrows find earlier ones
+            import readline  # noqa: F401  # enables line editing, and the arrow keys for earlier lines
         while True:
             try:
                 line = self._read()
@@ -192,7 +192,7 @@ class ChatScreen:
                 self._say("Ctrl-C again, or Ctrl-D, leaves")
 
     def _turn(self, line: str) -> bool:
-        """What comes of a line. False: leave."""
+        """Handle a line. False: leave."""
         if line.startswith("/"):
             return self._obey(line.strip())
         if text := line.strip():
@@ -200,7 +200,7 @@ class ChatScreen:
         return True
 
     def _read(self) -> str:
-        """What was typed."""
+        """Read what the user types."""
         line = input(PROMPT)
         if line.startswith(QUOTES):
             line = self._read_quoted(line.removeprefix(QUOTES))
@@ -213,7 +213,7 @@ class ChatScreen:
         return "\n".join(lines).rstrip().removesuffix(QUOTES)
 
     def _obey(self, text: str) -> bool:
-        """Do what a line with / says. False: leave."""
+        """Run a command that begins with /. False: leave."""
         command, _, rest = text.partition(" ")
         rest = rest.strip()
         if command == "/quit":
@@ -223,7 +223,7 @@ class ChatScreen:
             self._say("forgotten")
         elif command == "/system":
             self._talk.system = rest
-            self._say("from now on it should answer so" if rest else "it may answer as it likes")
+            self._say("the instructions are set" if rest else "the instructions are removed")
         elif command == "/save":
             self._save(rest)
         elif command == "/help":
@@ -232,13 +232,13 @@ class ChatScreen:
             self._say(f"{QUOTES} begins and ends a text of several lines")
         else:
             near = get_close_matches(command, COMMANDS, n=1)
-            meant = f"did you mean {near[0]}?" if near else "/help lists what there is."
-            self._complain(f"{command} is not known; {meant} A space before it sends it as it stands.")
+            meant = f"did you mean {near[0]}?" if near else "/help lists the commands."
+            self._complain(f"{command} is not known; {meant} A space before it sends it as text.")
         return True
 
     def _save(self, name: str) -> None:
         if not name:
-            self._complain("/save takes the name of a file, such as /save talk.md")
+            self._complain("/save needs the name of a file, such as /save talk.md")
             return
         try:
             self._talk.save(Path(name))
@@ -248,7 +248,7 @@ class ChatScreen:
             self._say(f"written to {name}")
 
     def _answer(self, text: str) -> None:
-        """Ask, and show what comes, until its end, Ctrl-C or an error."""
+        """Send a message and show the reply until its end, Ctrl-C or an error."""
         answer, note = EndpointAnswer(time.monotonic()), ""
         try:
             with closing(self._talk.ask(text)) as pieces:
@@ -264,7 +264,7 @@ class ChatScreen:
             self._talk.add_exchange(text, answer.text)
 
     def _write(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
-        """On a terminal that can only go on writing."""
+        """Write the reply on a terminal that cannot redraw."""
         try:
             for piece in pieces:
                 answer.add(piece, time.monotonic())
@@ -273,7 +273,7 @@ class ChatScreen:
             self._console.print()
 
     def _draw(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
-        """On one that can draw again what has changed."""
+        """Draw the reply on a terminal that can redraw."""
         from rich.live import Live
 
         from .markdown import Drawn, settled
@@ -298,7 +298,7 @@ class ChatScreen:
                 self._console.print(Drawn(answer.text[standing:]), end="")
 
     def _await_text(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
-        """Show that something is on its way, until there is a first text, or no more of anything."""
+        """Show progress until the first text, or the end of the reply."""
         with self._console.status("", spinner="line") as shown:
             for piece in pieces:
                 answer.add(piece, time.monotonic())
@@ -326,5 +326,5 @@ def _speed(answer: EndpointAnswer) -> str:
     if answer.first_at is not None:
         parts.append(f"first token after {answer.ttft_s * 1000:.0f} ms")
     if answer.finish_reason == "length":
-        parts.append("cut: no room for more")
+        parts.append("cut: the limit of tokens is reached")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""The commands that tell a running agent something: serve, unload, drain, token, page, cluster."""
+"""Commands for a running agent: serve, unload, drain, token, page, cluster."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .options import AsJson, Home
 from .printing import home_of, print_answer, typed
 from .status import admissions_shown, members_shown, status
 
+#: Seconds that an agent may take to look up a model on the Hub.
 _HUB_S = 60.0
-"""How long an agent may take to ask the Hub what a model is."""
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
     app.command()(token)
     app.command()(page)
     cluster = typer.Typer(
-        no_args_is_help=True, help="Who belongs to the cluster: list members, remove one, or leave."
+        no_args_is_help=True, help="Members of the cluster: list them, remove one, or leave."
     )
     cluster.command()(members)
     cluster.command()(remove)
@@ -46,7 +46,7 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model folder that every Mac has, a plain name for one that is in a --model-folder of "
+            help="A model folder that every Mac has, the plain name of one in a --model-folder of "
             "each, or an id on the Hugging Face Hub (OWNER/NAME).",
             autocompletion=shell_completion.models,
         ),
@@ -55,14 +55,14 @@ def serve(
         str,
         typer.Option(
             metavar=BY_KEY["nodes"].metavar,
-            help="How many Macs to spread it over; auto: as many as are fastest. Default: as said last.",
+            help="How many Macs to spread it over; auto: as many as are fastest. Default: unchanged.",
             autocompletion=shell_completion.words(BY_KEY["nodes"].metavar),
         ),
     ] = "",
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which model the cluster shall serve from now on. Works on any Mac of it."""
+    """Set the model the cluster serves. Works on any member."""
     from ..models.names import lasting_name
 
     if nodes:
@@ -74,27 +74,32 @@ def serve(
 
 
 def unload(home: Home = None, as_json: AsJson = False) -> None:
-    """Have the cluster serve no model any more. Works on any Mac of it."""
-    print_answer(AgentClient(home_of(home)).post("unload"), as_json, lambda _: "nothing shall be served")
+    """Stop serving a model. Works on any member."""
+    print_answer(AgentClient(home_of(home)).post("unload"), as_json, lambda _: "no model is configured")
 
 
 def drain(
     within: Annotated[
         str | None,
-        typer.Option(metavar="SECONDS", help="End then, whatever is open. Default: as long as it takes."),
+        typer.Option(
+            metavar="SECONDS", help="End after that time, even with open requests. Default: no limit."
+        ),
     ] = None,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop mlxtp on this Mac once its requests are done: no new ones, and other Macs go on if they can."""
+    """Stop mlxtp on this Mac once its requests are done.
+
+    It accepts no new ones; other Macs go on if they can.
+    """
     cut = drain_agent(home_of(home), within)
     print_answer({"ended": True, "cut": cut}, as_json, _drained)
 
 
 def drain_agent(folder: Path, within: str | None) -> int:
-    """Drain the agent of a home, and wait until it has ended. Returns how many requests were cut.
+    """Drain the agent of a home, and wait until it has ended. Returns the number of requests that were cut.
 
-    Raises UserError when none runs there, ConfigError when `within` is no number of seconds.
+    Raises UserError when none runs there, ConfigError when `within` is not a number of seconds.
     """
     if within is not None:
         with typed():
@@ -105,7 +110,7 @@ def drain_agent(folder: Path, within: str | None) -> int:
         while not progress["over"]:
             try:
                 progress = client.get("progress")
-            except UserError:  # it ended between two questions
+            except UserError:  # it ended between two requests
                 break
             shown.update(_drain_line(progress))
         shown.update("ending")
@@ -114,7 +119,7 @@ def drain_agent(folder: Path, within: str | None) -> int:
 
 
 def token(home: Home = None, as_json: AsJson = False) -> None:
-    """Print a join token: it lets one more Mac in, within 15 minutes, by `mlxtp node --join TOKEN` there."""
+    """Print a join token. It admits one more Mac within 15 minutes, with `mlxtp node --join TOKEN` there."""
     answer = AgentClient(home_of(home)).post("token")
     print_answer(answer, as_json, lambda a: str(a["token"]))
 
@@ -124,9 +129,9 @@ def page(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print where the page of this Mac's agent is, with the key by which it may load models.
+    """Print the address of the agent's page, with a key that permits it to load models.
 
-    The key counts until the agent ends. Whoever has the address can do what the commands here can.
+    The key is valid until the agent ends. Any user with the address can do what these commands can.
     """
     client = AgentClient(home_of(home))
     client.get("status")
@@ -137,7 +142,7 @@ def page(
 
 
 def members(home: Home = None, as_json: AsJson = False) -> None:
-    """List every Mac that belongs to the cluster, present or not, and who let it in, from where and when."""
+    """List every member of the cluster, present or not, and which Mac admitted it, from where and when."""
     answer = AgentClient(home_of(home)).get("members")
     print_answer(answer, as_json, lambda a: [*members_shown(a), *admissions_shown(a)])
 
@@ -154,15 +159,15 @@ def remove(
         bool | None,
         typer.Option(
             "--with-admitted/--without-admitted",
-            help="Remove also the Macs that it let in. Default: ask in a terminal, else name them.",
+            help="Also remove the Macs that it admitted. Default: ask in a terminal, else list them.",
         ),
     ] = None,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take another Mac out of the cluster, here or away. It comes back only with a new join token.
+    """Remove another Mac from the cluster, present or away. It can rejoin only with a new join token.
 
-    Join tokens for which it asked are void from then on.
+    Join tokens that it requested become void.
     """
     if not node.strip():
         raise UserError("which member? Its name, or the beginning of its id: see `mlxtp cluster members`")
@@ -170,7 +175,7 @@ def remove(
     if with_admitted is None and not as_json and sys.stdin.isatty():
         found = client.post("let_in", node=node)
         if found["let_in"]:
-            with_admitted = typer.confirm(f"{found['name']} let in {_names(found)}. Remove them too?")
+            with_admitted = typer.confirm(f"{found['name']} admitted {_names(found)}. Remove them too?")
     answer = client.post("remove", node=node, with_admitted="yes" if with_admitted else "")
     print_answer(answer, as_json, _removed)
 
@@ -180,13 +185,13 @@ def leave(
         bool,
         typer.Option(
             "--force",
-            help="Also if this Mac founded a cluster of several: nobody can join it afterwards.",
+            help="Also if this Mac founded a cluster of several: no Mac can join it afterwards.",
         ),
     ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take this Mac out of its cluster. A running agent tells the others, and ends."""
+    """Remove this Mac from its cluster. A running agent informs the others, and ends."""
     from ..cluster import saved_state
     from ..identity.store import Store
 
@@ -203,7 +208,7 @@ def leave(
         if identity.authority is not None and not alone and not force:
             raise UserError(
                 "this Mac founded its cluster and alone can let others in; `mlxtp cluster leave --force` "
-                "leaves all the same"
+                "leaves anyway"
             ) from None
         Store(folder).leave()
         answer = {"left": identity.cluster_id, "members": 0 if alone else None}
@@ -215,22 +220,22 @@ def _names(answer: Mapping[str, Any]) -> str:
 
 
 def _removed(answer: Mapping[str, Any]) -> list[str]:
-    lines = [f"{answer['removed']} is no member any more"]
+    lines = [f"{answer['removed']} is no longer a member"]
     if answer["let_in"] and answer["with_admitted"]:
-        lines.append(f"nor are the Macs that it let in: {_names(answer)}")
+        lines.append(f"nor are the Macs that it admitted: {_names(answer)}")
     elif answer["let_in"]:
-        lines.append(f"it let in {_names(answer)}, still members: `mlxtp cluster remove` takes them out")
+        lines.append(f"it admitted {_names(answer)}, still members: `mlxtp cluster remove` removes them")
     if answer["others"] and not answer["saved_by"]:
         lines.append("no other Mac has this on its disk yet; keep this one on until `mlxtp status` shows one")
     return [escape(line) for line in lines]
 
 
 def _wished(answer: Mapping[str, Any]) -> str:
-    looking = "`mlxtp status` shows how far it is"
+    looking = "`mlxtp status` shows the progress"
     if not answer.get("coming"):
-        return f"{answer['model']} shall be served; {looking}"
+        return f"{answer['model']} is now the model to serve; {looking}"
     until = answer["until_then"]
-    return f"{answer['model']} is on its way, and served once it is here; until then {until} is. {looking}"
+    return f"{answer['model']} is downloading, and served once complete; until then {until} is. {looking}"
 
 
 def _drain_line(progress: Mapping[str, Any]) -> str:
@@ -246,5 +251,5 @@ def _drained(answer: Mapping[str, Any]) -> str:
 def _farewell(answer: Mapping[str, Any]) -> str:
     left = f"this Mac left cluster {answer['left']}"
     if answer["members"] is None:
-        return f"{left}; its agent did not run, so run `mlxtp cluster remove` on another member too"
+        return f"{left}; its agent did not run, so also run `mlxtp cluster remove` on another member"
     return left

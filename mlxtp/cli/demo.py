@@ -1,4 +1,4 @@
-"""`mlxtp demo`: a cluster on this machine, one question over HTTP, and what each stage took."""
+"""`mlxtp demo`: a cluster on this machine, one chat request, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _GROUP_STAGES = ("formed", "proven")
 
 @dataclass(frozen=True, slots=True)
 class DemoAnswer:
-    """One streamed answer. `tokens_per_second` counts the tokens after the first."""
+    """One streamed reply. `tokens_per_second` counts the tokens after the first."""
 
     text: str
     tokens: int
@@ -50,14 +50,14 @@ class DemoAnswer:
 
 
 class DemoConsole(Console):
-    """A console whose reader may leave; rich would end the process from whichever task printed last."""
+    """A console whose reader may leave. rich would end the process from the task that printed last."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 class DemoView:
-    """What a person sees."""
+    """Output of the demo."""
 
     def __init__(self, console: Console, settings: Settings) -> None:
         self._console = console
@@ -71,7 +71,7 @@ class DemoView:
         self._console.print(f"[bold]mlxtp[/]  {ranks}, {how}, model [cyan]{escape(s.model)}[/]\n")
 
     def stage(self, name: str, seconds: float) -> None:
-        """A stage was reached, `seconds` after the start."""
+        """Show a stage that was reached `seconds` after the start."""
         took = seconds - max(self.stages.values(), default=0.0)
         self.stages[name] = seconds
         if self._settings.ranks == 1 and name in _GROUP_STAGES:
@@ -105,7 +105,7 @@ class DemoView:
 
 
 async def run(settings: Settings, prompt: str | None, view: DemoView, *, once: bool) -> dict[str, Any]:
-    """Start, ask, and either return the outcome or serve until cancelled.
+    """Start, send the prompt, and either return the outcome or serve until cancelled.
 
     Raises ConfigError, ModelError or GroupError when the cluster does not get ready.
     """
@@ -124,7 +124,7 @@ async def run(settings: Settings, prompt: str | None, view: DemoView, *, once: b
             if not once:
                 view.serving(agent.url)
                 await asyncio.shield(agent.over)
-        except asyncio.CancelledError:  # Ctrl-C ends a demo: do not report the answers that it cuts off
+        except asyncio.CancelledError:  # after Ctrl-C, do not report the replies that it cuts off
             logging.getLogger("mlxtp").setLevel(logging.ERROR)
             raise
     return {
@@ -141,10 +141,10 @@ async def run(settings: Settings, prompt: str | None, view: DemoView, *, once: b
 def ask(
     url: str, prompt: str, on_text: Callable[[str], None], key: str = "", certificate: str = ""
 ) -> DemoAnswer:
-    """Ask the endpoint at `url`, with an API key if it wants one, and stream the answer. Blocks.
+    """Send a request to the endpoint at `url`, with an API key if it requires one, and stream the reply.
+    Blocks.
 
-    `certificate` (PEM) is the one that an https:// endpoint has to show. Raises as `endpoint_client.ask`
-    does.
+    `certificate` (PEM) is the one that an https:// endpoint must show. Raises as `endpoint_client.ask` does.
     """
     body = {
         "model": "default",
@@ -162,6 +162,6 @@ def ask(
 
 @contextlib.contextmanager
 def temporary_home() -> Iterator[Path]:
-    """A home that is gone afterwards, for when no other was asked for."""
+    """Return a home that is deleted afterwards, for a user who names none."""
     with tempfile.TemporaryDirectory(prefix="mlxtp-demo-") as folder:
         yield Path(folder)

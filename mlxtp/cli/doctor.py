@@ -1,4 +1,4 @@
-"""`mlxtp doctor`: asks the agent what is in the way, or looks for itself; and shows why a group failed."""
+"""`mlxtp doctor`: prints the agent's report, or one of its own, or why a group failed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..errors import Exit, UserError
 from .options import AsJson, Home
 from .printing import home_of, print_json
 
+#: Seconds that a report may take; `system_profiler` alone has 20 s.
 ASK_S = 60.0
-"""How long looking may take; `system_profiler` alone has 20 s."""
 
 
 def register(app: typer.Typer) -> None:
@@ -29,21 +29,23 @@ def doctor(
         list[Path] | None,
         typer.Argument(
             metavar="[FOLDER]...",
-            help="With --postmortem: what is kept of a failure, on one Mac or several.",
+            help="With --postmortem: folders of a failure, from one Mac or several.",
             show_default="the newest",
         ),
     ] = None,
     postmortem: Annotated[
         bool,
-        typer.Option("--postmortem", help="Why a group failed: its ranks' last steps, and the likely cause."),
+        typer.Option(
+            "--postmortem", help="Show why a group failed: its ranks' last steps, and the likely cause."
+        ),
     ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look at this machine, its network and the other members: what is in the way, and what mends it.
+    """Examine this machine, its network and the other members, and print problems with their remedies.
 
-    A running agent looks from within; without one, this command does. Nothing is changed. The exit status is
-    1 when there is an error, 0 with warnings.
+    A running agent does it; without one, this command does. Nothing is changed. The exit status is 1 when
+    there is an error, 0 with warnings.
     """
     if postmortem:
         _show_failures(folders, home_of(home), as_json=as_json)
@@ -62,7 +64,7 @@ def doctor(
 
 
 def _report(home: Path | None) -> Mapping[str, Any]:
-    """The agent's, or this command's own where no agent answers."""
+    """Return the agent's report, or this command's own where no agent replies."""
     folder, problem = home_of(home), ""
     if agent_runs(folder):
         try:
@@ -73,7 +75,7 @@ def _report(home: Path | None) -> Mapping[str, Any]:
 
     from ..diagnostics.checkup import Checkup
 
-    settings = resolve_settings({"home": folder}, refuse=lambda _: None)  # the report says what is wrong
+    settings = resolve_settings({"home": folder}, refuse=lambda _: None)  # the report has the errors
     return asyncio.run(Checkup(settings, problem).report())
 
 
@@ -87,7 +89,7 @@ def _show(report: Mapping[str, Any]) -> None:
 
 
 def _show_failures(folders: list[Path] | None, home: Path, *, as_json: bool) -> None:
-    """Needs no agent; a running one is asked for what other members keep."""
+    """Print failures. Needs no agent; a running one fetches the files of other members."""
     from ..diagnostics import postmortem as examining
 
     def ask(epoch: int, epoch_id: str) -> list[dict[str, Any]]:

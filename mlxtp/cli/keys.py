@@ -1,4 +1,4 @@
-"""`mlxtp key`: makes API keys, lists them, and ends them. It needs no agent; one that runs takes notice."""
+"""`mlxtp key`: creates, lists and revokes API keys. It needs no agent; a running one applies the change."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .shell_completion import keys
 
 Home = Annotated[
     Path | None,
-    typer.Option(help="The keys of which agent, if it was started with a --home; also MLXTP_HOME."),
+    typer.Option(help="Home of the agent, if it was started with a --home; also MLXTP_HOME."),
 ]
 _HOW = """
-That is the key of {name}. It is shown this once: only a hash of it is kept. Clients send it as
+This is the key of {name}. It is shown only once: mlxtp keeps a hash of it. Clients send it as
 `Authorization: Bearer KEY` or as `x-api-key: KEY`; most call it the API key. A running agent
-takes it from now on, on this Mac only: each Mac has keys of its own.
+accepts it from now on, on this Mac only: each Mac has keys of its own.
 """
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     key = typer.Typer(
-        no_args_is_help=True, help="API keys, for programs on other machines: make one, list them, end one."
+        no_args_is_help=True, help="API keys, for programs on other machines: create, list and revoke them."
     )
     key.command()(create)
     key.command(name="list")(list_)
@@ -44,7 +44,9 @@ def register(app: typer.Typer) -> None:
 
 
 def create(
-    name: Annotated[str, typer.Argument(help="Whose it is, such as laptop: letters, digits, . - and _.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of its owner, such as laptop: letters, digits, . - and _.")
+    ],
     per_minute: Annotated[
         int | None,
         typer.Option(
@@ -55,12 +57,12 @@ def create(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make an API key for this Mac's endpoint and print it, once."""
+    """Create an API key for this Mac's endpoint and print it, once."""
     with typed():
         check_name(name)
         check_rate(per_minute or 0)
         if per_minute is not None and per_minute < 1:
-            raise UserError(f"--per-minute {per_minute}: a key has at least one request a minute")
+            raise UserError(f"--per-minute {per_minute}: a key needs at least one request a minute")
     made, text = _keys(home).create(name, per_minute or 0, time.time())
     if as_json:
         print_json({"key": text, **_row(made, {})})
@@ -70,7 +72,7 @@ def create(
 
 
 def list_(home: Home = None, as_json: AsJson = False) -> None:
-    """List the API keys of this Mac's endpoint: when each was made, and last used."""
+    """List the API keys of this Mac's endpoint, with the times when each was created and last used."""
     file = _keys(home)
     used = _used(file.path.parent)
     rows = [_row(key, used) for key in file.load()]
@@ -87,16 +89,16 @@ def revoke(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """End an API key: within a second it opens nothing any more."""
+    """Revoke an API key. The endpoint refuses it within a second."""
     left = _keys(home).revoke(name)
     if as_json:
         print_json({"revoked": name, "left": left})
         return
-    print(f"the key of {name} opens nothing any more")
+    print(f"the key of {name} is revoked")
     if not left:
         print(
-            "that was the last one: now programs on this Mac need no key (unless --api-keys always), and "
-            "those on others are not answered"
+            "that was the last one: programs on this Mac need no key now (unless --api-keys always), and "
+            "those on other machines are refused"
         )
 
 
@@ -105,7 +107,7 @@ def _keys(home: Path | None) -> KeyFile:
 
 
 def _used(home: Path) -> Mapping[str, int]:
-    """When keys were last used, by the agent that runs there; nothing where none does."""
+    """Return when keys were last used, from the agent that runs there; empty without one."""
     try:
         return {str(name): int(at) for name, at in AgentClient(home).get("keys")["used"].items()}
     except UserError:
@@ -133,5 +135,5 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _when(at: int | None) -> str:
-    """A time in seconds since 1970, as clocks here show it."""
+    """Format a time in seconds since 1970 as local time."""
     return "-" if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M")

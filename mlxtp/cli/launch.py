@@ -1,4 +1,4 @@
-"""`mlxtp launch`: start another program so that it uses the endpoint of this Mac."""
+"""`mlxtp launch`: starts another program with the settings to use this Mac's endpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..errors import Code, UserError, why_not_written
 from .printing import typed, when_started
 from .programs import PROGRAMS, Program, Served, Setup, Variables
 
-FOLDER = "launch"  # of a home: files that programs are pointed to
+FOLDER = "launch"  # of a home: files for the programs
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +31,7 @@ def launch(
         str,
         typer.Argument(
             metavar="APP",
-            help=f"Which program: {', '.join(PROGRAMS)}.",
+            help=f"The program: {', '.join(PROGRAMS)}.",
             autocompletion=lambda: list(PROGRAMS),
         ),
     ],
@@ -44,33 +44,33 @@ def launch(
     ] = False,
     key: Annotated[
         str,
-        typer.Option(metavar="KEY", help="The API key, where the endpoint asks for one; also MLXTP_KEY."),
+        typer.Option(metavar="KEY", help="The API key, where the endpoint requires one; also MLXTP_KEY."),
     ] = "",
     home: Annotated[
         Path | None,
-        typer.Option(help="The endpoint of which agent, if it was started with a --home; also MLXTP_HOME."),
+        typer.Option(help="Home of the agent, if it was started with a --home; also MLXTP_HOME."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --print: print one JSON object, also for an error.")
     ] = False,
 ) -> None:
-    """Start a coding agent, such as Claude Code, so that it uses the model that is served here.
+    """Start a coding agent, such as Claude Code, that uses the model served here.
 
-    It gets variables and arguments, which are printed first. Its own files stay as they are, and settings in
-    them, such as `env` in ~/.claude/settings.json, still count.
+    It gets variables and arguments, which are printed first. Its own files are not changed, and settings in
+    them, such as `env` in ~/.claude/settings.json, still apply.
     """
     if as_json and not print_only:
         raise typer.BadParameter("--json goes with --print")
     if app_name not in PROGRAMS:
         with typed():
-            raise UserError(f"{app_name} is not known here; known are: {', '.join(PROGRAMS)}")
+            raise UserError(f"{app_name} is unknown; known programs: {', '.join(PROGRAMS)}")
     chosen = PROGRAMS[app_name]
     path = "" if print_only else find_program(chosen)
     served = find_served(home_folder(home).resolve(), key or os.environ.get("MLXTP_KEY", ""))
     if served.context < chosen.least_context:
         typer.echo(
             f"mlxtp: {served.model} has a context of {served.context} tokens, of which {app_name} needs "
-            f"{chosen.least_context} or more: expect it to fail",
+            f"{chosen.least_context} or more: it will probably fail",
             err=True,
         )
     setup = chosen.setup(served)
@@ -91,22 +91,22 @@ def launch(
 
 
 def find_served(home: Path, key: str) -> Served:
-    """Return what the agent of this home serves to clients with the API key `key`.
+    """Return the model that the agent of this home serves to clients with the API key `key`.
 
-    Raises UserError when no agent runs, no model is loaded, or the key is not taken.
+    Raises UserError when no agent runs, no model is loaded, or the key is refused.
     """
     client, status = when_started(home)
     if not status["model"]:
         why = f": {status['reason']}" if status["reason"] else ""
         raise UserError(
             f"no model is loaded ({status['state']}{why}); `mlxtp serve MODEL` loads one, and `mlxtp status` "
-            "shows how far it is",
+            "shows the progress",
             Code.NOT_READY,
         )
     listed = {str(model["id"]): model for model in client.models(key)}
-    model = listed.get(status["model"])  # others may be listed that would be loaded first
+    model = listed.get(status["model"])  # other models may be listed that a request would load first
     if model is None:
-        raise UserError("the model is just being replaced; try again in a moment", Code.NOT_READY)
+        raise UserError("the model is being replaced; try again", Code.NOT_READY)
     from ..api.https_certificates import OWN_CERTIFICATE
 
     own = home / OWN_CERTIFICATE
@@ -123,23 +123,23 @@ def find_served(home: Path, key: str) -> Served:
 
 
 def find_program(program: Program) -> str:
-    """Return its path. Raises UserError when it is not installed."""
+    """Return the program's path. Raises UserError when it is not installed."""
     for place in (program.command, *map(os.path.expanduser, program.elsewhere)):
         if found := shutil.which(place):
             return found
     raise UserError(
-        f"{program.command} is not installed, or not on PATH; how to install it: {program.install}"
+        f"{program.command} is not installed, or not on PATH; to install it, see {program.install}"
     )
 
 
 def changed(environment: Mapping[str, str], variables: Variables) -> dict[str, str]:
-    """The environment with these variables."""
+    """Return the environment with these variables."""
     kept = {name: value for name, value in environment.items() if name not in variables}
     return kept | {name: value for name, value in variables.items() if value is not None}
 
 
 def summary(app_name: str, served: Served, setup: Setup) -> Iterator[str]:
-    """Lines for people: what the program uses, and what was set for that. Keys are not shown."""
+    """Yield lines for people: the model, and the settings for the program. Keys are not shown."""
     gone = [name for name, value in setup.variables.items() if value is None]
     kept = [name for name in setup.variables if name not in gone]
     yield f"mlxtp: {app_name} uses {served.model} ({served.context:,} tokens) at {served.url}"
@@ -155,7 +155,7 @@ def summary(app_name: str, served: Served, setup: Setup) -> Iterator[str]:
 
 
 def as_shell(program: Program, setup: Setup) -> Iterator[str]:
-    """Lines for `eval` in sh, bash or zsh. Arguments come as a function by the program's name."""
+    """Yield lines for `eval` in sh, bash or zsh. Arguments become a function with the program's name."""
     for name, value in setup.variables.items():
         yield f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}"
     if setup.arguments:
@@ -163,7 +163,7 @@ def as_shell(program: Program, setup: Setup) -> Iterator[str]:
 
 
 def _write(file: Path, content: object) -> None:
-    """Raises UserError when it cannot be written."""
+    """Write the file as JSON. Raises UserError when it cannot be written."""
     try:
         file.parent.mkdir(mode=0o700, exist_ok=True)
         file.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -54,25 +54,25 @@ def node(join: Join = None, home: NodeHome = None, **flags: object) -> None:
     try:
         settings = _settings({"home": home, **flags})
     except ConfigError as error:
-        error.exit_status = Exit.MISTYPED  # nobody has to start it again before that is corrected
+        error.exit_status = Exit.MISTYPED  # launchd and systemd do not restart after this status
         raise
     join = resolve_join(join, _read_token)
     several = settings.ranks > 1
     if several and join is not None:
-        raise typer.BadParameter("in a cluster each Mac has one rank; leave --ranks away")
+        raise typer.BadParameter("in a cluster each Mac has one rank; omit --ranks")
     if settings.alone and join is not None:
-        raise typer.BadParameter("--alone keeps this Mac out of every cluster; leave it away to join one")
+        raise typer.BadParameter("--alone keeps this Mac out of every cluster; omit it to join one")
     settings = replace(settings, cluster=not (settings.alone or several), join=join)
     _log(settings.log_format, settings.log_file)
     for warning in unknown_variables(tuple(os.environ)):
         logging.getLogger("mlxtp").warning("%s", warning)
     for folder in settings.model_folders:
         if not Path(folder).is_dir():
-            logging.getLogger("mlxtp").warning("--model-folder %s: there is no such folder", folder)
+            logging.getLogger("mlxtp").warning("--model-folder %s: the folder does not exist", folder)
     try:
         _run(_node(settings))
     except MlxtpError as error:
-        if settings.log_file:  # whose reader does not see standard error
+        if settings.log_file:  # the reader of a log file does not see standard error
             logging.getLogger("mlxtp").error("%s", error.detail)
         raise
 
@@ -81,14 +81,14 @@ def node(join: Join = None, home: NodeHome = None, **flags: object) -> None:
 @takes("model", "http", "ranks")
 def demo_command(
     home: NodeHome = None,
-    prompt: Annotated[str | None, typer.Option(help="What to ask the model.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="End after the answer.")] = False,
+    prompt: Annotated[str | None, typer.Option(help="Prompt for the model.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="End after the reply.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --once: print one JSON object, also for an error.")
     ] = False,
     **flags: object,
 ) -> None:
-    """Try it on this machine alone: start, ask one question, show what took how long, serve until Ctrl-C."""
+    """Try mlxtp on this machine alone: start, send one prompt, show timings, serve until Ctrl-C."""
     if as_json and not once:
         raise typer.BadParameter("--json goes with --once")
     with ending_at_once():
@@ -115,7 +115,8 @@ for each in _ALL:
 @app.command()
 def version(
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="With what else a report should say: packages, system, paths.")
+        bool,
+        typer.Option("--verbose", help="Also print packages, system and paths, as needed in a bug report."),
     ] = False,
     home: Home = None,
     as_json: AsJson = False,
@@ -130,6 +131,7 @@ def version(
         print(__version__)
 
 
+#: Groups of commands in `mlxtp --help`.
 _PANELS = {
     "Serve": ("node", "demo", "serve", "unload", "status", "drain"),
     "Cluster": ("token", "cluster"),
@@ -137,7 +139,6 @@ _PANELS = {
     "Models": ("pull", "list", "remove", "verify", "plan"),
     "This Mac": ("doctor", "config", "service", "logs", "restart", "completion", "version"),
 }
-"""How `mlxtp --help` groups the commands."""
 _PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names}
 _registered: tuple[Any, ...] = (*app.registered_commands, *app.registered_groups)
 for info in _registered:
@@ -158,7 +159,7 @@ def every_command(
     ] = False,
 ) -> None:
     """Turns Macs into one model server: tensor-parallel MLX behind an OpenAI-compatible endpoint."""
-    if context.invoked_subcommand != node.__name__:  # which writes a log
+    if context.invoked_subcommand != node.__name__:  # its log has the warnings
         for warning in unknown_variables(tuple(os.environ)):
             print(f"mlxtp: {warning}", file=sys.stderr)
 
@@ -183,7 +184,7 @@ async def _node(settings: Settings) -> None:
 
 
 async def _serve(agent: Agent, settings: Settings) -> None:
-    """Until there is nothing more to do. Raises MlxtpError when there never was."""
+    """Run until the agent has nothing left to do. Raises MlxtpError when it had nothing from the start."""
     import asyncio
 
     from ..groups.health import ServingState
@@ -191,7 +192,7 @@ async def _serve(agent: Agent, settings: Settings) -> None:
 
     log = logging.getLogger("mlxtp")
     if agent.founded and agent.cluster is not None:
-        # A file is read by others than who watches a terminal.
+        # A log file has more readers than a terminal.
         token = (
             "TOKEN, from `mlxtp token`" if settings.log_file else await agent.cluster.token_issuing.token()
         )
@@ -199,8 +200,8 @@ async def _serve(agent: Agent, settings: Settings) -> None:
     try:
         await agent.wait_ready()
     except MlxtpError as error:
-        # The agent outlives its ranks, and goes on saying why there is no model. One that keeps to itself
-        # and whose very first model cannot be loaded has nothing else to do.
+        # The agent outlives its ranks, and continues to report why there is no model. An agent that runs
+        # alone, and whose first model cannot be loaded, has nothing else to do.
         if agent.cluster is None and not isinstance(error, GroupError):
             raise
         log.error("%s; %s/health tells more", error.detail, agent.url)
@@ -211,7 +212,7 @@ async def _serve(agent: Agent, settings: Settings) -> None:
     await asyncio.shield(agent.over)
     if Store(settings.home).load().membership is not None:
         log.error(REMOVED)
-    log.info("this Mac belongs to no cluster any more; the agent ends")
+    log.info("this Mac no longer belongs to a cluster; the agent ends")
 
 
 def _read_token() -> str:
@@ -222,19 +223,19 @@ def _read_token() -> str:
 
 def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Settings:
     settings = resolve_settings(flags, defaults=defaults)
-    log = str(Path(settings.log_file).absolute()) if settings.log_file else ""  # commands ask where it is
+    log = str(Path(settings.log_file).absolute()) if settings.log_file else ""  # commands request its path
     return replace(settings, home=settings.home.resolve(), log_file=log)
 
 
 def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
-    """Run to the end, or until a signal asks for it; either way everything is taken down in order."""
+    """Run to the end or until a signal. Either way everything is shut down in order."""
     with ending_at_once():
         import asyncio
 
         from ..agent import stopped_by_signal
     try:
         outcome, by_signal = asyncio.run(stopped_by_signal(work))
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(Exit.REFUSED) from None
     if by_signal and interrupted:
@@ -243,7 +244,7 @@ def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
 
 
 def _log(log_format: str, log_file: str = "") -> None:
-    """To a file, or to standard error. Raises ConfigError when the file cannot be written."""
+    """Log to a file, or to standard error. Raises ConfigError when the file cannot be written."""
     from ..logs import PrintableLines, RotatingLog, log_formatter
 
     handler: logging.Handler
@@ -263,7 +264,7 @@ def _log(log_format: str, log_file: str = "") -> None:
 
 
 def main() -> None:
-    """Entry of the `mlxtp` command."""
+    """Entry point of the `mlxtp` command."""
     _open_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without UTF-8
@@ -271,7 +272,7 @@ def main() -> None:
         try:
             app(args=_with_join_value(sys.argv[1:]))
         finally:
-            sys.stdout.flush()  # when Python ends, nobody could say any more what is wrong
+            sys.stdout.flush()  # when Python ends, it is too late to report an error
     except OSError as error:
         if (problem := _problem_of_stdout(error)) is None:
             raise
@@ -282,7 +283,7 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """What the shell has closed goes nowhere; else the next file that is opened would be in its place."""
+    """Open /dev/null for streams that the shell has closed; else the next opened file takes their place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - as long as we run
@@ -290,9 +291,9 @@ def _open_streams() -> None:
 
 
 def _problem_of_stdout(error: OSError) -> str | None:
-    """Why nothing can be written there, empty if its reader has left; None if it was not that."""
+    """Return why standard output cannot be written, "" if its reader has left; None for another error."""
     try:
-        print(flush=True)  # what failed once fails again
+        print(flush=True)  # a write that failed once fails again
     except BrokenPipeError:
         return ""
     except OSError as again:
@@ -301,9 +302,9 @@ def _problem_of_stdout(error: OSError) -> str | None:
 
 
 def _with_join_value(arguments: list[str]) -> list[str]:
-    """`--join` may stand alone; click wants each option to have a value always, or never."""
+    """Give a bare `--join` an empty value. click wants each option to have a value always, or never."""
     given = []
     for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
-        alone = following.startswith("-") and following != "-"  # which is standard input
+        alone = following.startswith("-") and following != "-"  # "-" is standard input
         given.append("--join=" if argument == "--join" and alone else argument)
     return given

@@ -1,4 +1,4 @@
-"""Markdown in a terminal, while it is being written: finished blocks stand, the last one is drawn again."""
+"""Markdown in a terminal while it is being written: finished blocks stay, the last one is redrawn."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 
 
 def settled(text: str) -> int:
-    """How many characters of a text will look the same whatever comes: those before its last block.
+    """Return the number of characters that later text cannot change: those before the last block.
 
-    A block begins behind an empty line, outside of code, where a line is not indented.
+    A block begins after an empty line, outside of code, at a line that is not indented.
     """
     fence, position, end, empty = "", 0, 0, False
     for line in text.splitlines(keepends=True):
@@ -31,7 +31,7 @@ def settled(text: str) -> int:
 
 
 class Drawn:
-    """A Markdown text, or its last `lines`, without the spaces that would fill each line."""
+    """A Markdown text, or its last `lines`, without trailing spaces."""
 
     def __init__(self, text: str, lines: int | None = None) -> None:
         self._text = text
@@ -49,7 +49,7 @@ class Drawn:
 
 
 def _trimmed(line: list[Segment]) -> list[Segment]:
-    """Spaces of a colour of their own, as behind code, are meant."""
+    """Remove trailing spaces, except those with a background colour, such as behind code."""
     while line and not line[-1].text.strip() and not (line[-1].style and line[-1].style.bgcolor):
         line = line[:-1]
     if line and not (line[-1].style and line[-1].style.bgcolor):

@@ -1,6 +1,6 @@
-"""`mlxtp pull`, `list`, `remove` and `verify`: the models of the Hub on this Mac's disk.
+"""`mlxtp pull`, `list`, `remove` and `verify`: models of the Hub on this Mac's disk.
 
-A running agent pulls, so that its cluster downloads once; without one this process does.
+A running agent downloads, so that its cluster does so once; without an agent this process does.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from .options import AsJson, Home
 from .printing import home_of, print_json
 
 LOOK_S = 0.5
+#: Seconds that Ctrl-C waits for threads that wait for the network.
 END_S = 2.0
-"""How long Ctrl-C waits for threads that wait for the network."""
+#: Seconds that the agent may take to look up a model's files on the Hub.
 _PULL_S = 60.0
-"""How long the agent may take to ask the Hub what a model consists of."""
 
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="OWNER/NAME on the Hub; OWNER/NAME@REVISION for a certain one.",
+        help="OWNER/NAME on the Hub; OWNER/NAME@REVISION for a certain revision.",
         autocompletion=shell_completion.hub_models,
     ),
 ]
@@ -73,14 +73,14 @@ def register(app: typer.Typer) -> None:
 def pull(
     model: Model,
     everywhere: Annotated[
-        bool, typer.Option("--everywhere", help="On every Mac of the cluster that is there now.")
+        bool, typer.Option("--everywhere", help="On every Mac of the cluster that is present.")
     ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Download a model, or what is missing of it: from a member that has it, else from the Hub.
+    """Download a model, or its missing files, from a member that has it, else from the Hub.
 
-    Cut short, it goes on where it was when it is said again.
+    An interrupted download resumes when you run the command again.
     """
     repo, revision = _check_hub(model)
     rows = _by_agent(model, everywhere, home, as_json)
@@ -96,33 +96,34 @@ def pull(
         raise typer.Exit(Exit.REFUSED)
     if not as_json:
         where = " and ".join(row["name"] for row in rows)
-        size = max(row["total_bytes"] for row in rows)  # none of what another program put there
+        size = max(row["total_bytes"] for row in rows)  # 0 for files of another program
         print(f"{model} is on {where}" + (f": {gigabytes(size)}" if size else ""))
 
 
 def list_(home: Home = None, as_json: AsJson = False) -> None:
-    """List the models of the Hub on this Mac: size, how much of each is here, which other Macs have it."""
+    """List the models of the Hub on this Mac: size, how much is complete, and which other Macs have each."""
     cache, elsewhere = _stored(home)
     rows = [_row(each, elsewhere) for each in revisions_here(cache=cache)]
     if as_json:
         print_json({"folder": str(cache), "models": rows})
         return
     if not rows:
-        print(f"no model is in {cache}; `mlxtp pull OWNER/NAME` brings one")
+        print(f"no model is in {cache}; `mlxtp pull OWNER/NAME` downloads one")
         return
     Console(highlight=False).print(_table(rows))
     print(f"in {cache}")
 
 
 def remove(model: Model, home: Home = None, as_json: AsJson = False) -> None:
-    """Remove a model from this Mac's disk, all revisions unless one is named. What others share stays."""
+    """Remove a model from this Mac's disk, all revisions unless one is named. Shared files stay."""
     repo, revision = _here(model, home)
     _allowed("removable", model, home)
     here = repo.commits()
     chosen = frozenset({repo.commit(revision)}) if "@" in model else here
     if not chosen & here and not (repo.folder.exists() and "@" not in model):
         raise ModelError(
-            f"{model} is not on this Mac, in {repo.cache}; `mlxtp list` shows what is", Code.MODEL_NOT_FOUND
+            f"{model} is not on this Mac, in {repo.cache}; `mlxtp list` shows the models here",
+            Code.MODEL_NOT_FOUND,
         )
     try:
         freed = repo.remove(chosen)
@@ -137,7 +138,7 @@ def remove(model: Model, home: Home = None, as_json: AsJson = False) -> None:
 
 def verify(
     model: Model,
-    repair: Annotated[bool, typer.Option("--repair", help="Get damaged files anew.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Download damaged files again.")] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
@@ -147,7 +148,7 @@ def verify(
     manifest = repo.manifest(commit)
     if manifest is None:
         raise ModelError(
-            f"nothing is known of {model} on this Mac, in {repo.cache}; `mlxtp list` shows what is here",
+            f"{model} is not on this Mac, in {repo.cache}; `mlxtp list` shows the models here",
             Code.MODEL_NOT_FOUND,
         )
     bad, unread = _damaged(repo, manifest, quiet=as_json)
@@ -157,15 +158,19 @@ def verify(
     if as_json:
         print_json({"model": model, "revision": commit, "bytes": manifest.size, "damaged": found})
     elif not found:
-        print(f"{model}: {len(manifest.files)} files, {gigabytes(manifest.size)}, all as they should be")
+        print(f"{model}: {len(manifest.files)} files, {gigabytes(manifest.size)}, all correct")
     else:
         for path, why in found.items():
             print(f"{path}: {why}")
-        again = "they were got anew" if repair else f"`mlxtp verify {model} --repair` gets them anew"
+        again = (
+            "they were downloaded again"
+            if repair
+            else f"`mlxtp verify {model} --repair` downloads them again"
+        )
         if bad:
             print(f"bad files: {len(bad)} of {len(manifest.files)}; {again}")
         if unread:
-            print(f"files that cannot be read: {len(unread)}; they are left as they are")
+            print(f"files that cannot be read: {len(unread)}; they were not changed")
     if unread or (bad and not repair):
         raise typer.Exit(Exit.REFUSED)
 
@@ -176,7 +181,7 @@ def verify(
 def _by_agent(
     model: str, everywhere: bool, home: Path | None, as_json: bool
 ) -> list[Mapping[str, Any]] | None:
-    """The agent's last word of each member; None when there is no agent that can."""
+    """Return the agent's last report on each member; None when no agent can download."""
     try:
         client = AgentClient(home_of(home), _PULL_S)
         name = client.post("pull", model=model, everywhere="yes" if everywhere else "")["model"]
@@ -194,14 +199,14 @@ def _by_agent(
                 )
                 if rows and all(row["complete"] or row["problem"] for row in rows):
                     return rows
-                time.sleep(LOOK_S)  # nothing tells when there is more
+                time.sleep(LOOK_S)  # the agent does not notify of progress
         except KeyboardInterrupt:
-            print("mlxtp: the agent goes on; the same command shows how far it is", file=sys.stderr)
+            print("mlxtp: the agent continues; the same command shows the progress", file=sys.stderr)
             raise typer.Exit(Exit.INTERRUPTED) from None
 
 
 def _by_itself(repo: Repo, revision: str, as_json: bool) -> Mapping[str, Any]:
-    """This process gets it. Raises ModelError."""
+    """Download in this process. Raises ModelError."""
     from ..models.daemon_thread import begin
     from ..models.download import Fetch
 
@@ -215,7 +220,7 @@ def _by_itself(repo: Repo, revision: str, as_json: bool) -> Mapping[str, Any]:
                 if fetch.manifest is not None:
                     bars.show([(repo.name, fetch.held_bytes, fetch.manifest.size, False)])
     except KeyboardInterrupt:
-        print("mlxtp: it ends; what has come stays, and the same command goes on", file=sys.stderr)
+        print("mlxtp: the download stops; the same command resumes it", file=sys.stderr)
         fetch.stop()
         with contextlib.suppress(KeyboardInterrupt):
             wait([work], END_S)
@@ -227,9 +232,11 @@ def _by_itself(repo: Repo, revision: str, as_json: bool) -> Mapping[str, Any]:
     if error is not None:
         if fetch.manifest is not None or here is None:
             raise error
-        print(f"mlxtp: {error.detail}. What is here is left as it is", file=sys.stderr)
+        print(f"mlxtp: {error.detail}. The files here were not changed", file=sys.stderr)
     if here is None:
-        raise ModelError(f"{repo.name} came, and is not complete in {repo.cache}; `mlxtp list` shows what is")
+        raise ModelError(
+            f"{repo.name} was downloaded, but is not complete in {repo.cache}; `mlxtp list` shows what is"
+        )
     manifest = fetch.manifest or repo.manifest(here.name)
     size = manifest.size if manifest is not None else 0
     return {
@@ -243,10 +250,10 @@ def _by_itself(repo: Repo, revision: str, as_json: bool) -> Mapping[str, Any]:
 
 
 class _Speed(TransferSpeedColumn):
-    """What came in a second; on the whole, of what has ended; nothing while nobody knows."""
+    """Present speed; the average of a finished download; empty while unknown."""
 
     def render(self, task: Task) -> Text:
-        """The speed of one bar."""
+        """Return the speed of one bar."""
         if task.finished_speed or task.speed:
             return super().render(task)
         came = int(task.completed - task.fields["begun"])
@@ -256,7 +263,7 @@ class _Speed(TransferSpeedColumn):
 
 
 class _Bars:
-    """A bar on stderr for each of what is told, as long as something of it comes."""
+    """A bar on stderr for each download in progress."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._progress = Progress(
@@ -284,12 +291,12 @@ class _Bars:
             self._progress.live.stop()
 
     def show(self, rows: Iterable[tuple[str, int, int, bool]]) -> None:
-        """Names, bytes that are there, bytes in all (0: not known yet), whether others come first."""
+        """Show names, bytes present, bytes in all (0: unknown), and whether other downloads come first."""
         for name, held, total, waits in rows:
             self._progress.start()
             if name not in self._tasks:
                 self._tasks[name] = self._progress.add_task(name, completed=held, begun=held)
-            said = f"{name} (waits for others to come first)" if waits else name
+            said = f"{name} (waits for other downloads)" if waits else name
             self._progress.update(self._tasks[name], description=said, completed=held, total=total or None)
 
 
@@ -297,7 +304,7 @@ class _Bars:
 
 
 def _damaged(repo: Repo, manifest: Manifest, *, quiet: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """What is wrong, by path: with files that have other bytes than they should, and with unreadable ones."""
+    """Return the problems by path: files with wrong content, and files that cannot be read."""
     bad: dict[str, str] = {}
     unread: dict[str, str] = {}
     done = 0
@@ -315,14 +322,14 @@ def _damaged(repo: Repo, manifest: Manifest, *, quiet: bool) -> tuple[dict[str, 
                 unread[file.path] = f"it cannot be read: {error.strerror}"
                 continue
             if found is None:
-                bad[file.path] = "it is not here, or has another size"
+                bad[file.path] = "it is missing, or has another size"
             elif found != file.hash:
                 bad[file.path] = f"its hash is {found[:12]}…, not {file.hash[:12]}…"
     return bad, unread
 
 
 def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | None, as_json: bool) -> None:
-    """Get bad files anew. Nothing goes before it is known that somebody can give them. Raises UserError."""
+    """Download bad files again. Delete nothing before a source is known. Raises UserError."""
     from ..models import hub_client
     from ..models.hub_cache import Stopped
 
@@ -336,7 +343,7 @@ def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | N
                     repo.blob(file).unlink(missing_ok=True)
     except Stopped:
         raise UserError(
-            f"somebody is just adding to {repo.name}; end that, or wait until it is over"
+            f"another process is downloading {repo.name}; stop it, or wait until it has ended"
         ) from None
     except OSError as error:
         raise ModelError(f"{model}: {why_not_written(error, repo.cache)}") from None
@@ -346,27 +353,27 @@ def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | N
         _tell_removed(model, home)
     elif repo.snapshot(manifest.revision) is None:
         problems = [row["problem"] for row in rows if row["problem"]]
-        raise ModelError(f"{model} is not whole again: {'; '.join(problems) or 'it came not'}")
+        raise ModelError(f"{model} is still damaged: {'; '.join(problems) or 'the download is missing'}")
 
 
 def _check_hub(model: str) -> tuple[Repo, str]:
-    """Raises UserError for what is no model of the Hub."""
+    """Parse the name of a Hub model. Raises UserError for any other."""
     from ..models.names import is_hub_id
 
     if not is_hub_id(model):
-        what = "a folder is left as it is" if Path(model).exists() else f"{model!r:.200} is no OWNER/NAME"
-        raise UserError(f"{what}: this is about models of the Hub, by OWNER/NAME or OWNER/NAME@REVISION")
+        what = f"{model!r:.200} is a folder" if Path(model).exists() else f"{model!r:.200} is not OWNER/NAME"
+        raise UserError(f"{what}: this command takes models of the Hub, as OWNER/NAME or OWNER/NAME@REVISION")
     return hub_name(model)
 
 
 def _here(model: str, home: Path | None) -> tuple[Repo, str]:
-    """Where the agent of this home has it, or would have it; where this user has it, if there is no agent."""
+    """Return the model in the cache of this home's agent, or of this user if there is no agent."""
     repo, revision = _check_hub(model)
     return Repo(repo.name, _stored(home)[0]).as_here(), revision
 
 
 def _allowed(what: str, model: str, home: Path | None) -> bool:
-    """Whether there is an agent that was asked. Raises UserError when it says no."""
+    """Return whether an agent permits it; False without one. Raises UserError when the agent refuses."""
     try:
         AgentClient(home_of(home), _PULL_S).post(what, model=model)
     except UserError as error:
@@ -377,13 +384,15 @@ def _allowed(what: str, model: str, home: Path | None) -> bool:
 
 
 def _tell_removed(model: str, home: Path | None) -> None:
-    """The agent, if there is one, has not seen what was just done."""
+    """Notify the agent, if there is one, of the change."""
     with contextlib.suppress(UserError):
         AgentClient(home_of(home)).post("removed", model=model)
 
 
 def _stored(home: Path | None) -> tuple[Path, list[Mapping[str, Any]]]:
-    """The cache folder of the agent of this home, this user's if there is none; and what others have."""
+    """Return the cache folder of this home's agent (this user's without one), and the models of other
+    members.
+    """
     try:
         told = AgentClient(home_of(home)).get("stored")
     except UserError:

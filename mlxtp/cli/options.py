@@ -1,4 +1,4 @@
-"""Options that commands share; and those of `mlxtp node` and `mlxtp demo`: the settings, and two more."""
+"""Options that commands share, and those of `mlxtp node` and `mlxtp demo`: the settings, and two more."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ..values import parse_switch
 from .shell_completion import words
 
 Home = Annotated[
-    Path | None, typer.Option(help="Which agent to ask, if it was started with a --home; also MLXTP_HOME.")
+    Path | None, typer.Option(help="Home of the agent, if it was started with a --home; also MLXTP_HOME.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")]
 NodeHome = Annotated[
     Path | None,
     typer.Option(
-        help="Folder for what is kept, such as who belongs to the cluster, and for config.toml; also "
-        "MLXTP_HOME. Only needed for several on one machine."
+        help="Folder for the agent's state, such as the cluster's members, and for config.toml; also "
+        "MLXTP_HOME. Only needed for several agents on one machine."
     ),
 ]
 Join = Annotated[
@@ -35,7 +35,7 @@ Join = Annotated[
     typer.Option(
         "--join",
         metavar="[TOKEN]",
-        help="Join a cluster with a token that `mlxtp token` prints on a Mac of it. Without a token: go on "
+        help="Join a cluster with a token that `mlxtp token` prints on a member. Without a token: continue "
         "as the member this Mac already is, and never found a cluster. With -: read the token from standard "
         "input. Also MLXTP_JOIN.",
         rich_help_panel=CLUSTER,
@@ -45,7 +45,7 @@ FLAGS = tuple(setting.key for setting in SETTINGS if setting.option)
 
 
 def takes(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: a command's `flags` are an option for each of these settings, None if not given."""
+    """Return a decorator that gives a command an option for each of these settings, None if not given."""
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)

@@ -1,4 +1,4 @@
-"""`mlxtp plan`: what is asked, and of which machines; `planning` answers. Little is imported until then."""
+"""`mlxtp plan`: parses the options and collects the machines; `planning` does the rest. Imports are late."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def plan(
         typer.Option(
             metavar="M",
             help="A model folder, its config.json, the plain name of one in a --model-folder, an id on the "
-            "Hugging Face Hub, or a name that is known here, such as llama-3.3-70b-4bit; any other word "
-            "lists them. Those are for plans alone: `mlxtp serve` does not take them.",
+            "Hugging Face Hub, or a known name, such as llama-3.3-70b-4bit; any other word "
+            "lists them. Known names are for plans alone: `mlxtp serve` does not accept them.",
             autocompletion=shell_completion.planned,
         ),
     ],
@@ -59,7 +59,7 @@ def plan(
         str,
         typer.Option(
             metavar=BY_KEY["backend"].metavar,
-            help="How ranks of several Macs talk: RDMA or TCP.",
+            help="How ranks of several Macs communicate: RDMA or TCP.",
             autocompletion=shell_completion.words(BY_KEY["backend"].metavar),
         ),
     ] = "auto",
@@ -67,7 +67,7 @@ def plan(
         int,
         typer.Option(
             metavar="TOKENS",
-            help="Most tokens of prompt and answer.",
+            help="Most tokens of prompt and reply.",
             show_default="8192, or the model's own if that is less",
         ),
     ] = 0,
@@ -80,7 +80,7 @@ def plan(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which Macs could serve a model, how fast, and why. Nothing is started."""
+    """Show which Macs can serve a model, how fast, and why. Nothing is started."""
     from ..models.names import find_config, in_folders, is_hub_id
     from ..placement.measurements import measured
     from ..placement.planner import PlacementOptions
@@ -88,7 +88,9 @@ def plan(
     from . import planning
 
     if not model.strip():
-        raise UserError("which model? A folder, an id on the Hub, or a known name: `mlxtp plan --help`")
+        raise UserError(
+            "--model is empty; give a folder, an id on the Hub, or a known name: `mlxtp plan --help`"
+        )
     with typed():
         number = parse_nodes(spread, "--spread")
     wanted: str | int = int(number) if number.isdecimal() else number
@@ -116,7 +118,7 @@ def plan(
 
 
 def _model_folders(home: Path | None) -> tuple[str, ...]:
-    """Those of the agent that runs, else those that one would have. Raises ConfigError."""
+    """Return those of the running agent, or those that one would have. Raises ConfigError."""
     try:
         return tuple(map(str, AgentClient(home_of(home)).get("settings")["settings"]["model_folders"]))
     except UserError:
@@ -124,7 +126,7 @@ def _model_folders(home: Path | None) -> tuple[str, ...]:
 
 
 def _members_here(home: Path) -> tuple[tuple[MemberMachine, ...], str, tuple[FabricResult, ...]]:
-    """The machines of the cluster, or this one alone when no agent runs; who leads; what was measured."""
+    """Return the cluster's machines (without an agent this one), its coordinator and its measurements."""
     import asyncio
 
     from ..placement import hardware

@@ -1,4 +1,4 @@
-"""`mlxtp plan`: what a model needs, which machines could serve it, and how fast. Nothing is started."""
+"""`mlxtp plan`: a model's needs, the machines that can serve it, and the speed. Nothing is started."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ GB = 1e9
 _COLUMNS = ("way", "nodes", "tokens/s", "first token", "a rank needs", "verdict", "why")
 _RIGHT = ("tokens/s", "first token", "a rank needs")
 _WORDY = ("nodes", "why")
+#: Characters of a line with room for the wordy columns.
 _WIDE = 130
-"""Characters a line needs for the wordy columns."""
 _COLOURS = {"chosen": "bold green", "possible": "default", "refused": "dim"}
 
 
@@ -44,8 +44,8 @@ def run(
 ) -> Placement:
     """Plan `model` on `members` and print it: a table, or one JSON object on one line.
 
-    `model` is what `read_shape` takes. Returns the plan; `plan.chosen` is None where nothing works. Raises
-    ModelError and ConfigError in the words of whoever made the mistake.
+    `model` is as for `read_shape`. Returns the plan; `plan.chosen` is None where nothing works. Raises
+    ModelError and ConfigError for the user.
     """
     shape = read_shape(model, kv_bits)
     made = _plan(str(model), members, shape, coordinator, options or PlacementOptions())
@@ -68,19 +68,19 @@ def _plan(
     if model != EMBEDDED_MODEL or options.nodes != "auto" or len(made.ranks) < 2:
         return made
     why = (
-        "the embedded model is there to show that the Macs work together, so it runs on as many as can, even "
+        "the embedded model demonstrates that the Macs work together, so it runs on as many as can, even "
         "where one alone is faster"
     )
     return replace(made, notes=(why, *made.notes))
 
 
 def as_served(model: str, options: PlacementOptions) -> PlacementOptions:
-    """What a cluster makes of these: it spreads the embedded model, unless a number was asked for."""
+    """Return the cluster's options: it spreads the embedded model, unless the user sets a number."""
     return replace(options, nodes="all") if model == EMBEDDED_MODEL and options.nodes == "auto" else options
 
 
 def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
-    """The shape of a model folder, a config.json, the embedded model, or one of the names in
+    """Return the shape of a model folder, a config.json, the embedded model, or a name in
     `published_models.KNOWN`.
 
     Raises ModelError (MODEL_NOT_FOUND or MODEL_INVALID).
@@ -92,7 +92,7 @@ def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
     config = path / "config.json" if path.is_dir() else path
     if not config.is_file():
         raise ModelError(
-            f"{name} is no model folder, no config.json and none of the models known by name: "
+            f"{name} is neither a model folder, nor a config.json, nor a known name: "
             f"{', '.join(sorted(KNOWN))}",
             Code.MODEL_NOT_FOUND,
         )
@@ -100,7 +100,7 @@ def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
 
 
 def read_nodes_file(path: Path) -> tuple[MemberMachine, ...]:
-    """The machines a file describes. Raises ConfigError with what is wrong and where."""
+    """Return the machines that a file describes. Raises ConfigError with the problem and its place."""
     try:
         return read_nodes(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -122,7 +122,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _weight_bytes(path: Path) -> int:
-    """What the weights in a folder take; of those not downloaded what their index says; 0 for neither."""
+    """Return the bytes of the weights in a folder, from their index if there is one; 0 without either."""
     if not path.is_dir():
         return 0
     index = path / "model.safetensors.index.json"
@@ -135,7 +135,7 @@ def _weight_bytes(path: Path) -> int:
 
 
 def to_json(made: Placement, shape: ModelShape) -> dict[str, Any]:
-    """The plan as JSON has it. Sizes are bytes, times seconds, speeds tokens a second."""
+    """Return the plan as JSON. Sizes are bytes, times seconds, speeds tokens a second."""
     alternatives = [{"title": one.title, **asdict(one)} for one in made.alternatives]
     return {
         "model": asdict(shape),
@@ -149,7 +149,7 @@ def to_json(made: Placement, shape: ModelShape) -> dict[str, Any]:
 
 
 def show(made: Placement, shape: ModelShape, console: Console) -> None:
-    """Print the plan for people. Reasons stand beside their rows, or once below where lines are short."""
+    """Print the plan for people. Reasons appear in their rows, or once below where lines are short."""
     console.print(escape(_model_line(made, shape)))
     wide = console.width >= _WIDE
     columns = [column for column in _COLUMNS if wide or column not in _WORDY]
@@ -174,7 +174,7 @@ def show(made: Placement, shape: ModelShape, console: Console) -> None:
         for one in made.alternatives:  # a row has it already
             summary = summary.removesuffix(f". Not {one.title}: {one.reason}")
         console.print(escape(summary), style="bold" if made.chosen else "bold red")
-    else:  # the reason is those of the rows
+    else:  # the reasons are in the rows
         console.print("These Macs cannot serve it.", style="bold red")
     if made.chosen and made.chosen.speed:
         console.print(escape(_time_line(made.chosen.speed, shape)))
@@ -192,7 +192,7 @@ def _model_line(made: Placement, shape: ModelShape) -> str:
 
 
 def _time_line(speed: SpeedEstimate, shape: ModelShape) -> str:
-    """What one token's time goes into."""
+    """Return a line with the parts of one token's time."""
     parts = [
         f"{speed.reading_s * 1e3:.1f} reading memory",
         f"{speed.kernels_s * 1e3:.1f} starting {shape.kernels} kernels",
@@ -210,7 +210,7 @@ def _time_line(speed: SpeedEstimate, shape: ModelShape) -> str:
 
 
 def cells(one: Candidate) -> tuple[str, ...]:
-    """The row of one alternative."""
+    """Return the row of one alternative."""
     tightest = min(one.memory, key=lambda rank: rank.available - rank.needed, default=None)
     return (
         one.kind if one.nodes == 1 else f"{one.kind} of {one.nodes}",

@@ -1,4 +1,4 @@
-"""What a command prints of an answer, for people or for programs; and whose answer it is."""
+"""Output of commands, for people or for programs, and the home they use."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ POLL_S = 0.5  # between polls of an agent that is starting
 
 
 def home_of(home: Path | None) -> Path:
-    """The folder of the agent that a command is about."""
+    """Return the folder of the agent that a command uses."""
     return home_folder(home).resolve()
 
 
 @contextmanager
 def typed() -> Iterator[None]:
-    """Around the reading of what was typed: what is refused there was typed wrong."""
+    """Mark errors of values that the user typed, for the exit status."""
     try:
         yield
     except UserError as error:
@@ -58,12 +58,12 @@ def when_started(home: Path) -> tuple[AgentClient, dict[str, Any]]:
 
 
 def print_json(answer: Mapping[str, Any]) -> None:
-    """One object on one line."""
+    """Print one object on one line."""
     print(json.dumps(answer, ensure_ascii=False))
 
 
 def print_answer(answer: Mapping[str, Any], as_json: bool, show: Any) -> None:
-    """As one JSON object, or as `show` makes it: a string, or what rich can draw, one or several."""
+    """Print one JSON object, or what `show` returns: a string, or one or several rich renderables."""
     if as_json:
         print_json(answer)
         return

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-NO_KEY = "none"  # sent where the endpoint needs no key: clients insist on one
+NO_KEY = "none"  # sent where the endpoint needs no key, because clients insist on one
 KEY_VARIABLE = "MLXTP_API_KEY"  # holds a program's key; MLXTP_KEY is read by mlxtp's own commands
 PATIENCE_MS = 3_600_000  # a long prompt takes minutes before its first token
 OPENCODE_CONTEXT = 32_768  # tokens: its own prompt takes 21,000
-LEAST_OUTPUT, MOST_OUTPUT = 4096, 32_000  # tokens of one answer
+LEAST_OUTPUT, MOST_OUTPUT = 4096, 32_000  # tokens of one reply
 
 Variables = Mapping[str, str | None]  # of an environment; None unsets one
 
@@ -59,7 +59,7 @@ class Program:
 
 
 def output_limit(context: int) -> int:
-    """Tokens to reserve for one answer. Agents compact a conversation that would leave less."""
+    """Return the tokens to reserve for one reply. Agents compact a conversation that would leave less."""
     return max(min(max(context // 8, LEAST_OUTPUT), MOST_OUTPUT, context // 2), 1)
 
 
@@ -70,15 +70,15 @@ def claude(served: Served) -> Setup:
         "ANTHROPIC_BASE_URL": served.url,
         "ANTHROPIC_AUTH_TOKEN": served.key or NO_KEY,  # sent as `Authorization: Bearer`
         "ANTHROPIC_MODEL": model,
-        # The names behind which it looks for larger and smaller models: here there is one.
+        # Its names for larger and smaller models; here there is one.
         "ANTHROPIC_DEFAULT_OPUS_MODEL": model,
         "ANTHROPIC_DEFAULT_SONNET_MODEL": model,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
-        "ANTHROPIC_SMALL_FAST_MODEL": model,  # as older versions call the one before
+        "ANTHROPIC_SMALL_FAST_MODEL": model,  # the name of the one before in older versions
         "CLAUDE_CODE_SUBAGENT_MODEL": model,
-        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),  # it takes unknown models for 200,000
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(output_limit(served.context)),  # and for answers of 32,000
-        "API_TIMEOUT_MS": str(PATIENCE_MS),  # until an answer begins; 600,000 by default
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),  # it assumes 200,000 for unknown models
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(output_limit(served.context)),  # it assumes 32,000 for replies
+        "API_TIMEOUT_MS": str(PATIENCE_MS),  # until a reply begins; 600,000 by default
         # Without an event other than a ping; 300,000 by default.
         "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(PATIENCE_MS),
         "API_FORCE_IDLE_TIMEOUT": "0",  # turns off the limit of its HTTP client, 300 s
@@ -119,7 +119,7 @@ def codex(served: Served) -> Setup:
     return Setup(variables, tuple(arguments), {catalog: {"models": [_codex_model(served)]}})
 
 
-#: Codex has 17,000 characters for models it does not know, and nothing for models of a catalog.
+#: Codex has 17,000 characters of instructions for unknown models, and none for models of a catalog.
 CODEX_INSTRUCTIONS = (
     "You are a coding agent. You run in the Codex CLI on the user's computer and work in the user's folder. "
     "Use the tools to read files, run commands and change files; do not ask the user to do it. Read what you "
@@ -150,7 +150,7 @@ def _codex_model(served: Served) -> dict[str, Any]:
 
 
 def opencode(served: Served) -> Setup:
-    """opencode: a provider in the configuration that counts for more than any file."""
+    """opencode: a provider in the configuration that overrides any file."""
     model = {
         "name": served.model,
         "limit": {"context": served.context, "output": output_limit(served.context)},
@@ -169,7 +169,7 @@ def opencode(served: Served) -> Setup:
         },
         "model": f"mlxtp/{served.model}",
         "small_model": f"mlxtp/{served.model}",
-        # With less it compacts a conversation that is nothing but its own prompt, without end.
+        # With less room it endlessly compacts a conversation that is only its own prompt.
         "compaction": {"auto": served.context >= OPENCODE_CONTEXT},
     }
     key = {KEY_VARIABLE: served.key or NO_KEY}

@@ -39,19 +39,19 @@ from .cluster import drain_agent
 from .options import AsJson, Home
 from .printing import home_of, print_answer, print_json, typed
 
+#: Seconds that the manager may take to notice that an agent has ended.
 STOPPED_S = 30.0
-"""How long the manager may take to notice that an agent has ended."""
 SYSTEMS = "macos|linux"
 NONE = "no service is installed here; `mlxtp service install` installs one"
 _JOIN_FIRST = (
-    "--join: a token is a secret and works once, so it does not belong into a service. Join first, by `mlxtp "
-    "node --join TOKEN` in a terminal, and end that by Ctrl-C; this Mac stays a member, also as a service"
+    "--join: a token is a secret and works once, so it does not belong in a service. Join first, with `mlxtp "
+    "node --join TOKEN` in a terminal, and end that with Ctrl-C; this Mac stays a member, also as a service"
 )
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Only print what would be written and run; needs no sudo.")
 ]
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Also print new lines.")]
 LineCount = Annotated[
     int, typer.Option("--lines", "-n", min=0, metavar="N", help="How many of the last lines.")
 ]
@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     service = typer.Typer(
         no_args_is_help=True,
-        help="Have the system run mlxtp: from the start of the machine, and again after a failure.",
+        help="Run mlxtp as a system service: from the start of the machine, and again after a failure.",
     )
     for command in (install, uninstall, start, stop, status, logs):
         service.command()(command)
@@ -76,7 +76,7 @@ def install(
         list[str] | None,
         typer.Argument(
             metavar="-- OPTIONS OF NODE",
-            help="As for `mlxtp node`, such as `-- --http 0.0.0.0:52415`. Better is config.toml, where they "
+            help="As for `mlxtp node`, such as `-- --http 0.0.0.0:52415`. Prefer config.toml, where they "
             "can be changed.",
             show_default=False,
         ),
@@ -104,9 +104,9 @@ def install(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Install the service and start it: from then on it runs whenever this machine does.
+    """Install the service and start it, now and whenever this machine starts.
 
-    Once more after an update, or with other options: it replaces what it wrote before.
+    Run it again after an update, or with other options: it replaces what it wrote before.
     """
     arguments = ["--join" if each == "--join=" else each for each in arguments or ()]
     owner = installed.owner()
@@ -125,7 +125,7 @@ def install(
     path = shell.manager.search_path
     service = _described(context, owner, folder, arguments, path=path, login=user)
     if is_ours(other.installed):
-        raise UserError(f"{other.manager.path} is installed, and one service is enough: uninstall it first")
+        raise UserError(f"{other.manager.path} is already installed as a service; uninstall it first")
     before, wanted = shell.installed, shell.manager.render(service)
     if before and not is_ours(before):
         raise not_ours(shell.manager.path)
@@ -137,7 +137,7 @@ def install(
     state = shell.state()
     if state.pid is None and agent_runs(folder):
         raise UserError(
-            f"an agent runs with home {folder} that is no service; stop it first: `mlxtp drain`, or Ctrl-C "
+            f"an agent runs with home {folder} outside of a service; stop it first: `mlxtp drain`, or Ctrl-C "
             "in its terminal"
         )
     found = installed.Installed(shell, owner, user, wanted)
@@ -146,7 +146,7 @@ def install(
         if as_json:
             print_json({**about, "changed": False, "pid": state.pid, "agent": found.agent})
         else:
-            print(f"{shell.manager.path} is installed like this already, and runs as process {state.pid}")
+            print(f"{shell.manager.path} is already installed like this, and runs as process {state.pid}")
         return
     shell.take(shell.manager.install(service, state))
     if not as_json:
@@ -156,7 +156,7 @@ def install(
 
 
 def uninstall(dry_run: DryRun = False, as_json: AsJson = False) -> None:
-    """Stop the service and remove it. The agent's folder stays: who it is, its settings and its logs."""
+    """Stop the service and remove it. The agent's folder stays: its identity, settings and logs."""
     if (found := installed.find()) is None:
         for login in (False, True):
             shell = installed.shell_of(installed.owner(), login=login)
@@ -179,7 +179,7 @@ def start(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     if dry_run:
         _print_steps(found.manager.start(state), (), as_json=as_json)
     elif state.pid is not None:
-        words = f"it runs already, as process {state.pid}"
+        words = f"it already runs as process {state.pid}"
         _print({"changed": False, "pid": state.pid, "agent": found.agent}, words, as_json=as_json)
     else:
         found.allow("service", "start")
@@ -188,10 +188,10 @@ def start(dry_run: DryRun = False, as_json: AsJson = False) -> None:
 
 
 def stop(dry_run: DryRun = False, as_json: AsJson = False) -> None:
-    """Stop the service, until `mlxtp service start` or the next start of this machine.
+    """Stop the service until `mlxtp service start` or the next start of this machine.
 
-    Open requests have as long as `drain` in config.toml says, 10 s by default; `mlxtp drain` gives them all
-    the time they take.
+    Open requests have the seconds of `drain` in config.toml, 10 by default; `mlxtp drain` gives them all the
+    time they need.
     """
     found, state = _installed(dry_run)
     if dry_run:
@@ -204,7 +204,7 @@ def stop(dry_run: DryRun = False, as_json: AsJson = False) -> None:
 
 
 def status(as_json: AsJson = False) -> None:
-    """Show the service: whether it is installed and runs, as whom, and how it ended if it failed."""
+    """Show the service: whether it is installed and runs, its user, and how it ended if it failed."""
     if (found := installed.find()) is None:
         answer: dict[str, Any] = {"installed": False}
     else:
@@ -225,17 +225,18 @@ def status(as_json: AsJson = False) -> None:
 
 
 def logs(follow: Follow = False, lines: LineCount = 50, home: Home = None, as_json: AsJson = False) -> None:
-    """Show the log of the service; without one, or with --home, that of the agent with that home."""
+    """Show the log of the service.
+
+    Without a service, or with --home, show that of the agent with that home.
+    """
     if follow and as_json:
-        raise typer.BadParameter(
-            "--json prints the last lines, and --follow goes on without an end: choose one"
-        )
+        raise typer.BadParameter("--json prints the last lines, and --follow runs without an end: choose one")
     found = _service_with(home)
     log = found.log if found is not None else _log_of_agent(home_of(home))
     aside = found.aside() if found is not None else ""
     if not follow and not log.exists():
         raise UserError(f"there is no log yet; it will be {log}")
-    tail = ("tail", "-n", str(lines), *(("-F",) if follow else ()), str(log))  # -F goes on in the next file
+    tail = ("tail", "-n", str(lines), *(("-F",) if follow else ()), str(log))  # -F follows a rotated log
     if as_json:
         text = subprocess.run(tail, stdout=subprocess.PIPE, check=True).stdout.decode(errors="replace")
         print_json({"log": str(log), "lines": text.splitlines(), "aside": aside})
@@ -246,7 +247,7 @@ def logs(follow: Follow = False, lines: LineCount = 50, home: Home = None, as_js
 
 
 def _service_with(home: Path | None) -> installed.Installed | None:
-    """The service, unless another agent is named."""
+    """Return the service, unless the user names another agent."""
     found = installed.find()
     if found is None or not (home or os.environ.get("MLXTP_HOME")):
         return found
@@ -254,7 +255,10 @@ def _service_with(home: Path | None) -> installed.Installed | None:
 
 
 def _log_of_agent(home: Path) -> Path:
-    """What the agent that runs there says, or one that would start. Raises UserError when that is no file."""
+    """Return the log file of the agent with that home, or of one that would start.
+
+    Raises UserError without a file.
+    """
     try:
         log = str(AgentClient(home).get("settings")["settings"]["log_file"] or "")
     except UserError:
@@ -271,15 +275,17 @@ def _log_of_agent(home: Path) -> Path:
 def restart(
     within: Annotated[
         str | None,
-        typer.Option(metavar="SECONDS", help="End then, whatever is open. Default: as long as it takes."),
+        typer.Option(
+            metavar="SECONDS", help="End after that time, even with open requests. Default: no limit."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop the service once its requests are done, and start it again, such as with new settings."""
+    """Stop the service once its requests are done, and start it again, for instance with new settings."""
     if (found := installed.find()) is None:
         raise UserError(
             "no service is installed here, so nothing would start it again. An agent in a terminal: `mlxtp "
-            "drain`, then `mlxtp node`. To have a service: `mlxtp service install`"
+            "drain`, then `mlxtp node`. To install a service: `mlxtp service install`"
         )
     if found.shell.state().pid is None:
         raise UserError("the service does not run; `mlxtp service start` starts it")
@@ -299,14 +305,17 @@ def _installed(dry_run: bool) -> tuple[installed.Installed, ServiceState]:
 def _described(
     context: typer.Context, owner: Owner, home: Path, arguments: Sequence[str], *, path: str, login: bool
 ) -> Service:
-    """Raises UserError, or says how `node` is used, for arguments with which no agent would start."""
+    """Return the service.
+
+    Raises UserError, or prints the usage of `node`, for arguments that no agent accepts.
+    """
     commands = context.find_root()
     node = commands.command.get_command(commands, "node")  # type: ignore[attr-defined]  # it is a group
     given = node.make_context("mlxtp node", list(arguments)).params
     if given["join"]:
         raise UserError(_JOIN_FIRST)
     if given["home"] is not None:
-        raise UserError("--home is an option of `mlxtp service install` itself: say it before `--`")
+        raise UserError("--home is an option of `mlxtp service install` itself: put it before `--`")
     if given["log_file"] is not None:
         raise UserError(f"--log-file: a service's log is {log_of(str(home))}, where `mlxtp logs` finds it")
     settings = resolve_settings({**_flags(given), "home": home}, environment={})
@@ -324,7 +333,7 @@ def _described(
 
 
 def _flags(given: Mapping[str, Any]) -> dict[str, object]:
-    """The options of `mlxtp node` as settings have them: without --join, None where one was not given."""
+    """Return the options of `mlxtp node` as settings: without --join, None for each that is not given."""
     return {
         name: value or None if isinstance(value, (list, tuple)) else value
         for name, value in given.items()
@@ -333,12 +342,14 @@ def _flags(given: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _passed_on() -> dict[str, str]:
-    """Its file is readable for all, and so is a list of processes: neither has a password."""
+    """Return the variables without passwords, because every user can read the service's file and the
+    processes.
+    """
     return {name: without_secret(os.environ[name]) for name in PASSED_ON if os.environ.get(name)}
 
 
 def _typed(user: bool, home: Path | None, arguments: Sequence[str]) -> tuple[str, ...]:
-    """The command to install the same, as root would have to type it, whose variables are not ours."""
+    """Return the command with which root installs the same service, because root has other variables."""
     variables = [f"{name}={value}" for name, value in _passed_on().items()]
     given = home or os.environ.get("MLXTP_HOME")
     return (
@@ -358,7 +369,7 @@ def _print(answer: Mapping[str, Any], words: str, *, as_json: bool) -> None:
 
 
 def _print_steps(steps: Sequence[ServiceStep], doubts: Sequence[str], *, as_json: bool) -> None:
-    """What would be done, and what to mind."""
+    """Print the steps and the warnings."""
     if as_json:
         print_json({"steps": list(map(_step, steps)), "mind": list(doubts)})
         return
@@ -387,12 +398,12 @@ def _step(step: ServiceStep) -> Mapping[str, Any]:
 
 
 def _doubts(manager: Manager, service: Service, owner: Owner) -> list[str]:
-    """What to mind, in sentences."""
+    """Return the warnings."""
     others = sorted(
         name for name in os.environ if name.startswith("MLXTP_") and name not in ("MLXTP_HOME", "MLXTP_JOIN")
     )
     secrets = [
-        f"{name} has a user or a password, which the service does not get: everybody here can read its file"
+        f"{name} has a user or a password, which the service does not get: every user here can read its file"
         for name, value in _passed_on().items()
         if value != os.environ[name]
     ]
@@ -405,12 +416,12 @@ def _mind(doubts: Sequence[str]) -> None:
 
 
 def _wait(found: installed.Installed, about: Mapping[str, Any], *, as_json: bool) -> None:
-    """Until it runs. `about`: what was done, for programs."""
+    """Wait until it runs. `about`: what was done, for programs."""
     state, agent = found.wait(), found.agent
     if agent:
         how = "; `mlxtp status` shows what it does, `mlxtp logs -f` its log"
     else:
-        how = ", and does not answer yet; `mlxtp logs -f` shows how far it is"
+        how = ", and does not reply yet; `mlxtp logs -f` shows the progress"
     answer = {**about, "pid": state.pid, "agent": agent}
     _print(answer, f"it runs as process {state.pid}{how}", as_json=as_json)
 

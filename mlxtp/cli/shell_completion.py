@@ -1,4 +1,4 @@
-"""`mlxtp completion`: the script by which a shell completes what is typed, and what it offers for a word."""
+"""`mlxtp completion`: the completion script of a shell, and the suggestions for its words."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..errors import UserError
 from .printing import typed
 
 SHELLS = ("bash", "zsh", "fish")
+#: The variable with which a shell requests completions; see typer.
 VARIABLE = "_MLXTP_COMPLETE"
-"""By which a shell asks; see typer."""
 _ASK_S = 1.0
 
 
@@ -30,7 +30,7 @@ def completion(
         typer.Argument(metavar="|".join(SHELLS), help="Which shell.", autocompletion=lambda: list(SHELLS)),
     ],
 ) -> None:
-    """Print what a shell needs to complete commands, options, models and names. It is installed nowhere.
+    """Print the script that completes commands, options, models and names. Nothing is installed.
 
     zsh: add `eval "$(mlxtp completion zsh)"` to ~/.zshrc, after compinit; bash: the same, with bash, to
     ~/.bashrc. fish: `mlxtp completion fish > ~/.config/fish/completions/mlxtp.fish`.
@@ -39,27 +39,25 @@ def completion(
 
     if shell not in SHELLS:
         with typed():
-            raise UserError(
-                f"{shell!r} is none of {', '.join(SHELLS)}; which shell it is, `echo $SHELL` says"
-            )
+            raise UserError(f"{shell!r} is not one of {', '.join(SHELLS)}; `echo $SHELL` shows yours")
     typer.echo(get_completion_script(prog_name="mlxtp", complete_var=VARIABLE, shell=shell))
 
 
 def words(metavar: str) -> Callable[[str], list[str]] | None:
-    """The words of a choice such as auto|all|N, without what stands for others; None where there is none."""
+    """Return the literal words of a choice such as auto|all|N; None if it is not a choice."""
     choices = [each for each in metavar.split("|") if not each.isupper()] if "|" in metavar else []
     return (lambda incomplete: _beginning(incomplete, choices)) if choices else None
 
 
 def models(incomplete: str) -> list[str]:
-    """Models on this disk, by what `mlxtp serve` takes."""
+    """Return models on this disk, by the names that `mlxtp serve` accepts."""
     from ..models.inventory import stored_models
 
     return _beginning(incomplete, (each.id for each in stored_models()))
 
 
 def hub_models(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Models of the Hub of which something is on this disk, where the agent has them."""
+    """Return models of the Hub that are on this disk at least in part, in the agent's cache."""
     from ..models.hub_cache import cache_folder, repos_here
 
     try:
@@ -72,14 +70,14 @@ def hub_models(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def planned(incomplete: str) -> list[str]:
-    """What `mlxtp plan` knows by name, and models on this disk."""
+    """Return the names that `mlxtp plan` knows, and models on this disk."""
     from ..placement.published_models import KNOWN
 
     return [*models(incomplete), *_beginning(incomplete, KNOWN)]
 
 
 def keys(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of API keys."""
+    """Return names of API keys."""
     from ..api.api_keys import KeyFile
 
     try:
@@ -89,7 +87,7 @@ def keys(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def members(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of the Macs of the cluster, if an agent runs that knows them."""
+    """Return names of the cluster's members, from the running agent."""
     try:
         told = AgentClient(_home(ctx), _ASK_S).get("members")["members"]
     except UserError:

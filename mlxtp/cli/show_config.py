@@ -1,4 +1,4 @@
-"""`mlxtp config`: what this Mac's settings are, and where each was set. Reads only."""
+"""`mlxtp config`: this Mac's settings and the place of each. Reads only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .printing import print_json
 
 Home = Annotated[
     Path | None,
-    typer.Option(help="The settings of which home, if not the user's own; also MLXTP_HOME."),
+    typer.Option(help="Home of the settings, if not the user's own; also MLXTP_HOME."),
 ]
 Values = Mapping[str, Any]
 DEFAULT = "default"
@@ -35,20 +35,22 @@ DEFAULT = "default"
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    config = typer.Typer(no_args_is_help=True, help="Settings: what holds, where it was set, and the file.")
+    config = typer.Typer(
+        no_args_is_help=True, help="Settings: their values, where each was set, and the file."
+    )
     config.command()(show)
     config.command()(path)
     app.add_typer(config, name="config")
 
 
 def show(
-    origin: Annotated[bool, typer.Option("--origin", help="Say of each where it was set.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each was set.")] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the settings that `mlxtp node` would start with here, as the file would have them.
+    """Print the settings that `mlxtp node` would start with here, in the format of the file.
 
-    What a running agent uses instead stands at the end. Join tokens are not shown.
+    Different settings of a running agent follow at the end. Join tokens are not shown.
     """
     settings = resolve_settings({"home": home})
     running = _running(settings)
@@ -61,7 +63,7 @@ def show(
 
 
 def path(home: Home = None, as_json: AsJson = False) -> None:
-    """Print where the file of settings is, or would be: nothing makes it but you."""
+    """Print the path of the settings file. mlxtp does not create it."""
     file = home_folder(home).resolve() / FILE
     if as_json:
         print_json({"path": str(file), "exists": file.is_file()})
@@ -70,7 +72,7 @@ def path(home: Home = None, as_json: AsJson = False) -> None:
 
 
 def _running(settings: Settings) -> dict[str, tuple[Any, str]] | None:
-    """What the agent of this home has that is different, and where that was set; None when none answers."""
+    """Return the settings of this home's agent that differ, with their places; None without a reply."""
     try:
         told = AgentClient(settings.home.resolve()).get("settings")
     except UserError:
@@ -103,7 +105,7 @@ def _lines(
     settings: Settings, running: Mapping[str, tuple[Any, str]] | None, *, origin: bool
 ) -> Iterator[str]:
     file = settings.home.resolve() / FILE
-    yield f"# {file}{'' if file.is_file() else ', which is not there'}"
+    yield f"# {file}{'' if file.is_file() else ', which does not exist'}"
     yield "# A line that begins with # is a default."
     origins, values = dict(settings.origins), shown(settings)
     panel = table = ""

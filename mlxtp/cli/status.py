@@ -1,4 +1,4 @@
-"""`mlxtp status`: what runs now, and who belongs to the cluster, as a table."""
+"""`mlxtp status`: the present state and the members of the cluster, as a table."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _STATES = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red
 
 def status(
     watch: Annotated[
-        bool, typer.Option("--watch", help="Go on showing it, with speed and requests, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Update it, with speed and requests, until Ctrl-C.")
     ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what runs now: the model, on which Macs, and every member of the cluster.
+    """Show the present state: the model, its Macs, and every member of the cluster.
 
-    With --json it is one answer with fields of its own; with --watch --json each line is what the page of the
-    agent gets, with the fields that docs/operations.md names.
+    With --json it is one object with fields of its own; with --watch --json each line is the JSON of the
+    agent's page, with the fields that docs/operations.md names.
     """
     if watch:
         from . import watch as watching
@@ -62,7 +62,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
         lines.append(_indented(answer["left_wired"], "yellow"))
     if "members" in answer:
         lines.append(
-            f"cluster {answer['cluster']}, coordinated by {escape(answer['coordinator'] or 'nobody yet')}"
+            f"cluster {answer['cluster']}, coordinated by {escape(answer['coordinator'] or 'no Mac yet')}"
         )
         wanted = answer["desired"]
         if wanted["model"]:
@@ -92,7 +92,7 @@ def _where(answer: Mapping[str, Any]) -> str:
 
 
 def members_shown(answer: Mapping[str, Any]) -> list[Any]:
-    """The table, and below it what keeps members from serving the model."""
+    """Return the table, and below it the problems that keep members from serving the model."""
     lines: list[Any] = [_members_table(answer)]
     for member in answer["members"]:
         lines += _about(member["name"], filter(None, [member["model_problem"]]), "red")
@@ -101,11 +101,12 @@ def members_shown(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def admissions_shown(answer: Mapping[str, Any]) -> list[Any]:
-    """Return a line for each member of which it is known who let it in, from where and when."""
+    """Return a line for each member whose admission is known: by which Mac, from where and when."""
     return [
         _indented(
-            f"{each['name']} was let in by {each['admitted_by_name']}, from {each['joined_from'] or 'itself'}"
-            f", at {datetime.fromtimestamp(each['joined_at']):%Y-%m-%d %H:%M}"
+            f"{each['name']} was admitted by {each['admitted_by_name']} "
+            f"from {each['joined_from'] or 'itself'}, "
+            f"at {datetime.fromtimestamp(each['joined_at']):%Y-%m-%d %H:%M}"
         )
         for each in answer["members"]
         if each.get("joined_at") and each["admitted_by"]
@@ -113,7 +114,7 @@ def admissions_shown(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def _about(name: str, sentences: Iterable[str], colour: str) -> list[Any]:
-    """Who it is about, and below each sentence as a paragraph of its own."""
+    """Return a name, and each sentence about it as a paragraph below."""
     said = [_indented(f"- {sentence}", colour) for sentence in sentences]
     return [f"{escape(name)}:", *said] if said else []
 

@@ -1,4 +1,4 @@
-"""`mlxtp version --verbose`: what a report should say. Nothing heavy is imported for it."""
+"""`mlxtp version --verbose`: facts for a bug report. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def about(home: Path) -> dict[str, str]:
-    """In the order of what is asked first. Paths name the user's folders, and nothing else about the user."""
+    """Return the facts, most important first.
+
+    Paths name the user's folders, and nothing else about the user.
+    """
     return {
         "mlxtp": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -34,7 +37,7 @@ def _system() -> str:
 
 
 def _needed() -> list[str]:
-    """The packages that mlxtp is made with, as pyproject.toml has them; none where it is not installed."""
+    """Return the packages that pyproject.toml requires; none where mlxtp is not installed."""
     try:
         wanted = [each for each in requires("mlxtp") or () if "extra ==" not in each]
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""`mlxtp status --watch`: what the cluster does, while it does it. `picture` is pure, `watch` looks."""
+"""`mlxtp status --watch`: the cluster's state as it changes. `picture` is pure, `watch` polls."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rich.text import Text
 from ..client import AgentClient
 from ..errors import MlxtpError
 
+#: Seconds between two polls of the agent.
 LOOK_S = 1.0
-"""How often the agent is asked."""
 _ANSWER_S = 5.0
 _COLOURS = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red", "failed": "red"}
 _OPEN = {
@@ -30,7 +30,7 @@ Moment = Mapping[str, Any]
 
 
 def watch(home: Path) -> None:
-    """Draw until Ctrl-C; the last picture stays. An agent that is not there, or goes, is waited for."""
+    """Draw until Ctrl-C; the last picture stays. Waits for an agent that is absent."""
     console = Console(highlight=False)
     shown: RenderableType = ""
     try:
@@ -45,7 +45,7 @@ def watch(home: Path) -> None:
 
 
 def tell(home: Path) -> None:
-    """One JSON object a line whenever something has changed, until Ctrl-C."""
+    """Print one JSON object a line whenever something has changed, until Ctrl-C."""
     told = ""
     try:
         for snapshot, away in _looks(home):
@@ -58,7 +58,7 @@ def tell(home: Path) -> None:
 
 
 def _looks(home: Path) -> Iterator[tuple[Moment | None, Mapping[str, str] | None]]:
-    """What the agent says, or why it says nothing."""
+    """Yield the agent's snapshots, or why there is none."""
     while True:
         try:
             yield AgentClient(home, _ANSWER_S).snapshot(), None
@@ -68,7 +68,7 @@ def _looks(home: Path) -> Iterator[tuple[Moment | None, Mapping[str, str] | None
 
 
 def picture(snapshot: Moment | None, now: float, away: Mapping[str, str] | None = None) -> Group:
-    """One moment, as `docs/operations.md` has it, for a terminal. `now` in seconds since 1970.
+    """Return one snapshot, as in `docs/operations.md`, for a terminal. `now` in seconds since 1970.
 
     `away`: why there is no newer one.
     """
@@ -118,7 +118,7 @@ def _state(snapshot: Moment, now: float) -> Text:
 def _speed(snapshot: Moment) -> Text:
     speed, requests = snapshot["tokens_per_second"], snapshot["requests"]
     line = Text("- tokens/s" if speed["value"] is None else f"{speed['value']:.1f} tokens/s")
-    line.append(" (of what was asked here)" if speed["of"] == "here" else "")
+    line.append(" (of requests to this Mac)" if speed["of"] == "here" else "")
     parts = [f"{requests[name]} {words}" for name, words in _OPEN.items() if requests.get(name)]
     line.append(f"   open requests: {requests['open']}{': ' if parts else ''}{', '.join(parts)}")
     return line
@@ -140,7 +140,10 @@ def _nodes(snapshot: Moment) -> Table:
 
 
 def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A row for each rank of a node, one for a node without any. Heartbeats reach the Mac of rank 0 only."""
+    """Return a row for each rank of a node, one for a node without any.
+
+    Heartbeats reach the Mac of rank 0 only.
+    """
     return [
         (
             str(rank["rank"]),
@@ -154,11 +157,11 @@ def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...
 
 
 def _ended(history: Sequence[Mapping[str, Any]]) -> Text | None:
-    """Why the last epoch ended."""
+    """Return why the last epoch ended."""
     story = next((each for each in history if each["lasted_s"] is not None), None)
     if story is None:
         return None
-    why = story["reason"] or story["code"] or "nobody said why"
+    why = story["reason"] or story["code"] or "unknown reason"
     return Text(f"epoch {story['epoch']} ended after {_duration(story['lasted_s'])}: {why}", "dim")
 
 

@@ -1,4 +1,4 @@
-"""Why an epoch most likely failed, from what its ranks and agents left."""
+"""Likely cause of an epoch's failure, found in the files of its ranks and agents."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code
 from .failure_record import EpochRecord, RankRecord
 
+#: Share of its machine's memory. A rank killed while it held this much was probably killed for it.
 MEMORY_SHARE = 0.7
-"""A rank that was killed while it held this much of its machine's memory was probably killed for it."""
+#: Seconds. Heartbeats come twice a second, so an older one is not merely in transit.
 SILENT_S = 1.5
-"""A heartbeat older than this, of two a second, was not just on its way."""
 
 _CRASHES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 10: "SIGBUS", 11: "SIGSEGV"}
 _SIGKILL, _SIGALRM, _SIGTERM = 9, 14, 15
@@ -64,7 +64,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Its kind in a word or two, the rank it is about (None: no one rank), and a sentence."""
+    """Kind in a word or two, the rank concerned (None: no single rank), and a sentence."""
 
     kind: str
     rank: int | None
@@ -73,7 +73,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is known of a failed epoch. `elsewhere` names the Macs of ranks of which there is no file."""
+    """Records of a failed epoch. `elsewhere` names the Macs of ranks without a file."""
 
     ranks: tuple[RankRecord, ...]
     agent: EpochRecord | None = None
@@ -82,7 +82,7 @@ class Case:
 
 
 def likely_cause(case: Case) -> Cause:
-    """First what a process died of, then what somebody said, then what was seen from outside."""
+    """Return the cause. Deaths of processes come first, then reported errors, then outside observations."""
     for find in (_memory, _died, _spoken, _wedged, _differed):
         if (cause := find(case)) is not None:
             return cause
@@ -97,7 +97,7 @@ def _memory(case: Case) -> Cause | None:
 
 
 def _died(case: Case) -> Cause | None:
-    """What a process died of that its agent did not end and that gave no reason."""
+    """Find a process that died without a reason and was not ended by its agent."""
     for rank in case.ranks:
         if rank.by_agent or rank.deaf:
             continue
@@ -128,13 +128,13 @@ def _ended_by_signal(rank: RankRecord, number: int, case: Case) -> Cause:
 
 
 def _spoken(case: Case) -> Cause | None:
-    """What a rank, or the agent that judged it, had to say."""
+    """Find the error reported by a rank or by the agent that judged it."""
     said = {
         rank.rank: (rank.code or rank.exit_code, rank.detail)
         for rank in case.ranks
         if (rank.code or rank.exit_code) not in _CONSEQUENCES
     }
-    # A rank that only passes on the words of another one names that one in front.
+    # The detail of a rank that only relays another rank's error begins with that rank's name.
     first_hand = [rank for rank, (_, detail) in said.items() if not _names_another(detail, rank)] or [*said]
     agent = case.agent
     speaker: int | None
@@ -150,7 +150,7 @@ def _spoken(case: Case) -> Cause | None:
         return _differed(case) or Cause("desync", None, f"ranks disagree: {detail}")
     if code in _STUCK:
         return _stuck(case.ranks, detail)
-    kind, words = _KINDS.get(code, (code.replace("_", " "), "it was said"))
+    kind, words = _KINDS.get(code, (code.replace("_", " "), "it was reported"))
     return Cause(kind, speaker, f"{words} ({code}): {detail}")
 
 
@@ -176,7 +176,7 @@ def _differed(case: Case) -> Cause | None:
         return None
     values = difference.values
     counts = {value: list(values.values()).count(value) for value in values.values()}
-    # Of two ranks, the one that obeys is the odd one.
+    # Of two ranks, the follower is the odd one.
     odd = min(sorted(values, reverse=True), key=lambda rank: counts[values[rank]])
     how = ", ".join(f"rank {rank}: {value}" for rank, value in sorted(values.items()))
     words = f"from step {difference.seq} on ranks {_DIFFERENCES[difference.what]} ({how})"
@@ -186,7 +186,7 @@ def _differed(case: Case) -> Cause | None:
 def _stuck(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
     if all(rank.unfinished is None for rank in ranks):
         return _stuck_elsewhere(ranks, detail)
-    # Whoever obeys begins a step when its frame comes, without waiting for the step before.
+    # A follower begins a step when its frame arrives, without waiting for the step before.
     known = [rank for rank in ranks if rank.recorded]
     seq = max(rank.place[0] for rank in known)
     behind = [(_behind(known, at), how) for at, how in enumerate(_LATE)]
@@ -212,7 +212,7 @@ def _behind(ranks: list[RankRecord], at: int) -> list[RankRecord]:
 
 
 def _stuck_elsewhere(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
-    """In no forward: while forming or loading, say."""
+    """Find the rank that was stuck outside a forward, for instance while forming or loading."""
     late = max(ranks, key=lambda rank: rank.ended_us - rank.phase_since_us, default=None)
     if late is None or not late.phase:
         return Cause("stuck", None, detail)

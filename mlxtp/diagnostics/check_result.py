@@ -1,4 +1,4 @@
-"""What the doctor says: findings, by rows of a table, each from good to bad. Pure."""
+"""Findings of the doctor, by rows of a table, each with a level from good to bad. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .facts import MachineFacts
 
 
 class Level(StrEnum):
-    """From good to bad. Only an error keeps this machine from working, alone or with others."""
+    """Levels from good to bad. Only an error keeps this machine from working, alone or with others."""
 
     OK = "ok"
     INFO = "info"
@@ -24,9 +24,9 @@ ORDER = tuple(Level)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was found.
+    """One finding.
 
-    `fix` is what a person types or does; the `why` of its row holds unless it has its own.
+    `fix` is a command to type or an action to take. `why` replaces the `why` of the row.
     """
 
     level: Level
@@ -39,8 +39,8 @@ class Finding:
 class CheckRow:
     """One line of the doctor's table.
 
-    `looks_at`, `why` and `fix` are for people: what is looked at, why that matters, and what mends it.
-    `check` gives what is found on one of the `systems`.
+    `looks_at`, `why` and `fix` are for people: the thing examined, its importance, and the remedy. `check`
+    yields the findings on one of the `systems`.
     """
 
     id: str
@@ -54,26 +54,26 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A row and what was found there, at least one thing."""
+    """A row and its findings, at least one."""
 
     row: CheckRow
     findings: tuple[Finding, ...]
 
     @property
     def level(self) -> Level:
-        """That of the worst."""
+        """Level of the worst finding."""
         return max((each.level for each in self.findings), key=ORDER.index)
 
 
 def examine(rows: Iterable[CheckRow], facts: MachineFacts) -> tuple[Examined, ...]:
-    """What is found on this machine, in the order of the rows; those with nothing to say are left out."""
+    """Return this machine's findings in the order of the rows. Rows without a finding are left out."""
     here = (row for row in rows if facts.machine.system in row.systems)
     found = (Examined(row, tuple(row.check(facts))) for row in here)
     return tuple(each for each in found if each.findings)
 
 
 def to_json(examined: Sequence[Examined], facts: MachineFacts) -> Mapping[str, Any]:
-    """As `mlxtp doctor --json` prints it; `docs/doctor.md` names the fields."""
+    """Return the JSON that `mlxtp doctor --json` prints. `docs/doctor.md` names the fields."""
     rows = [
         {
             "id": each.row.id,
@@ -102,20 +102,20 @@ def to_json(examined: Sequence[Examined], facts: MachineFacts) -> Mapping[str, A
 
 
 def ok(what: str) -> Finding:
-    """Nothing is to be done."""
+    """Finding that requires no action."""
     return Finding(Level.OK, what)
 
 
 def info(what: str, fix: str = "", why: str = "") -> Finding:
-    """Worth knowing, or not known."""
+    """Finding worth knowing, or something that is not known."""
     return Finding(Level.INFO, what, fix, why)
 
 
 def warning(what: str, fix: str, why: str = "") -> Finding:
-    """It works, but worse than it could, or not for long."""
+    """Finding about something that works, but badly or not for long."""
     return Finding(Level.WARNING, what, fix, why)
 
 
 def error(what: str, fix: str, why: str = "") -> Finding:
-    """Something does not work."""
+    """Finding about something that does not work."""
     return Finding(Level.ERROR, what, fix, why)

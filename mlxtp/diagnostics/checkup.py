@@ -1,7 +1,7 @@
-"""Everything that the doctor wants to know of this machine: asked all at once, each with a time limit.
+"""Collection of the doctor's facts about this machine: all at once, each with a time limit.
 
-`Checkup` is what a command finds out by itself, where no agent runs. `AgentCheckup` looks from within an
-agent, which sees the network as a service does, and can ask the other members.
+`Checkup` is what a command finds out by itself, where no agent runs. `AgentCheckup` runs within an agent,
+which sees the network as a service does and can query the other members.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from .local_facts import in_time, problem_of, slow
 from .reachability import ReachabilityReply, attempts
 from .rows import ROWS
 
+#: Seconds for which a command listens for other agents. They reply within half a second.
 LISTEN_S = 1.5
-"""How long a command listens for others: who hears its question answers within half a second."""
 _MANY = 1 << 20
 
 Json = Mapping[str, Any]
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 class Checkup:
-    """What this process sees. `problem`: why the agent that holds this home could not be asked."""
+    """Facts visible to this process. `problem`: why the agent that holds this home could not be queried."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class Checkup:
         self._crashed: list[str] = []
 
     async def report(self) -> Json:
-        """What is found, by rows; `docs/doctor.md` names the fields."""
+        """Return the findings by rows. `docs/doctor.md` names the fields."""
         facts = await self.facts()
         return to_json(examine(ROWS, facts), facts)
 
     async def facts(self) -> MachineFacts:
-        """Everything, in some seconds: the slowest part of it is `system_profiler`."""
+        """Collect all facts. Takes some seconds; the slowest part is `system_profiler`."""
         settings = self._settings
         self._crashed = []
         (machine, identity, software, network, wrong), (room, firewall, power, clock) = await asyncio.gather(
@@ -135,7 +135,7 @@ class Checkup:
         return ModelFacts()
 
     async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
-        """Those that the home remembers, tried from here."""
+        """Return the members stored in the home, each tried from this process."""
         kept, identity = await asyncio.gather(
             self._in_time(lambda: local_facts.kept_at(self._settings.home), SavedState()),
             self._in_time(lambda: local_facts.stored(self._settings.home)[0], None),
@@ -154,7 +154,7 @@ class Checkup:
         )
 
     def _ports(self) -> tuple[PortFacts, ...]:
-        """Whether an agent that starts now gets its ports."""
+        """Return the ports an agent needs, and why it could not get one."""
         settings = self._settings
         if self._problem:
             return ()
@@ -168,7 +168,7 @@ class Checkup:
         return tuple(port for port in found if port is not None)
 
     async def _heard(self) -> tuple[bool, str, tuple[str, ...]]:
-        """Whether others were listened for, why not, and who was heard."""
+        """Return whether discovery was tried, the problem if not, and the names found."""
         settings = self._settings
         usable = local_facts.usable(settings)
         if not settings.discovery or _alone(settings) or not usable:
@@ -213,7 +213,7 @@ class Checkup:
         settings = self._settings
         memory = await asyncio.to_thread(look_at_memory)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        files = soft if self._agent().runs_here else hard  # an agent raises its own
+        files = soft if self._agent().runs_here else hard  # an agent raises its own limit
         models = await self._in_time(local_facts.models_folder, settings.home)
         folders = {"mlxtp's own files": settings.home, "models": models}
         disks = [await self._disk(purpose, folder) for purpose, folder in folders.items()]
@@ -238,7 +238,7 @@ class Checkup:
                 self._ask(probes.FIREWALL, "--getappblocked", program),
             )
             return local_facts.mac_firewall(state, everything, app)
-        # Only root may read them, and an agent that is root has nobody else to ask.
+        # Only root may read the rules, so an agent that is root keeps root's rights for this command.
         return local_facts.linux_firewall(await self._run_as_self("nft", ("list", "ruleset"), probes.ASK_S))
 
     async def _power(self) -> PowerFacts:
@@ -268,7 +268,7 @@ class Checkup:
 
 
 class AgentCheckup(Checkup):
-    """What an agent sees; one that keeps to itself has no `cluster` and no `dialer`."""
+    """Facts visible to an agent. An agent that runs alone has no `cluster` and no `dialer`."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class AgentCheckup(Checkup):
         self._busy = asyncio.Lock()
 
     async def report(self) -> Json:
-        async with self._busy:  # one after the other: each knocks at all members
+        async with self._busy:  # one at a time: each report connects to all members
             return await super().report()
 
     def _agent(self) -> AgentFacts:
@@ -356,7 +356,7 @@ class AgentCheckup(Checkup):
         )
 
     async def _answers(self, cluster: NodeLoop) -> Mapping[str, ReachabilityReply]:
-        """What members say of the way to this one: to its control port, and to one drawn for this."""
+        """Return the members' attempts to reach this one, at its control port and at a fresh port."""
         own = cluster.addresses
         hosts = dict.fromkeys(each.rpartition(":")[0] for each in own)
         try:

@@ -1,4 +1,4 @@
-"""What is found about the agent, its identity and its model. Pure."""
+"""Findings about the agent, its identity and its model. Pure."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from datetime import timedelta
 from .check_result import Finding, error, info, ok, warning
 from .facts import Certificate, MachineFacts
 
+#: A certificate that ends within this time, and is not renewed, is worth a warning.
 SOON = timedelta(days=14)
-"""A certificate that ends within this time, and that nobody renews, is worth a word."""
+#: First words of the remedy in the message that a disk has no room for a model.
 MAKE_ROOM = "make room"
-"""How what is to be done begins, in the words of whoever found no room for a model."""
+#: Digits of a hash: enough to distinguish two.
 SHOWN = 8
-"""Digits of a hash: enough to tell two apart."""
 
 
 def of_agent(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether an agent runs, and so from where all this was seen."""
+    """Report the agent, and thereby the process that collected the facts."""
     agent = facts.agent
     if agent.runs_here:
-        yield ok(f"runs as process {agent.pid}, answers at {agent.url}; all below is as it sees it")
+        yield ok(f"runs as process {agent.pid}, answers at {agent.url}; the findings below are its own")
     elif agent.problem:
         yield error(
-            f"one holds this home, but could not be asked: {agent.problem}",
-            "look at its log; if it stands still, end it and start it anew",
+            f"an agent holds this home, but did not answer: {agent.problem}",
+            "read its log; if it hangs, end it and start it again",
         )
     else:
         yield info(
-            "no agent runs, so all below is as this command sees it; what a service sees may differ",
+            "no agent runs, so the findings below are this command's own; those of a service may differ",
             "mlxtp node",
         )
 
 
 def of_serving(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether there is a model that answers."""
+    """Report whether a model is being served."""
     agent = facts.agent
     if not agent.runs_here:
         return
@@ -66,7 +66,7 @@ def of_serving(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def of_identity(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether this machine can show who it is, and the cluster let others in."""
+    """Report this machine's certificates and keys, and whether the cluster can admit new members."""
     identity = facts.identity
     if identity.problem:
         yield error(identity.problem, "as it says")
@@ -75,12 +75,12 @@ def of_identity(facts: MachineFacts) -> Iterator[Finding]:
     if identity.https_problem:
         yield error(identity.https_problem, "as it says")
     if identity.keys_problem:
-        yield error(identity.keys_problem, "as it says", "no API key counts meanwhile")
+        yield error(identity.keys_problem, "as it says", "until then no API key is accepted")
     elif identity.keys:
         yield ok(f"API keys: {identity.keys}")
     elif facts.network.beyond_loopback and identity.keys_asked:
         yield warning(
-            "the endpoint is for other machines too, and there is no API key: nobody is answered",
+            "the endpoint is open to other machines, but there is no API key: every client is refused",
             "mlxtp key create NAME",
         )
     if identity.problem:
@@ -92,12 +92,12 @@ def of_identity(facts: MachineFacts) -> Iterator[Finding]:
     elif identity.authority_here:
         yield ok("join tokens are issued here: `mlxtp token`")
     elif not facts.agent.runs_here:
-        yield info("not known, whether anybody can join: only an agent knows who issues join tokens")
+        yield info("not known whether a Mac can join: only an agent knows which Mac issues join tokens")
     elif identity.authority_linked:
         yield ok(f"join tokens are issued by {identity.authority}: `mlxtp token`")
     else:
         who = identity.authority or "the Mac that founded the cluster"
-        yield info(f"nobody new can join now: only {who} issues join tokens, and it cannot be asked")
+        yield info(f"no Mac can join now: only {who} issues join tokens, and it cannot be reached")
 
 
 def _of_certificate(certificate: Certificate, facts: MachineFacts) -> Finding:
@@ -119,7 +119,7 @@ def _of_certificate(certificate: Certificate, facts: MachineFacts) -> Finding:
 
 
 def _of_lacking(problem: str) -> tuple[str, str, str]:
-    """Why a machine has not got the model: what is wrong, what to do, why it matters."""
+    """Return why a machine lacks the model, the remedy, and the reason it matters."""
     what, room, todo = problem.partition(f": {MAKE_ROOM}")
     if room:
         return what, f"{MAKE_ROOM}{todo}", "a model comes only where all of it has room, and 1 GB more"
@@ -127,7 +127,7 @@ def _of_lacking(problem: str) -> tuple[str, str, str]:
 
 
 def of_models(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether all members have the same files of the model."""
+    """Report whether all members have the same files of the model."""
     model = facts.model
     if not facts.identity.cluster_id:
         yield info("there is no other member to compare with")
@@ -152,7 +152,7 @@ def of_models(facts: MachineFacts) -> Iterator[Finding]:
         of_hub = "/" in model.wanted and not model.wanted.startswith("/")
         yield error(
             f"the files of {model.wanted} differ: {shown}",
-            f"`mlxtp verify {model.wanted} --repair` on each of them: it gets what is damaged anew"
+            f"`mlxtp verify {model.wanted} --repair` on each of them downloads damaged files again"
             if of_hub
             else "bring the same files to all: copy the folder from one",
         )

@@ -1,4 +1,4 @@
-"""The files of one failed epoch, from one Mac or several, laid side by side."""
+"""Comparison of the files of one failed epoch, from one Mac or several."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _COMPARED = ("kind", "rows", "forwards", "collectives", "fed", "digest")
 
 @dataclass(frozen=True, slots=True)
 class Postmortem:
-    """One failed epoch; `ended` is in seconds since 1970. `epoch_id` tells epochs of one number apart.
+    """One failed epoch. `ended` is in seconds since 1970; `epoch_id` distinguishes epochs of one number.
 
-    `behind` is the rank that came least far, None when all came equally far. `elsewhere` has the ranks of
-    which there is no file, and the name of each one's Mac, where that is known.
+    `behind` is the rank that made the least progress, None when all made the same. `elsewhere` has the ranks
+    without a file, each with the name of its Mac where that is known.
     """
 
     epoch: int
@@ -33,10 +33,10 @@ class Postmortem:
 def examine(
     epoch: int, epoch_id: str, ranks: Iterable[RankRecord], agents: Iterable[EpochRecord]
 ) -> Postmortem:
-    """Everything the files of one epoch say. Of two files of a rank the one that remembers more counts."""
+    """Compare the files of one epoch. Of two files of a rank, use the one with more steps."""
     by_rank = {rank.rank: rank for rank in sorted(ranks, key=lambda rank: (rank.recorded, len(rank.steps)))}
     records = tuple(by_rank[rank] for rank in sorted(by_rank))
-    told = sorted(agents, key=lambda agent: len(agent.hosts), reverse=True)  # rank 0's agent knew most
+    told = sorted(agents, key=lambda agent: len(agent.hosts), reverse=True)  # the agent of rank 0 knew most
     agent = told[0] if told else None
     hosts = agent.hosts if agent is not None else ()
     elsewhere = {rank: host for rank, host in enumerate(hosts) if rank not in by_rank}
@@ -57,7 +57,10 @@ def examine(
 
 
 def first_difference(ranks: Iterable[RankRecord]) -> Difference | None:
-    """Compares what every rank still remembers. Steps at the end to which a rank did not come are none."""
+    """Compare the steps that every rank still has.
+
+    Final steps that a rank did not reach are no difference.
+    """
     tables = {rank.rank: {step.seq: step for step in rank.steps} for rank in ranks if rank.steps}
     if len(tables) < 2:
         return None
@@ -76,7 +79,7 @@ def first_difference(ranks: Iterable[RankRecord]) -> Difference | None:
 
 
 def behind(ranks: Iterable[RankRecord]) -> int | None:
-    """The rank that began, queued and finished the least; None when all came equally far."""
+    """Return the rank that began, queued and finished the least. None when all made the same progress."""
     places = {rank.rank: rank.place for rank in ranks if rank.recorded}
     if len(set(places.values())) < 2:
         return None

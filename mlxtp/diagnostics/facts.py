@@ -1,6 +1,6 @@
-"""What the doctor knows of one machine before it judges. Pure: filled in by `diagnostics/checkup.py`.
+"""Facts about one machine, which the doctor judges. Pure: filled in by `diagnostics/checkup.py`.
 
-None stands for what could not be found out, with the reason beside it where there is one.
+None stands for an unknown fact, with the reason beside it where there is one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from ..wire.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class AgentFacts:
-    """Who looked. `problem`: an agent holds this home, and could not be asked.
+    """The agent that collected the facts. `problem`: an agent holds this home and could not be queried.
 
-    `state`, `reason`, `problem_of_cluster` and `waiting` are what `mlxtp status` says of it; `failures`
-    counts the failed groups of which something is kept, `left_out` names those that planning leaves out,
-    `proof` what the golden proof found.
-    `left_wired` says what ended ranks left wired.
+    `state`, `reason`, `problem_of_cluster` and `waiting` are as in `mlxtp status`. `failures` counts the
+    failed groups with stored files, `left_out` names the groups that planning leaves out, `proof` is the
+    result of the golden proof. `left_wired` describes memory that ended ranks left wired.
     """
 
     runs_here: bool = False
@@ -41,7 +40,7 @@ class AgentFacts:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package that mlxtp needs: its version here, empty for none, and the oldest that will do."""
+    """A package that mlxtp needs: its version here ("" if it is missing), and the oldest that will do."""
 
     name: str
     installed: str
@@ -50,7 +49,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """`architecture` is this Python's, as `platform.machine` says; `program` its file."""
+    """This Python. `architecture` is as in `platform.machine`; `program` is its file."""
 
     python: str
     python_floor: str
@@ -61,7 +60,7 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Room for one purpose, in bytes; None with a `problem`."""
+    """Free room for one purpose, in bytes. None with a `problem`."""
 
     purpose: str
     folder: str
@@ -71,18 +70,21 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRoom:
-    """`min_free_bytes` is the memory below which nothing new is taken; `critical` the kernel's word on it."""
+    """Limits of memory.
+
+    The agent refuses requests below `min_free_bytes`; `critical` is the kernel's level.
+    """
 
     min_free_bytes: int
     critical: bool
     disks: tuple[Disk, ...]
+    #: Limit of this process, or the limit that an agent will have.
     open_files: int
-    """How many this process may have, or, of a command, how many the agent will."""
 
 
 @dataclass(frozen=True, slots=True)
 class PortFacts:
-    """A TCP port that an agent listens on. `problem`: why it cannot be had, empty if it can, or is ours."""
+    """A TCP port that an agent listens on. `problem`: why it is not available ("" if it is free or ours)."""
 
     name: str
     flag: str
@@ -93,9 +95,9 @@ class PortFacts:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try to reach an address ("ip:port"). `problem` is empty when it was reached; `errno` 0 without one.
+    """One try to reach an address ("ip:port"). `problem` is "" after a success; `errno` is 0 without one.
 
-    `shared`: the address is in a network that both ends have. `drawn`: the port was drawn for this one try.
+    `shared`: the address is in a network that both ends have. `drawn`: the port was opened for this one try.
     """
 
     address: str
@@ -107,11 +109,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class MemberFacts:
-    """Another member, as this machine sees it: in which `state`, empty where no agent knows.
+    """Another member, as seen from this machine. `state` is empty where no agent knows it.
 
-    `ours` are this machine's tries to reach it, `theirs` its tries to reach this machine, None with `unasked`
-    saying why it could not be asked. `clock_s` is how far its clock is ahead of ours, with an error of
-    `clock_error_s`.
+    `ours` are this machine's tries to reach it, `theirs` its tries to reach this machine. `theirs` is None if
+    it could not be queried, `unasked` being the reason. `clock_s` is how far its clock is ahead of ours, give
+    or take `clock_error_s`.
     """
 
     name: str
@@ -129,10 +131,11 @@ class MemberFacts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFacts:
-    """`multicast`: the errno of a send to the group of multicast DNS, 0 when it went, None where nothing was
-    sent. `loopback`: whether this process reaches itself. `unicast`: sends to addresses of other members.
+    """Facts about the network.
 
-    `heard` are names that announce themselves; `listened` says that they were listened for.
+    `multicast`: the errno of a send to the group of multicast DNS, 0 after a success, None where nothing was
+    sent. `loopback`: whether this process reaches itself. `unicast`: sends to addresses of other members.
+    `heard` are announced names; `listened`: discovery was tried.
     """
 
     loopback: bool = True
@@ -142,25 +145,25 @@ class NetworkFacts:
     listened: bool = False
     heard: tuple[str, ...] = ()
     ports: tuple[PortFacts, ...] = ()
+    #: The endpoint is open to other machines.
     beyond_loopback: bool = False
-    """Whether the endpoint is for other machines too."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirewallFacts:
-    """On macOS, of the application firewall; on Linux `drops` is what its own says of what comes in."""
+    """On macOS, the application firewall. On Linux, `drops`: whether netfilter drops incoming packets."""
 
     enabled: bool | None = None
     blocks_all: bool | None = None
+    #: State of this Python: "allowed", "blocked", "unlisted", or empty if unknown.
     app: str = ""
-    """Of this Python: "allowed", "blocked", "unlisted", or empty where that is not known."""
     drops: bool | None = None
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PowerFacts:
-    """The settings in use, by the names that macOS has for them; empty where they could not be read."""
+    """The settings in use, by their macOS names. Empty where they could not be read."""
 
     settings: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
@@ -168,7 +171,7 @@ class PowerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ClockFacts:
-    """`ahead_s`: of the time server. `synchronised`: whether the system says that it follows one."""
+    """`ahead_s`: lead over the time server. `synchronised`: the system reports that it follows a server."""
 
     ahead_s: float | None = None
     server: str = ""
@@ -178,7 +181,7 @@ class ClockFacts:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What it is for, and from when to when it holds. `renews`: by itself."""
+    """Name and validity of a certificate. `renews`: mlxtp renews it by itself."""
 
     name: str
     begins: datetime
@@ -188,10 +191,10 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class IdentityFacts:
-    """`problem` is why the identity of this home cannot be used, `keys_problem` the same of its API keys.
+    """`problem`: why the identity of this home cannot be used; `keys_problem`: the same for its API keys.
 
-    `authority` is the name of the Mac that lets others in, empty when nobody has heard of it;
-    `authority_here` says that it is this one, `authority_linked` that it can be asked now.
+    `authority` is the name of the Mac that admits others, empty if this Mac does not know it.
+    `authority_here`: it is this Mac; `authority_linked`: there is a link to it.
     """
 
     cluster_id: str = ""
@@ -203,13 +206,13 @@ class IdentityFacts:
     authority_linked: bool = False
     keys: int = 0
     keys_problem: str = ""
+    #: The endpoint requires a key from other machines.
     keys_asked: bool = True
-    """Whether other machines are asked for a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The model that shall be served, by what it is called, and what this machine has of it."""
+    """The desired model by name, and this machine's copy of it."""
 
     wanted: str = ""
     fingerprint: str = ""
@@ -218,9 +221,9 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """Everything. `members` are the others of the cluster; `now` has a time zone.
+    """All facts. `members` are the others of the cluster; `now` has a time zone.
 
-    `wrong_settings` keep an agent from starting with this home; `crashed`: the errors of looks that failed.
+    `wrong_settings` keep an agent from starting with this home; `crashed` are the errors of failed lookups.
     """
 
     name: str
@@ -237,13 +240,13 @@ class MachineFacts:
     model: ModelFacts = ModelFacts()
     members: tuple[MemberFacts, ...] = ()
     discovery: bool = True
+    #: The settings forbid a cluster.
     alone: bool = False
-    """Whether the settings keep it to itself."""
     wrong_settings: tuple[str, ...] = ()
     crashed: tuple[str, ...] = ()
 
     @property
     def among_others(self) -> bool:
-        """Whether other machines have to reach this one, or will when it joins them."""
+        """True if other machines must reach this one, or will after it joins."""
         joins = not self.agent.runs_here and not self.alone
         return bool(self.identity.cluster_id) or self.network.beyond_loopback or joins

@@ -1,4 +1,4 @@
-"""Files of failures, of which each Mac keeps its own: others ask for them, to lay them beside theirs."""
+"""Exchange of failure files. Each Mac keeps its own; agents request those of others to compare them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from . import failure_store
 
 log = logging.getLogger(__name__)
 
+#: Seconds the other agents have for their replies.
 ANSWER_S = 5.0
-"""How long the others may take."""
+#: Limit for one failure: more than the ranks of any group. The queried agents share it.
 _MAX_FILES = 32
-"""Of one failure: more ranks than any group has. Those who are asked share it."""
+#: Least share of an agent: its own record and that of its rank.
 _FILES_OF_A_MEMBER = 2
-"""At least: what the agent knew, and its rank."""
 
 
 class FailureFiles:
-    """Asks all members that have a link, and answers them."""
+    """Exchange of failure files with all linked members, in both directions."""
 
     def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster
         self._asked: dict[bytes, _PendingReply] = {}
+        #: By the node id of the requesting agent.
         self._answers: dict[str, asyncio.Task[None]] = {}
-        """By who asked."""
 
     async def gather(self, number: int, epoch_id: str) -> list[dict[str, Any]]:
-        """The fields of the files that others keep of this epoch, and as `told_by` whose each is; who does
-        not answer in time is left out."""
+        """Return the fields of the other agents' files of this epoch, with the name of each agent as
+        `told_by`. Agents that do not reply in time are left out.
+        """
         nonce = secrets.token_bytes(16)
         asked = self._asked[nonce] = _PendingReply()
         try:
             for node_id in sorted(self._cluster.links.nodes()):
-                with contextlib.suppress(MlxtpError):  # it has just gone
+                with contextlib.suppress(MlxtpError):  # its link has just ended
                     self._cluster.links.send(node_id, RecordsWanted(nonce, number, epoch_id))
                     asked.waiting.add(node_id)
                     asked.files[node_id] = []
@@ -57,9 +58,9 @@ class FailureFiles:
         ]
 
     def received(self, node_id: str, message: RecordsWanted | Record | RecordsTold) -> None:
-        """Another agent asks or answers."""
+        """Handle a request or a reply of another agent."""
         if isinstance(message, RecordsWanted):
-            if node_id not in self._answers:  # who asks again before there is an answer gets one
+            if node_id not in self._answers:  # a second request before the first reply is ignored
                 task = self._answers[node_id] = asyncio.ensure_future(self._answer(node_id, message))
                 task.add_done_callback(lambda _: self._answers.pop(node_id))
             return
@@ -74,20 +75,20 @@ class FailureFiles:
                     asked.files[node_id].append(fields)
 
     def lost(self, node_id: str) -> None:
-        """The last link to an agent has ended."""
+        """Handle the end of the last link to an agent."""
         for asked in self._asked.values():
             asked.answered(node_id)
 
     async def _answer(self, node_id: str, wanted: RecordsWanted) -> None:
         home = self._cluster.settings.home
         bodies = await asyncio.to_thread(kept, home, wanted.number, wanted.epoch_id)
-        with contextlib.suppress(MlxtpError):  # it is gone
+        with contextlib.suppress(MlxtpError):  # its link has ended
             for body in bodies:
                 self._cluster.links.send(node_id, Record(wanted.nonce, body))
             self._cluster.links.send(node_id, RecordsTold(wanted.nonce))
 
     async def close(self) -> None:
-        """Answer nobody more."""
+        """Cancel the replies in progress."""
         answers = list(self._answers.values())
         for task in answers:
             task.cancel()
@@ -95,7 +96,7 @@ class FailureFiles:
 
 
 class _PendingReply:
-    """Who has still to answer, and what came."""
+    """The agents that have not replied yet, and the files received."""
 
     def __init__(self) -> None:
         self.waiting: set[str] = set()
@@ -104,7 +105,7 @@ class _PendingReply:
 
     @property
     def share(self) -> int:
-        """How many files each may tell."""
+        """Number of files accepted from each agent."""
         return max(_MAX_FILES // len(self.files), _FILES_OF_A_MEMBER)
 
     def answered(self, node_id: str) -> None:
@@ -118,8 +119,11 @@ class _PendingReply:
 
 
 def kept(home: Path, number: int, epoch_id: str) -> list[bytes]:
-    """The files of this epoch. A file, or a question, without an id is of ranks that were not told the key of
-    their epoch before it ended: then the number has to do."""
+    """Return the files of this epoch.
+
+    Files and requests without an id are matched by the epoch's number: their ranks did not receive the
+    epoch's key before it ended.
+    """
     found = []
     for path in sorted((home / failure_store.FOLDER).glob(f"{failure_store.PATTERN}/*.json")):
         try:
@@ -129,7 +133,7 @@ def kept(home: Path, number: int, epoch_id: str) -> list[bytes]:
                 epoch_id in ("", fields["epoch_id"]) or not fields["epoch_id"]
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s is left aside: %s", path, error)
+            log.warning("%s is ignored: %s", path, error)
         else:
             if same and len(body) <= MAX_RECORD:
                 found.append(body)

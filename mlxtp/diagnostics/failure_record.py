@@ -1,4 +1,4 @@
-"""What one file of a failed epoch holds, as `diagnostics/failure_store.py` wrote it on one Mac."""
+"""Content of one file of a failed epoch, as `diagnostics/failure_store.py` wrote it on one Mac."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: Seconds since 1970.
 _YEAR_9999 = 253_370_764_800
-"""In seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One forward of one rank, as in `wire/recording.py`; digests are keyed, and empty until it finished."""
+    """One forward of one rank, as in `wire/recording.py`.
+
+    Digests are keyed, and empty if it did not finish.
+    """
 
     seq: int
     kind: str = "step"
@@ -28,10 +31,10 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """A rank's file. `code` and `detail` are its last words.
+    """A rank's file. `code` and `detail` are its last error.
 
-    `recorded`: its process came so far as to begin a recording; `ended_us` is when the process was gone, on
-    the recording's clock. `by_agent`: it went on until its agent ended it; `deaf`: by SIGKILL only.
+    `recorded`: its process began a recording. `ended_us` is the end of the process, on the recording's clock.
+    `by_agent`: its agent ended it; `deaf`: by SIGKILL only.
     """
 
     rank: int
@@ -54,12 +57,12 @@ class RankRecord:
 
     @property
     def unfinished(self) -> RecordedStep | None:
-        """The oldest of its steps that has no end."""
+        """The oldest of its last steps that did not finish."""
         return next((step for step in self.steps[-4:] if not step.finished_us), None)
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """How far it came: the last step begun, the last queued, the last finished, its collectives."""
+        """Progress: the last step begun, the last queued, the last finished, and its collectives."""
         started = max((step.seq for step in self.steps), default=0)
         queued = max((step.seq for step in self.steps if step.queued_us), default=0)
         finished = max((step.seq for step in self.steps if step.finished_us), default=0)
@@ -68,7 +71,7 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class EpochRecord:
-    """What one agent knew of the epoch. `hosts` names the Macs of the ranks, as far as it knew them."""
+    """The record of one agent. `hosts` names the Macs of the ranks, as far as the agent knew them."""
 
     node: str
     ended: float
@@ -79,7 +82,7 @@ class EpochRecord:
 
 
 def rank_record(fields: Mapping[str, Any]) -> RankRecord:
-    """From the fields of a rank's file. Raises KeyError, TypeError or ValueError for another one's."""
+    """Parse the fields of a rank's file. Raises KeyError, TypeError or ValueError for any other file."""
     said, pong, recording = (_table(fields[name]) for name in ("said", "pong", "recording"))
     columns = recording.get("columns", [])
     status, signal, pong_age_s = fields["status"], fields["signal"], fields["pong_age_s"]
@@ -105,10 +108,10 @@ def rank_record(fields: Mapping[str, Any]) -> RankRecord:
 
 
 def epoch_record(fields: Mapping[str, Any]) -> EpochRecord:
-    """From the fields of an `epoch.json`. Raises as `rank_record` does."""
+    """Parse the fields of an `epoch.json`. Raises as `rank_record` does."""
     cause, ended = fields["cause"], _number(fields["ended"])
     if not 0 <= ended < _YEAR_9999:
-        raise ValueError(f"{ended:g} is no time")
+        raise ValueError(f"{ended:g} is not a time")
     return EpochRecord(
         text(fields["node"]),
         ended,
@@ -119,8 +122,8 @@ def epoch_record(fields: Mapping[str, Any]) -> EpochRecord:
     )
 
 
+#: Text fields of a step; the others are whole numbers.
 _TEXTS = ("kind", "digest", "fed")
-"""Fields of a step; the others are whole numbers."""
 
 
 def _step(fields: Mapping[str, Any]) -> RecordedStep:
@@ -131,27 +134,27 @@ def _step(fields: Mapping[str, Any]) -> RecordedStep:
 
 
 def whole(value: object) -> int:
-    """The same, if it is a whole number of up to 64 bits. Raises ValueError for anything else."""
+    """Return the value if it is a whole number of up to 64 bits. Raises ValueError otherwise."""
     if type(value) is not int or abs(value) >= 1 << 64:
-        raise ValueError(f"{value!r:.80} is no whole number")
+        raise ValueError(f"{value!r:.80} is not a whole number")
     return value
 
 
 def _number(value: object) -> float:
     if type(value) not in (int, float) or not abs(value) < 1 << 64:  # type: ignore[arg-type]
-        raise ValueError(f"{value!r:.80} is no number")
+        raise ValueError(f"{value!r:.80} is not a number")
     return float(value)  # type: ignore[arg-type]
 
 
 def text(value: object) -> str:
-    """The same, if it is a text, as it can be printed. Raises ValueError for anything else."""
+    """Return the value if it is a text, in printable form. Raises ValueError otherwise."""
     if type(value) is not str:
-        raise ValueError(f"{value!r:.80} is no text")
+        raise ValueError(f"{value!r:.80} is not a text")
     return value.encode(errors="replace").decode()
 
 
 def _table(value: object) -> Mapping[str, Any]:
-    """The same; an empty one for None. Raises ValueError for anything else."""
+    """Return the value if it is a table, or an empty one for None. Raises ValueError otherwise."""
     if value is not None and type(value) is not dict:
-        raise ValueError(f"{value!r:.80} is no table")
+        raise ValueError(f"{value!r:.80} is not a table")
     return value or {}

@@ -1,9 +1,9 @@
-"""What an agent keeps of the epochs that failed: a folder of each in `failures/` of its home.
+"""Files that an agent keeps of failed epochs: one folder for each in `failures/` of its home.
 
-`rank-K.json` is about a rank of this machine: how it ended, what it said last, and its flight recorder.
-`epoch.json` is what the agent itself knew. Files of one epoch from several Macs have the same number and the
-same `epoch_id`, and may be copied together. `mlxtp doctor --postmortem` reads them. Of what ranks chose there
-are only digests, made with the epoch's key, which is kept nowhere.
+`rank-K.json` is about a rank of this machine: how it ended, its last error, and its flight recorder.
+`epoch.json` is the agent's own record. Files of one epoch from several Macs have the same number and the same
+`epoch_id`, and may be copied together. `mlxtp doctor --postmortem` reads them. Tokens appear only as digests,
+made with the epoch's key, which is not stored.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ log = logging.getLogger(__name__)
 
 FOLDER = "failures"
 FORMAT = 1
+#: Number of failures kept; older ones are removed.
 KEPT = 20
-"""How many failures are kept; older ones are removed."""
 COLUMNS = tuple(Step.__dataclass_fields__)
 _DIGEST_BYTES = 6
 _SIGTERM = 15
+#: Exit statuses of a rank that handled SIGTERM.
 _HEARD = (TERMINATED_STATUS, WEDGED_STATUS, -_SIGTERM)
-"""How a rank ends that heard SIGTERM."""
+#: Names of the folders.
 PATTERN = "*-epoch-*"
-"""Names of the folders."""
 
 
 @dataclass(slots=True)
 class RankEnd:
-    """How a rank process stands and ends, as its agent sees it.
+    """State and end of a rank process, as its agent sees it.
 
     `status` is None when it never started, and negative for the signal that ended it. `asked_at`: its agent
-    sent SIGTERM; `deaf`: in vain. `error` and `pong` are the newest it said. `memory` is what its recorder
-    left; `key` the epoch's, empty before it was told. Times are time.monotonic(), 0 for never.
+    sent SIGTERM; `deaf`: in vain. `error` and `pong` are its newest messages. `memory` is the content of its
+    recorder. `key` is the epoch's, empty before it was sent. Times are time.monotonic(), 0 for never.
     """
 
     rank: int
@@ -68,14 +68,16 @@ class RankEnd:
 
     @property
     def by_agent(self) -> bool:
-        """Whether it went on until its agent ended it."""
+        """True if the rank ran until its agent ended it."""
         return bool(self.asked_at) and (self.deaf or self.status in _HEARD)
 
 
 @dataclass(frozen=True, slots=True)
 class FailedEpoch:
-    """What the agent knows of a failed epoch. `hosts` names the Macs of the ranks, in rank order, as far as
-    this one knows."""
+    """The agent's record of a failed epoch.
+
+    `hosts` names the Macs of the ranks in rank order, as far as known.
+    """
 
     epoch: int
     node: str
@@ -86,9 +88,9 @@ class FailedEpoch:
 
 
 def recorder_memory(path: Path) -> tuple[int, Path] | None:
-    """Memory for a rank's recorder, and the name by which the rank opens it: `path` if that can be.
+    """Return memory for a rank's recorder and the name by which the rank opens it, `path` if possible.
 
-    A disk that is full must not keep a rank from starting: then it is elsewhere, or there is none.
+    A full disk must not keep a rank from starting: the memory is then elsewhere, or there is none (None).
     """
     try:
         return recording_file(path), path
@@ -99,7 +101,7 @@ def recorder_memory(path: Path) -> tuple[int, Path] | None:
             found = make()
             log.warning("%s; the flight recorder's memory is %s instead", why, found[1])
             return found
-    log.warning("%s; the rank goes on without a flight recorder", why)
+    log.warning("%s; the rank runs without a flight recorder", why)
     return None
 
 
@@ -110,7 +112,7 @@ def recording_file(path: Path) -> int:
 
 
 def _anonymous() -> tuple[int, Path]:
-    """No disk has it. Its name is no file's: it cannot be removed, and goes with the descriptor."""
+    """Make the memory without a disk. Its name cannot be removed, and ends with the descriptor."""
     if not hasattr(os, "memfd_create"):
         raise OSError("only Linux has such files")
     descriptor = _filled(os.memfd_create("recording"))
@@ -118,17 +120,20 @@ def _anonymous() -> tuple[int, Path]:
 
 
 def _temporary() -> tuple[int, Path]:
-    """Perhaps another disk has room."""
+    """Make the memory in the folder for temporary files, perhaps on another disk."""
     descriptor, name = tempfile.mkstemp(prefix="mlxtp-", suffix=".recording")
     path = Path(name)
     return _filled(descriptor, path), path
 
 
 def _filled(descriptor: int, path: Path | None = None) -> int:
-    """All of it is there, so that a full disk cannot hurt later. Otherwise nothing stays. Raises OSError."""
+    """Write all of it, so that a disk that fills up later does no harm.
+
+    On failure nothing stays. Raises OSError.
+    """
     left = memoryview(bytes(RECORDING_BYTES))
     try:
-        while left:  # the last bytes of a disk are a short write, and only the next one is an error
+        while left:  # at the end of a disk a write is short, and only the next one raises
             left = left[os.write(descriptor, left) :]
     except OSError:
         os.close(descriptor)
@@ -139,14 +144,15 @@ def _filled(descriptor: int, path: Path | None = None) -> int:
 
 
 def read_recording(descriptor: int) -> bytes:
-    """What is in it; also while the rank that has it goes on."""
+    """Return the content of a recorder, also while its rank runs."""
     return os.pread(descriptor, RECORDING_BYTES + MAX_CRASH_BYTES, 0)
 
 
 def keep(home: Path, failed: FailedEpoch, ends: Iterable[RankEnd]) -> Path:
-    """Write the files of one failure and remove the oldest; returns its folder.
+    """Write the files of one failure, remove the oldest, and return its folder.
 
-    Raises ConfigError when they cannot be written. It becomes the newest, also after the clock went back.
+    Raises ConfigError when they cannot be written. The failure becomes the newest, even if the clock was set
+    back.
     """
     now = time.time()
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03d}Z"
@@ -167,7 +173,7 @@ def keep(home: Path, failed: FailedEpoch, ends: Iterable[RankEnd]) -> Path:
 
 
 def _age(folder: Path) -> tuple[int, str]:
-    """Sorts failures, the oldest first. One without an `epoch.json` is of least use."""
+    """Sort key of failures, the oldest first. One without an `epoch.json` is of least use."""
     try:
         return (folder / "epoch.json").stat().st_mtime_ns, folder.name
     except OSError:
@@ -175,19 +181,19 @@ def _age(folder: Path) -> tuple[int, str]:
 
 
 def _make_newer(path: Path, newest_ns: int) -> None:
-    """Than the newest of the others, whatever the clock says."""
+    """Make the file newer than the newest of the others, even if the clock was set back."""
     with contextlib.suppress(OSError):
         if path.stat().st_mtime_ns <= newest_ns:
             os.utime(path, ns=(newest_ns + 1, newest_ns + 1))
 
 
 def epoch_id(key: bytes) -> str:
-    """What tells epochs of one number apart; it does not tell the key."""
+    """Return an id that distinguishes epochs of one number without revealing the key."""
     return hashlib.blake2b(b"mlxtp epoch id", key=key, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def about_epoch(failed: FailedEpoch, now: float) -> dict[str, Any]:
-    """The fields of `epoch.json`. `now` is time.time()."""
+    """Return the fields of `epoch.json`. `now` is time.time()."""
     return {
         "kind": "epoch",
         "ended": now,
@@ -208,7 +214,7 @@ def about_epoch(failed: FailedEpoch, now: float) -> dict[str, Any]:
 
 
 def about_rank(end: RankEnd, now: float, monotonic: float) -> dict[str, Any]:
-    """The fields of a rank's file. `now` and `monotonic` are one moment on both clocks."""
+    """Return the fields of a rank's file. `now` and `monotonic` are the same instant on both clocks."""
     recording = decode(end.memory)
     code = code_of_exit(end.status) if end.status is not None else None
     return {
@@ -229,14 +235,14 @@ def about_rank(end: RankEnd, now: float, monotonic: float) -> dict[str, Any]:
 
 
 def _pong_age_s(end: RankEnd) -> float | None:
-    """How old its newest heartbeat was when nobody asked for one any more."""
+    """Age in seconds of the newest heartbeat, at the last time the agent expected one."""
     if end.pong is None:
         return None
     return round(min(end.ended_at, end.asked_at or end.ended_at) - end.pong_at, 3)
 
 
 def _words(error: Error | None, recording: Recording | None) -> dict[str, str] | None:
-    """Its last words: what stands in its memory, else what came through its pipe."""
+    """Return the last error: the one in its memory, else the one received through its pipe."""
     if recording is not None and recording.code:
         return {"code": recording.code, "detail": recording.detail}
     if error is not None:

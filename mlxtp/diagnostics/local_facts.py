@@ -1,4 +1,4 @@
-"""What one process can see of its machine for the doctor: files, certificates, sockets. Nothing raises."""
+"""Facts about this machine that one process can find: files, certificates, sockets. Nothing raises."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from .reachability import attempt
 
 T = TypeVar("T")
 
+#: Seconds for reading files: a network disk may never reply.
 LOOK_S = 5.0
-"""For what reads files: a disk on the network may never answer."""
+#: The discard port, on which no program listens.
 _DISCARD = 9
-"""The port at which nobody answers."""
 
 
 # --- time limits ------------------------------------------------------------------------------------------
 
 
 async def in_time(look: Callable[[], T], otherwise: T, crashed: Callable[[str], None]) -> T:
-    """What `look` returns, or `otherwise` after a while: its thread is left behind then.
+    """Return the result of `look`, or `otherwise` after `LOOK_S`, leaving its thread behind.
 
-    One that fails is told to `crashed`, and gives `otherwise` too.
+    If it raises, pass the error to `crashed` and return `otherwise`, too.
     """
     loop = asyncio.get_running_loop()
     found: asyncio.Future[T] = loop.create_future()
@@ -67,7 +67,7 @@ async def in_time(look: Callable[[], T], otherwise: T, crashed: Callable[[str], 
             value = look()
         except Exception as error:  # noqa: BLE001 - the thread's boundary: silence would pass for health
             problem = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(RuntimeError):  # nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop has closed
             loop.call_soon_threadsafe(tell, value, problem)
 
     threading.Thread(target=run, daemon=True, name="checkup").start()
@@ -86,7 +86,7 @@ def slow(what: str) -> str:
 
 
 def software_here() -> Software:
-    """This Python, and the packages that mlxtp's own metadata ask for."""
+    """Return this Python and the packages that the metadata of mlxtp require."""
     try:
         distribution = importlib.metadata.metadata("mlxtp")
         wanted = importlib.metadata.requires("mlxtp") or []
@@ -106,7 +106,7 @@ _PLATFORM = re.compile(r"sys_platform == [\"'](\w+)[\"']")
 
 
 def floors(wanted: Iterable[str], system: str) -> list[tuple[str, str]]:
-    """Names and oldest versions of "NAME>=VERSION; MARKER", without extras and other systems."""
+    """Return names and oldest versions of "NAME>=VERSION; MARKER", without extras and other systems."""
     found = []
     for each in wanted:
         parts = _WANTED.fullmatch(each)
@@ -125,7 +125,7 @@ def _installed(name: str) -> str:
 
 
 def program_here() -> str:
-    """What the firewall knows this process by: a framework's Python runs another file than its name."""
+    """Return the program that the firewall knows. A framework's Python runs another file than its name."""
     try:
         return psutil.Process().exe() or sys.executable
     except psutil.Error:
@@ -133,14 +133,14 @@ def program_here() -> str:
 
 
 def models_folder() -> Path:
-    """Where downloads from the Hub go."""
+    """Return the folder of downloads from the Hub."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
 
 
 def disk(purpose: str, folder: Path) -> Disk:
-    """Free room there, or where it would be made."""
+    """Return the free room of the folder, or of its nearest existing parent."""
     try:
         there = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
         return Disk(purpose, str(folder), psutil.disk_usage(str(there)).free)
@@ -149,14 +149,14 @@ def disk(purpose: str, folder: Path) -> Disk:
 
 
 def wrong_settings(home: Path) -> tuple[str, ...]:
-    """What keeps an agent with this home from starting: its file, and variables."""
+    """Return the errors in the home's config file and in variables that keep an agent from starting."""
     found: list[str] = []
     resolve_settings({"home": home}, refuse=lambda error: found.append(error.detail))
     return tuple(found)
 
 
 def identity_here(settings: Settings) -> IdentityFacts:
-    """What the files of the home say, without changing them."""
+    """Read the identity from the home without changing it."""
     identity, problem = stored(settings.home)
     try:
         keys, keys_problem = len(KeyFile(settings.home).load()), ""
@@ -210,7 +210,7 @@ def _certificate(name: str, found: x509.Certificate, *, renews: bool = False) ->
 
 
 def kept_at(home: Path) -> SavedState:
-    """What the home remembers; nothing where that cannot be read, which is for the agent to say."""
+    """Return the saved state of the home. Empty where it cannot be read: the agent reports that."""
     try:
         return from_text((home / FILE).read_text())
     except (OSError, ValueError, RecursionError):
@@ -228,7 +228,7 @@ def text_of(path: Path) -> str:
 
 
 def mac_firewall(state: Output, everything: Output, app: Output) -> FirewallFacts:
-    """From the three answers of `socketfilterfw`."""
+    """Parse the three outputs of `socketfilterfw`."""
     on, all_in = probes.parse_firewall_state(state.text), probes.parse_block_all(everything.text)
     problem = problem_of("socketfilterfw", state, on)
     if on.value and all_in.missing:
@@ -245,16 +245,16 @@ def mac_firewall(state: Output, everything: Output, app: Output) -> FirewallFact
 
 
 def linux_firewall(rules: Output) -> FirewallFacts:
-    """From what `nft list ruleset` says, which is for root only."""
+    """Parse the output of `nft list ruleset`, which only root may run."""
     if rules == NOT_INSTALLED:
-        return FirewallFacts(problem="nft is not installed, so nothing says what rules there are")
+        return FirewallFacts(problem="nft is not installed, so the rules are not known")
     if rules.problem:
         return FirewallFacts(problem=f"nft list ruleset: {rules.problem}")
     return FirewallFacts(drops=any(chain.closed for chain in probes.parse_nft(rules.text).value))
 
 
 def problem_of(command: str, output: Output, reading: Reading[Any]) -> str:
-    """Why a command left something unknown; empty when it did not."""
+    """Return why a command left something unknown, or ""."""
     if not reading.missing:
         return ""
     said = output.text.strip().splitlines()[:1]
@@ -265,7 +265,7 @@ def problem_of(command: str, output: Output, reading: Reading[Any]) -> str:
 
 
 def usable(settings: Settings) -> Mapping[str, int]:
-    """Addresses of this machine over which others may be found."""
+    """Return addresses of this machine over which others may be found."""
     there = addresses_up()
     if settings.interface:
         return {address: number for address, number in there.items() if address == settings.interface}
@@ -273,7 +273,7 @@ def usable(settings: Settings) -> Mapping[str, int]:
 
 
 def literal(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Those that need no name server, which may not answer."""
+    """Return the addresses that need no name server, because that may not reply."""
     return tuple(each for each in addresses if ipv4(each.rpartition(":")[0]))
 
 
@@ -288,7 +288,7 @@ def multicast(usable: Mapping[str, int]) -> int | None:
 
 
 def sent(tries: Iterable[Attempt]) -> tuple[Attempt, ...]:
-    """A packet to each of these addresses, to a port at which nobody listens: may it leave this machine?"""
+    """Send a packet to the discard port of each address, to see whether it may leave this machine."""
     found = []
     for host in dict.fromkeys(each.rpartition(":")[0] for each in literal(t.address for t in tries)):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -319,7 +319,7 @@ async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 def free(
     name: str, flag: str, host: str, port: int, take: Callable[[str, int], socket.socket]
 ) -> PortFacts | None:
-    """Whether the port can be had now; None where any will do."""
+    """Return whether the port is free now. None where any port will do."""
     if not port:
         return None
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -333,7 +333,7 @@ def free(
 
 
 def shared(tries: Iterable[Attempt], machine: Machine) -> tuple[Attempt, ...]:
-    """The tries, each with whether its address is in a network of `machine`, which made them."""
+    """Return the tries, each marked if its address is in a network of `machine`, which made them."""
     networks = [
         ipaddress.IPv4Network((each.address, each.prefix), strict=False)
         for each in machine.interfaces

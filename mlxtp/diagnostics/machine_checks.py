@@ -1,4 +1,4 @@
-"""What is found about the machine itself: programs, cables, memory, power. Pure."""
+"""Findings about the machine itself: programs, cables, memory, power. Pure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .facts import MachineFacts
 
 GB = 10**9
 GIB = 2**30
+#: Required by MLX.
 MACOS_FLOOR = (14, 0)
-"""MLX's own."""
+#: With less free room than this, most models will not fit.
 CACHE_BYTES = 20 * GB
-"""Less room than that for models, and most of them will not fit."""
 HOME_BYTES = GB
 LITTLE_MEMORY_BYTES = 2 * GIB
+#: Open files: connections of clients, links, and some for ranks to start.
 FILES = 1024
-"""Open files: connections of clients, links, and some for ranks to start."""
 _RESTART = "restart this machine"
 
 
 def of_settings(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether an agent would start with them."""
+    """Report the settings that keep an agent from starting."""
     for problem in facts.wrong_settings:
         yield error(problem, "mend it there; `mlxtp config show --origin` shows where each setting is from")
     if not facts.wrong_settings:
@@ -32,18 +32,18 @@ def of_settings(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def of_checks(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether what is not said below is well, or only not known."""
+    """Report failed lookups, which leave other rows unknown."""
     for problem in facts.crashed:
         yield warning(
-            f"a look failed: {problem}",
-            "mend what it names; if that is nothing of yours, report it with `mlxtp version --verbose`",
+            f"a lookup failed: {problem}",
+            "fix what it names; if you cannot, report it with `mlxtp version --verbose`",
         )
     if not facts.crashed:
-        yield ok("all looks could be made")
+        yield ok("all lookups succeeded")
 
 
 def of_python(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether this is a Python that MLX runs in."""
+    """Report whether MLX runs in this Python."""
     software, machine = facts.software, facts.machine
     if version(software.python) < version(software.python_floor):
         yield error(
@@ -54,14 +54,14 @@ def of_python(facts: MachineFacts) -> Iterator[Finding]:
         yield error(
             f"this Python ({software.program}) is made for Intel, and runs translated",
             "install a Python for Apple silicon, remove the folder .venv, and run `make setup`",
-            "MLX is there for Apple silicon only",
+            "MLX runs on Apple silicon only",
         )
         return
     yield ok(f"{software.python} for {software.architecture}")
 
 
 def of_packages(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether what mlxtp needs is installed, and new enough."""
+    """Report packages that are missing or too old."""
     for package in facts.software.packages:
         needs = f"mlxtp needs {package.floor} or newer"
         if not package.installed:
@@ -69,14 +69,14 @@ def of_packages(facts: MachineFacts) -> Iterator[Finding]:
         elif version(package.installed) < version(package.floor):
             yield error(f"{package.name} {package.installed} is too old; {needs}", "make setup")
     if not facts.software.packages:
-        yield info("not known: mlxtp is not installed as a package, so nothing says what it needs")
+        yield info("not known: mlxtp is not installed as a package, so its requirements are not known")
     shown = [each for each in facts.software.packages if each.name in ("mlx", "mlx-lm") and each.installed]
     if shown:
         yield ok(", ".join(f"{each.name} {each.installed}" for each in shown))
 
 
 def of_system(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether the system is new enough for MLX, and for RDMA."""
+    """Report whether the system is new enough for MLX and for RDMA."""
     machine = facts.machine
     if machine.system != "macos":
         yield ok(f"{machine.release or machine.system}, kernel {machine.build}")
@@ -96,7 +96,7 @@ def of_system(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def of_rdma(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether ranks could exchange by RDMA."""
+    """Report whether ranks can communicate by RDMA."""
     machine = facts.machine
     found = list(_noted(machine, RDMA))
     yield from found
@@ -118,7 +118,7 @@ def _rdma_as_it_should_be(machine: Machine) -> Finding:
 
 
 def of_cables(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether cables lead from Mac to Mac, in ports that carry RDMA."""
+    """Report cables between Macs, and whether their ports carry RDMA."""
     machine = facts.machine
     yield from _noted(machine, CABLE)
     if unread := _unread(machine, ("system_profiler", "networksetup")):
@@ -132,7 +132,7 @@ def of_cables(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def of_bridge(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether the Thunderbolt bridge stands in the way of RDMA."""
+    """Report whether the Thunderbolt bridge blocks RDMA."""
     machine = facts.machine
     found = list(_noted(machine, BRIDGE))
     yield from found
@@ -145,7 +145,7 @@ def of_bridge(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def of_addresses(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether each cable has addresses that stay."""
+    """Report whether each cable has permanent addresses."""
     machine = facts.machine
     yield from _noted(machine, ADDRESS)
     for port in machine.ports:
@@ -161,7 +161,7 @@ def of_addresses(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def place(port: Port) -> str:
-    """A port as people find it."""
+    """Return the name of a port as printed on the Mac."""
     return f"Thunderbolt {port.receptacle}" + (f" ({port.interface})" if port.interface else "")
 
 
@@ -170,7 +170,7 @@ def _noted(machine: Machine, about: str) -> Iterator[Finding]:
 
 
 def _unread(machine: Machine, commands: tuple[str, ...]) -> str:
-    """What these commands left unknown, as `probe_output.note` says it; empty for nothing."""
+    """Return the notes of these commands about what they left unknown; "" if there are none."""
     told = [each for each in machine.notes if each.partition(": ")[0] in commands]
     return "; ".join(told)
 
@@ -179,7 +179,7 @@ def _unread(machine: Machine, commands: tuple[str, ...]) -> str:
 
 
 def of_gpu_memory(facts: MachineFacts) -> Iterator[Finding]:
-    """How much the GPU may wire, and whether somebody who is gone still holds some."""
+    """Report how much memory the GPU may wire, and memory that ended processes left wired."""
     machine = facts.machine
     total, limit = machine.memory_bytes, machine.gpu_bytes
     if not total or not limit:
@@ -196,7 +196,7 @@ def of_gpu_memory(facts: MachineFacts) -> Iterator[Finding]:
     elif not facts.agent.has_rank and machine.wired_bytes > total // 4 + 4 * GIB:
         yield warning(
             f"{gb(machine.wired_bytes)} are wired although no model of this agent is loaded",
-            f"end other programs that use the GPU; if it stays, a model was killed hard, and only a restart "
+            f"end other programs that use the GPU; if it stays, a model was killed, and only a restart "
             f"gives its memory back: {_RESTART}",
             "wired memory is not there for the next model",
         )
@@ -204,7 +204,7 @@ def of_gpu_memory(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def of_memory(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether there is memory for requests."""
+    """Report whether there is memory for requests."""
     machine, room = facts.machine, facts.room
     free = machine.free_bytes
     close = (
@@ -214,7 +214,7 @@ def of_memory(facts: MachineFacts) -> Iterator[Finding]:
         yield info("not known: how much memory is free")
     elif free < room.min_free_bytes or room.critical:
         how = "macOS calls the pressure critical" if room.critical else f"below {gb(room.min_free_bytes)}"
-        yield error(f"{gb(free)} of {gb(machine.memory_bytes)} are free, {how}: no request is taken", close)
+        yield error(f"{gb(free)} of {gb(machine.memory_bytes)} are free, {how}: requests are refused", close)
     elif free < LITTLE_MEMORY_BYTES:
         yield warning(f"{gb(free)} of {gb(machine.memory_bytes)} are free", close)
     else:
@@ -222,7 +222,7 @@ def of_memory(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def of_disk(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether there is room for models, and for what the agent keeps."""
+    """Report room for models and for the agent's own files."""
     for disk in facts.room.disks:
         if disk.free_bytes is None:
             yield warning(
@@ -241,21 +241,21 @@ def of_disk(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def of_files(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether connections will not run out of descriptors."""
+    """Report whether connections may exhaust the descriptors."""
     number = facts.room.open_files
     if number < FILES:
         yield warning(
             f"this process may open {number} files", "ulimit -Hn 4096 (in the shell that starts mlxtp)"
         )
     else:
-        yield ok(f"{number} may be open at once")
+        yield ok(f"{number} files may be open at once")
 
 
 # --- power -----------------------------------------------------------------------------------------------
 
 
 def of_power(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether this machine stays awake, fast, and comes back after a power cut."""
+    """Report whether this machine stays awake, runs at full speed, and restarts after a power cut."""
     machine, power = facts.machine, facts.power
     yield from _noted(machine, POWER)
     if machine.system != "macos":
@@ -272,16 +272,16 @@ def of_power(facts: MachineFacts) -> Iterator[Finding]:
 def _of_settings(settings: Mapping[str, int], *, keeps_awake: bool) -> Iterator[Finding]:
     if 1 in (settings.get("lowpowermode"), settings.get("powermode")):
         yield warning(
-            "Low Power Mode is on, which slows this Mac and all that wait for it",
+            "Low Power Mode is on, which slows this Mac and all Macs of its group",
             "sudo pmset -a lowpowermode 0",
         )
     minutes = settings.get("sleep", 0)
     if minutes and not settings.get("SleepDisabled"):
-        said = f"this Mac falls asleep after {minutes} min without anybody at it"
+        said = f"this Mac falls asleep after {minutes} idle min"
         if keeps_awake:
-            yield info(f"{said}, but for as long as it serves mlxtp keeps it awake", "sudo pmset -c sleep 0")
+            yield info(f"{said}, but mlxtp keeps it awake while it serves", "sudo pmset -c sleep 0")
         else:
-            yield warning(said, "sudo pmset -c sleep 0, or leave --no-keep-awake away")
+            yield warning(said, "sudo pmset -c sleep 0, or omit --no-keep-awake")
     if settings.get("autorestart") == 0:
         yield info("after a power cut this Mac stays off", "sudo pmset -a autorestart 1")
 
@@ -290,11 +290,11 @@ def _of_settings(settings: Mapping[str, int], *, keeps_awake: bool) -> Iterator[
 
 
 def gb(size: int) -> str:
-    """Bytes for people."""
+    """Return bytes as people read them."""
     return f"{size / GB:.1f} GB" if size < 100 * GB else f"{size / GB:.0f} GB"
 
 
 def version(text: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: (0, 32, 4) of 0.32.4.dev2; () of none."""
+    """Return the leading numbers of a version: (0, 32, 4) for 0.32.4.dev2, () if there are none."""
     found = re.match(r"\d{1,9}(?:\.\d{1,9})*", text)
     return tuple(int(part) for part in found[0].split(".")) if found else ()

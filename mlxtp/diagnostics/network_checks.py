@@ -1,4 +1,4 @@
-"""What is found about the network: whether others reach this machine, and it them. Pure."""
+"""Findings about the network between this machine and the others. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..discovery.peer_cache import explain
 from .check_result import Finding, error, info, ok, warning
 from .facts import Attempt, MachineFacts, MemberFacts
 
+#: EHOSTUNREACH on macOS. For multicast, which needs no host, it means Local Network Privacy.
 PRIVACY = 65
-"""EHOSTUNREACH as macOS numbers it: with multicast, which needs no host, it is Local Network Privacy."""
 CLOCK_S = 2.0
+#: Seconds. New certificates of the Hub and of HTTPS are not valid yet on a clock an hour behind.
 FAR_S = 3600.0
-"""Certificates of the Hub and of HTTPS count by the clock; an hour off, the fresh ones among them do not."""
 _FIREWALL = "sudo /usr/libexec/ApplicationFirewall/socketfilterfw"
 _ALLOW = (
     "allow it in System Settings > Privacy & Security > Local Network, or run mlxtp where macOS does "
@@ -21,12 +21,12 @@ _ALLOW = (
 
 
 def of_local_network(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether macOS lets this process into the local network."""
+    """Report whether macOS lets this process use the local network."""
     network = facts.network
     denied = [each for each in network.unicast if each.errno == PRIVACY]
     if not network.loopback:
         yield error(
-            "this process does not even reach itself, over loopback", "ifconfig lo0: it has to have 127.0.0.1"
+            "this process does not reach itself over loopback", "ifconfig lo0: it must have 127.0.0.1"
         )
     elif network.multicast == PRIVACY or (denied and len(denied) == len(network.unicast)):
         where = "the multicast of Bonjour" if network.multicast == PRIVACY else denied[0].address
@@ -41,13 +41,13 @@ def of_local_network(facts: MachineFacts) -> Iterator[Finding]:
         yield ok("this process may send into the local network")
     if not facts.agent.runs_here and facts.among_others:
         yield info(
-            "this was tried from the shell, which macOS lets through where it keeps out a service",
-            "start the service, and run `mlxtp doctor` again: it asks from within",
+            "this was tried from the shell, which macOS lets through even where it blocks a service",
+            "start the service, and run `mlxtp doctor` again: it runs within the service",
         )
 
 
 def of_firewall(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether a firewall of this machine keeps others out."""
+    """Report whether a firewall of this machine blocks incoming connections."""
     wall = facts.firewall
     if wall.problem:
         yield info(f"not known: {wall.problem}")
@@ -55,7 +55,7 @@ def of_firewall(facts: MachineFacts) -> Iterator[Finding]:
     if facts.among_others:
         yield from found
         return
-    for each in found:  # nobody has to get in
+    for each in found:  # no other machine must connect
         yield Finding(each.level, each.what) if not each.fix else info(each.what)
 
 
@@ -64,12 +64,12 @@ def _of_macos(facts: MachineFacts) -> Iterator[Finding]:
     if wall.enabled is False:
         yield ok("off")
     elif wall.blocks_all:
-        yield error("the firewall lets nobody in, whatever the program", f"{_FIREWALL} --setblockall off")
+        yield error("the firewall blocks all incoming connections", f"{_FIREWALL} --setblockall off")
     elif wall.enabled and wall.app == "blocked":
-        yield error(f"the firewall lets nobody in to {program}", f"{_FIREWALL} --unblockapp '{program}'")
+        yield error(f"the firewall blocks connections to {program}", f"{_FIREWALL} --unblockapp '{program}'")
     elif wall.enabled and wall.app == "unlisted":
         yield warning(
-            f"the firewall does not know {program}, and may ask on the screen, where nobody sees it",
+            f"the firewall does not know {program}, and may wait for a click on its screen",
             f"{_FIREWALL} --add '{program}' && {_FIREWALL} --unblockapp '{program}'",
         )
     elif wall.enabled and wall.app == "allowed":
@@ -78,20 +78,18 @@ def _of_macos(facts: MachineFacts) -> Iterator[Finding]:
 
 def _of_linux(facts: MachineFacts) -> Iterator[Finding]:
     if facts.firewall.drops:
-        yield info(
-            "what no rule lets in is dropped; whether other members get in is said under Other members"
-        )
+        yield info("connections without a rule are dropped; Other members shows which members get in")
     elif facts.firewall.drops is False:
         yield ok("no rule keeps connections out")
 
 
 def of_ports(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether the agent has its ports, or could have them."""
+    """Report whether the agent has its ports or could get them."""
     for port in facts.network.ports:
         if port.problem:
             yield error(
-                f"{port.name} {port.address} cannot be had: {port.problem}",
-                f"see who has it: sudo lsof -nP -iTCP:{port.address.rpartition(':')[2]} -sTCP:LISTEN; "
+                f"{port.name} {port.address} is not available: {port.problem}",
+                f"find its process: sudo lsof -nP -iTCP:{port.address.rpartition(':')[2]} -sTCP:LISTEN; "
                 f"or take another with {port.flag}",
             )
         else:
@@ -99,7 +97,7 @@ def of_ports(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def of_mdns(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether this machine hears others by multicast DNS (Bonjour)."""
+    """Report whether this machine finds others by multicast DNS (Bonjour)."""
     network = facts.network
     linked = [each for each in facts.members if each.linked]
     missed = [each.name for each in linked if not each.heard]
@@ -110,18 +108,18 @@ def of_mdns(facts: MachineFacts) -> Iterator[Finding]:
     elif network.multicast:
         yield _multicast_problem(facts, explain(network.multicast, "nothing can be sent to its group"))
     elif not network.listened:
-        yield info("not known: nobody was listened for")
+        yield info("not known: discovery was not tried")
     elif missed and not network.heard:
         yield warning(
-            f"nobody is heard, though {names(missed)} {'is' if len(missed) == 1 else 'are'} there: "
+            f"no Mac is found, though {names(missed)} {'is' if len(missed) == 1 else 'are'} linked: "
             "multicast does not get through",
             "use a network without guest isolation, VPN or router in between, or name addresses: "
             "--peer HOST:PORT",
         )
     else:
-        yield ok(f"heard: {names(network.heard) or 'nobody else'}")
+        yield ok(f"found: {names(network.heard) or 'no other Mac'}")
         if missed:
-            yield info(f"not heard, and reached by address: {names(missed)}")
+            yield info(f"not found by multicast, but reached by address: {names(missed)}")
 
 
 def _multicast_problem(facts: MachineFacts, said: str = "") -> Finding:
@@ -134,7 +132,7 @@ def _multicast_problem(facts: MachineFacts, said: str = "") -> Finding:
 
 
 def of_peers(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether each member reaches this machine, and this machine each member."""
+    """Report whether each member reaches this machine, and this machine each member."""
     if not facts.members:
         yield info("there are none" if facts.identity.cluster_id else "this machine belongs to no cluster")
     for member in facts.members:
@@ -165,7 +163,7 @@ def _of_member(member: MemberFacts) -> Iterator[Finding]:
                 "look at the cable, and at the addresses at both of its ends; the other ways work",
             )
     if member.theirs is None:
-        yield info(f"not known, whether {member.name} reaches this machine: {member.unasked}")
+        yield info(f"not known whether {member.name} reaches this machine: {member.unasked}")
     elif there is not False and back is not False:
         yield ok(f"{member.name}: both ways" if there and back else f"{member.name} has a link")
 
@@ -174,7 +172,7 @@ _ABSENT = {"left": "has stopped", "dead": "is gone", "suspect": "is silent"}
 
 
 def _absent(member: MemberFacts) -> Finding:
-    """There is no link to it, or, with an empty `state`, nobody here who would have one."""
+    """Describe a member without a link. With an empty `state` no agent runs here that could have one."""
     start = f"if it should be here: start mlxtp on {member.name}, and run `mlxtp doctor` there"
     answering = [each.address for each in member.ours if not each.problem]
     words = f"{member.name} {_ABSENT.get(member.state, 'is away')}"
@@ -191,7 +189,7 @@ def _absent(member: MemberFacts) -> Finding:
 
 
 def _of_drawn(member: MemberFacts) -> Iterator[Finding]:
-    """A group draws TCP ports that no rule of a firewall names."""
+    """Check the TCP ports that a group opens, which no firewall rule names."""
     drawn = [each for each in member.theirs or () if each.drawn]
     fixed = {
         each.address.rpartition(":")[0] for each in member.theirs or () if not each.drawn and not each.problem
@@ -199,15 +197,14 @@ def _of_drawn(member: MemberFacts) -> Iterator[Finding]:
     lost = [each for each in drawn if each.problem and each.address.rpartition(":")[0] in fixed]
     if lost and len(lost) == len([each for each in drawn if each.address.rpartition(":")[0] in fixed]):
         yield error(
-            f"{member.name} reaches this machine's control port, but no port that is drawn anew: "
-            f"{_tried(lost)}",
-            "let this program in with all TCP ports, not with 52414 alone",
-            "each group draws TCP ports for its ranks, so none can form",
+            f"{member.name} reaches this machine's control port, but no fresh port: {_tried(lost)}",
+            "allow this program on all TCP ports, not on 52414 alone",
+            "each group opens fresh TCP ports for its ranks, so no group can form",
         )
 
 
 def _reached(tries: tuple[Attempt, ...] | None) -> bool | None:
-    """Whether any address of the control port was reached; None where none was tried."""
+    """True if any address of the control port was reached. None where none was tried."""
     fixed = [each for each in tries or () if not each.drawn]
     return any(not each.problem for each in fixed) if fixed else None
 
@@ -221,7 +218,7 @@ def _tried(tries: tuple[Attempt, ...] | list[Attempt]) -> str:
 
 
 def of_clock(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether this clock is right, and the same as those of other members."""
+    """Report whether this clock is right and agrees with those of other members."""
     clock = facts.clock
     fix = (
         f"sudo sntp -sS {clock.server or 'time.apple.com'}; for good: System Settings > General > "
@@ -230,7 +227,7 @@ def of_clock(facts: MachineFacts) -> Iterator[Finding]:
         else "sudo timedatectl set-ntp true"
     )
     if clock.problem:
-        yield info(f"not known, whether the clock is right: {clock.problem}")
+        yield info(f"not known whether the clock is right: {clock.problem}")
     if clock.ahead_s is not None:
         said = f"{_off(clock.ahead_s)} {clock.server}"
         if abs(clock.ahead_s) >= FAR_S:
@@ -259,5 +256,5 @@ def _off(ahead_s: float) -> str:
 
 
 def names(found: tuple[str, ...] | list[str]) -> str:
-    """Some names, and how many more."""
+    """Return some names and the number of the others."""
     return ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")

@@ -1,4 +1,7 @@
-"""`mlxtp doctor --postmortem`: reads what failed epochs left, and shows it. Reading and printing only."""
+"""`mlxtp doctor --postmortem`: reads the files of failed epochs and prints them.
+
+Reading and printing only.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from .failure_record import EpochRecord, RankRecord, RecordedStep, epoch_record,
 
 log = logging.getLogger(__name__)
 
+#: Fetcher of the other members' files of an epoch, given its number and id.
 FetchRecords = Callable[[int, str], Iterable[Mapping[str, Any]]]
-"""The files that other members keep of an epoch, given its number and id."""
 
 FAILURES = "failures"
 SHOWN_STEPS = 12
@@ -28,12 +31,12 @@ MAX_STACK_LINES = 12
 MAX_NAME = 80
 _MAX_BYTES = 4 << 20
 
+#: An epoch's number and id, and the content of a file.
 _Parsed = tuple[tuple[int, str], RankRecord | EpochRecord]
-"""An epoch's number and id, and what a file says of it."""
 
 
 def newest(home: Path) -> Path:
-    """The folder of the newest failure. Raises UserError when there is none."""
+    """Return the folder of the newest failure. Raises UserError when there is none."""
     found = list((home / FAILURES).glob("*-epoch-*"))
     if not found:
         raise UserError(f"no failure is kept in {home / FAILURES}")
@@ -41,7 +44,10 @@ def newest(home: Path) -> Path:
 
 
 def _age(folder: Path) -> tuple[int, str]:
-    """Whatever the names say: an agent makes its newest file the latest, also after the clock went back."""
+    """Sort key by the time of the file.
+
+    An agent makes its newest file the latest, even if the clock was set back.
+    """
     try:
         return (folder / "epoch.json").stat().st_mtime_ns, folder.name
     except OSError:
@@ -49,10 +55,10 @@ def _age(folder: Path) -> tuple[int, str]:
 
 
 def postmortems(folders: Sequence[Path], ask: FetchRecords | None = None) -> list[Postmortem]:
-    """One for each epoch that the folders have files of, oldest first.
+    """Return one for each epoch that the folders have files of, oldest first.
 
-    Other members are asked with `ask` for what is missing; what cannot be read of theirs is left out with a
-    word. Raises UserError for what is no such folder or file.
+    `ask` requests missing files from other members. Their unreadable files are left out with a warning.
+    Raises UserError for a folder or file that is no failure's.
     """
     read = [_parsed(str(path), _read(path)) for folder in folders for path in _files(folder)]
     found = _examined(read)
@@ -70,7 +76,7 @@ def postmortems(folders: Sequence[Path], ask: FetchRecords | None = None) -> lis
 
 
 def _teller(fields: Mapping[str, Any]) -> str:
-    """Who keeps a file: by the word of the agent that was asked, else of the file."""
+    """Return the Mac that keeps a file: the name that the queried agent gave, else that in the file."""
     names = (fields.get("told_by"), fields.get("node"))
     name = next((name for name in names if isinstance(name, str) and name), "another Mac")
     return "".join(filter(str.isprintable, name))[:MAX_NAME]
@@ -88,7 +94,7 @@ def _examined(read: Iterable[_Parsed]) -> list[Postmortem]:
     groups: dict[tuple[int, str], tuple[list[RankRecord], list[EpochRecord]]] = {}
     for (epoch, epoch_id), fields in sorted(read, key=lambda each: each[0][1] == ""):
         key = (epoch, epoch_id)
-        if not epoch_id:  # its ranks were not told the epoch's key before it ended
+        if not epoch_id:  # its ranks did not receive the epoch's key before it ended
             key = next((known for known in groups if known[0] == epoch), key)
         ranks, agents = groups.setdefault(key, ([], []))
         if isinstance(fields, RankRecord):
@@ -121,7 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def as_json(found: Iterable[Postmortem]) -> dict[str, Any]:
-    """All of it, every step that was kept included."""
+    """Return all of it as JSON, including every step."""
     return {"failures": [asdict(each) for each in found]}
 
 
@@ -129,7 +135,7 @@ def as_json(found: Iterable[Postmortem]) -> dict[str, Any]:
 
 
 def show(found: Postmortem) -> list[Any]:
-    """Lines and tables for a terminal."""
+    """Return lines and tables for a terminal."""
     when = datetime.fromtimestamp(found.ended, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     lines: list[Any] = [f"[bold]epoch {found.epoch}[/] failed at {when}: {escape(found.reason)}"]
     lines.append(f"likely cause: [bold red]{escape(found.cause.kind)}[/]. {escape(found.cause.words)}")
@@ -179,9 +185,9 @@ def _ranks_table(found: Postmortem) -> Table:
 
 def _ended(rank: RankRecord) -> str:
     if rank.deaf:
-        return "by its agent, with SIGKILL: it did not hear SIGTERM"
+        return "by its agent, with SIGKILL: it ignored SIGTERM"
     if rank.by_agent and rank.status == WEDGED_STATUS:
-        return "by its agent: its main thread did not hear SIGTERM"
+        return "by its agent: its main thread ignored SIGTERM"
     if rank.by_agent:
         return "by its agent"
     if rank.signal is not None:
@@ -192,7 +198,7 @@ def _ended(rank: RankRecord) -> str:
 
 
 def _steps_table(found: Postmortem) -> Table:
-    """The last steps, or those around the first at which ranks differ."""
+    """Return the last steps, or those around the first difference."""
     tables: Mapping[int, Mapping[int, RecordedStep]] = {
         r.rank: {s.seq: s for s in r.steps} for r in found.ranks
     }

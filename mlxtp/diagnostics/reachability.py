@@ -1,4 +1,4 @@
-"""Whether members get a TCP connection to each other: tried here, and asked of them."""
+"""Tests of TCP connections between members, tried here and requested of the others."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..errors import MlxtpError
 from ..wire.cluster_messages import MAX_TRIES, ReachTold, ReachWanted, Tried
 from .facts import Attempt
 
+#: Seconds for one connection. On one network it takes a millisecond.
 TRY_S = 2.0
-"""For one connection. On one desk it takes a millisecond."""
+#: Seconds for the replies. The members try all addresses at once.
 ANSWER_S = 4.0
-"""How long the others may take, who try all addresses at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReachabilityReply:
-    """What a member said of the way back to this one; or `unasked`: why it said nothing.
+    """A member's report of its way to this one, or `not_asked`: why there is none.
 
     Its clock is `clock_s` ahead of ours, give or take `clock_error_s`.
     """
@@ -37,10 +37,10 @@ class ReachabilityReply:
 
 
 async def attempt(address: str) -> Attempt:
-    """Connect to "ip:port", and hang up. Does not raise."""
+    """Connect to "ip:port" and hang up. Does not raise."""
     found = host_and_port(address)
     if found is None:
-        return Attempt(address, "is no address")
+        return Attempt(address, "is not an address")
     try:
         async with asyncio.timeout(TRY_S):
             _, writer = await asyncio.open_connection(*found)
@@ -54,22 +54,22 @@ async def attempt(address: str) -> Attempt:
 
 
 async def attempts(addresses: Iterable[str]) -> tuple[Attempt, ...]:
-    """All of them at once."""
+    """Try all addresses at once."""
     return tuple(await asyncio.gather(*map(attempt, addresses)))
 
 
 class Reachability:
-    """Asks members, and answers them."""
+    """Connection tests: those requested of members, and those that members request."""
 
     def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster
         self._asked: dict[tuple[str, bytes], asyncio.Future[ReachabilityReply]] = {}
         self._sent_at: dict[bytes, float] = {}
+        #: By the node id of the requesting agent.
         self._answers: dict[str, asyncio.Task[None]] = {}
-        """By who asked."""
 
     async def ask(self, addresses: Sequence[str]) -> Mapping[str, ReachabilityReply]:
-        """Which of these addresses of ours each member with a link reaches, by node id."""
+        """Return which of our addresses each linked member reaches, by node id."""
         nodes = sorted(self._cluster.links.nodes())
         answers = await asyncio.gather(*(self._ask(node_id, addresses[:MAX_TRIES]) for node_id in nodes))
         return dict(zip(nodes, answers, strict=True))
@@ -78,7 +78,7 @@ class Reachability:
         link = self._cluster.links.to(node_id)
         if link is None:
             return ReachabilityReply(not_asked="it has just gone")
-        if link.hello.versions != versions_here():  # an older one would end the link over a new question
+        if link.hello.versions != versions_here():  # an older one ends the link at an unknown message
             return ReachabilityReply(not_asked="it runs another version of mlxtp")
         key = node_id, secrets.token_bytes(16)
         answer = self._asked[key] = asyncio.get_running_loop().create_future()
@@ -96,9 +96,9 @@ class Reachability:
             del self._asked[key], self._sent_at[key[1]]
 
     def received(self, node_id: str, message: ReachWanted | ReachTold) -> None:
-        """Another agent asks or answers."""
+        """Handle a request or a reply of another agent."""
         if isinstance(message, ReachWanted):
-            if node_id not in self._answers:  # one question at a time
+            if node_id not in self._answers:  # one request at a time
                 task = self._answers[node_id] = asyncio.ensure_future(self._answer(node_id, message))
                 task.add_done_callback(lambda _: self._answers.pop(node_id))
             return
@@ -107,7 +107,7 @@ class Reachability:
             answer.set_result(_told(message, self._sent_at[message.nonce], time.time()))
 
     def lost(self, node_id: str) -> None:
-        """The last link to an agent has ended."""
+        """Handle the end of the last link to an agent."""
         for (asked, _), answer in self._asked.items():
             if asked == node_id and not answer.done():
                 answer.set_result(ReachabilityReply(not_asked="its link ended"))
@@ -119,17 +119,17 @@ class Reachability:
             *(attempt(each) if _host(each) in own else _not_its_own(each) for each in wanted.addresses)
         )
         told = tuple(Tried(each.address, each.errno, each.problem) for each in tries)
-        with contextlib.suppress(MlxtpError):  # it is gone
+        with contextlib.suppress(MlxtpError):  # its link has ended
             self._cluster.links.send(node_id, ReachTold(wanted.nonce, heard_us, _now_us(), told))
 
     def _hosts_of(self, node_id: str) -> frozenset[str]:
-        """Where a member may have itself looked for: nobody else is knocked at in its name."""
+        """Return the hosts that a member may have tested: its own. It must not make this Mac probe others."""
         link = self._cluster.links.to(node_id)
         announced = map(_host, self._cluster.peer_info.addresses.get(node_id, ()))
         return frozenset([*announced, *([link.remote] if link is not None else [])])
 
     async def close(self) -> None:
-        """Answer nobody more."""
+        """Cancel the tests in progress."""
         answers = list(self._answers.values())
         for task in answers:
             task.cancel()
@@ -137,7 +137,7 @@ class Reachability:
 
 
 def _told(message: ReachTold, sent_at: float, now: float) -> ReachabilityReply:
-    """Times as NTP has them: what the other end took for its answer does not count."""
+    """Compute the offset as NTP does: the time that the other end took for its reply does not count."""
     heard, told = message.heard_us / 1e6, message.told_us / 1e6
     way_s = max((now - sent_at) - (told - heard), 0.0)
     return ReachabilityReply(
@@ -148,7 +148,7 @@ def _told(message: ReachTold, sent_at: float, now: float) -> ReachabilityReply:
 
 
 async def _not_its_own(address: str) -> Attempt:
-    return Attempt(address, "is none that it announces")
+    return Attempt(address, "is not one that it announces")
 
 
 def _host(address: str) -> str:

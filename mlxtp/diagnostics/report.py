@@ -1,4 +1,4 @@
-"""How a report looks in a terminal: a line for each row, and below what to do. Printing only."""
+"""A report in a terminal: one line for each row, and the remedies below. Printing only."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MARKS = {"ok": "✓", "info": "·", "warning": "!", "error": "✗"}
 ASCII_MARKS = {"ok": "+", "info": "-", "warning": "!", "error": "x"}
 STYLES = {"ok": "green", "info": "dim", "warning": "yellow", "error": "bold red"}
 _TITLE = 15
+#: Least number of columns of text, in any terminal.
 _LEAST = 40
-"""Columns of text, however narrow the terminal is."""
 
 
 def show(report: Mapping[str, Any], width: int, *, plain: bool) -> list[Text]:
-    """Lines of at most `width` columns. `plain`: with ASCII marks, for a terminal that knows no others."""
+    """Return lines of at most `width` columns. `plain`: with ASCII marks, for terminals without Unicode."""
     marks = ASCII_MARKS if plain else MARKS
     lines = [_row(row, width, marks) for row in report["rows"]]
     for row in report["rows"]:
@@ -28,9 +28,9 @@ def show(report: Mapping[str, Any], width: int, *, plain: bool) -> list[Text]:
 
 
 def _row(row: Mapping[str, Any], width: int, marks: Mapping[str, str]) -> Text:
-    """The worst that was found, and where that is not bad, everything.
+    """Return a row's worst findings, or all of them if none is bad.
 
-    What comes again below, with what to do, has one line.
+    A bad row has one line, because it appears again below with its remedy.
     """
     level = row["level"]
     bad = level in ("warning", "error")
@@ -56,7 +56,7 @@ def _advice(title: str, finding: Mapping[str, Any], width: int, marks: Mapping[s
     yield Text(_wrapped(f"{marks[level]} {title}: {finding['what']}", "  ", width), STYLES[level])
     if level in ("warning", "error"):
         yield Text(_wrapped(f"  why: {finding['why']}", "    ", width))
-    # Whoever copies a command wants it on one line; the terminal breaks it if it must.
+    # A command stays on one line, so that the user can copy it.
     yield Text(f"  to do: {finding['fix']}")
 
 
@@ -76,7 +76,7 @@ def _summary(report: Mapping[str, Any]) -> Text:
     levels = [finding["level"] for row in report["rows"] for finding in row["findings"]]
     errors, warnings = levels.count("error"), levels.count("warning")
     if not errors and not warnings:
-        return Text("nothing is in the way", STYLES["ok"])
+        return Text("no problems found", STYLES["ok"])
     counts = [
         f"{number} {word}{'s' if number > 1 else ''}"
         for number, word in ((errors, "error"), (warnings, "warning"))

@@ -1,4 +1,4 @@
-"""The doctor's table: what is looked at, why, and what mends it. `docs/doctor.md` is made from it."""
+"""The doctor's table: objects of examination, reasons, and remedies. `docs/doctor.md` is made from it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ROWS: tuple[CheckRow, ...] = (
         "whether `mlxtp node` runs with this home and answers",
         "only the agent sees the network as a service does: macOS lets a shell through where it "
         "keeps services out",
-        "`mlxtp node`; an agent that stands still is ended and started anew",
+        "`mlxtp node`; end an agent that hangs, and start it again",
         cluster.of_agent,
     ),
     CheckRow(
         "serving", "Serving",
-        "the state of the group, why there is none, what a person has to mend, failures that are kept",
+        "the state of the group, why there is none, what the user must fix, failures that are kept",
         "requests wait, or get a 503, until a group is ready",
         "what the sentence says; `mlxtp doctor --postmortem` for a group that failed",
         cluster.of_serving,
@@ -34,22 +34,22 @@ ROWS: tuple[CheckRow, ...] = (
     ),
     CheckRow(
         "checks", "Checks",
-        "whether the doctor itself could look at everything",
-        "what a look that failed would have found is not known",
+        "whether all lookups of the doctor succeeded",
+        "the result of a failed lookup is not known",
         "what the error names; else report it, with `mlxtp version --verbose`",
         machine.of_checks,
     ),
     CheckRow(
         "python", "Python",
         "its version, and on a Mac whether it is made for Apple silicon",
-        "mlxtp and MLX run in no other",
+        "mlxtp and MLX need both",
         "another Python, then `make setup`",
         machine.of_python,
     ),
     CheckRow(
         "packages", "Packages",
         "MLX, mlx-lm and everything else that mlxtp needs, against the oldest versions that will do",
-        "an older one lacks what is called, or computes otherwise than the other Macs",
+        "an older one lacks functions, or computes differently from the other Macs",
         "`make setup`",
         machine.of_packages,
     ),
@@ -63,7 +63,7 @@ ROWS: tuple[CheckRow, ...] = (
     CheckRow(
         "rdma", "RDMA",
         "`rdma_ctl status`, `ibv_devices`",
-        "without it Macs exchange over TCP, and many models are slower on two Macs than on one",
+        "without it Macs communicate over TCP, and many models are slower on two Macs than on one",
         "in Recovery: `rdma_ctl enable`",
         machine.of_rdma, MAC,
     ),
@@ -92,8 +92,8 @@ ROWS: tuple[CheckRow, ...] = (
         "local-network", "Local network",
         "whether a packet may leave for the group of multicast DNS and for other members, while "
         "loopback works",
-        "since macOS 15 a service may be kept from the local network without a word (errno 65): it "
-        "finds nobody, and nobody it",
+        "since macOS 15 a service may be silently kept from the local network (errno 65): it "
+        "finds no other Mac, and none finds it",
         "System Settings > Privacy & Security > Local Network, or a LaunchDaemon, which is exempt",
         network.of_local_network, MAC,
     ),
@@ -107,14 +107,14 @@ ROWS: tuple[CheckRow, ...] = (
     ),
     CheckRow(
         "ports", "Ports",
-        "the TCP ports of the agent: its own, or whether it could have them",
+        "the TCP ports of the agent: its own, or whether they are free",
         "an agent that does not get its ports does not start",
-        "end who has it, or `--control` and `--http`",
+        "end the process that has it, or `--control` and `--http`",
         network.of_ports,
     ),
     CheckRow(
         "mdns", "Bonjour",
-        "whether multicast DNS can be sent, and who is heard",
+        "whether multicast DNS can be sent, and which Macs are found",
         "members find each other by it; without it, each has to be named by address",
         "a network without guest isolation or VPN; `--peer HOST:PORT`",
         network.of_mdns,
@@ -122,8 +122,8 @@ ROWS: tuple[CheckRow, ...] = (
     CheckRow(
         "peers", "Other members",
         "each member: whether this machine gets a TCP connection to each of its addresses, and it "
-        "one to each of ours, to a port drawn for this too",
-        "a group needs connections in both directions, on ports that are drawn anew",
+        "one to each of ours, also to a fresh port",
+        "a group needs connections in both directions, on fresh ports",
         "the firewall or the cable at the end that is not reached",
         network.of_peers,
     ),
@@ -131,16 +131,16 @@ ROWS: tuple[CheckRow, ...] = (
         "clock", "Clock",
         "against the time server that this Mac asks anyway (Linux: whether the system follows one), "
         "and against each member's",
-        "logs of several Macs are laid side by side by it, and certificates of the Hub and of HTTPS "
-        "count by it",
+        "it orders the logs of several Macs, and certificates of the Hub and of HTTPS "
+        "depend on it",
         "`sudo sntp -sS time.apple.com`; Linux: `sudo timedatectl set-ntp true`",
         network.of_clock,
     ),
     CheckRow(
         "identity", "Identity",
-        "the files of the identity and who may read them, how long certificates hold, API keys, who "
+        "the files of the identity and their permissions, validity of certificates, API keys, which Mac "
         "issues join tokens",
-        "who cannot show who it is, is nobody's member; an expired certificate turns clients away",
+        "a Mac without a valid identity is not a member; clients reject an expired certificate",
         "the command that the finding names",
         cluster.of_identity,
     ),
@@ -157,29 +157,29 @@ ROWS: tuple[CheckRow, ...] = (
         "gpu-memory", "GPU memory",
         "how much the GPU may wire, and whether memory is wired though no model is loaded, or stayed so "
         "after ranks ended",
-        "a limit too close to all of the memory freezes a Mac; memory that nobody gives back is lost "
+        "a limit too close to all of the memory freezes a Mac; memory that is not released is lost "
         "to models",
         "`sudo sysctl iogpu.wired_limit_mb=MB` (until the next restart); a restart for memory that is stuck",
         machine.of_gpu_memory, MAC,
     ),
     CheckRow(
         "memory", "Memory",
-        "free memory, and on a Mac what the kernel says of the pressure",
-        "below 256 MiB no request is taken, on this machine and on those that compute with it",
+        "free memory, and on a Mac the kernel's memory pressure",
+        "below 256 MiB, this machine and the Macs of its group refuse requests",
         "end other programs, or a smaller model",
         machine.of_memory,
     ),
     CheckRow(
         "disk", "Disk",
         "free room where models and where the agent's own files are",
-        "a model takes tens of GB; without room for its own files an agent forgets what it should remember",
+        "a model takes tens of GB; without room for its own files an agent loses its state",
         "make room",
         machine.of_disk,
     ),
     CheckRow(
         "files", "Open files",
         "how many descriptors the agent may have",
-        "each connection takes one; where there are none left, clients are turned away",
+        "each connection takes one; without one, a client is refused",
         "`ulimit -Hn 4096` before the start",
         machine.of_files,
     ),

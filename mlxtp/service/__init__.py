@@ -1,1 +1,1 @@
-"""mlxtp as a service: one description, a plist or a unit of it, and what installs that."""
+"""mlxtp as a service: its description, the plist or unit made of it, and the installation."""

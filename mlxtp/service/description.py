@@ -1,4 +1,4 @@
-"""What the service is, whoever runs it, and the steps by which it is installed or changed. Pure."""
+"""Description of the service, and the steps that install or change it. Pure."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from urllib.parse import urlsplit
 from ..errors import UserError
 
 LABEL = "mlxtp.node"
+#: Found in each file that mlxtp writes for launchd or systemd. mlxtp overwrites and removes no others.
 MARK = "Written by mlxtp"
-"""Stands in each file that mlxtp writes for launchd or systemd; it overwrites and removes no others."""
+#: Seconds from one start to the next, at least, after a failure.
 RESTART_S = 15
-"""After a failure, the earliest time from one start to the next."""
 MIN_STOP_S = 60
+#: Seconds that an agent may take to stop after its drain.
 STOP_MARGIN_S = 50
-"""What an agent may take to stop after its drain."""
+#: Seconds that a command may take to stop the service: no drain takes longer.
 DAY_S = 86_400.0
-"""How long a command that stops the service may take: no drain is longer."""
+#: Variables that the service shares with the user who installs it: folder and source of models.
 PASSED_ON = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT")
-"""Variables that the service shares with whoever installs it: where models lie, and where they come from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The user whose service it is. `home` is the user's own folder, not that of the agent."""
+    """The user who owns the service. `home` is the user's own folder, not that of the agent."""
 
     name: str
     uid: int
@@ -39,11 +39,11 @@ class Service:
     """One agent that the system starts.
 
     program      the interpreter's absolute path, and its arguments
-    environment  all variables that it gets from us
-    user         as whom it runs; empty for the user in whose session it runs
+    environment  all variables that mlxtp gives it
+    user         the user it runs as; empty for the owner of its session
     log          the agent's own
-    crash_log    what it says before it has a log, where nobody else keeps that
-    stop_s       how long it may take to stop, before it is killed
+    crash_log    its output before it has a log, where no journal keeps that
+    stop_s       seconds it may take to stop, before it is killed
     """
 
     program: tuple[str, ...]
@@ -56,8 +56,8 @@ class Service:
 
     @property
     def mark(self) -> str:
-        """The first words of its file, which say whose that is."""
-        return f"{MARK} {self.version}: `mlxtp service install` writes it anew, `uninstall` removes it"
+        """First line of the service's file, which names mlxtp as its author."""
+        return f"{MARK} {self.version}: `mlxtp service install` writes it again, `uninstall` removes it"
 
 
 def describe(
@@ -72,10 +72,10 @@ def describe(
     login: bool,
     version: str,
 ) -> Service:
-    """The service of an agent with the folder `home` and further `arguments` of `mlxtp node`.
+    """Return the service of an agent with the folder `home` and further `arguments` of `mlxtp node`.
 
     `login`: in the owner's login session instead of from the start of the machine. `path` is its PATH,
-    `passed_on` what it gets of the environment. Raises UserError for what no file can hold.
+    `passed_on` its share of the environment. Raises UserError for text that a service's file cannot hold.
     """
     log = log_of(home)
     service = Service(
@@ -94,27 +94,27 @@ def describe(
 
 
 def log_of(home: str) -> str:
-    """Where the agent with that home writes its log, as a service."""
+    """Return the log file of a service whose agent has that home."""
     return f"{home}/logs/agent.log"
 
 
 def crash_log(home: str) -> str:
-    """Where launchd puts what the agent writes elsewhere."""
+    """Return the file where launchd puts the agent's output that is not in the log."""
     return f"{home}/logs/before-the-log.txt"
 
 
 def option(program: Sequence[str], name: str) -> str:
-    """The value of an option in an installed program; empty where it has none."""
+    """Return the value of an option in an installed program, or "" without one."""
     return next((value for given, value in pairwise(program) if given == name), "")
 
 
 def is_ours(text: str) -> bool:
-    """Whether mlxtp wrote the file."""
+    """True if mlxtp wrote the file."""
     return MARK in text
 
 
 def without_secret(value: str) -> str:
-    """A variable's value, without the user and password that a URL may have."""
+    """Return a variable's value without the user and password that a URL may have."""
     parts = urlsplit(value)
     if not parts.scheme or "@" not in parts.netloc:
         return value
@@ -122,11 +122,11 @@ def without_secret(value: str) -> str:
 
 
 def unseen(names: Sequence[str]) -> str:
-    """What to know of settings in variables, which the service will not have; empty without any."""
+    """Return a warning about settings in variables, which the service will not have; "" without any."""
     if not names:
         return ""
     return (
-        f"the service does not see {', '.join(names)} of this terminal; write into config.toml what it needs"
+        f"the service does not see {', '.join(names)} of this terminal; write those it needs into config.toml"
     )
 
 
@@ -135,7 +135,7 @@ def unseen(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Have this text in that file, readable for all."""
+    """Write this text to that file, readable for all."""
 
     path: str
     text: str
@@ -143,16 +143,16 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Have no such file."""
+    """Remove that file, if it exists."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceCommand:
-    """Run this, as `user` if root runs it. It has to end with one of the statuses in `fine`.
+    """Run this, as `user` if root runs it. It must end with one of the statuses in `fine`.
 
-    After one in `again` it is run again, for `within_s` in all.
+    After a status in `again` it is repeated, for `within_s` in all.
     """
 
     argv: tuple[str, ...]
@@ -167,7 +167,7 @@ ServiceStep = Write | Remove | ServiceCommand
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended, and what it wrote. 127: it is not there; 124: it took too long."""
+    """Status and output of a command. 127: it does not exist; 124: it took too long."""
 
     status: int
     output: str = ""
@@ -175,7 +175,7 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """What the manager knows of the service. `last` says how it ended the last time, if it failed."""
+    """The manager's view of the service. `last` describes its last end, if that was a failure."""
 
     loaded: bool = False
     pid: int | None = None
@@ -183,53 +183,55 @@ class ServiceState:
 
 
 class Manager(Protocol):
-    """launchd or systemd, as far as it is words: which file it wants, which commands, and what they say."""
+    """launchd or systemd, as far as it is text: files, commands and their outputs."""
 
+    #: The manager's term for such a service.
     kind: str
-    """What it calls such a service."""
+    #: Path of the service's file.
     path: str
-    """Of the file."""
+    #: The PATH of a service.
     search_path: str
-    """The PATH of a service."""
+    #: The command that shows the service's output outside its log; empty where its crash log has that.
     journal: str
-    """The command that shows what the service wrote beside its log; empty where its crash log has that."""
 
     def render(self, service: Service) -> str:
-        """The file."""
+        """Return the text of the service's file."""
 
     def program(self, text: str) -> tuple[str, ...]:
-        """The program and arguments in a file that `render` made; () if it is damaged."""
+        """Return the program and arguments in a file that `render` made; () if it is damaged."""
 
     def owner(self, text: str) -> str:
-        """The user as whom the service of such a file runs; empty where it does not say."""
+        """Return the user that the service of such a file runs as; empty where it names none."""
 
     def ask(self) -> ServiceCommand:
-        """The command that tells about the service; it changes nothing and needs no root."""
+        """Return the command that queries the service. It changes nothing and needs no root."""
 
     def state(self, outcome: CommandResult) -> ServiceState:
-        """What `ask` told. Raises UserError when it could not."""
+        """Parse the output of `ask`. Raises UserError when the query failed."""
 
     def doubts(self, service: Service, owner: Owner) -> list[str]:
-        """What may keep it from doing what its owner expects, in sentences."""
+        """Return warnings about what may keep the service from doing its work."""
 
     def install(self, service: Service, state: ServiceState) -> list[ServiceStep]:
-        """From `state` to a service that runs as described, now and after each start of the machine."""
+        """Return the steps from `state` to a service that runs as described, now and after each start of the
+        machine.
+        """
 
     def start(self, state: ServiceState) -> list[ServiceStep]:
-        """An installed service that does not run."""
+        """Return the steps that start an installed service."""
 
     def stop(self, state: ServiceState) -> list[ServiceStep]:
-        """End it, until it is started or the machine is."""
+        """Return the steps that stop it until its next start or that of the machine."""
 
     def uninstall(self, state: ServiceState) -> list[ServiceStep]:
-        """Stop it, and leave nothing of it but its home."""
+        """Return the steps that stop it and remove everything but its home."""
 
     def explain(self, command: ServiceCommand, outcome: CommandResult) -> str:
-        """Why a command failed, and what to do; empty when that is not known."""
+        """Return why a command failed and what to do; "" if unknown."""
 
 
 def folders(service: Service) -> ServiceCommand:
-    """Home and log folder have to be there, for their owner alone; whoever runs it, the owner makes them."""
+    """Return the command that makes home and log folder, for their owner alone. It runs as the owner."""
     logs = service.log.rpartition("/")[0]
     home = logs.rpartition("/")[0]
     return ServiceCommand(("/bin/mkdir", "-p", "-m", "700", home, logs), user=service.user)

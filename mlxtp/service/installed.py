@@ -1,4 +1,4 @@
-"""The service of this machine: which one is installed, whose it is, and how it does."""
+"""The service of this machine: which one is installed, its owner, and its state."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .launchd import Launchd
 from .shell import Shell, owner_here, run, wait_until
 from .systemd import Systemd
 
+#: Seconds from the start of a service to its agent's first reply, at most.
 START_S = 30.0
-"""How long a service that was started may take until its agent answers."""
 LAST_WORDS = 5
 _TAIL_BYTES = 16 * 1024
 
@@ -34,7 +34,7 @@ class Installed:
 
     @property
     def manager(self) -> Manager:
-        """Of it."""
+        """Manager of the service."""
         return self.shell.manager
 
     @property
@@ -49,12 +49,12 @@ class Installed:
 
     @property
     def log(self) -> Path:
-        """Its file."""
+        """The agent's log file."""
         return Path(option(self.program, "--log-file"))
 
     @property
     def agent(self) -> str:
-        """The state of its agent; empty when that does not answer."""
+        """The state of its agent; empty when the agent does not reply."""
         try:
             return str(AgentClient(self.home).get("status")["state"])
         except UserError:
@@ -62,17 +62,20 @@ class Installed:
 
     @property
     def problem(self) -> str:
-        """What keeps it from starting again, in words; empty if nothing is seen."""
+        """Description of what keeps it from starting again; "" if nothing is known."""
         if not Path(self.program[0]).exists():
-            return f"{self.program[0]} is gone: `mlxtp service install` again, by the mlxtp that is there now"
+            return f"{self.program[0]} is gone: `mlxtp service install` again, with the present mlxtp"
         return ""
 
     def allow(self, *words: str) -> None:
-        """Raises UserError, with the command to type, when this user cannot change it by `mlxtp WORDS`."""
+        """Raise UserError, with the command to type, when this user cannot change it by `mlxtp WORDS`."""
         allow(self.owner, (sys.executable, "-m", "mlxtp", *words), login=self.login)
 
     def wait(self) -> ServiceState:
-        """Until its agent answers, or for `START_S`. Raises UserError with its last words when it ended."""
+        """Wait until its agent replies, or for `START_S`.
+
+        Raises UserError with its last output when it ended.
+        """
         state = ServiceState()
 
         def settled() -> bool:
@@ -83,31 +86,33 @@ class Installed:
         wait_until(settled, START_S)
         if state.pid is None:
             words = "\n".join(filter(None, (self.aside(), *tail(self.log))))
-            raise UserError(f"it was started, and does not run: {state.last or 'nobody says why'}\n{words}")
+            raise UserError(
+                f"it was started, and does not run: {state.last or 'the reason is not known'}\n{words}"
+            )
         return state
 
     def aside(self) -> str:
-        """What it said before it had a log, or where that is; empty if the log is newer."""
+        """Return its output before it had a log, or the command that shows it; "" if the log is newer."""
         if self.manager.journal:
             running = state_if_any(self.shell).pid is not None
-            return "" if running else f"what it said before it had a log: `{self.manager.journal}`"
+            return "" if running else f"its output before it had a log: `{self.manager.journal}`"
         path = Path(crash_log(str(self.home)))
         if not tail(path) or _modified(path) < _modified(self.log):
             return ""
-        return "\n".join((f"what it said before it had a log ({path}):", *tail(path)))
+        return "\n".join((f"its output before it had a log ({path}):", *tail(path)))
 
 
 def manager_of(owner: Owner, *, login: bool) -> Manager:
-    """launchd on a Mac, systemd on Linux. Raises UserError elsewhere."""
+    """Return launchd on a Mac, systemd on Linux. Raises UserError elsewhere."""
     if sys.platform == "darwin":
         return Launchd(owner, login=login)
     if sys.platform == "linux":
         return Systemd(owner, login=login)
-    raise UserError(f"mlxtp knows the services of macOS and of Linux, not those of {sys.platform}")
+    raise UserError(f"mlxtp supports services on macOS and Linux, not on {sys.platform}")
 
 
 def manager_elsewhere(owner: Owner, system: str, *, login: bool) -> Manager:
-    """That of another system, of which only words are wanted. Raises UserError for one that is not known."""
+    """Return the manager of another system, for its texts only. Raises UserError for an unknown one."""
     managers: dict[str, type[Launchd | Systemd]] = {"macos": Launchd, "linux": Systemd}
     if system not in managers:
         raise UserError(f"--system: {system!r} is none of {', '.join(managers)}")
@@ -115,30 +120,30 @@ def manager_elsewhere(owner: Owner, system: str, *, login: bool) -> Manager:
 
 
 def shell_of(owner: Owner, *, login: bool) -> Shell:
-    """What changes the service of the system, or with `login` of the owner's session."""
+    """Return the shell for the service of the system, or with `login` for that of the owner's session."""
     return Shell(manager_of(owner, login=login), run)
 
 
 def owner() -> Owner:
-    """Whoever types, also behind sudo."""
+    """Return the user who typed the command, also behind sudo."""
     return owner_here(os.environ, os.geteuid())
 
 
 def find() -> Installed | None:
-    """The installed service. Raises UserError when its file is damaged."""
+    """Return the installed service, or None. Raises UserError when its file is damaged."""
     whose = owner()
     for login in (False, True):
         shell = shell_of(whose, login=login)
         if is_ours(text := shell.installed):
             found = Installed(shell, whose, login, text)
             if not (option(found.program, "--home") and option(found.program, "--log-file")):
-                raise UserError(f"{shell.manager.path} is damaged; `mlxtp service install` writes it anew")
+                raise UserError(f"{shell.manager.path} is damaged; `mlxtp service install` writes it again")
             return found
     return None
 
 
 def home_of(whose: Owner, given: Path | None) -> Path:
-    """The agent's folder: that of its owner's other commands, also when root installs it for them."""
+    """Return the agent's folder: that of its owner's other commands, also when root installs it for them."""
     if given is not None or os.environ.get("MLXTP_HOME"):
         return home_folder(given).resolve()
     usual, here = default_home(), Path.home()
@@ -148,18 +153,21 @@ def home_of(whose: Owner, given: Path | None) -> Path:
 
 
 def allow(whose: Owner, command: Sequence[str], *, login: bool) -> None:
-    """Raises UserError when this user cannot change such a service; if root could, with how to type it."""
+    """Raise UserError when this user cannot change such a service.
+
+    If root could, the error has the command.
+    """
     root = os.geteuid() == 0
     if not login and not root:
         raise UserError(
-            f"that takes root, for the service is one of the system. Type:\nsudo {shlex.join(command)}"
+            f"this needs root, because it is a service of the system. Type:\nsudo {shlex.join(command)}"
         )
     if login and root and whose.uid != 0:
-        raise UserError(f"{whose.name}'s own session has that service: leave sudo away")
+        raise UserError(f"{whose.name}'s own session has that service: run it without sudo")
 
 
 def state_if_any(shell: Shell) -> ServiceState:
-    """What the manager knows; for what is only shown, nothing where it cannot be asked."""
+    """Return the manager's view of the service, for display only; an empty one where the query fails."""
     try:
         return shell.state()
     except UserError:
@@ -167,7 +175,7 @@ def state_if_any(shell: Shell) -> ServiceState:
 
 
 def tail(path: Path) -> list[str]:
-    """Its last lines; none where it cannot be read."""
+    """Return its last lines; none where it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))

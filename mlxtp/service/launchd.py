@@ -1,7 +1,7 @@
-"""launchd: the plist of the service, the commands of launchctl, and what they answer. Pure.
+"""launchd: the plist of the service, the commands of launchctl, and their outputs. Pure.
 
-Nobody has run this on a Mac yet. Keys are as in launchd.plist(5), commands as in launchctl(1), and its
-statuses and answers as people have published them.
+Untested on a Mac so far. Keys are as in launchd.plist(5), commands as in launchctl(1), and statuses and
+outputs as published by users.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NOT_FOUND = 113
 _NO_SESSION = (112, 125)
 _GONE = (3, NOT_FOUND)
 _STOPPING = 36
+#: Statuses of bootstrap for a label that launchd has not released yet.
 _RACE = (5, 37)
-"""What bootstrap says of a label that launchd has not let go of yet."""
 _LET_GO_S = 10.0
+#: Folders of a user's home that macOS opens to programs only with the user's consent.
 PRIVATE_FOLDERS = ("Desktop", "Documents", "Downloads")
-"""Of a user's home, those that macOS opens to programs only when somebody allows it."""
 _COMMENT = "<!-- {} -->\n"
 
 
@@ -54,7 +54,7 @@ class Launchd:
         self._target = f"{self._domain}/{LABEL}"
 
     def render(self, service: Service) -> str:
-        """An XML property list, with whose it is in a comment."""
+        """Return an XML property list, with its author in a comment."""
         keys: dict[str, Any] = {
             "Label": LABEL,
             "ProgramArguments": list(service.program),
@@ -73,20 +73,23 @@ class Launchd:
         return head + _COMMENT.format(service.mark) + doctype + rest
 
     def program(self, text: str) -> tuple[str, ...]:
-        """ProgramArguments."""
+        """Return ProgramArguments."""
         found = _keys(text).get("ProgramArguments", ())
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
     def owner(self, text: str) -> str:
-        """UserName."""
+        """Return UserName."""
         return str(_keys(text).get("UserName", ""))
 
     def ask(self) -> ServiceCommand:
-        """Anybody may print a service."""
+        """Return the command that prints the service. It needs no root."""
         return ServiceCommand((LAUNCHCTL, "print", self._target), fine=(0, NOT_FOUND))
 
     def state(self, outcome: CommandResult) -> ServiceState:
-        """Read off `print`, of which Apple promises nothing: lines of the service itself have one tab."""
+        """Parse the output of `print`, which Apple does not document.
+
+        Lines of the service itself have one tab.
+        """
         if outcome.status == NOT_FOUND:
             return ServiceState()
         if outcome.status:
@@ -103,7 +106,7 @@ class Launchd:
         return ServiceState(loaded=True, pid=int(pid) if pid.isdecimal() else None, last=last)
 
     def doubts(self, service: Service, owner: Owner) -> list[str]:
-        """Privacy: the local network, and folders."""
+        """Return warnings about privacy: the local network, and folders."""
         said = []
         if not service.user:
             said.append(
@@ -120,7 +123,7 @@ class Launchd:
         return said
 
     def install(self, service: Service, state: ServiceState) -> list[ServiceStep]:
-        """A changed plist counts from the next bootstrap on."""
+        """Return the steps. A changed plist takes effect at the next bootstrap."""
         return [
             folders(service),
             *self.stop(state),
@@ -129,7 +132,7 @@ class Launchd:
         ]
 
     def start(self, state: ServiceState) -> list[ServiceStep]:
-        """Loading starts it, too; enabling undoes a `launchctl disable`."""
+        """Return the steps. Loading starts it, too; enabling undoes a `launchctl disable`."""
         if state.loaded:
             return [ServiceCommand((LAUNCHCTL, "kickstart", self._target))]
         return [
@@ -140,7 +143,10 @@ class Launchd:
         ]
 
     def stop(self, state: ServiceState) -> list[ServiceStep]:
-        """`bootout` may return before the service has ended: it is gone when nobody finds it any more."""
+        """Return the steps.
+
+        `bootout` may return early: the service has ended when `print` no longer finds it.
+        """
         if not state.loaded:
             return []
         return [
@@ -149,25 +155,25 @@ class Launchd:
         ]
 
     def uninstall(self, state: ServiceState) -> list[ServiceStep]:
-        """launchd keeps nothing of it but that it is enabled."""
+        """Return the steps. launchd keeps only that the service is enabled."""
         return [*self.stop(state), Remove(self.path)]
 
     def explain(self, command: ServiceCommand, outcome: CommandResult) -> str:
-        """By its status, which is an errno or one of launchd's own."""
+        """Explain its status, which is an errno or one of launchd's own."""
         if outcome.status in _NO_SESSION and self.kind == "LaunchAgent":
             return (
                 "there is no login session at this Mac's screen, and a LaunchAgent lives in one: log in "
                 "there, or install it without --user"
             )
         if outcome.status == 119:
-            return f"the service was switched off; `sudo launchctl enable {self._target}` allows it again"
+            return f"the service was switched off; `sudo launchctl enable {self._target}` enables it again"
         if outcome.status in (1, 150):
             return "launchd allows this to root only; run it with sudo"
         if outcome.status in _RACE and "bootstrap" in command.argv:
             return (
-                f"launchd does not take {self.path}, for one of many reasons. It may be switched off in "
+                f"launchd rejects {self.path}, for one of many reasons. It may be switched off in "
                 "System Settings > General > Login Items & Extensions; `log show --last 5m --predicate "
-                "'process == \"launchd\"'` tells more"
+                "'process == \"launchd\"'` shows more"
             )
         return ""
 

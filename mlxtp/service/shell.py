@@ -1,4 +1,4 @@
-"""What carries steps out: runs commands, writes and removes files, and looks who is here."""
+"""Execution of steps: runs commands, writes and removes files, and finds the user."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOOK_S = 0.2
 
 
 def run(command: ServiceCommand) -> CommandResult:
-    """Run it once, to its end; nothing is read from the keyboard."""
+    """Run it once, to its end, without standard input."""
     os_user = command.user if command.user and os.geteuid() == 0 else None
     try:
         done = subprocess.run(
@@ -54,7 +54,7 @@ def run(command: ServiceCommand) -> CommandResult:
 
 
 class Shell:
-    """Takes steps for one manager. `run` is all that it knows of the system's commands."""
+    """Executor of the steps for one manager. `run` is its only access to the system's commands."""
 
     def __init__(self, manager: Manager, run: RunCommand) -> None:
         self.manager = manager
@@ -62,7 +62,7 @@ class Shell:
 
     @property
     def installed(self) -> str:
-        """The text of the service's file, whoever wrote it; empty where there is none. Raises UserError."""
+        """Text of the service's file by any author; empty without a file. Raises UserError."""
         try:
             return Path(self.manager.path).read_text(errors="replace")
         except (FileNotFoundError, NotADirectoryError):
@@ -71,11 +71,11 @@ class Shell:
             raise UserError(f"{self.manager.path} cannot be read: {error.strerror}") from None
 
     def state(self) -> ServiceState:
-        """Ask the manager. Raises UserError when it cannot be asked."""
+        """Query the manager. Raises UserError when the query fails."""
         return self.manager.state(self._run(self.manager.ask()))
 
     def take(self, steps: Iterable[ServiceStep]) -> None:
-        """One after the other. Raises UserError at the first that fails; the rest is left undone."""
+        """Run one step after the other. Raises UserError at the first that fails; the rest is not done."""
         for step in steps:
             match step:
                 case Write():
@@ -89,7 +89,7 @@ class Shell:
         until = time.monotonic() + command.within_s
         outcome = self._run(command)
         while outcome.status in command.again and (left := until - time.monotonic()) > 0:
-            time.sleep(min(LOOK_S, left))  # launchd tells nobody when it has let go of a service
+            time.sleep(min(LOOK_S, left))  # launchd does not notify when it has released a service
             outcome = self._run(replace(command, within_s=max(left, LOOK_S)))
         if outcome.status in command.fine:
             return
@@ -101,15 +101,18 @@ class Shell:
 
 
 def wait_until(is_so: Callable[[], bool], within_s: float) -> bool:
-    """Whether it became so in time."""
+    """Poll until it is so or the time is over. Returns whether it became so."""
     until = time.monotonic() + within_s
     while not (done := is_so()) and time.monotonic() < until:
-        time.sleep(LOOK_S)  # another program's state, of which nothing tells
+        time.sleep(LOOK_S)  # the state of another program, which sends no notification
     return done
 
 
 def owner_here(environment: Mapping[str, str], uid: int) -> Owner:
-    """Whose service it is: of whoever typed the command, also behind sudo. Raises UserError for nobody."""
+    """Return the owner of the service: the user who typed the command, also behind sudo.
+
+    Raises UserError for a user that does not exist.
+    """
     try:
         behind = environment.get("SUDO_USER", "") if uid == 0 else ""
         found = pwd.getpwnam(behind) if behind else pwd.getpwuid(uid)
@@ -119,7 +122,7 @@ def owner_here(environment: Mapping[str, str], uid: int) -> Owner:
 
 
 def _write(step: Write) -> None:
-    """Whole or not at all. Raises UserError, also for a file that somebody else wrote."""
+    """Write the file whole or not at all. Raises UserError, also for a file that mlxtp did not write."""
     path = Path(step.path)
     temporary = ""
     try:
@@ -147,5 +150,7 @@ def _remove(step: Remove) -> None:
 
 
 def not_ours(path: str) -> UserError:
-    """Why a file is left alone."""
-    return UserError(f"{path} was not written by mlxtp, so it stays as it is; move it away, then try again")
+    """Return the error about a file of another author, which is not changed."""
+    return UserError(
+        f"{path} was not written by mlxtp, so mlxtp does not change it; move it away, then try again"
+    )

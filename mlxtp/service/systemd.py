@@ -1,4 +1,4 @@
-"""systemd: the unit of the service, the commands of systemctl, and what they answer. Pure."""
+"""systemd: the unit of the service, the commands of systemctl, and their outputs. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Type=exec
 Restart=on-failure
 RestartSec={restart_s}
 RestartPreventExitStatus={mistyped}
-# Ranks are told to end by the agent alone, and the agent outlives one that the system kills for its memory.
+# Only the agent ends its ranks. It outlives a rank that the system kills for its memory.
 KillMode=mixed
 TimeoutStopSec={stop_s}
 OOMPolicy=continue
@@ -57,7 +57,10 @@ class Systemd:
         self._systemctl = (SYSTEMCTL, "--user") if login else (SYSTEMCTL,)
 
     def render(self, service: Service) -> str:
-        """The unit, with whose it is in a comment. Raises UserError for a program systemd does not start."""
+        """Return the unit, with its author in a comment.
+
+        Raises UserError for a program that systemd does not start.
+        """
         python, *arguments = service.program
         if found := re.search(r"[\"'\\]", python):
             raise UserError(f"systemd starts no program with {found[0]} in its path, as in {python}")
@@ -69,13 +72,13 @@ class Systemd:
             environment="".join(environment),
             program=" ".join([_quoted(python), *(_variable_free(_quoted(each)) for each in arguments)]),
             restart_s=RESTART_S,
-            mistyped=int(Exit.MISTYPED),  # settings that are wrong: starting it again mends nothing
+            mistyped=int(Exit.MISTYPED),  # wrong settings: another start would fail, too
             stop_s=service.stop_s,
             target="multi-user.target" if service.user else "default.target",
         )
 
     def program(self, text: str) -> tuple[str, ...]:
-        """ExecStart."""
+        """Return ExecStart."""
         line = re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)
         try:
             found = shlex.split(line[1]) if line else ()
@@ -85,17 +88,20 @@ class Systemd:
         return (*words[:1], *(each.replace("$$", "$") for each in words[1:]))
 
     def owner(self, text: str) -> str:
-        """User."""
+        """Return User."""
         line = re.search(r"^User=(.*)$", text, re.MULTILINE)
         return line[1] if line else ""
 
     def ask(self) -> ServiceCommand:
-        """Properties, one a line; `show` also answers for units that are not there."""
+        """Return the command that shows properties, one a line.
+
+        It also succeeds for units that do not exist.
+        """
         wanted = "LoadState,ActiveState,MainPID,Result,ExecMainStatus"
         return ServiceCommand((*self._systemctl, "show", UNIT, f"--property={wanted}"))
 
     def state(self, outcome: CommandResult) -> ServiceState:
-        """`loaded` is whether the unit is active, or about to be again."""
+        """Parse the properties. `loaded`: the unit is active, or about to be again."""
         if outcome.status:
             raise UserError(self.explain(self.ask(), outcome) or f"systemctl show: {outcome.output}")
         found = dict(re.findall(r"^(\w+)=(.*)$", outcome.output, re.MULTILINE))
@@ -111,7 +117,7 @@ class Systemd:
         )
 
     def doubts(self, service: Service, owner: Owner) -> list[str]:
-        """A user's services last as long as the user's session."""
+        """Return warnings. A user's services last as long as the user's session."""
         if service.user:
             return []
         return [
@@ -119,7 +125,7 @@ class Systemd:
         ]
 
     def install(self, service: Service, state: ServiceState) -> list[ServiceStep]:
-        """A changed unit counts from its next start on."""
+        """Return the steps. A changed unit takes effect at its next start."""
         return [
             folders(service),
             Write(self.path, self.render(service)),
@@ -129,15 +135,15 @@ class Systemd:
         ]
 
     def start(self, state: ServiceState) -> list[ServiceStep]:
-        """A unit that failed is not started before its failures are forgotten."""
+        """Return the steps. A unit that failed does not start before its failures are reset."""
         return [self._do("reset-failed", UNIT, fine=(0, 1)), self._do("start", UNIT)]
 
     def stop(self, state: ServiceState) -> list[ServiceStep]:
-        """It waits until the unit has ended."""
+        """Return the step, which waits until the unit has ended."""
         return [self._do("stop", UNIT)]
 
     def uninstall(self, state: ServiceState) -> list[ServiceStep]:
-        """With its links, and the memory of its failures."""
+        """Return the steps, which also remove its links and the record of its failures."""
         return [
             self._do("disable", "--now", UNIT),
             Remove(self.path),
@@ -146,14 +152,12 @@ class Systemd:
         ]
 
     def explain(self, command: ServiceCommand, outcome: CommandResult) -> str:
-        """By its words: its status is 1 for nearly everything."""
+        """Explain its output: its status is 1 for nearly everything."""
         said = outcome.output
         if outcome.status == 127 or "not been booted with systemd" in said:
-            return "systemd does not run on this machine; start `mlxtp node` by what does start services here"
+            return "systemd does not run on this machine; start `mlxtp node` with its own service manager"
         if "Failed to connect to bus" in said:
-            return (
-                "this session has no systemd of its own: log in as that user, not by su, or leave --user away"
-            )
+            return "this session has no systemd of its own: log in as that user, not by su, or omit --user"
         if "Access denied" in said or "authentication required" in said:
             return "systemd allows this to root only; run it with sudo"
         return ""
@@ -163,11 +167,11 @@ class Systemd:
 
 
 def _variable_free(text: str) -> str:
-    """Of arguments; in the program's own path `$` means itself."""
+    """Escape variables in an argument. In the program's own path `$` stands for itself."""
     return text.replace("$", "$$")
 
 
 def _quoted(text: str) -> str:
-    """As one word of a unit file, whatever is in it; `%` begins a specifier there."""
+    """Quote any text as one word of a unit file, where `%` begins a specifier."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"'

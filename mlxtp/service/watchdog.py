@@ -1,8 +1,8 @@
-"""Ends an agent whose event loop stands still, so that launchd or systemd starts another one.
+"""Watchdog that ends an agent whose event loop hangs, so that launchd or systemd starts another one.
 
-Such an agent beats no heart and answers no client, while its process looks alive. A thread counts its own
-turns without a sign of the loop. It needs no clock: while the Mac sleeps, or the process is stopped, neither
-has a turn. A call into C that keeps the interpreter's lock keeps this thread from its turns, too.
+Such an agent sends no heartbeat and no reply, while its process looks alive. A thread counts its own periods
+without a sign of the loop. It needs no clock: a Mac that sleeps, or a stopped process, counts none. A call
+into C that keeps the interpreter's lock stops this thread, too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..errors import WEDGED_STATUS
 log = logging.getLogger(__name__)
 
 TURN_S = 1.0
-TURNS = 30  #: without any sign of the loop
-REPORT_S = 5.0  #: for the log, which the loop itself may hold
+TURNS = 30  # periods without any sign of the loop
+REPORT_S = 5.0  # seconds for the log, which the loop itself may hold
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def watched_loop() -> Iterator[None]:
 
 
 def end() -> None:
-    """Log where each thread stands, and end the process."""
+    """Log the stack of each thread, and end the process."""
     report = threading.Thread(target=_report, daemon=True)
     report.start()
     report.join(REPORT_S)

@@ -305,7 +305,7 @@ def test_tokens_that_a_removed_member_asked_for_open_nothing(cluster: Cluster, j
     ben = join("ben")
     used, kept = ben.token(), ben.token()
     join("carl", used)
-    assert "carl was let in by ben" in cluster.anna.command("cluster", "members").stdout
+    assert "carl was admitted by ben" in cluster.anna.command("cluster", "members").stdout
     removed = cluster.anna.command("cluster", "remove", "ben")
     assert "it let in carl" in removed.stdout
     last = refused(cluster, "dora", kept)

@@ -81,7 +81,7 @@ def test_a_conversation_in_a_terminal(one_rank: Cluster, tmp_path: Path) -> None
 def test_who_has_nothing_to_say_is_told_how_to(one_rank: Cluster) -> None:
     said = mlxtp(one_rank.home, typed=" \n")
     assert said.exit_code == 1
-    assert said.stderr.startswith("mlxtp: there is nothing to ask; `mlxtp chat ")
+    assert said.stderr.startswith("mlxtp: the prompt is empty; type one, such as `mlxtp chat ")
 
 
 def test_what_the_endpoint_refuses_keeps_its_code(one_rank: Cluster) -> None:
@@ -246,8 +246,8 @@ def test_a_terminal_that_can_only_write_gets_the_text(tmp_path: Path) -> None:
     ("part", "code", "words"),
     [
         (b'data: {"error": {"code": "rank_lost", "message": "a rank is gone"}}\n', "rank_lost", "a rank is"),
-        (b"data: nonsense\n", "internal", "no answer of mlxtp's"),
-        (b"data: {}\n", "internal", "no answer of mlxtp's"),
+        (b"data: nonsense\n", "internal", "not a reply of mlxtp"),
+        (b"data: {}\n", "internal", "not a reply of mlxtp"),
         (b"hello\n", "link_lost", "the answer broke off"),
     ],
 )
@@ -306,7 +306,7 @@ def test_a_file_that_cannot_be_ends_no_conversation(tmp_path: Path) -> None:
     with slow(tmp_path), terminal("chat", "--home", str(tmp_path)) as screen:
         screen.see(">>> ")
         screen.type("/save ~nosuch/x.md\n")
-        screen.see("~nosuch is nobody's folder")
+        screen.see("this machine has no user ~nosuch")
         screen.see(">>> ")
         screen.type("/quit\n")
         assert screen.end() == 0

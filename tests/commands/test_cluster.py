@@ -266,16 +266,20 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
 @pytest.mark.parametrize(
     ("args", "asked", "said"),
     [
-        (["serve", "org/model", "--nodes", "2"], ("serve", "org/model", "2"), "org/model shall be served; "),
-        (["serve", "tiny"], ("serve", "tiny", ""), "org/model shall be served; "),
-        (["unload"], ("unload",), "nothing shall be served\n"),
+        (
+            ["serve", "org/model", "--nodes", "2"],
+            ("serve", "org/model", "2"),
+            "org/model is now the model to serve; ",
+        ),
+        (["serve", "tiny"], ("serve", "tiny", ""), "org/model is now the model to serve; "),
+        (["unload"], ("unload",), "no model is configured\n"),
         (["token"], ("token",), "TOKEN-1\n"),
         (
             ["bench", "--fabric"],
             ("bench/fabric",),
             "JACCL mesh, jaccl: studio [left] + mini; default fences\n",
         ),
-        (["cluster", "remove", "mini"], ("remove", "mini", ""), "mini is no member any more\n"),
+        (["cluster", "remove", "mini"], ("remove", "mini", ""), "mini is no longer a member\n"),
         (["cluster", "remove", "mini", "--with-admitted"], ("remove", "mini", "yes"), "mini is no member"),
         (["cluster", "leave"], ("leave", ""), f"this Mac left cluster {'c' * 16}\n"),
         (["cluster", "leave", "--force"], ("leave", "yes"), f"this Mac left cluster {'c' * 16}\n"),
@@ -305,7 +309,7 @@ def test_whom_a_removed_mac_let_in_is_named(agent: Agent) -> None:
         assert lines[2].startswith("no other Mac has this on its disk yet")
         answer |= {"with_admitted": True, "saved_by": ["studio"]}
         lines = mlxtp(agent.home, "cluster", "remove", "mini", "--with-admitted").output.splitlines()
-        assert lines[1:] == ["nor are the Macs that it let in: air [x] (efefefef)"]
+        assert lines[1:] == ["nor are the Macs that it admitted: air [x] (efefefef)"]
     finally:
         del agent.admin.answers["remove"]
 
@@ -331,7 +335,7 @@ def test_who_let_each_member_in_is_listed(agent: Agent) -> None:
     finally:
         del agent.admin.answers["members"]
     assert output.count("was let in") == 1
-    assert "mini [x] was let in by studio, from 10.0.0.7, at 2026-05-2" in output
+    assert "mini [x] was admitted by studio from 10.0.0.7, at 2026-05-2" in output
 
 
 def test_the_page_is_where_the_agent_is_and_has_its_key(
@@ -471,7 +475,7 @@ def test_nobody_is_removed_without_a_name(agent: Agent, nobody: str) -> None:
 @pytest.mark.parametrize("nodes", ["foo", "9", "0"])
 def test_a_number_of_macs_that_is_none_is_a_mistake_of_typing(agent: Agent, nodes: str) -> None:
     said = refusal(agent.home, "serve", "tiny", "--nodes", nodes, status=2)
-    assert said.startswith(f"mlxtp: --nodes: {nodes!r} is none of auto, all, or a number from 1 to 8")
+    assert said.startswith(f"mlxtp: --nodes: {nodes!r} is not auto, all, or a number from 1 to 8")
     assert agent.admin.asked == []
 
 
@@ -493,7 +497,7 @@ def test_a_plan_finds_a_plain_name_where_the_agent_does(agent: Agent, tmp_path: 
 
 
 def test_no_model_is_planned_without_a_name(tmp_path: Path) -> None:
-    assert refusal(tmp_path, "plan", "--model", "").startswith("mlxtp: which model? A folder, ")
+    assert refusal(tmp_path, "plan", "--model", "").startswith("mlxtp: --model is empty; give a folder, ")
 
 
 COMMANDS = (

@@ -112,4 +112,4 @@ def test_nothing_is_written(tmp_path: Path) -> None:
 def test_a_variable_that_means_nothing_is_a_warning(tmp_path: Path) -> None:
     said = mlxtp(tmp_path, "config", "path", MLXTP_MODLE="x")
     assert said.exit_code == 0
-    assert said.stderr == "mlxtp: MLXTP_MODLE means nothing here; did you mean MLXTP_MODEL?\n"
+    assert said.stderr == "mlxtp: MLXTP_MODLE is unknown; did you mean MLXTP_MODEL?\n"

@@ -65,7 +65,7 @@ def test_an_error_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyP
         result = type_in(tmp_path, "--json")
     assert result.exit_code == 1
     found = rows(result)
-    assert f"endpoint {address} cannot be had" in found["ports"]["findings"][0]["what"]
+    assert f"endpoint {address} is not available" in found["ports"]["findings"][0]["what"]
     assert "chmod 700" in found["identity"]["findings"][0]["what"]
 
 
@@ -89,7 +89,7 @@ def test_a_look_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.Monk
     assert found["disk"]["level"] == "warning"
     assert "File name too long" in found["disk"]["findings"][1]["what"]
     assert found["checks"]["level"] == "warning"
-    assert "a look failed: ZeroDivisionError" in found["checks"]["findings"][0]["what"]
+    assert "a lookup failed: ZeroDivisionError" in found["checks"]["findings"][0]["what"]
 
 
 def test_a_home_that_an_agent_holds_without_answering_is_an_error(
@@ -99,7 +99,7 @@ def test_a_home_that_an_agent_holds_without_answering_is_an_error(
         monkeypatch.setenv("MLXTP_HTTP", f"127.0.0.1:{its.getsockname()[1]}")
         result = type_in(tmp_path, "--json")
     assert result.exit_code == 1
-    assert "could not be asked" in rows(result)["agent"]["findings"][0]["what"]
+    assert "did not answer" in rows(result)["agent"]["findings"][0]["what"]
     assert "ports" not in rows(result)
 
 
@@ -143,7 +143,7 @@ def test_a_terminal_without_unicode_gets_ascii_marks() -> None:
 
 
 def test_the_page_has_the_table_as_the_code_has_it() -> None:
-    expected = ["| row | what is looked at | why it matters | what mends it |", "|---|---|---|---|"]
+    expected = ["| row | what is examined | why it matters | remedy |", "|---|---|---|---|"]
     for row in ROWS:
         only = " (macOS)" if row.systems == MAC else ""
         expected.append(f"| **{row.title}** `{row.id}`{only} | {row.looks_at} | {row.why} | {row.fix} |")

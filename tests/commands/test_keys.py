@@ -68,7 +68,7 @@ def test_a_key_is_printed_alone_and_what_to_do_with_it_beside(tmp_path: Path) ->
     assert made.exit_code == 0, made.output
     assert re.fullmatch(r"mlxtp_[\w-]{43}\n", made.stdout)
     said = " ".join(made.stderr.split())
-    for words in ("the key of laptop", "shown this once", "`Authorization: Bearer KEY`", "`x-api-key: KEY`"):
+    for words in ("the key of laptop", "shown only once", "`Authorization: Bearer KEY`", "`x-api-key: KEY`"):
         assert words in said
     assert made.stdout.strip() not in said
     assert made.stdout.strip() not in (tmp_path / "home" / FILE).read_text()
@@ -116,9 +116,9 @@ def test_what_revoking_means_is_said(tmp_path: Path) -> None:
     file = KeyFile(tmp_path)
     for name in ("laptop", "phone"):
         file.create(name, 0, 1.0)
-    assert mlxtp(tmp_path, "key", "revoke", "laptop").stdout == "the key of laptop opens nothing any more\n"
+    assert mlxtp(tmp_path, "key", "revoke", "laptop").stdout == "the key of laptop is revoked\n"
     last = mlxtp(tmp_path, "key", "revoke", "phone").stdout
-    assert "that was the last one: now programs on this Mac need no key" in last
+    assert "that was the last one: programs on this Mac need no key now" in last
     assert file.load() == ()
 
 
@@ -130,7 +130,7 @@ def test_what_revoking_means_is_said(tmp_path: Path) -> None:
         (
             ["create", "x", "--per-minute", "0"],
             2,
-            "mlxtp: --per-minute 0: a key has at least one request a minute",
+            "mlxtp: --per-minute 0: a key needs at least one request a minute",
         ),
         (["create", "x", "--per-minute", "-5"], 2, "mlxtp: --per-minute -5: "),
         (
@@ -167,7 +167,7 @@ def test_a_damaged_file_is_said_by_each_command(tmp_path: Path) -> None:
 def test_commands_find_an_agent_by_https(tmp_path: Path) -> None:
     with agent(tmp_path, own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now())) as asked:
         assert mlxtp(tmp_path, "status").stdout.startswith("ready org/model on 2 Macs")
-        assert mlxtp(tmp_path, "unload").stdout == "nothing shall be served\n"
+        assert mlxtp(tmp_path, "unload").stdout == "no model is configured\n"
     assert asked.asked == [("status",), ("unload",)]
 
 
@@ -192,7 +192,7 @@ def test_nobody_else_who_answers_there_gets_the_key(tmp_path: Path) -> None:
     with agent(tmp_path, theirs, announce=certificate) as asked:
         said = refusal(tmp_path, "status")
         assert "does not answer at https://127.0.0.1" in said
-        assert "it shows another certificate than this agent's" in said
+        assert "its certificate is not this agent's" in said
     assert asked.asked == []
 
 

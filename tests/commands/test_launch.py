@@ -287,14 +287,14 @@ def test_a_model_with_too_little_room_is_started_with_a_word_of_warning(agent: A
 def test_another_program_is_not_known(agent: Agent) -> None:
     assert (
         refusal(agent.launch("vi"), 2)
-        == "mlxtp: vi is not known here; known are: claude, codex, opencode, aider"
+        == "mlxtp: vi is unknown; known programs: claude, codex, opencode, aider"
     )
 
 
 def test_without_the_program_it_says_where_to_get_it(agent: Agent) -> None:
     said = refusal(agent.launch("claude"))
     assert said == (
-        "mlxtp: claude is not installed, or not on PATH; how to install it: "
+        "mlxtp: claude is not installed, or not on PATH; to install it, see "
         "https://code.claude.com/docs/en/setup"
     )
 
@@ -343,7 +343,7 @@ def test_it_waits_for_an_agent_that_has_no_address_yet(agent: Agent) -> None:
 def test_a_model_that_has_just_gone(agent: Agent) -> None:
     agent.install()
     agent.backend.served = ()
-    assert "just being replaced" in refusal(agent.launch("claude"))
+    assert "being replaced" in refusal(agent.launch("claude"))
 
 
 def test_where_a_key_is_asked_for(tmp_path: Path) -> None:
@@ -352,10 +352,10 @@ def test_where_a_key_is_asked_for(tmp_path: Path) -> None:
         made, key = KeyFile(agent.home).create("laptop", 0, 1.0)
         asked = refusal(agent.launch("claude"))
         assert asked.startswith(
-            "mlxtp: the endpoint asks for an API key: give one with --key or in MLXTP_KEY"
+            "mlxtp: the endpoint requires an API key: give one with --key or in MLXTP_KEY"
         )
         wrong = refusal(agent.launch("claude", MLXTP_KEY=f"{key}x"))
-        assert wrong.startswith("mlxtp: the endpoint does not take this API key")
+        assert wrong.startswith("mlxtp: the endpoint refuses this API key")
         until(lambda: agent.launch("claude", MLXTP_KEY=key).returncode == 7, "the agent to see the new key")
         told = json.loads(agent.launch("claude", MLXTP_KEY=key).stdout)
     assert made.name == "laptop"

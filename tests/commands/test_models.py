@@ -82,7 +82,7 @@ def test_without_an_agent_the_command_does_it_itself(hub: Hub, tmp_path: Path) -
         "complete": True, "elsewhere": [],
     }  # fmt: skip
     assert "main" in mlxtp(home, "list").stdout
-    assert mlxtp(home, "verify", NAME).stdout.endswith("all as they should be\n")
+    assert mlxtp(home, "verify", NAME).stdout.endswith("all correct\n")
     assert told(home, "remove", NAME)["freed_bytes"] >= size
     assert "is not on this Mac" in refusal(home, "remove", NAME)
     assert told(home, "list")["models"] == []
@@ -99,8 +99,8 @@ def test_a_damaged_file_is_named_and_got_anew(hub: Hub, tmp_path: Path) -> None:
     assert sorted(bad) == ["config.json", "model-extra-0.safetensors"]
     shown = mlxtp(home, "verify", NAME)
     assert shown.exit_code == 1
-    assert "config.json: it is not here" in shown.stdout
-    assert f"`mlxtp verify {NAME} --repair` gets them anew" in shown.stdout
+    assert "config.json: it is missing" in shown.stdout
+    assert f"`mlxtp verify {NAME} --repair` downloads them again" in shown.stdout
     hub.models[NAME].sent = {}
     assert mlxtp(home, "verify", NAME, "--repair").exit_code == 0
     assert sorted(hub.models[NAME].sent) == sorted(bad)
@@ -179,7 +179,7 @@ def test_ctrl_c_ends_it_at_once_though_the_hub_is_silent(tmp_path: Path) -> None
             process.send_signal(signal.SIGINT)
             _, said = process.communicate(timeout=START_S)
     assert (process.returncode, time.monotonic() - began < 5) == (130, True)
-    assert said == "mlxtp: it ends; what has come stays, and the same command goes on\n"
+    assert said == "mlxtp: the download stops; the same command resumes it\n"
 
 
 def test_models_are_looked_for_where_the_agent_has_them(agent: Agent, hub: Hub, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_models_are_looked_for_where_the_agent_has_them(agent: Agent, hub: Hub, 
     Fetch(Repo(NAME, theirs), "main", "main").from_hub()
     agent.admin.answers["stored"] = {"folder": str(theirs), "elsewhere": []}
     assert told(agent.home, "list")["folder"] == str(theirs)
-    assert mlxtp(agent.home, "verify", NAME).stdout.endswith("all as they should be\n")
+    assert mlxtp(agent.home, "verify", NAME).stdout.endswith("all correct\n")
     assert f"from {theirs}" in mlxtp(agent.home, "remove", NAME).stdout
     assert agent.admin.asked[-1] == ("removed", NAME), "so that others hear of it"
     assert f"is not on this Mac, in {theirs}" in refusal(agent.home, "remove", NAME)
@@ -218,7 +218,7 @@ def test_nothing_is_deleted_that_nobody_could_give_again(agent: Agent, hub: Hub,
     link.symlink_to(tmp_path / "outside")
     done = mlxtp(alone, "verify", NAME, "--repair")
     assert done.exit_code == 1
-    assert "files that cannot be read: 1; they are left as they are" in done.stdout
+    assert "files that cannot be read: 1; they were not changed" in done.stdout
     assert "bad files: 1 of" in done.stdout
     assert link.is_symlink()
 
@@ -231,7 +231,7 @@ def test_an_agent_repairs_with_what_others_have(agent: Agent, hub: Hub, tmp_path
         "pull": {"model": name},
         "pulling": {"members": [{**ROW, "problem": "it is gone"}]},
     }
-    assert f"{name} is not whole again: it is gone" in refusal(agent.home, "verify", NAME, "--repair")
+    assert f"{name} is still damaged: it is gone" in refusal(agent.home, "verify", NAME, "--repair")
     assert not bad.exists()
     assert agent.admin.asked[-3:] == [("repairable", name), ("pull", name, ""), ("pulling", name)]
 
@@ -239,7 +239,7 @@ def test_an_agent_repairs_with_what_others_have(agent: Agent, hub: Hub, tmp_path
 @pytest.mark.parametrize("command", ["pull", "remove", "verify"])
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("llama", "no OWNER/NAME"), (".", "a folder is left as it is"), ("a/b@../c", "is no revision")],
+    [("llama", "not OWNER/NAME"), (".", "is a folder"), ("a/b@../c", "is no revision")],
 )
 def test_what_is_no_model_of_the_hub(tmp_path: Path, command: str, name: str, words: str) -> None:
     assert words in refusal(tmp_path / "home", command, name)

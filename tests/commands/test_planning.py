@@ -79,7 +79,7 @@ def test_models_have_names() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "/nowhere", "owner/model"])
 def test_an_unknown_model_is_refused_with_the_known_ones(name: str) -> None:
-    with pytest.raises(ModelError, match=r"known by name: .*llama-3\.1-8b-4bit"):
+    with pytest.raises(ModelError, match=r"a known name: .*llama-3\.1-8b-4bit"):
         plan.read_shape(name)
 
 
@@ -197,7 +197,7 @@ def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
     rows = {line.split("  ")[0]: line for line in text.splitlines()}
     assert "chosen" in rows["ring over Ethernet of 2"]
     assert "possible" in rows["one node alone"]
-    assert "Note: the embedded model is there to show that the Macs work together" in text
+    assert "Note: the embedded model demonstrates that the Macs work together" in text
     one = printed("tiny", tcp, options=PlacementOptions(nodes=1))
     assert "a alone: " in one
     assert "Note: the embedded" not in one

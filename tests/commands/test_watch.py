@@ -84,7 +84,7 @@ def test_the_picture_of_a_cluster_without_a_group() -> None:
     lines = drawn(MOMENT | nothing)
     assert lines[:5] == [
         "stopped   epoch 7",
-        "- tokens/s (of what was asked here)   open requests: 0",
+        "- tokens/s (of requests to this Mac)   open requests: 0",
         "  nothing shall be served",
         "  who leads?",
         "wanted: org/next",

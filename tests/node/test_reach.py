@@ -57,8 +57,8 @@ def test_an_address_is_tried_by_connecting_to_it() -> None:
     assert found == (
         Attempt(there),
         Attempt(nobody, "Connection refused", 111),
-        Attempt("nonsense", "is no address"),
-        Attempt("10.0.0.1:0", "is no address"),
+        Attempt("nonsense", "is not an address"),
+        Attempt("10.0.0.1:0", "is not an address"),
     )
 
 
@@ -113,7 +113,7 @@ def test_who_asks_is_told_and_nobody_is_knocked_at_in_its_name(tmp_path: Path, m
                 stranger.accept()
         [told] = a.heard(ReachTold)  # one question at a time
         assert told.nonce == NONCE
-        assert told.tries == (Tried(there, 0, ""), Tried(other, 0, "is none that it announces"))
+        assert told.tries == (Tried(there, 0, ""), Tried(other, 0, "is not one that it announces"))
         assert abs(told.heard_us / 1e6 - time.time()) < 60
         assert told.told_us >= told.heard_us
 

@@ -154,7 +154,7 @@ def test_installed_once_and_again_and_removed(mac: Mac, agent: Agent) -> None:
     assert mac.plist.stat().st_mode & 0o777 == 0o644
     assert (mac.home / "logs").stat().st_mode & 0o777 == 0o700
     again = mac.types("service", "install", "--", "--http", "127.0.0.1:52416")
-    assert "like this already, and runs as process 4711" in again.output
+    assert "like this, and runs as process 4711" in again.output
     assert mac.launchd.asked == []
     mac.launchd.lingering = 2
     other = mac.types("service", "install")
@@ -261,7 +261,7 @@ def test_what_others_wrote_is_left_alone(mac: Mac) -> None:
         (("--join", "ABCDEF"), "a token is a secret"),
         (("--join", "-"), "a token is a secret"),
         (("--http", "nowhere"), "--http: 'nowhere' is not HOST:PORT"),
-        (("--home", "/x"), "say it before `--`"),
+        (("--home", "/x"), "put it before `--`"),
         (("--log-file", "/x"), "where `mlxtp logs` finds it"),
     ],
 )
@@ -309,7 +309,7 @@ def test_stopped_and_started(mac: Mac, agent: Agent) -> None:
     shown = json.loads(mac.types("service", "status", "--json").output)
     assert (shown["installed"], shown["pid"], shown["home"]) == (True, None, str(mac.home))
     assert "it runs as process 4711" in mac.types("service", "start").output
-    assert "it runs already, as process 4711" in mac.types("service", "start").output
+    assert "it already runs as process 4711" in mac.types("service", "start").output
     assert "runs as process 4711" in mac.types("service", "status").output
 
 
@@ -337,7 +337,7 @@ def test_a_restart_drains_first(mac: Mac, agent: Agent) -> None:
 def test_one_service_is_enough(mac: Mac, agent: Agent) -> None:
     mac.types("service", "install")
     mac.uid = mac.owner.uid
-    assert "one service is enough" in refusal(mac.types("service", "install", "--user"))
+    assert "is already installed as a service" in refusal(mac.types("service", "install", "--user"))
 
 
 def test_an_agent_in_a_terminal_keeps_its_home(mac: Mac, tmp_path: Path) -> None:

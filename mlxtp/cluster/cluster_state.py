@@ -24,7 +24,7 @@ class LeaderClaim:
     node_id: str = ""
 
 
-NOBODY = LeaderClaim()
+NO_CLAIM = LeaderClaim()
 
 
 def stronger(one: LeaderClaim, other: LeaderClaim) -> LeaderClaim:
@@ -231,7 +231,7 @@ def _parts(entry: RosterEntry) -> tuple[object, ...]:
 class ClusterState:
     """The whole shared state. `epoch` is the highest number of an epoch that any member has reported."""
 
-    claim: LeaderClaim = NOBODY
+    claim: LeaderClaim = NO_CLAIM
     desired: DesiredState = NOTHING
     roster: Roster = Roster()
     epoch: int = 0

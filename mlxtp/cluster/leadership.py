@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..errors import Code, RemoteProtocolError
 from ..wire.cluster_messages import Beat, DesiredState, RosterEntry
-from .cluster_state import NOBODY, ClusterState, LeaderClaim, Roster, Seal, newer, stronger
+from .cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Roster, Seal, newer, stronger
 from .failure_detector import Change, ChangeCause, Duplicate, MemberState, MemberStatus
 from .membership import Membership
 from .reconcile import Action, ClusterView, GroupPlan, RunningEpoch, Wait, decide
@@ -94,7 +94,7 @@ class Leadership:
         self.self_id = self_id
         self._founder = founder
         self.debounce = calm or Debounce()
-        self.claim = NOBODY
+        self.claim = NO_CLAIM
         self.desired = kept.desired
         self.overfull = False  #: True once a node has reported more members than a cluster can have.
         self._hold(kept.roster)
@@ -163,14 +163,14 @@ class Leadership:
         claim, following = LeaderClaim(beat.term, beat.coordinator), self._following
         if not claim.node_id or stronger(claim, self.claim) != claim:
             return False
-        anew = claim != self.claim
-        if anew:
+        changed = claim != self.claim
+        if changed:
             following = self._follow(claim, now)
         if beat.pulse > following.heartbeat_seq:
             following.heartbeat_seq, following.at = beat.pulse, now
         if sender == claim.node_id:
             following.spoke, following.boot_id = now, boot_id
-        return anew
+        return changed
 
     def desires(self, desired: DesiredState) -> bool:
         """Take in a member's desired state. True when it replaces this node's: keep it, and send it on."""

@@ -503,8 +503,8 @@ class NodeLoop:
         else:
             self.peer_info.short.discard(link.node_id)
         draining = self.leadership.draining
-        anew = self.leadership.received_beat(link.node_id, link.hello.boot_id, beat, now)
-        if anew or draining != self.leadership.draining:
+        changed = self.leadership.received_beat(link.node_id, link.hello.boot_id, beat, now)
+        if changed or draining != self.leadership.draining:
             self.changed()
         desired, roster = self.leadership.lacks(beat)
         with contextlib.suppress(MlxtpError):

@@ -592,9 +592,9 @@ class GroupController:
         assert chosen is not None
         source = self._cluster.model.source
         nodes = self._cluster.leadership.desired.nodes
-        everybody = source is not None and self._options(nodes, source.id).nodes == "all"
+        on_all = source is not None and self._options(nodes, source.id).nodes == "all"
         speed = chosen.speed.tokens_per_second if chosen.speed is not None else 0.0
-        return (float(len(chosen.ranks)) if everybody else 0.0, speed)
+        return (float(len(chosen.ranks)) if on_all else 0.0, speed)
 
     def _notice_changes(self) -> None:
         """End a failed state once a member comes or goes, or another model is desired."""

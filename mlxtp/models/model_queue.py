@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..api.backend import AT_ONCE, ModelLease, StoredModelInfo
 from ..api.budget import UNNAMED
-from ..cluster.cluster_state import NOBODY, NOTHING, LeaderClaim
+from ..cluster.cluster_state import NO_CLAIM, NOTHING, LeaderClaim
 from ..cluster.failure_detector import MemberState as Standing
 from ..cluster.surroundings import Surroundings
 from ..config import EMBEDDED_MODEL
@@ -99,7 +99,7 @@ class ModelSwitcher:
         self._preflight = ModelPreflight(cluster.settings.kv_bits, no_place, cluster.changed)
         self._turns = ModelQueues()
         self._turn = UNHEARD  #: The last announcement received, of the coordinator in `_by`.
-        self._by = NOBODY
+        self._by = NO_CLAIM
         self._waiting: dict[QueuedLease, None] = {}
         self._running: set[QueuedLease] = set()
         self._reported: object = None

@@ -133,7 +133,7 @@ async def _started(name: str, arguments: tuple[str, ...], never_root: bool) -> a
 
 async def _start(name: str, arguments: tuple[str, ...], never_root: bool) -> asyncio.subprocess.Process:
     """Start a command, not as root even if the agent is, as under a LaunchDaemon."""
-    nobody = pwd.getpwnam("nobody") if never_root and os.geteuid() == 0 else None
+    unprivileged = pwd.getpwnam("nobody") if never_root and os.geteuid() == 0 else None
     return await asyncio.create_subprocess_exec(
         name,
         *arguments,
@@ -143,9 +143,9 @@ async def _start(name: str, arguments: tuple[str, ...], never_root: bool) -> asy
         env=_ENVIRONMENT,
         cwd="/",
         start_new_session=True,
-        user=nobody.pw_uid if nobody else None,
-        group=nobody.pw_gid if nobody else None,
-        extra_groups=[] if nobody else None,
+        user=unprivileged.pw_uid if unprivileged else None,
+        group=unprivileged.pw_gid if unprivileged else None,
+        extra_groups=[] if unprivileged else None,
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlxtp.cluster.cluster_state import (
     MAX_ENTRIES,
-    NOBODY,
+    NO_CLAIM,
     ClusterState,
     LeaderClaim,
     Roster,
@@ -27,7 +27,7 @@ from .desks import unsealed
     [
         (LeaderClaim(2, "b"), LeaderClaim(1, "a")),
         (LeaderClaim(2, "a"), LeaderClaim(2, "b")),
-        (LeaderClaim(1, "z"), NOBODY),
+        (LeaderClaim(1, "z"), NO_CLAIM),
     ],
 )
 def test_the_later_term_is_stronger_and_of_one_term_the_smaller_id(
@@ -66,7 +66,7 @@ _entry = st.builds(
 )
 _beliefs = st.builds(
     ClusterState,
-    claim=st.just(NOBODY) | st.builds(LeaderClaim, st.integers(1, 3), _ids),
+    claim=st.just(NO_CLAIM) | st.builds(LeaderClaim, st.integers(1, 3), _ids),
     desired=st.builds(
         DesiredState, st.integers(0, 3), _ids, st.sampled_from(("", "m")), st.just("auto"), st.integers(0, 3)
     ),

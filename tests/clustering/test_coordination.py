@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.cluster.cluster_state import NOBODY, NOTHING, ClusterState, LeaderClaim, Roster
+from mlxtp.cluster.cluster_state import NO_CLAIM, NOTHING, ClusterState, LeaderClaim, Roster
 from mlxtp.cluster.failure_detector import MemberState, Timeouts
 from mlxtp.cluster.leadership import Debounce, Leadership, Situation
 from mlxtp.cluster.membership import Membership
@@ -20,7 +20,7 @@ BEAT_S = Timeouts().beat_s
 CALM = Debounce()
 
 
-def beat(claim: LeaderClaim = NOBODY, pulse: int = 0, epoch: int = 0) -> Beat:
+def beat(claim: LeaderClaim = NO_CLAIM, pulse: int = 0, epoch: int = 0) -> Beat:
     return Beat(claim.term, claim.node_id, 0, Roster().digest(), epoch, True, pulse)
 
 
@@ -88,7 +88,7 @@ def test_a_node_alone_claims_at_once() -> None:
 
 def test_a_node_that_misses_others_gives_them_time_to_show_up() -> None:
     story = Story().beats(CALM.start_s - BEAT_S)
-    assert story.claim == NOBODY
+    assert story.claim == NO_CLAIM
     assert story.beats(BEAT_S).claim == LeaderClaim(1, "b")
 
 
@@ -96,7 +96,7 @@ def test_when_all_are_here_nobody_is_waited_for() -> None:
     story = Story(known=("c",))
     story.up(3, "c-1")
     story.tick()
-    assert story.claim == NOBODY  # it has not told yet whom it follows
+    assert story.claim == NO_CLAIM  # it has not told yet whom it follows
     story.hear(3, beat())
     story.tick()
     assert story.claim == LeaderClaim(1, "b")
@@ -113,7 +113,7 @@ def test_the_smallest_of_the_living_claims_and_the_others_wait() -> None:
     story = Story()
     story.up(1, "a-1")
     story.up(3, "c-1")
-    assert story.beats(10, link_1=beat(), link_3=beat()).claim == NOBODY
+    assert story.beats(10, link_1=beat(), link_3=beat()).claim == NO_CLAIM
     story.membership.goodbye(1, story.now)
     assert story.beats(0.5, link_3=beat()).claim == LeaderClaim(1, "b")
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.cluster_state import NOBODY, LeaderClaim
+from mlxtp.cluster.cluster_state import NO_CLAIM, LeaderClaim
 from mlxtp.cluster.failure_detector import MemberState, MemberStatus
 from mlxtp.cluster.reconcile import (
     Action,
@@ -80,7 +80,7 @@ def test_the_coordinator_forms_what_is_wanted_under_the_next_number() -> None:
 
 def test_nobody_else_forms_anything() -> None:
     assert decided(**FOLLOWING) == NoAction()
-    assert decided(leading=False, claim=NOBODY) == NoAction()
+    assert decided(leading=False, claim=NO_CLAIM) == NoAction()
 
 
 def test_when_nothing_is_wanted_nothing_is_formed() -> None:
@@ -382,7 +382,7 @@ def test_a_node_takes_part_when_the_coordinator_asks() -> None:
     ("sender", "number", "claim", "said"),
     [
         ("a", 9, LeaderClaim(6, "b"), "epoch 9 comes from a, but b coordinates (term 6)"),
-        ("a", 9, NOBODY, "no node coordinates yet"),
+        ("a", 9, NO_CLAIM, "no node coordinates yet"),
         ("b", 8, LeaderClaim(6, "b"), "epoch 8 is not newer than epoch 8"),
         ("b", 7, LeaderClaim(6, "b"), "epoch 7 is not newer than epoch 8"),
     ],

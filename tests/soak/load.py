@@ -16,7 +16,7 @@ from ..reference import random_text
 RIGHT = "right"
 REFUSED = "refused"
 """With 503 or 429 and the time to come back: while no group serves, or too many ask."""
-NOBODY = "nobody there"
+NO_CLAIM = "nobody there"
 """The agent does not run."""
 CUT = "cut"
 """The connection ended before the answer did; what came was right."""
@@ -106,14 +106,14 @@ class App:
             leaves = self._random.random() < _LEAVES
             outcome = self._leave(question) if leaves else self._ask(question)
             self.outcomes[outcome] += 1
-            self._over.wait(1.0 if outcome in (REFUSED, NOBODY) else self._random.uniform(0, 2 * _RESTS_S))
+            self._over.wait(1.0 if outcome in (REFUSED, NO_CLAIM) else self._random.uniform(0, 2 * _RESTS_S))
 
     def _ask(self, question: Question) -> str:
         answers, cut = question.blanks(), False
         try:
             question.into(answers, self._url)
         except httpx.ConnectError:
-            return NOBODY
+            return NO_CLAIM
         except httpx.TransportError:
             cut = True
         except AssertionError as error:  # events in an order that no stream may have
@@ -139,7 +139,7 @@ class App:
                     if (lines := lines - bool(line)) <= 0:
                         break
         except httpx.ConnectError:
-            return NOBODY
+            return NO_CLAIM
         except httpx.TransportError:
             return CUT
         return LEFT

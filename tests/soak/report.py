@@ -12,7 +12,7 @@ from rich.table import Table
 from mlxtp.errors import Code
 
 from ..chaos.findings import percentile
-from .load import CUT, ENDED, NOBODY, RIGHT, WRONG
+from .load import CUT, ENDED, NO_CLAIM, RIGHT, WRONG
 
 _WARM_UP = 0.2
 """The part of a process's samples that says nothing yet: caches fill, and code is run for the first time."""
@@ -115,7 +115,7 @@ class Soak:
             if asked.agent == self.steady:
                 found += [
                     f"{count} requests to {asked.agent}, which was there all the time: {outcome}"
-                    for outcome in (CUT, ENDED, NOBODY)
+                    for outcome in (CUT, ENDED, NO_CLAIM)
                     if (count := asked.outcomes[outcome])
                 ]
         for process in self.processes:

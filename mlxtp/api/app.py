@@ -26,7 +26,6 @@ from .dialects.anthropic import ANTHROPIC
 from .dialects.completions import Completions
 from .dialects.ollama import Ollama
 from .dialects.openai import MODELS, OpenAIChat, speaks_anthropic
-from .dialects.openai_schema import OpenAIError
 from .dialects.responses import Responses
 from .generation import Adapter, Generation
 from .guard import Access, guards, is_stranger
@@ -38,9 +37,9 @@ from .streaming import ClientGone
 _NO_READER = 499  # client gone before the answer, as proxies log it
 #: Operations beside those of the dialects.
 _WATCHED = (
-    Operation("GET", "/cluster", "Snapshot of the cluster", error=OpenAIError),
-    Operation("GET", "/cluster/events", "Snapshots as they change", error=OpenAIError, media=SSE),
-    Operation("GET", "/metrics", "Metrics for Prometheus", error=OpenAIError, media="text/plain"),
+    Operation("GET", "/cluster", "Snapshot of the cluster"),
+    Operation("GET", "/cluster/events", "Snapshots as they change", media=SSE),
+    Operation("GET", "/metrics", "Metrics for Prometheus", media="text/plain"),
 )
 
 

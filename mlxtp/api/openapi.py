@@ -16,18 +16,16 @@ _REFERENCE = "#/components/schemas/{model}"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. `body` None: it takes none. `answer` None: its answer is not described.
+    """One method of one path. `body` None: it takes none.
 
-    `error` describes refusals. `stream` is the media type of an answer that may come in pieces, `media` that
-    of any other. `always`: the status of an operation that refuses every request.
+    `stream` is the media type of an answer that may come in pieces, `media` that of any other. `always`: the
+    status of an operation that refuses every request.
     """
 
     method: str
     path: str
     summary: str
     body: type[BaseModel] | None = None
-    answer: type[BaseModel] | None = None
-    error: type[BaseModel] | None = None
     stream: str = ""
     media: str = _JSON
     always: int = 0
@@ -36,11 +34,10 @@ class Operation:
 def document(operations: Iterable[Operation], version: str) -> Json:
     """Return the OpenAPI document (3.1)."""
     operations = tuple(operations)
-    wanted: dict[tuple[type[BaseModel], JsonSchemaMode], None] = {}
-    for each in operations:
-        for model, mode in _models(each):
-            wanted[model, mode] = None
-    references, definitions = models_json_schema(list(wanted), ref_template=_REFERENCE)
+    bodies: dict[tuple[type[BaseModel], JsonSchemaMode], None] = {
+        (each.body, "validation"): None for each in operations if each.body is not None
+    }
+    references, definitions = models_json_schema(list(bodies), ref_template=_REFERENCE)
     paths: dict[str, Json] = {}
     for each in operations:
         paths.setdefault(each.path, {})[each.method.lower()] = _operation(each, references)
@@ -56,14 +53,6 @@ def document(operations: Iterable[Operation], version: str) -> Json:
     }
 
 
-def _models(operation: Operation) -> list[tuple[type[BaseModel], JsonSchemaMode]]:
-    found: list[tuple[type[BaseModel], JsonSchemaMode]] = []
-    if operation.body is not None:
-        found.append((operation.body, "validation"))
-    found += [(model, "serialization") for model in (operation.answer, operation.error) if model is not None]
-    return found
-
-
 def _operation(operation: Operation, references: Any) -> Json:
     described: Json = {"summary": operation.summary, "operationId": _id(operation)}
     names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
@@ -76,9 +65,7 @@ def _operation(operation: Operation, references: Any) -> Json:
         schema = references[operation.body, "validation"]
         described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
     refused: Json = {_JSON: {}}
-    if operation.error is not None:
-        refused = {_JSON: {"schema": references[operation.error, "serialization"]}}
-    first = {"200": {"description": "the answer", "content": _content(operation, references)}}
+    first = {"200": {"description": "the answer", "content": _content(operation)}}
     if operation.always:
         first = {str(operation.always): {"description": "refused, always", "content": refused}}
     described["responses"] = {
@@ -89,12 +76,10 @@ def _operation(operation: Operation, references: Any) -> Json:
     return described
 
 
-def _content(operation: Operation, references: Any) -> Json:
+def _content(operation: Operation) -> Json:
     """Return the content of an answer."""
     text: Json = {"schema": {"type": "string"}}
     content: Json = {operation.media: {} if operation.media == _JSON else text}
-    if operation.answer is not None:
-        content = {_JSON: {"schema": references[operation.answer, "serialization"]}}
     if operation.stream:
         content[operation.stream] = text
     return content

@@ -15,10 +15,10 @@ import pytest
 
 from mlxtp.api import budget
 from mlxtp.api.backend import Tokens
-from mlxtp.api.dialects.openai_schema import ChatCompletionChunk, OpenAIError
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 
 from .conftest import CONTEXT, WAIT_S, Server, forever, says, then
+from .dialects.openai_shapes import ChatCompletionChunk, OpenAIError
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ANSWER = " The 日本語 world 😀\n\u2028end"

@@ -15,13 +15,13 @@ import ollama
 import pytest
 
 from mlxtp.api.backend import AT_ONCE, ModelLease, StoredModelInfo
-from mlxtp.api.dialects.ollama_schema import OllamaShown
 from mlxtp.text.conversation import ChatMessage as Said
 from mlxtp.text.conversation import Conversation
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 from .conftest import BYTE_FALLBACK, VOCABULARY, WAIT_S, Loaded, Server, byte_level, save, says
+from .dialects.ollama_shapes import OllamaShown
 from .test_loading import BROKEN, Turns, turns
 
 __all__ = ["turns"]

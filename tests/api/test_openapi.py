@@ -13,16 +13,16 @@ from starlette.routing import Route
 
 from mlxtp.api.access_log import metrics_route
 from mlxtp.api.app import adapters, create_app
-from mlxtp.api.dialects.openai_schema import (
+from mlxtp.api.openapi import document
+
+from .conftest import FakeBackend, Loaded, Server, says, says_scored
+from .dialects.openai_shapes import (
     ChatCompletion,
     ChatCompletionChunk,
     HealthBody,
     ListedModel,
     ModelList,
 )
-from mlxtp.api.openapi import document
-
-from .conftest import FakeBackend, Loaded, Server, says, says_scored
 from .test_app import ask, data_of, get, post
 from .test_tools import CALL, TOOLS, answers_with
 

@@ -16,7 +16,6 @@ from ..generation import Generation
 from ..openapi import Operation
 from .anthropic_answers import OVERLOADED_STATUS, MessageWriter, error_body, request_id, whole_body
 from .anthropic_request import CountRequest, MessagesRequest, parse_count, parse_messages
-from .anthropic_schema import AnthropicError, AnthropicMessage, TokenCount
 
 
 class Anthropic:
@@ -34,12 +33,8 @@ class Anthropic:
     too_long = "prompt is too long: {tokens} tokens > {most} maximum"
     media_type = SSE
     operations = (
-        Operation(
-            "POST", "/v1/messages", "Answer a chat", MessagesRequest, AnthropicMessage, AnthropicError, SSE
-        ),
-        Operation(
-            "POST", "/v1/messages/count_tokens", "Count a prompt", CountRequest, TokenCount, AnthropicError
-        ),
+        Operation("POST", "/v1/messages", "Answer a chat", MessagesRequest, SSE),
+        Operation("POST", "/v1/messages/count_tokens", "Count a prompt", CountRequest),
     )
 
     def routes(self, generation: Generation) -> Sequence[Route]:

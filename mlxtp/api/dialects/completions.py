@@ -17,9 +17,7 @@ from ..openapi import Operation
 from . import unserved
 from .completions_answers import CompletionWriter, whole_body
 from .completions_request import CompletionRequest, parse
-from .completions_schema import Completion
 from .openai_answers import TOO_LONG
-from .openai_schema import OpenAIError
 
 PATH = "/v1/completions"
 
@@ -32,7 +30,7 @@ class Completions:
     too_long = TOO_LONG
     media_type = SSE
     operations = (
-        Operation("POST", PATH, "Continue a prompt", CompletionRequest, Completion, OpenAIError, SSE),
+        Operation("POST", PATH, "Continue a prompt", CompletionRequest, SSE),
         *unserved.OPERATIONS,
     )
 

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -35,15 +34,6 @@ from .ollama_request import (
     parse_generate,
     served_name,
 )
-from .ollama_schema import (
-    OllamaChatAnswer,
-    OllamaError,
-    OllamaGenerateAnswer,
-    OllamaModels,
-    OllamaRunningModels,
-    OllamaShown,
-    OllamaVersion,
-)
 
 #: Version of Ollama's API, not of mlxtp. Clients compare its three numbers with the least that they accept
 #: (0.6.4 for Copilot Chat, 0.14.2 for those that use Ollama's `/v1/messages` too). By then Ollama had all
@@ -60,19 +50,6 @@ _MANAGED = (
     ("POST", "/api/blobs/{digest}"),
 )
 _EMBEDDINGS = (("POST", "/api/embed"), ("POST", "/api/embeddings"))
-
-
-def _operation(
-    method: str,
-    path: str,
-    summary: str,
-    body: type[BaseModel] | None = None,
-    answer: type[BaseModel] | None = None,
-    *,
-    stream: str = "",
-    always: int = 0,
-) -> Operation:
-    return Operation(method, path, summary, body, answer, OllamaError, stream, always=always)
 
 
 class Ollama:
@@ -93,23 +70,20 @@ class Ollama:
         }
     )
     operations = (
-        _operation(
-            "POST", "/api/chat", "Answer a chat (Ollama)", OllamaChat, OllamaChatAnswer, stream=NDJSON
-        ),
-        _operation(
+        Operation("POST", "/api/chat", "Answer a chat (Ollama)", OllamaChat, stream=NDJSON),
+        Operation(
             "POST",
             "/api/generate",
             "Answer a prompt (Ollama)",
             OllamaGenerate,
-            OllamaGenerateAnswer,
             stream=NDJSON,
         ),
-        _operation("GET", "/api/tags", "The models that can be served (Ollama)", None, OllamaModels),
-        _operation("GET", "/api/ps", "The loaded model (Ollama)", None, OllamaRunningModels),
-        _operation("POST", "/api/show", "Details of a model (Ollama)", OllamaShow, OllamaShown),
-        _operation("GET", "/api/version", "The version of Ollama's API", None, OllamaVersion),
-        *[_operation(*each, "Refused: embeddings are not served", always=400) for each in _EMBEDDINGS],
-        *[_operation(*each, "Refused: mlxtp's own commands manage models", always=400) for each in _MANAGED],
+        Operation("GET", "/api/tags", "The models that can be served (Ollama)"),
+        Operation("GET", "/api/ps", "The loaded model (Ollama)"),
+        Operation("POST", "/api/show", "Details of a model (Ollama)", OllamaShow),
+        Operation("GET", "/api/version", "The version of Ollama's API"),
+        *[Operation(*each, "Refused: embeddings are not served", always=400) for each in _EMBEDDINGS],
+        *[Operation(*each, "Refused: mlxtp's own commands manage models", always=400) for each in _MANAGED],
     )
 
     def routes(self, generation: Generation) -> Sequence[Route]:

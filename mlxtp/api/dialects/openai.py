@@ -19,7 +19,6 @@ from ..openapi import Operation
 from . import anthropic_answers
 from . import openai_answers as answers
 from .openai_request import ChatRequest, OpenAIAnswerOptions, parse_chat
-from .openai_schema import ChatCompletion, HealthBody, ListedModel, ModelList, OpenAIError
 
 MODELS = "/v1/models"
 
@@ -32,19 +31,14 @@ class OpenAIChat:
     too_long = answers.TOO_LONG
     media_type = SSE
     operations = (
-        Operation("GET", "/health", "The state of the cluster", None, HealthBody, HealthBody),
+        Operation("GET", "/health", "The state of the cluster"),
         Operation(
             "GET",
             "/v1/models",
             "The models that can be served, the loaded one first",
-            None,
-            ModelList,
-            OpenAIError,
         ),
-        Operation("GET", "/v1/models/{id}", "One model", None, ListedModel, OpenAIError),
-        Operation(
-            "POST", "/v1/chat/completions", "Answer a chat", ChatRequest, ChatCompletion, OpenAIError, SSE
-        ),
+        Operation("GET", "/v1/models/{id}", "One model"),
+        Operation("POST", "/v1/chat/completions", "Answer a chat", ChatRequest, SSE),
     )
 
     def routes(self, generation: Generation) -> Sequence[Route]:

@@ -25,14 +25,12 @@ from ..http_errors import error_body_of
 from ..openapi import Operation
 from ..schema import not_supported, shown
 from .openai_answers import TOO_LONG, finishes
-from .openai_schema import OpenAIError
 from .responses_answers import ResponseWriter, response_body
 from .responses_output import (
     items_of_whole,
     status_of,
 )
 from .responses_request import ResponseRequest, ResponsesAnswerOptions, parse
-from .responses_schema import InputItems, InputTokens, ResponseBody, ResponseDeleted
 from .responses_store import ResponseStore
 
 PATH = "/v1/responses"
@@ -51,25 +49,20 @@ class Responses:
     too_long = TOO_LONG
     media_type = SSE
     operations = (
-        Operation("POST", PATH, "Answer a conversation", ResponseRequest, ResponseBody, OpenAIError, SSE),
-        Operation("GET", f"{PATH}/{{id}}", "Return a stored answer", None, ResponseBody, OpenAIError),
-        Operation("DELETE", f"{PATH}/{{id}}", "Delete a stored answer", None, ResponseDeleted, OpenAIError),
+        Operation("POST", PATH, "Answer a conversation", ResponseRequest, SSE),
+        Operation("GET", f"{PATH}/{{id}}", "Return a stored answer"),
+        Operation("DELETE", f"{PATH}/{{id}}", "Delete a stored answer"),
         Operation(
             "GET",
             f"{PATH}/{{id}}/input_items",
             "List the input of a stored answer",
-            None,
-            InputItems,
-            OpenAIError,
         ),
-        Operation("POST", f"{PATH}/{{id}}/cancel", "Not served", error=OpenAIError, always=400),
+        Operation("POST", f"{PATH}/{{id}}/cancel", "Not served", always=400),
         Operation(
             "POST",
             f"{PATH}/input_tokens",
             "Count the tokens of an input",
             ResponseRequest,
-            InputTokens,
-            OpenAIError,
         ),
     )
 

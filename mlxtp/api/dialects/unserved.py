@@ -11,7 +11,6 @@ from starlette.routing import Route
 from ...errors import Code, RequestError
 from ..generation import Handler
 from ..openapi import Operation
-from .openai_schema import OpenAIError
 
 UNSERVED = {
     "/v1/embeddings": "embeddings are not served: mlxtp runs models that write text",
@@ -22,8 +21,7 @@ UNSERVED = {
 PREFIXES = ("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/moderations")
 STATUS = 404  # status after which client libraries do not retry
 OPERATIONS = tuple(
-    Operation("POST", path.replace(":path", ""), "Not served", error=OpenAIError, always=STATUS)
-    for path in UNSERVED
+    Operation("POST", path.replace(":path", ""), "Not served", always=STATUS) for path in UNSERVED
 )
 
 

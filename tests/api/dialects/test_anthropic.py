@@ -22,25 +22,6 @@ from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.dialects.anthropic_answers import SIGNATURE, models_body
 from mlxtp.api.dialects.anthropic_request import parse_count, parse_messages
-from mlxtp.api.dialects.anthropic_schema import (
-    AnthropicError,
-    AnthropicMessage,
-    AnthropicModelPage,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
-    InputDelta,
-    MessageDelta,
-    MessageStart,
-    MessageStop,
-    MessageUsage,
-    PingEvent,
-    SignatureDelta,
-    StreamEvent,
-    TextDelta,
-    ThinkingDelta,
-    TokenCount,
-)
 from mlxtp.api.dialects.client_tools import log_left_out
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.api.server import bind, serve
@@ -61,6 +42,25 @@ from mlxtp.text.tokenizer import Text
 from ..conftest import WAIT_S, FakeBackend, Server, byte_level, forever, save, says, then
 from ..test_access import backend as backend
 from ..test_access import door
+from .anthropic_shapes import (
+    AnthropicError,
+    AnthropicMessage,
+    AnthropicModelPage,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    InputDelta,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    PingEvent,
+    SignatureDelta,
+    StreamEvent,
+    TextDelta,
+    ThinkingDelta,
+    TokenCount,
+)
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ANSWER = " The 日本語 world 😀\n\u2028end"

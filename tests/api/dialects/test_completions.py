@@ -12,11 +12,11 @@ import pytest
 from openai.types import Completion
 
 from mlxtp.api.backend import StreamEnd, Tokens, TokenScore
-from mlxtp.api.dialects import completions_schema as shapes
 from mlxtp.errors import GroupError
 
 from ..conftest import CONTEXT, VOCABULARY, WAIT_S, Server, says, says_scored, score, then
 from ..test_app import assert_error, data_of, fail_with
+from . import completions_shapes as shapes
 
 BOS = 0
 TEXT = "hello wide world, 日本語 😀"

@@ -21,19 +21,6 @@ from mlxtp.api.app import create_app
 from mlxtp.api.backend import Health, ModelInfo, Sampling, StreamEnd, TokenEvent, Tokens
 from mlxtp.api.dialects.model_card import read_card
 from mlxtp.api.dialects.ollama_request import Arrival, parse_chat
-from mlxtp.api.dialects.ollama_schema import (
-    OllamaChatAnswer,
-    OllamaChatLine,
-    OllamaEnd,
-    OllamaError,
-    OllamaGenerateAnswer,
-    OllamaGenerateLine,
-    OllamaModels,
-    OllamaRunningModels,
-    OllamaSaid,
-    OllamaShown,
-    OllamaVersion,
-)
 from mlxtp.api.server import bind, serve
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.text.conversation import Conversation
@@ -51,6 +38,19 @@ from ..conftest import (
     says_scored,
     score,
     then,
+)
+from .ollama_shapes import (
+    OllamaChatAnswer,
+    OllamaChatLine,
+    OllamaEnd,
+    OllamaError,
+    OllamaGenerateAnswer,
+    OllamaGenerateLine,
+    OllamaModels,
+    OllamaRunningModels,
+    OllamaSaid,
+    OllamaShown,
+    OllamaVersion,
 )
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

@@ -16,7 +16,6 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from mlxtp.api.backend import StreamEnd, Tokens, TokenScore
 from mlxtp.api.dialects import responses as responses_module
 from mlxtp.api.dialects.responses_request import parse
-from mlxtp.api.dialects.responses_schema import InputItems, InputTokens, ResponseBody, ResponseDeleted
 from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.errors import GroupError, RequestError
 from mlxtp.text.conversation import GenerationRequest
@@ -32,6 +31,7 @@ from ..conftest import (
     then,
 )
 from ..test_app import assert_error, fail_with
+from .responses_shapes import InputItems, InputTokens, ResponseBody, ResponseDeleted
 
 TEXT = "hello wide world, 日本語 😀"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'

@@ -13,12 +13,12 @@ import pytest
 
 from mlxtp.api.dialects.client_tools import TextReader, log_left_out, text_of
 from mlxtp.api.dialects.responses_request import parse
-from mlxtp.api.dialects.responses_schema import InputItems
 from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.errors import RequestError
 from mlxtp.text.conversation import Conversation, GenerationRequest
 
 from ..conftest import Server, says
+from .responses_shapes import InputItems
 from .test_responses import (
     ITEM,
     assert_typed,

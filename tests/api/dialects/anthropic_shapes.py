@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .openai_schema import Shape
+from .openai_shapes import Shape
 
 AnthropicStopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"

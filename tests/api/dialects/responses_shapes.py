@@ -1,4 +1,4 @@
-"""The shapes of answers of `/v1/responses`; see `openai_schema.py`."""
+"""The shapes of answers of `/v1/responses`; see `openai_shapes.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .openai_schema import Shape
+from .openai_shapes import Shape
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete"]
 

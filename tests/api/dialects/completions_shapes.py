@@ -1,10 +1,10 @@
-"""The shapes of answers of `/v1/completions`; see `openai_schema.py`."""
+"""The shapes of answers of `/v1/completions`; see `openai_shapes.py`."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from .openai_schema import Shape, Usage
+from .openai_shapes import Shape, Usage
 
 
 class CompletionLogprobs(Shape):

@@ -280,7 +280,11 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
             "JACCL mesh, jaccl: studio [left] + mini; default fences\n",
         ),
         (["cluster", "remove", "mini"], ("remove", "mini", ""), "mini is no longer a member\n"),
-        (["cluster", "remove", "mini", "--with-admitted"], ("remove", "mini", "yes"), "mini is no longer a member"),
+        (
+            ["cluster", "remove", "mini", "--with-admitted"],
+            ("remove", "mini", "yes"),
+            "mini is no longer a member",
+        ),
         (["cluster", "leave"], ("leave", ""), f"this Mac left cluster {'c' * 16}\n"),
         (["cluster", "leave", "--force"], ("leave", "yes"), f"this Mac left cluster {'c' * 16}\n"),
         (["cluster", "members"], ("members",), "name "),

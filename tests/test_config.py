@@ -592,7 +592,7 @@ def test_limits_by_file_and_variable(tmp_path: Path) -> None:
     limits = resolve(tmp_path, file, MLXTP_LIMITS_QUEUE="7").limits
     assert limits == Limits(queue_s=7.0, max_open_tokens=5000, min_free_bytes=1 << 30)
     for name in ("MLXTP_LIMITS_QUEUE", "MLXTP_LIMITS_OPEN_TOKENS"):
-        assert refusal(tmp_path, **{name: "0"}).startswith(f"{name}: '0' is no ")
+        assert refusal(tmp_path, **{name: "0"}).startswith(f"{name}: '0' is not a ")
 
 
 def test_variables_that_mean_nothing() -> None:

@@ -43,7 +43,7 @@ def mlxtp(words: str, home: Path | None = None) -> Result:
     [
         *((words, 1, "not_ready", "no mlxtp node runs with home") for words in HOME_COMMANDS),
         ("cluster leave", 1, "config_invalid", "belongs to no cluster"),
-        ("plan --model no-such-model", 1, "model_not_found", "no-such-model is no model folder"),
+        ("plan --model no-such-model", 1, "model_not_found", "no-such-model is neither a model folder"),
         ("plan --model tiny --spread 9", 2, "config_invalid", "--spread: '9' is not auto, all"),
         ("demo --once --ranks 3", 1, "config_invalid", "--ranks: one machine runs 1, 2 or 4 ranks, not 3"),
         ("demo --once --model /no/such", 1, "model_not_found", "neither a folder nor an id on the Hub"),
@@ -51,7 +51,7 @@ def mlxtp(words: str, home: Path | None = None) -> Result:
             "service install --dry-run --system systemd",
             2,
             "config_invalid",
-            "'systemd' is none of macos, linux",
+            "'systemd' is not one of macos, linux",
         ),
         ("key create a/b", 2, "config_invalid", "'a/b'"),
         ("chat --temperature 9 hi", 2, "config_invalid", "should be less than or equal to 2"),

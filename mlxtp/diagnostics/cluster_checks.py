@@ -47,7 +47,7 @@ def of_serving(facts: MachineFacts) -> Iterator[Finding]:
             else ""
         )
         yield error(
-            f"given up: {agent.reason}", f"mend what it names; {again}`mlxtp doctor --postmortem` shows more"
+            f"given up: {agent.reason}", f"fix what it names; {again}`mlxtp doctor --postmortem` shows more"
         )
     elif agent.state == "ready":
         yield ok(f"{agent.model or 'a model'} is served")
@@ -58,7 +58,7 @@ def of_serving(facts: MachineFacts) -> Iterator[Finding]:
             f"{agent.state}" + (f": {agent.reason or agent.waiting}" if agent.reason or agent.waiting else "")
         )
     for sentence in agent.left_out:
-        yield warning(sentence, "mend what it names: it is tried again as soon as cables or ports change")
+        yield warning(sentence, "fix what it names: it is tried again as soon as cables or ports change")
     if agent.proof:
         yield warning(agent.proof, "try other cables; `mlxtp bench --fabric` proves each collective by value")
     if agent.failures:

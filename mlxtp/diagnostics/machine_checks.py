@@ -26,7 +26,7 @@ _RESTART = "restart this machine"
 def of_settings(facts: MachineFacts) -> Iterator[Finding]:
     """Report the settings that keep an agent from starting."""
     for problem in facts.wrong_settings:
-        yield error(problem, "mend it there; `mlxtp config show --origin` shows where each setting is from")
+        yield error(problem, "fix it there; `mlxtp config show --origin` shows where each setting is from")
     if not facts.wrong_settings:
         yield ok("nothing is wrong in config.toml or in variables")
 

@@ -115,7 +115,7 @@ def manager_elsewhere(owner: Owner, system: str, *, login: bool) -> Manager:
     """Return the manager of another system, for its texts only. Raises UserError for an unknown one."""
     managers: dict[str, type[Launchd | Systemd]] = {"macos": Launchd, "linux": Systemd}
     if system not in managers:
-        raise UserError(f"--system: {system!r} is none of {', '.join(managers)}")
+        raise UserError(f"--system: {system!r} is not one of {', '.join(managers)}")
     return managers[system](owner, login=login)
 
 

@@ -280,7 +280,11 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
             "JACCL mesh, jaccl: studio [left] + mini; default fences\n",
         ),
         (["cluster", "remove", "mini"], ("remove", "mini", ""), "mini is no longer a member\n"),
-        (["cluster", "remove", "mini", "--with-admitted"], ("remove", "mini", "yes"), "mini is no member"),
+        (
+            ["cluster", "remove", "mini", "--with-admitted"],
+            ("remove", "mini", "yes"),
+            "mini is no longer a member",
+        ),
         (["cluster", "leave"], ("leave", ""), f"this Mac left cluster {'c' * 16}\n"),
         (["cluster", "leave", "--force"], ("leave", "yes"), f"this Mac left cluster {'c' * 16}\n"),
         (["cluster", "members"], ("members",), "name "),
@@ -305,7 +309,7 @@ def test_whom_a_removed_mac_let_in_is_named(agent: Agent) -> None:
     agent.admin.answers["remove"] = answer
     try:
         lines = mlxtp(agent.home, "cluster", "remove", "mini").output.splitlines()
-        assert lines[1].startswith("it let in air [x] (efefefef), still members")
+        assert lines[1].startswith("it admitted air [x] (efefefef), still members")
         assert lines[2].startswith("no other Mac has this on its disk yet")
         answer |= {"with_admitted": True, "saved_by": ["studio"]}
         lines = mlxtp(agent.home, "cluster", "remove", "mini", "--with-admitted").output.splitlines()
@@ -322,7 +326,7 @@ def test_in_a_terminal_it_is_asked_about_them(
     monkeypatch.setattr("typer.confirm", lambda words: (asked.append(words), yes)[1])
     monkeypatch.setattr(cluster, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
     mlxtp(agent.home, "cluster", "remove", "mini")
-    assert asked == ["mini let in air [x] (efefefef). Remove them too?"]
+    assert asked == ["mini admitted air [x] (efefefef). Remove them too?"]
     assert agent.admin.asked == [("let_in", "mini"), ("remove", "mini", "yes" if yes else "")]
 
 
@@ -334,7 +338,7 @@ def test_who_let_each_member_in_is_listed(agent: Agent) -> None:
         output = mlxtp(agent.home, "cluster", "members").output
     finally:
         del agent.admin.answers["members"]
-    assert output.count("was let in") == 1
+    assert output.count("was admitted") == 1
     assert "mini [x] was admitted by studio from 10.0.0.7, at 2026-05-2" in output
 
 

@@ -79,4 +79,4 @@ def test_what_a_shell_is_given_is_a_script_of_its_own(shell: str) -> None:
 def test_a_shell_that_is_not_known() -> None:
     refused = CliRunner().invoke(app, ["completion", "csh"])
     assert refused.exit_code == 2
-    assert "'csh' is none of bash, zsh, fish" in refused.stderr
+    assert "'csh' is not one of bash, zsh, fish" in refused.stderr

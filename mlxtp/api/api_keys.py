@@ -91,9 +91,7 @@ class KeyFile:
             if any(each.name == name for each in keys):
                 raise UserError(f"there is a key called {name!r}; `mlxtp key revoke {name}` ends it")
             if len(keys) >= MAX_KEYS:
-                raise UserError(
-                    f"there are {MAX_KEYS} API keys, the most possible; revoke one that is unused"
-                )
+                raise UserError(f"there are {MAX_KEYS} keys, the most possible; revoke one that is unused")
             keys.append(made)
         return made, text
 

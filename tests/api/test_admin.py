@@ -218,11 +218,11 @@ def test_a_web_page_may_nothing_not_even_with_the_key(
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        (b"not json", 400, "no JSON object"),
-        (b"\xff\xfe", 400, "no JSON object"),
-        (b"[]", 400, "no JSON object"),
-        (b'"tiny"', 400, "no JSON object"),
-        (b"[" * 10_000, 400, "no JSON object"),
+        (b"not json", 400, "not a JSON object"),
+        (b"\xff\xfe", 400, "not a JSON object"),
+        (b"[]", 400, "not a JSON object"),
+        (b'"tiny"', 400, "not a JSON object"),
+        (b"[" * 10_000, 400, "not a JSON object"),
         (b"{}", 400, "model: a string is expected"),
         (b'{"model": 5}', 400, "model: a string is expected"),
         (b'{"model": "tiny", "nodes": 2}', 400, "nodes: a string is expected"),

@@ -135,7 +135,7 @@ def test_a_damaged_file_is_said_and_left_as_it_is(tmp_path: Path, text: str) -> 
             act()
         assert str(tmp_path / FILE) in refused.value.detail
         assert "is damaged" in refused.value.detail
-        assert "bring it back from a backup, or remove it" in refused.value.detail
+        assert "restore it from a backup, or remove it" in refused.value.detail
     assert (tmp_path / FILE).read_text() == text
 
 

@@ -81,7 +81,7 @@ class Responses:
 
         async def get(request: Request) -> Response:
             if request.query_params.get("stream", "false") not in ("false", "0"):
-                raise not_supported("stream: a stored answer is not streamed; leave it out", "stream")
+                raise not_supported("stream: a stored answer is not streamed again; leave it out", "stream")
             return Response(self._store.get(request.path_params["id"]).body, media_type="application/json")
 
         async def delete(request: Request) -> Response:

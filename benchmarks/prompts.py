@@ -22,7 +22,7 @@ _CODES = string.ascii_uppercase + string.digits
 
 def ids(text: Text, message: str) -> tuple[int, ...]:
     """Return the prompt that a chat request with this one user message becomes."""
-    return text.conversation_ids(Conversation((ChatMessage("user", message),)))
+    return text.encoded(text.rendered(Conversation((ChatMessage("user", message),))), special=False)
 
 
 def count(number: int) -> str:

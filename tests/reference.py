@@ -40,9 +40,13 @@ def prompt_ids(message: str) -> tuple[int, ...]:
 
 def chat_ids(text: Text, messages: Sequence[Mapping[str, Any]], **fields: Any) -> tuple[int, ...]:
     """Return the prompt that plain messages become."""
-    return text.conversation_ids(
-        Conversation(tuple(ChatMessage(each["role"], each["content"]) for each in messages), **fields)
-    )
+    turns = tuple(ChatMessage(each["role"], each["content"]) for each in messages)
+    return conversation_ids(text, Conversation(turns, **fields))
+
+
+def conversation_ids(text: Text, conversation: Conversation) -> tuple[int, ...]:
+    """Return the prompt that a conversation becomes; the template writes its first token."""
+    return text.encoded(text.rendered(conversation), special=False)
 
 
 def spoken(tokens: Sequence[int]) -> str:

@@ -561,7 +561,7 @@ def test_an_agent_starts_without_mlx() -> None:
         "import sys, mlxtp.agent, mlxtp.models.names\n"
         "from mlxtp.text.tokenizer import Text\n"
         "from mlxtp.config import embedded_model_path\n"
-        "Text.load(embedded_model_path()).continued_ids('x')\n"
+        "Text.load(embedded_model_path()).encoded('x', special=True)\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'mlx', 'mlx_lm'}))"
     )
     done = subprocess.run(

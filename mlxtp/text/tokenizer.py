@@ -107,13 +107,6 @@ class Text:
         token = self._writer.facts.eos
         return () if token < 0 else (token,)
 
-    def conversation_ids(self, conversation: Conversation) -> tuple[int, ...]:
-        """Return the prompt that makes the model answer a conversation. Raises RequestError as `rendered`.
-
-        The template writes the beginning-of-sequence token, so the tokenizer must not add another.
-        """
-        return self.encoded(self.rendered(conversation), special=False)
-
     def rendered(self, conversation: Conversation, prompting: bool = True) -> str:
         """Return a conversation as the chat template writes it; `prompting` adds the beginning of an answer.
 
@@ -165,10 +158,6 @@ class Text:
         """Token that begins a call, if the model has one."""
         token = self._backend.token_to_id(self.tool_calls.start)
         return () if token is None else (int(token),)
-
-    def continued_ids(self, text: str) -> tuple[int, ...]:
-        """Return the prompt that makes the model continue `text`, with the beginning-of-sequence tokens."""
-        return self.encoded(text, special=True)
 
     def decoded(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens that a client sent, special ones too."""

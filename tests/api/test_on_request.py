@@ -20,6 +20,7 @@ from mlxtp.text.conversation import Conversation
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
+from ..reference import conversation_ids
 from .conftest import BYTE_FALLBACK, VOCABULARY, WAIT_S, Loaded, Server, byte_level, save, says
 from .dialects.ollama_shapes import OllamaShown
 from .test_loading import BROKEN, Turns, turns
@@ -77,7 +78,7 @@ def test_a_prompt_is_counted_with_the_tokenizer_of_the_model_that_is_named(
     folder = shutil.copytree(stored.folder, tmp_path / "stored")
     server.backend.stored = (StoredModelInfo(NAME, folder, 4096, 1),)
     server.backend.ready = ready
-    right = len(stored.text.conversation_ids(Conversation((Said("user", "hello wide world"),))))
+    right = len(conversation_ids(stored.text, Conversation((Said("user", "hello wide world"),))))
     read: list[Path] = []
     load = Text.load
     monkeypatch.setattr(Text, "load", lambda path: read.append(path) or load(path))

@@ -155,7 +155,7 @@ class Actor(FakeBackend):
         return self.answers[-1]
 
     def ids(self, text: str) -> tuple[int, ...]:
-        return self.loaded_text.continued_ids(text)
+        return self.loaded_text.encoded(text, special=True)
 
     def written(self, request: Request, matcher: Matcher | None, room: AnswerBudget | None) -> Iterator[int]:
         """The answer's tokens, without an end."""

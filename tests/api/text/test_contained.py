@@ -23,7 +23,7 @@ from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.sandbox import SandboxedRenderer
 from mlxtp.text.tokenizer import Text
 
-from ...reference import chat_ids
+from ...reference import chat_ids, conversation_ids
 from ..conftest import TEMPLATE, WAIT_S, FakeBackend, Loaded, byte_level, save, says, serving
 
 HOSTILE = {
@@ -61,11 +61,11 @@ def test_it_writes_what_the_same_code_writes_in_this_process(loaded: dict[str, L
     for each in loaded.values():
         text = Text(SandboxedRenderer(each.folder))
         for words in ("hello wide world", "日本語 😀", "x" * 100_000, 'quotes " and \\ and \u2028'):
-            assert text.conversation_ids(saying(words)) == each.text.conversation_ids(saying(words))
-            assert text.continued_ids(words) == each.text.continued_ids(words)
+            assert conversation_ids(text, saying(words)) == conversation_ids(each.text, saying(words))
+            assert text.encoded(words, special=True) == each.text.encoded(words, special=True)
         assert text.eos == each.text.eos
         with pytest.raises(RequestError, match="half a character"):
-            text.continued_ids("\ud800")
+            text.encoded("\ud800", special=True)
         with pytest.raises(RequestError, match="first word is the user's"):
             chat_ids(text, [{"role": "assistant", "content": "I"}])
 
@@ -85,12 +85,12 @@ def test_a_hostile_template_fails_the_request_alone(
     tmp_path: Path, kind: str, status: int, words: str
 ) -> None:
     text = Text(SandboxedRenderer(save(byte_level(), tmp_path, hostile(kind))))
-    usual = text.conversation_ids(saying("hello"))
+    usual = conversation_ids(text, saying("hello"))
     for _ in range(2):
         with pytest.raises(RequestError, match=words) as caught:
-            text.conversation_ids(saying(kind))
+            conversation_ids(text, saying(kind))
         assert caught.value.status == status
-        assert text.conversation_ids(saying("hello")) == usual
+        assert conversation_ids(text, saying("hello")) == usual
 
 
 def change_tokenizer(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -108,9 +108,9 @@ def test_a_panic_while_encoding_is_an_error_of_the_request(tmp_path: Path) -> No
     text = Text(SandboxedRenderer(folder))
     for _ in range(2):
         with pytest.raises(RequestError, match="PanicException: no entry found for key") as caught:
-            text.continued_ids("hello")
+            text.encoded("hello", special=True)
         assert (caught.value.status, caught.value.code) == (422, Code.MODEL_INVALID)
-    assert text.conversation_ids(saying("hello"))
+    assert conversation_ids(text, saying("hello"))
 
 
 def test_a_tokenizer_that_never_works_is_a_broken_model(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_after_its_end_the_next_request_gets_another_process(loaded: dict[str, L
     [process] = [each for each in children() if each not in before]
     process.kill()
     process.wait()
-    assert text.conversation_ids(saying("hello")) == loaded["byte_level"].text.conversation_ids(
-        saying("hello")
+    assert conversation_ids(text, saying("hello")) == conversation_ids(
+        loaded["byte_level"].text, saying("hello")
     )
 
 
@@ -159,13 +159,13 @@ def test_a_stopped_process_is_ended_and_its_request_gets_504(
     before = children()
     text = Text(SandboxedRenderer(usual.folder))
     for words in ("hello", "x" * 500_000):  # one that fits into the socket's buffer, and one that does not
-        text.continued_ids(words)
+        text.encoded(words, special=True)
         for process in [each for each in children() if each not in before]:
             process.suspend()
         with pytest.raises(RequestError, match=r"its process stood still for 0\.3 s") as caught:
-            text.continued_ids(words)
+            text.encoded(words, special=True)
         assert (caught.value.status, caught.value.code) == (504, Code.DEADLINE)
-        assert text.continued_ids(words) == usual.text.continued_ids(words)
+        assert text.encoded(words, special=True) == usual.text.encoded(words, special=True)
 
 
 def test_only_a_process_that_neither_works_nor_waits_for_a_core_stands_still() -> None:
@@ -195,9 +195,9 @@ def test_a_process_that_was_killed_leaves_one_line_in_the_log(
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its status is left for the agent
 
-    usual = text.conversation_ids(saying("hello"))
+    usual = conversation_ids(text, saying("hello"))
     kill()  # between two requests
-    assert text.conversation_ids(saying("hello")) == usual
+    assert conversation_ids(text, saying("hello")) == usual
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "was ended by signal 9; the next request for this model starts a new one" in caplog.text
     assert str(tmp_path) in caplog.text
@@ -212,20 +212,20 @@ def test_a_process_that_was_killed_leaves_one_line_in_the_log(
     with monkeypatch.context() as patched:  # in the middle of one
         patched.setattr(sandbox._Process, "_receive", killed)
         with pytest.raises(RequestError, match="was ended by signal 9") as caught:
-            text.conversation_ids(saying("endless"))
+            conversation_ids(text, saying("endless"))
     assert caught.value.status == 422
     assert caplog.text.count("was ended by signal 9") == len(caplog.records) == 1
 
     caplog.clear()
     with pytest.raises(RequestError, match="it takes more than"):
-        text.conversation_ids(saying("endless"))
+        conversation_ids(text, saying("endless"))
     assert not caplog.records
 
 
 def test_short_texts_pass_long_ones_and_both_processes_end_with_the_text(loaded: dict[str, Loaded]) -> None:
     before = children()
     text = Text(SandboxedRenderer(loaded["byte_level"].folder))
-    text.continued_ids("x" * 100_000)
+    text.encoded("x" * 100_000, special=True)
     assert len(children()) == len(before) + 2
     del text
     assert children() == before
@@ -284,17 +284,17 @@ def test_a_reply_that_was_not_read_is_never_the_next_request_s(
 
     monkeypatch.setattr(sandbox._Process, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        text.conversation_ids(saying("secret"))
+        conversation_ids(text, saying("secret"))
     monkeypatch.setattr(sandbox._Process, "_receive", receive)
-    assert text.conversation_ids(saying("hello")) == usual.text.conversation_ids(saying("hello"))
+    assert conversation_ids(text, saying("hello")) == conversation_ids(usual.text, saying("hello"))
 
 
 def test_a_template_that_writes_far_more_than_it_reads_is_refused(tmp_path: Path) -> None:
     wide = "{% if messages[-1].content == 'wide' %}{{ 'x' * 30000000 }}{% endif %}" + TEMPLATE
     text = Text(SandboxedRenderer(save(byte_level(), tmp_path, wide)))
     with pytest.raises(RequestError, match="memory"):
-        text.conversation_ids(saying("wide"))
-    assert text.conversation_ids(saying("hello"))
+        conversation_ids(text, saying("wide"))
+    assert conversation_ids(text, saying("hello"))
 
 
 def test_work_that_has_not_begun_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 from mlxtp.text.tool_calls import tool_json
 
+from ...reference import conversation_ids
 from ..conftest import byte_level, save
 
 ADD = Tool("add", "Adds", {"type": "object", "properties": {"a": {"type": "integer"}}})
@@ -97,7 +98,7 @@ GRANITE = """{% for t in tools or [] %}<|tool|>{{ t.function.name }}{% endfor %}
 
 def prompt(folder: Path, template: str, conversation: Conversation) -> str:
     text = Text(LocalRenderer.load(save(byte_level(), folder, template)))
-    return text.decoded(text.conversation_ids(conversation))
+    return text.decoded(conversation_ids(text, conversation))
 
 
 def called(*calls: tuple[str, str], text: str = "") -> ChatMessage:

@@ -179,7 +179,7 @@ def test_the_http_side_computes_nothing_and_starts_quickly(loaded: dict[str, Loa
         "import sys; import mlxtp.api.app, mlxtp.api.server\n"
         "assert 'transformers' not in sys.modules and 'tokenizers' not in sys.modules\n"
         "from pathlib import Path; from mlxtp.text.tokenizer import Text\n"
-        "Text.load(Path(sys.argv[1])).continued_ids('x')\n"
+        "Text.load(Path(sys.argv[1])).encoded('x', special=True)\n"
         "assert not {name.split('.')[0] for name in sys.modules} & {'mlx', 'mlx_lm', 'torch'}\n"
     )
     done = subprocess.run(

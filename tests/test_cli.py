@@ -164,7 +164,7 @@ def test_a_mistake_in_a_variable_is_named_after_it(
     ("args", "words"),
     [
         (("--max-context", "15"), "exceed the model's context of 15"),
-        (("--kv-bytes", "10KB"), "fit the rank with the least memory"),
+        (("--kv-bytes", "10KB"), "the rank with the least memory has room for"),
     ],
 )
 def test_what_the_model_cannot_do_is_said_at_once_and_not_tried_again(

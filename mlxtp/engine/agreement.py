@@ -1,4 +1,4 @@
-"""How ranks come to hold the same token, when they gathered the same logits.
+"""Agreement of all ranks on each token, from the logits that every rank gathered.
 
 `verify`: every rank samples alike; the digests in the Acks are compared before the token leaves. `broadcast`:
 rank 0 samples, and one small sum in the graph carries its choice to all. What only rank 0 knows about a
@@ -20,23 +20,23 @@ Scores = Mapping[int, tuple[mx.array, mx.array, mx.array]]
 
 
 class LogitShaping(Protocol):
-    """What rank 0 alone does with the logits of its rows."""
+    """Changes to the logits of its rows that rank 0 alone makes."""
 
     def shape(self, uid: int, logits: mx.array) -> mx.array:
-        """The row's logits [width, V] with penalties, biases and its grammar's mask."""
+        """Return the row's logits [width, V] with penalties, biases and its grammar's mask."""
         ...
 
     def chosen(self, uid: int, tokens: mx.array) -> None:
-        """The row's new tokens, int32 [width], perhaps not computed yet."""
+        """Take the row's new tokens, int32 [width], perhaps not computed yet."""
         ...
 
     def top(self, uid: int) -> int:
-        """How many alternatives the row wants scored; -1: no scores at all."""
+        """Return the number of alternatives to score for the row; -1 for no scores at all."""
         ...
 
 
 class NoLogitShaping:
-    """Every rank above 0, and a rank 0 whose rows ask for nothing."""
+    """Shaping of ranks above 0, and of a rank 0 whose rows need none."""
 
     def shape(self, uid: int, logits: mx.array) -> mx.array:
         return logits
@@ -49,7 +49,7 @@ class NoLogitShaping:
 
 
 class Chooser:
-    """Chooses tokens from gathered logits on one rank."""
+    """Choice of tokens from gathered logits on one rank."""
 
     def __init__(self, group: Group, shaping: LogitShaping, special: tuple[int, ...] = ()) -> None:
         self._group = group
@@ -59,7 +59,7 @@ class Chooser:
         self._samplings: tuple[Sampling, ...] = ()
 
     def agree(self, tokens: mx.array) -> mx.array:
-        """Rank 0's `tokens` (int32, any shape) on every rank."""
+        """Return rank 0's `tokens` (int32, any shape) on every rank."""
         return self._group.agree(tokens.reshape(-1)).reshape(tokens.shape)
 
     def choose(
@@ -72,11 +72,11 @@ class Chooser:
         *,
         broadcast: bool,
     ) -> tuple[mx.array, Scores]:
-        """Tokens int32 [rows, width] from `logits` [rows, width, V].
+        """Return tokens int32 [rows, width] from `logits` [rows, width, V], and the scores by uid.
 
-        `at` (int32 [rows]) is the position of the token that each row's first column chooses. Every rank
-        samples, so that every rank's result depends on the same collectives; under `broadcast` rank 0's
-        choice counts.
+        `at` (int32 [rows]) is the position of the token that each row's first column chooses. Under
+        `broadcast` rank 0's choice counts. The others sample too, so that every rank's result depends on the
+        same collectives.
         """
         if samplings != self._samplings:
             self._sampler, self._samplings = Sampler(samplings, self._special), samplings

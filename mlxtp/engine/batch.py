@@ -1,8 +1,8 @@
 """The KV caches of the sequences that decode together.
 
-Two kinds. `SlotBatch` holds the caches of all rows in one array a layer, with a length for each row: joining,
-leaving and rolling back touch one row, and a forward may feed rows several tokens. It takes sequences whose
-layers all use mlx-lm's plain `KVCache`. `MergedBatch` uses mlx-lm's own batched caches for every other kind
+`SlotBatch` holds the caches of all rows in one array a layer, with a length for each row. Joining, leaving
+and rolling back touch one row, and a forward may feed rows several tokens. It takes sequences whose layers
+all use mlx-lm's plain `KVCache`. `MergedBatch` uses mlx-lm's own batched caches for every other kind
 (rotating, recurrent), one token a row and step. Both are the same on every rank, because the same frames
 drive them.
 """
@@ -18,43 +18,41 @@ from ..errors import Code, ModelError
 from .group import uncounted
 from .kv_budget import SMALLEST, capacity, slots
 
+#: Numbers that share a scale, the best first. A head's keys and values must divide by it.
 QUANTIZATION_GROUPS = (64, 32)
-"""Numbers that share a scale, the best first. A head's keys and values must divide by it."""
 
-KVCACHE_STEP = 256
-"""Positions by which mlx-lm's own caches grow."""
+KVCACHE_STEP = 256  # positions by which mlx-lm's own caches grow
 
-Caches = list[Any]
-"""One mlx-lm cache a layer, of one sequence."""
+Caches = list[Any]  # one mlx-lm cache a layer, of one sequence
 
 
+#: Shape and type of the keys or values that a layer holds for a row without tokens.
 Empty = tuple[tuple[int, ...], mx.Dtype]
-"""Shape and type of the keys or values that a layer holds for a row without tokens."""
 
 
 class Batch(Protocol):
-    """Rows in the order in which `StepToken` names them. Whoever leaves, the last row takes its place."""
+    """Rows in the order in which `StepToken` names them. The last row takes the place of one that leaves."""
 
     rows: list[int]
 
     def join(self, uid: int, caches: Caches) -> None:
-        """`uid` becomes the last row; `caches` belong to the batch from now on."""
+        """Add `uid` as the last row. The batch owns `caches` from now on."""
         ...
 
     def leave(self, uid: int, keep: int, longest: int = 0) -> Caches | None:
-        """Take a row out. Returns the caches of its first `keep` tokens, None for 0.
+        """Remove a row. Returns the caches of its first `keep` tokens, None for 0.
 
-        `longest`: tokens of the longest row that stays, where it is known; room beyond it may be given up.
+        `longest`: tokens of the longest remaining row, where it is known; room beyond it may be freed.
         """
         ...
 
     def copy(self, uid: int, length: int) -> Caches:
-        """Caches of the first `length` tokens of a row that goes on."""
+        """Return caches of the first `length` tokens of a row that remains."""
         ...
 
 
 class LayerView:
-    """What one layer of a model sees of a SlotBatch during one forward.
+    """View that one layer of a model has of a SlotBatch during one forward.
 
     `keys`, `values`: [slots, KV heads, capacity, head size]. Rows write their new tokens at `positions`
     (int32 [rows]) and on; attention reads the first `view` positions of each row, under `mask`.
@@ -67,7 +65,7 @@ class LayerView:
 
     @property
     def offset(self) -> mx.array:
-        """Position of the first new token of each row: what rotary embeddings turn by."""
+        """Position of the first new token of each row, for rotary embeddings."""
         return self._forward.positions
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -95,7 +93,7 @@ class ForwardShape:
 
     @staticmethod
     def arrays(positions: mx.array, width: int, view: int) -> list[mx.array]:
-        """What the constructor takes."""
+        """Return the constructor's arguments."""
         targets = positions[:, None] + mx.arange(width)[None]
         return [positions, targets, (mx.arange(view) <= targets[:, :, None])[:, None]]
 
@@ -103,10 +101,10 @@ class ForwardShape:
     def of_prompts(
         offsets: Sequence[int], totals: Sequence[int], first: int, room: int, view: int
     ) -> ForwardShape:
-        """Prompts of different lengths in the rows from `first` on, their last tokens in the last column.
+        """Lay out prompts of different lengths in rows from `first` on, their last tokens in the last column.
 
         Padding comes before a prompt's tokens. It writes to the row's last position, which no token has yet,
-        and may see the row's first one, so that it computes no NaN; nobody sees it.
+        and may see the row's first one, so that it computes no NaN. No token sees it.
         """
         width = max(total - offset for offset, total in zip(offsets, totals, strict=True))
         starts = [total - width for total in totals]
@@ -119,7 +117,7 @@ class ForwardShape:
         return ForwardShape(mx.array(starts, dtype=mx.int32), mx.array(targets, dtype=mx.int32), mask, first)
 
     def write(self, kept: mx.array, new: mx.array) -> mx.array:
-        """`new`: [rows, KV heads, width, head size]."""
+        """Write `new` [rows, KV heads, width, head size] into `kept`; returns the result."""
         if self._rows == 1 and kept.shape[0] == 1:
             return mx.slice_update(kept, new, self.positions, axes=(2,))
         rows = mx.arange(self._first, self._first + self._rows)[:, None, None]
@@ -131,7 +129,7 @@ class ForwardShape:
         return kept[self._first : self._first + self._rows, :, : self._view]
 
     def mask(self, window: int | None) -> mx.array:
-        """At most the last `window` positions, where the model asks for it."""
+        """Return the mask, limited to the last `window` positions where the model wants a window."""
         if window is None:
             return self._mask
         return self._mask & (mx.arange(self._view) > self._targets[:, None, :, None] - window)
@@ -140,18 +138,18 @@ class ForwardShape:
 class SlotBatch:
     """All rows of a layer in one array for keys and one for values, [slots, KV heads, capacity, head size].
 
-    Both sizes grow and shrink in the steps of `kv_budget.py`, so that they seldom change. A single row is its
-    sequence's own arrays: it joins and leaves without a copy.
+    Both sizes grow and shrink in the steps of `kv_budget.py`, so that they seldom change. A single row uses
+    its sequence's own arrays, and joins and leaves without a copy.
     """
 
     def __init__(self, empty: Sequence[Empty] = ()) -> None:
         self.rows: list[int] = []
+        #: Keys and values of the first layer, of the second, and so on.
         self.arrays: list[mx.array] = []
-        """Keys and values of the first layer, of the second, and so on."""
         self._empty = empty
 
     def shape(self) -> tuple[int, int]:
-        """Slots and capacity."""
+        """Return slots and capacity."""
         return (self.arrays[0].shape[0], self.arrays[0].shape[2]) if self.arrays else (0, 0)
 
     def join(self, uid: int, caches: Caches) -> None:
@@ -207,13 +205,13 @@ class SlotBatch:
 
     def _part(self, array: mx.array, row: int, length: int) -> mx.array:
         if array.shape[0] == 1 and array.shape[2] <= capacity(length):
-            return mx.array(array)  # shared; whoever writes first copies
+            return mx.array(array)  # shared; the first write copies
         return mx.contiguous(array[row : row + 1, :, :length])
 
     def _move(self, source: int, target: int) -> None:
         """Copy one row over another."""
         moved = [mx.contiguous(array[source : source + 1]) for array in self.arrays]
-        # Computed before the arrays they come from are written to: those can then be written in place.
+        # Computed before their source arrays are written to, so that those can be written in place.
         mx.async_eval(moved)
         self.arrays = [
             mx.slice_update(array, row, mx.array([target]), axes=(0,))
@@ -241,7 +239,7 @@ def _plain(keys: mx.array, values: mx.array, length: int) -> Any:
 
 
 class MergedBatch:
-    """mlx-lm's own batched caches; a sequence alone keeps its plain ones."""
+    """Batch of mlx-lm's own batched caches; a sequence alone keeps its plain ones."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -286,7 +284,7 @@ class MergedBatch:
 
 
 def share(caches: Caches, length: int) -> Caches:
-    """The first `length` tokens in caches of their own. Arrays are shared until somebody writes to them."""
+    """Return separate caches of the first `length` tokens. Arrays are shared until one side writes."""
     from copy import deepcopy  # copies handles, not buffers: mlx arrays are immutable underneath
 
     from mlx_lm.models.cache import KVCache
@@ -294,7 +292,7 @@ def share(caches: Caches, length: int) -> Caches:
     shared: Caches = deepcopy(caches)
     for cache in shared:
         if type(cache) is KVCache:
-            # Whoever goes on copies what is in the array: no more than it needs.
+            # The next write copies the whole array, so it holds only the tokens that are needed.
             cache.keys, cache.values = cache.keys[..., :length, :], cache.values[..., :length, :]
             cache.offset = length
     return cut(shared, length)
@@ -308,12 +306,12 @@ def cut(caches: Caches, length: int) -> Caches:
     return caches
 
 
-#: mlx-lm's rotary embedding that compares a position with the model's context: rows must not have their own.
+#: mlx-lm's rotary embedding that compares a position with the model's context, so all rows must share one.
 _ONE_OFFSET = "DynamicNTKScalingRoPE"
 
 
 class CacheKind:
-    """What a model's KV caches can do. `kv_bits` 0 leaves keys and values as they are.
+    """Abilities of a model's KV caches. `kv_bits` 0 leaves keys and values as they are.
 
     slots     sequences can share a SlotBatch, so a step may feed rows several tokens and roll back
     batches   sequences can decode together at all
@@ -337,7 +335,7 @@ class CacheKind:
         return SlotBatch(self._empty) if self.slots else MergedBatch()
 
     def _shapes(self) -> list[Empty]:
-        """What one token's keys and values would be; the forward is never run."""
+        """Return shapes and types of an empty row's keys and values, from a forward that is never run."""
         caches = self.new()
         with uncounted():
             self._model(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
@@ -345,7 +343,7 @@ class CacheKind:
         return [((1, array.shape[1], SMALLEST, array.shape[3]), array.dtype) for array in arrays]
 
     def new(self) -> Caches:
-        """Empty caches for one sequence."""
+        """Return empty caches for one sequence."""
         caches = self._plain()
         if not self._kv_bits:
             return caches
@@ -358,7 +356,7 @@ class CacheKind:
         return caches
 
     def _find_group_size(self) -> int:
-        """From the shapes of a forward that is built and never run."""
+        """Return the group size, from the shapes of a forward that is built and never run."""
         from mlx_lm.models.cache import KVCache
 
         caches = self._plain()

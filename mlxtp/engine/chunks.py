@@ -1,10 +1,10 @@
-"""Sizes of a prompt's chunks: large alone, what takes a quarter of a second beside rows that decode. Pure."""
+"""Sizes of a prompt's chunks: large alone, about a quarter of a second's work beside decoding rows. Pure."""
 
 from __future__ import annotations
 
 from .steps import Policy
 
-LEAST, MOST = 64, 2048  #: tokens of a chunk beside others; a smaller one is no measure either
+LEAST, MOST = 64, 2048  #: tokens of a chunk beside others; times of smaller ones do not count
 USUAL = 2048  #: tokens of a chunk without others; a GPU reads the weights once for all of them
 ON_CPU = 512  #: the same without a GPU, where attention over a larger chunk costs more than it saves
 BESIDE = 256  #: tokens of a chunk beside others while no time is known
@@ -15,7 +15,7 @@ NEWEST = 0.5  #: weight of the newest chunk in the average
 def sizes(wanted: int, *, gpu: bool) -> tuple[int, int, float]:
     """Return `prefill_chunk`, `chunk_beside` and `chunk_s` of a Policy for chunks of at most `wanted` tokens.
 
-    A wish for more than usual means that the others' pauses do not matter.
+    More than USUAL means that the pauses of other requests do not matter.
     """
     if wanted > USUAL:
         return wanted, wanted, 0.0
@@ -24,9 +24,9 @@ def sizes(wanted: int, *, gpu: bool) -> tuple[int, int, float]:
 
 
 class Chunks:
-    """Chooser of the size of chunks beside rows that decode, from what earlier chunks took.
+    """Choice of the size of chunks beside decoding rows, from the times of earlier chunks.
 
-    It is a power of two, so that shapes come again.
+    Sizes are powers of two, so that shapes recur.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -36,7 +36,7 @@ class Chunks:
         self.beside = min(policy.chunk_beside, self._most)  #: most tokens
 
     def took(self, tokens: int, seconds: float) -> None:
-        """Take the time of one chunk."""
+        """Record the time of one chunk."""
         if not self._target_s or tokens < LEAST:
             return
         newest = seconds / tokens

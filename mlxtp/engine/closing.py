@@ -1,8 +1,7 @@
 """Complete answers under a grammar: JSON closes before its budget ends. On rank 0 alone, without MLX.
 
-A string or an array without a bound goes on for as long as the model likes, and so does text up to a suffix.
-Near the end of the budget, `AnswerBudget` allows only tokens after which the shortest known ending still
-fits.
+Only the model itself ends a string or an array without a bound, or text up to a suffix. Near the end of the
+budget, `AnswerBudget` allows only tokens after which the shortest known ending still fits.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ LEAST_MARGIN, MOST_MARGIN = 32, 512  # tokens; between them, the length of the g
 ESCAPE = 16  # tokens that an escape in a string adds at most
 SLACK = 3  # tokens that plain text adds at most: the rest of a character, a digit behind a point
 MOST_TRIED = 24  # candidates that are tried one by one; where more are allowed, text is free
-MOST_STEPS = 1000  # of all candidates' endings together; others wait for this step
+MOST_STEPS = 1000  # of all candidates' endings together, because other requests wait for this step
 LONGEST_ENDING = 1024  # tokens
 SAME = 4  # times in a row that an ending may repeat a token
 GROWTH = 8  # tokens by which the ending grows at most for each token of the answer, beyond the margin
@@ -146,7 +145,7 @@ def _closing(state: Matcher, last: list[int]) -> tuple[int, ...]:
 
 
 def _leads_out(state: Matcher, end: tuple[int, ...]) -> bool:
-    """Return True if `end` ends the text in which `state` stands."""
+    """Return True if `end` ends the text at `state`."""
     after = state.copy()
     try:
         for token in end:
@@ -157,7 +156,7 @@ def _leads_out(state: Matcher, end: tuple[int, ...]) -> bool:
 
 
 def _in_string(state: Matcher, words: NDArray[np.uint32]) -> bool:
-    """Return True in a string of JSON without a pattern: it may end, and it may go on with any letter."""
+    """Return True in a string of JSON without a pattern: it may end or continue with any letter."""
     return _has(words, state.hints.quote) and _has(words, state.hints.letter)
 
 

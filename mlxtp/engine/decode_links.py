@@ -1,4 +1,4 @@
-"""Opening the decode links of one epoch: rank 0 accepts one from every other rank, the others connect to it.
+"""Opening of one epoch's decode links: rank 0 accepts one from every other rank.
 
 Within one agent they are plain TCP on loopback; between agents they are TLS 1.3, with the key of the other
 rank's agent pinned. Either way both ends prove that they hold the epoch's key.
@@ -35,10 +35,8 @@ from ..wire.tls import (
 SEND_TIMEOUT_S = 5.0
 HANDSHAKE_S = 3.0
 FASTER_S = 3.0  #: for an address of rank 0 that is not the last one to try
-MAX_STRANGERS = 32
-"""Connections that may be judged at one time; more are closed at once."""
-MAX_STRANGERS_PER_SOURCE = 2
-"""Of these, how many from one address other than this machine's own."""
+MAX_STRANGERS = 32  # connections that may be checked at one time; further ones are closed at once
+MAX_STRANGERS_PER_SOURCE = 2  # of these, from one address other than this machine's own
 _ACCEPT_TICK_S = 0.05
 
 Socket = socket.socket | TlsSocket
@@ -46,7 +44,7 @@ Socket = socket.socket | TlsSocket
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What the links of an epoch depend on. `credentials` are needed where there are pins."""
+    """Facts that the links of an epoch depend on. `credentials` are needed where there are pins."""
 
     number: int
     bootstrap: Bootstrap
@@ -62,20 +60,20 @@ class Epoch:
         return Welcome(PROTOCOL_VERSION, proof)
 
     def check_pin(self, sock: Socket, rank: int) -> None:
-        """Raises ProtocolError (NOT_AUTHENTIC) unless rank `rank`'s agent is at the other end."""
+        """Check that rank `rank`'s agent is at the other end. Raises ProtocolError (NOT_AUTHENTIC)."""
         pins = self.bootstrap.pins
         if pins and (isinstance(sock, socket.socket) or peer_identity(sock).fingerprint != pins[rank]):
-            raise ProtocolError(f"what says it is rank {rank} has another key", Code.NOT_AUTHENTIC)
+            raise ProtocolError(f"the peer that claims rank {rank} has another key", Code.NOT_AUTHENTIC)
 
 
 def open_links(
     number: int, bootstrap: Bootstrap, listener: socket.socket | None, identity: Path | None
 ) -> dict[int, BlockingLink]:
-    """The decode links of this rank by the rank at their other end; none in a group of one.
+    """Open this rank's decode links; returns them by the rank at their other end. A group of one has none.
 
-    `identity` is the folder of this node's key and certificate. Raises LinkError (LINK_TIMEOUT) when they do
-    not all stand within the bootstrap's deadline, ProtocolError (NOT_AUTHENTIC) when rank 0's address is
-    somebody else's.
+    `identity` is the folder of this node's key and certificate. Raises LinkError (LINK_TIMEOUT) when not all
+    are open within the bootstrap's deadline, ProtocolError (NOT_AUTHENTIC) when another process answers at
+    rank 0's address.
     """
     if bootstrap.world_size == 1:
         return {}
@@ -88,7 +86,7 @@ def open_links(
 
 
 class _Reception:
-    """Rank 0's side. Each connection is judged in a thread of its own: a silent stranger holds up nobody."""
+    """Rank 0's side. Each connection is checked in its own thread, so a silent stranger delays no rank."""
 
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
@@ -134,7 +132,7 @@ class _Reception:
         try:
             self._let_in(sock)
         except (MlxtpError, OSError):
-            sock.close()  # whoever fails is a stranger; the ranks that belong here are still expected
+            sock.close()  # a peer that fails is a stranger; the ranks that belong here are still expected
         finally:
             with self._taking:
                 self._strangers[source] -= 1
@@ -155,7 +153,7 @@ class _Reception:
     def _checked(self, hello: object, sock: Socket) -> Hello:
         epoch = self._epoch
         if not isinstance(hello, Hello) or not 0 < hello.rank < epoch.bootstrap.world_size:
-            raise ProtocolError("not a rank that is expected here", Code.NOT_AUTHENTIC)
+            raise ProtocolError("the greeting does not name a rank of this group", Code.NOT_AUTHENTIC)
         epoch.check_pin(sock, hello.rank)
         expected = hello_proof(epoch.bootstrap.epoch_key, epoch.number, hello.rank, hello.nonce)
         if not verify(expected, hello.proof):
@@ -164,12 +162,12 @@ class _Reception:
 
 
 def _is_here(address: str) -> bool:
-    """Whether it is this machine's own: ranks of one agent come from there, strangers of a network do not."""
+    """Return True for this machine's own address: ranks of one agent come from there, strangers do not."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def _connect(epoch: Epoch) -> BlockingLink:
-    """Connect to the first of rank 0's addresses that answers."""
+    """Connect to the first of rank 0's addresses that accepts."""
     *faster, last = epoch.bootstrap.decode_address.split(",")
     for address in faster:
         with contextlib.suppress(MlxtpError):
@@ -186,7 +184,7 @@ def _connect_to(address: str, deadline_s: float, epoch: Epoch) -> BlockingLink:
             sock = wrap_blocking(sock, context, server_side=False, handshake_s=deadline_s)
         return _greeted(sock, epoch)
     except BaseException:
-        sock.close()  # whoever is there instead of rank 0 need not be kept waiting
+        sock.close()  # a peer that is not rank 0 need not wait
         raise
 
 
@@ -199,14 +197,12 @@ def _greeted(sock: Socket, epoch: Epoch) -> BlockingLink:
     welcome = _first(link, bootstrap.deadline_s)
     expected = welcome_proof(bootstrap.epoch_key, epoch.number, bootstrap.rank, hello.nonce)
     if not isinstance(welcome, Welcome) or not verify(expected, welcome.proof):
-        raise ProtocolError(
-            "what answers at rank 0's address does not know this epoch's key", Code.NOT_AUTHENTIC
-        )
+        raise ProtocolError("the peer at rank 0's address does not know this epoch's key", Code.NOT_AUTHENTIC)
     return link
 
 
 def _first(link: BlockingLink, timeout_s: float) -> object:
-    """The one greeting that opens a link."""
+    """Receive the one greeting that opens a link."""
     batch = link.receive(timeout_s)
     if len(batch) != 1:
         raise LinkError(f"{len(batch)} frames where one greeting was expected")

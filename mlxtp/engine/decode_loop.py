@@ -1,4 +1,4 @@
-"""The loop of rank 0: take requests, decide the next forward, tell the others, run it, emit the confirmed.
+"""The loop of rank 0, from requests to confirmed tokens. Each round decides the next forward, then:
 
 send the step's frame on every decode link
 queue the same forward here
@@ -46,7 +46,7 @@ from .steps import Decode, EvictKept, Move, Prefill, PrefillTogether, StepResult
 
 @dataclass(frozen=True, slots=True)
 class Unconfirmed:
-    """A settled step that waits for the other ranks' Acks, and what it will emit then."""
+    """Settled step that waits for the other ranks' Acks, with the results to emit then."""
 
     result: Result
     outcomes: tuple[StepResult, ...]
@@ -54,7 +54,7 @@ class Unconfirmed:
 
 
 class DecodeLoop:
-    """Rank 0's loop. `run_ahead` is how many forwards are queued before an earlier one's tokens are known."""
+    """Rank 0's loop. It queues up to `run_ahead` forwards before an earlier one's tokens are known."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class DecodeLoop:
         self._unconfirmed: deque[Unconfirmed] = deque()
 
     def run(self) -> None:
-        """Run until the agent says Shutdown. Raises what ends the epoch."""
+        """Run until the agent sends Shutdown. Raises the error that ends the epoch."""
         while True:
             while received := self._mail.take(AGENT):
                 if isinstance(received.message, Shutdown):
@@ -91,7 +91,7 @@ class DecodeLoop:
             if not moved and not settled:
                 self._rest()
 
-    # --- what the agent asks for ---------------------------------------------------------------------
+    # --- commands of the agent -----------------------------------------------------------------------
 
     def _obey(self, command: Message) -> None:
         match command:
@@ -105,7 +105,7 @@ class DecodeLoop:
                 raise GroupError(command.error, Code.FORM_FAILED)  # another rank did not form
             case Unload():
                 self._drain()
-                self._requests.drop("the model was taken away while this request was running")
+                self._requests.drop("the model was unloaded while this request was running")
                 self._requests.close()
                 self._pipe.send(self._everywhere(command))
             case _:
@@ -129,7 +129,7 @@ class DecodeLoop:
         return reply
 
     def _load_drafter(self, command: LoadShard) -> DraftModel | None:
-        """The draft model, on this rank alone: it enters no collective."""
+        """Load the draft model, on this rank alone: it enters no collective."""
         if not command.draft_path:
             return None
         assert self._rank.loaded is not None
@@ -141,15 +141,15 @@ class DecodeLoop:
             status.enter("idle")
 
     def _everywhere(self, command: Message) -> Message:
-        """Carry out a command on every rank; returns this rank's reply, or one Error with everybody's.
+        """Carry out a command on every rank; returns this rank's reply, or one Error for all ranks' errors.
 
         Every rank's reply is read before anything else happens. When some ranks could load a model and others
-        could not, those that could let it go again.
+        could not, those that could unload it again.
         """
         self._followers.send(command)
         replies: dict[int, Message] = {0: self._rank.execute(command)}
         if isinstance(command, LoadShard):
-            # A load may take as long as some rank makes progress; the agent judges that by the phase.
+            # A load may take as long as some rank makes progress, which the agent judges by the phase.
             self._rank.status.enter("loading")
             replies |= self._followers.replies(None)
             self._rank.status.enter("idle")
@@ -186,8 +186,8 @@ class DecodeLoop:
         step = self._followers.send(frame)
         known = partial(self._settle, 0) if isinstance(move, Decode) and move.late else None
         try:
-            self._confirm()  # launching may wait for the device: what is acknowledged by now leaves before
-        finally:  # the other ranks run what they got, and their forward ends only with this one
+            self._confirm()  # launching may wait for the device, so acknowledged tokens leave before
+        finally:  # the other ranks run their frames, and their forward ends only with this one
             match frame:
                 case SessionStop():
                     self._rank.stop(frame.uid, frame.forwards, frame.keep)
@@ -201,7 +201,7 @@ class DecodeLoop:
         return True
 
     def _settle(self, keep: int) -> bool:
-        """Wait for all but the newest `keep` forwards and book their tokens; False when there were none."""
+        """Wait for all but the newest `keep` forwards and record their tokens; False when there were none."""
         if len(self._running) <= keep:
             return False
         while len(self._running) > keep:
@@ -214,7 +214,7 @@ class DecodeLoop:
     def _confirm(self) -> None:
         """Emit, in order, every settled step that all ranks have acknowledged.
 
-        Raises GroupError when a rank computed something else (DESYNC) or stays silent (ACK_MISSING).
+        Raises GroupError when a rank computed something else (DESYNC) or sends no Ack in time (ACK_MISSING).
         """
         while self._unconfirmed:
             oldest = self._unconfirmed[0]
@@ -234,7 +234,7 @@ class DecodeLoop:
         return self._rank.bootstrap.ack_deadline_s - waited_s
 
     def _rest(self) -> None:
-        """Nothing to run: wait for Acks, or for the agent."""
+        """Wait for Acks, or for the agent, because there is nothing to run."""
         scheduler = self._requests.scheduler
         if scheduler is not None and not self._unconfirmed and (late := scheduler.late()):
             self._requests.emit(tuple(late))
@@ -247,10 +247,10 @@ class DecodeLoop:
         if self._requests.scheduler is None or self._rank.bootstrap.world_size == 1:
             self._mail.wait()
         elif not self._mail.wait(self._rank.bootstrap.canary_s):
-            self._everywhere(SanityCheck())  # raises when the group no longer computes what it did
+            self._everywhere(SanityCheck())  # raises when the group's collectives no longer work
 
     def _drain(self) -> None:
-        """Bring every forward to its end and read every Ack: commands come between steps."""
+        """Wait for every forward and every Ack, because commands come between steps."""
         self._settle(keep=0)
         self._confirm()
         while self._unconfirmed:
@@ -259,7 +259,7 @@ class DecodeLoop:
 
 
 def _beside(drafter: DraftModel, room_bytes: int) -> int:
-    """Share the room for KV caches with a draft model; returns what is left."""
+    """Share the room for KV caches with a draft model; returns the rest."""
     left = max(room_bytes - drafter.weight_bytes, 0)
     drafter.room_bytes = left // CACHES_SHARE
     return left - drafter.room_bytes
@@ -302,7 +302,7 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop |
 
 
 def _combined(replies: dict[int, Message]) -> Message:
-    """Rank 0's own reply; of a load, with the least room of all ranks for KV caches; of times the longest."""
+    """Combine the ranks' replies into rank 0's: the least room for KV caches, the longest time."""
     mine = replies[0]
     if isinstance(mine, CollectivesTimed):
         timed = [reply for reply in replies.values() if isinstance(reply, CollectivesTimed)]

@@ -1,7 +1,7 @@
-"""A small model that proposes tokens, on rank 0 alone.
+"""Small model that proposes tokens, on rank 0 alone.
 
-It runs between steps on the same thread and stream as everything else, and enters no collective. What it
-proposes is checked like any draft, so it can change how fast an answer comes, never what it says.
+It runs between steps on the same thread and stream as everything else, and enters no collective. Its
+proposals are checked like any draft, so they can change an answer's speed, never its text.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from .batch import KVCACHE_STEP, Caches, cut
 from .group import LoneGroup
 from .loader import load
 
-MAX_CACHES = 4
-"""Sequences whose caches it keeps."""
-CACHES_SHARE = 8
-"""Their part of the room for KV caches: one in so many."""
+MAX_CACHES = 4  # sequences whose caches it keeps
+CACHES_SHARE = 8  # one part in so many of the room for KV caches
 CHUNK = 512
 
 
 class DraftModel:
-    """Implements `scheduler.Drafter`, greedily."""
+    """Greedy implementation of `scheduler.Drafter`."""
 
     def __init__(self, folder: Path, vocabulary: int, progress: Callable[[], None] = lambda: None) -> None:
-        """Calls `progress` as `load` does.
+        """Load the model, calling `progress` as `load` does.
 
-        Raises ModelError: the folder holds no model, or one that others tokens belong to.
+        Raises ModelError when the folder holds no model, or one whose vocabulary has another size.
         """
         from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
@@ -42,8 +40,7 @@ class DraftModel:
                 Code.MODEL_INVALID,
             )
         self.weight_bytes = loaded.weight_bytes
-        self.room_bytes = 1 << 62
-        """Bytes that its caches may take."""
+        self.room_bytes = 1 << 62  # bytes that its caches may take
         self._token_bytes = max(loaded.kv_token_bytes, 1)
         self._model = loaded.model
         self._new: Any = make_prompt_cache
@@ -52,13 +49,13 @@ class DraftModel:
                 f"draft model {folder.name}: its caches cannot be rolled back, so it cannot draft",
                 Code.MODEL_UNSUPPORTED,
             )
+        #: Tokens and caches of the sequences it drafted for, latest last.
         self._fed: list[tuple[list[int], Caches]] = []
-        """Tokens and caches of the sequences it drafted for, latest last."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
-        """The most likely `limit` tokens after `tokens`; none while it still reads a long prompt.
+        """Return the most likely `limit` tokens after `tokens`; none while it still reads a long prompt.
 
-        It reads one chunk each time it is asked, so that other requests do not wait for all of it.
+        Each call reads one chunk, so that other requests do not wait for a whole prompt.
         """
         if self._bytes(len(tokens) + limit) > self.room_bytes:
             return ()
@@ -85,14 +82,17 @@ class DraftModel:
         return -(-tokens // KVCACHE_STEP) * KVCACHE_STEP * self._token_bytes
 
     def _resume(self, tokens: Sequence[int]) -> tuple[list[int], Caches]:
-        """What the sequence that shares most with `tokens` has fed of them; at least one token is left."""
+        """Take the sequence that shares most with `tokens`, cut to the shared part.
+
+        At least one of `tokens` is left to feed.
+        """
         best, length = -1, 0
         for i, (fed, _) in enumerate(self._fed):
             shared = _shared(fed, tokens)
             if shared > length:
                 best, length = i, shared
         if best < 0 or 2 * length < len(self._fed[best][0]):
-            return [], self._new(self._model)  # mostly another sequence: that one may come back
+            return [], self._new(self._model)  # mostly another sequence, whose caches may be used again
         fed, caches = self._fed.pop(best)
         length = min(length, len(tokens) - 1)
         return fed[:length], cut(caches, length)

@@ -1,4 +1,4 @@
-"""What leaves the group: tokens, scores, ends and errors, from rank 0 to its agent."""
+"""Output of the group: tokens, scores, ends and errors, from rank 0 to its agent."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from ..wire.messages import Accepted, Delta, Error, Finished, Prefilled, ScoredD
 from .steps import SampledToken, SequenceEnd, SequenceFailed, StepResult
 from .telemetry import RankTelemetry
 
-LEAST_LOGPROB = -1e9
-"""What stands for the logarithm of nothing: frames carry no infinities."""
+LEAST_LOGPROB = -1e9  # stands for the logarithm of zero, because frames carry no infinities
 PROGRESS_S = 0.3  # least time between two Prefilled of one request
 
 
 class Emitter:
-    """The only voice of the group: tokens and ends, to the agent. Other ranks have no such object."""
+    """The group's only sender of tokens and ends to the agent. Other ranks have none."""
 
     def __init__(
         self, pipe: BlockingLink, status: RankTelemetry, clock: Callable[[], float] = time.monotonic
@@ -33,7 +32,7 @@ class Emitter:
         self._open[uid] = 0.0
 
     def emit(self, outcomes: tuple[StepResult, ...]) -> None:
-        """Send a step's tokens in one frame, then the ends. What belongs to ended requests is dropped."""
+        """Send a step's tokens in one frame, then the ends. Drops results of requests that have ended."""
         tokens = [o for o in outcomes if isinstance(o, SampledToken) and o.uid in self._open]
         self._status.emitted += len(tokens)
         if scored := [token for token in tokens if token.score is not None]:
@@ -81,7 +80,7 @@ class Emitter:
             )
 
     def accept(self, uid: int) -> None:
-        """The request passed every check."""
+        """Report that the request passed every check."""
         self._pipe.send(Accepted(uid))
 
     def prefilled(self, uid: int, computed: int, cached: int) -> None:
@@ -101,5 +100,5 @@ class Emitter:
 
 
 def _finite(logprob: float) -> float:
-    """NaN counts as the logarithm of nothing, as it does for a greedy choice."""
+    """Return a finite logarithm. NaN counts as that of zero, as it does for a greedy choice."""
     return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB

@@ -1,4 +1,4 @@
-"""One rank's own part of a group: the commands every rank carries out alike, rank 0 included."""
+"""One rank's own part of a group: the commands that every rank carries out alike, rank 0 included."""
 
 from __future__ import annotations
 
@@ -46,28 +46,25 @@ from .runner import Chosen, Runner
 from .steps import Score
 from .telemetry import Phase, RankTelemetry
 
-KV_TYPE_BITS = 16
-"""Bits of a key's or value's number that is not quantized."""
+KV_TYPE_BITS = 16  # bits of a key's or value's number that is not quantized
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A forward that is queued or running, since `launched_at` (monotonic, in seconds)."""
+    """Forward that is queued or running, since `launched_at` (monotonic, in seconds)."""
 
     step: int
     chosen: Chosen
     forwards: int
     collectives: int
     launched_at: float
-    fed: int = 0
-    """Digest of what it was fed."""
-    entry: int = 0
-    """Its place in the flight recorder."""
+    fed: int = 0  # digest of its input
+    entry: int = 0  # its place in the flight recorder
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A forward whose tokens are known on this rank: of each row as many as it was fed, in row order.
+    """Forward whose tokens are known on this rank: as many for each row as it was fed, in row order.
 
     `scores` holds, for each uid that wanted them, one Score a token. `step_us` and `wait_us` as in Ack.
     `took_s`: seconds since the forward before it, or since it began.
@@ -112,10 +109,10 @@ class RankExecutor:
         self._runner: Runner | None = None
 
     def execute(self, command: Message) -> Message:
-        """Carry out one command of a rank's life and return its one reply.
+        """Carry out one command and return its one reply.
 
-        A model that cannot be loaded is an Error reply and leaves the group usable; everything else that goes
-        wrong is raised, because it ends the epoch.
+        A model that cannot be loaded gives an Error reply and leaves the group usable. Every other failure is
+        raised, because it ends the epoch.
         """
         match command:
             case Init():
@@ -138,9 +135,9 @@ class RankExecutor:
         frame: PromptTokens | PromptBatch | StepToken,
         known: Callable[[], object] | None = None,
     ) -> Forward:
-        """Queue the forward that frame number `step` names. Returns at once; the device works on.
+        """Queue the forward that frame number `step` names. Returns before the device has computed it.
 
-        With `known`, that is called before tokens are chosen; see `Runner.step`.
+        Calls `known`, if given, before tokens are chosen; see `Runner.step`.
         """
         launched_at = time.monotonic()
         runner, recorder = self._require_runner(), self.status.recorder
@@ -159,7 +156,7 @@ class RankExecutor:
         return Forward(step, chosen, runner.forwards, self._counter.count, launched_at, fed(frame), entry)
 
     def settle(self, forward: Forward) -> Result:
-        """Wait for a forward. The GIL is free while waiting, so other threads answer Pings."""
+        """Wait for a forward. The GIL is free meanwhile, so that other threads can reply to Pings."""
         waiting_since = time.monotonic()
         chosen = forward.chosen
         table = cast("list[list[int]]", chosen.tokens.tolist())
@@ -197,7 +194,7 @@ class RankExecutor:
             )
 
     def evict(self, uids: tuple[int, ...]) -> None:
-        """Drop KV caches that were kept."""
+        """Free kept KV caches."""
         self._require_runner().evict(uids)
         self.status.kv_bytes = self._require_runner().kv_bytes()
 
@@ -206,7 +203,7 @@ class RankExecutor:
         mx.synchronize()
 
     def give_back(self) -> None:
-        """Let go of the model and all caches: a Mac may lose what a process has wired when it ends."""
+        """Free the model and all caches. A Mac may lose memory that a process has wired when it ends."""
         self._unload()
         mx.set_wired_limit(0)
 
@@ -291,7 +288,7 @@ class RankExecutor:
         return Runner(self.loaded, self.caches, counter, chooser, compiled=self.bootstrap.compiled)
 
     def _first_forwards(self, chunk: int) -> None:
-        """Run them in a runner that is thrown away."""
+        """Run the first forwards in a temporary runner."""
         runner = self._new_runner(CollectiveCounter())
         runner.first_forwards(chunk)
         del runner
@@ -314,16 +311,16 @@ class RankExecutor:
 
 
 def digest(step: int, tokens: tuple[int, ...], fed: int = 0) -> int:
-    """CRC-32 of a step's number and the tokens it chose: what ranks compare before a token leaves.
+    """Return the CRC-32 of a step's number and chosen tokens, which ranks compare before a token leaves.
 
-    `fed` is the digest of what it was fed: where ranks exchange what they computed, they would all agree on a
-    wrong token if one of them had been fed something else.
+    `fed` is the digest of the step's input. Without it, ranks that exchange results would all agree on a
+    wrong token if one of them had another input.
     """
     return zlib.crc32(struct.pack(f"<Q{len(tokens)}i", step, *tokens), fed)
 
 
 def fed(frame: PromptTokens | PromptBatch | StepToken) -> int:
-    """CRC-32 of rows, positions and tokens as this rank runs them."""
+    """Return the CRC-32 of rows, positions and tokens as this rank runs them."""
     where: tuple[int, ...]
     match frame:
         case PromptTokens():
@@ -344,10 +341,10 @@ def _scored(arrays: tuple[mx.array, mx.array, mx.array]) -> list[Score]:
 
 
 def kv_room_bytes(wanted: int, ranks_here: int) -> int:
-    """What this rank's KV caches may take: `wanted`, else three quarters of the memory that is free now.
+    """Return bytes for this rank's KV caches: `wanted`, else three quarters of the memory that is free now.
 
-    On Metal that is what the system recommends for the GPU less what is in use; elsewhere ranks of one
-    machine share what the system calls available.
+    On Metal, free is the system's recommendation for the GPU less the memory in use. Elsewhere the ranks of
+    one machine share the available memory.
     """
     if wanted:
         return wanted

@@ -1,4 +1,4 @@
-"""Ranks 1..N-1 as rank 0 sees them: frames go to all of them, replies and Acks come from each."""
+"""Rank 0's view of ranks 1..N-1: frames go to all of them, replies and Acks come from each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .mailbox import Mailbox
 
 
 class Followers:
-    """The decode links to ranks 1..N-1. What is sent goes to all of them; what is read is read from all."""
+    """Decode links to ranks 1..N-1. Every message goes to all of them; every reply is read from all."""
 
     def __init__(self, links: Mapping[int, BlockingLink], mail: Mailbox) -> None:
         self._links = dict(sorted(links.items()))
@@ -25,7 +25,7 @@ class Followers:
     def send(self, message: Message) -> int:
         """Send to every rank; returns the frame's seq, which is the same on all links.
 
-        Without other ranks the frames are numbered all the same.
+        Frames are numbered even without other ranks.
         """
         self._step += 1
         for link in self._links.values():
@@ -33,9 +33,9 @@ class Followers:
         return self._step
 
     def replies(self, deadline_s: float | None) -> dict[int, Message]:
-        """Read one reply of each rank, all within `deadline_s` seconds, whatever the others replied.
+        """Read one reply of each rank, all within `deadline_s` seconds. An Error reply ends nothing early.
 
-        Raises LinkError (LINK_TIMEOUT) with the names of all silent ranks, after the other replies are read.
+        Raises LinkError (LINK_TIMEOUT) that names all silent ranks, after the other replies are read.
         """
         ends_at = None if deadline_s is None else time.monotonic() + deadline_s
         replies: dict[int, Message] = {}
@@ -49,9 +49,9 @@ class Followers:
         return replies
 
     def acknowledged(self, result: Result) -> bool:
-        """Whether every rank has acknowledged `result`'s step; ask until it is true, then for the next step.
+        """Return True once every rank has acknowledged `result`'s step; only then check the next step.
 
-        Raises GroupError (DESYNC) when a rank did or chose something else.
+        Raises GroupError (DESYNC) when a rank ran or chose something else.
         """
         for rank in self._links.keys() - self._acknowledged:
             received = self._mail.take(rank)
@@ -69,7 +69,7 @@ class Followers:
         return True
 
     def silent(self) -> str:
-        """The ranks that have not acknowledged the step asked for last, in words."""
+        """Return the names of the ranks that have not acknowledged the last step."""
         return _names(self._links.keys() - self._acknowledged)
 
 

@@ -1,10 +1,10 @@
-"""Answers held to a grammar: which tokens may come next. On rank 0 alone, without MLX.
+"""Grammars of answers: masks of the tokens that may come next. On rank 0 alone, without MLX.
 
-`Grammars` compiles what requests ask for and keeps what it compiled; a `Grammar` makes one `Matcher` for each
-request. The decode loop asks the matcher for a mask before it chooses a token and tells it what was chosen.
+`Grammars` compiles the grammars of requests and caches them; a `Grammar` makes one `Matcher` for each
+request. The decode loop gets a mask from the matcher before it chooses a token, and passes the choice back.
 
 JSON is written on one line, with the separators that `x-guidance` of its schema names, `", "` and `": "` by
-default. A schema means what JSON Schema says. Properties that it does not name are allowed unless
+default. Schemas follow JSON Schema. Properties that a schema does not name are allowed unless
 `additionalProperties` forbids them. Keywords that cannot be enforced are refused. Properties come in the
 schema's order.
 """
@@ -31,8 +31,7 @@ from .grammar_sandbox import GrammarSandbox, build, read_tokenizer, readable, re
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-DEADLINE_S = 5.0
-"""How long one grammar may take to compile."""
+DEADLINE_S = 5.0  # seconds that one grammar may take to compile
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 256 << 20
 
@@ -42,7 +41,7 @@ PLAIN_TEXT = r'[^"\\{}\[\],:]+'
 INSIDE_STRINGS = r'[^"]+'
 # How a text ends in a Lark grammar, as `text/tool_grammar.py` writes it.
 _SUFFIX = re.compile(r'\[suffix=("(?:[^"\\]|\\.)+")\]|\btext <\[(\d+)\]>')
-CLOSING = '}],:"@-./0123456789tfn{['  # in this order: an object or a list ends before it goes on
+CLOSING = '}],:"@-./0123456789tfn{['  # in this order, so that an object or a list ends before it grows
 
 GrammarCallback = Callable[["Grammar | RequestError"], None]
 
@@ -52,7 +51,7 @@ class Hints:
     """Tokens of one vocabulary that help to end JSON; -1 for one that it lacks.
 
     `closing` are the tokens to try outside strings, the most helpful first. `plain` is the mask of text
-    without a character of JSON's own, such as a quote or a brace, `inside` the mask of text without a quote,
+    without JSON's own characters, such as a quote or a brace. `inside` is the mask of text without a quote,
     `whole` the mask of tokens that end with a whole character.
 
     `suffixes` are token sequences that end a text in this grammar. `text` is the mask of tokens that add
@@ -71,7 +70,7 @@ class Hints:
 
 
 class Matcher:
-    """Where one answer stands in its grammar. Every token that is chosen must be accepted, in order."""
+    """Position of one answer in its grammar. Every chosen token must be accepted, in order."""
 
     def __init__(
         self, state: LLMatcher, tokens: int, vocabulary: int, hints: Hints, grammar_tokens: int = 0
@@ -83,10 +82,11 @@ class Matcher:
         self.grammar_tokens = grammar_tokens  #: Length of the grammar's own text.
 
     def mask(self) -> NDArray[np.uint32]:
-        """The tokens that may come next, [ceil(vocabulary / 32)] words: token t is bit t % 32 of word t / 32.
+        """Return the tokens that may come next, [ceil(vocabulary / 32)] words.
 
-        End tokens are among them where the answer may end, alone where it must. Raises MlxtpError where no
-        token may come: the grammar has no way on, or its next step passes a limit of time or memory.
+        Token t is bit t % 32 of word t / 32. End tokens are in it where the answer may end, alone where it
+        must. Raises MlxtpError where no token may come: the grammar has no continuation, or its next step
+        exceeds a limit of time or memory.
         """
         words = np.full(-(-self._tokens // _WORD_BITS), 0xFFFFFFFF, np.uint32)
         self._state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -99,17 +99,17 @@ class Matcher:
         return words
 
     def accept(self, token: int) -> None:
-        """Go on with `token`. Raises MlxtpError for one that `mask` does not allow, for good."""
+        """Advance by `token`. Raises MlxtpError, now and later, for one that `mask` does not allow."""
         self._state.consume_token(token)
         self._check()
 
     def forced(self, limit: int) -> tuple[int, ...]:
-        """The next tokens where the text has no choice, at most `limit`. They are not accepted yet."""
+        """Return the next tokens that are the only choice, at most `limit`. They are not accepted yet."""
         return tuple(self._state.compute_ff_tokens()[:limit])
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but an end token may follow, or one was accepted."""
+        """True when only an end token may follow, or one was accepted."""
         return self._state.is_stopped() and not self._state.is_error()
 
     @property
@@ -118,7 +118,7 @@ class Matcher:
         return self._state.is_accepting() or self.finished
 
     def copy(self) -> Matcher:
-        """A matcher that stands where this one stands and goes its own way."""
+        """Return an independent matcher at the same position."""
         state = self._state.deep_copy()
         return Matcher(state, self._tokens, self._vocabulary, self.hints, self.grammar_tokens)
 
@@ -128,19 +128,19 @@ class Matcher:
 
 
 def stuck(why: str) -> MlxtpError:
-    """The error of an answer that cannot go on as its grammar asks."""
-    return MlxtpError(f"the answer cannot go on as its grammar asks: {why}", Code.GRAMMAR_STUCK)
+    """Return the error of an answer that cannot continue within its grammar."""
+    return MlxtpError(f"the answer cannot continue within its grammar: {why}", Code.GRAMMAR_STUCK)
 
 
 def unpack(words: NDArray[np.uint32], vocabulary: int) -> NDArray[np.bool_]:
-    """The bits of a mask as booleans [vocabulary]."""
+    """Return the bits of a mask as booleans [vocabulary]."""
     little = words.astype("<u4", copy=False).view(np.uint8)
     return np.unpackbits(little, count=vocabulary, bitorder="little").view(np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled grammar. It does not change. `size` is what it takes in memory (bytes), roughly."""
+    """Compiled grammar; immutable. `size`: approximate memory, in bytes."""
 
     kind: str
     text: str
@@ -152,13 +152,13 @@ class Grammar:
     _length: int  # of the text, in tokens
 
     def matcher(self) -> Matcher:
-        """A fresh matcher at the grammar's start."""
+        """Return a new matcher at the grammar's start."""
         state = self._start.deep_copy()
         return Matcher(state, self._tokens, self._vocabulary, self._hints, self._length)
 
 
 class Grammars:
-    """The grammars of one loaded model. Nothing is read or started before the first one is asked for.
+    """Grammars of one loaded model. Nothing is read or started before the first request.
 
     `vocabulary` is the length of the model's logits, `eos` its end tokens; each of them may end an answer.
     """
@@ -186,7 +186,7 @@ class Grammars:
         self._looking = threading.Lock()
 
     def kept(self, kind: str, text: str) -> Grammar | None:
-        """The grammar if it is compiled already, at once."""
+        """Return the grammar if it is compiled already, without waiting."""
         with self._looking:
             grammar = self._kept.get((kind, text))
             if grammar is not None:
@@ -194,30 +194,31 @@ class Grammars:
             return grammar
 
     def read(self) -> None:
-        """Read the tokenizer while a model loads, since that would stop all requests for a second or two.
+        """Read the tokenizer while a model loads. Later it would stop all requests for a second or two.
 
-        Where there is none to use, the first grammar is refused.
+        Without a usable tokenizer, the first grammar is refused.
         """
         with contextlib.suppress(RequestError):
             self._read()
 
     def compile(self, kind: str, text: str) -> Grammar:
-        """The grammar, compiled unless it is kept.
+        """Return the grammar, compiled unless it is cached.
 
-        Raises RequestError: the text is wrong, takes too long or too much, or the model has no tokenizer.
+        Raises RequestError when the text is wrong, takes too long or too much memory, or the model has no
+        tokenizer.
         """
         with self._compiling:
             return self.kept(kind, text) or self._keep(self._compile(kind, text))
 
     def submit(self, kind: str, text: str, done: GrammarCallback) -> Future[None]:
-        """Compile in the background; `done` is called from there with what came of it.
+        """Compile in the background; the thread there calls `done` with the outcome.
 
-        Grammars are compiled in the order in which they were submitted. What has not begun can be cancelled.
+        Grammars are compiled in the order of submission. One that has not begun can be cancelled.
         """
         return self._thread.submit(self._run, kind, text, done)
 
     def close(self) -> None:
-        """Begin nothing more; what is being tried is refused, what waits is cancelled and never `done`."""
+        """Stop. The grammar in the sandbox is refused; waiting ones are cancelled and never `done`."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._trial.kill()
         with self._compiling:
@@ -228,7 +229,7 @@ class Grammars:
             outcome: Grammar | RequestError = self.compile(kind, text)
         except RequestError as error:
             outcome = error
-        except BaseException as error:  # the thread's boundary: every request that waits needs an outcome
+        except BaseException as error:  # the thread's boundary: every waiting request needs an outcome
             if not is_library_error(error):
                 raise
             outcome = RequestError(
@@ -243,7 +244,7 @@ class Grammars:
         tokenizer, hints = self._read()
         size = max(self._trial.run(kind, text), len(text))
         if size > self._max_kept_bytes:
-            raise refused(kind, f"it takes {size >> 20} MiB; {self._max_kept_bytes >> 20} are the most")
+            raise refused(kind, f"it takes {size >> 20} MiB; the limit is {self._max_kept_bytes >> 20} MiB")
         start = build(tokenizer, kind, text)
         length = len(tokenizer.tokenize_str(text))
         if kind == "lark":

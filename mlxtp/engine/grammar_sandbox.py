@@ -1,13 +1,13 @@
-"""Grammars come from strangers: each is compiled first where it can do no harm, against the clock.
+"""Process that compiles each client's grammar first, with a deadline, where it can do no harm.
 
-What a grammar costs shows only when it is compiled and asked for its first mask. Some take minutes and
-gigabytes, which a thread cannot be stopped from, and some overflow the stack, which ends the process. The
-process here may end: it has a deadline and a smaller stack than rank 0, and is started again for the next
-grammar. Whatever passes is compiled once more in rank 0, by the same `build`, and known to be quick.
+The cost of a grammar shows only when it is compiled and computes its first mask. Some take minutes and
+gigabytes, and a thread cannot be stopped; some overflow the stack, which ends the process. This process may
+end: it has a deadline and a smaller stack than rank 0, and is started again for the next grammar. A grammar
+that passes is compiled again in rank 0 by the same `build`, and known to be quick.
 
 `python -m mlxtp.engine.grammar_sandbox FOLDER VOCABULARY DEADLINE_S EOS...` reads one JSON line `[kind,
-text]` for each grammar and answers each with one line `[error or null, bytes]`; its first line answers for
-the tokenizer.
+text]` for each grammar and replies to each with one line `[error or null, bytes]`. Its first line is the
+reply for the tokenizer.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ from ..wire.warm_start import without_secrets
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-START_S = 60.0
-"""What the process may take to read a tokenizer; large ones need about a second."""
+START_S = 60.0  # seconds to read a tokenizer; large ones need about one
+#: Stack of the compiling thread. The threads of rank 0 have at least four times as much.
 STACK_BYTES = 2 << 20
-"""The stack of a trial; the threads of rank 0 have at least four times as much."""
-MAX_WORDS = 300
-"""Characters of an explanation."""
+MAX_WORDS = 300  # characters of an explanation
 
 _SEPARATORS = {"item_separator": ", ", "key_separator": ": "}  # unless the schema's `x-guidance` has others
 _JSON = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
@@ -50,15 +48,15 @@ _SUBJECT = {
 
 
 def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLTokenizer:
-    """The tokenizer of the model in `folder`, whose logits have `vocabulary` entries.
+    """Return the tokenizer of the model in `folder`, whose logits have `vocabulary` entries.
 
-    A tokenizer with more tokens than that is read whole. Holds the interpreter's lock all the while, about a
-    second for 128,000 tokens. Raises RequestError (NOT_SUPPORTED) where there is no tokenizer to use.
+    A tokenizer with more tokens than that is read whole. Holds the GIL throughout, about a second for
+    128,000 tokens. Raises RequestError (NOT_SUPPORTED) without a usable tokenizer.
     """
     from llguidance import LLTokenizer
 
     def refusal(why: object) -> RequestError:
-        return RequestError(f"this model cannot be held to a grammar: {why}", Code.NOT_SUPPORTED)
+        return RequestError(f"this model does not support grammars: {why}", Code.NOT_SUPPORTED)
 
     try:
         content = tokenizer_json(folder)
@@ -80,16 +78,16 @@ def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLToke
 
 
 def build(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
-    """A matcher at its start, its first mask computed. Lets go of the interpreter's lock while it works.
+    """Return a matcher at its start, with its first mask computed. Releases the GIL while it works.
 
-    Raises RequestError in words about `text`: it is wrong, too big, or nothing can match it.
+    Raises RequestError that explains `text`: it is wrong, too big, or nothing can match it.
     """
     from llguidance import LLMatcher, LLParserLimits
 
     if kind not in _SUBJECT:
-        raise RequestError(f"there are no grammars of the kind {kind!r}; there are {', '.join(_SUBJECT)}")
+        raise RequestError(f"unknown grammar kind {kind!r}; use one of {', '.join(_SUBJECT)}")
     if len(text) > MAX_GRAMMAR:
-        raise refused(kind, f"it has {len(text)} characters; {MAX_GRAMMAR} are the most")
+        raise refused(kind, f"it has {len(text)} characters; the limit is {MAX_GRAMMAR}")
     limits = LLParserLimits(initial_lexer_fuel=300_000, max_lexer_states=50_000, verbose_errors=False)
     try:
         match kind:
@@ -112,12 +110,12 @@ def build(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
 
 
 def refused(kind: str, why: str) -> RequestError:
-    """The error of a grammar that is not used."""
+    """Return the error of a refused grammar."""
     return RequestError(f"{_SUBJECT.get(kind, kind)} cannot be used: {why}")
 
 
 def readable(message: str) -> str:
-    """What a compiler's message says to whoever wrote the grammar: one line, at most MAX_WORDS characters."""
+    """Return a compiler's message for the grammar's author: one line, at most MAX_WORDS characters."""
     message = re.sub(r"^at \d+\(\d+\): ", "", re.split(r"\n<|\n *\d+ \| ", message, maxsplit=1)[0])
     if "NoExtension" in message:
         return "nothing can match it"
@@ -131,7 +129,7 @@ def readable(message: str) -> str:
 
 
 class GrammarSandbox:
-    """The process in which grammars are tried, one at a time. For one thread."""
+    """Process in which grammars are compiled first, one at a time. For one thread."""
 
     def __init__(self, folder: Path, vocabulary: int, eos: frozenset[int], deadline_s: float) -> None:
         self._command = [
@@ -143,7 +141,7 @@ class GrammarSandbox:
         self._greeted = False
 
     def start(self) -> None:
-        """Start the process, unless it runs. Does not wait for it. Raises RequestError (INTERNAL)."""
+        """Start the process without waiting for it, unless it runs. Raises RequestError (INTERNAL)."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
@@ -156,18 +154,20 @@ class GrammarSandbox:
                 env=without_secrets(os.environ),
             )
         except OSError as error:
-            raise RequestError(f"no grammar can be tried: {error}", Code.INTERNAL, status=500) from None
+            raise RequestError(
+                f"the process that compiles grammars did not start: {error}", Code.INTERNAL, status=500
+            ) from None
         self._greeted = False
 
     def run(self, kind: str, text: str) -> int:
-        """Compile a grammar there; the bytes by which it let the process grow, as far as that can be seen.
+        """Compile a grammar there; returns the bytes by which the process's memory grew.
 
-        Raises RequestError: what `build` says of it, or that it took too long or ended the process.
+        Raises RequestError: the one of `build`, or one for a grammar that took too long or ended the process.
         """
         self.start()
         assert self._process is not None
         if not self._greeted:
-            error, _ = self._answer() or ("the process that tries grammars could not start", 0)
+            error, _ = self._answer() or ("the process that compiles grammars did not start", 0)
             if error is not None:
                 self.close()
                 raise RequestError(error, Code.NOT_SUPPORTED)
@@ -187,7 +187,7 @@ class GrammarSandbox:
         return size
 
     def close(self) -> int:
-        """End the process; its exit status."""
+        """End the process; returns its exit status."""
         process, self._process = self._process, None
         if process is None:
             return 0
@@ -197,12 +197,12 @@ class GrammarSandbox:
         return process.returncode
 
     def kill(self) -> None:
-        """End the process, from any thread: whoever waits for its answer goes on."""
+        """End the process, from any thread. A thread that waits for its reply continues."""
         if (process := self._process) is not None:
             process.kill()
 
     def _answer(self) -> tuple[str | None, int] | None:
-        """The next line of the process; None when it ended. It watches its own clock."""
+        """Read the next reply of the process; None when it ended. The process enforces its own deadline."""
         assert self._process is not None
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -213,7 +213,7 @@ class GrammarSandbox:
 
 
 def main(arguments: list[str]) -> None:
-    """The process itself. Its deadline is a signal that ends it, whatever it is doing."""
+    """Run the process itself. Its deadline is a signal, which ends it even in C code."""
     import psutil
 
     signal.setitimer(signal.ITIMER_REAL, START_S)

@@ -1,8 +1,8 @@
-"""The distributed group of one epoch: forming it, proving it, agreeing on tokens.
+"""Distributed group of one epoch: forming it, proving it, agreeing on tokens.
 
-The only file besides the models that names `mx.distributed`. A collective that ranks enter in different
-order does not fail, it returns wrong numbers; so no collective here stands in a branch that ranks could
-take differently, and each one is counted: the counts travel in Acks and must be equal.
+The only file besides the models that names `mx.distributed`. Collectives that ranks enter in different order
+do not fail; they return wrong numbers. So no collective here is in a branch that ranks could take
+differently. Each one is counted, and the counts travel in Acks and must be equal.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ import mlx.core as mx
 from ..errors import Code, ConfigError, GroupError, why_not_written
 from .jaccl import Factory, JacclFabric
 
+#: Elements of the smallest collective. Shorter ones stall: a single int32 took 8 ms where 64 took 0.7 ms.
 PAD = 64
-"""Elements of the smallest collective. Shorter ones stall: a single int32 took 8 ms where 64 took 0.7 ms."""
 
 LATENCY_ROUNDS = 8
-CHAINS = 3
-"""How often a chain of collectives is timed."""
+CHAINS = 3  # timings of a chain of collectives
 Timed = Literal["sum", "gather", "chain"]
 
 _COLLECTIVES = ("all_sum", "all_gather", "all_max", "all_min", "sum_scatter", "send", "recv", "recv_like")
 
 
 class CollectiveCounter:
-    """Counts collectives as the graph is built, those inside mlx-lm's layers included.
+    """Count of collectives as the graph is built, those inside mlx-lm's layers included.
 
-    The layers look `mx.distributed.all_sum` up at each call, so counting wrappers see every one. Install
+    The layers resolve `mx.distributed.all_sum` at each call, so counting wrappers see every one. Install
     once per process.
     """
 
     paused = False
-    #: The ranks of the group whose other ranks are left out, see `alone`.
+    #: Size of the group whose other ranks are left out, see `alone`; 0 for none.
     alone_of = 0
 
     def __init__(self) -> None:
@@ -65,7 +64,7 @@ class CollectiveCounter:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Collectives in graphs that are built for their shapes and never run do not count."""
+    """Suspend the count, for graphs that are built for their shapes and never run."""
     CollectiveCounter.paused = True
     try:
         yield
@@ -75,10 +74,11 @@ def uncounted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(ranks: int, *, compiled: bool) -> Iterator[None]:
-    """Forwards run without the other `ranks` - 1: collectives give what this rank puts in, in their shape.
+    """Run forwards without the other `ranks` - 1: collectives return this rank's own input.
 
-    Their numbers mean nothing. `compiled` must be False for a model with collectives in compiled functions:
-    what is traced now stays, and would leave the other ranks out for good.
+    Results have the right shape and meaningless numbers. `compiled` must be False for a model with
+    collectives in compiled functions, because a function that is traced now would leave the other ranks out
+    forever.
     """
     if not compiled:
         mx.disable_compile()
@@ -100,7 +100,7 @@ def _own_part(name: str, array: mx.array, ranks: int) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a rank computed with the others: the sum of everybody's 1; ranks and digests in rank order."""
+    """Result that a rank computed with the others: the sum of all ranks' 1; ranks and digests in order."""
 
     total: int
     ranks: tuple[int, ...]
@@ -108,7 +108,7 @@ class Proof:
 
 
 class LoneGroup:
-    """A group of one. It needs no collective: agreeing with itself is what it has computed."""
+    """Group of one. It needs no collective and returns its own values."""
 
     rank = 0
     size = 1
@@ -134,7 +134,7 @@ class LoneGroup:
 
 
 class RingGroup:
-    """A formed MLX group. `handle` is what the models' `shard` takes."""
+    """Formed MLX group. The models' `shard` takes `handle`."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -143,7 +143,7 @@ class RingGroup:
         self._mine = 1 if self.rank == 0 else 0
 
     def prove(self, digest: int) -> Proof:
-        """Sum of ones, gather of ranks, gather of `digest` (unsigned 32-bit, keyed by the epoch).
+        """Compute the sum of ones, and gather ranks and `digest` (unsigned 32-bit, keyed by the epoch).
 
         A foreign process that took a rank's place on the ring cannot know the digest.
         """
@@ -155,22 +155,22 @@ class RingGroup:
         return Proof(cast(int, total[0].item()), tuple(r[0] for r in table), tuple(r[1] for r in table))
 
     def latency_us(self) -> int:
-        """What one small collective takes, in microseconds: the mean of a few, one after the other."""
-        mx.eval(self.total(mx.ones((PAD,))))  # whoever is late is waited for here
+        """Return the time of one small collective, in microseconds: the mean of a few in sequence."""
+        mx.eval(self.total(mx.ones((PAD,))))  # waits for late ranks
         began = time.perf_counter()
         for _ in range(LATENCY_ROUNDS):
             mx.eval(self.total(mx.ones((PAD,))))
         return int((time.perf_counter() - began) / LATENCY_ROUNDS * 1e6)
 
     def timed(self, kind: Timed, size: int, rounds: int, progress: Callable[[], None]) -> float:
-        """What one collective over `size` bytes of each rank takes, in seconds: the median of `rounds`.
+        """Return the seconds of one collective over `size` bytes of each rank: the median of `rounds`.
 
-        In a "chain" each of `rounds` sums takes what the one before gave, with a step of arithmetic in
-        between, and all of them are one graph: on a GPU each includes a fence, as in a forward. `progress` is
-        called after each evaluation. All ranks must be asked for the same.
+        In a "chain" each of `rounds` sums takes the result of the one before, after a step of arithmetic. All
+        of them are one graph, so that on a GPU each includes a fence, as in a forward. Calls `progress` after
+        each evaluation. All ranks must run the same.
         """
         array = mx.ones((max(size // _NUMBER.size, 1),), dtype=_NUMBER)
-        mx.eval(array, self.total(array))  # whoever is late is waited for here
+        mx.eval(array, self.total(array))  # waits for late ranks
         if kind == "chain":
             times = [_clocked(self._chain(array, rounds), progress) for _ in range(CHAINS)]
             return median(times) / rounds
@@ -178,16 +178,16 @@ class RingGroup:
         return median([_clocked(collective(array), progress) for _ in range(rounds)])
 
     def _chain(self, array: mx.array, links: int) -> mx.array:
-        """So many sums, each of which depends on the one before; its numbers stay what they are."""
+        """Build `links` sums, each of which depends on the one before. The values stay the same."""
         for _ in range(links):
             array = self.total(array) * (1 / self.size)
         return array
 
     def agree(self, tokens: mx.array) -> mx.array:
-        """Rank 0's `tokens` (int32, [rows]) on every rank: the others add zeros to one small in-graph sum.
+        """Return rank 0's `tokens` (int32, [rows]) on every rank, by one small in-graph sum.
 
-        Every rank multiplies what it chose by its own 0 or 1, so that all ranks build the same graph and
-        the sum depends on the logits everywhere: a rank that ignored them would skip the last layer's
+        Every rank multiplies its own choice by 1 (rank 0) or 0 (others). So all ranks build the same graph,
+        and the sum depends on the logits everywhere. A rank that ignored them would skip the last layer's
         collectives.
         """
         rows = tokens.shape[0]
@@ -198,22 +198,21 @@ class RingGroup:
         return agreed[:rows]
 
     def total(self, array: mx.array) -> mx.array:
-        """The sum of every rank's `array`, in its shape and type."""
+        """Return the sum of every rank's `array`, in its shape and type."""
         total: mx.array = mx.distributed.all_sum(_padded(array), group=self.handle)
         return total[: array.size].reshape(array.shape)
 
     def gather(self, array: mx.array) -> mx.array:
-        """Every rank's `array`, in rank order: [size, *shape]."""
+        """Return every rank's `array`, in rank order: [size, *shape]."""
         rows: mx.array = mx.distributed.all_gather(_padded(array)[None], group=self.handle)
         return rows[:, : array.size].reshape(self.size, *array.shape)
 
 
-_NUMBER = mx.bfloat16
-"""What ranks exchange in most models' forwards."""
+_NUMBER = mx.bfloat16  # type of the numbers that ranks exchange in most models' forwards
 
 
 def _clocked(array: mx.array, progress: Callable[[], None]) -> float:
-    """How long computing it takes, in seconds."""
+    """Compute `array`; returns the seconds that it took."""
     began = time.perf_counter()
     mx.eval(array)
     seconds = time.perf_counter() - began
@@ -222,7 +221,7 @@ def _clocked(array: mx.array, progress: Callable[[], None]) -> float:
 
 
 def _padded(array: mx.array) -> mx.array:
-    """Its elements in one row, at least PAD of them."""
+    """Return the array's elements in one row, padded to at least PAD."""
     row = array.reshape(-1)
     return row if row.size >= PAD else mx.pad(row, (0, PAD - row.size))
 
@@ -231,19 +230,19 @@ Group = LoneGroup | RingGroup
 
 
 def is_available(backend: str) -> bool:
-    """Whether MLX has this backend on this machine. JACCL's `init` crashes where it has not."""
+    """Return True if MLX has this backend on this machine. Without it, JACCL's `init` crashes."""
     return bool(mx.distributed.is_available(backend))
 
 
 def init(backend: str, factory: Factory | None) -> Any:
-    """MLX's group of all ranks. `factory` is for JACCL, and None elsewhere."""
+    """Form MLX's group of all ranks. `factory` is for JACCL, and None elsewhere."""
     return mx.distributed.init(strict=True, backend=backend, all_gather_factory=factory)
 
 
 def use_fast_fences(fast: bool) -> None:
-    """Whether MLX's CPU and GPU synchronise the fast way, which can wedge a GPU until its machine restarts.
+    """Set whether MLX uses fast fences between CPU and GPU, which can wedge a GPU until a restart.
 
-    MLX looks at this once, when it first needs to know.
+    MLX reads the setting once, at its first use.
     """
     os.environ["MLX_METAL_FAST_SYNCH"] = "1" if fast else "0"
 
@@ -262,13 +261,12 @@ def form(
 ) -> Group:
     """Form the group; blocks until every rank is here.
 
-    The ring needs `hosts`, "ip:port" in rank order, JACCL a `fabric`. MLX reads them from a file, which is in
-    `folder` meanwhile. It holds the GIL all the while (but see `Exchange`) and its accept never gives up, so
-    the deadline is an alarm whose default action ends the process without asking Python.
+    The ring needs `hosts`, "ip:port" in rank order, JACCL a `fabric`. MLX reads them from a temporary file in
+    `folder`. It holds the GIL throughout (but see `SideChannelExchange`) and its accept never times out. So
+    the deadline is an alarm whose default action ends the process without Python.
 
-    Raises ConfigError where there is no such backend, GroupError (FORM_FAILED) when the file cannot be
-    written, MLX reports a failure or forms something else than was asked for, and what the fabric's
-    all-gather raises.
+    Raises ConfigError without such a backend, and the errors of the fabric's all-gather. Raises GroupError
+    (FORM_FAILED) when the file cannot be written, or MLX reports a failure or forms another group.
     """
     if backend == "none":
         if world_size != 1:
@@ -287,11 +285,11 @@ def form(
             _set(fabric.environment(os.environ, rank, path))
         try:
             group = RingGroup(init(backend, None if fabric is None else fabric.factory))
-        except (RuntimeError, ValueError, IndexError) as error:  # what C++ throws arrives as one of these
+        except (RuntimeError, ValueError, IndexError) as error:  # C++ exceptions arrive as one of these
             raise GroupError(f"rank {rank}: {backend} did not form: {error}", Code.FORM_FAILED) from error
     if (group.rank, group.size) != (rank, world_size):
         raise GroupError(
-            f"asked to be rank {rank} of {world_size}, formed rank {group.rank} of {group.size}",
+            f"requested rank {rank} of {world_size}, formed rank {group.rank} of {group.size}",
             Code.FORM_FAILED,
         )
     return group
@@ -301,7 +299,10 @@ _LACKING = {"jaccl": "; it needs macOS 26.2 or newer and its librdma"}
 
 
 def check_proof(proof: Proof, world_size: int, digest: int) -> None:
-    """Raises GroupError (PROOF_FAILED) unless all are here, once, in order, and know the epoch's secret."""
+    """Check that all ranks are here once, in order, and know the epoch's key.
+
+    Raises GroupError (PROOF_FAILED).
+    """
     expected = Proof(world_size, tuple(range(world_size)), (digest,) * world_size)
     for what in ("total", "ranks", "digests"):
         seen, wanted = getattr(proof, what), getattr(expected, what)

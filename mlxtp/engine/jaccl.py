@@ -1,8 +1,8 @@
-"""What JACCL needs to form a group: a file, an environment, and an all-gather of bytes among the ranks.
+"""Needs of a JACCL group: a file, an environment, and an all-gather of bytes among the ranks.
 
-Its ranks exchange where their RDMA connections are before there are any. MLX would do that over a TCP
-connection of its own; given a factory, it asks us, and we send those bytes through the pipe to the agent,
-whose links are authenticated.
+The ranks exchange the addresses of their RDMA connections before there are any. MLX would use a TCP
+connection of its own for that. Given a factory, it calls this module instead, which sends those bytes through
+the pipe to the agent, whose links are authenticated.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from ..errors import Code, ConfigError, GroupError, LinkError
 from ..wire.messages import Gathered, Message, SideChannel
 from ..wire.rdma import Matrix, device_file, fault, square
 
-Gather = Callable[[bytes, int], bytes]
-"""`gather(src, n)`: every rank's n bytes, in rank order."""
+Gather = Callable[[bytes, int], bytes]  # `gather(src, n)` returns every rank's n bytes, in rank order
+#: `factory(rank, size)`, called once by `init` in the thread that called it.
 Factory = Callable[[int, int], Gather]
-"""`factory(rank, size)`, called once by `init` in the thread that called it."""
 
+#: Prefixes of the variables that JACCL reads; its own take precedence over those that begin with MLX_.
 _READ_BY_JACCL = ("JACCL_", "MLX_JACCL_")
-"""How the names of variables begin that JACCL reads; its own come before those that begin with MLX_."""
 
 
 @dataclass(frozen=True, slots=True)
 class JacclFabric:
-    """What a JACCL group is formed over. With `ring` it joins neighbours only."""
+    """RDMA connections of a JACCL group. With `ring` it joins neighbours only."""
 
     matrix: Matrix
     ring: bool
@@ -33,7 +32,7 @@ class JacclFabric:
 
     @classmethod
     def of(cls, entries: tuple[str, ...], size: int, *, ring: bool, factory: Factory) -> JacclFabric:
-        """From the entries of a Bootstrap. Raises ConfigError for a matrix that JACCL would misunderstand."""
+        """Read the entries of a Bootstrap. Raises ConfigError for a matrix that JACCL would misread."""
         try:
             matrix = square(entries, size)
         except ValueError as error:
@@ -43,14 +42,14 @@ class JacclFabric:
         return cls(matrix, ring, factory)
 
     def file(self) -> str:
-        """The text of the file that `environment` names."""
+        """Return the text of the file that `environment` names."""
         return device_file(self.matrix)
 
     def environment(self, present: Iterable[str], rank: int, path: str) -> dict[str, str | None]:
-        """Variables to set, and with None those to take away, of which `present` may have some.
+        """Return variables to set, and with None those of `present` to remove.
 
-        Nothing is left to what this process was started with: a variable that is merely there prefers the
-        ring, a rank that is not there is 0, and JACCL_RANK hides MLX_RANK.
+        Inherited variables must not count: the mere presence of one prefers the ring, a missing rank means 0,
+        and JACCL_RANK hides MLX_RANK.
         """
         strangers = [name for name in present if name.startswith(_READ_BY_JACCL)]
         variables: dict[str, str | None] = dict.fromkeys(strangers)
@@ -61,11 +60,11 @@ class JacclFabric:
 
 
 class SideChannelExchange:
-    """One rank's end of the side channel, for one `init`. What is said in it is opaque here.
+    """One rank's end of the side channel, for one `init`. Its content is opaque here.
 
-    `send` hands a message to the agent; `receive` waits so many seconds for its next one and raises LinkError
-    (LINK_TIMEOUT) when none comes. `init` holds the GIL but for the time that `receive` waits: only then do
-    other threads of this process read links and answer Pings.
+    `send` sends a message to the agent. `receive` waits the given seconds for the agent's next one and raises
+    LinkError (LINK_TIMEOUT) when none comes. `init` holds the GIL except while `receive` waits: only then do
+    other threads of this process read links and reply to Pings.
     """
 
     def __init__(
@@ -85,15 +84,15 @@ class SideChannelExchange:
         self._failure: GroupError | None = None
 
     def factory(self, rank: int, size: int) -> Gather:
-        """Raises GroupError when JACCL takes itself for somebody else."""
+        """Return `gather` for JACCL. Raises GroupError when JACCL reports another rank or size."""
         if (rank, size) != (self._rank, self._size):
             raise self._failed(
-                f"JACCL takes itself for rank {rank} of {size}; this is rank {self._rank} of {self._size}"
+                f"JACCL reports rank {rank} of {size}; this is rank {self._rank} of {self._size}"
             )
         return self.gather
 
     def gather(self, src: bytes, n: int) -> bytes:
-        """One round. Raises GroupError when it cannot be had, and at once in every later call."""
+        """Run one round. Raises GroupError when it fails, and then in every later call."""
         if self._failure is not None:
             raise GroupError(self._failure.detail, self._failure.code)
         if len(src) != n:
@@ -103,7 +102,7 @@ class SideChannelExchange:
         answer = self._answer()
         if not isinstance(answer, Gathered):
             raise self._failed(
-                f"the agent said {type(answer).__name__} while JACCL was forming", Code.SHUTTING_DOWN
+                f"the agent sent {type(answer).__name__} while JACCL was forming", Code.SHUTTING_DOWN
             )
         if answer.error:
             raise self._failed(answer.error)
@@ -121,7 +120,7 @@ class SideChannelExchange:
             if error.code is not Code.LINK_TIMEOUT:
                 raise
             raise self._failed(
-                f"rank {self._rank}: round {self._round} of JACCL's side channel was not answered "
+                f"rank {self._rank}: round {self._round} of JACCL's side channel got no reply "
                 f"within {self._round_s:g} s"
             ) from None
 

@@ -1,7 +1,7 @@
-"""How much room KV caches take. Pure; the same on every rank, and what rank 0 counts with.
+"""Room that KV caches take. Pure; the same on every rank, and the basis of rank 0's budget.
 
-Sizes grow in steps of a half and a third (64, 96, 128, 192, ...), so that an array that grows with its
-sequence is copied seldom and at most a third of it is empty.
+Sizes grow in steps of a half and a third (64, 96, 128, 192, ...). So an array that grows with its sequence
+is copied seldom, and at most a third of it is empty.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ SMALLEST = 64
 
 
 def capacity(length: int) -> int:
-    """Positions to hold for a row of `length` tokens."""
+    """Return the positions to allocate for a row of `length` tokens."""
     size = SMALLEST
     while size < length:
         if size * 3 // 2 >= length:
@@ -22,7 +22,7 @@ def capacity(length: int) -> int:
 
 
 def fitting(room: int) -> int:
-    """The longest sequence whose capacity is at most `room`; 0 for none."""
+    """Return the longest sequence whose capacity is at most `room`; 0 for none."""
     size = SMALLEST
     if room < size:
         return 0
@@ -32,16 +32,16 @@ def fitting(room: int) -> int:
 
 
 def slots(rows: int) -> int:
-    """Rows to hold for `rows` sequences that decode together: a power of two."""
+    """Return the rows to allocate for `rows` sequences that decode together: a power of two."""
     return 1 << max(rows - 1, 0).bit_length()
 
 
 def view(length: int) -> int:
-    """Positions that attention reads when the longest row has `length` tokens."""
+    """Return the positions that attention reads when the longest row has `length` tokens."""
     step = 64 if length <= 512 else 256
     return -(-length // step) * step
 
 
 def batch_tokens(lengths: Sequence[int]) -> int:
-    """Positions that a batch of rows of these lengths occupies: all rows have the room of the longest."""
+    """Return the positions of a batch of rows of these lengths: all rows have the room of the longest."""
     return slots(len(lengths)) * capacity(max(lengths)) if lengths else 0

@@ -1,4 +1,4 @@
-"""From a folder on disk to this rank's share of a model in memory, strictly."""
+"""Strict loading of this rank's share of a model from a folder."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from .tensor_rows import Folder, StoredTensor, is_plain, read_share, share_of
 from .vocabulary import ShardedEmbedding, ShardedHead, Vocabulary, shard
 
 _BRIEF = 200
+#: Raised for missing and surplus tensors, wrong shapes, broken files, layers that do not divide, no memory.
 _MLX_LM_RAISES = (
     ValueError,
     LookupError,
@@ -43,26 +44,23 @@ _MLX_LM_RAISES = (
     OSError,
     struct.error,
 )
-"""For missing and surplus tensors, wrong shapes, broken files, layers that do not divide, no memory."""
 _AT_ONCE = 256 << 20  #: bytes of weights that are read and checked in one evaluation
-_CUT_AT_ONCE = 1 / 16  #: of a rank's share: the most that whole tensors may take while they are cut
+_CUT_AT_ONCE = 1 / 16  #: part of a rank's share that whole tensors may take while they are cut
+#: A type's bits as signed and unsigned numbers, then infinity and minus infinity. The largest signed number
+#: is a positive one, and the largest unsigned number a negative one, if there is any. NaN and infinity are at
+#: the end of each. Neither check takes memory, nor as much time as `isfinite`.
 _FLOATS = {
     mx.float32: (mx.int32, mx.uint32, 0x7F800000, 0xFF800000),
     mx.bfloat16: (mx.int16, mx.uint16, 0x7F80, 0xFF80),
     mx.float16: (mx.int16, mx.uint16, 0x7C00, 0xFC00),
 }
-"""A type's bits as signed and unsigned numbers, then infinity and minus infinity.
-
-The largest signed number is a positive one, and the largest unsigned number a negative one, if there is any:
-NaN and infinity are at the end of each. Neither look takes memory, nor as much time as `isfinite`.
-"""
+#: NaN in the one-byte scales of mxfp4 and mxfp8 weights, and a NaN in those of nvfp4.
 _NAN_SCALE = 255
-"""NaN in the one-byte scales of mxfp4 and mxfp8 weights, and a NaN in those of nvfp4."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShare:
-    """A model whose weights are this rank's share, all of them in memory."""
+    """Model whose weights are this rank's share, all of them in memory."""
 
     model: Any
     name: str
@@ -70,27 +68,24 @@ class ModelShare:
     vocabulary: Vocabulary
     eos: frozenset[int]
     weight_bytes: int
-    batches: bool
-    """Whether its caches can be merged; when not, sequences run one after the other."""
-    peak_bytes: int
-    """The most that arrays took at any time of the load."""
+    batches: bool  # its caches can be merged; otherwise sequences run one at a time
+    peak_bytes: int  # the most that arrays took at any time of the load
+    #: Bytes of one more token in this rank's caches, over all layers. A cache that keeps a window of tokens
+    #: counts like one that keeps them all; one that does not grow counts nothing.
     kv_token_bytes: int
-    """What one more token takes in this rank's caches, over all layers. A cache that keeps a window of tokens
-    counts like one that keeps them all; one that does not grow counts nothing."""
 
 
 def load(folder: Path, group: Group, progress: Callable[[], None]) -> ModelShare:
     """Load this rank's share. Calls `progress` after the vocabulary and after each layer.
 
-    Nothing is left half-loaded: it returns a whole model or raises ModelError, in the words of whoever chose
-    the folder, or GroupError (OUT_OF_MEMORY, GPU_TIMEOUT) when the machine failed and not the model. No
-    collective runs, so a rank may fail alone. Peak memory is about the share plus one tensor, because a few
-    tensors are cut and evaluated before others are read, and of the vocabulary, which holds the largest, only
-    this rank's rows are.
+    Never leaves a model half-loaded. Raises ModelError that names the folder, or GroupError (OUT_OF_MEMORY,
+    GPU_TIMEOUT) when the machine failed and not the model. No collective runs, so a rank may fail alone.
+    Peak memory is about the share plus one tensor: a few tensors are cut and evaluated before others are
+    read, and only this rank's rows of the vocabulary, which holds the largest, are read.
     """
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-    maybe_set_recommended_wired_limit()  # on Metal, keep the weights from being paged out; elsewhere nothing
+    maybe_set_recommended_wired_limit()  # keeps Metal from paging out the weights; elsewhere no effect
     config = read_config(folder)
     check_shardable(config, group.size)
     check_divisible(config, group.size)
@@ -125,7 +120,7 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> ModelShare
 
 @contextlib.contextmanager
 def _unkept() -> Iterator[None]:
-    """Buffers of tensors that were cut go back to the system at once instead of being kept for reuse."""
+    """Return buffers of cut tensors to the system at once instead of keeping them for reuse."""
     limit = mx.set_cache_limit(0)
     try:
         yield
@@ -139,7 +134,7 @@ def _weights(model: Any) -> dict[str, mx.array]:
 
 
 def _own_bytes(stored: Mapping[str, StoredTensor], group: Group, name: str, weight: mx.array) -> mx.array:
-    """Return a weight as it is, or, where it is some rows of a file's tensor, read from these rows alone."""
+    """Return the weight unchanged. If it is some rows of a file's tensor, read only these rows."""
     whole = stored.get(name)
     if whole is None or not share_of(whole, weight, group.size):
         return weight
@@ -153,7 +148,7 @@ def _evaluate(
     progress: Callable[[], None],
     own: Callable[[str, mx.array], mx.array],
 ) -> None:
-    """Read every weight: the vocabulary, one layer after the other, the rest. `own` may replace one.
+    """Read every weight: the vocabulary, each layer in order, then the rest. `own` may replace one.
 
     Raises ModelError (MODEL_INVALID) with the names of weights that are not numbers.
     """
@@ -194,11 +189,11 @@ def _evaluate(
 def _batches(
     names: Iterable[str], weights: Mapping[str, mx.array], ranks: int, room: int
 ) -> Iterator[list[str]]:
-    """Names of weights to evaluate together, since a wait for each costs seconds on a GPU.
+    """Yield names of weights to evaluate together, because a wait for each costs seconds on a GPU.
 
-    One batch has at most `_AT_ONCE` bytes, because Metal ends what waits too long for a disk. A weight that
-    is computed, such as a rank's part of a tensor, takes the whole tensor meanwhile. Such whole tensors take
-    at most `room` bytes together, but for one that is larger.
+    One batch has at most `_AT_ONCE` bytes, because Metal ends a command that waits too long for a disk. A
+    weight that is computed, such as a rank's part of a tensor, takes the whole tensor meanwhile. Such whole
+    tensors take at most `room` bytes together, except for a single larger one.
     """
     batch: list[str] = []
     held = wholes = 0
@@ -215,13 +210,16 @@ def _batches(
 
 
 def _is_faster_by_columns(weight: mx.array) -> bool:
-    """A layer multiplies by the transpose of its weight. The reference BLAS of MLX's Linux wheels does that
-    twice as fast where columns lie together, with the same result bit for bit."""
+    """Return True for a layer's weight on a CPU, because a layer multiplies by the transpose.
+
+    The reference BLAS of MLX's Linux wheels does that twice as fast where columns are contiguous, with the
+    same result bit for bit.
+    """
     return mx.default_device() == mx.cpu and weight.ndim == 2 and weight.dtype == mx.float32
 
 
 def _by_columns(weight: mx.array) -> mx.array:
-    """The same matrix, its columns one after the other in memory."""
+    """Return the same matrix with contiguous columns in memory."""
     columns = mx.contiguous(weight.T)
     mx.eval(columns)
     view: mx.array = columns.T
@@ -234,7 +232,7 @@ def _tensors(count: int) -> str:
 
 
 def _look(array: mx.array, name: str) -> mx.array | None:
-    """Return one boolean, true if some of them are no numbers; None where all values are numbers."""
+    """Return one boolean, true if some values are NaN or infinite; None for a type without such values."""
     row = array.reshape(-1)
     if not row.size:
         return None
@@ -247,13 +245,13 @@ def _look(array: mx.array, name: str) -> mx.array | None:
 
 
 def _broken(looks: dict[str, mx.array]) -> list[str]:
-    """Return the names of what is broken, after one wait for the device."""
+    """Return the names of broken tensors, after one wait for the device."""
     found = mx.stack(list(looks.values())).tolist() if looks else []
     return [name for name, broken in zip(looks, cast("list[bool]", found), strict=True) if broken]
 
 
 def _kv_token_bytes(model: Any) -> int:
-    """From the shapes of two forwards that are built and never run."""
+    """Return the bytes of one token's caches, from the shapes of two forwards that are never run."""
     few, many = 256, 512  # mlx-lm's caches grow by 256
     with uncounted():
         return (_cache_bytes(model, many) - _cache_bytes(model, few)) // (many - few)
@@ -270,7 +268,7 @@ def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> N
     """Call `forwards`, which runs and evaluates some, without the other ranks.
 
     Metal loads and compiles kernels at a first forward. In a joint one, the other ranks' command buffers
-    would wait for that, and macOS ends what waits for some seconds. Raises as `load` does.
+    would wait for that, and macOS ends a buffer that waits for some seconds. Raises as `load` does.
     """
     try:
         with alone(ranks, compiled=not compiles_collectives(loaded.model)):
@@ -280,7 +278,7 @@ def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> N
 
 
 def make_cache(model: Any) -> list[Any]:
-    """One empty KV cache for each layer, of the kind the model wants."""
+    """Return one empty KV cache for each layer, of the kind that the model wants."""
     from mlx_lm.models.cache import make_prompt_cache
 
     caches: list[Any] = make_prompt_cache(model)
@@ -288,7 +286,7 @@ def make_cache(model: Any) -> list[Any]:
 
 
 def read_config(folder: Path) -> Config:
-    """The model's config.json. Raises ModelError when it is missing or is not JSON."""
+    """Return the model's config.json. Raises ModelError when it is missing or is not JSON."""
     path = folder / "config.json"
     try:
         config = json.loads(text_of(path, MAX_CONFIG_BYTES))
@@ -304,7 +302,7 @@ def read_config(folder: Path) -> Config:
 
 
 def _read_weights(folder: Path) -> tuple[Any, Config]:
-    """The whole model, lazily: no weight is read before it is evaluated."""
+    """Load the whole model lazily: no weight is read before it is evaluated."""
     from mlx_lm.utils import load_model
 
     _check_shards_present(folder)
@@ -313,7 +311,7 @@ def _read_weights(folder: Path) -> tuple[Any, Config]:
         model, config = load_model(folder, lazy=True, strict=True, trust_remote_code=False)
     except FileNotFoundError:
         raise ModelError(f"{folder} holds no model*.safetensors", Code.MODEL_NOT_FOUND) from None
-    except SystemExit as error:  # what mlx-lm's olmo does without a package that it needs
+    except SystemExit as error:  # mlx-lm's olmo raises this without a package that it needs
         detail = f"{folder.name}: mlx-lm's code for this family ends the process that imports it"
         raise ModelError(detail, Code.MODEL_UNSUPPORTED) from error
     except _MLX_LM_RAISES as error:
@@ -322,7 +320,7 @@ def _read_weights(folder: Path) -> tuple[Any, Config]:
 
 
 def _failure(what: str, error: Exception) -> MlxtpError:
-    """The model's fault, unless this machine had no memory for it or its GPU took too long."""
+    """Return a ModelError, or a GroupError if this machine ran out of memory or its GPU took too long."""
     code = code_of(error, Code.MODEL_INVALID)
     detail = f"{what}: {type(error).__name__}: {_brief(error)}"
     if code is Code.MODEL_INVALID:
@@ -331,12 +329,12 @@ def _failure(what: str, error: Exception) -> MlxtpError:
 
 
 def _brief(error: Exception) -> str:
-    """One line, short enough for every rank's words to fit one frame. MLX lists all tensors it misses."""
+    """Return one line, short enough for every rank's to fit one frame. MLX lists all missing tensors."""
     return textwrap.shorten(str(error), _BRIEF, placeholder=" ...")
 
 
 def _check_shards_present(folder: Path) -> None:
-    """The index names every file; one that is missing would otherwise surface as a list of tensors."""
+    """Check every file that the index names. A missing one would otherwise surface as a list of tensors."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return
@@ -352,7 +350,7 @@ def _check_shards_present(folder: Path) -> None:
 
 
 def _check_headers(folder: Path) -> None:
-    """Check every weight file, since MLX trusts what stands there. Raises ModelError."""
+    """Check the header of every weight file, because MLX trusts it. Raises ModelError."""
     for path in sorted(folder.glob("model*.safetensors")):
         try:
             read_header(path)
@@ -361,7 +359,7 @@ def _check_headers(folder: Path) -> None:
 
 
 def _vocabulary(config: Config) -> int:
-    """What config.json says, for models whose embedding is not known; 0 when it says nothing."""
+    """Return config.json's vocabulary size, for models whose embedding is not known; 0 without one."""
     size = text_config(config).get("vocab_size")
     return size if isinstance(size, int) else 0
 

@@ -1,4 +1,4 @@
-"""What rank 0 alone knows of the requests that run: penalties, grammars, who wants scores."""
+"""Rank 0's own knowledge of running requests: penalties, grammars, wanted scores."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .closing import AnswerBudget
 from .grammar import Matcher, unpack
 from .sampler import Shaper
 
-RECENT = 16  # tokens of an interrupted answer in which its ending is looked for again
+RECENT = 16  # tokens of an interrupted answer that are searched again for its ending
 
 
 @dataclass(slots=True)
 class _Order:
-    """One request. `generated` counts the tokens of its answer that have been fed or chosen."""
+    """Shaping of one request. `generated` counts its answer's tokens that have been fed or chosen."""
 
     shaper: Shaper | None
     guide: Guided | None
@@ -28,24 +28,24 @@ class _Order:
 
 
 class Guided:
-    """Implements `scheduler.Guide`: a matcher, and the mask for the token that is chosen next."""
+    """Implementation of `scheduler.Guide`: a matcher, and the mask for the next token."""
 
     def __init__(self, matcher: Matcher, vocabulary: int, left: int, answered: Sequence[int] = ()) -> None:
-        """Begin with `left` tokens of room, of which the answer has `answered` already.
+        """Begin with room for `left` tokens, including the ones already `answered`.
 
-        Raises MlxtpError when no token can come, or one of `answered` could not.
+        Raises MlxtpError when no token can come, or the grammar does not allow one of `answered`.
         """
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._left = left
         self._room = AnswerBudget(matcher, left)
         for number, token in enumerate(answered, RECENT - len(answered)):
-            # It may have been cut just before it was interrupted. To look further back would hold rows up.
+            # It may have been cut just before it was interrupted. Searching further back would delay rows.
             if number >= 0 and self._room.watched(self._left):
                 self._room.fitting(matcher, self._left)
             self.accept(token)
+        #: Bool [vocabulary]: tokens that may come after those that `forced` returned last.
         self.mask = np.zeros(vocabulary, np.bool_)
-        """Bool [vocabulary]: what may come after the tokens that `forced` named last."""
         if not self.finished:
             self.mask = unpack(self._room.fitting(matcher, self._left), vocabulary)
 
@@ -78,7 +78,7 @@ class Guided:
 
 
 class RequestShaping(LogitShaping):
-    """Requests by their own uid; sequences by the uid that frames name them with."""
+    """Shaping of all requests: requests by their own uid, sequences by their uid in frames."""
 
     def __init__(self) -> None:
         self._orders: dict[int, _Order] = {}
@@ -87,7 +87,7 @@ class RequestShaping(LogitShaping):
         self._eos: tuple[int, ...] = ()
 
     def open(self, vocabulary: int, eos: frozenset[int]) -> None:
-        """A model was loaded."""
+        """Prepare for a loaded model."""
         self.clear()
         self._vocabulary, self._eos = vocabulary, tuple(sorted(eos))
 
@@ -96,7 +96,7 @@ class RequestShaping(LogitShaping):
         self._sequences.clear()
 
     def enter(self, request: Generate, guide: Guided | None) -> None:
-        """A request was admitted. `guide` stands behind what the request has of its answer."""
+        """Add an admitted request. `guide` has already accepted the request's part of its answer."""
         shaped = request.shaping != PLAIN or guide is not None
         if not shaped and request.logprobs < 0:
             return
@@ -109,17 +109,17 @@ class RequestShaping(LogitShaping):
         self._orders[request.uid] = _Order(shaper, guide, request.logprobs, request.answered)
 
     def leave(self, request: int) -> None:
-        """It has ended."""
+        """Remove a request that has ended."""
         if (order := self._orders.pop(request, None)) is not None:
             self._sequences = {uid: other for uid, other in self._sequences.items() if other is not order}
 
     def begin(self, uid: int, request: int) -> None:
-        """A sequence starts to work on a request."""
+        """Assign a sequence to a request."""
         if (order := self._orders.get(request)) is not None:
             self._sequences[uid] = order
 
     def forced(self, uid: int, tokens: Sequence[int]) -> None:
-        """The row's next step feeds these tokens before it chooses one."""
+        """Count tokens that the row's next step feeds before it chooses one."""
         if (order := self._sequences.get(uid)) is not None and order.shaper is not None:
             for token in tokens:
                 order.shaper.advance(token)

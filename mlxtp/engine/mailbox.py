@@ -1,4 +1,4 @@
-"""What arrives at a rank: reader threads put it here, the one MLX thread takes it out."""
+"""Incoming messages of a rank: reader threads put them here, the one MLX thread takes them out."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ from ..errors import Code, GroupError, LinkError, MlxtpError
 from ..wire.blocking import BlockingLink
 from ..wire.session import Received
 
-AGENT = -1
-"""The sender that is this rank's own agent; senders from 0 on are ranks."""
-COMPILER = -2
-"""The sender of compiled grammars."""
-LEADER = 0
-"""The sender whose frames ranks above 0 obey."""
+AGENT = -1  # the sender that is this rank's own agent; senders from 0 on are ranks
+COMPILER = -2  # the sender of compiled grammars
+LEADER = 0  # the sender whose frames ranks above 0 execute
 
-Failure = Callable[[MlxtpError], None]
-"""Called by a reader thread whose link broke."""
+Failure = Callable[[MlxtpError], None]  # called by a reader thread whose link broke
 
 
 class Terminated(BaseException):
-    """SIGTERM: the step that runs is finished, then the process ends."""
+    """SIGTERM: the running step finishes, then the process ends."""
 
 
 class Mailbox:
@@ -36,11 +32,11 @@ class Mailbox:
         self._by_sender: dict[int, deque[Any]] = {}
 
     def post(self, sender: int, received: Any) -> None:
-        """Any thread or signal handler: hand over one message, or Terminated, to be raised in its turn."""
+        """Add one message, or Terminated, to be raised in order. For any thread or signal handler."""
         self._arrived.put((sender, received))
 
     def take(self, sender: int) -> Any:
-        """The sender's oldest message that is here, or None. Raises Terminated in its turn."""
+        """Return the sender's oldest message, or None if there is none. Raises Terminated in order."""
         self._sort()
         waiting = self._by_sender.get(sender)
         received = waiting.popleft() if waiting else None
@@ -58,7 +54,7 @@ class Mailbox:
         return True
 
     def receive(self, sender: int, deadline_s: float | None) -> Any:
-        """The sender's next message. Raises LinkError (LINK_TIMEOUT) when none comes in time."""
+        """Wait for the sender's next message. Raises LinkError (LINK_TIMEOUT) when none comes in time."""
         ends_at = None if deadline_s is None else time.monotonic() + deadline_s
         while (received := self.take(sender)) is None:
             left_s = None if ends_at is None else max(ends_at - time.monotonic(), 0.0)
@@ -74,7 +70,7 @@ class Mailbox:
 
 
 def name_of(sender: int) -> str:
-    """How a sender is called in messages to people."""
+    """Return the sender's name for messages to users."""
     return "the agent" if sender == AGENT else f"rank {sender}"
 
 
@@ -85,9 +81,9 @@ def read_in_background(
     fail: Failure,
     over: Callable[[], None] = lambda: None,
 ) -> threading.Thread:
-    """Start the thread that reads `link` until it ends in order; `fail` gets anything else.
+    """Start the thread that reads `link` until it ends in order; `fail` gets any error.
 
-    Calls `over` when nothing more will come, however the link ended.
+    Calls `over` after the last message, even when the link failed.
     """
 
     def read() -> None:

@@ -1,7 +1,7 @@
-"""mlx-lm without what no rank needs: text is the agent's business, and so is the Hub.
+"""Import of mlx-lm without modules that no rank needs, because only agents handle text and the Hub.
 
 `import mlx_lm` loads transformers and huggingface-hub, which takes 2.2 of its 2.7 s of processor time (Linux,
-one core) whenever a rank starts, and a group that recovers waits for that.
+one core) whenever a rank starts. A recovering group waits for that.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+#: Names that mlx-lm imports from modules that it needs only to tokenize and to download.
 _ABSENT = {
     "transformers": ("PreTrainedTokenizer",),
     "huggingface_hub": ("snapshot_download",),
     "mlx_lm.tokenizer_utils": ("TokenizerWrapper", "load"),
 }
-"""What mlx-lm takes from modules that it then only needs to tokenize and to download."""
 
 
 def import_mlx_lm() -> None:
-    """Import mlx-lm while these modules are empty, then take the empty ones away.
+    """Import mlx-lm while these modules are empty, then remove the empty ones.
 
-    Whatever imports them later, a model's own code say, gets the real ones. An mlx-lm that needs more of them
-    than this knows is imported as a whole.
+    A later import, such as one by a model's own code, gets the real ones. An mlx-lm that needs other names of
+    these modules is imported as a whole.
     """
     if "mlx_lm" in sys.modules:
         return
@@ -31,7 +31,7 @@ def import_mlx_lm() -> None:
     sys.modules.update(empty)
     try:
         import mlx_lm.utils
-    except Exception:  # noqa: BLE001 - as said above
+    except Exception:  # noqa: BLE001 - see the docstring
         for name in [name for name in sys.modules if name.partition(".")[0] == "mlx_lm"]:
             del sys.modules[name]
     finally:
@@ -49,7 +49,7 @@ def _empty(name: str, attributes: tuple[str, ...]) -> ModuleType:
 
 
 class _Absent:
-    """In place of a class or a function."""
+    """Placeholder for a class or a function."""
 
     def __new__(cls, *_: object, **__: object) -> _Absent:
-        raise RuntimeError(f"a rank was to use {cls.__module__}.{cls.__name__}, which only agents load")
+        raise RuntimeError(f"a rank used {cls.__module__}.{cls.__name__}, which only agents load")

@@ -1,7 +1,7 @@
-"""The index of kept KV caches: whose tokens begin as a new prompt does, and who makes room.
+"""Index of kept KV caches: the longest shared beginning with a new prompt, and evictions.
 
-Rank 0 has it and names what follows from it in frames; it holds tokens, not caches. A uid here is the
-sequence whose cache it is: one that has ended and is kept, or one that runs and shares what it has.
+Only rank 0 has it, and sends its decisions in frames. It holds tokens, not caches. A uid here is the
+cache's sequence: one that has ended and is kept, or one that runs and shares its cache.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from dataclasses import dataclass
 
 from .kv_budget import capacity
 
-SHORTEST_HIT = 16
-"""Tokens a hit must save."""
+SHORTEST_HIT = 16  # tokens that a hit must save
 
-_WORD = 4
-"""Bytes of a packed token."""
+_WORD = 4  # bytes of a packed token
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The cache of `uid` holds the first `length` tokens of the prompt.
+    """Cache of `uid`, which holds the first `length` tokens of the prompt.
 
-    `whole`: it is kept, and holds nothing but tokens of the prompt, so that it may be taken over; one that
-    holds the entire prompt must lose its last token, for one is always left to feed. Otherwise its beginning
-    may be copied. `running`: the sequence is not over yet.
+    `whole`: it is kept and holds only tokens of the prompt, so that it may be taken over. If it holds the
+    entire prompt, it must lose its last token, because one is always left to feed. Otherwise its beginning
+    may be copied. `running`: the sequence has not ended.
     """
 
     uid: int
@@ -38,19 +36,17 @@ class PrefixCache:
     """Kept caches of at most `max_entries` sequences and `budget` positions, and those of running ones.
 
     A cache counts as the `capacity` of its tokens, which is the most that its arrays hold. Running sequences
-    count towards neither and are never evicted.
+    count towards neither limit and are never evicted.
     """
 
     def __init__(self, budget: int, max_entries: int, shortest_hit: int = SHORTEST_HIT) -> None:
         self._budget = budget
         self._max_entries = max_entries
         self._shortest_hit = shortest_hit
-        self._kept: dict[int, bytes] = {}
-        """Packed tokens by uid, least recently used first."""
+        self._kept: dict[int, bytes] = {}  # packed tokens by uid, least recently used first
         self._running: dict[int, bytes] = {}
         self._positions = 0
-        self.changes = 0
-        """Grows whenever `find` may have another answer than before."""
+        self.changes = 0  # grows whenever `find` may return another result than before
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -61,11 +57,11 @@ class PrefixCache:
         return self._positions
 
     def keep(self, uid: int, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Keep the cache of a sequence that has ended and holds `tokens`. Returns whose caches to free.
+        """Keep the cache of an ended sequence that holds `tokens`. Returns the uids of caches to free.
 
         Those are the kept ones that `tokens` begins with, then the least recently used until there is room.
-        It is `uid` itself, alone, when the cache is too short or too large, or all in a kept one, which
-        then counts as used. Raises ValueError when `uid` is kept already.
+        Returns only `uid` itself when the cache is too short or too large, or a kept one contains it. The
+        kept one then counts as used. Raises ValueError when `uid` is kept already.
         """
         if uid in self._kept:
             raise ValueError(f"uid {uid} is kept already")
@@ -89,17 +85,17 @@ class PrefixCache:
         return tuple(freed)
 
     def share(self, uid: int, tokens: Sequence[int]) -> None:
-        """A running sequence's cache holds `tokens` by now; others may copy it until `unshare` or `keep`."""
+        """Record that a running sequence's cache holds `tokens`, to be copied until `unshare` or `keep`."""
         self._running[uid] = _pack(tokens)
         self.changes += 1
 
     def unshare(self, uid: int) -> None:
-        """The running sequence shares no longer, if it did."""
+        """Stop sharing a running sequence's cache, if it is shared."""
         if self._running.pop(uid, None) is not None:
             self.changes += 1
 
     def find(self, prompt: Sequence[int]) -> Hit | None:
-        """The cache with the most of the beginning of `prompt`, its last token left out; None for too little.
+        """Return the cache with the longest beginning of `prompt` without its last token; None if too short.
 
         Among equals one that may be taken over comes first, then a kept one, then the latest used.
         """
@@ -109,7 +105,7 @@ class PrefixCache:
         least = max(self._shortest_hit, 1)
         for running, entries in ((False, self._kept), (True, self._running)):
             for uid, held in reversed(entries.items()):
-                # Only an entry that has this much in common can be better, and most have not.
+                # Only an entry with this much in common can be better, and most have less.
                 if len(held) < _WORD * least or not _agree_at(held, usable, least - 1):
                     continue
                 length = _common(held, usable)
@@ -120,12 +116,12 @@ class PrefixCache:
         return best
 
     def touch(self, uid: int) -> None:
-        """The cache was used. Raises KeyError when there is none of that uid."""
+        """Mark the cache as used. Raises KeyError when there is none of that uid."""
         if uid not in self._running:
             self._kept[uid] = self._kept.pop(uid)
 
     def take(self, uid: int) -> int:
-        """A kept cache leaves the index, for a sequence that goes on with it; how many tokens it holds.
+        """Remove a kept cache, for a sequence that continues with it; returns its number of tokens.
 
         Raises KeyError when it is not kept.
         """
@@ -135,13 +131,13 @@ class PrefixCache:
         return words
 
     def drop(self, uid: int) -> None:
-        """Forget the cache, kept or running, if there is one."""
+        """Remove the cache, kept or running, if there is one."""
         self.unshare(uid)
         if uid in self._kept:
             self.take(uid)
 
     def evict(self, positions: int) -> tuple[int, ...]:
-        """Evict the least recently used until so many positions are free or none is kept. Return whose."""
+        """Evict the least recently used until `positions` are freed or none is kept; returns their uids."""
         enough = self._positions - positions
         freed = []
         while self._kept and self._positions > enough:
@@ -149,7 +145,7 @@ class PrefixCache:
         return tuple(freed)
 
     def clear(self) -> None:
-        """Forget everything, running sequences included."""
+        """Remove everything, including running sequences."""
         self._kept.clear()
         self._running.clear()
         self._positions = 0
@@ -166,13 +162,13 @@ def _pack(tokens: Sequence[int]) -> bytes:
 
 
 def _agree_at(one: bytes, other: bytes, index: int) -> bool:
-    """Whether both have the same token at an index."""
+    """Return True if both have the same token at an index."""
     at = slice(index * _WORD, (index + 1) * _WORD)
     return one[at] == other[at]
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Tokens both begin with."""
+    """Return the number of tokens that both begin with."""
     shorter = min(len(one), len(other))
     if one[:shorter] == other[:shorter]:
         return shorter // _WORD

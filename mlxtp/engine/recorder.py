@@ -1,8 +1,8 @@
-"""The flight recorder of a rank: its last steps, in memory that outlives the process.
+"""Flight recorder of a rank: its last steps, in memory that outlives the process.
 
-The memory belongs to a file that the agent made and reads when this process is gone, however it went: nobody
-has to write anything when something fails. It holds counts, times and digests, no token and no text of
-a request. A step costs about a microsecond.
+The memory belongs to a file that the agent created and reads after this process has ended. So a failing
+process need not write anything. It holds counts, times and digests, no token and no text of a request. A
+step costs about a microsecond.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _NO_FILE = -1
 
 
 class Recorder:
-    """Writes one recording, laid out as in `wire/recording.py`. One thread writes steps, any the last words.
+    """Writer of one recording, laid out as in `wire/recording.py`.
 
-    `descriptor` is of a file of RECORDING_BYTES that is appended to; without one it is all for nobody.
+    One thread writes steps; any thread may write the last words. `descriptor` belongs to a file of
+    RECORDING_BYTES that is open for appending. Without it, the recording is discarded.
     """
 
     __slots__ = ("_descriptor", "_doubles", "_integers", "_memory", "_next")
@@ -58,21 +59,21 @@ class Recorder:
 
     @classmethod
     def at(cls, path: Path) -> Self:
-        """In the agent's file `path`. Raises OSError."""
+        """Open a recorder in the agent's file `path`. Raises OSError."""
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
         return cls(descriptor)
 
     def catch_crashes(self) -> None:
-        """Have the stacks written at a fatal signal, and at SIGTERM the main thread's, wherever it stands.
+        """Write all stacks at a fatal signal, and the main thread's at SIGTERM.
 
-        Call it when SIGTERM has its handler, which runs afterwards.
+        Call it after SIGTERM has its handler, which then runs after the write.
         """
         if self._descriptor != _NO_FILE:
             faulthandler.enable(self._descriptor)
             faulthandler.register(signal.SIGTERM, self._descriptor, all_threads=False, chain=True)
 
     def started(self, seq: int, kind: int, rows: int, now: float) -> int:
-        """A forward is about to be built, at `now` (monotonic, in seconds). Returns its place here."""
+        """Record the start of a forward at `now` (monotonic, in seconds). Returns its place here."""
         at = _FIRST + self._next % STEPS * SLOT_WORDS
         self._next += 1
         self._doubles[at] = now
@@ -82,23 +83,23 @@ class Recorder:
         return at
 
     def queued(self, at: int, forwards: int, collectives: int) -> None:
-        """It is built, and the device works on it."""
+        """Record that the forward is built, and the device works on it."""
         integers = self._integers
         integers[at + 4] = forwards
         integers[at + 5] = collectives
         self._doubles[at + 3] = monotonic()
 
     def finished(self, at: int, now: float, digest: int, fed: int) -> None:
-        """Its tokens are known."""
+        """Record that the forward's tokens are known."""
         self._integers[at + 7] = fed << 32 | digest
         self._doubles[at + 6] = now
 
     def entered(self, phase: str) -> None:
-        """The rank is in another phase."""
+        """Record that the rank has entered another phase."""
         PHASE.pack_into(self._memory, PHASE_AT, monotonic(), _PHASES[phase])
 
     def last_words(self, code: str, detail: str) -> None:
-        """Why this process ends."""
+        """Record why this process ends."""
         what, why = code.encode(), detail.encode(errors="replace")[:MAX_WORDS_BYTES]
         at = WORDS_AT + WORDS.size
         self._memory[at : at + len(what) + len(why)] = what + why

@@ -1,7 +1,7 @@
 """Requests on rank 0, from Generate to the scheduler and out again.
 
-A request is checked, its grammar compiled while others go on, and then it belongs to the scheduler. What only
-rank 0 knows of it stands on the desk.
+A request is checked, its grammar is compiled while others continue, and then it belongs to the scheduler.
+`RequestShaping` holds what only rank 0 knows of it.
 """
 
 from __future__ import annotations
@@ -35,27 +35,24 @@ from .steps import (
     StepResult,
 )
 
-MAX_ROWS = 64
-"""Sequences decoded at once. More wait their turn."""
+MAX_ROWS = 64  # sequences that decode at once; others wait
+#: Tokens of one forward over several prompts. A GPU reads the weights once for all of them.
 TOGETHER_ON_GPU = 512
-"""Tokens of one forward over several prompts. A GPU reads the weights once for all of them."""
+#: The same on a CPU, which takes as long for each token as for one alone and saves only a forward's own cost.
 TOGETHER_ON_CPU = 64
-"""A CPU takes as long for each token as for one alone: only the cost of a forward itself is shared."""
+#: Tokens of one step, all rows padded to the widest, up to which drafts pay, because a GPU waits for its
+#: weights anyway.
 DRAFTS_ON_GPU = 64
-"""Tokens of one step, all rows padded to the widest, up to which drafts are worth it: until then a GPU waits
-for its weights anyway."""
 DRAFTS_ON_CPU = 24
-MAX_PREFIXES = 64
-"""KV caches kept after their sequence has ended."""
+MAX_PREFIXES = 64  # KV caches kept after their sequence has ended
+#: Grammars that wait to be compiled, each for up to some seconds. Resumed answers are not refused.
 MAX_COMPILING = 32
-MAX_OWN_COMPILING = 28
-"""Grammars that wait, each for up to some seconds; and those of one client. Answers that have begun are not
-refused."""
+MAX_OWN_COMPILING = 28  # of these, grammars of one client
 UNLIMITED = 1 << 40
 
 
 class Requests:
-    """Those of the loaded model. `scheduler` is None while none is loaded."""
+    """Requests of the loaded model. `scheduler` is None while none is loaded."""
 
     def __init__(self, rank: RankExecutor, mail: Mailbox, shaping: RequestShaping, emitter: Emitter) -> None:
         self.scheduler: Scheduler | None = None
@@ -67,20 +64,19 @@ class Requests:
         self._reuses = False
         self._grammars: Grammars | None = None
         self._compiling: dict[int, Generate] = {}
+        #: Grammars that wait to be compiled, by kind and text: the number in FairQueue and the client.
         self._lined_up: dict[tuple[str, str], tuple[int, int]] = {}
-        """Grammars that wait to be compiled, by kind and text: the turn and its client."""
         self._turns = FairQueue()
-        self._compiles: tuple[str, str] | None = None
-        """The grammar that is being compiled."""
+        self._compiles: tuple[str, str] | None = None  # the grammar that is being compiled
+        #: Arrival (monotonic, in seconds) of requests without a forward yet, oldest first.
         self._waiting_since: dict[int, float] = {}
-        """Requests that have had no forward yet, oldest first."""
         self._context = 0
         self._last_uid = 0
 
     # --- the model -----------------------------------------------------------------------------------
 
     def open(self, command: LoadShard, reply: Loaded, drafter: DraftModel | None) -> int:
-        """A model was loaded on every rank; `reply` has the least room of all of them.
+        """Begin with a model that every rank has loaded; `reply` has the least room of all ranks.
 
         Returns the tokens of the longest sequence that the room holds.
         """
@@ -116,7 +112,7 @@ class Requests:
         return kv_budget.fitting(self._policy.kv_tokens)
 
     def close(self) -> None:
-        """No model any more."""
+        """Release the model."""
         if self.scheduler is not None:
             self._last_uid = self.scheduler.last_uid
         self.scheduler = self._policy = None
@@ -127,7 +123,7 @@ class Requests:
             self._compiles = None
 
     def drop(self, why: str) -> None:
-        """End every request with an error. Nothing of theirs may be on its way."""
+        """End every request with an error. No forward of theirs may be in flight."""
         self._emitter.fail_all(Code.SHUTTING_DOWN, why)
         self._compiling.clear()
         self._lined_up.clear()
@@ -146,7 +142,7 @@ class Requests:
     # --- in ------------------------------------------------------------------------------------------
 
     def admit(self, request: Generate) -> None:
-        """Check what can be checked at once; a grammar is compiled first, while the others go on."""
+        """Check a request and start it. Its grammar is compiled first, while other requests continue."""
         loaded = self._rank.loaded
         assert loaded is not None, "the pipe's protocol admits requests to a loaded model only"
         self._emitter.begin(request.uid)
@@ -180,7 +176,7 @@ class Requests:
             elif len(self._lined_up) >= MAX_COMPILING:
                 why = f"{MAX_COMPILING} grammars"
             if why and not request.answered:
-                detail = f"{why} wait to be compiled, the most there may be"
+                detail = f"{why} wait to be compiled, which is the limit"
                 self._emitter.fail(request.uid, Code.OVERLOADED, detail)
                 return
             self._lined_up[kind, text] = self._turns.following(request.client, own), request.client
@@ -188,7 +184,7 @@ class Requests:
         self._compile_next()
 
     def _compile_next(self) -> None:
-        """Begin with the next grammar, unless one is being compiled. Clients take turns."""
+        """Begin with the next grammar, unless one is being compiled. FairQueue orders clients."""
         if self._compiles is not None or not self._lined_up:
             return
         kind, text = self._compiles = min(self._lined_up, key=lambda each: self._lined_up[each][0])
@@ -199,9 +195,9 @@ class Requests:
         grammars.submit(kind, text, lambda outcome: mail.post(COMPILER, (grammars, kind, text, outcome)))
 
     def compiled(self, grammars: Grammars, kind: str, text: str, outcome: Grammar | RequestError) -> None:
-        """One grammar, for all who wait for it."""
+        """Start all requests that wait for this grammar."""
         if grammars is not self._grammars:
-            return  # it is for the tokens of a model that was taken away
+            return  # it belongs to the tokens of an unloaded model
         self._compiles = None
         self._compile_next()
         for request in self._who_waits_for(kind, text):
@@ -227,7 +223,7 @@ class Requests:
             except MlxtpError as error:
                 self._emitter.fail(request.uid, error.code, error.detail)
                 return
-            if guide.finished:  # all was said but that it is the end
+            if guide.finished:  # the answer is complete except for its end
                 self.emit((SequenceEnd(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
                 return
         wants = SequenceParams(
@@ -245,7 +241,7 @@ class Requests:
             self._emitter.fail(request.uid, error.code, error.detail)
             return
         self._shaping.enter(request, guide)
-        if not request.answered:  # what has begun is not ended for want of room
+        if not request.answered:  # an answer that has begun is not ended for lack of room
             self._waiting_since[request.uid] = time.monotonic()
         self._emitter.accept(request.uid)
 
@@ -259,7 +255,7 @@ class Requests:
             self.emit((end,))
 
     def give_up_waiting(self) -> None:
-        """End the request that has waited longest, if that was too long."""
+        """End the request that has waited longest, if it exceeds the limit."""
         if not self._waiting_since:
             return
         uid, since = next(iter(self._waiting_since.items()))
@@ -281,11 +277,11 @@ class Requests:
         self._emitter.emit(outcomes)
 
     def prefilled(self, move: Prefill) -> None:
-        """Report what of this prompt is computed: all that comes before the forward that runs."""
+        """Report the computed part of this prompt, which ends before the running forward."""
         self._emitter.prefilled(move.request, move.offset, move.cached)
 
     def moves(self, move: Move) -> None:
-        """The scheduler's next move is about to be made."""
+        """Prepare for the scheduler's next move."""
         if isinstance(move, Prefill | PrefillTogether):
             for prompt in (move,) if isinstance(move, Prefill) else move.prompts:
                 self._waiting_since.pop(prompt.request, None)

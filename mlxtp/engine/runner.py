@@ -1,8 +1,8 @@
-"""Runs forwards, on every rank alike: prefill chunks and decode steps over the running batch.
+"""Forwards, on every rank alike: prefill chunks and decode steps over the running batch.
 
-It decides nothing. Frames name every forward, every sequence that joins and every one that leaves; the same
-frames give the same graph on every rank. Results are lazy arrays already being computed: whoever reads them
-waits, nobody else does.
+The runner decides nothing. Frames name every forward, every sequence that joins and every one that leaves.
+The same frames give the same graph on every rank. Results are lazy arrays already being computed, and only
+reading them waits.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .batch import Batch, CacheKind, Caches, ForwardShape, LayerView, MergedBatc
 from .group import CollectiveCounter
 from .loader import ModelShare
 
+#: Forwards after which buffers that MLX keeps for reuse go back to the system, as in mlx-lm.
 CLEAR_EVERY = 256
-"""Forwards after which buffers that MLX keeps for reuse go back to the system, as mlx-lm does it."""
+#: Traced graphs that are kept: one for each number of rows, size of the KV arrays and view of them.
 MAX_GRAPHS = 128
-"""Traced graphs that are kept: one for each number of rows, size of the KV arrays and view of them."""
 MAX_SHAPES = 1024
-STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up has the kernels compiled
+STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up compiles the kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a forward chose, still being computed: `tokens` int32 [rows, width] and who they belong to.
+    """Tokens that a forward chose, still being computed: `tokens` int32 [rows, width] and their rows.
 
-    `widths` of them count in each row. `scores` holds, on rank 0, what rows asked for: (log-probabilities
-    [width], alternatives [width, top], their log-probabilities).
+    In each row the first `widths` of them count. On rank 0, `scores` holds the wanted scores: (log-
+    probabilities [width], alternatives [width, top], their log-probabilities).
     """
 
     tokens: mx.array
@@ -47,7 +47,7 @@ class Chosen:
 
 
 class Runner:
-    """The sequences of one loaded model and their KV caches. `compiled` replays decode graphs."""
+    """Sequences of one loaded model and their KV caches. `compiled` replays decode graphs."""
 
     def __init__(
         self,
@@ -66,22 +66,21 @@ class Runner:
         self._compiled = compiled and caches.slots
         self._prefilling: dict[int, Caches] = {}
         self._kept: dict[int, Caches] = {}
-        #: What each of them holds; to ask all their arrays takes tens of milliseconds.
+        #: Bytes of each of them, because summing all their arrays takes tens of milliseconds.
         self._kept_bytes: dict[int, int] = {}
         self._forwards: dict[int, int] = {}
         self._samplings: dict[int, Sampling] = {}
+        #: Possible lengths of each row's KV cache at its next step, depending on how many drafts were wrong.
         self._lengths: dict[int, range] = {}
-        """How long each row's KV cache may be at its next step, whichever of its drafts were wrong."""
         self._batch: Batch = caches.empty_batch()
+        #: Token that each row's last forward chose and its next one feeds, int32 [rows].
         self._tokens: mx.array | None = None
-        """The token that each row's last forward chose, int32 [rows]: what its next one feeds."""
+        #: Their embeddings [rows, hidden], where the choice returned them.
         self._embeddings: mx.array | None = None
-        """Their embeddings [rows, hidden], where choosing has brought them."""
         self._graphs: dict[tuple[int, ...], tuple[Callable[..., Any], int]] = {}
-        #: How many steps of several rows had the shape of such a key.
+        #: Number of steps of several rows by the shape of such a key.
         self._shapes: Counter[tuple[int, ...]] = Counter()
-        self.forwards = 0
-        """Forwards of this runner, prefill chunks and steps."""
+        self.forwards = 0  # forwards of this runner, prefill chunks and steps
 
     # --- forwards ------------------------------------------------------------------------------------
 
@@ -89,7 +88,7 @@ class Runner:
         """Queue one forward over the next tokens of a prompt.
 
         The chunk that ends the prompt chooses the first new token, and the sequence joins the batch as its
-        last row; before that the result is a zero to wait for.
+        last row. Earlier chunks return a zero to wait for.
         """
         caches = self._prefilling.get(frame.uid)
         if caches is None:
@@ -113,8 +112,7 @@ class Runner:
         return Chosen(chosen, (frame.uid,), (1,), scores)
 
     def prefill_together(self, frame: PromptBatch) -> Chosen:
-        """Queue one forward over what is left of several prompts; each becomes a row, and chooses its first
-        token."""
+        """Queue one forward over the rest of several prompts. Each becomes a row and gets its first token."""
         batch = self._batch
         assert isinstance(batch, SlotBatch), "other caches prefill one by one"
         first = len(batch.rows)
@@ -146,8 +144,7 @@ class Runner:
         """Queue one decode forward.
 
         `known` waits for what rank 0 needs before it chooses from the gathered logits, while these are being
-        computed. Raises GroupError (DESYNC) when the frame's rows are not the rows this rank holds, or are
-        not as long.
+        computed. Raises GroupError (DESYNC) when the frame's rows or their lengths differ from this rank's.
         """
         rows = frame.rows
         if rows != tuple(self._batch.rows) or self._tokens is None:
@@ -169,7 +166,7 @@ class Runner:
                 if known is not None:
                     mx.async_eval(logits, *self._batch_arrays())
                     known()
-            finally:  # the other ranks wait for what is chosen, whatever `known` raises
+            finally:  # even if `known` raises, because the other ranks wait for the choice
                 chosen, scores = self._draw(logits, rows, widths, positions + 1, frame)
                 embeddings = None
                 mx.async_eval(chosen, *self._batch_arrays())
@@ -182,9 +179,9 @@ class Runner:
         return Chosen(chosen, rows, widths, scores)
 
     def first_forwards(self, chunk: int) -> None:
-        """Run a chunk of a prompt and one step behind it, as a greedy request does, before there is any.
+        """Run a chunk of a prompt and one step, as a greedy request does, before any request.
 
-        The step is traced like those of requests, since a traced graph has kernels of its own.
+        The step is traced like those of requests, because a traced graph has its own kernels.
         """
         caches = self._caches.new()
         local = self._vocabulary.forward(
@@ -199,7 +196,7 @@ class Runner:
     # --- sequences -----------------------------------------------------------------------------------
 
     def stop(self, uid: int, keep: int) -> int:
-        """Take a sequence out and keep the first `keep` tokens of its KV cache under its uid.
+        """Remove a sequence and keep the first `keep` tokens of its KV cache under its uid.
 
         Returns the number of forwards it took part in.
         """
@@ -216,12 +213,12 @@ class Runner:
         return self._forwards.pop(uid)
 
     def evict(self, uids: tuple[int, ...]) -> None:
-        """Drop KV caches that were kept."""
+        """Free kept KV caches."""
         for uid in uids:
             del self._kept[uid], self._kept_bytes[uid]
 
     def kv_bytes(self) -> int:
-        """What the KV caches of all sequences hold, in bytes."""
+        """Return the bytes of all sequences' KV caches."""
         held = sum(self._kept_bytes.values()) + sum(map(_bytes, self._prefilling.values()))
         return held + sum(array.nbytes for array in self._batch_arrays())
 
@@ -247,7 +244,7 @@ class Runner:
         return cut(self._kept.pop(source), offset)
 
     def _feed(self, frame: StepToken, width: int) -> mx.array:
-        """int32 [rows, width]: what each row feeds, padded with zeros that no row will ever see."""
+        """Return the tokens that each row feeds, int32 [rows, width], padded with zeros that no row sees."""
         assert self._tokens is not None
         if not frame.widths:
             return self._tokens[:, None]
@@ -271,9 +268,9 @@ class Runner:
         *,
         winners: bool,
     ) -> tuple[mx.array, tuple[mx.array, mx.array] | None]:
-        """This rank's share of the logits [rows, width, share]; or the winners of all ranks, for greedy rows.
+        """Return this rank's share of the logits [rows, width, share]; with `winners`, those of all ranks.
 
-        `longest` is what the longest row holds afterwards.
+        `longest` is the longest row's length afterwards.
         """
         rows, width = tokens.shape
         if isinstance(self._batch, MergedBatch):
@@ -282,11 +279,14 @@ class Runner:
         assert isinstance(self._batch, SlotBatch)
         self._batch.reserve(longest)
         room, view = self._batch.shape(), min(kv_budget.view(longest), self._batch.shape()[1])
-        # Outside the graph: small steps of arithmetic that a graph would have kernels made for.
+        # Outside the graph, because a graph would compile kernels for these small steps of arithmetic.
         shape = ForwardShape.arrays(positions, width, view)
         if given is None and self._vocabulary.embedding is not None:
             given = self._vocabulary.embedding(tokens)
-        arrays, self._batch.arrays = self._batch.arrays, []  # nobody else owns them: written in place
+        arrays, self._batch.arrays = (
+            self._batch.arrays,
+            [],
+        )  # no other owner: written in place
         inputs = (tokens, [] if given is None else [given], shape, arrays)
         if self._compiled and width == 1 and self._comes_again(key := (rows, *room, view, winners)):
             outcome, self._batch.arrays = self._replay(key, winners, inputs)
@@ -302,7 +302,7 @@ class Runner:
         shape: list[mx.array],
         arrays: list[mx.array],
     ) -> tuple[list[mx.array], list[mx.array]]:
-        """The model, and what follows from its logits alone; then the KV arrays as they are afterwards."""
+        """Run the model. Returns the results of its logits alone, then the KV arrays afterwards."""
         common = ForwardShape(shape[0], shape[1], shape[2])
         layers = [LayerView(*pair, common) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
         embeddings = given[0] if given else None
@@ -311,7 +311,7 @@ class Runner:
         return outcome, [array for layer in layers for array in (layer.keys, layer.values)]
 
     def _comes_again(self, key: tuple[int, ...]) -> bool:
-        """Return True if a graph for steps of this shape pays: tracing takes time, and rows come and go."""
+        """Return True if a graph for steps of this shape pays, because tracing takes time and rows change."""
         if key[0] == 1 or key in self._graphs:
             return True
         if len(self._shapes) > MAX_SHAPES:
@@ -320,11 +320,10 @@ class Runner:
         return self._shapes[key] > STEPS_BEFORE_TRACE
 
     def _replay(self, key: tuple[int, ...], winners: bool, inputs: tuple[Any, ...]) -> Any:
-        """The body by a graph that was traced before: for one row, building it costs as much as running
-        it."""
+        """Run the body by a traced graph, because for one row building it costs as much as running it."""
         graph, collectives = self._graphs.get(key, (None, 0))
         if graph is not None:
-            self._counter.count += collectives  # replaying does not pass by the counter
+            self._counter.count += collectives  # a replay bypasses the counter
             return graph(*inputs)
         if len(self._graphs) == MAX_GRAPHS:
             self._graphs.clear()
@@ -333,7 +332,7 @@ class Runner:
         try:
             outcome = graph(*inputs)
         except (ValueError, RuntimeError):
-            # A model that looks at its own numbers cannot be traced: on no rank, and before anything runs.
+            # A model that reads its own values cannot be traced. Every rank fails here, before anything runs.
             self._compiled = False
             self._counter.count = before
             return self._body(winners, *inputs)
@@ -348,7 +347,7 @@ class Runner:
         at: mx.array,
         frame: PromptTokens | PromptBatch | StepToken,
     ) -> tuple[mx.array, mx.array | None, Scores]:
-        """Tokens int32 [rows, width], their embeddings where they came along, and the scores asked for."""
+        """Choose tokens int32 [rows, width]; returns them, any embeddings of theirs, and wanted scores."""
         if frame.exchange == "winners":
             tokens, embeddings = self._vocabulary.winners(local)
             broadcast = frame.agreement == "broadcast"
@@ -364,7 +363,7 @@ class Runner:
         at: mx.array,
         frame: PromptTokens | PromptBatch | StepToken,
     ) -> tuple[mx.array, Scores]:
-        """Tokens int32 [rows, width] from every rank's logits, and the scores asked for."""
+        """Choose tokens int32 [rows, width] from every rank's logits; returns them and wanted scores."""
         samplings = tuple(self._samplings[uid] for uid in rows)
         broadcast = frame.agreement == "broadcast"
         return self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)
@@ -384,7 +383,7 @@ class Runner:
         self._batch.join(uid, caches)
 
     def _remember_more(self, tokens: mx.array, embeddings: mx.array | None, *, alone: bool) -> None:
-        """What rows that join will feed next."""
+        """Add the tokens that joining rows will feed next."""
         if self._tokens is None or alone:
             self._tokens, self._embeddings = tokens, embeddings
             return
@@ -414,7 +413,10 @@ class Runner:
         return kept
 
     def _lengthen(self, frame: StepToken, widths: tuple[int, ...]) -> None:
-        """Sums over ranks spread a wrong number to all alike, so that no digest would tell."""
+        """Check and update the rows' lengths. Raises GroupError (DESYNC).
+
+        Sums over ranks spread a wrong number to all of them, so that no digest would differ.
+        """
         for uid, position, width in zip(frame.rows, frame.positions, widths, strict=True):
             if position not in self._lengths[uid]:
                 lengths = self._lengths[uid]
@@ -439,7 +441,7 @@ class Runner:
 
 
 def _left_padded(frame: PromptBatch) -> mx.array:
-    """The prompts' tokens, int32 [prompts, longest], each one's last in the last column."""
+    """Return the prompts' tokens, int32 [prompts, longest], each one's last in the last column."""
     rests = [total - offset for total, offset in zip(frame.totals, frame.offsets, strict=True)]
     table, at = [], 0
     for rest in rests:

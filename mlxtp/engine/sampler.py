@@ -1,7 +1,7 @@
-"""From logits to tokens, lazily: filters, seeded draws, penalties, log-probabilities.
+"""Lazy choice of tokens from logits: filters, seeded draws, penalties, log-probabilities.
 
 Everything here builds a graph and evaluates nothing. A `Sampler` needs only logits and positions, so that
-every rank can choose alike; a `Shaper` changes one row's logits before that, on rank 0 alone.
+every rank can choose alike. A `Shaper` changes one row's logits before that, on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -14,47 +14,46 @@ import numpy as np
 
 from ..wire.messages import Sampling, Shaping
 
-_BLOCK = 256
-"""Tokens of one block of the cumulative sum that a token is drawn from."""
+_BLOCK = 256  # tokens of one block of the cumulative sum that a token is drawn from
+#: Largest 1 / temperature: finite in float32, and enough to separate any two different logits.
 _COLDEST = 1e30
-"""Largest 1 / temperature: finite in float32, and enough to tell any two different logits apart."""
 
 
 # --- random numbers -----------------------------------------------------------------------------------
 
+#: Words uint32 [n, 2] of Threefry-2x32 with 20 rounds at counter (0, 1), for keys uint32 [n, 2]. Salmon,
+#: Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011. MLX has it as one operation;
+#: written out, it is 110 of them and takes five times as long.
 _threefry = mx.vmap(lambda key: mx.random.split(key, num=1)[0])
-"""For keys uint32 [n, 2] the words uint32 [n, 2] of Threefry-2x32 with 20 rounds at counter (0, 1).
-
-Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011. MLX has it as one
-operation; spelled out it is 110 of them and takes five times as long.
-"""
 
 
 def stream_keys(seeds: Sequence[int]) -> mx.array:
-    """Each seed's own key, uint32 [R, 2], for `uniforms`."""
+    """Return each seed's own key, uint32 [R, 2], for `uniforms`."""
     words = [(seed & 0xFFFFFFFF, seed >> 32) for seed in seeds]
     return _threefry(mx.array(np.array(words, dtype=np.uint32)))
 
 
 def uniforms(keys: mx.array, positions: mx.array) -> mx.array:
-    """Two independent numbers in [0, 1) on a grid of 2^-24 for each position: float32 [R, L, 2].
+    """Return two independent numbers in [0, 1) on a grid of 2^-24 for each position: float32 [R, L, 2].
 
-    `keys` is `stream_keys` of the rows' seeds, `positions` int32 [R, L]. A number depends on its seed and its
-    position and on nothing else.
+    `keys` is `stream_keys` of the rows' seeds, `positions` int32 [R, L]. A number depends only on its seed
+    and its position.
     """
     low = keys[:, :1] + positions.astype(mx.uint32)
     words = _threefry(mx.stack([low, mx.broadcast_to(keys[:, 1:], low.shape)], axis=-1).reshape(-1, 2))
     return (words.reshape(*low.shape, 2) >> 8).astype(mx.float32) * 2.0**-24
 
 
-# --- filters: what they take out becomes -inf -----------------------------------------------------------
+# --- filters: removed tokens become -inf ----------------------------------------------------------------
 #
-# They mean what mlx-lm's filters of the same names mean, one row's setting beside another's.
+# They match mlx-lm's filters of the same names, with a setting for each row.
 # `logprobs` is float32 [R, L, V], settings are [R, 1, 1] or [R, L, 1].
 
 
 def keep_top_p(logprobs: mx.array, top_p: mx.array, ascending: mx.array) -> mx.array:
-    """The most likely tokens up to a probability of `top_p`, with the token that reaches it; all above 1.
+    """Keep the most likely tokens up to a probability of `top_p`, with the token that reaches it.
+
+    A `top_p` above 1 keeps all.
 
     `ascending` is `logprobs` sorted.
     """
@@ -66,7 +65,7 @@ def keep_top_p(logprobs: mx.array, top_p: mx.array, ascending: mx.array) -> mx.a
 
 
 def keep_min_p(logprobs: mx.array, log_min_p: mx.array) -> mx.array:
-    """Tokens at least `min_p` times as likely as the most likely one."""
+    """Keep tokens at least `min_p` times as likely as the most likely one."""
     least = logprobs.max(axis=-1, keepdims=True) + log_min_p
     return mx.where(logprobs < least, -mx.inf, logprobs)
 
@@ -74,7 +73,7 @@ def keep_min_p(logprobs: mx.array, log_min_p: mx.array) -> mx.array:
 def exclude_top(
     logprobs: mx.array, applies: mx.array, threshold: mx.array, special: tuple[int, ...]
 ) -> mx.array:
-    """XTC: where it `applies` (bool), of the tokens more likely than `threshold` only the least likely stays.
+    """Apply XTC where it `applies` (bool): of tokens more likely than `threshold`, keep the least likely.
 
     Tokens in `special` always stay.
     """
@@ -87,10 +86,10 @@ def exclude_top(
 
 
 def keep_top_k(logprobs: mx.array, top_k: mx.array, leaders: mx.array) -> mx.array:
-    """The `top_k` (int32) most likely tokens, lower ids first among equals.
+    """Keep the `top_k` (int32) most likely tokens, lower ids first among equals.
 
-    `leaders` are at least the `top_k` largest of `logprobs`, ascending. Where filters took out some of them
-    since, the rest stays.
+    `leaders` are at least the `top_k` largest of `logprobs`, ascending. If filters have removed some of them,
+    the rest stays.
     """
     which = mx.broadcast_to(leaders.shape[-1] - top_k, (*logprobs.shape[:-1], 1))
     last = mx.take_along_axis(leaders, which, axis=-1)
@@ -103,14 +102,13 @@ def keep_top_k(logprobs: mx.array, top_k: mx.array, leaders: mx.array) -> mx.arr
 # --- choosing -------------------------------------------------------------------------------------------
 
 
-LEAST_TOP_P = 1e-30
-"""Smaller ones would be 0 as 32-bit numbers, and keep nothing."""
+LEAST_TOP_P = 1e-30  # smaller ones would be 0 as 32-bit numbers, and keep nothing
 
 
 class Sampler:
-    """Chooses tokens for rows with these settings. `top_p` 0 leaves everything in, as 1 does.
+    """Choice of tokens for rows with these settings. `top_p` 0 keeps everything, as 1 does.
 
-    XTC never takes out the tokens `xtc_special`.
+    XTC never removes the tokens `xtc_special`.
     """
 
     def __init__(self, rows: tuple[Sampling, ...], xtc_special: tuple[int, ...] = ()) -> None:
@@ -118,8 +116,7 @@ class Sampler:
         self._rows = len(rows)
         self._drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
         drawn = [rows[i] for i in self._drawn]
-        self.greedy = not drawn
-        """Every row takes its most likely token."""
+        self.greedy = not drawn  # every row takes its most likely token
         if not drawn:
             return
 
@@ -128,7 +125,7 @@ class Sampler:
 
         self._keys = stream_keys([row.seed for row in drawn])
         self._sharpness = column([min(1.0 / row.temperature, _COLDEST) for row in drawn])
-        # A setting that leaves everything in must not lose a token to rounding.
+        # A setting that keeps everything must not lose a token to rounding.
         self._top_p = column([max(row.top_p, LEAST_TOP_P) if 0.0 < row.top_p < 1.0 else 2.0 for row in drawn])
         self._log_min_p = column([math.log(row.min_p) if row.min_p else -math.inf for row in drawn])
         self._xtc_probability = column([row.xtc_probability for row in drawn])
@@ -141,11 +138,11 @@ class Sampler:
         self._some_xtc = any(row.xtc_probability for row in drawn)
 
     def choose(self, logits: mx.array, positions: mx.array) -> mx.array:
-        """The chosen tokens, int32 [R, L], of `logits` [R, L, V].
+        """Return the chosen tokens, int32 [R, L], of `logits` [R, L, V].
 
-        `positions` is int32 [R, L], or [R] for the first of consecutive ones: the index, counted from the
-        start of the prompt, of the token that is being chosen. Greedy rows take the most likely token, the
-        lowest id among equals; others draw by their seed and the position.
+        `positions` is int32 [R, L], or [R] for the first of consecutive ones: the index of the chosen token,
+        counted from the start of the prompt. Greedy rows take the most likely token, the lowest id among
+        equals; others draw by their seed and the position.
         """
         if self.greedy:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
@@ -159,7 +156,7 @@ class Sampler:
         return chosen
 
     def filter(self, logits: mx.array, coins: mx.array) -> mx.array:
-        """Log-probabilities of `logits` [D, L, V] of the rows that draw; -inf for what filters take out.
+        """Return log-probabilities of `logits` [D, L, V] of the rows that draw; -inf for filtered tokens.
 
         XTC applies where `coins` [D, L, 1] is under its probability.
         """
@@ -176,7 +173,7 @@ class Sampler:
             vocabulary = logits.shape[-1]
             top_k = mx.where(self._all_k, vocabulary, mx.clip(self._top_k, 1, vocabulary))
             largest_k = vocabulary if self._largest_k >= vocabulary else self._largest_k
-            if not self._some_top_p or self._some_xtc:  # which takes out the most likely ones
+            if not self._some_top_p or self._some_xtc:  # XTC removes the most likely ones
                 leaders = mx.sort(mx.topk(kept, largest_k, axis=-1), axis=-1)
             kept = mx.where(self._all_k, kept, keep_top_k(kept, mx.minimum(top_k, largest_k), leaders))
         return kept
@@ -189,10 +186,10 @@ class Sampler:
 
 
 def draw(weights: mx.array, uniform: mx.array) -> mx.array:
-    """Tokens int32 [R, L] with probabilities in proportion to `weights` [R, L, V]; never one of weight 0.
+    """Draw tokens int32 [R, L] with probabilities in proportion to `weights` [R, L, V]; never weight 0.
 
-    The token at which the cumulative sum of the weights passes `uniform` [R, L, 1] of their total. The sum is
-    taken in blocks: a long tail of rare tokens would be lost in the rounding of a running one.
+    Takes the token at which the cumulative sum of the weights passes `uniform` [R, L, 1] of their total. The
+    sum is computed in blocks, because a running one would lose a long tail of rare tokens to rounding.
     """
     pad = -weights.shape[-1] % _BLOCK
     blocks = mx.pad(weights, [(0, 0), (0, 0), (0, pad)]).reshape(*weights.shape[:-1], -1, _BLOCK)
@@ -211,9 +208,9 @@ def draw(weights: mx.array, uniform: mx.array) -> mx.array:
 
 
 def _first_past(weights: mx.array, ends: mx.array, target: mx.array) -> mx.array:
-    """The first index with weight at which `ends`, the cumulative sum, is past `target`: int32 [.., 1].
+    """Return the first index with weight where `ends`, the cumulative sum, is past `target`: int32 [.., 1].
 
-    Where rounding leaves none, the first with weight at which it is largest.
+    If rounding leaves none, returns the first with weight at which the sum is largest.
     """
     real = weights > 0
     reached = mx.where(real, ends, -1)
@@ -225,11 +222,11 @@ def _first_past(weights: mx.array, ends: mx.array, target: mx.array) -> mx.array
 
 
 class Shaper:
-    """Changes one row's logits as its request asks, knowing its prompt and its answer so far.
+    """Changes to one row's logits by its request, from its prompt and its answer so far.
 
     In this order: logit bias is added; tokens of prompt and answer have positive logits divided and negative
     ones multiplied by the repetition penalty; each token of the answer loses the presence penalty once and
-    the frequency penalty for every time it came; end tokens wait for `min_tokens`; a mask is last.
+    the frequency penalty for each occurrence; end tokens wait for `min_tokens`; a mask is last.
     """
 
     def __init__(
@@ -248,10 +245,10 @@ class Shaper:
         for token, value in zip(shaping.bias_tokens, shaping.bias_values, strict=True):
             if token < vocabulary:
                 self._bias[token] += value
+        #: Tokens of prompt and answer, bool [V]; None where no penalty needs them.
         self._seen: mx.array | None = None
-        """Tokens of prompt and answer, bool [V]; None where no penalty asks."""
+        #: Occurrences of each token in the answer, float32 [V]; None where no penalty needs them.
         self._counts: mx.array | None = None
-        """How often each token came in the answer, float32 [V]; None where no penalty asks."""
         if shaping.repetition_penalty != 1.0:
             seen = np.zeros(vocabulary, dtype=bool)
             seen[np.array([*prompt_tokens, *answer_tokens], dtype=np.int64)] = True
@@ -261,7 +258,7 @@ class Shaper:
             self._counts = mx.array(came.astype(np.float32))
 
     def advance(self, token: mx.array | int) -> None:
-        """A token was chosen; it may still be being computed."""
+        """Count a chosen token, which may still be being computed."""
         is_token = self._ids == token
         if self._seen is not None:
             self._seen = self._seen | is_token
@@ -276,11 +273,11 @@ class Shaper:
         mask: np.ndarray | None,
         ahead: Sequence[int] = (),
     ) -> mx.array:
-        """Logits float32 [L, V] from `row_logits` [L, V], with `generated` tokens of answer before column 0.
+        """Return logits float32 [L, V] of `row_logits` [L, V]. The answer has `generated` tokens before them.
 
-        `mask` is what the grammar allows, bool [V] for every column or [L, V]. `ahead` are the L - 1 tokens
-        between the columns when drafts are verified: penalties see them, the kept counts do not. An end token
-        that is all the grammar allows does not wait for `min_tokens`.
+        `mask` has the tokens that the grammar allows, bool [V] for every column or [L, V]. `ahead` are the
+        L - 1 tokens between the columns when drafts are verified. Penalties see them, the kept counts do not.
+        End tokens do not wait for `min_tokens` where the grammar allows no others.
         """
         shaping, logits = self._shaping, row_logits.astype(mx.float32)
         columns = logits.shape[0]
@@ -298,14 +295,14 @@ class Shaper:
         return logits if forbidden is None else mx.where(mx.array(forbidden), -mx.inf, logits)
 
     def _between(self, ahead: Sequence[int]) -> mx.array | None:
-        """For each column how often each token is in `ahead` before it, int32 [L, V]."""
+        """Return the occurrences of each token in `ahead` before each column, int32 [L, V]."""
         if not ahead or (self._seen is None and self._counts is None):
             return None
         came = self._ids == mx.array([-1, *ahead], dtype=mx.int32)[:, None]
         return mx.cumsum(came.astype(mx.int32), axis=0)
 
     def _forbidden(self, columns: int, generated: int, mask: np.ndarray | None) -> np.ndarray | None:
-        """What no column, or each column, may choose: bool [V] or [L, V]."""
+        """Return the tokens that all columns, or each column, may not choose: bool [V] or [L, V]."""
         early = np.arange(generated, generated + columns) < self._shaping.min_tokens
         if not early.any():
             return None if mask is None else ~mask
@@ -319,9 +316,10 @@ class Shaper:
 
 
 def scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Log-probabilities under raw `logits` [L, V]: (of `tokens` [L], the `top` tokens, theirs).
+    """Return log-probabilities under raw `logits` [L, V]: (of `tokens` [L], the `top` tokens, theirs).
 
-    float32 [L], int32 [L, top] and float32 [L, top], most likely first, lower ids first among equals.
+    The types are float32 [L], int32 [L, top] and float32 [L, top], most likely first, lower ids first among
+    equals.
     """
     logits = logits.astype(mx.float32)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -1,13 +1,13 @@
-"""Decides, on rank 0 alone, which forward comes next. Pure: no MLX, no clock, no I/O.
+"""Choice of the next forward, on rank 0 alone. Pure: no MLX, no clock, no I/O.
 
-A sequence waits, prefills in chunks, runs, and stops. Each call of `next` names one move; `record` takes
-what a forward chose. With run-ahead, `next` is called before the results of the previous forward are known.
-Where a row's next move depends on them (drafts on their way), `next` returns None until they are. A grammar's
-mask is not needed before the forward has its logits, so such a step is only `late`.
+A sequence waits, prefills in chunks, runs, and stops. Each call of `next` returns one move; `record` takes
+the tokens that a forward chose. With run-ahead, `next` is called before the previous forward's results are
+known. Where a row's next move depends on them (drafts in flight), `next` returns None until they are. A
+grammar's mask is not needed before the forward has its logits, so such a step is only `late`.
 
-A request may run as several sequences, one after the other: when the KV caches outgrow their budget, the
-youngest sequence is taken out and later prefilled again, with the tokens it has by then. A request that an
-earlier group left unfinished comes with the tokens it has, too.
+A request may run as several sequences, in succession. When the KV caches exceed their budget, the
+youngest sequence is removed and later prefilled again, with its tokens so far. A request that an earlier
+group left unfinished arrives with its tokens, too.
 """
 
 from __future__ import annotations
@@ -44,43 +44,34 @@ from .steps import (
     StopSequence,
 )
 
+#: Prompts that are partly computed at once. Long ones alternate, so that short ones need not wait.
 MAX_PREFILLING = 4
-"""Prompts that are partly computed at once: long ones take turns, so that short ones need not wait."""
+#: Tokens that a prompt must share with one that is being computed, beyond a kept cache, to wait for it.
 SHARED_BEGINNING = 32
-"""A prompt whose first tokens are those of one that is being computed waits for it."""
-LOOKED_UP = 32_768
-"""Tokens of a prompt, from its end, that drafts are looked up in."""
-DRAFT_TOKENS = 16
-"""Most tokens drafted for one row."""
+LOOKED_UP = 32_768  # tokens of a prompt, from its end, that are searched for drafts
+DRAFT_TOKENS = 16  # most tokens drafted for one row
 
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
     request: int
     wants: SequenceParams
-    tokens: list[int]
-    """Prompt and answer, as far as the host knows it."""
-    prompt: int
-    """Tokens to prefill; after a preemption the answer so far is among them."""
-    uid: int = 0
-    """Its name in frames, given when it starts."""
-    generated: int = 0
-    """Tokens of the answer that are known."""
+    tokens: list[int]  # prompt and answer, as far as the host knows it
+    prompt: int  # tokens to prefill; after a preemption the answer so far is among them
+    uid: int = 0  # its name in frames, assigned when it starts
+    generated: int = 0  # tokens of the answer that are known
+    #: Tokens of the answer for which forwards have been queued; drafts count when they are right.
     scheduled: int = 0
-    """Tokens of the answer that forwards have been queued for; drafts count when they are right."""
     prefilled: int = 0
     reused: int = 0  # tokens of the current prefill that a kept KV cache held
-    position: int = 0
-    """Length of its KV cache before its next step."""
+    position: int = 0  # length of its KV cache before its next step
     forwards: int = 0
     all_forwards: int = 0
-    in_flight: int = 0
-    """Forwards that will choose a token and have not been recorded."""
+    in_flight: int = 0  # forwards that will choose a token and have not been recorded
     drafting: bool = False
-    fed_inside: bool = True
-    """Whether the ranks hold its next input in their graphs."""
+    fed_inside: bool = True  # the ranks hold its next input in their graphs
+    #: Value of `PrefixCache.changes` at which `hit_length` of its prompt's tokens were found in a cache.
     asked_at: int = -1
-    """The state of the kept KV caches in which `hit_length` of its prompt's tokens were found in one."""
     hit_length: int = 0
     cached: int = 0
     drafted: int = 0
@@ -89,18 +80,16 @@ class _Sequence:
     lookup: Lookup | None = None
     adaptive: Adaptive = field(default_factory=Adaptive)
     forced: tuple[int, ...] = ()
-    known_at: int = 0
-    """How many tokens of the answer must be known before its next step."""
+    known_at: int = 0  # tokens of the answer that must be known before its next step
     client: int = 0
     user: int = 0
-    turn: int = 0
-    """Its client's turn, and `user_turn` its user's among those of the client."""
+    turn: int = 0  # its client's number in FairQueue; `user_turn` is its user's among those of the client
     user_turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What one row of a queued forward was fed besides the token before: drafts, or forced tokens."""
+    """Drafts or forced tokens that one row of a queued forward was fed besides the previous token."""
 
     sequence: _Sequence
     drafts: tuple[int, ...]
@@ -111,46 +100,44 @@ _Feed = tuple[tuple[int, ...], tuple[int, ...]]
 _NOTHING: _Feed = ((), ())
 
 
-DRAFTED_ROWS = 2  #: for which a draft model proposes
+DRAFTED_ROWS = 2  #: most rows for which a draft model proposes
 
 
 class Scheduler:
-    """Books of every sequence from admission to its end."""
+    """State of every sequence from admission to its end."""
 
     def __init__(self, policy: Policy, prefixes: PrefixCache | None = None, last_uid: int = 0) -> None:
+        #: Newest uid of a sequence. No uid is used again on the same links.
         self.last_uid = last_uid
-        """The newest uid given to a sequence; none is ever given again on the same links."""
         self._policy = policy
         self._prefixes = prefixes
         self._requests: dict[int, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
+        #: Rows of each forward in flight, and the tokens of a prompt's chunk; 0 for a decode step.
         self._queued: deque[tuple[tuple[_Row, ...], int]] = deque()
-        """Rows of each forward under way, and the tokens of a prompt's chunk; 0 for a decode step."""
         self._payoff = Payoff()
         self._moves: deque[StopSequence | EvictKept] = deque()
-        self._late: list[StepResult] = []
-        """What clients get with the next results."""
+        self._late: list[StepResult] = []  # sent to clients with the next results
+        #: Rows, rows with started prompts, and capacity that were last found to fit.
         self._fits: tuple[int, int, int] = (0, 0, 0)
-        """Rows, those with the prompts under way, and capacity that were last found to fit."""
         self._budget = policy.prefill_chunk
         self._chunks = Chunks(policy)
         self._turns = FairQueue()
-        self._user_turns: dict[int, FairQueue] = {}
-        """By client, while it has something waiting."""
+        self._user_turns: dict[int, FairQueue] = {}  # by client, while one of its requests waits
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._requests)
 
     @property
     def waiting(self) -> int:
-        """Requests whose prefill is not complete."""
+        """Number of requests whose prefill is not complete."""
         return len(self._waiting)
 
     @property
     def kv_tokens(self) -> int:
-        """Positions that the KV caches occupy, by these books."""
+        """Positions that the KV caches occupy, as computed here."""
         return self._occupied()
 
     def add(
@@ -163,7 +150,7 @@ class Scheduler:
         client: int = 0,
         user: int = 0,
     ) -> None:
-        """Admit a request. Clients take turns, and users take those of their client.
+        """Admit a request. FairQueue orders clients, and then the users of each client.
 
         The last `answered` of `tokens` are the beginning of its answer. Raises MlxtpError (CONTEXT_OVERFLOW)
         when it could not run even alone.
@@ -173,7 +160,7 @@ class Scheduler:
         if needed > self._policy.kv_tokens:
             raise MlxtpError(
                 f"{prompt} prompt tokens and {wants.max_tokens} new ones take room for {needed} in the "
-                f"KV cache, and {self._policy.kv_tokens} fit the rank with the least memory",
+                f"KV cache; the rank with the least memory has room for {self._policy.kv_tokens}",
                 Code.CONTEXT_OVERFLOW,
             )
         sequence = _Sequence(
@@ -208,7 +195,7 @@ class Scheduler:
             self._give_turns([*own, sequence])
 
     def _give_turns(self, own: list[_Sequence]) -> None:
-        """Let users take the turns, and the places, of one client's waiting sequences."""
+        """Assign the numbers and places of one client's waiting sequences to its users in order."""
         ids = {id(each) for each in own}
         places = [place for place, each in enumerate(self._waiting) if id(each) in ids]
         turns = sorted(each.turn for each in own)
@@ -220,10 +207,10 @@ class Scheduler:
     # --- moves ---------------------------------------------------------------------------------------
 
     def next(self) -> Move | None:
-        """The next move, or None when there is nothing to run before more results or requests come.
+        """Return the next move, or None when there is nothing to run before more results or requests arrive.
 
-        Sequences that are over leave first. Then prompts, up to one chunk of tokens between two decode steps,
-        so that a long prompt never holds the others up for more than one chunk.
+        Ended sequences leave first. Then prompts run, up to one chunk of tokens between two decode steps, so
+        that a long prompt never delays the others by more than one chunk.
         """
         if self._moves:
             return self._moves.popleft()
@@ -262,7 +249,7 @@ class Scheduler:
                 return None
             if not sequence.uid:
                 if not self._make_room([sequence]):
-                    full = True  # whoever came later does not pass by
+                    full = True  # later requests must not overtake it
                     continue
                 if self._moves:
                     return None
@@ -270,7 +257,7 @@ class Scheduler:
         return None
 
     def _short_ones(self, started: Sequence[_Sequence], most: int, budget: int) -> list[_Sequence]:
-        """Waiting sequences, from the first on, whose prompts fit one forward of `budget` tokens."""
+        """Return waiting sequences, from the first on, whose prompts fit one forward of `budget` tokens."""
         group: list[_Sequence] = []
         widest = 0
         for sequence in self._waiting:
@@ -290,7 +277,7 @@ class Scheduler:
         return group
 
     def _hit_length(self, sequence: _Sequence) -> int:
-        """Tokens of its prompt that a kept or running KV cache holds."""
+        """Return the tokens of its prompt that a kept or running KV cache holds."""
         if self._prefixes is None:
             return 0
         if sequence.asked_at != self._prefixes.changes:
@@ -300,8 +287,10 @@ class Scheduler:
         return sequence.hit_length
 
     def _is_being_computed(self, sequence: _Sequence, others: Sequence[_Sequence]) -> bool:
-        """Whether one of `others` will soon have more of this prompt's beginning than there is to start
-        from now: before both could be computed by turns."""
+        """Return True if one of `others` will soon have more of this prompt's beginning than caches have.
+
+        Soon means before both prompts could be computed alternately.
+        """
         if self._prefixes is None or not others:
             return False
         beginning = sequence.tokens[: self._hit_length(sequence) + SHARED_BEGINNING]
@@ -318,7 +307,7 @@ class Scheduler:
             self._queued.append(((self._queue(sequence, (), ()),), len(move.tokens)))
             return move
         sequence.forwards += 1
-        self._waiting.append(sequence)  # behind the others: long prompts take turns
+        self._waiting.append(sequence)  # behind the others, because long prompts alternate
         self._queued.append(((), len(move.tokens)))
         return move
 
@@ -331,9 +320,9 @@ class Scheduler:
         return PrefillTogether(prompts, _exchange(group), self._agreement(group))
 
     def _chunk(self, sequence: _Sequence, limit: int, *, may_take: bool = True) -> Prefill:
-        """The next tokens of a prompt. The sequence no longer waits.
+        """Return the next tokens of a prompt. The sequence no longer waits.
 
-        Of several that begin together none may take over what another one was to start from.
+        Without `may_take`, it takes over no cache, because another sequence of the same forward may need it.
         """
         source, take = 0, False
         if not sequence.uid:
@@ -363,7 +352,7 @@ class Scheduler:
         )
 
     def _join(self, sequence: _Sequence) -> None:
-        """Its prompt is complete: it becomes the last row of the batch."""
+        """Add a sequence with a complete prompt as the last row of the batch."""
         sequence.position = sequence.prompt
         self._running.append(sequence)
         if self._prefixes is not None:
@@ -372,8 +361,10 @@ class Scheduler:
             sequence.lookup = Lookup(sequence.tokens[-LOOKED_UP:])
 
     def _start_from(self, sequence: _Sequence, *, may_take: bool) -> tuple[int, bool]:
-        """A KV cache that begins like this prompt: its uid, and whether it may be taken over; or (0,
-        False)."""
+        """Find a KV cache that begins like this prompt.
+
+        Returns its uid and True if it may be taken over; (0, False) for none.
+        """
         if self._prefixes is None:
             return 0, False
         hit = self._prefixes.find(sequence.tokens[: sequence.prompt])
@@ -428,17 +419,17 @@ class Scheduler:
         return move
 
     def _must_wait(self, sequence: _Sequence) -> bool:
-        """Whether this row's tokens must be known before its next step."""
+        """Return True if this row's tokens must be known before its next step."""
         if not sequence.in_flight:
             return False
         if sequence.drafting or sequence.known_at > sequence.generated:
             return True
         if sequence.wants.guide is not None:
-            # Forced tokens save more than running ahead does, unless others would wait.
+            # Forced tokens save more than run-ahead does, unless others would wait.
             return not self._policy.late or all(other.wants.guide is not None for other in self._running)
         if not self._may_draft(sequence):
             return False
-        # With a likely continuation, knowing the token on its way is worth more than running ahead of it.
+        # With a likely continuation, waiting for the token in flight gains more than run-ahead.
         assert sequence.lookup is not None
         if self._drafter is None and not sequence.lookup.peek(1):
             return False
@@ -459,12 +450,14 @@ class Scheduler:
 
     @property
     def _share(self) -> int:
-        """Tokens that a row may be fed beside its own: every row is padded to the widest one."""
+        """Tokens that a row may be fed beside its own, because every row is padded to the widest one."""
         return self._policy.draft_room // max(len(self._running), 1) - 1
 
     def _feed(self, sequence: _Sequence) -> _Feed | None:
-        """Drafts and forced tokens of a row whose tokens are all known; None for just the one in the
-        graph."""
+        """Return drafts and forced tokens of a row whose tokens are all known.
+
+        Returns None for a row that feeds only the token in the graph.
+        """
         forced = sequence.forced
         drafts = self._drafts(sequence) if self._may_draft(sequence) else ()
         return None if not drafts and not forced and sequence.fed_inside else (drafts, forced)
@@ -479,11 +472,11 @@ class Scheduler:
 
     @property
     def _drafter(self) -> Drafter | None:
-        """It proposes for one row after the other, which soon takes longer than it saves."""
+        """Draft model, for few rows only, because proposing row by row soon takes longer than it saves."""
         return self._policy.drafter if len(self._running) <= DRAFTED_ROWS else None
 
     def _queue(self, sequence: _Sequence, drafts: tuple[int, ...], forced: tuple[int, ...]) -> _Row:
-        """Book a forward that will choose tokens for a row."""
+        """Record a queued forward that will choose tokens for a row."""
         sequence.forwards += 1
         sequence.in_flight += 1
         sequence.drafting = bool(drafts)
@@ -509,10 +502,10 @@ class Scheduler:
         scores: Mapping[int, Sequence[Score]] | None = None,
         took_s: float = 0.0,
     ) -> list[StepResult]:
-        """Take what the oldest recorded forward chose; returns what the clients get of it.
+        """Take the choice of the oldest forward in flight; returns the results for clients.
 
-        `tokens`: every row's in row order, as many as it was fed. `scores`: of each uid that wanted them.
-        `took_s`: seconds, 0 where that is not known.
+        `tokens`: every row's in row order, as many as it was fed. `scores`: for each uid that wanted them.
+        `took_s`: seconds, 0 where unknown.
         """
         outcomes, self._late = self._late, []
         at = given_tokens = live = 0
@@ -523,7 +516,7 @@ class Scheduler:
             at += width
             sequence = row.sequence
             if self._requests.get(sequence.request) is not sequence:
-                continue  # it ended while this forward was on its way
+                continue  # it ended while this forward was in flight
             sequence.in_flight -= 1
             given = scores.get(sequence.uid) if scores else None
             new = self._new_tokens(sequence, row, chosen)
@@ -539,7 +532,7 @@ class Scheduler:
         return outcomes
 
     def late(self) -> list[StepResult]:
-        """What has become of requests between two results."""
+        """Return outcomes of requests since the last results."""
         outcomes, self._late = self._late, []
         return outcomes
 
@@ -565,7 +558,7 @@ class Scheduler:
         scores: Sequence[Score] | None,
         outcomes: list[StepResult],
     ) -> None:
-        """The answer goes on with `new`, the first `drafted` of which were drafts."""
+        """Extend the answer by `new`, the first `drafted` of which were drafts."""
         wants = sequence.wants
         try:
             for i, token in enumerate(new):
@@ -590,7 +583,7 @@ class Scheduler:
             if wants.guide is not None:
                 most = min(wants.max_tokens - sequence.generated - 1, self._share, MAX_WIDTH - 1)
                 wide = self._policy.wide and not wants.scored
-                # A late step under way has been fed, and chooses the first of forced tokens itself.
+                # A late step in flight has its input, and chooses the first of forced tokens itself.
                 sequence.forced = wants.guide.forced(most if wide and not sequence.in_flight else 0)
                 if (pays := self._payoff.limit(len(sequence.forced))) < len(sequence.forced):
                     sequence.forced = wants.guide.forced(pays)
@@ -611,7 +604,7 @@ class Scheduler:
         return SequenceFailed(sequence.request, error.code, error.detail)
 
     def _stop(self, sequence: _Sequence, reason: StopReason) -> None:
-        """No further forward for this sequence; results that are on their way still count."""
+        """Queue no further forward for this sequence; results in flight still count."""
         if sequence.stopped:
             return
         sequence.stopped = True
@@ -625,13 +618,13 @@ class Scheduler:
             self._leave(sequence, reason, held)
 
     def _take_out(self, sequence: _Sequence) -> None:
-        """Out of the batch; the last row takes its place, as in every rank's `Batch`."""
+        """Remove a row from the batch; the last row takes its place, as in every rank's `Batch`."""
         row = self._running.index(sequence)
         self._running[row] = self._running[-1]
         self._running.pop()
 
     def _leave(self, sequence: _Sequence, reason: StopReason, held: int) -> None:
-        """Its last frame, and what becomes of the first `held` tokens of its KV cache."""
+        """Queue its last frame, and keep or evict the first `held` tokens of its KV cache."""
         self._fits = (0, 0, 0)
         keep = 0
         evicted: tuple[int, ...] = ()
@@ -665,18 +658,18 @@ class Scheduler:
     # --- room ----------------------------------------------------------------------------------------
 
     def _occupied(self, joining: Sequence[_Sequence] = ()) -> int:
-        """Positions that all KV caches take once the prompts under way and `joining` run as well."""
+        """Return the positions of all KV caches once the started prompts and `joining` run as well."""
         started = [sequence for sequence in self._waiting if sequence.uid]
         rows = [*self._running, *started, *joining]
         lengths = [max(sequence.position, sequence.prompt) + MAX_WIDTH for sequence in rows]
-        # A prompt by itself has a cache of its own until it runs, unless nobody else does.
+        # A prompt that is prefilled alone has its own cache until it runs, unless no other sequence does.
         apart = [*started, *joining] if len(joining) == 1 else started
         own = sum([kv_budget.capacity(sequence.prompt) for sequence in apart]) if len(rows) > 1 else 0
         kept = self._prefixes.positions if self._prefixes is not None else 0
         return kv_budget.batch_tokens(lengths) + own + kept
 
     def _make_room(self, joining: Sequence[_Sequence] = ()) -> bool:
-        """Whether all fit beside each other, once kept caches have been dropped where needed."""
+        """Return True if all fit beside each other, after evicting kept caches where needed."""
         live = len(self._running) + sum([1 for sequence in self._waiting if sequence.uid])
         longest = max([max(s.position, s.prompt) for s in (*self._running, *joining)])
         shape = (len(self._running), live, kv_budget.capacity(longest + MAX_WIDTH))
@@ -687,13 +680,13 @@ class Scheduler:
             self._moves.append(EvictKept(evicted))
             beyond = self._occupied(joining) - self._policy.kv_tokens
         if beyond > 0 and live + len(joining) > 1:
-            return False  # a sequence alone fits: that was asked when it came
+            return False  # a sequence alone fits: `add` checked it
         if not joining:
             self._fits = shape
         return True
 
     def _preempt(self) -> None:
-        """Take the youngest sequence out; it will be prefilled again when there is room."""
+        """Remove the youngest sequence; it will be prefilled again when there is room."""
         started = [sequence for sequence in self._waiting if sequence.uid]
         youngest = max([*self._running, *started], key=lambda sequence: sequence.request)
         if youngest.in_flight:
@@ -711,7 +704,7 @@ class Scheduler:
         self._waiting.appendleft(youngest)
 
     def _let_go_of_forced(self, sequence: _Sequence) -> bool:
-        """Choose the next token after those that are known. False when there is no way on from there."""
+        """Drop forced tokens, so that the next one follows the known ones. False when none can follow."""
         if sequence.forced and sequence.wants.guide is not None:
             sequence.forced = ()
             try:
@@ -723,7 +716,7 @@ class Scheduler:
 
 
 def _ended(wants: SequenceParams) -> EndReason:
-    """Return the reason of an answer that came to its end by itself, or under a guide that cut it."""
+    """Return the reason of an answer that ended by itself, or under a guide that cut it."""
     return "length" if wants.guide is not None and wants.guide.cut else "stop"
 
 

@@ -1,6 +1,6 @@
-"""The loop of every rank above 0: obey rank 0's frames, answer each with one message.
+"""The loop of every rank above 0: execute rank 0's frames, reply to each with one message.
 
-It holds no way to emit a token: its pipe knows no message for it.
+It cannot emit a token, because its pipe has no message for that.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from ..wire.messages import (
 from .executor import Forward, RankExecutor
 from .mailbox import LEADER, Mailbox
 
+#: Seconds to wait for the next frame before waiting for the running forward. While rank 0 runs ahead, the
+#: next frame is only microseconds away, and building its graph now hides behind the running forward. When
+#: none comes, the request is at its end and waiting for the device loses nothing.
 NEXT_FRAME_WAIT_S = 0.002
-"""How long to look out for the next frame before waiting for the forward that is running.
-
-While rank 0 runs ahead, the next frame is only microseconds away, and building its graph now hides behind
-the running forward. When none comes, the request is at its end and nothing is lost by waiting for the device.
-"""
 
 
 class ServeLoop:
-    """Reads frames in order; at most one forward runs while the next is queued."""
+    """Loop that reads frames in order; at most one forward runs while the next is queued."""
 
     def __init__(self, rank: RankExecutor, mail: Mailbox, leader: BlockingLink) -> None:
         self._rank = rank
@@ -40,7 +38,7 @@ class ServeLoop:
         self._running: deque[Forward] = deque()
 
     def run(self) -> None:
-        """Serve until rank 0 says Shutdown. Raises what ends the epoch."""
+        """Serve until rank 0 sends Shutdown. Raises the error that ends the epoch."""
         while True:
             received = self._mail.take(LEADER)
             if received is None:

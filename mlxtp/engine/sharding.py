@@ -1,4 +1,4 @@
-"""Which models divide among how many ranks. Pure: a configuration in, a refusal out."""
+"""Checks whether a model divides among a number of ranks. Pure: a configuration in, a refusal out."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Config = Mapping[str, Any]
 
 
 def check_divisible(config: Config, world_size: int) -> None:
-    """Raises ModelError (MODEL_NOT_DIVISIBLE) unless every sharded dimension divides by `world_size`.
+    """Check that every sharded dimension divides by `world_size`. Raises ModelError (MODEL_NOT_DIVISIBLE).
 
     mlx-lm's llama does not check this: it floors the head counts, and the forward fails or goes wrong later.
-    Every dimension that does not divide is named in the one error, with the world sizes that would do.
+    The error names every dimension that does not divide, and the world sizes that would work.
     """
     problems = _indivisible(config, world_size)
     if problems:
@@ -32,12 +32,12 @@ def check_divisible(config: Config, world_size: int) -> None:
         )
 
 
+#: Families whose `shard` gives several ranks the same KV head if there are fewer heads than ranks.
 _COPIES_KV_HEADS = ("qwen3_5", "qwen3_5_moe")
-"""Families whose `shard` gives several ranks the same KV head where there are fewer heads than ranks."""
 
 
+#: Families whose few dense MLPs stay whole on each rank where ranks cannot share them, beside experts.
 _KEEPS_MLP_WHOLE = ("deepseek_v2", "glm4_moe")
-"""Families whose few dense MLPs stay whole on each rank where ranks cannot share them, beside experts."""
 
 
 def _indivisible(config: Config, world_size: int) -> list[str]:
@@ -75,7 +75,7 @@ def _indivisible(config: Config, world_size: int) -> list[str]:
 
 
 def text_config(config: Config) -> Config:
-    """The fields of the language model: some families keep them apart from those of their other parts."""
+    """Return the fields of the language model, which some families separate from those of other parts."""
     return {**config, **_table(config, "text_config")}
 
 
@@ -87,7 +87,7 @@ def _table(config: Config, name: str) -> Config:
 
 
 def _number(config: Config, name: str) -> int:
-    """A size that must be a whole number, or 0 where it is missing."""
+    """Return a size that must be a whole number, or 0 where it is missing."""
     value = config.get(name) or 0
     if not isinstance(value, int):
         raise ModelError(f"config.json: {name} is {value!r}, not a whole number", Code.MODEL_INVALID)
@@ -95,13 +95,13 @@ def _number(config: Config, name: str) -> int:
 
 
 def check_shardable(config: Config, world_size: int) -> None:
-    """Raises ModelError (MODEL_UNSUPPORTED) when mlx-lm does not know the family or cannot shard it."""
+    """Check that mlx-lm knows the family and can shard it. Raises ModelError (MODEL_UNSUPPORTED)."""
     from mlx_lm.utils import MODEL_REMAPPING
 
     name = config.get("model_type")
     if not isinstance(name, str):
         raise ModelError(
-            "config.json names no model_type, so nobody knows which model this is", Code.MODEL_INVALID
+            "config.json names no model_type, so the model's family is unknown", Code.MODEL_INVALID
         )
     family = MODEL_REMAPPING.get(name, name)
     if not family.isidentifier() or importlib.util.find_spec(f"mlx_lm.models.{family}") is None:
@@ -116,7 +116,7 @@ def check_shardable(config: Config, world_size: int) -> None:
 
 @cache
 def shardable_families() -> frozenset[str]:
-    """Families whose `Model` has `shard`, read off their sources: importing all takes many seconds."""
+    """Return families whose `Model` has `shard`, from their sources, because importing all takes seconds."""
     import mlx_lm.models
 
     folder = Path(mlx_lm.models.__path__[0])
@@ -130,7 +130,7 @@ def shardable_families() -> frozenset[str]:
 
 
 def _parent(text: str) -> str | None:
-    """The family whose `Model` this one's extends, if it does."""
+    """Return the family whose `Model` this one's extends, if any."""
     base = re.search(r"^class Model\(([\w.]+)\)", text, re.MULTILINE)
     if base is None:
         return None
@@ -139,21 +139,21 @@ def _parent(text: str) -> str | None:
     return imported[1] if imported else family or None
 
 
+#: Modules with a collective in a compiled function. A test holds this equal to what mlx-lm's sources have.
 COMPILED_COLLECTIVES = frozenset({"mlx_lm.models.minimax"})
-"""Modules with a collective in a compiled function. A test holds this equal to what mlx-lm's sources have."""
 
 
 def compiles_collectives(model: Any) -> bool:
-    """Return True for a model that has parts from such a module."""
+    """Return True for a model with parts from such a module."""
     return any(type(module).__module__ in COMPILED_COLLECTIVES for module in model.modules())
 
 
 @contextlib.contextmanager
 def divided_vocabulary(owner: Any, size: int) -> Iterator[None]:
-    """Let a head's `owner` believe that its vocabulary has `size` tokens, while its layers are cut.
+    """Set the vocabulary of a head's `owner` to `size` tokens, while its layers are cut.
 
-    Families that divide their head themselves refuse a vocabulary that does not divide, even when the head is
-    not theirs to divide.
+    Families that divide their head themselves refuse a vocabulary that does not divide, even when they do
+    not divide this head.
     """
     arguments: Any = getattr(owner, "args", None)
     candidates: tuple[Any, ...] = (arguments, getattr(arguments, "text", None))
@@ -169,6 +169,6 @@ def divided_vocabulary(owner: Any, size: int) -> Iterator[None]:
 
 
 def context_length(config: Config) -> int:
-    """Tokens the model was made for, prompt and answer together."""
+    """Return the tokens that the model was made for, prompt and answer together."""
     length = text_config(config).get("max_position_embeddings")
     return int(length) if isinstance(length, int) and length > 0 else 4096

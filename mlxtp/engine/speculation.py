@@ -1,8 +1,8 @@
-"""Drafts: what may come next, looked up in what has been.
+"""Drafts: likely next tokens, found in the sequence so far.
 
-A draft is checked by one forward over all its tokens; what is right in it saves forwards, what is wrong costs
-the width of one. `Lookup` finds drafts, `Adaptive` decides how long they may be, `Payoff` whether any
-pay. None touches logits: a wrong draft changes no token.
+One forward over all tokens of a draft checks it. Right tokens save forwards, wrong ones cost the width of
+one. `Lookup` finds drafts, `Adaptive` limits their length, `Payoff` pauses lengths that do not pay. None
+touches logits, so a wrong draft changes no token.
 """
 
 from __future__ import annotations
@@ -12,30 +12,26 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SHORTEST_MATCH = 3
-"""Tokens that must have been seen before, in this order, for a draft."""
-LONGEST_MATCH = 64
-"""Tokens of a match that are counted."""
-CANDIDATES = 16
-"""Earlier places that are compared, the latest ones."""
+SHORTEST_MATCH = 3  # tokens that must have occurred before, in this order, for a draft
+LONGEST_MATCH = 64  # most tokens of a match that count
+CANDIDATES = 16  # latest earlier places that are compared
 
 
 class Lookup:
-    """One sequence, prompt and answer, and the places in it that its end resembles.
+    """Prompt and answer of one sequence, and the places in it that match its end.
 
     Drafts come from the place of the longest match with the end, among the `CANDIDATES` latest places that
-    match `SHORTEST_MATCH` tokens; the latest of equals. It is kept for as long as it foretells right.
+    match `SHORTEST_MATCH` tokens; the latest of equals. The place is kept while its predictions are right.
     Memory: one dictionary entry and 8 bytes a token.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
+        #: End of the latest n-gram by its tokens, without the one at the sequence's own end.
         self._latest: dict[tuple[int, ...], int] = {}
-        """For the tokens that form it, where the latest n-gram ends; the sequence's own end is not in it."""
+        #: For each n-gram before another token, in order, the end of the same one before; 0 for none.
         self._previous = array("q")
-        """For each n-gram that has a token after it, in order, where the same ended before; 0 for nowhere."""
-        self._place = 0
-        """The index of the token that foretells the next one; 0 for none."""
+        self._place = 0  # index of the token that predicts the next one; 0 for none
         self._matched = 0
         shortest = SHORTEST_MATCH
         grams = zip(*(self._tokens[i:-1] for i in range(shortest)), strict=False)
@@ -49,11 +45,11 @@ class Lookup:
 
     @property
     def matched(self) -> int:
-        """How many tokens before the draft's place are those at the end; 0 without a place, at most 64."""
+        """Number of tokens before the draft's place that match the end; 0 without a place, at most 64."""
         return self._matched
 
     def append(self, token: int) -> None:
-        """The sequence goes on with `token`."""
+        """Append `token` to the sequence."""
         tokens = self._tokens
         if len(tokens) >= SHORTEST_MATCH:
             gram = tuple(tokens[-SHORTEST_MATCH:])
@@ -68,7 +64,7 @@ class Lookup:
             self._find()
 
     def draft(self, limit: int) -> tuple[int, ...]:
-        """The next `limit` tokens, or none. Past the end of what is known, the draft itself goes on."""
+        """Return the next `limit` tokens, or none. Past the end of the sequence, the draft repeats itself."""
         if not self._place or limit <= 0:
             return ()
         known = self._tokens[self._place : self._place + limit]
@@ -77,9 +73,9 @@ class Lookup:
         return tuple(known)
 
     def peek(self, limit: int) -> tuple[int, ...]:
-        """The token that is still being computed and up to `limit` after it, or nothing.
+        """Return the token that is still being computed and up to `limit` after it, or nothing.
 
-        Once the token is known, the rest holds if it was foretold right.
+        Once the token is known, the rest holds if the prediction of it was right.
         """
         return self.draft(limit + 1) if limit > 0 else ()
 
@@ -98,7 +94,7 @@ class Lookup:
             place = self._previous[place - SHORTEST_MATCH]
 
     def _match(self, place: int) -> int:
-        """How many tokens before `place` are those at the end; at least the shortest match."""
+        """Return how many tokens before `place` match the end; at least the shortest match."""
         tokens, end = self._tokens, len(self._tokens)
         matched = SHORTEST_MATCH
         while (
@@ -108,24 +104,21 @@ class Lookup:
         return matched
 
 
-MOST_DRAFTED = 16
-"""Tokens of the longest draft."""
-CREDIT_PER_STEP = 0.02
-"""What a step adds to what may be risked; a wrong draft costs 1."""
-CREDIT_PER_TOKEN = 0.25
-"""What a draft's right token adds."""
+MOST_DRAFTED = 16  # tokens of the longest draft
+CREDIT_PER_STEP = 0.02  # credit that a step earns; a wrong draft costs 1
+CREDIT_PER_TOKEN = 0.25  # credit that a draft's right token earns
 FIRST_CREDIT = 2.0
 MOST_CREDIT = 4.0
+#: Tokens that must match, by whole credits. A sequence with little credit risks it on likely drafts only.
 LEAST_MATCH = (LONGEST_MATCH + 1, 12, 6, SHORTEST_MATCH, SHORTEST_MATCH)
-"""For each whole credit the tokens that must match: who has little left risks it on likely drafts only."""
 
 
 class Adaptive:
-    """How many tokens of one sequence to draft, from how its drafts have fared.
+    """Limit of one sequence's drafts, from the success of earlier ones.
 
-    A draft of which less than a quarter was right is wrong. It costs a credit, right tokens earn some, and
-    each step earns a little, so that there are never more wrong drafts than
-    2 + 0.02 * steps + 0.25 * right tokens.
+    A draft of which less than a quarter was right is wrong and costs a credit. Right tokens earn some, and
+    each step earns a little. So there are never more wrong drafts than 2 + 0.02 * steps + 0.25 * right
+    tokens.
     """
 
     def __init__(self, most: int = MOST_DRAFTED) -> None:
@@ -133,10 +126,10 @@ class Adaptive:
         self._credit = FIRST_CREDIT
 
     def limit(self, matched: int | None = None) -> int:
-        """How many tokens the next step may draft, 0 for none. Changes nothing.
+        """Return how many tokens the next step may draft, 0 for none. Changes nothing.
 
-        `matched` is the lookup's; a draft is no longer than the match it comes from, so that it doubles while
-        drafts are right. Without it, the length follows the credit.
+        `matched` is the lookup's. A draft is no longer than its match, so that it doubles while drafts are
+        right. Without `matched`, the length follows the credit.
         """
         credits = int(self._credit)
         if not credits:
@@ -146,9 +139,9 @@ class Adaptive:
         return min(matched, self._most) if matched >= LEAST_MATCH[credits] else 0
 
     def report(self, drafted: int, accepted: int) -> None:
-        """A step is over that carried `drafted` tokens, of which the first `accepted` were right.
+        """Record a step that carried `drafted` tokens, of which the first `accepted` were right.
 
-        Every step counts, also one without a draft, as (0, 0).
+        Every step counts, one without a draft as (0, 0).
         """
         self._credit += CREDIT_PER_STEP + CREDIT_PER_TOKEN * accepted
         if is_wrong(drafted, accepted):
@@ -172,11 +165,11 @@ class _Width:
 
 
 class Payoff:
-    """Judge of drafts and forced tokens: do steps with them give more tokens a second than steps without?
+    """Comparison of steps with drafts or forced tokens to steps without, in tokens a second.
 
-    A wide step may cost many times as much: all rows are padded to the widest, and models with a compressed
-    cache unpack all of it then. Steps are compared with plain ones of equally many rows, and judged by the
-    length of their longest draft, up to the next power of two. Forced tokens are drafts that are right.
+    A wide step may cost many times as much. All rows are padded to the widest, and models with a compressed
+    cache unpack all of it then. Steps are compared with plain ones of equally many rows, by the
+    length of their longest draft, rounded up to a power of two. Forced tokens are drafts that are right.
     """
 
     def __init__(self) -> None:
@@ -190,7 +183,7 @@ class Payoff:
         return max(most, 0)
 
     def step(self, rows: int, tokens: int, seconds: float, *, drafted: int) -> None:
-        """Take a step of `rows` rows that gave so many tokens in all. `drafted`: its longest draft."""
+        """Record a step of `rows` rows that gave `tokens` tokens in all. `drafted`: its longest draft."""
         for width in self._widths.values():
             width.pause = max(width.pause - 1, 0)
         if not drafted:
@@ -202,7 +195,7 @@ class Payoff:
         width = self._widths[_bucket(drafted)]
         weight = RECENT if width.seen else 1.0
         width.gain += weight * (tokens / rows - width.gain)
-        # One that compiled kernels is no measure.
+        # Bounded, because a step that compiled kernels is no measure.
         width.cost += weight * (min(seconds / self._plain_s[rows], MOST_DRAFTED) - width.cost)
         width.seen += 1
         if width.seen >= LEAST_STEPS and width.cost > width.gain:
@@ -210,10 +203,10 @@ class Payoff:
 
 
 def _bucket(length: int) -> int:
-    """The next power of two from `length`, at least 1, on."""
+    """Return `length`, at least 1, rounded up to a power of two."""
     return 1 << (length - 1).bit_length()
 
 
 def is_wrong(drafted: int, accepted: int) -> bool:
-    """Whether a draft cost more than it saved: less than a quarter of it was right."""
+    """Return True if a draft cost more than it saved: less than a quarter of it was right."""
     return 4 * accepted < drafted

@@ -1,4 +1,4 @@
-"""What the scheduler takes and gives, as plain data: moves for the ranks, outcomes, wants, policy."""
+"""Plain data of the scheduler: moves for the ranks, results, parameters of a sequence, policy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ExchangeKind = Literal["winners", "logits"]
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One forward over the prompt's tokens from `offset` on, behind the KV cache of `source` if not 0.
+    """One forward over the prompt's tokens from `offset` on, after the KV cache of `source` if not 0.
 
-    The prefill of this prompt began behind `cached` tokens.
+    The prefill of this prompt began after `cached` tokens.
     """
 
     uid: int
@@ -36,13 +36,13 @@ class Prefill:
 
     @property
     def last(self) -> bool:
-        """Whether this chunk ends the prompt, and so gives the first new token."""
+        """True if this chunk ends the prompt, and so gives the first new token."""
         return self.offset + len(self.tokens) == self.total
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTogether:
-    """One forward over what is left of several short prompts. Each of `prompts` is a last chunk."""
+    """One forward over the rest of several short prompts. Each of `prompts` is a last chunk."""
 
     prompts: tuple[Prefill, ...]
     exchange: ExchangeKind = "winners"
@@ -67,7 +67,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class StopSequence:
-    """A sequence leaves after `forwards` forwards; the first `keep` tokens of its KV cache stay."""
+    """End of a sequence after `forwards` forwards; the first `keep` tokens of its KV cache stay."""
 
     uid: int
     reason: StopReason
@@ -77,20 +77,20 @@ class StopSequence:
 
 @dataclass(frozen=True, slots=True)
 class EvictKept:
-    """KV caches that were kept are given up."""
+    """Eviction of kept KV caches."""
 
     uids: tuple[int, ...]
 
 
 Move = Prefill | PrefillTogether | Decode | StopSequence | EvictKept
 
+#: Log-probability of a chosen token, and its most probable alternatives with theirs.
 Score = tuple[float, tuple[tuple[int, float], ...]]
-"""Log-probability of a chosen token, and its most probable alternatives with theirs."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token for the client: the `index`-th (from 0) of request `uid`."""
+    """Token for the client: the `index`-th (from 0) of request `uid`."""
 
     uid: int
     index: int
@@ -100,7 +100,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
-    """The last word about a request. `generated` counts the end token too."""
+    """Last result of a request. `generated` includes the end token."""
 
     uid: int
     reason: EndReason
@@ -113,7 +113,7 @@ class SequenceEnd:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFailed:
-    """A request ends with an error of its own; the group goes on."""
+    """Error that ends one request; the group continues."""
 
     uid: int
     code: Code
@@ -124,45 +124,44 @@ StepResult = SampledToken | SequenceEnd | SequenceFailed
 
 
 class Guide(Protocol):
-    """What a grammar says about one request's tokens."""
+    """Constraint of a grammar on one request's tokens."""
 
     @property
     def finished(self) -> bool:
-        """Nothing but an end token may follow."""
+        """True when only an end token may follow."""
         ...
 
     @property
     def cut(self) -> bool:
-        """The text was cut short so that it could be completed."""
+        """True when the text was cut short so that it could be completed."""
         ...
 
     @property
     def foretells(self) -> bool:
-        """True where several tokens can only follow, so that one forward could be fed all of them."""
+        """True where the next few tokens have no alternative, so that one forward can be fed all of them."""
         ...
 
     def accept(self, token: int) -> None:
-        """The next token. Raises MlxtpError when there is no way on."""
+        """Accept the next token. Raises MlxtpError when the grammar has no continuation."""
         ...
 
     def forced(self, limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens that can only follow now; not accepted yet.
+        """Return at most `limit` next tokens that have no alternative; not accepted yet.
 
-        Whoever chooses the token after them needs what is prepared here. Raises MlxtpError when no token can
-        come.
+        Also prepares the mask for the token after them. Raises MlxtpError when no token can come.
         """
         ...
 
 
 class Drafter(Protocol):
-    """Proposes tokens where looking them up found none."""
+    """Source of drafts where `Lookup` finds none."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceParams:
-    """How one request's tokens are to be chosen."""
+    """Parameters for the choice of one request's tokens."""
 
     max_tokens: int
     sampling: Sampling = GREEDY
@@ -173,7 +172,7 @@ class SequenceParams:
 
     @property
     def shaped(self) -> bool:
-        """Whether only rank 0 can choose."""
+        """True when only rank 0 can choose."""
         return self.guide is not None or self.shaping != PLAIN
 
     @property
@@ -184,16 +183,15 @@ class SequenceParams:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a scheduler goes by.
+    """Limits and choices of a scheduler.
 
     `prefill_chunk`: most prompt tokens in one forward. `chunk_beside`: the same while others decode, and
-    between two of their steps; where `chunk_s` is not 0 and their time is known, as many as take so many
-    seconds. `max_rows`: most sequences in the running batch. `together`: most
-    tokens of a forward over several prompts. `kv_tokens`: what the KV caches of one rank hold, in tokens; the
-    smallest of all ranks. `wide`: whether rows may be fed several tokens at once. `drafts`: whether these may
-    be guesses, `draft_room`: the most tokens of such a step, all rows padded to the widest. `late`: whether
-    a row with a grammar runs ahead beside others. `timed`: whether how long steps took may decide what is
-    computed.
+    between two of their steps. `chunk_s`: if not 0, seconds of such a chunk, once chunks have been timed.
+    `max_rows`: most sequences in the running batch. `together`: most tokens of a forward over several
+    prompts. `kv_tokens`: room of the KV caches in tokens, on the rank with the least. `wide`: rows may be fed
+    several tokens at once. `drafts`: these may be guesses. `draft_room`: most tokens of such a step, all rows
+    padded to the widest. `late`: a row with a grammar runs ahead beside others. `timed`: measured times may
+    influence the moves.
     """
 
     eos: frozenset[int]

@@ -1,4 +1,4 @@
-"""What a rank is doing, written by the MLX thread and read by the thread that answers Pings."""
+"""Current state of a rank, written by the MLX thread and read by the thread that replies to Pings."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ Phase = Literal[
 ]
 
 
+#: Least seconds that the main thread has to return from its current work.
 LEAST_PATIENCE_S = 1.0
-"""Seconds that the main thread always has to come back, however little there is to wait for."""
-RECENT = 0.1
-"""Weight of the newest forward in the averages."""
+RECENT = 0.1  # weight of the newest forward in the averages
+#: The same for the expected time of the next one, when the newest took longer, and when it took less. They
+#: damp outliers, such as a forward that compiled kernels.
 _SLOWER, _FASTER = 0.05, 0.3
-"""The same for what is expected of the next one, when the newest took longer, and when it took less. One that
-was slow by chance, or compiled kernels, shall not count for much, or for long."""
+#: Part of one row's time that is expected of each row of a step. On a GPU more rows take hardly longer, on a
+#: CPU as many times as long; the time limit of a step allows many times the expected time.
 _ROWS = 0.2
-"""How much of what one row takes is expected of each row of a step, for which a limit allows many times what
-is expected: on a GPU more rows take hardly longer, on a CPU as many times as long."""
 
 
 class RankTelemetry:
     """Plain attributes: each is written by one thread and read whole by another.
 
-    What shall be known when this process is gone goes to the `recorder`.
+    The `recorder` gets the facts that must outlive this process.
     """
 
     def __init__(self, recorder: Recorder | None = None) -> None:
@@ -50,13 +49,11 @@ class RankTelemetry:
         self.wait_us = 0.0
         self.collective_us = 0
         self._since = time.monotonic()
+        #: Phase and tokens of the forwards in flight. The device runs them in order.
         self._flying: deque[tuple[Phase, int]] = deque()
-        """Phase and tokens of the forwards in flight. The device runs them one after the other."""
         self._began = 0.0
-        self._step_s: float | None = None
-        """What a decode step takes, however many rows it has."""
-        self._token_s: dict[Phase, float] = {}
-        """What a forward takes for each of its tokens."""
+        self._step_s: float | None = None  # time of a decode step with any number of rows
+        self._token_s: dict[Phase, float] = {}  # time of a forward for each of its tokens
 
     def enter(self, phase: Phase) -> None:
         """Change the phase; its clock starts again."""
@@ -65,11 +62,11 @@ class RankTelemetry:
         self.progress()
 
     def progress(self) -> None:
-        """Something was achieved: the time that a stall is judged by starts again."""
+        """Record progress, which restarts the clock for stalls."""
         self._since = time.monotonic()
 
     def launched(self, phase: Phase, tokens: int, now: float) -> None:
-        """A forward is about to be queued. `now` is time.monotonic()."""
+        """Record that a forward is about to be queued. `now` is time.monotonic()."""
         self._flying.append((phase, tokens))
         self.in_flight += 1
         if self.in_flight == 1:
@@ -77,8 +74,8 @@ class RankTelemetry:
             self._runs(phase, tokens)
 
     def settled(self, now: float) -> float:
-        """The oldest of the forwards in flight has ended. Returns the seconds it took; 0 without one."""
-        if not self._flying:  # one that failed on its way was counted out: what is wrong shows in the ledgers
+        """Record the end of the oldest forward in flight. Returns the seconds it took; 0 without one."""
+        if not self._flying:  # it failed in flight; the ledgers show what is wrong
             return 0.0
         phase, tokens = self._flying.popleft()
         self.in_flight -= 1
@@ -99,19 +96,19 @@ class RankTelemetry:
         self.expected_us = int(expected_s * 1e6)
 
     def took(self, step_us: int, wait_us: int) -> None:
-        """A forward ended; averages follow the newest ten or so."""
+        """Average the times of forwards, in microseconds, over about the newest ten."""
         self.step_us += (step_us - self.step_us) * RECENT
         self.wait_us += (wait_us - self.wait_us) * RECENT
 
     @property
     def in_collective(self) -> bool:
-        """True where the main thread may wait for other ranks and nothing else wakes it."""
+        """True while the main thread may wait for other ranks and nothing else wakes it."""
         return self.in_flight > 0 or self.phase in ("forming", "proving", "measuring")
 
     def patience_s(self) -> float:
-        """Return how many seconds the main thread may still take to come back from what it does now.
+        """Return the seconds that the main thread may still take to return from its current work.
 
-        A rank that holds no weights has nothing to give back, so it has little.
+        A rank without weights has no memory to free, so it has few.
         """
         if not self.weight_bytes and self.phase != "loading":
             return LEAST_PATIENCE_S
@@ -119,7 +116,7 @@ class RankTelemetry:
         return max(patience_s(self.expected_us / 1e6) - stood_s, LEAST_PATIENCE_S)
 
     def in_flight_s(self) -> float:
-        """Return how many seconds the forwards in flight may still take where every rank runs them."""
+        """Return the seconds that the forwards in flight may still take if every rank runs them."""
         return max(STEPS * self.expected_us / 1e6, LEAST_PATIENCE_S)
 
     def pong(self) -> Pong:

@@ -1,7 +1,7 @@
-"""Headers of safetensors files, checked before MLX reads them. Pure but for `read_header`.
+"""Headers of safetensors files, checked before MLX reads them. Pure except for `read_header`.
 
-MLX multiplies a shape without looking for an overflow, and reads beyond the array where the product wraps.
-What passes here is what the format allows: tensors that lie one after the other and fill the file.
+MLX multiplies a shape without an overflow check, and reads beyond the array where the product wraps. Only
+headers that the format allows pass here: contiguous tensors that fill the file.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-MAX_HEADER_BYTES = 1 << 25  #: of some 200,000 tensors in one file; models have a few thousand
+MAX_HEADER_BYTES = 1 << 25  #: enough for some 200,000 tensors in one file; models have a few thousand
 MAX_AXES = 16
 MAX_LENGTH = 2**31 - 1  #: of an axis; MLX counts in 32 bits
+#: Bits of one element, for each type of the format.
 BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -24,12 +25,11 @@ BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Of one element, for each type of the format."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A tensor of a file. `begin` and `end` are bytes of the file."""
+    """Tensor of a file. `begin` and `end` are byte offsets in the file."""
 
     name: str
     type: str
@@ -39,19 +39,19 @@ class TensorHeader:
 
 
 def check_header(text: bytes, file_bytes: int) -> list[TensorHeader]:
-    """Return the tensors that the header `text` of a file of `file_bytes` describes, in their order there.
+    """Return the tensors in the header `text` of a file of `file_bytes`, in their order there.
 
-    Raises ValueError for a header that no writer of the format makes.
+    Raises ValueError for a header that the format does not allow.
     """
     try:
         table = json.loads(text.decode(), object_pairs_hook=_without_doubles)
     except RecursionError:
         raise ValueError("its header is nested too deep") from None
     if not isinstance(table, dict):
-        raise ValueError("its header is no table")
+        raise ValueError("its header is not a JSON object")
     about = table.pop("__metadata__", None) or {}  # MLX writes null
     if not (isinstance(about, dict) and all(isinstance(value, str) for value in about.values())):
-        raise ValueError("its metadata are no texts")
+        raise ValueError("its metadata are not strings")
     data = 8 + len(text)
     tensors = sorted((_tensor(name, of, data) for name, of in table.items()), key=lambda t: (t.begin, t.end))
     at = data

@@ -1,5 +1,7 @@
-"""Rows of a tensor straight from its file. MLX reads a tensor whole before it cuts it, which for the largest
-ones would be most of the memory that a load takes."""
+"""Rows of a tensor straight from its file.
+
+MLX reads a tensor whole before it cuts it. For the largest ones that would be most of a load's memory.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ import mlx.core as mx
 from .tensor_headers import read_header
 from .vocabulary import cut_rows
 
+#: Types of the safetensors format for weights and their scales; tensors of other types are read whole.
 TYPES = {
     "F32": mx.float32,
     "F16": mx.float16,
@@ -26,12 +29,11 @@ TYPES = {
     "U16": mx.uint16,
     "U8": mx.uint8,
 }
-"""Types of the safetensors format that weights and their scales come in; others are read whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a safetensors file. `offset` is where its bytes begin in the file."""
+    """Tensor in a safetensors file. Its bytes begin at `offset` in the file."""
 
     name: str
     path: Path
@@ -41,23 +43,23 @@ class StoredTensor:
 
 
 class Folder:
-    """The tensors in a model folder's files."""
+    """Tensors in a model folder's files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def cut(self, array: mx.array, name: str, first: int, rows: int) -> mx.array:
-        """`rows` rows of `array` from `first` on, zeros beyond its end, like `cut_rows`.
+        """Return `rows` rows of `array` from `first` on, zeros beyond its end, like `cut_rows`.
 
-        Reads nothing else when `array` is untouched in one of the files. `name` is the last two parts of the
-        tensor's name, such as `embed_tokens.weight`, to tell tensors of the same shape apart.
+        Reads nothing else when `array` is an unchanged tensor of a file. `name` is the last two parts of the
+        tensor's name, such as `embed_tokens.weight`, to distinguish tensors of the same shape.
         """
         whole = (first, rows) == (0, array.shape[0])
         stored = None if whole else self._find(array, name)
         return _read_rows(stored, first, rows) if stored else cut_rows(array, name, first, rows)
 
     def _find(self, array: mx.array, name: str) -> StoredTensor | None:
-        """Where `array` is stored, if that is beyond doubt."""
+        """Return the stored tensor of `array`, if exactly one matches."""
         if not _is_untouched(array):
             return None
         alike = [s for s in self._stored if s.shape == array.shape and TYPES.get(s.type) == array.dtype]
@@ -66,7 +68,7 @@ class Folder:
         return alike[0] if len(alike) == 1 else None
 
     def untouched(self, parameters: Mapping[str, mx.array]) -> dict[str, StoredTensor]:
-        """Return where parameters are stored, by name, of those that are just what a file holds."""
+        """Return the stored tensors of parameters that are unchanged from a file, by name."""
         by_shape: dict[tuple[tuple[int, ...], mx.Dtype | None], list[StoredTensor]] = {}
         for stored in self._stored:
             by_shape.setdefault((stored.shape, TYPES.get(stored.type)), []).append(stored)
@@ -97,28 +99,28 @@ def share_of(stored: StoredTensor, array: mx.array, ranks: int) -> bool:
 
 
 def read_share(stored: StoredTensor, rank: int, ranks: int) -> mx.array:
-    """Read that part of rank `rank`, and nothing else of the tensor."""
+    """Read rank `rank`'s part of the tensor, and nothing else of it."""
     rows = stored.shape[-2] // ranks
     return _read_rows(stored, rank * rows, rows, axis=len(stored.shape) - 2)
 
 
 def _same_end(one: str, other: str) -> bool:
-    """Return True where one name ends with the other: files and models differ in what comes before."""
+    """Return True if one name ends with the other, because files and models use different prefixes."""
     return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
 
 
 def is_plain(array: mx.array) -> bool:
-    """Return True for an array that is in memory, or is just what a file holds."""
+    """Return True for an array that is in memory, or unchanged from a file."""
     return _steps(array) in ([], ["Load"])
 
 
 def _is_untouched(array: mx.array) -> bool:
-    """Whether it is what a file holds and nothing has been computed from it: its whole graph is one Load."""
+    """Return True for an array that is unchanged from a file: its whole graph is one Load."""
     return _steps(array) == ["Load"]
 
 
 def _steps(array: mx.array) -> list[str]:
-    """The operations of its graph."""
+    """Return the names of the operations in an array's graph."""
     graph = io.StringIO()
     mx.export_to_dot(graph, array)
     return [line.split('"')[1] for line in graph.getvalue().splitlines() if "shape=rectangle" in line]
@@ -131,11 +133,10 @@ def _read_rows(stored: StoredTensor, first: int, rows: int, axis: int = 0) -> mx
 
 
 class _Window(io.RawIOBase):
-    """A file that holds some rows of a stored tensor, and zeros for those that it lacks.
+    """File-like view of some rows of a stored tensor, with zeros for rows beyond its end.
 
-    Rows are along `axis`. Where others come before it, there is a run of rows for each of their indices, and
-    none is lacking.
-    MLX reads such a file at once, straight into the array's memory.
+    Rows are along `axis`. If other axes come before it, there is a run of rows for each of their indices, and
+    no row is beyond the end. MLX reads such a file in one call, straight into the array's memory.
     """
 
     def __init__(self, stored: StoredTensor, first: int, rows: int, axis: int) -> None:
@@ -172,7 +173,7 @@ class _Window(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """All of `buffer`, or OSError: MLX does not ask twice."""
+        """Fill all of `buffer`, because MLX calls this once. Raises OSError."""
         view = memoryview(buffer).cast("B")
         done = 0
         while done < len(view):
@@ -181,7 +182,7 @@ class _Window(io.RawIOBase):
         return done
 
     def _read_some(self, view: memoryview, at: int) -> int:
-        """Fill the beginning of `view` with what stands at `at`; returns how much of it."""
+        """Fill the beginning of `view` with the bytes at `at`; returns their number."""
         header, body = len(self._header), len(self._header) + self._body
         if at < header:
             part = self._header[at : at + len(view)]

@@ -1,8 +1,8 @@
 """Token embedding and output head, divided over the vocabulary: each rank holds an equal run of rows.
 
-A forward embeds tokens with one sum over the ranks and ends in the logits of this rank's own rows. From there
-either the winners of all rows are found with one small gather, or the logits are put together. A group of one
-takes the same way: its share is everything, and no collective happens.
+A forward embeds tokens with one sum over the ranks and ends in the logits of this rank's own rows. Then
+either one small gather finds the winners of all rows, or a larger one combines the logits. A group of one
+uses the same code: its share is everything, and no collective runs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..errors import Code, ModelError
 from .group import Group
 from .sharding import divided_vocabulary, shardable_families
 
+#: Names of the module that embeds tokens, in the families of mlx-lm.
 EMBEDDINGS = (
     "embed_tokens",
     "word_embeddings",
@@ -30,16 +31,15 @@ EMBEDDINGS = (
     "embed_in",
     "wte",
 )
-"""What families call the module that embeds tokens."""
 HEADS = ("lm_head",)
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
+#: (tensor, the last two parts of its name, first row, rows) -> those rows, zeros beyond the end.
 Cut = Callable[[mx.array, str, int, int], mx.array]
-"""(tensor, the last two parts of its name, first row, rows) -> those rows, zeros where there are none."""
 
 
 def cut_rows(array: mx.array, _name: str, first: int, rows: int) -> mx.array:
-    """`rows` rows of `array` from `first` on; lazily, and zeros beyond its end."""
+    """Return `rows` rows of `array` from `first` on; lazily, and zeros beyond its end."""
     if (first, rows) == (0, array.shape[0]):
         return array
     part = array[min(first, array.shape[0]) : first + rows]
@@ -63,15 +63,15 @@ class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
 
     @property
     def weight(self) -> mx.array:
-        """What models ask for the type of their numbers."""
+        """Weight from which models take the type of their numbers."""
         weight: mx.array = self.rows.weight
         return weight
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """[.., L] int -> [.., L, hidden]; zeros for what is not in the vocabulary.
+        """Embed tokens, [.., L] int -> [.., L, hidden]; zeros for tokens that are not in the vocabulary.
 
-        Every rank adds the rows it has and negative zeros for the others, which change no number, not even
-        its sign.
+        Every rank adds its own rows and negative zeros for the others, which change no number, not even its
+        sign.
         """
         if self._given is not None:
             return self._given
@@ -82,12 +82,12 @@ class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         return self._group.total(mx.where(mine[..., None], self.local(mx.where(mine, index, 0)), -0.0))
 
     def local(self, rows: mx.array) -> mx.array:
-        """Rows of this rank's own share, by their index in it. [..] int -> [.., hidden]; no collective."""
+        """Return rows of this rank's share by their index in it, [..] int -> [.., hidden]; no collective."""
         found: mx.array = self.rows(rows)
         return found
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """The head of a model whose embedding is also its head: [.., L, hidden] -> [.., L, share]."""
+        """Act as the head of a model whose embedding is also its head, [.., L, hidden] -> [.., L, share]."""
         logits: mx.array = self.rows.as_linear(x[..., -1:, :] if self._last_only else x)
         return logits
 
@@ -102,25 +102,25 @@ class ShardedHead(nn.Module):  # type: ignore[misc]
 
     @property
     def weight(self) -> mx.array:
-        """What models ask for the type of their numbers."""
+        """Weight from which models take the type of their numbers."""
         weight: mx.array = self.rows.weight
         return weight
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[.., L, hidden] -> [.., L, share], or [.., 1, share] while `_last_only` is set."""
+        """Compute logits, [.., L, hidden] -> [.., L, share], or [.., 1, share] while `_last_only` is set."""
         logits: mx.array = self.rows(x[..., -1:, :] if self._last_only else x)
         return logits
 
 
 class Vocabulary:
-    """How one loaded model's vocabulary lies on the ranks.
+    """Division of one loaded model's vocabulary among the ranks.
 
     size   tokens in the vocabulary
     share  rows on each rank, the size divided and rounded up; the last ranks' rows beyond it are padding
     first  the token of this rank's first row
 
-    `embedding` and `head` are None for a model whose modules are not known by name; such a one runs on a
-    group of one only. Then what is `given` is not used and the embeddings of `winners` are empty.
+    `embedding` and `head` are None for a model whose modules have unknown names, which runs on a group of one
+    only. Then `given` is not used and the embeddings of `winners` are empty.
     """
 
     def __init__(
@@ -140,9 +140,10 @@ class Vocabulary:
         self._padded = self.first + self.share > size
 
     def limit(self, tokens: int) -> None:
-        """Let ids from `tokens` on be padding: the tokenizer has none of them.
+        """Treat ids from `tokens` on as padding, because the tokenizer has none of them.
 
-        Does nothing where most of the vocabulary would be, because such a count is another tokenizer's.
+        Does nothing if at least half of the vocabulary would be padding, because such a count belongs to
+        another tokenizer.
         """
         if 2 * tokens > self.size:
             self._real = min(tokens, self.size)
@@ -157,10 +158,10 @@ class Vocabulary:
         given: mx.array | None = None,
         last_only: bool = False,
     ) -> mx.array:
-        """One forward: tokens [B, L] int32 -> this rank's logits [B, L, share], -inf where it is padding.
+        """Run one forward: tokens [B, L] int32 -> this rank's logits [B, L, share], -inf for padding.
 
-        given      embeddings [B, L, hidden] of these tokens, so that no rank looks them up; the tokens must
-                   be right all the same, because some models read them elsewhere too
+        given      embeddings [B, L, hidden] of these tokens, so that no rank computes them; the tokens must
+                   still be right, because some models read them elsewhere, too
         last_only  logits of the last position only: [B, 1, share]
         """
         if self.embedding is not None:
@@ -177,24 +178,24 @@ class Vocabulary:
         if last_only:
             logits = logits[:, -1:]
         if self._padded:
-            # Here and not in the head: some models bend logits afterwards, and -inf would become a number.
+            # Here and not in the head, because some models transform logits, and -inf would become a number.
             rows = mx.arange(logits.shape[-1]) < self._real - self.first
             logits = mx.where(rows, logits, mx.array(-mx.inf, dtype=logits.dtype))
         return logits
 
     def gather(self, local: mx.array) -> mx.array:
-        """[.., share] of each rank -> [.., size] on all ranks, in the vocabulary's order. One collective."""
+        """Combine [.., share] of each rank into [.., size] on all, in vocabulary order, by one collective."""
         if self.group.size == 1:
             return local
         parts = mx.moveaxis(self.group.gather(local), 0, -2)
         return parts.reshape(*local.shape[:-1], -1)[..., : self.size]
 
     def winners(self, local: mx.array) -> tuple[mx.array, mx.array]:
-        """The greedy choice of each row: (tokens int32 [..], their embeddings [.., hidden]).
+        """Return the greedy choice of each row: (tokens int32 [..], their embeddings [.., hidden]).
 
-        [.., share] of each rank in; the same bits on all ranks out, with one collective. It is the argmax of
-        the gathered logits, of equals the smallest token. NaN counts as -inf, so a row of nothing else gives
-        token 0. The embeddings are what looking the tokens up would give.
+        Takes [.., share] of each rank and returns the same bits on all ranks, with one collective. The choice
+        is the argmax of the gathered logits, among equals the smallest token. NaN counts as -inf, so a row of
+        nothing else gives token 0. The embeddings equal those of an embedding forward.
         """
         values = mx.where(mx.isnan(local), mx.array(-mx.inf, dtype=local.dtype), local)
         index = mx.argmax(values, axis=-1, keepdims=True)
@@ -206,7 +207,7 @@ class Vocabulary:
         embeddings = self.embedding.local(index[..., 0])
         if self.group.size == 1:
             return tokens, embeddings
-        # Bits of all three in one array, because numbers do not survive each other's types.
+        # Bits of all three in one array, because conversions between their types would change numbers.
         bits = {2: mx.uint16, 4: mx.uint32}[embeddings.dtype.size]
         mine = [best.astype(mx.float32).view(bits), tokens[..., None].view(bits), embeddings.view(bits)]
         offers = self.group.gather(mx.concatenate(mine, axis=-1))
@@ -221,8 +222,8 @@ class Vocabulary:
 def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vocabulary:
     """Divide `model` among the ranks: embedding and head over the vocabulary, the layers as mlx-lm does it.
 
-    Nothing is evaluated but what `cut` evaluates. `size` is the vocabulary's when the modules cannot tell.
-    Raises ModelError (MODEL_UNSUPPORTED) when a group of several finds no embedding or head it knows.
+    Only `cut` evaluates anything. `size` is the vocabulary's for modules with unknown names. Raises
+    ModelError (MODEL_UNSUPPORTED) when a group of several ranks finds no known embedding or head.
     """
     modules = dict(model.named_modules())
     embeddings = [
@@ -233,8 +234,8 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
     if len(embeddings) != 1 or len(heads) > 1 or len(vocabularies) != 1:
         if group.size > 1:
             raise ModelError(
-                f"{model.model_type}: {embeddings} and {heads} stand where one token embedding and one head "
-                f"were expected; on more than one rank these work: {', '.join(sorted(shardable_families()))}",
+                f"{model.model_type}: found {embeddings} and {heads} instead of one token embedding and one "
+                f"head; on more than one rank these work: {', '.join(sorted(shardable_families()))}",
                 Code.MODEL_UNSUPPORTED,
             )
         return Vocabulary(size, group)
@@ -250,7 +251,7 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
     _put(model, embeddings[0], embedding)
     head = ShardedHead(modules[heads[0]]) if heads else None
     if group.size > 1:
-        # Some families cut and gather their head themselves; they may have this one.
+        # Some families cut and gather their head themselves, and get this one.
         owner = modules[heads[0].rpartition(".")[0]] if heads else model
         if heads:
             _put(model, heads[0], nn.Linear(1, group.size, bias=False))
@@ -265,10 +266,10 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
 
 @contextlib.contextmanager
 def _whole_mlps(model: Any, ranks: int) -> Iterator[None]:
-    """Keep dense MLPs that `ranks` ranks cannot share out of the way while the layers are cut.
+    """Replace dense MLPs that `ranks` ranks cannot share, while the layers are cut.
 
-    Such an MLP stays whole on each rank, which computes all of it from what all ranks have, so that it needs
-    no sum. Stand-ins that can be cut take its place meanwhile.
+    Such an MLP stays whole on each rank, which computes all of it from inputs that all ranks have, so that it
+    needs no sum. Stand-ins that can be cut take its place meanwhile.
     """
     kept = []
     for layer in model.layers:

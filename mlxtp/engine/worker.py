@@ -1,7 +1,7 @@
 """The rank process: `python -m mlxtp.engine.worker`, started by an agent, for one epoch.
 
-The main thread owns all MLX work on one stream. One reader thread for each link takes frames off its socket,
-answers Pings, and ends the process when the link breaks, which works even while the main thread is stuck
+The main thread owns all MLX work on one stream. One reader thread for each link reads frames from its socket,
+replies to Pings, and ends the process when the link breaks. That works even while the main thread is stuck
 in a collective whose peer is gone.
 """
 
@@ -44,16 +44,15 @@ from .recorder import Recorder
 from .telemetry import LEAST_PATIENCE_S, RankTelemetry
 from .warm_rank import import_all, wait_for_arguments
 
+#: Seconds that rank 0 waits for an agent that does not read. A stalled agent may continue; the end of one is
+#: noticed at once.
 PIPE_STALL_S = 60.0
-"""Seconds that rank 0 waits for an agent that does not read. One that stands still comes back; the end of
-one is seen at once."""
+#: Seconds that the report of a failure to every link may take. A stalled agent must not delay the end.
 REPORT_S = 5.0
-"""Seconds that the report of a failure to every link may take: an agent that stands still must not hold up
-the end."""
 
 
 class MemoryHolder(Interface):
-    """The holder of a rank's memory."""
+    """Holder of a rank's memory."""
 
     def finish(self) -> None: ...
 
@@ -61,10 +60,10 @@ class MemoryHolder(Interface):
 
 
 class RankProcessLinks:
-    """The links of this process and its one way out: `leave`, on the main thread, which gives memory back.
+    """Links of this process and its only exit: `leave`, on the main thread, which frees memory.
 
-    A failure that another thread finds ends the main thread as SIGTERM does. Where the main thread does not
-    come back, the process ends without it.
+    A failure that another thread finds ends the main thread as SIGTERM does. If the main thread does not
+    return, the process ends without it.
     """
 
     def __init__(self, rank: int, epoch: int, folder: Path, pipe: BlockingLink, recorder: Recorder) -> None:
@@ -74,24 +73,20 @@ class RankProcessLinks:
         self.pipe = pipe
         self.mail = Mailbox()
         self.status = RankTelemetry(recorder)
-        self.memory: MemoryHolder | None = None
-        """The rank, once there is one."""
+        self.memory: MemoryHolder | None = None  # the rank, once there is one
         self._decode: list[BlockingLink] = []
         self._reporting = threading.Lock()
-        self._exit_status = 0
-        """That of the failure that was reported; 0 for none."""
-        self.obeying = False
-        """True while frames of rank 0 are taken."""
+        self._exit_status = 0  # of the reported failure; 0 for none
+        self.obeying = False  # true while frames of rank 0 are executed
+        #: True once another rank has reported that it will end after its forwards.
         self._finishes = False
-        """True once another rank has said that it ends, but not before its forwards."""
-        self._lost = False
-        """True once the link to another rank is over that has not said so."""
+        self._lost = False  # true once the link to another rank has ended without that report
         self._leaving = threading.Event()
 
     def report(self, error: MlxtpError) -> int:
-        """Any thread: report the failure on every link. Only the first report counts.
+        """Report the failure on every link, from any thread. Only the first report counts.
 
-        Returns the exit status for it.
+        Returns its exit status.
         """
         if self._reporting.acquire(blocking=False):
             self._exit_status = exit_status(error.code)
@@ -104,38 +99,41 @@ class RankProcessLinks:
 
     def _tell(self, word: Error) -> None:
         for link in (self.pipe, *self._decode):
-            # What cannot be told to a link that is broken or not open yet is seen there as its end.
+            # The peer of a link that is broken or not open yet notices its end.
             with contextlib.suppress(MlxtpError, OSError):
                 link.send(word)
 
     def fail(self, error: MlxtpError) -> None:
-        """Any thread but the main one: report the failure and end the main thread, unless it ends already."""
+        """Report the failure and end the main thread, unless it ends already. For all other threads."""
         if self._exit_status:
             return
         self.report(error)
-        # To that thread itself: a signal to the process does not wake it where another thread gets it.
+        # To that thread itself, because a signal to the process may wake another thread instead.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _over(self) -> None:
-        """Another rank's link is over. After a failure, a main thread that waits for that rank will not come
-        back, so the process ends without it: at once, unless that rank has finished its forwards."""
+        """Handle the end of another rank's link.
+
+        After a failure, a main thread that waits for that rank will not return, so the process ends without
+        it. It ends at once, unless that rank finishes its forwards.
+        """
         self._lost = not self._finishes
         patience_s = LEAST_PATIENCE_S if self._finishes else 0.0
         if self._exit_status and self.status.in_collective and not self._leaving.wait(patience_s):
             os._exit(self._exit_status)
 
     def terminate(self, _signal: int, _frame: FrameType | None) -> None:
-        """Handle SIGTERM. Frames that are here come first: rank 0 runs them, too, and waits for this rank."""
+        """Handle SIGTERM, after the frames that are here: rank 0 runs them, too, and waits for this rank."""
         if self.obeying and self.status.phase in ("prefill", "decode", "idle"):
             self.mail.post(LEADER, Terminated)
         else:
             raise Terminated
 
     def leave(self, status: int = 0, *, wait: bool = True) -> NoReturn:
-        """Main thread: give memory back, then end without destructors that could wait for other ranks.
+        """Free memory on the main thread, then end without destructors that could wait for other ranks.
 
-        Forwards in flight are waited for first, unless they can have no end: without `wait`, or when another
-        rank is gone.
+        First waits for forwards in flight, unless they cannot end: without `wait`, or when another rank is
+        gone.
         """
         self._leaving.set()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -153,8 +151,10 @@ class RankProcessLinks:
             os._exit(status)
 
     def end_when_wedged(self) -> None:
-        """Start the thread that ends this process when the main thread does not come back after SIGTERM: it
-        waits in a forward whose other rank is gone, where no signal handler runs."""
+        """Start the thread that ends this process when the main thread does not return after SIGTERM.
+
+        The main thread then waits in a forward whose other rank is gone, where no signal handler runs.
+        """
         heard, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
@@ -168,11 +168,11 @@ class RankProcessLinks:
         threading.Thread(target=wait, name="end-when-wedged", daemon=True).start()
 
     def listen_to_agent(self) -> None:
-        """Start reading the pipe. Without the agent this process has no reason to be."""
+        """Start reading the pipe. The end of the agent ends this process."""
 
         def deliver(received: Received) -> None:
             if isinstance(received.message, Ping):
-                with contextlib.suppress(LinkError):  # this end may just have said its last word
+                with contextlib.suppress(LinkError):  # this end may just have sent its last message
                     self.pipe.send(self.status.pong())
             else:
                 self.mail.post(AGENT, received)
@@ -180,7 +180,7 @@ class RankProcessLinks:
         read_in_background(self.pipe, AGENT, deliver, self.fail)
 
     def listen_to_rank(self, link: BlockingLink, rank: int) -> None:
-        """Start reading a decode link. A rank that reports its own end ends this process too."""
+        """Start reading a decode link. A rank that reports a failure ends this process, too."""
         self._decode.append(link)
 
         def deliver(received: Received) -> None:
@@ -209,11 +209,11 @@ def _at_most(seconds: float, status: int) -> Iterator[None]:
 
 
 def run(process: RankProcessLinks, listener: socket.socket | None, identity: Path | None) -> None:
-    """From the first Hello to the last SessionEnd."""
+    """Run the rank from the first Hello to the last SessionEnd."""
     pipe, mail = process.pipe, process.mail
     pipe.send(Hello(PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
     process.listen_to_agent()
-    # imports MLX: a second during which the agent can already see us
+    # imports MLX, which takes a second during which the agent already sees this rank
     from .group import CollectiveCounter, is_available, use_fast_fences
 
     bootstrap = _bootstrap(process)
@@ -239,7 +239,7 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
         exchange=_exchange(process, bootstrap),
     )
     process.memory = rank
-    import_mlx_lm()  # now nobody waits for a token
+    import_mlx_lm()  # now no client waits for a token
 
     pipe.send(Done(jaccl=is_available("jaccl")))
     process.status.enter("idle")
@@ -291,7 +291,7 @@ def _await_shutdown(mail: Mailbox) -> None:
 
 
 def told(argv: Sequence[str]) -> list[str]:
-    """The arguments of a rank: `argv`, or, for a spare (`--spare-fd FD`), what it is told some day."""
+    """Return the arguments of a rank: `argv`, or those that a warm process (`--spare-fd FD`) receives."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--spare-fd", type=int)
     fd = parser.parse_known_args(argv)[0].spare_fd
@@ -302,8 +302,11 @@ def told(argv: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry. Exits with 0 after an orderly end, otherwise with the `exit_status` of what happened, after
-    SIGTERM with TERMINATED_STATUS or WEDGED_STATUS."""
+    """Run a rank process.
+
+    Exits with 0 after an orderly end, after SIGTERM with TERMINATED_STATUS or WEDGED_STATUS, otherwise with
+    the `exit_status` of the error.
+    """
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
     parser = argparse.ArgumentParser(prog="mlxtp.engine.worker", description="One rank; started by an agent.")
@@ -327,19 +330,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     status, wait = TERMINATED_STATUS, True
     with contextlib.suppress(Terminated):
         status, wait = _run_or_fail(process, listener, args.identity)
-    # No frame of the run is left by now, nor an error that holds one, so that nothing else holds the model.
+    # No frame of the run is left by now, nor an error that holds one, so nothing else holds the model.
     process.leave(status, wait=wait)
 
 
 def _run_or_fail(
     process: RankProcessLinks, listener: socket.socket | None, identity: Path | None
 ) -> tuple[int, bool]:
-    """Run; returns the exit status, and whether forwards that are in flight may still end."""
+    """Run; returns the exit status, and True if forwards in flight may still end."""
     try:
         run(process, listener, identity)
     except MlxtpError as error:
         return process.report(error), not isinstance(error, LinkError)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the process boundary: whatever it is, the group must hear of it
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the process boundary: every error must be reported to the group
         code = code_of(error, Code.FORWARD_FAILED)
         what = " ran out of memory" if code is Code.OUT_OF_MEMORY else ""
         words = f"rank {process.rank}{what}: {type(error).__name__}: {error}"
@@ -348,9 +351,9 @@ def _run_or_fail(
 
 
 def _die_with_parent() -> None:
-    """On Linux, ask the kernel to end this process with its agent, even while MLX holds the GIL.
+    """On Linux, let the kernel end this process with its agent, even while MLX holds the GIL.
 
-    macOS has no such call: there the end of the pipe does it, and the alarm around the group's forming.
+    macOS has no such call. There the end of the pipe ends it, and the alarm around the group's forming.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

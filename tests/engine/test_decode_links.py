@@ -213,7 +213,7 @@ def test_a_rank_gives_its_proof_to_nobody_but_rank_0(group: Group) -> None:
         sock.settimeout(WAIT_S)
         with context.wrap_socket(sock, server_side=True) as secured:
             assert closed(secured)
-        with pytest.raises(ProtocolError, match="what says it is rank 0 has another key") as refused:
+        with pytest.raises(ProtocolError, match="the peer that claims rank 0 has another key") as refused:
             one.result(WAIT_S)
         assert refused.value.code is Code.NOT_AUTHENTIC
 

@@ -254,7 +254,7 @@ def test_a_grammar_with_no_way_on_ends_its_request_alone(
     (outcome,) = cluster.ask_all([Kind("lark", STUCK[name], bool).wanted(QUESTION, sampling, 30)])
     assert isinstance(outcome.error, MlxtpError)
     assert outcome.error.code is Code.GRAMMAR_STUCK
-    assert "cannot go on as its grammar asks" in outcome.error.detail
+    assert "cannot continue within its grammar" in outcome.error.detail
     # No token left that the grammar does not allow.
     assert re.fullmatch(ALLOWED[name], spoken(outcome.tokens))
     assert beside.finish()[0] == answer(QUESTION, 40).tokens

@@ -67,8 +67,8 @@ def fails(gather: Any, src: bytes = b"BBBB", n: int = 4) -> GroupError:
         (Gathered(2, b"AAAABBBB"), Code.FORM_FAILED, "8 bytes came for round 2, expected 8 for round 1"),
         (Gathered(1, b"AAAABBB"), Code.FORM_FAILED, "7 bytes came for round 1, expected 8 for round 1"),
         (Gathered(1, b"AAAABBBBCCCC"), Code.FORM_FAILED, "12 bytes came for round 1, expected 8"),
-        (Shutdown(), Code.SHUTTING_DOWN, "the agent said Shutdown while JACCL was forming"),
-        (TIMEOUT, Code.FORM_FAILED, "rank 1: round 1 of JACCL's side channel was not answered within 15 s"),
+        (Shutdown(), Code.SHUTTING_DOWN, "the agent sent Shutdown while JACCL was forming"),
+        (TIMEOUT, Code.FORM_FAILED, "rank 1: round 1 of JACCL's side channel got no reply within 15 s"),
     ],
 )
 def test_what_ends_it_ends_every_later_round_too(answer: Message | LinkError, code: Code, words: str) -> None:
@@ -96,9 +96,9 @@ def test_bytes_that_are_not_as_many_as_announced_are_not_sent() -> None:
 def test_jaccl_that_takes_itself_for_another_rank(rank: int, size: int) -> None:
     agent = Agent()
     exchange = agent.exchange()
-    with pytest.raises(GroupError, match=f"takes itself for rank {rank} of {size}; this is rank 1 of 2"):
+    with pytest.raises(GroupError, match=f"JACCL reports rank {rank} of {size}; this is rank 1 of 2"):
         exchange.factory(rank, size)
-    assert "takes itself" in fails(exchange.gather).detail
+    assert "JACCL reports" in fails(exchange.gather).detail
     assert not agent.sent
 
 
@@ -225,7 +225,7 @@ def test_what_mlx_throws_is_a_failure_to_form(tmp_path: Path, kind: type[Excepti
 
 
 def test_another_group_than_was_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(GroupError, match="asked to be rank 0 of 2, formed rank 0 of 1") as failed:
+    with pytest.raises(GroupError, match="requested rank 0 of 2, formed rank 0 of 1") as failed:
         try_form(tmp_path, lambda *_: Formed(0, 1))
     assert failed.value.code is Code.FORM_FAILED
 

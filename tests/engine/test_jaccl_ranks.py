@@ -247,7 +247,7 @@ def test_a_round_that_nobody_answers_ends_by_itself(tmp_path: Path) -> None:
         for rank in range(2):
             group.hear(rank, SideChannel)
             assert group.fails(rank, Code.FORM_FAILED) == (
-                f"rank {rank}: round 1 of JACCL's side channel was not answered within 0.2 s"
+                f"rank {rank}: round 1 of JACCL's side channel got no reply within 0.2 s"
             )
 
 
@@ -265,6 +265,6 @@ def test_an_agent_that_stops_or_dies_takes_forming_ranks_along(tmp_path: Path) -
         for rank in range(2):
             group.hear(rank, SideChannel)
         group.links[0].send(Shutdown())
-        assert "the agent said Shutdown" in group.fails(0, Code.SHUTTING_DOWN)
+        assert "the agent sent Shutdown" in group.fails(0, Code.SHUTTING_DOWN)
         group.links[1].close()
         assert group.processes[1].wait(WAIT_S) == exit_status(Code.RANK_LOST)

@@ -47,7 +47,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    assert run(code) == "a rank was to use huggingface_hub.snapshot_download, which only agents load"
+    assert run(code) == "a rank used huggingface_hub.snapshot_download, which only agents load"
 
 
 def test_an_mlx_lm_that_needs_more_is_imported_as_a_whole() -> None:

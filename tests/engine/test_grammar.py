@@ -340,7 +340,7 @@ def test_forced_tokens_are_what_masks_allow(grammars: Grammars) -> None:
 def test_a_token_that_is_not_allowed_is_an_error(grammars: Grammars) -> None:
     for token in (tokens_of("b")[0], 3, 5, VOCABULARY + 40):
         matcher = grammars.compile("regex", "a{3}").matcher()
-        with pytest.raises(MlxtpError, match="cannot go on"):
+        with pytest.raises(MlxtpError, match="cannot continue"):
             matcher.accept(token)
         assert not matcher.finished
 
@@ -352,7 +352,7 @@ def test_a_grammar_with_no_way_on_is_a_named_error(grammars: Grammars, rules: st
         matcher.accept(tokens_of("a")[0])
         matcher.mask()
 
-    with pytest.raises(MlxtpError, match=r"nothing can match it|cannot go on") as caught:
+    with pytest.raises(MlxtpError, match=r"nothing can match it|cannot continue") as caught:
         go_on()
     assert caught.value.code is Code.GRAMMAR_STUCK
 
@@ -366,7 +366,7 @@ def test_a_step_that_passes_the_limits_is_a_named_error(grammars: Grammars) -> N
             matcher.mask()
             matcher.accept(tokens_of("a")[0])
 
-    with pytest.raises(MlxtpError, match=r"cannot go on .* Too many items"):
+    with pytest.raises(MlxtpError, match=r"cannot continue .* Too many items"):
         go_on()
 
 

@@ -221,7 +221,7 @@ def test_other_ids_than_the_model_says_are_refused(tmp_path: Path) -> None:
         added = {str(id_): {"content": "</s>", "special": True}}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": added}))
         if refused:
-            with pytest.raises(ModelError, match="'</s>' as token 1 instead of 300"):
+            with pytest.raises(ModelError, match="'</s>' token 1 instead of 300"):
                 Text(LocalRenderer.load(folder))
         else:
             Text(LocalRenderer.load(folder))

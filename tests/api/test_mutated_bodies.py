@@ -15,6 +15,7 @@ from mlxtp.api.app import adapters
 from mlxtp.api.openapi import Operation
 
 from .conftest import MAX_BODY_BYTES, WAIT_S, Server
+from .dialects.shapes import shape_of
 
 Json = dict[str, Any]
 ROUNDS, BODIES_A_ROUND = 10, 100
@@ -371,16 +372,19 @@ class Tally:
 def judge(response: httpx.Response, operation: Operation, tally: Tally) -> None:
     """Answered in the published shape, or refused in that of the dialect; never the server's own fault."""
     assert "internal error" not in response.text, response.text
+    label = f"{operation.method} {operation.path}"
     if response.status_code == 200:
         if response.headers["content-type"] == "application/json":
-            assert operation.answer is not None
-            operation.answer.model_validate_json(response.content)
+            shape = shape_of(label, 200)
+            assert shape is not None
+            shape.model_validate_json(response.content)
         tally.answered += 1
         return
     assert 400 <= response.status_code < 500, (response.status_code, response.text)
     assert response.headers["content-type"] == "application/json"
-    assert operation.error is not None
-    operation.error.model_validate_json(response.content)
+    shape = shape_of(label, response.status_code)
+    assert shape is not None
+    shape.model_validate_json(response.content)
     tally.refused += 1
 
 

@@ -9,7 +9,6 @@ import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from pydantic import BaseModel
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.failures import FailureGroup
@@ -23,7 +22,7 @@ from mlxtp.api.app import adapters
 from mlxtp.api.openapi import document
 
 from .conftest import Server
-from .dialects import anthropic_shapes, completions_shapes, ollama_shapes, openai_shapes, responses_shapes
+from .dialects.shapes import shape_of
 
 HELLO = [{"role": "user", "content": "hello"}]
 EXAMPLES = 8
@@ -62,41 +61,7 @@ CHECKS = [
 STREAMS = ("text/event-stream", "application/x-ndjson")
 
 
-ANSWERS: Mapping[str, type[BaseModel]] = {
-    "GET /health": openai_shapes.HealthBody,
-    "GET /v1/models": openai_shapes.ModelList,
-    "GET /v1/models/{id}": openai_shapes.ListedModel,
-    "POST /v1/chat/completions": openai_shapes.ChatCompletion,
-    "POST /v1/completions": completions_shapes.Completion,
-    "POST /v1/responses": responses_shapes.ResponseBody,
-    "GET /v1/responses/{id}": responses_shapes.ResponseBody,
-    "DELETE /v1/responses/{id}": responses_shapes.ResponseDeleted,
-    "GET /v1/responses/{id}/input_items": responses_shapes.InputItems,
-    "POST /v1/responses/input_tokens": responses_shapes.InputTokens,
-    "POST /v1/messages": anthropic_shapes.AnthropicMessage,
-    "POST /v1/messages/count_tokens": anthropic_shapes.TokenCount,
-    "POST /api/chat": ollama_shapes.OllamaChatAnswer,
-    "POST /api/generate": ollama_shapes.OllamaGenerateAnswer,
-    "GET /api/tags": ollama_shapes.OllamaModels,
-    "GET /api/ps": ollama_shapes.OllamaRunningModels,
-    "POST /api/show": ollama_shapes.OllamaShown,
-    "GET /api/version": ollama_shapes.OllamaVersion,
-}
-ERRORS: Mapping[str, type[BaseModel]] = {
-    "/api/": ollama_shapes.OllamaError,
-    "/v1/messages": anthropic_shapes.AnthropicError,
-    "": openai_shapes.OpenAIError,
-}
-
 Change = Callable[[schemathesis.Case], None]
-
-
-def shape_of(label: str, status: int) -> type[BaseModel] | None:
-    """Return the shape of an answer or a refusal; None for an answer that has none."""
-    path = label.split(" ")[1]
-    if status < 400:
-        return ANSWERS.get(label)
-    return next(shape for prefix, shape in ERRORS.items() if path.startswith(prefix))
 
 
 def check(

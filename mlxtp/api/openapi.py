@@ -1,4 +1,4 @@
-"""`GET /openapi.json`: bodies and answers of this endpoint, from the schemas that check them. Pure."""
+"""`GET /openapi.json`: bodies of this endpoint's requests, from the schemas that check them. Pure."""
 
 from __future__ import annotations
 

@@ -59,8 +59,13 @@ class Body:
         Bodies that began later give way. Otherwise, many simultaneous bodies would all be refused.
         """
         bodies, more = self._bodies, max(size - SHORT - self._taken, 0)
-        while more > bodies.room and self in bodies.coming:
-            bodies.coming[-1]._give_way()
+        if self not in bodies.coming:
+            return False
+        later = [each for each in bodies.coming[bodies.coming.index(self) + 1 :] if each._taken]
+        if more > bodies.room + sum(each._taken for each in later):
+            later = [self]
+        while more > bodies.room and later:
+            later.pop()._give_way()
         if self not in bodies.coming:
             return False
         self._taken += more

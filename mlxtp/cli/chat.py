@@ -326,5 +326,5 @@ def _speed(answer: EndpointAnswer) -> str:
     if answer.first_at is not None:
         parts.append(f"first token after {answer.ttft_s * 1000:.0f} ms")
     if answer.finish_reason == "length":
-        parts.append("cut: the limit of tokens is reached")
+        parts.append("cut: no room for more tokens")
     return ", ".join(parts)

@@ -122,7 +122,7 @@ def remove(model: Model, home: Home = None, as_json: AsJson = False) -> None:
     chosen = frozenset({repo.commit(revision)}) if "@" in model else here
     if not chosen & here and not (repo.folder.exists() and "@" not in model):
         raise ModelError(
-            f"{model} is not on this Mac, in {repo.cache}; `mlxtp list` shows the models here",
+            f"this Mac has no list of files of {model}, in {repo.cache}; `mlxtp list` shows the models here",
             Code.MODEL_NOT_FOUND,
         )
     try:
@@ -361,7 +361,7 @@ def _check_hub(model: str) -> tuple[Repo, str]:
     from ..models.names import is_hub_id
 
     if not is_hub_id(model):
-        what = f"{model!r:.200} is a folder" if Path(model).exists() else f"{model!r:.200} is not OWNER/NAME"
+        what = f"{model!r:.200} is a path" if Path(model).exists() else f"{model!r:.200} is not OWNER/NAME"
         raise UserError(f"{what}: this command takes models of the Hub, as OWNER/NAME or OWNER/NAME@REVISION")
     return hub_name(model)
 

@@ -116,7 +116,7 @@ class Scheduler:
         self._running: list[_Sequence] = []
         #: Rows of each forward in flight, and the tokens of a prompt's chunk; 0 for a decode step.
         self._queued: deque[tuple[tuple[_Row, ...], int]] = deque()
-        self._payoff = Payoff()
+        self._payoff, self._forced_payoff = Payoff(), Payoff(MAX_WIDTH)
         self._moves: deque[StopSequence | EvictKept] = deque()
         self._late: list[StepResult] = []  # sent to clients with the next results
         #: Rows, rows with started prompts, and capacity that were last found to fit.
@@ -527,8 +527,11 @@ class Scheduler:
         if timed and prefilled:
             self._chunks.took(prefilled, took_s)
         elif timed and live == len(rows):
-            drafted = max([len(row.drafts) + len(row.forced) for row in rows])
-            self._payoff.step(live, given_tokens, took_s, drafted=drafted)
+            drafted, forced = max([len(row.drafts) for row in rows]), max([len(row.forced) for row in rows])
+            if not forced:
+                self._payoff.step(live, given_tokens, took_s, drafted=drafted)
+            if not drafted:
+                self._forced_payoff.step(live, given_tokens, took_s, drafted=forced)
         return outcomes
 
     def late(self) -> list[StepResult]:
@@ -585,9 +588,11 @@ class Scheduler:
                 wide = self._policy.wide and not wants.scored
                 # A late step in flight has its input, and chooses the first of forced tokens itself.
                 sequence.forced = wants.guide.forced(most if wide and not sequence.in_flight else 0)
-                if (pays := self._payoff.limit(len(sequence.forced))) < len(sequence.forced):
+                pays = self._forced_payoff.limit(len(sequence.forced))
+                if pays < len(sequence.forced):
                     sequence.forced = wants.guide.forced(pays)
-                if sequence.in_flight and wide and wants.guide.foretells:
+                foretold = wide and sequence.in_flight and self._forced_payoff.limit(2) > 1
+                if foretold and wants.guide.foretells:
                     sequence.known_at = sequence.generated + 1
         except MlxtpError as error:
             outcomes.append(self._fail(sequence, error))

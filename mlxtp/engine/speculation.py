@@ -169,10 +169,12 @@ class Payoff:
 
     A wide step may cost many times as much. All rows are padded to the widest, and models with a compressed
     cache unpack all of it then. Steps are compared with plain ones of equally many rows, by the
-    length of their longest draft, rounded up to a power of two. Forced tokens are drafts that are right.
+    length of their longest draft, rounded up to a power of two. Forced tokens are drafts that are right, and
+    are judged by a `Payoff` of their own. `most_cost`: of one step, in plain steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_cost: int = MOST_DRAFTED) -> None:
+        self._most_cost = most_cost
         self._plain_s: dict[int, float] = {}
         self._widths: defaultdict[int, _Width] = defaultdict(_Width)
 
@@ -196,7 +198,7 @@ class Payoff:
         weight = RECENT if width.seen else 1.0
         width.gain += weight * (tokens / rows - width.gain)
         # Bounded, because a step that compiled kernels is no measure.
-        width.cost += weight * (min(seconds / self._plain_s[rows], MOST_DRAFTED) - width.cost)
+        width.cost += weight * (min(seconds / self._plain_s[rows], self._most_cost) - width.cost)
         width.seen += 1
         if width.seen >= LEAST_STEPS and width.cost > width.gain:
             width.seen, width.pause = 0, PAUSE_STEPS

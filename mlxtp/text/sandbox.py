@@ -47,7 +47,9 @@ CPU_S_PER_MIB = 2.0  # plus seconds for each MiB of its text
 ROOM_BYTES = 512 << 20  # resident bytes, beyond those of the loaded process,
 ROOM_PER_BYTE = 64  # plus bytes for each byte of text
 TICK_S = 0.05  # seconds between two checks of a process with work
-STILL_S = 10.0  # seconds of checks in a row that find it stopped or asleep, without any use of CPU time
+# seconds of checks in a row that find it stopped or asleep, without any use of CPU time. Where a system calls
+# a process that sleeps "running", as macOS may, only a stopped one is found.
+STILL_S = 10.0
 WALL_S = 300.0  # seconds of checks in all
 REPLY_BYTES = 4 << 20  # bytes of a reply at most,
 REPLY_PER_BYTE = 16  # plus bytes for each byte of the request

@@ -425,6 +425,25 @@ def test_of_bodies_that_come_at_once_the_first_is_answered(
     play(story, backend)
 
 
+def test_a_short_body_gives_way_to_none(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_body, "MAX_BODIES_BYTES", 100_000)
+    large = PLAIN + b" " * 250_000
+
+    async def story(connect: Callable[[], Client]) -> None:
+        first, second, short = connect(), connect(), connect()
+        for client, text in ((first, large[:150_000]), (second, large[:70_000])):
+            await client.send(body_of(len(large)) + text)
+            await asyncio.sleep(SOON_S)
+        await short.send(body_of(len(PLAIN)) + PLAIN[:10])
+        await asyncio.sleep(SOON_S)
+        await first.send(large[150_000:])
+        assert (await first.read()).startswith(b"HTTP/1.1 503 ")
+        await short.send(PLAIN[10:])
+        assert (await short.read()).startswith(b"HTTP/1.1 200 ")
+
+    play(story, backend)
+
+
 @pytest.mark.parametrize("letter", [b"a", b"\xc3\xa9", b"\\u00e9"])
 def test_text_that_is_not_ascii_takes_four_times_the_room(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, letter: bytes

@@ -653,18 +653,19 @@ def test_forced_tokens_make_no_step_wider_than_drafts_may(others: int, widest: i
     assert max(max(move.widths, default=1) for move in rows) == widest
 
 
-def test_forced_tokens_that_cost_more_than_they_save_are_fed_one_at_a_time() -> None:
-    says = tuple(range(50, 1050))
-    forced = frozenset(each for each in range(1000) if each % 10 > 1)
+@pytest.mark.parametrize("run", [10, 30])
+def test_forced_tokens_that_cost_more_than_they_save_are_fed_one_at_a_time(run: int) -> None:
+    says = tuple(range(50, 2050))
+    forced = frozenset(each for each in range(2000) if each % run > 1)
 
     def cost(*, timed: bool) -> int:
         simulation = Simulation(run_ahead=0, slow_when_wide=True, timed=timed)
-        simulation.add(3, 1000, says, guide=FakeGuide(says, forced))
+        simulation.add(3, 2000, says, guide=FakeGuide(says, forced))
         simulation.drain()
         check_answers(simulation)
         return sum(max(move.widths, default=1) ** 2 for move in decodes(simulation.moves))
 
-    assert cost(timed=True) * 2 < cost(timed=False)
+    assert cost(timed=True) * 1.4 < cost(timed=False)
 
 
 def test_forced_tokens_end_with_the_limit() -> None:

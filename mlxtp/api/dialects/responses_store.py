@@ -141,7 +141,7 @@ class ResponseStore:
 
     def _unknown(self, what: str, param: str | None) -> RequestError:
         return RequestError(
-            f"{what}: answers are kept in the memory of the Mac that made them for "
+            f"{what}: answers are kept in the memory of the Mac that received the request for "
             f"{self._age_s / 3600:g} hours, at most {self._most} of them and {self.most_bytes} bytes, "
             "and not with store false; send the whole conversation as input",
             Code.NOT_FOUND,

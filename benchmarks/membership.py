@@ -12,7 +12,7 @@ from mlxtp.cluster.failure_detector import Timeouts
 from mlxtp.cluster.leadership import Leadership, Situation
 from mlxtp.cluster.membership import Membership
 from mlxtp.cluster.reconcile import GroupPlan
-from mlxtp.placement.machines_file import read_nodes
+from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.model_shape import shape_of
 from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.placement.published_models import KNOWN
@@ -65,8 +65,8 @@ async def measure(stage: Stage) -> list[Row]:
 
 def plan_ms() -> float:
     """What it takes to place a model on as many Macs as a cluster may have."""
-    cabled = read_nodes(_CABLED, "cabled")
-    others = [replace(member, node_id=f"o-{member.node_id}") for member in read_nodes(_OTHERS, "others")]
+    cabled = read_machines(_CABLED, "cabled")
+    others = [replace(member, node_id=f"o-{member.node_id}") for member in read_machines(_OTHERS, "others")]
     shape = shape_of(KNOWN["llama-3.3-70b-4bit"])
     began = time.perf_counter()
     made = plan([*cabled, *others], shape, cabled[0].node_id, PlacementOptions(nodes="all"))

@@ -122,7 +122,7 @@ def remove(model: Model, home: Home = None, as_json: AsJson = False) -> None:
     chosen = frozenset({repo.commit(revision)}) if "@" in model else here
     if not chosen & here and not (repo.folder.exists() and "@" not in model):
         raise ModelError(
-            f"this Mac has no list of files of {model}, in {repo.cache}; `mlxtp list` shows the models here",
+            f"{model} is not on this Mac, in {repo.cache}; `mlxtp list` shows the models here",
             Code.MODEL_NOT_FOUND,
         )
     try:
@@ -148,7 +148,7 @@ def verify(
     manifest = repo.manifest(commit)
     if manifest is None:
         raise ModelError(
-            f"{model} is not on this Mac, in {repo.cache}; `mlxtp list` shows the models here",
+            f"this Mac has no list of files of {model}, in {repo.cache}; `mlxtp list` shows the models here",
             Code.MODEL_NOT_FOUND,
         )
     bad, unread = _damaged(repo, manifest, quiet=as_json)

@@ -41,7 +41,7 @@ def plan(
             autocompletion=shell_completion.planned,
         ),
     ],
-    nodes: Annotated[
+    machines: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", help="A TOML file of Macs you do not have. Default: those of the cluster."
@@ -96,8 +96,8 @@ def plan(
     wanted: str | int = int(number) if number.isdecimal() else number
     coordinator = ""
     results: tuple[FabricResult, ...] = ()
-    if nodes is not None:
-        found = planning.read_nodes_file(nodes)
+    if machines is not None:
+        found = planning.read_machines_file(machines)
     else:
         found, coordinator, results = _members_here(home_of(home))
     options = PlacementOptions(

@@ -17,7 +17,7 @@ from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError
 from ..placement.candidates import Candidate
 from ..placement.cost_model import SpeedEstimate
-from ..placement.machines_file import read_nodes
+from ..placement.machines_file import read_machines
 from ..placement.model_shape import ModelShape, shape_of
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.published_models import KNOWN
@@ -99,14 +99,14 @@ def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
     return shape_of(_read_object(config), name=path.name, weight_bytes=_weight_bytes(path), kv_bits=kv_bits)
 
 
-def read_nodes_file(path: Path) -> tuple[MemberMachine, ...]:
+def read_machines_file(path: Path) -> tuple[MemberMachine, ...]:
     """Return the machines that a file describes. Raises ConfigError with the problem and its place."""
     try:
-        return read_nodes(path.read_text(), str(path))
+        return read_machines(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"--nodes: {path} cannot be read: {why}. It is a TOML file of Macs, such as "
+            f"--machines: {path} cannot be read: {why}. It is a TOML file of Macs, such as "
             "examples/desk.toml; docs/placement.md explains it"
         ) from None
 

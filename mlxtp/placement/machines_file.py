@@ -51,7 +51,7 @@ class _Node:
     rdma: bool
 
 
-def read_nodes(text: str, source: str = "the nodes file") -> tuple[MemberMachine, ...]:
+def read_machines(text: str, source: str = "the machines file") -> tuple[MemberMachine, ...]:
     """Return the members that `text` describes, as TOML, or as JSON if it begins with a brace.
 
     Raises ConfigError with `source`, the place and the values that are allowed there.

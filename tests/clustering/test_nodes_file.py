@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxtp.errors import ConfigError
-from mlxtp.placement.machines_file import read_nodes
+from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.planner import PlacementOptions, plan
 
 from .desks import GIB, shape
@@ -33,12 +33,12 @@ NODE = '[[node]]\nchip = "Apple M4 Pro"\nmemory = "48GB"\n'
 
 def kind(text: str, nodes: int = 2, **changes: Any) -> str:
     model = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592, **changes)
-    chosen = plan(read_nodes(text), model, options=PlacementOptions(nodes=nodes)).chosen
+    chosen = plan(read_machines(text), model, options=PlacementOptions(nodes=nodes)).chosen
     return chosen.kind if chosen else ""
 
 
 def test_a_file_describes_machines_and_cables() -> None:
-    studio, other, book = read_nodes(DESK)
+    studio, other, book = read_machines(DESK)
     assert [m.name for m in (studio, other, book)] == ["studio-1", "studio-2", "node-2"]
     assert studio.machine.memory_bytes == 256 * GIB
     assert (book.machine.gpu_cores, book.machine.free_bytes) == (32, 50 * GIB)
@@ -64,7 +64,7 @@ def test_links_decide_the_fabric(links: str, expected: str) -> None:
 def test_a_ring_of_three_is_a_circle() -> None:
     assert kind(f'links = "thunderbolt5 ring"\n{NODE}count = 3\n', nodes=3) == "JACCL mesh"
     four = f'links = "thunderbolt5 ring"\n{NODE}count = 4\n'
-    made = plan(read_nodes(four), shape(), options=PlacementOptions(nodes=4))
+    made = plan(read_machines(four), shape(), options=PlacementOptions(nodes=4))
     assert made.chosen is not None
     assert made.chosen.kind == "JACCL ring"
 
@@ -75,7 +75,7 @@ def test_without_links_every_machine_is_alone() -> None:
 
 
 def test_older_cables_have_no_rdma() -> None:
-    older = read_nodes(f'links = "thunderbolt4 mesh"\n{NODE}count = 2\n')
+    older = read_machines(f'links = "thunderbolt4 mesh"\n{NODE}count = 2\n')
     assert [(p.rdma, p.gbps) for m in older for p in m.machine.ports] == [("", 40)] * 2
 
 
@@ -96,7 +96,7 @@ def test_json_says_the_same() -> None:
             ],
         }
     )
-    assert read_nodes(text) == read_nodes(DESK)
+    assert read_machines(text) == read_machines(DESK)
 
 
 @pytest.mark.parametrize(
@@ -163,16 +163,16 @@ def test_json_says_the_same() -> None:
 )
 def test_mistakes_are_named_with_what_may_stand_there(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        read_nodes(text, "desk.toml")
+        read_machines(text, "desk.toml")
     assert caught.value.detail.startswith("desk.toml")
 
 
 @pytest.mark.parametrize("written", ["M4 Pro", "m4 pro", "Apple  m4 PRO", " apple M4 Pro "])
 def test_a_chip_is_known_however_it_is_written(written: str) -> None:
-    (node,) = read_nodes(NODE.replace("Apple M4 Pro", written))
+    (node,) = read_machines(NODE.replace("Apple M4 Pro", written))
     assert node.machine.chip == "Apple M4 Pro"
     assert node.machine.gpu_cores == 20
 
 
 def test_more_ports_can_be_claimed() -> None:
-    assert len(read_nodes(f'links = "thunderbolt5 mesh"\n{NODE}count = 5\nports = 4\n')) == 5
+    assert len(read_machines(f'links = "thunderbolt5 mesh"\n{NODE}count = 5\nports = 4\n')) == 5

@@ -239,7 +239,7 @@ def test_an_agent_repairs_with_what_others_have(agent: Agent, hub: Hub, tmp_path
 @pytest.mark.parametrize("command", ["pull", "remove", "verify"])
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("llama", "not OWNER/NAME"), (".", "is a folder"), ("a/b@../c", "is no revision")],
+    [("llama", "not OWNER/NAME"), (".", "is a path"), ("a/b@../c", "is no revision")],
 )
 def test_what_is_no_model_of_the_hub(tmp_path: Path, command: str, name: str, words: str) -> None:
     assert words in refusal(tmp_path / "home", command, name)

@@ -92,10 +92,10 @@ def test_a_broken_configuration_is_refused(folder: Path, text: str, says: str) -
 
 def test_a_nodes_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"desk\.toml cannot be read"):
-        plan.read_nodes_file(tmp_path / "desk.toml")
+        plan.read_machines_file(tmp_path / "desk.toml")
     (tmp_path / "desk.toml").write_text("links = 3")
     with pytest.raises(ConfigError, match=r"desk\.toml: it has no machines"):
-        plan.read_nodes_file(tmp_path / "desk.toml")
+        plan.read_machines_file(tmp_path / "desk.toml")
 
 
 # --- the table --------------------------------------------------------------------------------------------
@@ -169,9 +169,9 @@ def test_the_example_is_what_the_sample_of_a_nodes_file_gives() -> None:
     (sample,) = re.findall(r"```toml\n(.*?)```", DOC, re.DOTALL)
     example = Path(__file__).parents[2] / "examples" / "desk.toml"
     assert example.read_text() == sample
-    members = list(plan.read_nodes_file(example))
+    members = list(plan.read_machines_file(example))
     ((command, shown),) = re.findall(r"```console\n\$ (mlxtp plan .*?)\n(.*?)```", DOC, re.DOTALL)
-    assert command == "mlxtp plan --model qwen3-235b-a22b-8bit --nodes examples/desk.toml"
+    assert command == "mlxtp plan --model qwen3-235b-a22b-8bit --machines examples/desk.toml"
     real = printed("qwen3-235b-a22b-8bit", members, width=129)
     said = " ".join(real.split())
     for line in shown.splitlines():
@@ -246,7 +246,7 @@ def test_a_plan_in_a_pipe_has_whole_sentences_and_a_missing_file_is_named_once(t
         "plan",
         "--model",
         "qwen3-235b-a22b-8bit",
-        "--nodes",
+        "--machines",
         str(Path(__file__).parents[2] / "examples" / "desk.toml"),
     ]
     lines = CliRunner().invoke(app, words, env={"COLUMNS": "80"}).stdout.splitlines()
@@ -267,7 +267,7 @@ COMPARED = (
 
 def compared(model: str) -> str:
     """A row of the table: what two large Macs would do with a model."""
-    members = list(plan.read_nodes_file(Path(__file__).parents[2] / "examples" / "desk.toml"))
+    members = list(plan.read_machines_file(Path(__file__).parents[2] / "examples" / "desk.toml"))
     made, fast = (
         json.loads(printed(model, members, as_json=True, options=PlacementOptions(fast_fences=fences)))
         for fences in (False, True)

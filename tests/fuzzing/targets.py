@@ -40,7 +40,7 @@ from mlxtp.identity.join_protocol import Host, Joiner
 from mlxtp.identity.join_token import TokenIssuer, read_token
 from mlxtp.models import manifest as manifests
 from mlxtp.placement import measurements
-from mlxtp.placement.machines_file import read_nodes
+from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.probe_machine import mac
 from mlxtp.text.chat_template import characters, template_messages
 from mlxtp.text.conversation import Conversation, GenerationRequest, Tool
@@ -585,7 +585,7 @@ TARGETS: Mapping[str, Target] = {
     "bonjour": Target(bonjour, (), (_announced(),)),
     "hardware": Target(hardware, (), _PRINTED),
     "nodes_file": Target(
-        lambda data: read_nodes(text(data)),
+        lambda data: read_machines(text(data)),
         (ConfigError,),
         (
             b'links = ["thunderbolt5 mesh", "ethernet 10g", "wifi"]\n[[node]]\nname = "a"'

@@ -117,8 +117,9 @@ class Text:
         options = template_options(conversation)
         try:
             return self._rendered(messages, tools, options, prompting)
-        except RequestError:
-            for plainer in plainer_messages(conversation, self.knows_tools):
+        except RequestError as error:
+            late = error.status == 504
+            for plainer in () if late else plainer_messages(conversation, self.knows_tools):
                 with contextlib.suppress(RequestError):
                     return self._rendered(plainer, tools, options, prompting)
             raise

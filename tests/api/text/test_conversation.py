@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.errors import RequestError
+from mlxtp.errors import Code, RequestError
 from mlxtp.text.chat_template import characters, template_messages, template_options
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
 from mlxtp.text.renderer import LocalRenderer
@@ -99,6 +99,22 @@ GRANITE = """{% for t in tools or [] %}<|tool|>{{ t.function.name }}{% endfor %}
 def prompt(folder: Path, template: str, conversation: Conversation) -> str:
     text = Text(LocalRenderer.load(save(byte_level(), folder, template)))
     return text.decoded(conversation_ids(text, conversation))
+
+
+@pytest.mark.parametrize(("status", "least", "most"), [(400, 2, 9), (504, 1, 1)])
+def test_a_template_that_is_too_slow_is_not_rendered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, least: int, most: int
+) -> None:
+    renderer, renders = LocalRenderer.load(save(byte_level(), tmp_path, GEMMA)), []
+
+    def render(*_: object, **__: object) -> str:
+        renders.append(status)
+        raise RequestError("no", Code.DEADLINE, status=status)
+
+    monkeypatch.setattr(renderer, "render", render)
+    with pytest.raises(RequestError):
+        Text(renderer).rendered(Conversation((ChatMessage("system", "Be brief."), *TURNS)))
+    assert least <= len(renders) <= most
 
 
 def called(*calls: tuple[str, str], text: str = "") -> ChatMessage:

@@ -69,7 +69,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers(cluster: Cluster, folder
     cluster.load(folder, kv_bytes=room_for(cluster, 300))
     before = cluster.idle()
     error = refused(cluster, Wanted(prompt(1, 250), 100))
-    for number in ("250 prompt tokens", "100 new ones", "room for 384", "300 fit"):
+    for number in ("250 prompt tokens", "100 new ones", "room for 384", "room for 300"):
         assert number in error.detail
     assert set((cluster.idle() - before).forwards) == {0}
     fits = Wanted(prompt(1, 150), 40)

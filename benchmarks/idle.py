@@ -1,4 +1,4 @@
-"""The processor time of ranks that nobody asks anything."""
+"""CPU time of ranks without requests."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ _ALL = (
     Measure("load time, 400 MB model", "s", "From the proven group to every rank's share in memory."),
     # --- idle
     Measure("idle rank, share of one core", "%",
-            "CPU time of the busier rank of a loaded model that nobody asks.", "", Goal("<", 1.0)),
+            "CPU time of the busier rank of a loaded model without requests.", "", Goal("<", 1.0)),
     Measure("idle rank of mlx_lm.server, share of one core", "%", "The same of its busier rank."),
     # --- links
     Measure("decode link with 1 ms each way vs none", "tokens/s",
@@ -156,7 +156,7 @@ _ALL = (
     Measure("a step beside a flood of strangers, 99th percentile", "ms",
             "Between two tokens where they leave the engine. One rank on the first core; on the second the "
             "agent, and 200 new connections a second to its control port, 4 KiB of garbage on each.",
-            "nobody there", Goal("<", 1.1)),
+            "no strangers", Goal("<", 1.1)),
     Measure("strangers turned away meanwhile", "per second",
             "Connections that were closed without a word, or with a TLS alert."),
     # --- copying

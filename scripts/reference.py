@@ -127,7 +127,7 @@ COMMANDS_HEAD = """# Commands
 | exit status | meaning |
 |---|---|
 {statuses}
-A rank process, which nobody starts by hand, has statuses of its own: [doctor.md](doctor.md#errors).
+A rank process, which only agents start, has statuses of its own: [doctor.md](doctor.md#errors).
 """
 
 STATUSES: Mapping[Exit, str] = {

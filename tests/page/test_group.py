@@ -12,6 +12,7 @@ import pytest
 
 from ..chaos.answers import COUNT
 from ..chaos.harness import FaultyCluster, kill
+from ..chaos.orders import Order
 from ..cluster import START_S
 from .conftest import DESK
 
@@ -42,9 +43,11 @@ def cluster(browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_rank_is_killed_and_the_answer_goes_on(browser: Browser, cluster: FaultyCluster) -> None:
     right = cluster.content(COUNT, max_tokens=400)
-    cluster.order(
-        "hold", 1, on="decode", at=1, times=0, seconds=0.03
-    )  # in this epoch each token takes so long
+    cluster.book.give(
+        Order("hold", 1, 1, on="decode", times=0, seconds=0.03),  # slow enough to be killed in mid-answer
+        # The page calls it a wait when a snapshot (each 0.5 s) says so and no token has come for 0.7 s.
+        Order("hold", 1, 2, on="load", seconds=2.0),
+    )
     page = browser.new_page(viewport=DESK)
     page.set_default_timeout(START_S * 1000)
     page.goto(cluster.url)

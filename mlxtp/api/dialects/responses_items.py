@@ -1,11 +1,10 @@
 """Items of `/v1/responses`, the parts of a conversation. Pure.
 
-An item is checked once, on arrival, and has its published shape and an id from then on.
+An item is checked once, on arrival. From then on it has the shape of this module, without ids.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -33,7 +32,6 @@ _FOREIGN = (
 class _Message(Schema):
     role: str
     content: Any = None
-    id: str | None = None
 
 
 class _FunctionCall(Schema):
@@ -41,7 +39,6 @@ class _FunctionCall(Schema):
     name: str
     arguments: str
     namespace: str | None = None
-    id: str | None = None
     status: str | None = None
 
 
@@ -50,54 +47,41 @@ class _CustomCall(Schema):
     name: Annotated[str, Field(min_length=1)]
     input: str
     namespace: str | None = None
-    id: str | None = None
     status: str | None = None
 
 
 class _SearchCall(Schema):
     call_id: str
     arguments: Json
-    id: str | None = None
     status: str | None = None
 
 
 class _CallOutput(Schema):
     call_id: str
     output: Any
-    id: str | None = None
 
 
 class _SearchOutput(Schema):
     call_id: str
     tools: list[Json]
-    id: str | None = None
 
 
 class _MoreTools(Schema):
     tools: list[Json]
-    id: str | None = None
 
 
 class _Reasoning(Schema):
-    id: str | None = None
     summary: list[Any] | None = None
     content: list[Any] | None = None
-
-
-class _Reference(Schema):
-    id: str
 
 
 # --- items from clients -----------------------------------------------------------------------------------
 
 
-def items_of(given: str | list[Any], find: Callable[[str, str], Json]) -> list[Json]:
-    """Return the items of `input`. `find` returns the item behind an id, for a reference at `where`.
-
-    Raises RequestError that names the place.
-    """
+def items_of(given: str | list[Any]) -> list[Json]:
+    """Return the items of `input`. Raises RequestError that names the place."""
     if isinstance(given, str):
-        return [_input_message("user", [_input_text(given)], None)]
+        return [_spoken("user", [given])]
     items: list[Json] = []
     left_out: set[str] = set()  # calls, by their ids
     for i, each in enumerate(given):
@@ -109,7 +93,7 @@ def items_of(given: str | list[Any], find: Callable[[str, str], Json]) -> list[J
             log_left_out("items", str(kind))
             left_out.add(str(call_id))
         elif kind not in OUTPUTS or call_id is None or str(call_id) not in left_out:
-            items.append(_item(each, where, find))
+            items.append(_item(each, where))
     return items
 
 
@@ -124,19 +108,22 @@ def _foreign(item: Json) -> bool:
             return False
 
 
-def _item(item: Json, where: str, find: Callable[[str, str], Json]) -> Json:
+def _item(item: Json, where: str) -> Json:
     kind = item.get("type")
     if kind is None:  # the two types that need not be named
         kind = "message" if "role" in item else "item_reference"
     match kind:
-        case "item_reference":
-            return find(checked(_Reference, item, where).id, f"{where}.id")
         case str() if kind in _READ:
             return _READ[kind](item, where)
+        case "item_reference":
+            raise not_supported(
+                f"{where}: item references are not supported; send the item itself, or the answer's id as "
+                "previous_response_id. A client that makes references by itself sends items with store false",
+                f"{where}.type",
+            )
         case str():
             raise not_supported(
-                f"{where}: items of type {shown(kind)} are not supported, only {', '.join(_READ)} "
-                "and item_reference",
+                f"{where}: items of type {shown(kind)} are not supported, only {', '.join(_READ)}",
                 f"{where}.type",
             )
         case _:
@@ -146,39 +133,20 @@ def _item(item: Json, where: str, find: Callable[[str, str], Json]) -> Json:
 def _message(item: Json, where: str) -> Json:
     message = checked(_Message, item, where)
     texts = _texts(message.content, f"{where}.content")
-    if message.role == "assistant":
-        return {
-            "type": "message",
-            "id": message.id or new_id("msg"),
-            "role": "assistant",
-            "status": "completed",
-            "content": [output_text(text) for text in texts],
-        }
-    if message.role not in ROLES:
+    if message.role != "assistant" and message.role not in ROLES:
         raise RequestError(
             f"{where}.role: {shown(message.role)} is none of {', '.join(ROLES)}, assistant",
             param=f"{where}.role",
         )
-    return _input_message(message.role, [_input_text(text) for text in texts], message.id)
+    return _spoken(message.role, texts)
 
 
-def _input_message(role: str, content: list[Json], id_: str | None) -> Json:
-    return {
-        "type": "message",
-        "id": id_ or new_id("msg"),
-        "role": role,
-        "status": "completed",
-        "content": content,
-    }
+def _spoken(role: str, texts: Sequence[str]) -> Json:
+    return {"type": "message", "role": role, "content": _parts(texts)}
 
 
-def _input_text(text: str) -> Json:
-    return {"type": "input_text", "text": text}
-
-
-def output_text(text: str, logprobs: Sequence[Json] = ()) -> Json:
-    """Return text of the model as a part of a message."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+def _parts(texts: Sequence[str]) -> list[Json]:
+    return [{"text": text} for text in texts]
 
 
 def _call(item: Json, where: str) -> Json:
@@ -190,32 +158,29 @@ def _call(item: Json, where: str) -> Json:
     if call.status != "incomplete" and object_in(arguments) is None:
         raise wrong(f"{where}.arguments", "the JSON text of an object", call.arguments)
     called = Call(call.call_id, call.name, arguments)
-    return call_item("function_call", call.id or new_id("fc"), called, _status(call.status), call.namespace)
+    return call_item("function_call", called, _status(call.status), call.namespace)
 
 
 def _custom_call(item: Json, where: str) -> Json:
     custom = checked(_CustomCall, item, where)
     call = Call(custom.call_id, custom.name, custom.input)
-    id_ = custom.id or new_id("ctc")
-    return call_item("custom_tool_call", id_, call, _status(custom.status), custom.namespace)
+    return call_item("custom_tool_call", call, _status(custom.status), custom.namespace)
 
 
 def _search_call(item: Json, where: str) -> Json:
     search = checked(_SearchCall, item, where)
     check_finite(search.arguments, f"{where}.arguments")
-    id_ = search.id or new_id("tsc")
-    return search_call(id_, search.call_id, search.arguments, _status(search.status))
+    return search_call(search.call_id, search.arguments, _status(search.status))
 
 
 def _status(given: str | None) -> str:
     return "incomplete" if given == "incomplete" else "completed"
 
 
-def call_item(kind: str, id_: str, call: Call, status: str, namespace: str | None = None) -> Json:
+def call_item(kind: str, call: Call, status: str, namespace: str | None = None) -> Json:
     """Return a call as an item. The arguments of a custom tool's call are its text."""
     item = {
         "type": kind,
-        "id": id_,
         "call_id": call.id,
         "name": call.name,
         "input" if kind == "custom_tool_call" else "arguments": call.arguments,
@@ -224,11 +189,10 @@ def call_item(kind: str, id_: str, call: Call, status: str, namespace: str | Non
     return item if namespace is None else item | {"namespace": namespace}
 
 
-def search_call(id_: str, call_id: str, arguments: Json, status: str) -> Json:
+def search_call(call_id: str, arguments: Json, status: str) -> Json:
     """Return a call of the client's search for more tools, as an item."""
     return {
         "type": "tool_search_call",
-        "id": id_,
         "call_id": call_id,
         "execution": "client",
         "arguments": arguments,
@@ -239,21 +203,13 @@ def search_call(id_: str, call_id: str, arguments: Json, status: str) -> Json:
 def _search_output(item: Json, where: str) -> Json:
     output = checked(_SearchOutput, item, where)
     check_finite(output.tools, f"{where}.tools")
-    return {
-        "type": "tool_search_output",
-        "id": output.id or new_id("tso"),
-        "call_id": output.call_id,
-        "execution": "client",
-        "tools": output.tools,
-        "status": "completed",
-    }
+    return {"type": "tool_search_output", "call_id": output.call_id, "tools": output.tools}
 
 
 def _more_tools(item: Json, where: str) -> Json:
     more = checked(_MoreTools, item, where)
     check_finite(more.tools, f"{where}.tools")
-    id_ = more.id or new_id("at")
-    return {"type": "additional_tools", "id": id_, "role": "developer", "tools": more.tools}
+    return {"type": "additional_tools", "tools": more.tools}
 
 
 def _call_output(item: Json, where: str) -> Json:
@@ -263,14 +219,8 @@ def _call_output(item: Json, where: str) -> Json:
     if isinstance(given, list):
         given = [_NO_IMAGE if _is_image(part) else part for part in given]
     if not isinstance(given, str):
-        given = [_input_text(text) for text in _texts(given, f"{where}.output")]
-    return {
-        "type": item["type"],
-        "id": output.id or new_id("fco"),
-        "call_id": output.call_id,
-        "output": given,
-        "status": "completed",
-    }
+        given = _parts(_texts(given, f"{where}.output"))
+    return {"type": item["type"], "call_id": output.call_id, "output": given}
 
 
 _NO_IMAGE = {"type": "input_text", "text": "[an image, left out: this model reads only text]"}
@@ -285,13 +235,7 @@ def _reasoning(item: Json, where: str) -> Json:
     reasoning = checked(_Reasoning, item, where)
     content = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(reasoning.content or ())]
     summary = [_part(part, f"{where}.summary[{i}]") for i, part in enumerate(reasoning.summary or ())]
-    return {
-        "type": "reasoning",
-        "id": reasoning.id or new_id("rs"),
-        "status": "completed",
-        "summary": [{"type": "summary_text", "text": text} for text in summary],
-        "content": [{"type": "reasoning_text", "text": text} for text in content],
-    }
+    return {"type": "reasoning", "summary": _parts(summary), "content": _parts(content)}
 
 
 def _texts(content: object, where: str) -> list[str]:
@@ -326,11 +270,6 @@ def object_in(text: str) -> Json | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
-
-
-def new_id(prefix: str) -> str:
-    """Return a new id for an item that came without one."""
-    return f"{prefix}_{secrets.token_hex(16)}"
 
 
 _READ: Mapping[str, Callable[[Json, str], Json]] = {

@@ -10,7 +10,7 @@ from ...text.events import Finish, Scored, WholeAnswer
 from ..adapter import About
 from . import openai_answers as answers
 from .client_tools import ClientTool, TextReader, called
-from .responses_items import call_item, object_in, output_text, search_call
+from .responses_items import call_item, object_in, search_call
 from .responses_request import ResponsesAnswerOptions
 
 Json = dict[str, Any]
@@ -51,17 +51,17 @@ class MessageOutput:
         return self._event("response.output_text.delta", delta=text, logprobs=list(logprobs))
 
     def opened(self) -> list[Json]:
-        return [self._event("response.content_part.added", part=output_text(""))]
+        return [self._event("response.content_part.added", part=_output_text(""))]
 
     def closed(self) -> list[Json]:
-        part = output_text("".join(self._text), self._logprobs)
+        part = _output_text("".join(self._text), self._logprobs)
         return [
             self._event("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
             self._event("response.content_part.done", part=part),
         ]
 
     def json(self, status: str) -> Json:
-        part = output_text("".join(self._text), self._logprobs)
+        part = _output_text("".join(self._text), self._logprobs)
         content = [] if status == "in_progress" else [part]
         return {
             "type": "message",
@@ -139,9 +139,11 @@ class ToolCallOutput:
     def json(self, status: str) -> Json:
         text = "".join(self._text)
         if self.kind == "tool_search_call":
-            return search_call(self.id, self._call_id, object_in(text) or {}, status)
-        call = Call(self._call_id, self._tool.name, text)
-        return call_item(self.kind, self.id, call, status, self._tool.namespace)
+            item = search_call(self._call_id, object_in(text) or {}, status)
+        else:
+            call = Call(self._call_id, self._tool.name, text)
+            item = call_item(self.kind, call, status, self._tool.namespace)
+        return {"type": self.kind, "id": self.id} | item
 
     def _event(self, step: str, **fields: Any) -> list[Json]:
         return [{"type": f"{self._events}.{step}", "item_id": self.id} | fields] if self._events else []
@@ -152,6 +154,10 @@ def tool_call(about: About, place: str, call_id: str, name: str) -> ToolCallOutp
     wanted: ResponsesAnswerOptions = about.ask.dialect
     tool = called(name, wanted.tools)
     return ToolCallOutput(place, call_id, tool)
+
+
+def _output_text(text: str, logprobs: Sequence[Json] = ()) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def _reasoning_text(text: str) -> Json:

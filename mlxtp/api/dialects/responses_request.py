@@ -21,7 +21,7 @@ from ..schema import Schema, check_finite, in_range, not_supported, parsed, show
 from .client_tools import unfold
 from .responses_items import items_of
 from .responses_messages import pieces, turns_of, worth_keeping
-from .responses_store import ResponseStore, encoded
+from .responses_store import ResponseStore, json_bytes
 from .responses_tools import Tools, read_tools, repeated_choice, tool_choice, tools_of_items
 from .tuning import MOST_TOKENS, Tuning
 
@@ -110,7 +110,7 @@ def parse(body: bytes, store: ResponseStore) -> GenerationRequest:
     logprobs = _logprobs(request)
     before = _before(request, store)
     _check_count(len(before), len(request.input) if isinstance(request.input, list) else 1)
-    items = [*before, *_items(request, store)]
+    items = [*before, *_items(request)]
     _check_count(sum(map(pieces, before)), sum(map(pieces, items[len(before) :])))
     given_tools, repeated = read_tools(request.tools or (), "tools")
     tools = unfold([*given_tools, *tools_of_items(items, len(before), given_tools)])
@@ -130,7 +130,7 @@ def parse(body: bytes, store: ResponseStore) -> GenerationRequest:
     )
     wanted = ResponsesAnswerOptions(
         request,
-        encoded(worth_keeping(items), store.most_bytes) if request.kept else None,
+        json_bytes(worth_keeping(items)) if request.kept else None,
         tools,
         repeated,
         repeated_choice(request.tool_choice),
@@ -199,7 +199,7 @@ def _before(request: ResponseRequest, store: ResponseStore) -> list[Json]:
     """Return the items of the previous answer, if the request continues one."""
     if request.previous_response_id is None:
         return []
-    return store.get(request.previous_response_id, "previous_response_id").items()
+    return store.items(request.previous_response_id)
 
 
 def _check_count(before: int, given: int) -> None:
@@ -212,17 +212,10 @@ def _check_count(before: int, given: int) -> None:
         )
 
 
-def _items(request: ResponseRequest, store: ResponseStore) -> list[Json]:
-    named: dict[str, Json] = {}
-
-    def find(id_: str, where: str) -> Json:
-        if id_ not in named:
-            named[id_] = store.item(id_, where)
-        return named[id_]
-
+def _items(request: ResponseRequest) -> list[Json]:
     match request.input:
         case str() | list():
-            return items_of(request.input, find)
+            return items_of(request.input)
         case None:
             raise RequestError("input is missing", param="input")
         case other:

@@ -30,25 +30,12 @@ class OutputText(Shape):
     logprobs: list[OutputLogprob]
 
 
-class InputText(Shape):
-    type: Literal["input_text"]
-    text: str
-
-
 class OutputMessage(Shape):
     type: Literal["message"]
     id: str
     role: Literal["assistant"]
     status: ResponseStatus
     content: list[OutputText]
-
-
-class InputMessage(Shape):
-    type: Literal["message"]
-    id: str
-    role: Literal["user", "system", "developer"]
-    status: Literal["completed"]
-    content: list[InputText]
 
 
 class FunctionCallItem(Shape):
@@ -87,47 +74,18 @@ class SearchCallItem(Shape):
     status: ResponseStatus
 
 
-class SearchOutput(Shape):
-    type: Literal["tool_search_output"]
-    id: str
-    call_id: str
-    execution: Literal["client"]
-    tools: list[dict[str, Any]]
-    status: Literal["completed"]
-
-
-class AdditionalTools(Shape):
-    type: Literal["additional_tools"]
-    id: str
-    role: Literal["developer"]
-    tools: list[dict[str, Any]]
-
-
-class CallOutput(Shape):
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    id: str
-    call_id: str
-    output: str | list[InputText]
-    status: Literal["completed"]
-
-
 class ReasoningText(Shape):
     type: Literal["reasoning_text"]
     text: str
 
 
-class SummaryText(Shape):
-    type: Literal["summary_text"]
-    text: str
-
-
 class ReasoningItem(Shape):
-    """Thoughts. `summary` has parts only where a client sent them."""
+    """Thoughts. `summary` is empty."""
 
     type: Literal["reasoning"]
     id: str
     status: ResponseStatus
-    summary: list[SummaryText]
+    summary: list[Any]
     content: list[ReasoningText]
 
 
@@ -208,24 +166,6 @@ class ResponseBody(Shape):
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
-
-
-class ResponseDeleted(Shape):
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
-class InputItems(Shape):
-    """One page. The ids are None where it is empty."""
-
-    object: Literal["list"]
-    data: list[
-        InputMessage | OutputMessage | CallItem | CallOutput | SearchOutput | AdditionalTools | ReasoningItem
-    ]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class InputTokens(Shape):

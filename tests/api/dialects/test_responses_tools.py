@@ -18,10 +18,7 @@ from mlxtp.errors import RequestError
 from mlxtp.text.conversation import Conversation, GenerationRequest
 
 from ..conftest import Server, says
-from .responses_shapes import InputItems
 from .test_responses import (
-    ITEM,
-    assert_typed,
     create,
     deltas,
     events_of,
@@ -137,7 +134,7 @@ def test_a_recorded_request_of_codex_is_answered(
 ) -> None:
     body = json.loads((RECORDINGS / f"{name}.json").read_text())
     agent.backend.script = says(agent.ids("hello"))
-    response = http(agent, "POST", body=body | {"model": "tiny"})
+    response = http(agent, body | {"model": "tiny"})
     assert strict_response(events_of(response)[-1]["response"]).output_text == "hello"
     [prompt] = prompts(agent)
     conversation, *names = prompt.split("=")[0].removesuffix("<|assistant|>").split("+" + tools[0])
@@ -301,16 +298,11 @@ def test_a_custom_tool_is_called_with_plain_text(agent: Server, stream: bool, as
     assert body["tools"] == tools
     result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "done"}
     create(agent, input=[{"role": "user", "content": "hello"}, call, result], tools=tools)
-    second = create(agent, input=[result], tools=tools, previous_response_id=body["id"])
+    create(agent, input=[result], tools=tools, previous_response_id=body["id"])
     _, replayed, kept = prompts(agent)
     assert replayed == kept
     written = json.dumps({"input": PATCH}, ensure_ascii=False)
     assert kept.startswith(f"<s><|user|>hello<|assistant|>!apply_patch{written}<|tool|>done+apply_patch+f")
-    listed = http(agent, "GET", f"/{second.id}/input_items", params={"order": "asc"}).json()
-    for item in listed["data"]:
-        assert_typed(ITEM.validate_json(json.dumps(item), strict=True))
-    InputItems.model_validate_json(json.dumps(listed))
-    assert [item["type"] for item in listed["data"]][1:] == ["custom_tool_call", "custom_tool_call_output"]
 
 
 def test_the_text_of_a_custom_tool_is_streamed(agent: Server) -> None:
@@ -430,10 +422,6 @@ def test_tools_that_a_search_has_found_can_be_called(agent: Server, stream: bool
     told = '<s><|user|>how?<|assistant|>!tool_search{"query": "q"}<|tool|>These tools can be called now: g'
     assert replayed.startswith(told + "<|assistant|>!tool_search")
     assert kept == f"{told}+tool_search+g<|assistant|>"
-    listed = http(agent, "GET", f"/{third['id']}/input_items").json()
-    InputItems.model_validate_json(json.dumps(listed))
-    for item in listed["data"]:
-        ITEM.validate_json(json.dumps(item), strict=True)
 
 
 def test_a_search_that_is_cut_off_has_no_arguments(agent: Server) -> None:

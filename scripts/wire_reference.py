@@ -13,7 +13,7 @@ from mlxtp.wire.codecs import FieldCodec
 from mlxtp.wire.frames import MAX_DEPTH, MAX_FRAME, MAX_ITEMS, MAX_OBJECTS, MAX_OPENING_FRAME
 from mlxtp.wire.messages import PROTOCOL_VERSION
 from mlxtp.wire.protocol import TABLES, TERMINAL, LinkKind, LinkState, RequestFailed, Side
-from mlxtp.wire.registry import MESSAGES, field_codecs
+from mlxtp.wire.registry import MESSAGES, RETIRED, field_codecs
 
 _WIDTH = 118
 
@@ -72,6 +72,9 @@ def _moves(kind: LinkKind, state: LinkState, side: Side) -> Iterator[tuple[LinkS
 def _messages() -> Iterator[str]:
     yield ""
     yield "## The messages"
+    yield ""
+    retired = ", ".join(f"0x{number:02X}" for number in sorted(RETIRED))
+    yield from _wrapped(f"{retired} named messages of earlier versions. They are not used again.")
     parts: dict[str, type[object]] = {}
     for number, message in sorted(MESSAGES.items()):
         yield from ("", f"### 0x{number:02X} {message.__name__}", "")

@@ -284,8 +284,6 @@ ALSO = frozenset(
         ("mlxtp.text.sandbox", "mlxtp.wire.warm_start"),
         # to go with the hub (cluster/node.py and cluster/surroundings.py)
         ("mlxtp.cluster.control_port", "mlxtp.gateway.remote_backend"),
-        ("mlxtp.cluster.node", "mlxtp.diagnostics.failure_files"),
-        ("mlxtp.cluster.node", "mlxtp.diagnostics.reachability"),
         ("mlxtp.cluster.node", "mlxtp.gateway.forwarding"),
         ("mlxtp.cluster.node", "mlxtp.groups.controller"),
         ("mlxtp.cluster.node", "mlxtp.groups.fabric_bench"),

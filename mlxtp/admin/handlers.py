@@ -291,12 +291,6 @@ class ClusterAdmin(StandaloneAdmin):
         result = await self._cluster.fabric_bench.bench()
         return {**to_json(result), "names": [self._cluster.name_of(node) for node in result.nodes]}
 
-    async def records(self, epoch: str, epoch_id: str) -> Json:
-        """Return other members' files of a failure."""
-        if not epoch.isdecimal() or not int(epoch[:19]) > 0 or len(epoch_id) > 40:
-            raise UserError(f"{epoch!r:.40} is not the number of an epoch")
-        return {"files": await self._cluster.failure_files.gather(int(epoch[:19]), epoch_id)}
-
     async def serve(self, model: str, nodes: str) -> Json:
         """Set the model that the cluster serves, once it is on disk."""
         if not model:

@@ -45,8 +45,6 @@ class Administration(Protocol):
 
     async def bench_fabric(self) -> Json: ...
 
-    async def records(self, epoch: str, epoch_id: str) -> Json: ...
-
     async def serve(self, model: str, nodes: str) -> Json: ...
 
     def unload(self) -> Json: ...
@@ -99,7 +97,6 @@ def routes(admin: Administration) -> list[Route]:
         route("members", "GET", lambda _: admin.members()),
         route("token", "POST", lambda _: admin.token()),
         route("bench/fabric", "POST", lambda _: admin.bench_fabric()),
-        route("records", "POST", lambda body: admin.records(_text(body, "epoch"), _text(body, "epoch_id"))),
         route("serve", "POST", lambda body: admin.serve(_text(body, "model"), _text(body, "nodes", ""))),
         route("unload", "POST", lambda _: admin.unload()),
         route("pull", "POST", lambda body: admin.pull(_text(body, "model"), _text(body, "everywhere", ""))),

@@ -89,17 +89,10 @@ def _show(report: Mapping[str, Any]) -> None:
 
 
 def _show_failures(folders: list[Path] | None, home: Path, *, as_json: bool) -> None:
-    """Print failures. Needs no agent; a running one fetches the files of other members."""
+    """Print failures. Needs no agent."""
     from ..diagnostics import postmortem as examining
 
-    def ask(epoch: int, epoch_id: str) -> list[dict[str, Any]]:
-        try:
-            answer = AgentClient(home).post("records", epoch=str(epoch), epoch_id=epoch_id)
-        except UserError:
-            return []
-        return [dict(fields) for fields in answer.get("files", ())]
-
-    found = examining.postmortems(folders or [examining.newest(home)], ask)
+    found = examining.postmortems(folders or [examining.newest(home)])
     if as_json:
         print_json(examining.as_json(found))
         return

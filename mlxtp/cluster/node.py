@@ -18,8 +18,6 @@ from dataclasses import replace
 from functools import partial
 
 from ..config import Settings
-from ..diagnostics.failure_files import FailureFiles
-from ..diagnostics.reachability import Reachability
 from ..errors import Code, GroupError, MlxtpError, ProtocolError, UserError
 from ..gateway.forwarding import ForwardingBackend
 from ..groups.controller import GroupController
@@ -65,11 +63,6 @@ from ..wire.cluster_messages import (
     RankSide,
     RankStarted,
     RankTrouble,
-    ReachTold,
-    ReachWanted,
-    Record,
-    RecordsTold,
-    RecordsWanted,
     RosterSaved,
     Serving,
     StartRank,
@@ -164,8 +157,7 @@ class NodeLoop:
         self.machine = MachineReports(self)
         self.controller = GroupController(self)
         self.fabric_bench = FabricBench(self, self.controller)
-        self.failure_files = FailureFiles(self)
-        self.round_trips, self.reachability = RoundTripTimes(self.node_id, self.links), Reachability(self)
+        self.round_trips = RoundTripTimes(self.node_id, self.links)
         self.token_issuing = TokenIssuing(self)
         self.forwarding = ForwardingBackend(self)
         self.model_switcher = ModelSwitcher(self, lambda: self._unplanned, self.controller.no_place)
@@ -388,8 +380,6 @@ class NodeLoop:
             self.trial_rank.lost(link.node_id)
             self.on_gone(link.node_id)
             self.fabric_bench.lost(link.node_id)
-            self.failure_files.lost(link.node_id)
-            self.reachability.lost(link.node_id)
             self.transfers.lost(link.node_id)
             log.info("the link to %s ended: %s", self.name_of(link.node_id), why)
         self.changed()
@@ -439,10 +429,6 @@ class NodeLoop:
                 self.transfers.received(node_id, message)
             case RosterSaved():
                 self._saving.received(node_id, message)
-            case RecordsWanted() | Record() | RecordsTold():
-                self.failure_files.received(node_id, message)
-            case ReachWanted() | ReachTold():
-                self.reachability.received(node_id, message)
             case Error() if message.code == Code.DUPLICATE_NODE and message.detail != self.problem:
                 self.problem = message.detail
                 log.error("%s: %s", self.name_of(node_id), message.detail)
@@ -741,8 +727,6 @@ class NodeLoop:
         """Send a goodbye on each link, and end what runs here for others."""
         await self.machine.close()
         await self.fabric_bench.close()
-        await self.failure_files.close()
-        await self.reachability.close()
         await self.forwarding.close()
         await self.model_switcher.close()
         await self.selection.close()

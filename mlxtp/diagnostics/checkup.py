@@ -1,7 +1,7 @@
 """Collection of the doctor's facts about this machine: all at once, each with a time limit.
 
 `Checkup` is what a command finds out by itself, where no agent runs. `AgentCheckup` runs within an agent,
-which sees the network as a service does and can query the other members.
+which sees the network as a service does and has links to the other members.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,12 +35,12 @@ from ..placement import probe_settings as probes
 from ..placement.hardware import RunProbe, run_as_self, run_command
 from ..placement.probe_output import Output
 from ..wire.blocking import listen
+from ..wire.cluster_messages import ModelStatus
 from ..wire.machine import Machine
 from . import failure_store, local_facts
 from .check_result import examine, to_json
 from .facts import (
     AgentFacts,
-    Attempt,
     ClockFacts,
     Disk,
     FirewallFacts,
@@ -54,8 +54,7 @@ from .facts import (
     PowerFacts,
     Software,
 )
-from .local_facts import in_time, problem_of, slow
-from .reachability import ReachabilityReply, attempts
+from .local_facts import attempts, in_time, problem_of, slow
 from .rows import ROWS
 
 #: Seconds for which a command listens for other agents. They reply within half a second.
@@ -348,61 +347,25 @@ class AgentCheckup(Checkup):
         others = [each for each in cluster.leadership.roster.members() if each != cluster.node_id]
         remembered = cluster.peers()
         found = [cluster.peer_info.addresses.get(each) or remembered.get(each, ()) for each in others]
-        answers, tried = await asyncio.gather(self._answers(cluster), asyncio.gather(*map(attempts, found)))
+        tried = await asyncio.gather(*map(attempts, found))
+        linked = cluster.links.nodes()
+        called = {link.node_id for link in cluster.links.links() if not link.dialled}
         heard = {each.node_id for each in self._dialer.sightings} if self._dialer is not None else set()
+        models = {each: cluster.peer_info.models.get(each) or ModelStatus(0, "", "") for each in others}
         return tuple(
-            self._member(cluster, node_id, machine, ours, answers.get(node_id), heard=node_id in heard)
+            MemberFacts(
+                name=cluster.name_of(node_id),
+                state=str(cluster.membership.status_of(node_id).state),
+                linked=node_id in linked,
+                heard=node_id in heard,
+                ours=local_facts.shared(ours, machine),
+                called=node_id in called,
+                fingerprint=models[node_id].fingerprint,
+                model_problem=models[node_id].problem,
+            )
             for node_id, ours in zip(others, tried, strict=True)
-        )
-
-    async def _answers(self, cluster: NodeLoop) -> Mapping[str, ReachabilityReply]:
-        """Return the members' attempts to reach this one, at its control port and at a fresh port."""
-        own = cluster.addresses
-        hosts = dict.fromkeys(each.rpartition(":")[0] for each in own)
-        try:
-            drawn = await asyncio.start_server(local_facts.hang_up, self._settings.control_host, 0)
-        except OSError:
-            return await cluster.reachability.ask(own)
-        async with drawn:
-            port = drawn.sockets[0].getsockname()[1]
-            answers = await cluster.reachability.ask((*own, *(f"{host}:{port}" for host in hosts)))
-        return {node_id: _with_drawn(answer, port) for node_id, answer in answers.items()}
-
-    def _member(
-        self,
-        cluster: NodeLoop,
-        node_id: str,
-        machine: Machine,
-        ours: Sequence[Attempt],
-        answer: ReachabilityReply | None,
-        *,
-        heard: bool,
-    ) -> MemberFacts:
-        told = answer or ReachabilityReply(not_asked="there is no link to it")
-        status, theirs = cluster.peer_info.models.get(node_id), cluster.peer_info.machines.get(node_id)
-        return MemberFacts(
-            name=cluster.name_of(node_id),
-            state=str(cluster.membership.status_of(node_id).state),
-            linked=node_id in cluster.links.nodes(),
-            heard=heard,
-            ours=local_facts.shared(ours, machine),
-            theirs=local_facts.shared(told.tries, theirs)
-            if told.tries is not None and theirs is not None
-            else told.tries,
-            unasked=told.not_asked,
-            clock_s=told.clock_s,
-            clock_error_s=told.clock_error_s,
-            fingerprint=status.fingerprint if status is not None else "",
-            model_problem=status.problem if status is not None else "",
         )
 
 
 def _alone(settings: Settings) -> bool:
     return settings.alone or settings.ranks > 1
-
-
-def _with_drawn(answer: ReachabilityReply, port: int) -> ReachabilityReply:
-    if answer.tries is None:
-        return answer
-    marked = (replace(each, drawn=each.address.endswith(f":{port}")) for each in answer.tries)
-    return replace(answer, tries=tuple(marked))

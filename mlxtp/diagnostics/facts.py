@@ -97,23 +97,20 @@ class PortFacts:
 class Attempt:
     """One try to reach an address ("ip:port"). `problem` is "" after a success; `errno` is 0 without one.
 
-    `shared`: the address is in a network that both ends have. `drawn`: the port was opened for this one try.
+    `shared`: the address is in a network that both ends have.
     """
 
     address: str
     problem: str = ""
     errno: int = 0
     shared: bool = True
-    drawn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MemberFacts:
     """Another member, as seen from this machine. `state` is empty where no agent knows it.
 
-    `ours` are this machine's tries to reach it, `theirs` its tries to reach this machine. `theirs` is None if
-    it could not be queried, `unasked` being the reason. `clock_s` is how far its clock is ahead of ours, give
-    or take `clock_error_s`.
+    `ours` are this machine's tries to reach it. `called`: it opened a link to this machine.
     """
 
     name: str
@@ -121,10 +118,7 @@ class MemberFacts:
     linked: bool
     heard: bool
     ours: tuple[Attempt, ...] = ()
-    theirs: tuple[Attempt, ...] | None = None
-    unasked: str = ""
-    clock_s: float | None = None
-    clock_error_s: float = 0.0
+    called: bool = False
     fingerprint: str = ""
     model_problem: str = ""
 

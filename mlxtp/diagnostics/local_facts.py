@@ -7,6 +7,7 @@ import contextlib
 import errno
 import importlib.metadata
 import ipaddress
+import os
 import platform
 import re
 import socket
@@ -25,6 +26,7 @@ from ..api.endpoint import NEVER
 from ..api.https_certificates import OWN_CERTIFICATE
 from ..cluster.saved_state import FILE, SavedState, from_text
 from ..config import Settings, is_loopback, resolve_settings
+from ..discovery.dial_schedule import host_and_port
 from ..discovery.multicast import addresses_up, send_something
 from ..errors import ConfigError, MlxtpError
 from ..identity.store import Identity, Store
@@ -34,12 +36,13 @@ from ..placement.probe_output import NOT_INSTALLED, Output, Reading
 from ..wire.certificates import MemberCertificates
 from ..wire.machine import Machine
 from .facts import Attempt, Certificate, Disk, FirewallFacts, IdentityFacts, Package, PortFacts, Software
-from .reachability import attempt
 
 T = TypeVar("T")
 
 #: Seconds for reading files: a network disk may never reply.
 LOOK_S = 5.0
+#: Seconds for one connection. On one network it takes a millisecond.
+TRY_S = 2.0
 #: The discard port, on which no program listens.
 _DISCARD = 9
 
@@ -302,9 +305,31 @@ def sent(tries: Iterable[Attempt]) -> tuple[Attempt, ...]:
     return tuple(found)
 
 
+async def attempt(address: str) -> Attempt:
+    """Connect to "ip:port" and hang up. Does not raise."""
+    found = host_and_port(address)
+    if found is None:
+        return Attempt(address, "is not an address")
+    try:
+        async with asyncio.timeout(TRY_S):
+            _, writer = await asyncio.open_connection(*found)
+    except TimeoutError:
+        return Attempt(address, f"no answer within {TRY_S:g} s")
+    except OSError as error:
+        number = error.errno if error.errno is not None and error.errno > 0 else 0
+        return Attempt(address, os.strerror(number) if number else str(error)[:100], number)
+    writer.transport.abort()
+    return Attempt(address)
+
+
+async def attempts(addresses: Iterable[str]) -> tuple[Attempt, ...]:
+    """Try all addresses at once."""
+    return tuple(await asyncio.gather(*map(attempt, addresses)))
+
+
 async def reaches_itself() -> bool:
     try:
-        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        server = await asyncio.start_server(_hang_up, "127.0.0.1", 0)
     except OSError:
         return False
     async with server:
@@ -312,7 +337,7 @@ async def reaches_itself() -> bool:
         return not (await attempt(f"127.0.0.1:{port}")).problem
 
 
-async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 

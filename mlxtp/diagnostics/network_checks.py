@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..discovery.peer_cache import explain
 from .check_result import Finding, error, info, ok, warning
@@ -10,6 +10,7 @@ from .facts import Attempt, MachineFacts, MemberFacts
 
 #: EHOSTUNREACH on macOS. For multicast, which needs no host, it means Local Network Privacy.
 PRIVACY = 65
+#: Seconds.
 CLOCK_S = 2.0
 #: Seconds. New certificates of the Hub and of HTTPS are not valid yet on a clock an hour behind.
 FAR_S = 3600.0
@@ -78,7 +79,11 @@ def _of_macos(facts: MachineFacts) -> Iterator[Finding]:
 
 def _of_linux(facts: MachineFacts) -> Iterator[Finding]:
     if facts.firewall.drops:
-        yield info("connections without a rule are dropped; Other members shows which members get in")
+        yield info(
+            "connections without a rule are dropped; each group opens fresh TCP ports, so one rule for the "
+            "control port is too little",
+            "allow this program on all TCP ports from the other members",
+        )
     elif facts.firewall.drops is False:
         yield ok("no rule keeps connections out")
 
@@ -132,7 +137,7 @@ def _multicast_problem(facts: MachineFacts, said: str = "") -> Finding:
 
 
 def of_peers(facts: MachineFacts) -> Iterator[Finding]:
-    """Report whether each member reaches this machine, and this machine each member."""
+    """Report whether this machine reaches each member."""
     if not facts.members:
         yield info("there are none" if facts.identity.cluster_id else "this machine belongs to no cluster")
     for member in facts.members:
@@ -143,29 +148,24 @@ def _of_member(member: MemberFacts) -> Iterator[Finding]:
     if not member.linked:
         yield _absent(member)
         return
-    there, back = _reached(member.ours), _reached(member.theirs)
-    if there is False:
+    if not member.ours:
+        yield ok(f"{member.name} has a link")
+        return
+    reached = any(not each.problem for each in member.ours)
+    if not reached:
         yield warning(
             f"this machine does not reach {member.name}: {_tried(member.ours)}",
             f"run `mlxtp doctor` on {member.name}, and look at its firewall and addresses",
         )
-    if back is False:
+        return
+    lost = [each for each in member.ours if each.problem and each.shared]
+    if lost:
         yield warning(
-            f"{member.name} does not reach this machine: {_tried(member.theirs or ())}",
-            "look at this machine's firewall and addresses",
+            f"to {member.name}, no way over {_tried(lost)}",
+            "look at the cable, and at the addresses at both of its ends; the other ways work",
         )
-    yield from _of_drawn(member)
-    for tries, words in ((member.ours, f"to {member.name}"), (member.theirs or (), f"from {member.name}")):
-        lost = [each for each in tries if each.problem and each.shared and not each.drawn]
-        if lost and _reached(tries):
-            yield warning(
-                f"{words}, no way over {_tried(lost)}",
-                "look at the cable, and at the addresses at both of its ends; the other ways work",
-            )
-    if member.theirs is None:
-        yield info(f"not known whether {member.name} reaches this machine: {member.unasked}")
-    elif there is not False and back is not False:
-        yield ok(f"{member.name}: both ways" if there and back else f"{member.name} has a link")
+    back = "both ways" if member.called else f"reached; `mlxtp doctor` on {member.name} shows the way back"
+    yield ok(f"{member.name}: {back}")
 
 
 _ABSENT = {"left": "has stopped", "dead": "is gone", "suspect": "is silent"}
@@ -188,28 +188,7 @@ def _absent(member: MemberFacts) -> Finding:
     return warning(what, start) if member.state in ("dead", "suspect") else info(what, start)
 
 
-def _of_drawn(member: MemberFacts) -> Iterator[Finding]:
-    """Check the TCP ports that a group opens, which no firewall rule names."""
-    drawn = [each for each in member.theirs or () if each.drawn]
-    fixed = {
-        each.address.rpartition(":")[0] for each in member.theirs or () if not each.drawn and not each.problem
-    }
-    lost = [each for each in drawn if each.problem and each.address.rpartition(":")[0] in fixed]
-    if lost and len(lost) == len([each for each in drawn if each.address.rpartition(":")[0] in fixed]):
-        yield error(
-            f"{member.name} reaches this machine's control port, but no fresh port: {_tried(lost)}",
-            "allow this program on all TCP ports, not on 52414 alone",
-            "each group opens fresh TCP ports for its ranks, so no group can form",
-        )
-
-
-def _reached(tries: tuple[Attempt, ...] | None) -> bool | None:
-    """True if any address of the control port was reached. None where none was tried."""
-    fixed = [each for each in tries or () if not each.drawn]
-    return any(not each.problem for each in fixed) if fixed else None
-
-
-def _tried(tries: tuple[Attempt, ...] | list[Attempt]) -> str:
+def _tried(tries: Sequence[Attempt]) -> str:
     shown = ", ".join(f"{each.address} ({each.problem})" for each in tries[:3] if each.problem)
     return f"{shown} and {len(tries) - 3} more" if len(tries) > 3 else shown
 
@@ -218,7 +197,7 @@ def _tried(tries: tuple[Attempt, ...] | list[Attempt]) -> str:
 
 
 def of_clock(facts: MachineFacts) -> Iterator[Finding]:
-    """Report whether this clock is right and agrees with those of other members."""
+    """Report whether this clock is right."""
     clock = facts.clock
     fix = (
         f"sudo sntp -sS {clock.server or 'time.apple.com'}; for good: System Settings > General > "
@@ -240,12 +219,6 @@ def of_clock(facts: MachineFacts) -> Iterator[Finding]:
         yield info("the clock follows no time server", fix)
     elif clock.synchronised:
         yield ok("follows a time server")
-    for member in facts.members:
-        if member.clock_s is None:
-            continue
-        beyond = abs(member.clock_s) - member.clock_error_s
-        said = f"{_off(-member.clock_s)} that of {member.name}"
-        yield warning(said, f"on the one that is wrong: {fix}") if beyond >= CLOCK_S else ok(said)
 
 
 def _off(ahead_s: float) -> str:

@@ -6,8 +6,7 @@ Reading and printing only.
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,15 +19,9 @@ from ..errors import WEDGED_STATUS, UserError
 from .examination import Postmortem, examine
 from .failure_record import EpochRecord, RankRecord, RecordedStep, epoch_record, rank_record, text, whole
 
-log = logging.getLogger(__name__)
-
-#: Fetcher of the other members' files of an epoch, given its number and id.
-FetchRecords = Callable[[int, str], Iterable[Mapping[str, Any]]]
-
 FAILURES = "failures"
 SHOWN_STEPS = 12
 MAX_STACK_LINES = 12
-MAX_NAME = 80
 _MAX_BYTES = 4 << 20
 
 #: An epoch's number and id, and the content of a file.
@@ -54,32 +47,12 @@ def _age(folder: Path) -> tuple[int, str]:
         return 0, folder.name
 
 
-def postmortems(folders: Sequence[Path], ask: FetchRecords | None = None) -> list[Postmortem]:
+def postmortems(folders: Sequence[Path]) -> list[Postmortem]:
     """Return one for each epoch that the folders have files of, oldest first.
 
-    `ask` requests missing files from other members. Their unreadable files are left out with a warning.
     Raises UserError for a folder or file that is no failure's.
     """
-    read = [_parsed(str(path), _read(path)) for folder in folders for path in _files(folder)]
-    found = _examined(read)
-    if ask is None or not any(each.elsewhere for each in found):
-        return found
-    keys = {(each.epoch, each.epoch_id) for each in found}
-    for key in keys:
-        for fields in ask(*key):
-            try:
-                read.append(_parsed(f"a file of {_teller(fields)}", fields))
-            except UserError as error:
-                log.warning("%s; it is left out", error.detail)
-    more = _examined(read)
-    return [each for each in more if keys & {(each.epoch, each.epoch_id), (each.epoch, "")}]
-
-
-def _teller(fields: Mapping[str, Any]) -> str:
-    """Return the Mac that keeps a file: the name that the queried agent gave, else that in the file."""
-    names = (fields.get("told_by"), fields.get("node"))
-    name = next((name for name in names if isinstance(name, str) and name), "another Mac")
-    return "".join(filter(str.isprintable, name))[:MAX_NAME]
+    return _examined([_parsed(str(path), _read(path)) for folder in folders for path in _files(folder)])
 
 
 def _parsed(where: str, fields: Mapping[str, Any]) -> _Parsed:
@@ -158,7 +131,7 @@ def show(found: Postmortem) -> list[Any]:
         where = f"on {host}" if host and host != "here" else "on the Mac that ran it"
         lines.append(
             f"of rank {rank} there is no file here: look {escape(where)}, in {FAILURES}/ of its home, for "
-            f"epoch {found.epoch}; `mlxtp doctor --postmortem FOLDER FOLDER` reads both together"
+            f"epoch {found.epoch}, and copy its folder; `mlxtp doctor --postmortem FOLDER FOLDER` reads both"
         )
     return lines
 

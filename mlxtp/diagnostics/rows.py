@@ -121,16 +121,15 @@ ROWS: tuple[CheckRow, ...] = (
     ),
     CheckRow(
         "peers", "Other members",
-        "each member: whether this machine gets a TCP connection to each of its addresses, and it "
-        "one to each of ours, also to a fresh port",
-        "a group needs connections in both directions, on fresh ports",
+        "each member: whether this machine gets a TCP connection to each of its addresses, and whether the "
+        "member has opened one to this machine",
+        "a group needs connections in both directions",
         "the firewall or the cable at the end that is not reached",
         network.of_peers,
     ),
     CheckRow(
         "clock", "Clock",
-        "against the time server that this Mac asks anyway (Linux: whether the system follows one), "
-        "and against each member's",
+        "against the time server that this Mac asks anyway (Linux: whether the system follows one)",
         "it orders the logs of several Macs, and certificates of the Hub and of HTTPS "
         "depend on it",
         "`sudo sntp -sS time.apple.com`; Linux: `sudo timedatectl set-ntp true`",

@@ -33,9 +33,7 @@ from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 MAX_MEMBERS = 64
 MAX_TOLD = 32  #: Entries of the roster in one message: what one frame may hold in objects.
 MAX_MODEL = 1000
-MAX_RECORD = 4 << 20
 MAX_TRIP_US = 60_000_000
-MAX_TRIES = 32  #: addresses in one ReachWanted
 MAX_STORED = 64
 MAX_WAITING = 16  #: models that one member's clients wait for at a time
 
@@ -357,69 +355,6 @@ class FabricAnswer(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordsWanted(Message):
-    """Request for the files that the receiver keeps of the failure of this epoch.
-
-    Reply: a Record for each, then RecordsTold.
-    """
-
-    TYPE: ClassVar[int] = 0x4C
-    nonce: bytes = _f(binary(16, 16))
-    number: int = _f(_epoch)
-    epoch_id: str = _f(text(40))
-
-
-@dataclass(frozen=True, slots=True)
-class Record(Message):
-    """One file of a failure, as `diagnostics/failure_store.py` wrote it."""
-
-    TYPE: ClassVar[int] = 0x4D
-    nonce: bytes = _f(binary(16, 16))
-    body: bytes = _f(binary(0, MAX_RECORD))
-
-
-@dataclass(frozen=True, slots=True)
-class RecordsTold(Message):
-    """End of the records."""
-
-    TYPE: ClassVar[int] = 0x4E
-    nonce: bytes = _f(binary(16, 16))
-
-
-@dataclass(frozen=True, slots=True)
-class ReachWanted(Message):
-    """Request to connect to these addresses ("ip:port") of the sender. Reply: ReachTold."""
-
-    TYPE: ClassVar[int] = 0x52
-    nonce: bytes = _f(binary(16, 16))
-    addresses: tuple[str, ...] = _f(texts(MAX_TRIES, 64))
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """One attempt to connect: `problem` is empty when it succeeded; `errno` 0 without one."""
-
-    address: str = _f(text(64))
-    errno: int = _f(integer(0, 10**6))
-    problem: str = _f(text(200, cut=True))
-
-
-@dataclass(frozen=True, slots=True)
-class ReachTold(Message):
-    """Reply: results of the attempts.
-
-    `heard_us` (request received) and `told_us` (reply sent) are by the sender's clock, in microseconds since
-    1970.
-    """
-
-    TYPE: ClassVar[int] = 0x53
-    nonce: bytes = _f(binary(16, 16))
-    heard_us: int = _f(_count)
-    told_us: int = _f(_count)
-    tries: tuple[Tried, ...] = _f(records(Tried, 0, MAX_TRIES))
-
-
-@dataclass(frozen=True, slots=True)
 class ModelTurn(Message):
     """Broadcast by the coordinator. Until the next ModelTurn, start requests for this model only.
 
@@ -538,8 +473,8 @@ class ModelsHere(Message):
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, DesiredState, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
     RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted,
-    TokenIssued, FabricWanted, FabricReport, FabricAnswer, RecordsWanted, Record, RecordsTold, ModelTurn,
-    ModelQueue, Echo, ReachWanted, ReachTold, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,
+    TokenIssued, FabricWanted, FabricReport, FabricAnswer, ModelTurn,
+    ModelQueue, Echo, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,
 )  # fmt: skip
 
 CONTROL_MESSAGES: tuple[type[Message], ...] = (AgentHello, *BOTH_WAYS)

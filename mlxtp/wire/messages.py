@@ -599,7 +599,6 @@ class SessionEnd(Message):
     TYPE: ClassVar[int] = 0xFF
 
 
-# 0x15 and 0x17 named messages of earlier versions; they are not used again.
 RANK_MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, PromptTokens, PromptBatch, StepToken,
     SessionStop, Evict, Ack, Error, Init, SanityCheck, LoadShard, Unload, Shutdown,

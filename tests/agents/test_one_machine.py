@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxtp.diagnostics.postmortem import newest
+
 from ..cluster import rank_processes
 from .agents import SECRET, Agent, serving, wait
 
@@ -74,23 +76,26 @@ def test_what_is_in_the_way_is_said_by_the_agents_themselves(pair: tuple[Agent, 
         assert told["looked"] == "agent"
         rows = {row["id"]: row for row in told["rows"]}
         said = {name: [finding["what"] for finding in row["findings"]] for name, row in rows.items()}
-        assert said["peers"] == [f"{other.name}: both ways"]
+        assert [each.partition(";")[0] for each in said["peers"]] in (
+            [f"{other.name}: both ways"],
+            [f"{other.name}: reached"],  # by its only link, opened at this end
+        )
         assert "same on 2 machines" in said["models"][0]
-        assert any(f"that of {other.name}" in each for each in said["clock"])
         assert [rows[each]["level"] for each in ("agent", "serving", "ports", "identity")] == ["ok"] * 4
         assert done.returncode == 0
 
 
 def test_why_a_group_failed_is_said_at_any_member(pair: tuple[Agent, Agent]) -> None:
-    """Each Mac keeps the file of its own rank, and asks for the others'."""
+    """Each Mac keeps the file of its own rank. Folders of both make one report."""
     a, b = pair
     epoch = a.status()["epoch"]
     (rank,) = rank_processes(b.home)
     os.kill(rank, signal.SIGKILL)
     wait(lambda: a.status()["epoch"] > epoch, "the group ends", *pair)
     serving(*pair)
+    folders = [str(newest(agent.home)) for agent in pair]
     for agent in pair:
-        done = agent.command("doctor", "--postmortem", "--json")
+        done = agent.command("doctor", "--postmortem", "--json", *folders)
         assert done.returncode == 0, done.stderr
         [found] = json.loads(done.stdout)["failures"]
         assert (found["epoch"], found["elsewhere"]) == (epoch, {})

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from mlxtp.cli.main import app
 from mlxtp.diagnostics.failure_store import FOLDER, FailedEpoch, RankEnd, keep, read_recording, recording_file
-from mlxtp.diagnostics.postmortem import postmortems
 from mlxtp.engine.recorder import STEP, Recorder
 from mlxtp.errors import Code, GroupError, exit_status
 
@@ -112,55 +111,6 @@ def test_files_of_two_macs_make_one_table(tmp_path: Path) -> None:
     for folder in (there, here):  # the epoch.json of the host stays
         shutil.copytree(folder, together, dirs_exist_ok=True)
     assert "likely cause: desync" in shown(together)
-
-
-def test_a_running_agent_is_asked_for_what_others_keep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keep(tmp_path / "a", HOST, [rank(0, OURS)])
-    there = keep(tmp_path / "b", GUEST, [rank(1, THEIRS, status=143, asked_at=monotonic())])
-    files = [json.loads(path.read_text()) for path in there.iterdir()]
-    asked: list[tuple[str, dict[str, str]]] = []
-
-    class Agent:
-        def __init__(self, home: Path) -> None:
-            assert home == tmp_path / "a"
-
-        def post(self, what: str, **body: str) -> dict[str, Any]:
-            asked.append((what, body))
-            return {"files": files}
-
-    monkeypatch.setattr("mlxtp.cli.doctor.AgentClient", Agent)
-    text = shown("--home", tmp_path / "a")
-    assert asked == [("records", {"epoch": "7", "epoch_id": files[0]["epoch_id"]})]
-    assert "ranks differ first at step 14" in text
-    assert "no file here" not in text
-    files[:] = [{"kind": "rank", "epoch": 7, "epoch_id": files[0]["epoch_id"]}]  # of no use
-    assert "of rank 1 there is no file here: look on mini" in shown("--home", tmp_path / "a")
-    keep(tmp_path / "a", HOST, [rank(0, OURS), rank(1, THEIRS)])
-    asked.clear()
-    shown("--home", tmp_path / "a")
-    assert asked == []
-
-
-def test_a_file_of_another_mac_that_cannot_be_read_takes_no_other_along(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    here = keep(tmp_path / "a", replace(HOST, hosts=("studio", "mini", "air")), [rank(0, OURS)])
-    there = keep(tmp_path / "b", GUEST, [rank(1, THEIRS)])
-    files = [json.loads(path.read_text()) for path in there.iterdir()]
-    same = {"epoch": 7, "epoch_id": files[0]["epoch_id"]}
-    broken = [
-        {"kind": "rank", "told_by": "air", **same},
-        {"node": "old\x1b[2J", "epoch": 7},
-        {"node": 5},
-        {"kind": "epoch", "told_by": "", "node": "", **same},
-    ]
-    [found] = postmortems([here], lambda *_: [*broken[:2], *files, *broken[2:]])
-    assert [each.rank for each in found.ranks] == [0, 1]
-    assert found.elsewhere == {2: "air"}
-    whose = [record.getMessage().partition(" is not what")[0] for record in caplog.records]
-    assert whose == [f"a file of {name}" for name in ("air", "old[2J", "another Mac", "another Mac")]
 
 
 def test_epochs_of_one_number_are_not_mixed(tmp_path: Path) -> None:

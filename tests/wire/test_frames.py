@@ -43,7 +43,7 @@ from mlxtp.wire.messages import (
     Shaping,
     StepToken,
 )
-from mlxtp.wire.registry import field_codecs, to_body
+from mlxtp.wire.registry import RETIRED, field_codecs, to_body
 
 from .samples import EXAMPLES, MESSAGE, fullest_generate
 
@@ -421,7 +421,7 @@ def test_a_refusal_names_the_field(message: Message) -> None:
             read_all(open_decoder(), framed(msgpack.packb(payload)))
 
 
-@pytest.mark.parametrize("number", [0, 0x0F, 0x7F, 0xFE, 0x100, -1])
+@pytest.mark.parametrize("number", [0, 0x0F, 0x7F, 0xFE, 0x100, -1, *sorted(RETIRED)])
 def test_an_unknown_type(number: int) -> None:
     assert refusal(msgpack.packb([number, 1, 1, {}])) is Code.UNKNOWN_TYPE
 

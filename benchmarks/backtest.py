@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtp.placement.chips import chip
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RankHardware, speed
 from mlxtp.placement.model_shape import shape_of
-from mlxtp.placement.published_models import KNOWN
+from mlxtp.placement.tables import KNOWN, chip
 
 PAGE = Path(__file__).parent.parent / "docs" / "placement.md"
 BEGIN = "<!-- backtest: written by `python -m benchmarks.backtest` -->"

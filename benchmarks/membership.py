@@ -15,7 +15,7 @@ from mlxtp.cluster.reconcile import GroupPlan
 from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.model_shape import shape_of
 from mlxtp.placement.planner import PlacementOptions, plan
-from mlxtp.placement.published_models import KNOWN
+from mlxtp.placement.tables import KNOWN
 from mlxtp.wire.cluster_messages import MAX_MEMBERS, Beat
 
 from .errors import Unmeasured

@@ -84,7 +84,7 @@ def plan(
     from ..models.names import find_config, in_folders, is_hub_id
     from ..placement.measurements import measured
     from ..placement.planner import PlacementOptions
-    from ..placement.published_models import KNOWN
+    from ..placement.tables import KNOWN
     from . import planning
 
     if not model.strip():

@@ -20,7 +20,7 @@ from ..placement.cost_model import SpeedEstimate
 from ..placement.machines_file import read_machines
 from ..placement.model_shape import ModelShape, shape_of
 from ..placement.planner import Placement, PlacementOptions, plan
-from ..placement.published_models import KNOWN
+from ..placement.tables import KNOWN
 from ..placement.topology import MemberMachine
 
 GB = 1e9
@@ -81,7 +81,7 @@ def as_served(model: str, options: PlacementOptions) -> PlacementOptions:
 
 def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
     """Return the shape of a model folder, a config.json, the embedded model, or a name in
-    `published_models.KNOWN`.
+    `placement/tables.py`.
 
     Raises ModelError (MODEL_NOT_FOUND or MODEL_INVALID).
     """

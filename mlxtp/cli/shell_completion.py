@@ -71,7 +71,7 @@ def hub_models(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def planned(incomplete: str) -> list[str]:
     """Return the names that `mlxtp plan` knows, and models on this disk."""
-    from ..placement.published_models import KNOWN
+    from ..placement.tables import KNOWN
 
     return [*models(incomplete), *_beginning(incomplete, KNOWN)]
 

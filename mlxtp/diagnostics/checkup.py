@@ -31,7 +31,7 @@ from ..gateway.free_memory import look_at_memory
 from ..groups import wired_memory
 from ..groups.lifecycle import Supervisor
 from ..placement import hardware
-from ..placement import probe_settings as probes
+from ..placement import probe_macos as probes
 from ..placement.hardware import RunProbe, run_as_self, run_command
 from ..placement.probe_output import Output
 from ..wire.blocking import listen

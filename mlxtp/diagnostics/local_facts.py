@@ -30,9 +30,8 @@ from ..discovery.dial_schedule import host_and_port
 from ..discovery.multicast import addresses_up, send_something
 from ..errors import ConfigError, MlxtpError
 from ..identity.store import Identity, Store
-from ..placement import probe_settings as probes
-from ..placement.probe_addresses import ipv4, self_assigned
-from ..placement.probe_output import NOT_INSTALLED, Output, Reading
+from ..placement import probe_macos as probes
+from ..placement.probe_output import NOT_INSTALLED, Output, Reading, ipv4, self_assigned
 from ..wire.certificates import MemberCertificates
 from ..wire.machine import Machine
 from .facts import Attempt, Certificate, Disk, FirewallFacts, IdentityFacts, Package, PortFacts, Software

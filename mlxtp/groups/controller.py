@@ -20,8 +20,7 @@ from ..errors import Code, GroupError, MlxtpError
 from ..models.inspect import read_config, shape_in
 from ..models.names import ModelSource, is_hub_id
 from ..placement.candidates import Candidate
-from ..placement.failed_groups import FailedGroup, FailedGroups, links_of
-from ..placement.jaccl_preflight import preflight
+from ..placement.formation import FailedGroup, FailedGroups, links_of, preflight
 from ..placement.model_shape import ModelShape
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine, Topology

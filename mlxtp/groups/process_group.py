@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, GroupError, MlxtpError
-from ..placement.jaccl_preflight import explain, explain_crash
+from ..placement.formation import explain, explain_crash
 from ..wire.blocking import listen
 from ..wire.exit_timeouts import FREE_S
 from ..wire.messages import (

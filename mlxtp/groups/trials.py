@@ -10,11 +10,9 @@ from typing import Protocol
 from ..cluster.surroundings import Surroundings
 from ..errors import Code, GroupError, MlxtpError
 from ..models.names import ModelSource
-from ..placement.candidates import Candidate
-from ..placement.cost_model import JACCL_RING
-from ..placement.rank_memory import fits_beside
+from ..placement.candidates import Candidate, Device, devices_of, parts
+from ..placement.cost_model import JACCL_RING, fits_beside
 from ..placement.topology import Topology
-from ..placement.trial_parts import Device, devices_of, parts
 from ..wire.cluster_messages import Serving
 from .lifecycle import EpochPlan
 from .process_group import EpochGroup

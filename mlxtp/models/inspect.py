@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import Code, ModelError
-from ..placement.model_shape import ALSO_CALLED, ModelShape, shape_of
-from ..placement.model_weights import Config
+from ..placement.model_shape import ALSO_CALLED, Config, ModelShape, shape_of
 from ..tokenizer_file import MAX_CONFIG_BYTES, text_of
 
 #: Classes for embeddings and labels. Those that write are called ForCausalLM, LMHeadModel or the like.

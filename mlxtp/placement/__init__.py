@@ -1,1 +1,7 @@
-"""Choice of the Macs that serve a model, their order and their speed. Pure, but for this machine's probes."""
+"""Choice of the Macs that serve a model, their order and their speed. Pure, but for this machine's probes.
+
+Read `topology` (links among Macs) and `model_shape` first. `cost_model` estimates speed and memory, from
+`tables` and `measurements`. `candidates` lists the groups that could form, and `planner.plan` chooses one.
+`formation` knows why a group would not form. `hardware` probes this machine: `probe_macos` and `probe_linux`
+parse, `probe_machine` makes the report of it, `advice` judges it.
+"""

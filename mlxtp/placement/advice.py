@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from ..wire.machine import Machine, Port
-from .probe_addresses import self_assigned
+from .probe_output import self_assigned
 
 THUNDERBOLT_5_GBPS = 80  #: Gb/s in each direction; Thunderbolt 4 and USB4 end at 40.
 MAC_STUDIO = "Mac Studio"

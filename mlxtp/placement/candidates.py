@@ -5,27 +5,217 @@ Pure. `planner.py` chooses among them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 
-from .chips import chip
 from .cost_model import (
     ALONE,
     JACCL_MESH,
     JACCL_RING,
     RING_ETHERNET,
+    RING_LOOPBACK,
+    RING_THUNDERBOLT,
+    RING_WIFI,
     Measured,
     RankHardware,
+    RankMemory,
     SpeedEstimate,
+    rank_memory,
     speed,
+    usable_bytes,
 )
-from .fabrics import RINGS, DeviceMatrix, Fabrics
-from .failed_groups import FailedGroup, links_of
-from .graph_search import Graph, Search, circle, clique
+from .formation import FailedGroup, links_of
 from .model_shape import MAX_RANKS, ModelShape
-from .rank_memory import RankMemory, rank_memory, usable_bytes
-from .topology import NETWORKS, MemberMachine, TcpLink, Topology
+from .tables import chip
+from .topology import ETHERNET, LOOPBACK, NETWORKS, THUNDERBOLT, WIFI, MemberMachine, TcpLink, Topology
+
+# --- groups in a graph: nodes that are all joined pairwise, nodes that can stand in a circle -------------
+# Both searches try nodes in the order given and end with the first group found, so that the same nodes in
+# the same order make the same group. They are exhaustive within `STEPS` extensions of a partial group.
+# Cables make thin graphs, which have far fewer extensions, because a Mac has few ports. A network that all
+# nodes share makes a thick graph, in which the first try fits.
+
+
+STEPS = 20_000
+
+Graph = Mapping[str, frozenset[str]]  #: The neighbours of each node.
+Search = Callable[[Sequence[str], int, Graph, str], tuple[str, ...]]
+
+
+def clique(nodes: Sequence[str], size: int, graph: Graph, must: str = "") -> tuple[str, ...]:
+    """Return `size` of `nodes` that are all joined to each other, with `must` as the first; () for none."""
+    return _Search(nodes, size, graph, circle=False).run(must)
+
+
+def circle(nodes: Sequence[str], size: int, graph: Graph, must: str = "") -> tuple[str, ...]:
+    """Return `size` of `nodes`, each joined to the next and the last to the first, `must`; () for none."""
+    return _Search(nodes, size, graph, circle=True).run(must)
+
+
+class _Search:
+    def __init__(self, nodes: Sequence[str], size: int, graph: Graph, *, circle: bool) -> None:
+        self._size = size
+        self._circle = circle
+        self._graph = graph
+        self._peers = {a: [b for b in nodes if b in graph.get(a, ())] for a in nodes}
+        self._places = {node: place for place, node in enumerate(nodes)}
+        self._done: set[str] = set()
+        self._steps = 0
+
+    def run(self, must: str) -> tuple[str, ...]:
+        for first in [must] if must else list(self._peers):
+            if first in self._peers and (found := self._extend((first,))):
+                return found
+            self._done.add(first)  # no group has it
+        return ()
+
+    def _extend(self, group: tuple[str, ...]) -> tuple[str, ...]:
+        if len(group) == self._size:
+            closed = not self._circle or self._size <= 2 or group[0] in self._graph[group[-1]]
+            return group if closed else ()
+        for node in self._peers[group[-1]]:
+            self._steps += 1
+            if self._steps > STEPS:
+                return ()
+            if self._fits(node, group) and (found := self._extend((*group, node))):
+                return found
+        return ()
+
+    def _fits(self, node: str, group: tuple[str, ...]) -> bool:
+        if node in group or node in self._done:
+            return False
+        if self._circle:
+            return True
+        # The members of a clique come in one order only, after the first.
+        ordered = len(group) == 1 or self._places[node] > self._places[group[-1]]
+        return ordered and self._graph[node].issuperset(group)
+
+
+# --- fabrics of a group: the members they join, what ranks need for them, what is missing ----------------
+
+
+#: The network under each TCP ring, the fastest first.
+RINGS: Mapping[str, str] = {
+    RING_THUNDERBOLT: THUNDERBOLT,
+    RING_ETHERNET: ETHERNET,
+    RING_WIFI: WIFI,
+    RING_LOOPBACK: LOOPBACK,
+}
+_WORDS = {THUNDERBOLT: "Thunderbolt", ETHERNET: "Ethernet", WIFI: "Wi-Fi", LOOPBACK: "loopback"}
+_SHOWN = 3  #: Missing links that a refusal names.
+
+DeviceMatrix = tuple[tuple[str | None, ...], ...]
+
+
+class Fabrics:
+    """Links among `members`, by kind of fabric (a key of `cost_model.FABRICS`)."""
+
+    def __init__(self, members: Mapping[str, MemberMachine], topology: Topology) -> None:
+        self._members = members
+        self._topology = topology
+
+    @cached_property
+    def hopes_for_rdma(self) -> bool:
+        """True if any of them could have RDMA, so that a plan without it needs a reason."""
+        return self._topology.has_cables() or any(
+            m.jaccl or (m.jaccl is None and m.machine.rdma != "unsupported") for m in self._members.values()
+        )
+
+    @cached_property
+    def rings(self) -> tuple[str, ...]:
+        """Kinds of TCP rings for which any two members have a link, the fastest first."""
+        return tuple(kind for kind in RINGS if any(self.graph(kind).values()))
+
+    def graph(self, kind: str) -> Graph:
+        """Return the members that each member can reach in this kind of fabric."""
+        return self._graphs[kind]
+
+    @cached_property
+    def _graphs(self) -> dict[str, Graph]:
+        rdma: dict[str, set[str]] = {node: set() for node in self._members}
+        tcp = {network: {node: set[str]() for node in self._members} for network in NETWORKS}
+        for a, b in combinations(self._members, 2):
+            reached = [tcp[network] for network in NETWORKS if self._topology.tcp(network, a, b)]
+            for peers in reached + ([rdma] if self._topology.rdma(a, b) else []):
+                peers[a].add(b)
+                peers[b].add(a)
+        found = {kind: _frozen(tcp[network]) for kind, network in RINGS.items()}
+        return {**found, JACCL_MESH: _frozen(rdma), JACCL_RING: _frozen(rdma)}
+
+    @cached_property
+    def any_network(self) -> Graph:
+        """Members that each member can reach over TCP, in any network."""
+        return {
+            node: frozenset().union(*(self.graph(kind)[node] for kind in RINGS)) for node in self._members
+        }
+
+    def ring_links(self, group: Sequence[str], networks: Sequence[str] = NETWORKS) -> list[TcpLink]:
+        """Return each rank's link to the one before it, in the first of `networks` that has one."""
+        before = (group[-1], *group[:-1])
+        return [
+            next(link for network in networks if (link := self._topology.tcp(network, one, other)))
+            for one, other in zip(before, group, strict=True)
+        ]
+
+    def matrix(self, group: Sequence[str], *, circle: bool) -> DeviceMatrix:
+        """Return [from][to] the RDMA device; in a circle only between neighbours."""
+        size = len(group)
+
+        def device(i: int, j: int) -> str | None:
+            if i == j or (circle and (i - j) % size not in (1, size - 1)):
+                return None
+            link = self._topology.rdma(group[i], group[j])
+            return link.devices[group[i]] if link else None
+
+        return tuple(tuple(device(i, j) for j in range(size)) for i in range(size))
+
+    def doubled(self, group: Sequence[str], matrix: DeviceMatrix) -> str:
+        """Return, in words, an RDMA device that would serve two peers; only devices given by hand can."""
+        for node, row in zip(group, matrix, strict=True):
+            devices = [device for device in row if device]
+            for device in devices:
+                if (count := devices.count(device)) > 1:
+                    name = self._members[node].name
+                    return f"{device} of {name} would have to serve {count} peers; a device serves 1"
+        return ""
+
+    def missing(self, kind: str, size: int, nodes: Sequence[str]) -> str:
+        """Return why no `size` of `nodes`, the preferred first, make a fabric of this kind."""
+        graph = self.graph(kind)
+        if size > 2 and kind != JACCL_MESH:
+            lonely = [node for node in nodes if len(graph[node] & set(nodes)) < 2]
+            if len(nodes) - len(lonely) < size:
+                node = lonely[0]
+                return (
+                    f"{self._members[node].name} has {len(graph[node] & set(nodes))} of the 2 neighbours it "
+                    f"needs in a circle of {size} {self._over(kind)}"
+                )
+            return f"no circle of {size} {self._over(kind)} can be found"
+        pairs = list(combinations(nodes[:size], 2))
+        absent = [(a, b) for a, b in pairs if b not in graph[a]]
+        shown = ", ".join(self._gap(kind, a, b) for a, b in absent[:_SHOWN])
+        more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
+        return f"{len(absent)} of {len(pairs)} links {self._over(kind)} are missing: {shown}{more}"
+
+    def _gap(self, kind: str, a: str, b: str) -> str:
+        names = f"{self._members[a].name} – {self._members[b].name}"
+        jaccl = kind in (JACCL_MESH, JACCL_RING)
+        why = self._topology.no_rdma(a, b) if jaccl else "no IPv4 network in common"
+        return f"{names} ({why})"
+
+    @staticmethod
+    def _over(kind: str) -> str:
+        return f"over {_WORDS[RINGS[kind]]}" if kind in RINGS else "by cables with RDMA"
+
+
+def _frozen(peers: Mapping[str, set[str]]) -> Graph:
+    return {node: frozenset(found) for node, found in peers.items()}
+
+
+# --- candidates ------------------------------------------------------------------------------------------
+
 
 GB = 1e9
 TENSOR_PARALLEL = "tensor parallel"
@@ -266,3 +456,52 @@ class CandidateFinder:
             measured=self.measured,
             mbps=min(mbps) if all(mbps) and mbps else 0,
         )
+
+
+# --- parts of a group that can be tried while other groups use RDMA devices ------------------------------
+# One RDMA device cannot serve two groups at once.
+
+
+Device = tuple[str, str]  #: A node id, and one of its RDMA devices.
+
+
+def devices_of(ranks: Sequence[str], topology: Topology, *, circle: bool) -> Iterable[Device]:
+    """Yield the devices that a group over JACCL uses; in a circle those between neighbours."""
+    pairs = zip(ranks, (*ranks[1:], *ranks[:1]), strict=True) if circle else combinations(ranks, 2)
+    for pair in pairs:
+        if link := topology.rdma(*pair):
+            yield from link.devices.items()
+
+
+def parts(chosen: Candidate, used: Collection[Device]) -> list[Candidate] | None:
+    """Return what rank 0 can try of a group, each part with it as rank 0, while others use `used`.
+
+    That is all of the group if it uses none of these devices. Else it is meshes over the cables of rank 0
+    that are free; none are needed if each cable of the group already works for another group. Returns None if
+    cables are free, but none of them is rank 0's.
+    """
+    ranks, rdma = chosen.ranks, chosen.rdma
+    cables = {(i, j) for i, j in combinations(range(len(ranks)), 2) if rdma and rdma[i][j]}
+    free = {(i, j) for i, j in cables if not {(ranks[i], rdma[i][j]), (ranks[j], rdma[j][i])} & set(used)}
+    if free == cables:
+        return [chosen]
+    left, found = [rank for rank in range(1, len(ranks)) if (0, rank) in free], []
+    while left:
+        part = [0]
+        for rank in left:
+            if all((other, rank) in free for other in part):
+                part.append(rank)
+        left = [rank for rank in left if rank not in part]
+        found.append(_of(part, chosen))
+    return found if found or not free else None
+
+
+def _of(part: Sequence[int], chosen: Candidate) -> Candidate:
+    """Return the mesh of some ranks. It keeps the group's kind, so that its failure leaves out the group."""
+    return replace(
+        chosen,
+        nodes=len(part),
+        ranks=tuple(chosen.ranks[rank] for rank in part),
+        rdma=tuple(tuple(chosen.rdma[i][j] for j in part) for i in part),
+        jaccl_ring=False,
+    )

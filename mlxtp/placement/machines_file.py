@@ -24,7 +24,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..wire.machine import Interface, Machine, Port
-from .chips import Chip, chip, core_counts, named, names, nearest
+from .tables import Chip, chip, core_counts, named, names, nearest
 from .topology import MemberMachine
 
 MAX_NODES = 64

@@ -4,7 +4,7 @@ The same inputs give the same plan on every node. All ranks hold equal shares, s
 slowest member and needs the same memory of each. That makes the search small. For each number of nodes and
 each fabric, nodes without the memory are left out. The fastest members among whom the fabric exists are found
 by trying longer and longer beginnings of the list sorted by speed. The search bisects, because a longer
-beginning allows every group of a shorter one. See `graph_search.py` for groups in a graph.
+beginning allows every group of a shorter one. See `candidates.py` for groups in a graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from ..errors import ConfigError
 from .candidates import TENSOR_PARALLEL, Candidate, CandidateFinder
 from .cost_model import ALONE, JACCL_MESH, Measured
-from .failed_groups import FailedGroup
+from .formation import FailedGroup
 from .model_shape import MAX_RANKS, ModelShape
 from .topology import MemberMachine, Overrides, Topology
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Network
 
-from .probe_addresses import MAX_ADDRESSES, MAX_LINKS, NetworkDevice
-from .probe_output import Reading, printable
+from .probe_output import MAX_ADDRESSES, MAX_LINKS, NetworkDevice, Reading, printable
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,20 @@ from ..wire.base import U63
 from ..wire.machine import MAX_NOTES, Machine, Port
 from . import probe_linux, probe_macos
 from .advice import MAC_STUDIO, THUNDERBOLT_5_GBPS, findings
-from .probe_addresses import NetworkDevice, interfaces, only
-from .probe_macos import COMMANDS, HardwarePorts
-from .probe_output import NOT_INSTALLED, NOT_RUN, Output, Reading, belongs_to, count, note, printable
-from .probe_profiler import Bus, Profile, parse_profile
+from .probe_macos import COMMANDS, Bus, HardwarePorts, Profile, parse_profile
+from .probe_output import (
+    NOT_INSTALLED,
+    NOT_RUN,
+    NetworkDevice,
+    Output,
+    Reading,
+    belongs_to,
+    count,
+    interfaces,
+    note,
+    only,
+    printable,
+)
 
 Outputs = Mapping[str, Output]  #: Output of each command of `COMMANDS`; one that is missing was not run.
 

@@ -1,18 +1,19 @@
 """Commands that probe a Mac, with a parser for each. They only read; none of them needs root.
 
-`system_profiler` has a file of its own, `probe_profiler.py`. docs/placement.md has the purpose of each
-command.
+docs/placement.md has the purpose of each command.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..wire.base import U63
-from .probe_addresses import MAX_ADDRESSES, MAX_LINKS, MAX_MBPS, NetworkDevice, ipv4
-from .probe_output import Reading, count, printable
+from ..wire.machine import MAX_PORTS
+from .probe_output import MAX_ADDRESSES, MAX_LINKS, MAX_MBPS, NetworkDevice, Reading, count, ipv4, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,3 +226,245 @@ def parse_pmset(text: str) -> Reading[str]:
 def _parted(text: str, separator: str) -> Iterator[tuple[str, str, str]]:
     """Yield each line without its indent, split at the first separator, shortened to what any field holds."""
     return (line.strip()[:400].partition(separator) for line in text.splitlines())
+
+
+# --- system_profiler -json: the Mac's model, and the cable in each Thunderbolt port ----------------------
+# The keys are Apple's and the same in every language. Values may be translated ("Up to 120 Gb/s"), so only
+# keys, numbers, UUIDs and Apple's own constants are read.
+
+
+_MAX_ITEMS = 64  #: Devices that are read behind one port; a chain of hubs has a handful.
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Bus:
+    """One Thunderbolt port with the cable in it, as `wire/machine.py` has it.
+
+    `gbps` is the speed of the link if `connected`, else the most that the port can do, 0 when unknown.
+    `peer_domain` is the Thunderbolt domain of the nearest Mac: behind a hub there can be several.
+    """
+
+    receptacle: int
+    domain: str
+    peer_domain: str
+    hub: bool
+    connected: bool
+    gbps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Model and hardware of a Mac. Unknown values are empty or 0. Memory is in bytes."""
+
+    model: str = ""
+    chip: str = ""
+    cpu_cores: int = 0
+    gpu_cores: int = 0
+    memory_bytes: int = 0
+    buses: tuple[Bus, ...] = ()
+
+
+def parse_profile(text: str) -> Reading[Profile]:
+    """Read the JSON of SPHardwareDataType, SPDisplaysDataType and SPThunderboltDataType."""
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError):
+        return Reading(Profile(), ("model", "chip", "GPU cores", "Thunderbolt cables"))
+    hardware = next(_maps(_get(told, "SPHardwareDataType")), {})
+    # A Mac may list external displays' adapters too: the GPU is the one that counts its cores.
+    gpu_cores = [count(_get(gpu, "sppci_cores"), 4096) for gpu in _maps(_get(told, "SPDisplaysDataType"))]
+    name, identifier = (printable(_get(hardware, f"machine_{key}"), 28) for key in ("name", "model"))
+    profile = Profile(
+        model=f"{name} ({identifier})" if name and identifier else name or identifier,
+        chip=printable(_get(hardware, "chip_type"), 80),
+        # "proc 32:24:8" is all cores, then the fast and the slow ones.
+        cpu_cores=count(_get(hardware, "number_processors"), 4096),
+        gpu_cores=max(gpu_cores, default=0),
+        memory_bytes=_memory_bytes(_get(hardware, "physical_memory")),
+        buses=_buses(_get(told, "SPThunderboltDataType")),
+    )
+    missing = [
+        name
+        for name, value in (
+            ("model", profile.model),
+            ("chip", profile.chip),
+            ("GPU cores", profile.gpu_cores),
+            ("Thunderbolt cables", profile.buses or _get(told, "SPThunderboltDataType") == []),
+        )
+        if not value
+    ]
+    return Reading(profile, tuple(missing))
+
+
+def _memory_bytes(told: object) -> int:
+    """Return the bytes of "512 GB", as Apple counts memory: in units of 2^30."""
+    size = printable(told, 20)
+    unit = {"TB": 1024 * _GIB, "GB": _GIB}.get(size[-2:], 0)
+    return min(count(size, 10**6) * unit, U63)
+
+
+def _buses(told: object) -> tuple[Bus, ...]:
+    buses: dict[int, Bus] = {}
+    for entry in _maps(told):
+        bus = _bus(entry)
+        # A bus without a receptacle leads to no port; two with one number would be one port listed twice.
+        if bus is not None:
+            buses.setdefault(bus.receptacle, bus)
+    return tuple(buses[number] for number in sorted(buses)[:MAX_PORTS])
+
+
+def _bus(entry: dict[str, Any]) -> Bus | None:
+    port = _get(entry, "receptacle_1_tag")
+    receptacle = count(_get(port, "receptacle_id_key"), 64)
+    if not receptacle:
+        return None
+    macs = [(_uuid(item), depth) for item, depth in _devices(entry) if _uuid(item)]
+    # Nearest first: a hub's own place in the list does not show which Mac is cabled to it.
+    peer, depth = min(macs, key=lambda mac: mac[1], default=("", 0))
+    return Bus(
+        receptacle=receptacle,
+        domain=_uuid(entry),
+        peer_domain=peer,
+        hub=depth > 0,
+        connected=_get(port, "receptacle_status_key") == "receptacle_connected" or bool(peer),
+        gbps=count(_get(port, "current_speed_key"), 1000),
+    )
+
+
+def _devices(entry: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the devices on a bus, with the number of hubs in between. Bounded in depth and width."""
+    waiting = [(item, 0) for item in _maps(_get(entry, "_items"))][:_MAX_ITEMS]
+    for _ in range(_MAX_ITEMS):
+        if not waiting:
+            return
+        item, depth = waiting.pop(0)
+        yield item, depth
+        waiting += [(child, depth + 1) for child in _maps(_get(item, "_items"))][:_MAX_ITEMS]
+
+
+_UUID = re.compile(r"[0-9A-F]{8}(-[0-9A-F]{4}){3}-[0-9A-F]{12}")
+
+
+def _uuid(entry: object) -> str:
+    """Return its domain UUID in capitals, so that both ends of a cable spell it alike; "" if it has none."""
+    uuid = printable(_get(entry, "domain_uuid_key"), 64).upper()
+    return uuid if _UUID.fullmatch(uuid) else ""
+
+
+def _get(told: object, key: str) -> object:
+    return told.get(key) if isinstance(told, dict) else None
+
+
+def _maps(told: object) -> Iterator[dict[str, Any]]:
+    return (item for item in told if isinstance(item, dict)) if isinstance(told, list) else iter(())
+
+
+# --- commands that only the doctor runs ------------------------------------------------------------------
+# Those above report what a machine is; these report how it is set. A command that a system
+# lacks is not installed there, which is a result, too.
+
+
+FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"  #: Its path in macOS; no PATH leads there.
+NTP_CONF = "/etc/ntp.conf"  #: The file that names a Mac's time server.
+ASK_S = 5.0
+
+_SETTING = re.compile(r"^ {0,8}([A-Za-z]\w{1,39})[ \t]+(\d{1,9})\b", re.ASCII | re.MULTILINE)
+
+
+def parse_power(text: str) -> Reading[Mapping[str, int]]:
+    """Read `pmset -g`, the settings in use: names and whole numbers; times are in minutes."""
+    known = "Currently in use:" in text[:20_000]
+    found = {name: int(value) for name, value in _SETTING.findall(text[:20_000])} if known else {}
+    return Reading(found, () if found else ("power settings",))
+
+
+def parse_firewall_state(text: str) -> Reading[int | None]:
+    """Read `socketfilterfw --getglobalstate`: 0 is off, 1 is on, 2 lets in only what the system needs."""
+    found = re.search(r"\(State = (\d)\)", text[:1000])
+    return Reading(int(found[1])) if found else Reading(None, ("whether the firewall is on",))
+
+
+def parse_block_all(text: str) -> Reading[bool | None]:
+    """Read `socketfilterfw --getblockall`, in the wording of older and of newer systems."""
+    said = text[:1000].lower()
+    if "block all" in said and ("enabled" in said) != ("disabled" in said):
+        return Reading("enabled" in said)
+    return Reading(None, ("whether the firewall lets anything in",))
+
+
+_VERDICT = re.compile(r"\bis (blocked|permitted|allowed)\b")
+
+
+def parse_firewall_app(text: str) -> Reading[str]:
+    """Read `socketfilterfw --getappblocked PROGRAM`: "allowed", "blocked" or "unlisted"."""
+    said = text[:4000].lower()
+    if "not part of the firewall" in said:
+        return Reading("unlisted")
+    found = _VERDICT.findall(said)
+    if not found:
+        return Reading("", ("what the firewall lets this program do",))
+    return Reading("blocked" if found[-1] == "blocked" else "allowed")
+
+
+_SERVER = re.compile(r"^\s*server\s+([A-Za-z0-9.:-]{1,253})", re.MULTILINE)
+
+
+def parse_ntp_conf(text: str) -> str:
+    """Read the first time server of /etc/ntp.conf, which is the one that macOS uses; empty for none."""
+    found = _SERVER.search(text[:10_000])
+    return found[1] if found else ""
+
+
+_OFFSET = re.compile(r"([+-]\d{1,12}\.\d{1,9}) \+/- ")
+
+
+def parse_sntp(text: str) -> Reading[float | None]:
+    """Read `sntp SERVER`: the seconds that this clock is behind; negative when it is ahead.
+
+    Some versions print the time first.
+    """
+    found = _OFFSET.search(text[:4000])
+    return Reading(float(found[1])) if found else Reading(None, ("how far the clock is off",))
+
+
+def parse_timedatectl(text: str) -> Reading[bool | None]:
+    """Read `timedatectl show`, which is `NAME=yes` and `NAME=no`."""
+    found = re.search(r"^NTPSynchronized=(yes|no)$", text[:4000], re.MULTILINE)
+    return (
+        Reading(found[1] == "yes") if found else Reading(None, ("whether the clock follows a time server",))
+    )
+
+
+_MAX_CHAINS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A chain of netfilter that all incoming packets of this machine pass.
+
+    `closed`: a packet that no rule accepts is dropped or rejected.
+    """
+
+    name: str
+    closed: bool
+
+
+_LAST_WORD = re.compile(r"(?:counter packets \d+ bytes \d+ )?(?:drop|reject\b.*)")
+
+
+def parse_nft(text: str) -> Reading[tuple[Chain, ...]]:
+    """Read `nft list ruleset`. An empty text is a system without rules."""
+    chains: list[Chain] = []
+    name, hooked, closed = "", False, False
+    for line in map(str.strip, text[: 1 << 20].splitlines()):
+        if line.startswith("chain "):
+            name, hooked, closed = line.split()[1][:80], False, False
+        elif line.startswith("type filter hook input "):
+            hooked, closed = True, "policy drop" in line
+        elif line == "}" and hooked:
+            chains.append(Chain(name, closed))
+            hooked = False
+        else:
+            closed = closed or _LAST_WORD.fullmatch(line[:400]) is not None
+    return Reading(tuple(chains[:_MAX_CHAINS]))

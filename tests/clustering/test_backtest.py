@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import backtest
-from mlxtp.placement.chips import chip
+from mlxtp.placement.tables import chip
 
 MISSES = {48.0, 13.3}
 """Figures that are known not to be the machines': docs/placement.md says why."""

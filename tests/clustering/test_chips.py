@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.placement.chips import FUSED, SINGLE, chip, core_counts, names
+from mlxtp.placement.tables import FUSED, SINGLE, chip, core_counts, names
 
 
 @pytest.mark.parametrize(

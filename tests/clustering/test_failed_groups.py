@@ -8,7 +8,7 @@ import pytest
 
 from mlxtp.errors import Code
 from mlxtp.placement.cost_model import JACCL_MESH, JACCL_RING
-from mlxtp.placement.failed_groups import (
+from mlxtp.placement.formation import (
     ADDRESS_RETRY_S,
     ADDRESSES_COME_S,
     RETRY_S,

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.placement import probe_linux, probe_macos
-from mlxtp.placement.probe_addresses import MAX_LINKS, interfaces, only
 from mlxtp.placement.probe_machine import elsewhere, mac, mac_again
-from mlxtp.placement.probe_macos import COMMANDS
-from mlxtp.placement.probe_output import Output, Reading
-from mlxtp.placement.probe_profiler import parse_profile
+from mlxtp.placement.probe_macos import COMMANDS, parse_profile
+from mlxtp.placement.probe_output import MAX_LINKS, Output, Reading, interfaces, only
 from mlxtp.wire.machine import MAX_PORTS
 
 from .macs import MACS, machine, outputs, over_the_wire, recorded

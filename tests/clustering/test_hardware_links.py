@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.placement.probe_addresses import NetworkDevice, interfaces, ipv4, only
 from mlxtp.placement.probe_linux import InterfaceRow, Sight, links, parse_cpuinfo, parse_os_release
 from mlxtp.placement.probe_machine import elsewhere
+from mlxtp.placement.probe_output import NetworkDevice, interfaces, ipv4, only
 from mlxtp.wire.machine import Interface
 
 from .macs import over_the_wire

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from mlxtp.placement.probe_addresses import NetworkDevice
 from mlxtp.placement.probe_macos import (
+    Bus,
     MemoryReading,
     parse_hardware_ports,
     parse_ibv_devices,
     parse_ibv_devinfo,
     parse_ifconfig,
     parse_pmset,
+    parse_profile,
     parse_rdma_ctl,
     parse_sysctl,
     parse_vm_stat,
 )
-from mlxtp.placement.probe_output import Output, Reading, count, note, printable
-from mlxtp.placement.probe_profiler import Bus, parse_profile
+from mlxtp.placement.probe_output import NetworkDevice, Output, Reading, count, note, printable
 
 OWN, PEER, FAR = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ABC")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.placement.rank_memory import HEADROOM_BYTES, RankMemory, fits_beside, rank_memory, usable_bytes
+from mlxtp.placement.cost_model import HEADROOM_BYTES, RankMemory, fits_beside, rank_memory, usable_bytes
 
 from .desks import GIB, changed, mac, shape
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from mlxtp.errors import ConfigError
-from mlxtp.placement.chips import chip
 from mlxtp.placement.cost_model import (
     ALONE,
     JACCL_MESH,
@@ -26,6 +25,7 @@ from mlxtp.placement.cost_model import (
 )
 from mlxtp.placement.model_shape import ModelShape, shape_of
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
+from mlxtp.placement.tables import chip
 from mlxtp.placement.topology import MemberMachine
 from mlxtp.wire.machine import Interface
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.placement.candidates import Candidate
+from mlxtp.placement.cost_model import usable_bytes
 from mlxtp.placement.model_shape import ModelShape, shape_of
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
-from mlxtp.placement.published_models import KNOWN
-from mlxtp.placement.rank_memory import usable_bytes
+from mlxtp.placement.tables import KNOWN
 from mlxtp.placement.topology import MemberMachine, Topology
 from mlxtp.wire.machine import Interface
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxtp.placement.advice import cable_addresses
-from mlxtp.placement.jaccl_preflight import Trouble, explain, explain_crash, preflight
+from mlxtp.placement.formation import Trouble, explain, explain_crash, preflight
 from mlxtp.wire.machine import Interface, Machine, Port
 
 from ..mlx_errors import OF_NO_KNOWN_TROUBLE, WHILE_FORMING

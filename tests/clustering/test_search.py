@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.placement.graph_search import STEPS, Graph, circle, clique
+from mlxtp.placement.candidates import STEPS, Graph, circle, clique
 
 NODES = "abcdef"
 PAIRS = list(combinations(NODES, 2))

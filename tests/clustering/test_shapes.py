@@ -12,7 +12,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 from mlxtp.engine.sharding import check_divisible, shardable_families
 from mlxtp.errors import ModelError
 from mlxtp.placement.model_shape import ALSO_CALLED, MAX_RANKS, SHARDABLE, shape_of
-from mlxtp.placement.published_models import KNOWN
+from mlxtp.placement.tables import KNOWN
 
 from .desks import LLAMA, shape
 

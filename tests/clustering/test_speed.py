@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.placement.chips import chip
 from mlxtp.placement.cost_model import (
     ALONE,
     FABRICS,
@@ -22,6 +21,7 @@ from mlxtp.placement.cost_model import (
     speed,
 )
 from mlxtp.placement.model_shape import ModelShape
+from mlxtp.placement.tables import chip
 
 from .desks import shape
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from mlxtp.placement.candidates import Candidate
+from mlxtp.placement.candidates import Candidate, Device, Fabrics, devices_of, parts
 from mlxtp.placement.cost_model import JACCL_MESH, JACCL_RING, RING_ETHERNET
-from mlxtp.placement.fabrics import Fabrics
 from mlxtp.placement.topology import Topology
-from mlxtp.placement.trial_parts import Device, devices_of, parts
 
 from .desks import all_pairs, cabled, mac
 

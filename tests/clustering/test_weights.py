@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
 from mlxtp.errors import ModelError
-from mlxtp.placement import model_weights
+from mlxtp.placement import model_shape
 from mlxtp.placement.model_shape import shape_of
 
 from ..engine.families import FAMILIES
@@ -42,7 +42,7 @@ def test_weights_are_counted_as_mlx_lm_builds_them(family: str) -> None:
     config = config_of(family)
     arrays = tree_flatten(model_of(config).parameters())
     built = sum(array.size for name, array in arrays if array.ndim > 1 and "conv" not in name)
-    counted = sum(part.count for part in model_weights.parts(model_weights.text_config(config)))
+    counted = sum(part.count for part in model_shape.parts_of(model_shape.text_config(config)))
     assert counted == pytest.approx(built, rel=0.01)
 
 
@@ -66,13 +66,13 @@ def test_caches_grow_as_counted(family: str) -> None:
 
 def test_of_experts_a_token_meets_those_it_is_sent_to() -> None:
     config = {**config_of("qwen3_moe"), "num_experts": 8, "num_experts_per_tok": 2}
-    experts = next(part for part in model_weights.parts(config) if part.role == "experts")
+    experts = next(part for part in model_shape.parts_of(config) if part.role == "experts")
     assert experts.active * 4 == experts.count
 
 
 def test_a_tied_embedding_is_read_whole_and_a_separate_one_by_the_row() -> None:
-    tied = model_weights.parts({**CONFIG, "tie_word_embeddings": True})
-    apart = model_weights.parts({**CONFIG, "tie_word_embeddings": False})
+    tied = model_shape.parts_of({**CONFIG, "tie_word_embeddings": True})
+    apart = model_shape.parts_of({**CONFIG, "tie_word_embeddings": False})
     assert [p.active for p in tied if p.role in ("embedding", "head")] == [512 * 64]
     assert [p.active for p in apart if p.role in ("embedding", "head")] == [64, 512 * 64]
 

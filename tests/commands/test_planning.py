@@ -21,7 +21,7 @@ from mlxtp.errors import ConfigError, ModelError
 from mlxtp.groups.controller import GroupController
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_THUNDERBOLT, Measured
 from mlxtp.placement.planner import PlacementOptions
-from mlxtp.placement.published_models import KNOWN
+from mlxtp.placement.tables import KNOWN
 from mlxtp.placement.topology import MemberMachine
 
 from ..clustering.desks import (

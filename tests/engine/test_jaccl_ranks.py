@@ -21,7 +21,7 @@ import pytest
 from mlxtp.engine.mailbox import Mailbox, read_in_background
 from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, exit_status
 from mlxtp.groups.side_channel import ROUND_S, RoundReplies, SideChannelHub
-from mlxtp.placement.jaccl_preflight import explain
+from mlxtp.placement.formation import explain
 from mlxtp.wire.blocking import BlockingLink, listen
 from mlxtp.wire.epoch_proof import epoch_digest
 from mlxtp.wire.messages import (

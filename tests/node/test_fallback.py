@@ -20,7 +20,7 @@ from mlxtp.agent import Agent
 from mlxtp.groups import trials
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.local_rank import WORKER
-from mlxtp.placement import failed_groups
+from mlxtp.placement import formation
 
 from ..cluster import LIMITS, SLOWNESS, START_S
 from .scenes import sees
@@ -87,7 +87,7 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
     broken: dict[str, Any],
     words: str,
 ) -> None:
-    monkeypatch.setattr(failed_groups, "ADDRESS_RETRY_S", 600.0)
+    monkeypatch.setattr(formation, "ADDRESS_RETRY_S", 600.0)
     os.mkfifo(tmp_path / "gate")
     limits = replace(LIMITS, form_s=10 * SLOWNESS) if "fault" in broken else LIMITS
 
@@ -119,7 +119,7 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
 def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failed_groups, "ADDRESS_RETRY_S", 600.0)
+    monkeypatch.setattr(formation, "ADDRESS_RETRY_S", 600.0)
     caplog.set_level(logging.INFO)
 
     async def story() -> None:

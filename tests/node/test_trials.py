@@ -13,10 +13,8 @@ import pytest
 from mlxtp.errors import Code, GroupError, MlxtpError
 from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.groups.trials import Trials
-from mlxtp.placement.candidates import Candidate
-from mlxtp.placement.cost_model import ALONE, JACCL_MESH, JACCL_RING, RING_ETHERNET
-from mlxtp.placement.fabrics import Fabrics
-from mlxtp.placement.rank_memory import RankMemory
+from mlxtp.placement.candidates import Candidate, Fabrics
+from mlxtp.placement.cost_model import ALONE, JACCL_MESH, JACCL_RING, RING_ETHERNET, RankMemory
 from mlxtp.placement.topology import Topology
 from mlxtp.wire.cluster_messages import Serving
 

@@ -17,8 +17,8 @@ from mlxtp.models.completeness import is_complete
 from mlxtp.models.inspect import check_servable
 from mlxtp.models.inventory import OnDisk, hub_folder, models_here, stored_models
 from mlxtp.models.names import find_model, open_model, stored_name
-from mlxtp.placement.model_weights import Config
-from mlxtp.placement.published_models import KNOWN
+from mlxtp.placement.model_shape import Config
+from mlxtp.placement.tables import KNOWN
 
 from ..scenes import run
 

@@ -1,13 +1,159 @@
-"""Models that can be planned for without their files: the published config.json of each. Pure data.
+"""Tables of chips and of published models. Pure data; every number has its source.
 
-Only the fields that count are here. The quantizations are those of the usual MLX conversions. Where a
-conversion quantizes module by module, one module of each kind is enough.
+bandwidth    of the memory: Apple's technical specifications of the Macs with that chip. An M5 Ultra's is
+             given as 1.2 TB/s, which is two M5 Max.
+flops        of 16-bit matrix products on the GPU, a core: clock x 128 lanes x 2, which is Apple's figure for
+             the M1 (2.6 TFLOPS on 8 cores) and, for later ones, what cores and clocks give (14.2 on an M3 Max
+             of 40 cores, 18.4 on an M4 Max of 40). M5 cores have matrix units; Apple names more than four
+             times an M4's peak for such work.
+efficiency   share of the memory's bandwidth that a decode reaches: see `SINGLE` and `FUSED`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
+
+SINGLE = 0.90  #: Share of the specified bandwidth that decoding reaches on a chip of one die.
+#: The same on an Ultra, which is two dies. Both are fitted, together with `cost_model.KERNEL_S`, to published
+#: decode speeds of single Macs; others measured 244 of 273 GB/s on an M4 Pro, and 650 to 690 of 819 on an M3
+#: Ultra.
+FUSED = 0.80
+CPU_EFFICIENCY = 0.5  #: The same for machines without a known GPU; an assumption.
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """One chip. `bandwidth` in bytes/s, `flops` of its whole GPU in 1/s, `gpu_cores` 0 if unknown.
+
+    known         False if its name is not in the table and the numbers are those of a similar chip
+    thunderbolt5  whether Macs with it have Thunderbolt 5, without which there is no RDMA
+    ports         cables with RDMA that Macs with it take at once; Mac Studios have one more port without
+    """
+
+    name: str
+    bandwidth: float
+    efficiency: float
+    gpu_cores: int
+    flops: float
+    thunderbolt5: bool = False
+    ports: int = 3
+    known: bool = True
+
+    @property
+    def reading(self) -> float:
+        """Bytes a second that a decode reads."""
+        return self.bandwidth * self.efficiency
+
+
+#: GB/s by chip and GPU cores. The most cores come first and stand for a chip whose cores are not known.
+_GBPS: Mapping[str, Mapping[int, float]] = {
+    "M1": {8: 68.25, 7: 68.25},
+    "M1 Pro": {16: 200, 14: 200},
+    "M1 Max": {32: 400, 24: 400},
+    "M1 Ultra": {64: 800, 48: 800},
+    "M2": {10: 100, 8: 100},
+    "M2 Pro": {19: 200, 16: 200},
+    "M2 Max": {38: 400, 30: 400},
+    "M2 Ultra": {76: 800, 60: 800},
+    "M3": {10: 100, 8: 100},
+    "M3 Pro": {18: 150, 14: 150},
+    "M3 Max": {40: 400, 30: 300},
+    "M3 Ultra": {80: 819, 60: 819},
+    "M4": {10: 120, 8: 120},
+    "M4 Pro": {20: 273, 16: 273},
+    "M4 Max": {40: 546, 32: 410},
+    "M5": {10: 153, 8: 153},
+    "M5 Pro": {20: 307, 16: 307},
+    "M5 Max": {40: 614, 32: 460},
+    "M5 Ultra": {80: 1228},
+}
+#: 16-bit FLOPS of a GPU core, by generation.
+_CORE_FLOPS = {1: 0.325e12, 2: 0.36e12, 3: 0.355e12, 4: 0.46e12, 5: 1.84e12}
+_THUNDERBOLT5 = frozenset({"M3 Ultra", "M4 Pro", "M4 Max", "M5 Pro", "M5 Max", "M5 Ultra"})
+_PORTS, _ULTRA_PORTS = 3, 5
+#: An unknown machine: two channels of its memory, and a few cores' worth of arithmetic. Assumptions.
+_CPU = Chip("", 20e9, CPU_EFFICIENCY, 0, 0.2e12, known=False)
+
+_NAME = re.compile(r"\bApple M(\d+)(?: (Pro|Max|Ultra))?\b", re.IGNORECASE)
+
+
+def chip(name: str, gpu_cores: int = 0) -> Chip:
+    """Return the chip that Apple calls `name` ("Apple M3 Ultra"), with so many GPU cores (0: its largest).
+
+    A chip that is newer than the table counts as the newest of its kind in it; anything else as a plain
+    computer. Both are marked as not known.
+    """
+    key, known = _entry(name)
+    if not key:
+        return replace(_CPU, name=name)
+    cores = gpu_cores if gpu_cores in _GBPS[key] else next(iter(_GBPS[key]))
+    ultra = key.endswith("Ultra")
+    return Chip(
+        name=name,
+        bandwidth=_GBPS[key][cores] * 1e9,
+        efficiency=FUSED if ultra else SINGLE,
+        gpu_cores=gpu_cores or cores,
+        flops=_CORE_FLOPS[_generation(key)] * (gpu_cores or cores),
+        thunderbolt5=key in _THUNDERBOLT5,
+        ports=_ULTRA_PORTS if ultra else _PORTS,
+        known=known,
+    )
+
+
+def core_counts(name: str) -> tuple[int, ...]:
+    """Return the numbers of GPU cores with which this chip is made; () for one that is not in the table."""
+    key, known = _entry(name)
+    return tuple(_GBPS[key]) if known else ()
+
+
+def names() -> tuple[str, ...]:
+    """Return all chips in the table, as Apple calls them."""
+    return tuple(f"Apple {key}" for key in _GBPS)
+
+
+def named(text: str) -> str:
+    """Return Apple's name of the chip that a user means: "Apple M4 Pro" for "m4 pro". Empty if unknown."""
+    return _BY_WORDS.get(_words(text), "")
+
+
+def nearest(text: str) -> str:
+    """Return the known chip whose name is most like `text`, or an empty string."""
+    found = get_close_matches(_words(text), _BY_WORDS, n=1)
+    return _BY_WORDS[found[0]] if found else ""
+
+
+def _words(text: str) -> str:
+    return " ".join(text.lower().split()).removeprefix("apple ")
+
+
+_BY_WORDS = {_words(name): name for name in names()}
+
+
+def _entry(name: str) -> tuple[str, bool]:
+    """Return the chip's key in the table and True, or the most similar chip's key, if any, and False."""
+    found = _NAME.search(name)
+    if found is None:
+        return "", False
+    generation, tier = int(found[1]), (found[2] or "").capitalize()
+    key = f"M{generation} {tier}".strip()
+    if key in _GBPS:
+        return key, True
+    similar = [k for k in _GBPS if k.partition(" ")[2] == tier and _generation(k) <= generation]
+    return max(similar, key=_generation, default=""), False
+
+
+def _generation(key: str) -> int:
+    return int(key[1:].partition(" ")[0])
+
+
+# --- models that can be planned for without their files: the published config.json of each ---------------
+# Only the fields that count are here. The quantizations are those of the usual MLX conversions. Where a
+# conversion quantizes module by module, one module of each kind is enough.
+
 
 Config = Mapping[str, Any]
 

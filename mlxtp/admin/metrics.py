@@ -1,27 +1,25 @@
 """`GET /metrics`: this agent's metrics, in Prometheus' text format.
 
-Only `api/request_metrics.py` counts for it; the rest is read from the supervisor at each request. A metric
-whose source this agent does not have, such as the ranks of another Mac's group, has no samples here. Names
-with `vllm:` are those that vLLM made common, so that existing dashboards work; each HELP says what it means
-here. `docs/operations.md` lists all of them.
+`api/request_metrics.py` and `groups/recoveries.py` count for it; the rest is read from the supervisor at each
+request. A metric whose source this agent does not have, such as the ranks of another Mac's group, has no
+samples here. `docs/operations.md` lists all of them.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from ..api.access_log import AccessLog, metrics_route
-from ..api.request_metrics import Histogram, ModelMetrics, RequestMetrics
+from ..api.request_metrics import RequestMetrics
 from ..cluster.own_build import versions_here
 from ..groups.health import ServingState
 from ..groups.lifecycle import Supervisor
@@ -43,38 +41,37 @@ class Metrics:
     """All metrics of one agent, independent of other agents in the same process."""
 
     def __init__(self, supervisor: Supervisor, counted: RequestMetrics) -> None:
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Agent(supervisor, counted))
-        if sys.platform == "linux":
-            ProcessCollector(registry=self._registry)
-        else:
-            self._registry.register(OwnProcess())
+        self._gateway = supervisor.gateway
+        self._counted = counted
+        process = ProcessCollector(registry=None) if sys.platform == "linux" else OwnProcess()
+        recoveries = supervisor.recoveries
+        for each in (_Agent(supervisor), recoveries.ended, recoveries.seconds, process):
+            counted.registry.register(each)
 
     def collect(self) -> tuple[bytes, str]:
         """Return the current text, and its media type."""
-        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+        if name := self._gateway.count_open().model:
+            self._counted.model(name)  # so that its counters exist, at 0, before the first request
+        return generate_latest(self._counted.registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
 class _Agent(Collector):
-    def __init__(self, supervisor: Supervisor, counted: RequestMetrics) -> None:
+    """Metrics of an agent's present state."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._metrics = counted
         self._versions = tuple(each.partition("=")[2] for each in versions_here())
 
     def collect(self) -> Iterator[Metric]:
         says = "Always 1; the labels have the versions of mlxtp and its libraries."
         yield _gauge("mlxtp_build_info", says, ("version", "mlx", "mlx_lm"), [(self._versions, 1)])
         yield from self._requests()
-        yield from _models(self._metrics.models)
-        yield from self._http()
         yield from self._group()
         yield from self._ranks()
 
     def _requests(self) -> Iterator[Metric]:
         census = self._supervisor.gateway.count_open()
         name = census.model
-        if name:
-            self._metrics.model(name)  # so that its counters exist, at 0, before the first request
         by_model = ("model_name",)
         open_here = name or census.running or census.waiting
         yield _gauge(
@@ -110,30 +107,6 @@ class _Agent(Collector):
             [((), self._supervisor.gateway.open_requests)],
         )
 
-    def _http(self) -> Iterator[Metric]:
-        counted = self._metrics
-        yield _counter(
-            "mlxtp_http_requests",
-            "HTTP requests by method, path of the route and status; 499: the client left before an answer.",
-            ("method", "path", "status"),
-            [
-                ((method, path, str(status)), count)
-                for (method, path, status), count in counted.answered.items()
-            ],
-        )
-        yield _counter(
-            "mlxtp_requests_refused",
-            "HTTP requests that were answered with an error, by path of the route and code.",
-            ("path", "code"),
-            counted.refused.items(),
-        )
-        yield _counter(
-            "mlxtp_requests_failed",
-            "HTTP requests whose answer broke off with an error after it had begun, by path and code.",
-            ("path", "code"),
-            counted.failed.items(),
-        )
-
     def _group(self) -> Iterator[Metric]:
         supervisor = self._supervisor
         health = supervisor.gateway.health()
@@ -154,19 +127,6 @@ class _Agent(Collector):
             "Ranks of the current group, including those that are still starting.",
             (),
             [((), health.world_size)],
-        )
-        recoveries = supervisor.recoveries
-        yield _counter(
-            "mlxtp_epochs_ended",
-            "Epochs with rank 0 on this Mac that ended, by the code of the reason.",
-            ("code",),
-            [((str(code),), count) for code, count in recoveries.ended.items()],
-        )
-        yield _histogram(
-            "mlxtp_recovery_seconds",
-            "Seconds from a group's failure until a model is served again (on the Mac of rank 0).",
-            (),
-            [((), recoveries.seconds)],
         )
 
     def _ranks(self) -> Iterator[Metric]:
@@ -220,66 +180,6 @@ _OF_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
 )
 
 
-def _models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
-    for name, says, read in _HISTOGRAMS:
-        yield _histogram(name, says, ("model_name",), [((model,), read(of)) for model, of in models.items()])
-    for name, says, count in _COUNTERS:
-        yield _counter(name, says, ("model_name",), [((model,), count(of)) for model, of in models.items()])
-    yield _counter(
-        "vllm:request_success",
-        "Answers that ended: stop and length are whole; abort: the client gave up; error: the server did.",
-        ("model_name", "finished_reason"),
-        [((model, why), count) for model, of in models.items() for why, count in of.finished.items()],
-    )
-
-
-_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelMetrics], Histogram]], ...] = (
-    (
-        "vllm:time_to_first_token_seconds",
-        "Seconds from the arrival of a whole request to its first token.",
-        lambda of: of.first_token_s,
-    ),
-    (
-        "vllm:inter_token_latency_seconds",
-        "Seconds between the steps with tokens of one answer. Tokens of one step count once.",
-        lambda of: of.inter_token_s,
-    ),
-    (
-        "vllm:e2e_request_latency_seconds",
-        "Seconds from the arrival of a whole request to the end of a whole answer.",
-        lambda of: of.latency_s,
-    ),
-    ("vllm:request_prompt_tokens", "Prompt tokens of whole answers.", lambda of: of.prompt),
-    ("vllm:request_generation_tokens", "Generated tokens of whole answers.", lambda of: of.generation),
-    (
-        "mlxtp_request_accept_seconds",
-        "Seconds from the gateway until rank 0 accepts the request: checks, and compiling a grammar.",
-        lambda of: of.accept_s,
-    ),
-)
-_COUNTERS: tuple[tuple[str, str, Callable[[ModelMetrics], int]], ...] = (
-    ("vllm:prompt_tokens", "Prompt tokens of answers that have begun.", lambda of: of.prompt_tokens),
-    ("vllm:generation_tokens", "Generated tokens.", lambda of: of.generation_tokens),
-    (
-        "vllm:prefix_cache_queries",
-        "Prompt tokens of answers that were generated to their end: rank 0 reports cached tokens only "
-        "for those.",
-        lambda of: of.queried_tokens,
-    ),
-    ("vllm:prefix_cache_hits", "Queried tokens that were not computed again.", lambda of: of.cached_tokens),
-    (
-        "vllm:spec_decode_num_draft_tokens",
-        "Drafted tokens of answers that were generated to their end.",
-        lambda of: of.drafted_tokens,
-    ),
-    (
-        "vllm:spec_decode_num_accepted_tokens",
-        "Drafted tokens that were right.",
-        lambda of: of.accepted_tokens,
-    ),
-)
-
-
 class OwnProcess(Collector):
     """Process metrics like prometheus-client's on Linux, for systems without /proc."""
 
@@ -316,16 +216,3 @@ def _counter(name: str, says: str, labels: Labels, samples: Samples) -> Metric:
     for values, value in samples:
         family.add_metric(values, value)
     return family
-
-
-def _histogram(name: str, says: str, labels: Labels, samples: Iterable[tuple[Labels, Histogram]]) -> Metric:
-    family = HistogramMetricFamily(name, says, labels=labels)
-    for values, of in samples:
-        bounds = [(_bound(bound), count) for bound, count in of.buckets()]
-        family.add_metric(values, bounds, of.total)
-    return family
-
-
-def _bound(seconds: float) -> str:
-    """Format the upper bound of a bucket as Prometheus does."""
-    return str(floatToGoString(seconds))  # type: ignore[no-untyped-call]

@@ -34,10 +34,10 @@ _POLLS = frozenset(("/admin/status", "/admin/progress", "/admin/pulling"))
 class AccessLog:
     """ASGI middleware, outside of all others. `epoch` returns the epoch for the log."""
 
-    def __init__(self, app: Starlette, tally: RequestMetrics, epoch: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, app: Starlette, metrics: RequestMetrics, epoch: Callable[[], int] = lambda: 0) -> None:
         self._app = app
         self._routes = app.router.routes
-        self._metrics = tally
+        self._metrics = metrics
         self._epoch = epoch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,16 +1,15 @@
 """Counters of requests. Pure, but for an injected clock.
 
-The gateway has a `RequestMeter` and reports every request of its own clients to it. All of it runs on the
-agent's event loop, reading included, so there are no locks. A token costs a few additions, and a step of all
-requests together one call of the clock.
+The gateway has a `RequestMeter` and reports every request of its own clients to it. A step of all requests
+together costs one call of the clock.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
 from ..errors import MlxtpError
 from .backend import StreamEnd
@@ -31,34 +30,8 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 #: Models with counters of their own; later ones share one. An agent hardly serves so many in its life.
 MAX_MODELS = 32
 OTHER = "other"
+_REASONS = ("stop", "length", "abort", "error")
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-
-
-class Histogram:
-    """Counts of values up to each bound, and their sum."""
-
-    __slots__ = ("_bounds", "_counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self.total = 0.0  # sum of all values
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.total += value
-
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
-    def buckets(self) -> list[tuple[float, int]]:
-        """Return (bound, count of values up to it) pairs; the last bound is infinite."""
-        found, count = [], 0
-        for bound, more in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            count += more
-            found.append((bound, count))
-        return found
 
 
 class SequenceMeter(Protocol):
@@ -117,40 +90,89 @@ class NoRequestMeter:
 
 
 class ModelMetrics:
-    """Counters of one model."""
+    """Metrics of one model, with its name as their label; in the order of `_HISTOGRAMS` and `_COUNTERS`."""
 
-    def __init__(self) -> None:
-        self.first_token_s = Histogram(FIRST_TOKEN_S)
-        self.inter_token_s = Histogram(INTER_TOKEN_S)
-        self.latency_s = Histogram(LATENCY_S)
-        self.accept_s = Histogram(ACCEPT_S)
-        self.prompt = Histogram(TOKENS)
-        self.generation = Histogram(TOKENS)
-        self.prompt_tokens = 0  # of prompts that had a first token
-        self.generation_tokens = 0
-        self.queried_tokens = 0  # of prompts whose cached tokens rank 0 reported
-        self.cached_tokens = 0
-        self.drafted_tokens = 0
-        self.accepted_tokens = 0
-        self.finished: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
+    def __init__(
+        self,
+        histograms: Sequence[Histogram],
+        counters: Sequence[Counter],
+        finished: Mapping[str, Counter],  # by reason
+    ) -> None:
+        (
+            self.first_token_s,
+            self.inter_token_s,
+            self.latency_s,
+            self.accept_s,
+            self.prompt,
+            self.generation,
+        ) = histograms
+        (
+            self.prompt_tokens,
+            self.generation_tokens,
+            self.queried_tokens,
+            self.cached_tokens,
+            self.drafted_tokens,
+            self.accepted_tokens,
+        ) = counters
+        self.finished = finished
 
 
 class RequestMetrics:
-    """Counters of all requests of one agent. Implements `RequestMeter`."""
+    """Metrics of all requests of one agent. Implements `RequestMeter`.
+
+    Names with `vllm:` are those that vLLM made common, so that existing dashboards work. `registry` has no
+    metrics of other agents in the same process.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # half of all samples, and of no use
         self.clock = clock
-        self.models: dict[str, ModelMetrics] = {}
-        self.answered: Counter[tuple[str, str, int]] = Counter()  # HTTP requests by method, path and status
-        #: Requests answered with an error, by path and code
-        self.refused: Counter[tuple[str, str]] = Counter()
-        #: Streams that ended with an error, by path and code
-        self.failed: Counter[tuple[str, str]] = Counter()
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._models: dict[str, ModelMetrics] = {}
+        self._histograms = [
+            Histogram(name, says, ("model_name",), registry=self.registry, buckets=bounds)
+            for name, says, bounds in _HISTOGRAMS
+        ]
+        self._counters = [
+            Counter(name, says, ("model_name",), registry=self.registry) for name, says in _COUNTERS
+        ]
+        self._finished = Counter(
+            "vllm:request_success",
+            "Answers that ended: stop and length are whole; abort: the client gave up; error: the server "
+            "did.",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        self._answered = Counter(
+            "mlxtp_http_requests",
+            "HTTP requests by method, path of the route and status; 499: the client left before an answer.",
+            ("method", "path", "status"),
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "mlxtp_requests_refused",
+            "HTTP requests that were answered with an error, by path of the route and code.",
+            ("path", "code"),
+            registry=self.registry,
+        )
+        self._failed = Counter(
+            "mlxtp_requests_failed",
+            "HTTP requests whose answer broke off with an error after it had begun, by path and code.",
+            ("path", "code"),
+            registry=self.registry,
+        )
 
     def model(self, name: str) -> ModelMetrics:
-        if name not in self.models and len(self.models) >= MAX_MODELS:
+        """Return the metrics of a model; from then on they have samples."""
+        if name not in self._models and len(self._models) >= MAX_MODELS:
             name = OTHER
-        return self.models.setdefault(name, ModelMetrics())
+        if name not in self._models:
+            self._models[name] = ModelMetrics(
+                [each.labels(name) for each in self._histograms],
+                [each.labels(name) for each in self._counters],
+                {why: self._finished.labels(name, why) for why in _REASONS},
+            )
+        return self._models[name]
 
     def begin(self, model: str, prompt: Sequence[int]) -> SequenceMeter:
         now, account = self.clock(), current()
@@ -164,9 +186,52 @@ class RequestMetrics:
 
     def over(self, method: str, path: str, status: int, code: str) -> None:
         """Count one answered HTTP request. `path` is a route's, of which there are few."""
-        self.answered[method if method in _METHODS else OTHER, path, status] += 1
+        self._answered.labels(method if method in _METHODS else OTHER, path, status).inc()
         if code:
-            (self.refused if status >= 400 else self.failed)[path, code] += 1
+            (self._refused if status >= 400 else self._failed).labels(path, code).inc()
+
+
+#: Name, help and buckets.
+_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
+    (
+        "vllm:time_to_first_token_seconds",
+        "Seconds from the arrival of a whole request to its first token.",
+        FIRST_TOKEN_S,
+    ),
+    (
+        "vllm:inter_token_latency_seconds",
+        "Seconds between the steps with tokens of one answer. Tokens of one step count once.",
+        INTER_TOKEN_S,
+    ),
+    (
+        "vllm:e2e_request_latency_seconds",
+        "Seconds from the arrival of a whole request to the end of a whole answer.",
+        LATENCY_S,
+    ),
+    (
+        "mlxtp_request_accept_seconds",
+        "Seconds from the gateway until rank 0 accepts the request: checks, and compiling a grammar.",
+        ACCEPT_S,
+    ),
+    ("vllm:request_prompt_tokens", "Prompt tokens of whole answers.", TOKENS),
+    ("vllm:request_generation_tokens", "Generated tokens of whole answers.", TOKENS),
+)
+#: Name and help.
+_COUNTERS = (
+    ("vllm:prompt_tokens", "Prompt tokens of answers that have begun."),
+    ("vllm:generation_tokens", "Generated tokens."),
+    (
+        "vllm:prefix_cache_queries",
+        "Prompt tokens of answers that were generated to their end: rank 0 reports cached tokens only "
+        "for those.",
+    ),
+    ("vllm:prefix_cache_hits", "Queried tokens that were not computed again."),
+    (
+        "vllm:spec_decode_num_draft_tokens",
+        "Drafted tokens of answers that were generated to their end.",
+    ),
+    ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were right."),
+)
 
 
 class CountedSequence:
@@ -198,11 +263,11 @@ class CountedSequence:
     def tokens(self, count: int, now: float) -> None:
         totals = self._totals
         self.generated += count
-        totals.generation_tokens += count
+        totals.generation_tokens.inc(count)
         if self.first_s is None:
             self.first_s = now - self.arrived
             totals.first_token_s.observe(self.first_s)
-            totals.prompt_tokens += len(self.prompt)
+            totals.prompt_tokens.inc(len(self.prompt))
         elif now != self._last_at:
             totals.inter_token_s.observe(now - self._last_at)
         self._last_at = now
@@ -212,10 +277,10 @@ class CountedSequence:
             return
         totals = self._totals
         self.cached = min(end.cached, len(self.prompt))
-        totals.queried_tokens += len(self.prompt)
-        totals.cached_tokens += self.cached
-        totals.drafted_tokens += end.drafted
-        totals.accepted_tokens += end.accepted
+        totals.queried_tokens.inc(len(self.prompt))
+        totals.cached_tokens.inc(self.cached)
+        totals.drafted_tokens.inc(end.drafted)
+        totals.accepted_tokens.inc(end.accepted)
         self._over("abort" if end.reason == "cancel" else end.reason)
 
     def fail(self, error: MlxtpError) -> None:
@@ -245,7 +310,7 @@ class CountedSequence:
             return
         self.reason = reason
         totals = self._totals
-        totals.finished[reason] += 1
+        totals.finished[reason].inc()
         if reason in ("stop", "length"):
             totals.latency_s.observe((self._ended_at or self._clock()) - self.arrived)
             totals.prompt.observe(len(self.prompt))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from prometheus_client import Counter, Histogram
 
-from ..api.request_metrics import Histogram
 from ..errors import Code
 
 #: Buckets in seconds: a recovery takes about 2.5 with warm processes, about 7 without, plus the model's load.
@@ -15,9 +14,18 @@ class Recoveries:
     """Recoveries of epochs whose rank 0 is on this machine. `now` is in seconds of any monotonic clock."""
 
     def __init__(self) -> None:
-        self.ended: Counter[Code] = Counter()
-        #: Seconds from the failure of an epoch that served to the next one that serves.
-        self.seconds = Histogram(RECOVERY_S)
+        self.ended = Counter(
+            "mlxtp_epochs_ended",
+            "Epochs with rank 0 on this Mac that ended, by the code of the reason.",
+            ("code",),
+            registry=None,
+        )
+        self.seconds = Histogram(
+            "mlxtp_recovery_seconds",
+            "Seconds from a group's failure until a model is served again (on the Mac of rank 0).",
+            registry=None,
+            buckets=RECOVERY_S,
+        )
         self._serving = False
         self._broken_at: float | None = None
 
@@ -30,7 +38,7 @@ class Recoveries:
 
     def over(self, code: Code, now: float) -> None:
         """Note that an epoch has ended. One that makes room for another was no failure."""
-        self.ended[code] += 1
+        self.ended.labels(code).inc()
         if self._serving and code is not Code.REPLANNED:
             self._broken_at = now
         self._serving = False

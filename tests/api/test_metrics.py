@@ -18,8 +18,10 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from mlxtp.admin.metrics import Metrics, OwnProcess, observed
 from mlxtp.api.api_keys import KeyFile
@@ -28,7 +30,7 @@ from mlxtp.api.auth import KeyRing
 from mlxtp.api.backend import ModelInfo, Request, StreamEnd
 from mlxtp.api.guard import Access
 from mlxtp.api.request_context import RequestContext, answering, current, note, note_key
-from mlxtp.api.request_metrics import MAX_MODELS, OTHER, Histogram, RequestMetrics
+from mlxtp.api.request_metrics import MAX_MODELS, OTHER, RequestMetrics
 from mlxtp.api.server import bind, serve
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
@@ -142,14 +144,23 @@ class Scraped:
                 return self.samples[key]
         return 0
 
-    def finished(self) -> dict[str, float]:
+    def finished(self, model: str = MODEL) -> dict[str, float]:
         """Answers by why they ended, where there are any."""
         reasons = ("stop", "length", "abort", "error")
-        counts = {why: self("vllm:request_success_total", finished_reason=why) for why in reasons}
+        name = "vllm:request_success_total"
+        counts = {why: self(name, model_name=model, finished_reason=why) for why in reasons}
         return {why: count for why, count in counts.items() if count}
 
     def labels(self, name: str, label: str) -> set[str]:
         return {dict(labels)[label] for found, labels in self.samples if found == name}
+
+
+def counted(*metrics: Collector) -> Scraped:
+    """Return the samples of metrics as `/metrics` would show them."""
+    registry = CollectorRegistry()
+    for each in metrics:
+        registry.register(each)
+    return Scraped(generate_latest(registry).decode())
 
 
 @contextlib.contextmanager
@@ -619,21 +630,28 @@ def test_epochs_and_recoveries_are_told(stage: Stage) -> None:
 
 def test_a_recovery_is_from_the_first_failure_to_the_next_that_serves() -> None:
     story = Recoveries()
+
+    def told() -> tuple[float, float]:
+        found = counted(story.seconds)
+        return found("mlxtp_recovery_seconds_count"), found("mlxtp_recovery_seconds_sum")
+
     story.over(Code.FORM_FAILED, 1.0)  # nothing was served yet
     story.serving(5.0)
-    assert story.seconds.count == 0
+    assert told() == (0, 0)
     story.over(Code.RANK_LOST, 10.0)
     story.over(Code.FORM_FAILED, 12.0)
     story.over(Code.REPLANNED, 13.0)
     story.serving(17.0)
-    assert (story.seconds.count, story.seconds.total) == (1, 7.0)
-    story.over(Code.REPLANNED, 20.0)  # somebody joined
+    assert told() == (1, 7.0)
+    story.over(Code.REPLANNED, 20.0)  # another Mac joined
     story.serving(25.0)
     story.over(Code.RANK_LOST, 30.0)
-    story.rested()  # and then nothing was wanted
+    story.rested()  # and then no model was desired
     story.serving(99.0)
-    assert (story.seconds.count, story.seconds.total) == (1, 7.0)
-    assert story.ended == {Code.FORM_FAILED: 2, Code.RANK_LOST: 2, Code.REPLANNED: 2}
+    assert told() == (1, 7.0)
+    ended = counted(story.ended)
+    for code in (Code.FORM_FAILED, Code.RANK_LOST, Code.REPLANNED):
+        assert ended("mlxtp_epochs_ended_total", code=code) == 2
 
 
 def test_a_live_agent_tells_of_its_rank(one_rank: Cluster) -> None:
@@ -678,13 +696,19 @@ def test_every_metric_says_what_it_is_and_of_what_kind(stage: Stage) -> None:
 
 
 def test_the_page_lists_every_metric(stage: Stage) -> None:
-    page = PAGE.read_text()
-    families = re.findall(r"^# TYPE (\S+) ", stage.scrape().text, re.MULTILINE)
-    assert len(families) > 30
-    assert [name for name in families if not name.startswith("process_") and f"`{name}" not in page] == []
-    rows = "".join(re.findall(r"^\|.*", page, re.MULTILINE))
-    named = set(re.findall(r"`((?:vllm:|mlxtp_)[a-z0-9_]+)", rows))
-    assert named - set(families) == set()
+    """The page has each HELP in the same words, and further ones behind it."""
+    text = stage.scrape().text
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    helped = dict(re.findall(r"^# HELP (\S+) (.+)$", text, re.MULTILINE))
+    found = re.findall(
+        r"^\| `((?:vllm:|mlxtp_)\w+)\S*.*?` \| (\w+) \| (.*) \|$", PAGE.read_text(), re.MULTILINE
+    )
+    rows = {name: (kind, meaning) for name, kind, meaning in found}
+    assert len(rows) > 30
+    assert rows.keys() == {name for name in kinds if not name.startswith("process_")}
+    for name, (kind, meaning) in rows.items():
+        assert kind == kinds[name], name
+        assert meaning.startswith(helped[name]), name
 
 
 def test_two_agents_in_one_process_share_nothing(stage: Stage, tmp_path: Path) -> None:
@@ -716,38 +740,32 @@ def test_a_mac_tells_the_same_of_its_process_as_linux() -> None:
 # --- counting ---------------------------------------------------------------------------------------------
 
 
-def test_a_value_counts_up_to_its_bound_and_beyond() -> None:
-    histogram = Histogram((1, 2, 5))
-    for value in (0, 1, 1.5, 2, 4, 6, 7):
-        histogram.observe(value)
-    assert histogram.buckets() == [(1, 2), (2, 4), (5, 5), (float("inf"), 7)]
-    assert (histogram.total, histogram.count) == (21.5, 7)
-
-
 def test_models_have_names_up_to_a_bound() -> None:
     clock = itertools.count()
-    tally = RequestMetrics(lambda: next(clock))
+    metrics = RequestMetrics(lambda: next(clock))
     for number in range(100):
-        tally.begin(f"model-{number}", (1,)).end(StreamEnd("stop", 1))
-    assert len(tally.models) == MAX_MODELS + 1
-    assert tally.models[OTHER].finished["stop"] == 100 - MAX_MODELS
-    tally.begin("model-3", (1,)).end(StreamEnd("stop", 1))
-    assert tally.models["model-3"].finished["stop"] == 2
+        metrics.begin(f"model-{number}", (1,)).end(StreamEnd("stop", 1))
+    found = counted(metrics.registry)
+    assert len(found.labels("vllm:generation_tokens_total", "model_name")) == MAX_MODELS + 1
+    assert found.finished(OTHER) == {"stop": 100 - MAX_MODELS}
+    metrics.begin("model-3", (1,)).end(StreamEnd("stop", 1))
+    assert counted(metrics.registry).finished("model-3") == {"stop": 2}
 
 
 def test_the_first_end_is_the_one_that_counts() -> None:
-    tally = RequestMetrics(lambda: 5.0)
-    watch = tally.begin("m", (1, 2))
+    metrics = RequestMetrics(lambda: 5.0)
+    watch = metrics.begin("m", (1, 2))
     watch.end(StreamEnd("stop", 1, 1))
     watch.end(StreamEnd("length", 1, 1))
     watch.fail(GroupError("late"))
     watch.leave()
-    assert {why: n for why, n in tally.models["m"].finished.items() if n} == {"stop": 1}
-    assert tally.models["m"].cached_tokens == 1
-    left = tally.begin("m", (1, 2))
+    found = counted(metrics.registry)
+    assert found.finished("m") == {"stop": 1}
+    assert found("vllm:prefix_cache_hits_total", model_name="m") == 1
+    left = metrics.begin("m", (1, 2))
     left.leave()
     left.end(StreamEnd("stop", 1))
-    assert tally.models["m"].finished["abort"] == 1
+    assert counted(metrics.registry).finished("m") == {"stop": 1, "abort": 1}
 
 
 def test_whoever_nobody_answers_over_http_is_counted_too(stage: Stage) -> None:

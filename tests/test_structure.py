@@ -420,8 +420,6 @@ PURE = (
     "mlxtp.engine.jaccl",
     "mlxtp.engine.steps",
     "mlxtp.diagnostics.causes",
-    "mlxtp.diagnostics.examination",
-    "mlxtp.diagnostics.failure_record",
     "mlxtp.wire.recording",
     "mlxtp.engine.scheduler",
     "mlxtp.engine.kv_budget",
@@ -453,8 +451,7 @@ PURE = (
     "mlxtp.placement.model_shape",
     "mlxtp.placement.topology",
     "mlxtp.service.description",
-    "mlxtp.service.launchd",
-    "mlxtp.service.systemd",
+    "mlxtp.service.managers",
     "mlxtp.groups.health",
     "mlxtp.settings",
     "mlxtp.groups.recoveries",
@@ -472,9 +469,7 @@ PURE = (
     "mlxtp.placement.probe_machine",
     "mlxtp.diagnostics.cluster_checks",
     "mlxtp.diagnostics.facts",
-    "mlxtp.diagnostics.check_result",
     "mlxtp.diagnostics.machine_checks",
-    "mlxtp.diagnostics.network_checks",
     "mlxtp.diagnostics.rows",
 )
 IMPURE = frozenset(

@@ -52,7 +52,7 @@ def doctor(
         return
     if folders:
         raise UserError("folders are read with --postmortem: `mlxtp doctor --postmortem FOLDER ...`")
-    from ..diagnostics.check_result import Level
+    from ..diagnostics.facts import Level
 
     report = _report(home)
     if as_json:
@@ -80,11 +80,11 @@ def _report(home: Path | None) -> Mapping[str, Any]:
 
 
 def _show(report: Mapping[str, Any]) -> None:
-    from ..diagnostics import report as reporting
+    from ..diagnostics import rows
 
     console = Console(highlight=False, soft_wrap=True)
     plain = not console.encoding.startswith("utf") or console.legacy_windows
-    for line in reporting.show(report, console.width, plain=plain):
+    for line in rows.show(report, console.width, plain=plain):
         console.print(line)
 
 

@@ -33,7 +33,7 @@ from ..service.description import (
     unseen,
     without_secret,
 )
-from ..service.shell import not_ours, wait_until
+from ..service.installed import not_ours, wait_until
 from . import shell_completion
 from .cluster import drain_agent
 from .options import AsJson, Home

@@ -38,7 +38,6 @@ from ..wire.blocking import listen
 from ..wire.cluster_messages import ModelStatus
 from ..wire.machine import Machine
 from . import failure_store, local_facts
-from .check_result import examine, to_json
 from .facts import (
     AgentFacts,
     ClockFacts,
@@ -55,7 +54,7 @@ from .facts import (
     Software,
 )
 from .local_facts import attempts, in_time, problem_of, slow
-from .rows import ROWS
+from .rows import ROWS, examine, to_json
 
 #: Seconds for which a command listens for other agents. They reply within half a second.
 LISTEN_S = 1.5

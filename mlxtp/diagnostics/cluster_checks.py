@@ -1,12 +1,12 @@
-"""Findings about the agent, its identity and its model. Pure."""
+"""Findings about the agent, its identity and model, and the network between members. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
-from .check_result import Finding, error, info, ok, warning
-from .facts import Certificate, MachineFacts
+from ..discovery.peer_cache import explain
+from .facts import Attempt, Certificate, Finding, MachineFacts, MemberFacts, error, info, ok, warning
 
 #: A certificate that ends within this time, and is not renewed, is worth a warning.
 SOON = timedelta(days=14)
@@ -166,3 +166,231 @@ def of_models(facts: MachineFacts) -> Iterator[Finding]:
     ]
     if late:
         yield info(f"still looked for or downloaded, or unknown, on {', '.join(late)}")
+
+
+# --- the network ----------------------------------------------------------------------------------------
+
+
+#: EHOSTUNREACH on macOS. For multicast, which needs no host, it means Local Network Privacy.
+PRIVACY = 65
+#: Seconds.
+CLOCK_S = 2.0
+#: Seconds. New certificates of the Hub and of HTTPS are not valid yet on a clock an hour behind.
+FAR_S = 3600.0
+_FIREWALL = "sudo /usr/libexec/ApplicationFirewall/socketfilterfw"
+_ALLOW = (
+    "allow it in System Settings > Privacy & Security > Local Network, or run mlxtp where macOS does "
+    "not ask: as a LaunchDaemon, or from a Terminal or SSH session that stays open"
+)
+
+
+def of_local_network(facts: MachineFacts) -> Iterator[Finding]:
+    """Report whether macOS lets this process use the local network."""
+    network = facts.network
+    denied = [each for each in network.unicast if each.errno == PRIVACY]
+    if not network.loopback:
+        yield error(
+            "this process does not reach itself over loopback", "ifconfig lo0: it must have 127.0.0.1"
+        )
+    elif network.multicast == PRIVACY or (denied and len(denied) == len(network.unicast)):
+        where = "the multicast of Bonjour" if network.multicast == PRIVACY else denied[0].address
+        yield error(
+            f"errno 65 (No route to host) to {where}, while loopback works: macOS keeps this process "
+            "from the local network",
+            _ALLOW,
+        )
+    elif network.multicast is None and not network.unicast:
+        yield info("not known: no network is up that could be tried")
+    else:
+        yield ok("this process may send into the local network")
+    if not facts.agent.runs_here and facts.among_others:
+        yield info(
+            "this was tried from the shell, which macOS lets through even where it blocks a service",
+            "start the service, and run `mlxtp doctor` again: it runs within the service",
+        )
+
+
+def of_firewall(facts: MachineFacts) -> Iterator[Finding]:
+    """Report whether a firewall of this machine blocks incoming connections."""
+    wall = facts.firewall
+    if wall.problem:
+        yield info(f"not known: {wall.problem}")
+    found = list(_of_macos(facts) if facts.machine.system == "macos" else _of_linux(facts))
+    if facts.among_others:
+        yield from found
+        return
+    for each in found:  # no other machine must connect
+        yield Finding(each.level, each.what) if not each.fix else info(each.what)
+
+
+def _of_macos(facts: MachineFacts) -> Iterator[Finding]:
+    wall, program = facts.firewall, facts.software.program
+    if wall.enabled is False:
+        yield ok("off")
+    elif wall.blocks_all:
+        yield error("the firewall blocks all incoming connections", f"{_FIREWALL} --setblockall off")
+    elif wall.enabled and wall.app == "blocked":
+        yield error(f"the firewall blocks connections to {program}", f"{_FIREWALL} --unblockapp '{program}'")
+    elif wall.enabled and wall.app == "unlisted":
+        yield warning(
+            f"the firewall does not know {program}, and may wait for a click on its screen",
+            f"{_FIREWALL} --add '{program}' && {_FIREWALL} --unblockapp '{program}'",
+        )
+    elif wall.enabled and wall.app == "allowed":
+        yield ok(f"on, and lets others in to {program}")
+
+
+def _of_linux(facts: MachineFacts) -> Iterator[Finding]:
+    if facts.firewall.drops:
+        yield info(
+            "connections without a rule are dropped; each group opens fresh TCP ports, so one rule for the "
+            "control port is too little",
+            "allow this program on all TCP ports from the other members",
+        )
+    elif facts.firewall.drops is False:
+        yield ok("no rule keeps connections out")
+
+
+def of_ports(facts: MachineFacts) -> Iterator[Finding]:
+    """Report whether the agent has its ports or could get them."""
+    for port in facts.network.ports:
+        if port.problem:
+            yield error(
+                f"{port.name} {port.address} is not available: {port.problem}",
+                f"find its process: sudo lsof -nP -iTCP:{port.address.rpartition(':')[2]} -sTCP:LISTEN; "
+                f"or take another with {port.flag}",
+            )
+        else:
+            yield ok(f"{port.name} {port.address} {'is ours' if port.ours else 'is free'}")
+
+
+def of_mdns(facts: MachineFacts) -> Iterator[Finding]:
+    """Report whether this machine finds others by multicast DNS (Bonjour)."""
+    network = facts.network
+    linked = [each for each in facts.members if each.linked]
+    missed = [each.name for each in linked if not each.heard]
+    if not facts.discovery:
+        yield info("switched off (--no-discovery, --alone): others are found by address only")
+    elif network.multicast_problem:
+        yield _multicast_problem(facts)
+    elif network.multicast:
+        yield _multicast_problem(facts, explain(network.multicast, "nothing can be sent to its group"))
+    elif not network.listened:
+        yield info("not known: discovery was not tried")
+    elif missed and not network.heard:
+        yield warning(
+            f"no Mac is found, though {names(missed)} {'is' if len(missed) == 1 else 'are'} linked: "
+            "multicast does not get through",
+            "use a network without guest isolation, VPN or router in between, or name addresses: "
+            "--peer HOST:PORT",
+        )
+    else:
+        yield ok(f"found: {names(network.heard) or 'no other Mac'}")
+        if missed:
+            yield info(f"not found by multicast, but reached by address: {names(missed)}")
+
+
+def _multicast_problem(facts: MachineFacts, said: str = "") -> Finding:
+    words = said or facts.network.multicast_problem
+    fix = _ALLOW if "errno 65" in words else "see that a network is up, or name addresses: --peer HOST:PORT"
+    return warning(words, fix) if facts.among_others else info(words, fix)
+
+
+# --- members ---------------------------------------------------------------------------------------------
+
+
+def of_peers(facts: MachineFacts) -> Iterator[Finding]:
+    """Report whether this machine reaches each member."""
+    if not facts.members:
+        yield info("there are none" if facts.identity.cluster_id else "this machine belongs to no cluster")
+    for member in facts.members:
+        yield from _of_member(member)
+
+
+def _of_member(member: MemberFacts) -> Iterator[Finding]:
+    if not member.linked:
+        yield _absent(member)
+        return
+    if not member.ours:
+        yield ok(f"{member.name} has a link")
+        return
+    reached = any(not each.problem for each in member.ours)
+    if not reached:
+        yield warning(
+            f"this machine does not reach {member.name}: {_tried(member.ours)}",
+            f"run `mlxtp doctor` on {member.name}, and look at its firewall and addresses",
+        )
+        return
+    lost = [each for each in member.ours if each.problem and each.shared]
+    if lost:
+        yield warning(
+            f"to {member.name}, no way over {_tried(lost)}",
+            "look at the cable, and at the addresses at both of its ends; the other ways work",
+        )
+    back = "both ways" if member.called else f"reached; `mlxtp doctor` on {member.name} shows the way back"
+    yield ok(f"{member.name}: {back}")
+
+
+_ABSENT = {"left": "has stopped", "dead": "is gone", "suspect": "is silent"}
+
+
+def _absent(member: MemberFacts) -> Finding:
+    """Describe a member without a link. With an empty `state` no agent runs here that could have one."""
+    start = f"if it should be here: start mlxtp on {member.name}, and run `mlxtp doctor` there"
+    answering = [each.address for each in member.ours if not each.problem]
+    words = f"{member.name} {_ABSENT.get(member.state, 'is away')}"
+    if answering and not member.state:
+        return ok(f"{member.name} takes connections at {names(answering)}; only an agent knows the way back")
+    if answering:
+        return warning(
+            f"{words}, though {answering[0]} takes connections", f"read the last lines of both logs; {start}"
+        )
+    if not member.state:
+        words = f"{member.name} is not reached"
+    what = words + (f": {_tried(member.ours)}" if member.ours else "")
+    return warning(what, start) if member.state in ("dead", "suspect") else info(what, start)
+
+
+def _tried(tries: Sequence[Attempt]) -> str:
+    shown = ", ".join(f"{each.address} ({each.problem})" for each in tries[:3] if each.problem)
+    return f"{shown} and {len(tries) - 3} more" if len(tries) > 3 else shown
+
+
+# --- time ------------------------------------------------------------------------------------------------
+
+
+def of_clock(facts: MachineFacts) -> Iterator[Finding]:
+    """Report whether this clock is right."""
+    clock = facts.clock
+    fix = (
+        f"sudo sntp -sS {clock.server or 'time.apple.com'}; for good: System Settings > General > "
+        "Date & Time > Set time and date automatically"
+        if facts.machine.system == "macos"
+        else "sudo timedatectl set-ntp true"
+    )
+    if clock.problem:
+        yield info(f"not known whether the clock is right: {clock.problem}")
+    if clock.ahead_s is not None:
+        said = f"{_off(clock.ahead_s)} {clock.server}"
+        if abs(clock.ahead_s) >= FAR_S:
+            yield error(said, fix, "certificates count by the clock, those of the Hub among them")
+        elif abs(clock.ahead_s) >= CLOCK_S:
+            yield warning(said, fix)
+        else:
+            yield ok(said)
+    if clock.synchronised is False:
+        yield info("the clock follows no time server", fix)
+    elif clock.synchronised:
+        yield ok("follows a time server")
+
+
+def _off(ahead_s: float) -> str:
+    if abs(ahead_s) < 0.0005:
+        return "the same as"
+    amount = f"{abs(ahead_s):.3f} s" if abs(ahead_s) < 10 else f"{abs(ahead_s):.0f} s"
+    return f"{amount} {'ahead of' if ahead_s > 0 else 'behind'}"
+
+
+def names(found: tuple[str, ...] | list[str]) -> str:
+    """Return some names and the number of the others."""
+    return ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from ..placement.advice import ADDRESS, BRIDGE, CABLE, POWER, RDMA, RDMA_SINCE, THUNDERBOLT_5_GBPS, notes
 from ..wire.machine import Machine, Port
-from .check_result import Finding, error, info, ok, warning
-from .facts import MachineFacts
+from .facts import Finding, MachineFacts, error, info, ok, warning
 
 GB = 10**9
 GIB = 2**30

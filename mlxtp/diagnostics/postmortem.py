@@ -16,8 +16,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import WEDGED_STATUS, UserError
-from .examination import Postmortem, examine
-from .failure_record import EpochRecord, RankRecord, RecordedStep, epoch_record, rank_record, text, whole
+from .causes import (
+    EpochRecord,
+    Postmortem,
+    RankRecord,
+    RecordedStep,
+    epoch_record,
+    examine,
+    rank_record,
+    text,
+    whole,
+)
 
 FAILURES = "failures"
 SHOWN_STEPS = 12

@@ -1,11 +1,38 @@
-"""The doctor's table: objects of examination, reasons, and remedies. `docs/doctor.md` is made from it."""
+"""The doctor's table: objects of examination, reasons, and remedies; its findings as JSON and in a terminal.
+
+`docs/doctor.md` is made from the table.
+"""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.text import Text
+
 from . import cluster_checks as cluster
 from . import machine_checks as machine
-from . import network_checks as network
-from .check_result import CheckRow
+from .facts import ORDER, Finding, Level, MachineFacts
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """One line of the doctor's table.
+
+    `looks_at`, `why` and `fix` are for people: the thing examined, its importance, and the remedy. `check`
+    yields the findings on one of the `systems`.
+    """
+
+    id: str
+    title: str
+    looks_at: str
+    why: str
+    fix: str
+    check: Callable[[MachineFacts], Iterable[Finding]]
+    systems: tuple[str, ...] = ("macos", "linux", "other")
+
 
 MAC = ("macos",)
 
@@ -95,7 +122,7 @@ ROWS: tuple[CheckRow, ...] = (
         "since macOS 15 a service may be silently kept from the local network (errno 65): it "
         "finds no other Mac, and none finds it",
         "System Settings > Privacy & Security > Local Network, or a LaunchDaemon, which is exempt",
-        network.of_local_network, MAC,
+        cluster.of_local_network, MAC,
     ),
     CheckRow(
         "firewall", "Firewall",
@@ -103,21 +130,21 @@ ROWS: tuple[CheckRow, ...] = (
         "netfilter for what comes in, if they may be read",
         "members and clients cannot connect to this machine",
         "`sudo /usr/libexec/ApplicationFirewall/socketfilterfw --unblockapp PYTHON`",
-        network.of_firewall,
+        cluster.of_firewall,
     ),
     CheckRow(
         "ports", "Ports",
         "the TCP ports of the agent: its own, or whether they are free",
         "an agent that does not get its ports does not start",
         "end the process that has it, or `--control` and `--http`",
-        network.of_ports,
+        cluster.of_ports,
     ),
     CheckRow(
         "mdns", "Bonjour",
         "whether multicast DNS can be sent, and which Macs are found",
         "members find each other by it; without it, each has to be named by address",
         "a network without guest isolation or VPN; `--peer HOST:PORT`",
-        network.of_mdns,
+        cluster.of_mdns,
     ),
     CheckRow(
         "peers", "Other members",
@@ -125,7 +152,7 @@ ROWS: tuple[CheckRow, ...] = (
         "member has opened one to this machine",
         "a group needs connections in both directions",
         "the firewall or the cable at the end that is not reached",
-        network.of_peers,
+        cluster.of_peers,
     ),
     CheckRow(
         "clock", "Clock",
@@ -133,7 +160,7 @@ ROWS: tuple[CheckRow, ...] = (
         "it orders the logs of several Macs, and certificates of the Hub and of HTTPS "
         "depend on it",
         "`sudo sntp -sS time.apple.com`; Linux: `sudo timedatectl set-ntp true`",
-        network.of_clock,
+        cluster.of_clock,
     ),
     CheckRow(
         "identity", "Identity",
@@ -190,3 +217,134 @@ ROWS: tuple[CheckRow, ...] = (
         machine.of_power,
     ),
 )  # fmt: skip
+
+
+# --- findings ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A row and its findings, at least one."""
+
+    row: CheckRow
+    findings: tuple[Finding, ...]
+
+    @property
+    def level(self) -> Level:
+        """Level of the worst finding."""
+        return max((each.level for each in self.findings), key=ORDER.index)
+
+
+def examine(rows: Iterable[CheckRow], facts: MachineFacts) -> tuple[Examined, ...]:
+    """Return this machine's findings in the order of the rows. Rows without a finding are left out."""
+    here = (row for row in rows if facts.machine.system in row.systems)
+    found = (Examined(row, tuple(row.check(facts))) for row in here)
+    return tuple(each for each in found if each.findings)
+
+
+def to_json(examined: Sequence[Examined], facts: MachineFacts) -> Mapping[str, Any]:
+    """Return the JSON that `mlxtp doctor --json` prints. `docs/doctor.md` names the fields."""
+    rows = [
+        {
+            "id": each.row.id,
+            "title": each.row.title,
+            "level": each.level,
+            "findings": [
+                {
+                    "level": finding.level,
+                    "what": finding.what,
+                    "why": (finding.why or each.row.why) if finding.fix else "",
+                    "fix": finding.fix,
+                }
+                for finding in each.findings
+            ],
+        }
+        for each in examined
+    ]
+    worst = max((each.level for each in examined), key=ORDER.index, default=Level.OK)
+    return {
+        "level": worst,
+        "looked": "agent" if facts.agent.runs_here else "command",
+        "system": facts.machine.system,
+        "name": facts.name,
+        "rows": rows,
+    }
+
+
+# --- printing ---------------------------------------------------------------------------------------------
+
+MARKS = {"ok": "✓", "info": "·", "warning": "!", "error": "✗"}
+ASCII_MARKS = {"ok": "+", "info": "-", "warning": "!", "error": "x"}
+STYLES = {"ok": "green", "info": "dim", "warning": "yellow", "error": "bold red"}
+_TITLE = 15
+#: Least number of columns of text, in any terminal.
+_LEAST = 40
+
+
+def show(report: Mapping[str, Any], width: int, *, plain: bool) -> list[Text]:
+    """Return lines of at most `width` columns. `plain`: with ASCII marks, for terminals without Unicode."""
+    marks = ASCII_MARKS if plain else MARKS
+    lines = [_row(row, width, marks) for row in report["rows"]]
+    for row in report["rows"]:
+        for finding in row["findings"]:
+            if finding["fix"]:
+                lines += _advice(row["title"], finding, width, marks)
+    return [*lines, Text(), _summary(report)]
+
+
+def _row(row: Mapping[str, Any], width: int, marks: Mapping[str, str]) -> Text:
+    """Return a row's worst findings, or all of them if none is bad.
+
+    A bad row has one line, because it appears again below with its remedy.
+    """
+    level = row["level"]
+    bad = level in ("warning", "error")
+    worst = [each for each in row["findings"] if each["level"] == level or not bad]
+    said, room = "; ".join(each["what"] for each in worst), max(width - _TITLE - 3, _LEAST)
+    if bad:
+        lines = [textwrap.shorten(said, room, placeholder=" ...")]
+    else:
+        lines = textwrap.wrap(said, room, break_long_words=False, break_on_hyphens=False)
+    words = f"\n{' ' * (_TITLE + 3)}".join(lines)
+    return Text.assemble(
+        (f"{marks[level]} ", STYLES[level]), f"{row['title']:<{_TITLE}} ", (words, _dimmed(level))
+    )
+
+
+def _dimmed(level: str) -> str:
+    return STYLES[level] if level != "ok" else ""
+
+
+def _advice(title: str, finding: Mapping[str, Any], width: int, marks: Mapping[str, str]) -> Iterator[Text]:
+    level = finding["level"]
+    yield Text()
+    yield Text(_wrapped(f"{marks[level]} {title}: {finding['what']}", "  ", width), STYLES[level])
+    if level in ("warning", "error"):
+        yield Text(_wrapped(f"  why: {finding['why']}", "    ", width))
+    # A command stays on one line, so that the user can copy it.
+    yield Text(f"  to do: {finding['fix']}")
+
+
+def _wrapped(words: str, indent: str, width: int) -> str:
+    return "\n".join(
+        textwrap.wrap(
+            words,
+            max(width, _LEAST),
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
+
+
+def _summary(report: Mapping[str, Any]) -> Text:
+    levels = [finding["level"] for row in report["rows"] for finding in row["findings"]]
+    errors, warnings = levels.count("error"), levels.count("warning")
+    if not errors and not warnings:
+        return Text("no problems found", STYLES["ok"])
+    counts = [
+        f"{number} {word}{'s' if number > 1 else ''}"
+        for number, word in ((errors, "error"), (warnings, "warning"))
+        if number
+    ]
+    return Text(" and ".join(counts) + "; mlxtp runs none of these commands itself", STYLES[report["level"]])

@@ -22,7 +22,7 @@ import pytest
 
 from mlxtp.api.backend import Request
 from mlxtp.config import Limits
-from mlxtp.diagnostics.examination import Postmortem
+from mlxtp.diagnostics.causes import Postmortem
 from mlxtp.diagnostics.postmortem import postmortems
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.groups.health import ServingState, is_legal

@@ -19,8 +19,7 @@ from mlxtp.cli.main import app
 from mlxtp.config import Settings
 from mlxtp.diagnostics import local_facts
 from mlxtp.diagnostics.checkup import AgentCheckup
-from mlxtp.diagnostics.report import show
-from mlxtp.diagnostics.rows import MAC, ROWS
+from mlxtp.diagnostics.rows import MAC, ROWS, show
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.identity.store import Store
 

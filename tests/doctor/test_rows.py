@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 
-from mlxtp.diagnostics.check_result import Examined, Finding, Level, examine, to_json
 from mlxtp.diagnostics.facts import (
     AgentFacts,
     Attempt,
     Certificate,
     ClockFacts,
     Disk,
+    Finding,
     FirewallFacts,
     IdentityFacts,
+    Level,
     MachineFacts,
     MemberFacts,
     ModelFacts,
@@ -30,7 +31,7 @@ from mlxtp.diagnostics.facts import (
     PowerFacts,
 )
 from mlxtp.diagnostics.local_facts import floors, software_here
-from mlxtp.diagnostics.rows import ROWS
+from mlxtp.diagnostics.rows import ROWS, Examined, examine, to_json
 from mlxtp.placement.probe_output import Output
 from mlxtp.wire.machine import Interface
 

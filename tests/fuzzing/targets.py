@@ -27,8 +27,7 @@ from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.api.guard import host_name
 from mlxtp.cluster import saved_state
 from mlxtp.config import parse_nodes, resolve_settings
-from mlxtp.diagnostics.examination import examine
-from mlxtp.diagnostics.failure_record import rank_record
+from mlxtp.diagnostics.causes import examine, rank_record
 from mlxtp.diagnostics.failure_store import RankEnd, about_rank
 from mlxtp.diagnostics.postmortem import as_json, postmortems, show
 from mlxtp.discovery.dial_schedule import host_and_port

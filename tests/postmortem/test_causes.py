@@ -6,8 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.diagnostics.causes import Case, Cause, Difference, likely_cause
-from mlxtp.diagnostics.failure_record import EpochRecord, RankRecord, RecordedStep
+from mlxtp.diagnostics.causes import (
+    Case,
+    Cause,
+    Difference,
+    EpochRecord,
+    RankRecord,
+    RecordedStep,
+    likely_cause,
+)
 from mlxtp.errors import Code
 
 S = 1_000_000

@@ -6,9 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.diagnostics.causes import Difference
-from mlxtp.diagnostics.examination import behind, examine, first_difference
-from mlxtp.diagnostics.failure_record import EpochRecord, RankRecord, RecordedStep
+from mlxtp.diagnostics.causes import (
+    Difference,
+    EpochRecord,
+    RankRecord,
+    RecordedStep,
+    behind,
+    examine,
+    first_difference,
+)
 from mlxtp.errors import Code
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.diagnostics.failure_record import epoch_record, rank_record
+from mlxtp.diagnostics.causes import epoch_record, rank_record
 from mlxtp.diagnostics.failure_store import FailedEpoch, RankEnd, about_epoch, about_rank
 from mlxtp.errors import Code, GroupError
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from mlxtp import __version__
 from mlxtp.service.description import Owner, Service, describe
-from mlxtp.service.launchd import Launchd
-from mlxtp.service.systemd import Systemd
+from mlxtp.service.managers import Launchd, Systemd
 
 ROOT = Path(__file__).parents[2]
 

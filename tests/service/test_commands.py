@@ -26,9 +26,8 @@ from mlxtp.config import default_home, resolve_settings, told
 from mlxtp.errors import UserError
 from mlxtp.service import installed as here
 from mlxtp.service.description import CommandResult, Owner, Remove, ServiceCommand, Write
-from mlxtp.service.launchd import Launchd
-from mlxtp.service.shell import Shell, owner_here, run
-from mlxtp.service.systemd import Systemd
+from mlxtp.service.installed import Shell, owner_here, run
+from mlxtp.service.managers import Launchd, Systemd
 
 from ..api.test_admin import KEY
 from ..cluster import WAIT_S
@@ -291,7 +290,7 @@ def test_a_start_that_fails_shows_its_last_words(mac: Mac) -> None:
 
 
 def test_launchds_refusal_is_explained(mac: Mac, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxtp.service.launchd._LET_GO_S", 0.3)
+    monkeypatch.setattr("mlxtp.service.managers._LET_GO_S", 0.3)
     mac.launchd.refuses = True
     said = refusal(mac.types("service", "install"))
     assert "ended with 5: Bootstrap failed: 5: Input/output error" in said

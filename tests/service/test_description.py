@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from mlxtp.errors import UserError
 from mlxtp.service.description import CommandResult, Owner, ServiceState, describe, is_ours
-from mlxtp.service.launchd import Launchd
-from mlxtp.service.systemd import Systemd
+from mlxtp.service.managers import Launchd, Systemd
 
 from .examples import examples, service
 

@@ -161,7 +161,7 @@ _ALL = (
             "Connections that were closed without a word, or with a TLS alert."),
     # --- copying
     Measure("a model copied from another member", "MB/s",
-            "512 MiB from one process to another, in memory, in pieces over TLS, and hashed.",
+            "512 MiB from one process to another, in memory, over TLS, and hashed.",
             "plain TLS copy", Goal("≥", 0.8)),
 )  # fmt: skip
 

@@ -25,7 +25,7 @@ from ..groups.drain import Drain
 from ..groups.lifecycle import Supervisor
 from ..identity.store import Store
 from ..models import hub_client
-from ..models.daemon_thread import apart
+from ..models.download import apart
 from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inventory import models_here
 from ..models.names import is_hub_id

@@ -207,8 +207,7 @@ def _by_agent(
 
 def _by_itself(repo: Repo, revision: str, as_json: bool) -> Mapping[str, Any]:
     """Download in this process. Raises ModelError."""
-    from ..models.daemon_thread import begin
-    from ..models.download import Fetch
+    from ..models.download import Fetch, begin
 
     refs = [ref for ref, commit in repo.refs().items() if commit == revision]
     fetch = Fetch(repo, refs[0] if refs else revision, revision)

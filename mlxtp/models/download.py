@@ -1,23 +1,19 @@
-"""Download of one model into this Mac's cache, from the Hub or a member. It waits: use it in threads."""
+"""Download of one model into this Mac's cache, from the Hub or a member."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from ..errors import Code, LinkError, ModelError, ProtocolError, why_not_written
 from . import hub_client, peer_copy
-from .daemon_thread import begin
-from .hub_cache import (
-    Damaged,
-    PartialFile,
-    Repo,
-    Stopped,
-)
+from .hub_cache import Damaged, PartialFile, Repo, Stopped
 from .manifest import Manifest, is_commit, wanted
 
 FILES_AT_ONCE = 4  #: Files downloaded from the Hub at one time.
@@ -25,36 +21,70 @@ LOOK_S = 0.25  #: Seconds between two checks for `stop`.
 #: Seconds to wait for threads that are to end. A thread that waits for the network may take much longer; it
 #: writes nothing after that.
 END_S = 1.0
+PROGRESS_S = 1.0  #: Seconds between two reports of progress.
+CLOSE_S = 2.0  #: Seconds that the end of a program waits for threads that wait for the network.
 
 T = TypeVar("T")
-ShouldStop = Callable[[], bool]
 Connect = Callable[[], peer_copy.PeerConnection]
 Work = Callable[[], None]
+
+
+def begin(work: Callable[[], T]) -> Future[T]:
+    """Start `work` in a daemon thread now. It cannot be cancelled, only abandoned.
+
+    No pool fills up with threads that wait for a network, and the program can end at any time.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - the thread's boundary: the waiting caller raises it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="apart", daemon=True).start()
+    return future
+
+
+async def apart(work: Callable[[], T]) -> T:
+    """Run `work` in a daemon thread and wait for it. Cancellation ends only the wait."""
+    return await asyncio.wrap_future(begin(work))
 
 
 class Fetch:
     """Download of `revision`, to be called `ref`: a branch, a tag or the commit itself. `refs` are other
     names.
 
-    One call of `from_hub` or `from_member` at a time.
+    `known`: the manifest, if the Hub was asked already. It named this commit for `by_hub`.
     """
 
-    def __init__(self, repo: Repo, ref: str, revision: str, refs: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        repo: Repo,
+        ref: str,
+        revision: str,
+        refs: Iterable[str] = (),
+        *,
+        known: Manifest | None = None,
+        by_hub: Iterable[str] = (),
+    ) -> None:
         self.repo = repo
         self.ref = ref
         self.revision = revision
         self.manifest: Manifest | None = None  #: None until it is known.
         self.refs = frozenset(each for each in (ref, *refs) if not is_commit(each))
         #: Those of `refs` for which the Hub itself names the commit, not only a member.
-        self.by_hub: frozenset[str] = frozenset()
+        self.by_hub = self.refs & frozenset(by_hub)
+        self._known = known
         #: Parts of the files that are to come, once the check for room has passed.
         self._parts: Sequence[PartialFile] | None = None
         self._stop = threading.Event()
 
     def stop(self) -> None:
-        """Stop the download: a running call raises Stopped within two seconds, and the bytes on the disk
-        stay.
-        """
+        """Stop the download: it raises Stopped within two seconds, and the bytes on the disk stay."""
         self._stop.set()
 
     @property
@@ -64,12 +94,38 @@ class Fetch:
             return 0
         return self.manifest.size - sum(part.file.size - part.held_bytes for part in self._parts)
 
+    async def run(
+        self, on_progress: Callable[[], None], connect: Connect | None = None, model: str = ""
+    ) -> Path:
+        """Download all of it, from the Hub or from the seeder behind `connect`; return the folder.
+
+        `on_progress` is called once a second. Raises as `from_hub` and `from_member` do.
+        """
+        work = self.from_hub if connect is None else partial(self.from_member, model, connect)
+        running = asyncio.ensure_future(apart(work))
+        try:
+            while not running.done():
+                await asyncio.wait({running}, timeout=PROGRESS_S)
+                on_progress()
+            return running.result()
+        except asyncio.CancelledError:
+            self.stop()
+            await asyncio.wait({running}, timeout=CLOSE_S)
+            raise
+        finally:
+            running.add_done_callback(lambda task: task.cancelled() or task.exception())
+
     def from_hub(self) -> Path:
-        """Download all of it from the Hub; return the folder. Raises ModelError and Stopped."""
-        (manifest,) = self._run([self._look_up], threading.Event())
+        """Download all of it from the Hub; return the folder. Waits: call it in a thread.
+
+        Raises ModelError and Stopped.
+        """
+        manifest = self._known
+        if manifest is None:
+            (manifest,) = self._run([self._look_up], threading.Event())
         for attempt in (1, 2):
             try:
-                return self._bring(manifest, _hub_work)
+                return self._bring(manifest, lambda parts, _: _hub_work(manifest, parts))
             except Damaged as error:
                 if attempt == 2:
                     raise ModelError(f"cannot get {self.repo.name}: {error}, twice; try again") from None
@@ -77,13 +133,14 @@ class Fetch:
 
     def _look_up(self) -> Manifest:
         found, asked = hub_client.look_up(self.repo.name, self.revision), self.refs & {self.revision}
-        self.by_hub = asked | hub_client.named(found.name, found.revision, self.refs - asked)
+        others = self.refs - self.by_hub - asked
+        self.by_hub |= asked | hub_client.named(found.name, found.revision, others).keys()
         return found
 
     def from_member(self, model: str, connect: Connect) -> Path:
-        """Copy all of it from the seeder behind `connect`; return the folder.
+        """Copy all of it from the seeder behind `connect`; return the folder. Waits: call it in a thread.
 
-        The seeder's manifest is only a hint: see `needed`, `hub_client.compare`. Raises LinkError,
+        The seeder's manifest is only a hint: see `needed`, `hub_client.confirm`. Raises LinkError,
         ProtocolError and Damaged for a failure of the seeder, ModelError for one of this Mac.
         """
         (offered,) = self._run([lambda: _asked(connect, model)], threading.Event())
@@ -91,22 +148,24 @@ class Fetch:
             raise LinkError(f"{offered.name} was offered for {self.repo.name}")
         if is_commit(self.revision) and offered.revision != self.revision:
             raise LinkError(f"{offered.revision} of {self.repo.name} was offered for {self.revision}")
-
-        def compare(manifest: Manifest) -> None:
-            hub_client.compare(manifest)
-            self.by_hub = hub_client.named(manifest.name, manifest.revision, self.refs)
-
-        def work(manifest: Manifest, parts: Sequence[PartialFile], stopped: ShouldStop) -> list[Work]:
-            board = peer_copy.PieceQueue(offered, parts)
-            copies: list[Work] = [lambda: _copy(model, offered, connect, board, stopped)]
-            return [lambda: compare(manifest), *(copies * peer_copy.CONNECTIONS if parts else ())]
-
         repo, commit = self.repo, offered.revision
         mine = repo.manifest(commit) if repo.snapshot(commit) is not None else None
-        return self._bring(mine or needed(offered), work)
+        manifest = mine or needed(offered)
+
+        def work(parts: Sequence[PartialFile], stopped: Callable[[], bool]) -> list[Work]:
+            queue = peer_copy.FileQueue(offered, parts)
+            copies: list[Work] = [lambda: _copy(model, offered, connect, queue, stopped)]
+            return [lambda: self._confirm(manifest), *(copies * peer_copy.CONNECTIONS if parts else ())]
+
+        return self._bring(manifest, work)
+
+    def _confirm(self, manifest: Manifest) -> None:
+        self.by_hub |= hub_client.confirm(manifest, self.refs, self._known)
 
     def _bring(
-        self, manifest: Manifest, work: Callable[[Manifest, Sequence[PartialFile], ShouldStop], list[Work]]
+        self,
+        manifest: Manifest,
+        work: Callable[[Sequence[PartialFile], Callable[[], bool]], list[Work]],
     ) -> Path:
         repo = self.repo
         try:
@@ -131,7 +190,10 @@ class Fetch:
                 parts = [PartialFile(repo, file, stopped) for file in manifest.blobs if not repo.has(file)]
                 self._parts = parts
                 try:
-                    self._run([lambda: _finish(parts), *work(manifest, parts, stopped)], ended)
+                    for part in parts:
+                        if part.held_bytes:
+                            part.open()  # before a connection would be idle while this is hashed
+                    self._run(work(parts, stopped), ended)
                 finally:
                     for part in parts:
                         part.close()
@@ -169,7 +231,7 @@ def needed(offered: Manifest) -> Manifest:
     return manifest
 
 
-def _hub_work(manifest: Manifest, parts: Sequence[PartialFile], stopped: ShouldStop) -> list[Work]:
+def _hub_work(manifest: Manifest, parts: Sequence[PartialFile]) -> list[Work]:
     left, lock = list(reversed(parts)), threading.Lock()
 
     def work() -> None:
@@ -178,8 +240,7 @@ def _hub_work(manifest: Manifest, parts: Sequence[PartialFile], stopped: ShouldS
                 if not left:
                     return
                 part = left.pop()
-            part.open()
-            hub_client.fetch(manifest, part, stopped)
+            hub_client.fetch(manifest, part)
 
     return [work] * FILES_AT_ONCE
 
@@ -193,16 +254,14 @@ def _asked(connect: Connect, model: str) -> Manifest:
 
 
 def _copy(
-    model: str, manifest: Manifest, connect: Connect, board: peer_copy.PieceQueue, stopped: ShouldStop
+    model: str,
+    manifest: Manifest,
+    connect: Connect,
+    queue: peer_copy.FileQueue,
+    stopped: Callable[[], bool],
 ) -> None:
     connection = connect()
     try:
-        peer_copy.bring(connection, manifest, model, board, stopped)
+        peer_copy.bring(connection, manifest, model, queue, stopped)
     finally:
         connection.close()
-
-
-def _finish(parts: Sequence[PartialFile]) -> None:
-    for part in parts:
-        part.finish()
-        part.close()

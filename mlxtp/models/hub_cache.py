@@ -2,8 +2,7 @@
 
     models--OWNER--NAME/
         blobs/HASH                    a file's content; its name is its hash
-        blobs/HASH.mlxtp-part         the pieces of one that have come
-        blobs/HASH.mlxtp-have         a byte for each piece of that, 1 if it is here
+        blobs/HASH.mlxtp-part         the beginning of one, as far as it has come
         snapshots/COMMIT/PATH         links to blobs; appears when all of them are complete
         refs/REVISION                 the commit of a branch or tag, as reported by the Hub
         .mlxtp/refs/REVISION          the same as reported by a member, for mlxtp alone
@@ -30,7 +29,6 @@ from ..errors import Code, ModelError, why_not_written
 from ..identity.private_files import sync_folder, to_disk
 from .completeness import is_complete
 from .manifest import (
-    CHUNK_BYTES,
     Manifest,
     ModelFile,
     check,
@@ -43,7 +41,6 @@ from .manifest import (
 
 FOLDER = ".mlxtp"
 _READ_BYTES = 1 << 18  #: Bytes hashed at a time: few enough to stay in a processor's cache between the two.
-_SAVE_BYTES = 128 << 20
 _LOOK_S = 0.5
 #: Bytes. Blobs up to this size are hashed before they become part of a model: that takes no time.
 SMALL_BYTES = 64 << 20
@@ -154,25 +151,20 @@ class Repo:
 
     def held_bytes(self, manifest: Manifest) -> int:
         """Return the bytes of it that are here."""
-        return sum(self._held(file) for file in manifest.blobs)
+        return sum(self.held(file) for file in manifest.blobs)
 
-    def _held(self, file: ModelFile) -> int:
-        return file.size if self.has(file) else _bytes_of(file, self._ledger(file))
+    def held(self, file: ModelFile) -> int:
+        """Return the bytes of a file that are here."""
+        if self.has(file):
+            return file.size
+        try:
+            return min(self.part(file).stat().st_size, file.size)
+        except OSError:
+            return 0
 
     def has(self, file: ModelFile) -> bool:
         """Return True if its blob is complete."""
         return _has_size(self.blob(file), file.size)
-
-    def chunks(self, file: ModelFile) -> bytes:
-        """Return a byte for each of its pieces, 1 for those that are here."""
-        return b"\1" * file.chunks if self.has(file) else self._ledger(file)
-
-    def _ledger(self, file: ModelFile) -> bytes:
-        try:
-            kept = self.ledger(file).read_bytes()
-        except OSError:
-            kept = b""
-        return kept if len(kept) == file.chunks and self.part(file).is_file() else bytes(file.chunks)
 
     def blob(self, file: ModelFile) -> Path:
         """Return the path of its content."""
@@ -182,16 +174,12 @@ class Repo:
         """Return the path of its content until that is complete."""
         return self.folder / "blobs" / f"{file.hash}.mlxtp-part"
 
-    def ledger(self, file: ModelFile) -> Path:
-        """Return the path of the record of the pieces that are here."""
-        return self.folder / "blobs" / f"{file.hash}.mlxtp-have"
-
     def readable(self, file: ModelFile) -> Path:
-        """Return the path from which its pieces can be read. Raises OSError if that is outside the cache.
+        """Return the path from which its content can be read. Raises OSError if that is outside the cache.
 
         All of a model may lie elsewhere: its folder may be a link, to another disk for example.
         """
-        path = self.blob(file) if self.has(file) else self.part(file)
+        path = self.blob(file)
         found = path.resolve(strict=True)
         if not any(found.is_relative_to(each.resolve()) for each in (self.folder, self.cache)):
             raise OSError(errno.EPERM, f"{path} is a link to what lies outside the cache")
@@ -408,142 +396,79 @@ class Repo:
 
 
 class PartialFile:
-    """File that comes in pieces, in any order, from any thread. `close` ends what `open` began.
-
-    A piece that is here is not written again, unless `discard` forgot all pieces: then it is hashed again,
-    too.
-    """
+    """File that comes in order, from one thread, and is hashed as it comes. An earlier beginning counts."""
 
     def __init__(self, repo: Repo, file: ModelFile, stopped: Callable[[], bool]) -> None:
         self.file = file
+        self.held_bytes = repo.held(file)
         self._repo = repo
         self._stopped = stopped
-        self._here = bytearray(repo.chunks(file))
-        self._changed = threading.Condition()
-        self._data = self._marks = -1
-        self._begun = 0  #: Number of restarts.
-        self._named = self._closed = False
+        self._lock = threading.Lock()
+        self._data = -1
+        self._closed = False
+        self._digest = file.digest()
+        self._at = 0  #: Bytes that are hashed.
 
-    def open(self) -> None:
-        """Open the files for writing. May be repeated. Raises OSError, and Stopped after `close`."""
-        with self._changed:
-            if self._data >= 0 or not self._is_open():
-                return
-            self._data = os.open(self._repo.part(self.file), os.O_RDWR | os.O_CREAT, 0o644)
-            self._marks = os.open(self._repo.ledger(self.file), os.O_RDWR | os.O_CREAT, 0o644)
-            os.ftruncate(self._data, self.file.size)
-            os.ftruncate(self._marks, self.file.chunks)
-            os.pwrite(self._marks, bytes(self._here), 0)
+    def open(self) -> int:
+        """Open it, and hash its beginning; return the number of those bytes. Raises OSError, Stopped."""
+        with self._lock:
+            self._check_open()
+            if self._data < 0:
+                self._data = os.open(self._repo.part(self.file), os.O_RDWR | os.O_CREAT, 0o644)
+            if os.fstat(self._data).st_size > self.file.size:
+                os.ftruncate(self._data, 0)
+        while data := self._next():
+            self._digest.update(data)
+            self._at += len(data)
+        return self._at
 
-    def close(self) -> None:
-        """End all writes, even those of abandoned threads. May be repeated."""
-        with self._changed:
-            self._closed = True
-            for descriptor in (self._data, self._marks):
-                if descriptor >= 0:
-                    os.close(descriptor)
-            self._data = self._marks = -1
+    def _next(self) -> bytes:
+        with self._lock:
+            self._check_open()
+            return os.pread(self._data, _READ_BYTES, self._at)
 
-    def _is_open(self) -> bool:
-        """Return False if it has its name: later writes are ignored. Raises Stopped after `close`."""
-        if self._closed and not self._named:
+    def _check_open(self) -> None:
+        if self._closed or self._stopped():
             raise Stopped
-        return not self._named
 
-    @property
-    def missing(self) -> list[int]:
-        """Pieces that are not here."""
-        return [chunk for chunk, here in enumerate(self._here) if not here]
-
-    @property
-    def begins(self) -> int:
-        """Bytes from its beginning on without a gap."""
-        gap = self._here.find(0)
-        return self.file.size if gap < 0 else gap * CHUNK_BYTES
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of all pieces that are here."""
-        return _bytes_of(self.file, self._here)
-
-    def write(self, at: int, data: memoryview | bytes) -> None:
-        """Write at an offset. Raises OSError, and Stopped after `close`."""
+    def write(self, data: memoryview | bytes) -> None:
+        """Write the next bytes. Raises ValueError for too many, OSError, and Stopped after `close`."""
         view = memoryview(data)
-        with self._changed:
-            while view and self._is_open():
-                chunk = at // CHUNK_BYTES
-                part = view[: (chunk + 1) * CHUNK_BYTES - at]
-                count = len(part) if self._here[chunk] else os.pwrite(self._data, part, at)
-                view, at = view[count:], at + count
+        with self._lock:
+            self._check_open()
+            if self._at + len(view) > self.file.size:
+                raise ValueError(f"more than the {self.file.size} bytes came that it should have")
+            while view:
+                count = os.pwrite(self._data, view, self._at)
+                self._digest.update(view[:count])
+                view, self._at = view[count:], self._at + count
+            self.held_bytes = self._at
 
-    def wrote(self, chunk: int) -> None:
-        """Record that all of a piece was written."""
-        with self._changed:
-            if self._is_open():
-                self._here[chunk] = 1
-                os.pwrite(self._marks, b"\1", chunk)
-                self._changed.notify_all()
-
-    def discard(self) -> None:
-        """Forget all pieces."""
-        with self._changed:
-            if self._is_open():
-                self._begun += 1
-                self._here[:] = bytes(len(self._here))
-                os.pwrite(self._marks, bytes(self._here), 0)
+    def restart(self) -> None:
+        """Forget what is here."""
+        with self._lock:
+            self._check_open()
+            os.ftruncate(self._data, 0)
+            self._digest, self._at, self.held_bytes = self.file.digest(), 0, 0
 
     def finish(self) -> None:
-        """Hash the pieces as they come; then give the file its name.
-
-        Raises Damaged if it has another hash, Stopped if `stopped` returns True, OSError.
-        """
-        self.open()
-        # A descriptor of its own: `close` may come from another thread at any time.
-        with self._repo.part(self.file).open("rb", buffering=0) as data:
-            while not self._named:
-                begun = self._begun
-                digest = self._digest(data.fileno(), begun)
-                to_disk(data.fileno())
-                self._name(begun, digest)
-
-    def _digest(self, data: int, begun: int) -> str:
-        """Return the hash of all pieces; empty if they were forgotten meanwhile. Raises Stopped, OSError."""
-        unsaved = 0
-        digest, buffer = self.file.digest(), memoryview(bytearray(min(_READ_BYTES, self.file.size)))
-        for chunk in range(self.file.chunks):
-            with self._changed:
-                while not (self._here[chunk] or self._stopped()):
-                    self._changed.wait(_LOOK_S)
-                if self._stopped():
-                    raise Stopped
-                if self._begun != begun:
-                    return ""
-            at, size = self.file.span(chunk)
-            while size:
-                count = os.preadv(data, [buffer[:size]], at)
-                if not count:
-                    raise OSError(errno.EIO, f"{self.file.path} is shorter than it was")
-                digest.update(buffer[:count])
-                at, size = at + count, size - count
-            unsaved += self.file.span(chunk)[1]
-            if unsaved >= _SAVE_BYTES:  # the disk is idle while more comes
-                os.fsync(data)
-                unsaved = 0
-        return str(digest.hexdigest())
-
-    def _name(self, begun: int, digest: str) -> None:
-        """Give the file its name, unless it was restarted since it was hashed. Raises Damaged, Stopped."""
-        with self._changed:
-            if self._begun != begun or not self._is_open():
-                return
-            if digest != self.file.hash:
-                self._closed = True  # later writes are ignored
-                self._repo.part(self.file).unlink()
-                self._repo.ledger(self.file).unlink()
+        """Give the file its name, once all of it is here. Raises Damaged, Stopped, OSError."""
+        with self._lock:
+            self._check_open()
+            part = self._repo.part(self.file)
+            if self._digest.hexdigest() != self.file.hash:
+                part.unlink()
                 raise Damaged(self.file)
-            self._repo.part(self.file).replace(self._repo.blob(self.file))
-            self._repo.ledger(self.file).unlink()
-            self._named = True
+            to_disk(self._data)
+            part.replace(self._repo.blob(self.file))
+
+    def close(self) -> None:
+        """End all writes, even those of an abandoned thread. May be repeated."""
+        with self._lock:
+            self._closed = True
+            if self._data >= 0:
+                os.close(self._data)
+                self._data = -1
 
 
 def hash_of(path: Path, file: ModelFile, on_bytes: Callable[[int], None]) -> str:
@@ -568,12 +493,6 @@ def hub_name(name: str) -> tuple[Repo, str]:
     except ValueError as error:
         raise ModelError(str(error), Code.MODEL_NOT_FOUND) from None
     return Repo(repo), revision
-
-
-def _bytes_of(file: ModelFile, here: bytes | bytearray) -> int:
-    """Return the bytes of the pieces that are here; only the last piece may be shorter."""
-    lacking = file.chunks * CHUNK_BYTES - file.size if here[-1:] == b"\1" else 0
-    return here.count(1) * CHUNK_BYTES - lacking
 
 
 def _has_size(path: Path, size: int) -> bool:

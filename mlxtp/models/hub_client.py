@@ -1,27 +1,24 @@
 """Requests to the Hub: for the list of a model's files, and for the files. Everything here waits: call it in
 threads.
 
-Files come by plain HTTP, in order, so that an interruption loses nothing that has come. The Hub's own client
-restarts a file after one. Its faster protocol (Xet) fills a file in no order, so that others could not copy
-it meanwhile. Logins, addresses and errors are the client's own.
+Files come by plain HTTP, in order, so that an interruption loses nothing that has come: the Hub's own
+`hf_hub_download` restarts a file after one. Logins, addresses, the session and errors are the client's own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from ..errors import Code, ModelError, ProtocolError, is_disk_full
 from ..tokenizer_file import TIKTOKEN_FILE, refusal, table
-from .hub_cache import Damaged, PartialFile, Repo, Stopped
+from .hub_cache import Damaged, PartialFile, Repo
 from .manifest import (
-    CHUNK_BYTES,
     DEFAULT_REVISION,
     Manifest,
     ModelFile,
@@ -33,6 +30,9 @@ from .manifest import (
 )
 
 TIMEOUT_S = 15.0
+TRIES = 5  #: Broken connections, one after the other and without a new byte, before a file is given up.
+AGAIN_S = 1.0  #: Seconds from a broken connection to the next one.
+_BLOCK_BYTES = 1 << 20
 
 
 def look_up(name: str, revision: str) -> Manifest:
@@ -75,33 +75,38 @@ def look_up(name: str, revision: str) -> Manifest:
     return manifest
 
 
-def compare(manifest: Manifest) -> None:
-    """Compare a member's manifest with the Hub's, if the Hub can be reached.
+def confirm(manifest: Manifest, refs: Iterable[str], known: Manifest | None) -> frozenset[str]:
+    """Compare a member's manifest with the Hub's, which may be `known`, if the Hub can be reached.
 
-    Raises ProtocolError if the Hub has other files, or no such commit.
+    Returns those branches and tags that the Hub maps to its commit now. Raises ProtocolError if the Hub has
+    other files, or no such commit.
     """
+    found = named(manifest.name, manifest.revision, refs)
+    if known is None or known.revision != manifest.revision:
+        known = next(iter(found.values()), None)
     try:
-        found = look_up(manifest.name, manifest.revision)
+        theirs = known or look_up(manifest.name, manifest.revision)
     except _NoSuchRevision:
         raise ProtocolError(
             f"a member offers a commit of {manifest.name} that the Hub does not know", Code.NOT_AUTHENTIC
         ) from None
     except ModelError:
-        return
-    if found.files != manifest.files:
+        return frozenset()
+    if theirs.files != manifest.files:
         raise ProtocolError(
             f"a member offers other files of {manifest.name} than the Hub", Code.NOT_AUTHENTIC
         )
+    return frozenset(found)
 
 
-def named(name: str, commit: str, refs: Iterable[str]) -> frozenset[str]:
+def named(name: str, commit: str, refs: Iterable[str]) -> dict[str, Manifest]:
     """Return those branches and tags that the Hub maps to this commit now, as far as it can be reached."""
-    found = set()
+    found = {}
     for ref in refs:
         with contextlib.suppress(ModelError):
-            if look_up(name, ref).revision == commit:
-                found.add(ref)
-    return frozenset(found)
+            if (manifest := look_up(name, ref)).revision == commit:
+                found[ref] = manifest
+    return found
 
 
 class _NoSuchRevision(ModelError):
@@ -127,30 +132,52 @@ def _check_tokenizer(manifest: Manifest) -> None:
         raise ModelError(f"cannot get {manifest.name}: {why}", Code.MODEL_UNSUPPORTED)
 
 
-def fetch(manifest: Manifest, part: PartialFile, stopped: Callable[[], bool]) -> None:
-    """Have the Hub send the rest of a file. Raises ModelError, and Stopped."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.errors import RepositoryNotFoundError
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # not in its `__all__`
+def fetch(manifest: Manifest, part: PartialFile) -> None:
+    """Have the Hub send the rest of a file. Raises ModelError, Damaged, Stopped."""
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
     _quiet()
-    begins = part.begins
-    if begins == part.file.size:
-        return
+    what, at, tries = f"{part.file.path}: ", part.open(), 0
+    try:
+        while at < part.file.size:
+            try:
+                _stream(manifest, part, at)
+            except _broken() as error:
+                tries += 1
+                if isinstance(error, HfHubHTTPError) or (tries >= TRIES and part.held_bytes <= at):
+                    raise
+                threading.Event().wait(AGAIN_S)
+            else:
+                if part.held_bytes < part.file.size:
+                    raise ValueError("it ends early")
+            if part.held_bytes > at:
+                tries = 0
+            at = part.held_bytes
+    except _errors() as error:
+        if isinstance(error, RepositoryNotFoundError):
+            what = ""
+        raise ModelError(f"cannot get {manifest.name}: {what}{_why(error)}", Code.MODEL_NOT_FOUND) from None
+    part.finish()
+
+
+def _stream(manifest: Manifest, part: PartialFile, at: int) -> None:
+    """Request a file from byte `at` on, and write what comes."""
+    from huggingface_hub import constants, hf_hub_url, hf_raise_for_status
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # its `__all__` is computed
+        build_hf_headers,
+        http_stream_backoff,
+    )
+
     url = hf_hub_url(manifest.name, part.file.path, revision=manifest.revision)
     # A compressed transfer could not resume in the middle.
-    headers = build_hf_headers() | {"accept-encoding": "identity"}
-    try:
-        http_get(url, cast(BinaryIO, _Into(part, begins, stopped)), resume_size=begins, headers=headers)
-    except _errors() as error:
-        why = _why(error)
-        what = "" if isinstance(error, RepositoryNotFoundError) else f"{part.file.path}: "
-    else:
-        if not part.missing:
-            return
-        what, why = f"{part.file.path}: ", "it ends early"
-    raise ModelError(f"cannot get {manifest.name}: {what}{why}", Code.MODEL_NOT_FOUND)
+    headers = build_hf_headers() | {"accept-encoding": "identity"} | ({"range": f"bytes={at}-"} if at else {})
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with http_stream_backoff("GET", url, headers=headers, timeout=timeout, retry_on_exceptions=()) as answer:
+        hf_raise_for_status(answer)
+        if at and answer.status_code == 200:  # the server sends all of it
+            part.restart()
+        for data in answer.iter_bytes(_BLOCK_BYTES):
+            part.write(data)
 
 
 def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
@@ -181,41 +208,6 @@ def _check_hash(repo: Repo, file: ModelFile, path: Path) -> None:
         repo.check(file, path)
     except Damaged as error:
         raise ModelError(f"cannot get {repo.name}: {error}; try again", Code.MODEL_NOT_FOUND) from None
-
-
-class _Into(io.RawIOBase):
-    """File as the Hub's client writes it: in order. Pieces count as soon as they are complete."""
-
-    def __init__(self, part: PartialFile, at: int, stopped: Callable[[], bool]) -> None:
-        self._part = part
-        self._at = at
-        self._stopped = stopped
-        self._next = at // CHUNK_BYTES
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Restart at an offset; the client does so only where the Hub cannot resume in the middle."""
-        self._at, self._next = offset, offset // CHUNK_BYTES
-        return offset
-
-    def truncate(self, size: int | None = None) -> int:
-        self._part.discard()
-        return self._at
-
-    def write(self, data: object) -> int:
-        if self._stopped():
-            raise Stopped
-        view = memoryview(cast(bytes, data))
-        if self._at + len(view) > self._part.file.size:
-            raise ValueError(f"more than the {self._part.file.size} bytes came that it should have")
-        self._part.write(self._at, view)
-        self._at += len(view)
-        while self._next < self._part.file.chunks and sum(self._part.file.span(self._next)) <= self._at:
-            self._part.wrote(self._next)
-            self._next += 1
-        return len(view)
 
 
 @contextlib.contextmanager
@@ -269,15 +261,18 @@ def _secretless(text: str) -> str:
     return re.sub(r"\?\S+", "?…", text)[:300]
 
 
-def _unreached() -> tuple[type[Exception], ...]:
-    """Return the errors that the Hub's client raises without an answer.
-
-    They include those of its HTTP library, which differs between versions.
-    """
+def _broken() -> tuple[type[Exception], ...]:
+    """Return the errors of the client's HTTP library, which differs between versions."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    http = [each for each in HfHubHTTPError.__mro__ if each.__name__ == "HTTPError"]
-    return (HfHubHTTPError, OSError, *http)
+    return tuple(each for each in HfHubHTTPError.__mro__ if each.__name__ == "HTTPError")
+
+
+def _unreached() -> tuple[type[Exception], ...]:
+    """Return the errors that the Hub's client raises without an answer that can be used."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (HfHubHTTPError, OSError, *_broken())
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -286,7 +281,7 @@ def _errors() -> tuple[type[Exception], ...]:
 
 def _quiet() -> None:
     """Turn off the client's progress bars and advice."""
-    from huggingface_hub.utils.tqdm import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # as above
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     disable_progress_bars()

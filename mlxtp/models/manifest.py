@@ -19,10 +19,8 @@ from ..tokenizer_file import MAX_CONFIG_BYTES, MAX_TEXT_BYTES
 
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 43
-#: Bytes of all its files: far more than any model has, and few enough pieces to record each of them.
-MAX_MODEL_BYTES = 1 << 46
+MAX_MODEL_BYTES = 1 << 46  #: Bytes of all its files: far more than any model has.
 MAX_MANIFEST_BYTES = 1 << 20
-CHUNK_BYTES = 4 << 20  #: Bytes of a piece. Files come in pieces; a piece is here or it is not.
 DEFAULT_REVISION = "main"
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -43,16 +41,6 @@ class ModelFile:
     path: str
     size: int
     hash: str
-
-    @property
-    def chunks(self) -> int:
-        """Number of its pieces."""
-        return -(-self.size // CHUNK_BYTES)
-
-    def span(self, chunk: int) -> tuple[int, int]:
-        """Return a piece's offset in the file, and its number of bytes."""
-        at = chunk * CHUNK_BYTES
-        return at, min(CHUNK_BYTES, self.size - at)
 
     def digest(self) -> Any:
         """Return the beginning of its hash, to be updated with all of its bytes."""

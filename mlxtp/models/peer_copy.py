@@ -1,8 +1,8 @@
 """Copies of models from one member to another: TLS connections of their own, in threads.
 
 The seeder is a member that has a model, or is getting it from the Hub. Its `PeerServer` listens on a port of
-its own while other members copy. A copying member opens a few connections and requests pieces of files; each
-connection brings one piece at a time. Both ends show certificates of the cluster.
+its own while other members copy. A copying member opens a few connections. Each brings one file after the
+other, as soon as the seeder has it. Both ends show certificates of the cluster.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import selectors
 import socket
 import ssl
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
@@ -25,7 +24,7 @@ from ..errors import Code, LinkError, MlxtpError, ProtocolError, RemoteProtocolE
 from ..wire.base import Message
 from ..wire.blocking import listen
 from ..wire.certificates import NodeIdentity
-from ..wire.copy_messages import FilesHeld, FilesWanted, PieceHeld, PieceWanted
+from ..wire.copy_messages import FileHeld, FilesHeld, FilesWanted, FileWanted
 from ..wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, encode
 from ..wire.tls import (
     ALPN_MODELS,
@@ -46,17 +45,15 @@ M = TypeVar("M", bound=Message)
 #: Connections of one copy. More would cost more than they gain, because Python decrypts in one thread at a
 #: time.
 CONNECTIONS = 2
-#: Pieces that a connection requests ahead, so that the next one is on its way when one has come.
-PIECES_AHEAD = 4
 MAX_CONNECTIONS = 32  #: Connections of a seeder at one time, of all members.
 MAX_PER_MEMBER = 12  #: Connections. A Mac gets four models at one time, and some connections are ending.
 #: Connections without a certificate so far. The address with the most loses its oldest for one more.
 MAX_STRANGERS = 8
 IDLE_S = 60  #: Seconds that the other end may be silent, or not read.
-#: Seconds that a seeder may take for a piece, or be without a new one. It may be getting the piece from the
-#: Hub itself, four files at a time: this waits for half a Mbit/s.
-PIECE_S = 300
-AGAIN_S = 0.25  #: Seconds between two requests for the next piece that a seeder does not have yet.
+#: Seconds that a seeder may take for each STEP_BYTES, or get nothing new itself.
+STEP_S = 300
+STEP_BYTES = 4 << 20
+AGAIN_S = 0.25  #: Seconds between two requests for the files that a seeder has by now.
 _BLOCK_BYTES = 1 << 18
 _LENGTH = struct.Struct(">I")
 
@@ -74,8 +71,8 @@ class PeerConnection:
         self._ends_at = math.inf
 
     def hurry(self) -> None:
-        """Give the other end PIECE_S for its replies, from now until the next call."""
-        self._ends_at = time.monotonic() + PIECE_S
+        """Give the other end STEP_S for its replies, from now until the next call."""
+        self._ends_at = time.monotonic() + STEP_S
 
     def send(self, message: Message) -> None:
         self.send_bytes(encode(message, 0, 0))
@@ -122,7 +119,7 @@ class PeerConnection:
                     raise LinkError("a copy was cut short: the other Mac hung up")
                 view = view[count:]
                 if time.monotonic() > self._ends_at:
-                    raise LinkError(f"no piece has come for {PIECE_S} s", Code.LINK_TIMEOUT)
+                    raise LinkError(f"nothing new has come for {STEP_S} s", Code.LINK_TIMEOUT)
         except OSError as error:
             raise _cut_short(error) from None
 
@@ -155,8 +152,8 @@ def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) ->
     raise LinkError(f"nothing can be copied from there: {why}")
 
 
-def ask(connection: PeerConnection, model: str) -> tuple[Manifest, list[bytes]]:
-    """Return the seeder's manifest of a model, and for each of its blobs the pieces that are there.
+def ask(connection: PeerConnection, model: str) -> tuple[Manifest, FilesHeld]:
+    """Return the seeder's manifest of a model, and its whole reply.
 
     Raises LinkError if there is nothing, RemoteProtocolError for an invalid reply.
     """
@@ -168,30 +165,26 @@ def ask(connection: PeerConnection, model: str) -> tuple[Manifest, list[bytes]]:
         manifest = from_bytes(held.manifest)
     except ValueError as error:
         raise RemoteProtocolError(f"a manifest that makes no sense: {error}", Code.FIELD_INVALID) from None
-    here, at = [], 0
-    for file in manifest.blobs:
-        here.append(held.here[at : at + file.chunks])
-        at += file.chunks
-    if at != len(held.here):
-        raise RemoteProtocolError(f"{len(held.here)} pieces were reported, {at} are due", Code.FIELD_INVALID)
-    return manifest, here
+    if len(held.complete) != len(manifest.blobs):
+        raise RemoteProtocolError(
+            f"{len(held.complete)} files were reported, {len(manifest.blobs)} are due", Code.FIELD_INVALID
+        )
+    return manifest, held
 
 
-class PieceQueue:
-    """Pieces that are still to be requested. The connections of a copy share them."""
+class FileQueue:
+    """Files that are still to be requested. The connections of a copy share them."""
 
     def __init__(self, manifest: Manifest, parts: Sequence[PartialFile]) -> None:
         places = {file.hash: place for place, file in enumerate(manifest.blobs)}
-        self._left = [(part, places[part.file.hash], chunk) for part in parts for chunk in part.missing]
+        self._left = [(places[part.file.hash], part) for part in parts]
         self._lock = threading.Lock()
 
-    def take(self, here: Sequence[bytes]) -> tuple[PartialFile, int, int] | None:
-        """Return the next piece that is there: the file, its place, the piece's number. None if there is
-        none.
-        """
+    def take(self, complete: bytes) -> tuple[int, PartialFile] | None:
+        """Return the next file that is there, by its number. None if there is none."""
         with self._lock:
-            for i, (_, place, chunk) in enumerate(self._left):
-                if here[place][chunk]:
+            for i, (place, _) in enumerate(self._left):
+                if complete[place]:
                     return self._left.pop(i)
         return None
 
@@ -201,57 +194,49 @@ class PieceQueue:
 
 
 def bring(
-    connection: PeerConnection, manifest: Manifest, model: str, board: PieceQueue, stopped: Callable[[], bool]
+    connection: PeerConnection, manifest: Manifest, model: str, queue: FileQueue, stopped: Callable[[], bool]
 ) -> None:
-    """Copy pieces until there are none left. Raises LinkError, RemoteProtocolError, Stopped, OSError."""
+    """Copy files until there are none left.
+
+    Raises LinkError, RemoteProtocolError, Damaged, Stopped, OSError.
+    """
     connection.hurry()
-    here = _ask_again(connection, manifest, model)
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    asked: deque[tuple[PartialFile, int]] = deque()
-    while asked or not board.empty:
+    block, held = memoryview(bytearray(_BLOCK_BYTES)), 0
+    while not queue.empty:
         if stopped():
             raise Stopped
-        while len(asked) < PIECES_AHEAD and (taken := board.take(here)) is not None:
-            part, place, chunk = taken
-            part.open()
-            connection.send(PieceWanted(place, chunk))
-            asked.append((part, chunk))
-        if asked:
-            _receive(connection, *asked.popleft(), block, stopped)
+        now, there = ask(connection, model)
+        if now != manifest:
+            raise LinkError("the other Mac gets another revision by now")
+        if there.held != held:
+            held = there.held
             connection.hurry()
-        elif not board.empty:
+        while (taken := queue.take(there.complete)) is not None:
+            _receive(connection, *taken, block)
+        if not queue.empty:
             threading.Event().wait(AGAIN_S)  # the seeder does not have it yet either
-            now = _ask_again(connection, manifest, model)
-            if now != here:
-                connection.hurry()
-            here = now
 
 
-def _ask_again(connection: PeerConnection, manifest: Manifest, model: str) -> list[bytes]:
-    now, here = ask(connection, model)
-    if now != manifest:
-        raise LinkError("the other Mac gets another revision by now")
-    return here
-
-
-def _receive(
-    connection: PeerConnection, part: PartialFile, chunk: int, block: memoryview, stopped: Callable[[], bool]
-) -> None:
-    at, size = part.file.span(chunk)
-    if connection.receive(PieceHeld).size != size:
-        raise LinkError(f"a piece of {part.file.path} is not there any more")
-    while size:
-        if stopped():
-            raise Stopped
-        count = min(size, _BLOCK_BYTES)
+def _receive(connection: PeerConnection, place: int, part: PartialFile, block: memoryview) -> None:
+    at = part.open()
+    left = part.file.size - at
+    if left:
+        connection.hurry()
+        connection.send(FileWanted(place, at))
+        if connection.receive(FileHeld).size != left:
+            raise LinkError(f"{part.file.path} is not there any more")
+    while left:
+        count = min(left, _BLOCK_BYTES)
         connection.receive_into(block[:count])
-        part.write(at, block[:count])
-        at, size = at + count, size - count
-    part.wrote(chunk)
+        part.write(block[:count])
+        left -= count
+        if left % STEP_BYTES < _BLOCK_BYTES:
+            connection.hurry()
+    part.finish()
 
 
 class PeerServer:
-    """Server of models to other members, while it is open. It calls `may_copy` again for each piece."""
+    """Server of models to other members, while it is open. It calls `may_copy` for each STEP_BYTES."""
 
     def __init__(
         self, host: str, credentials: Credentials, lent: Lent, may_copy: Callable[[NodeIdentity], bool]
@@ -343,8 +328,8 @@ class PeerServer:
                 case FilesWanted(model):
                     lent = self._lent(model)
                     connection.send(_held(lent))
-                case PieceWanted(place, chunk) if lent is not None:
-                    _lend(connection, *lent, place, chunk)
+                case FileWanted() as wanted if lent is not None:
+                    _lend(connection, lent, wanted, lambda: self._may_copy(identity))
                 case other:
                     raise RemoteProtocolError(f"{type(other).__name__} is not due here", Code.OUT_OF_ORDER)
 
@@ -357,35 +342,38 @@ def _surplus(strangers: Mapping[socket.socket, str]) -> socket.socket:
 
 def _held(lent: tuple[Repo, Manifest] | None) -> FilesHeld:
     if lent is None:
-        return FilesHeld(b"", b"")
+        return FilesHeld(b"", b"", 0)
     repo, manifest = lent
-    return FilesHeld(to_bytes(manifest), b"".join(repo.chunks(file) for file in manifest.blobs))
+    complete = bytes(repo.has(file) for file in manifest.blobs)
+    return FilesHeld(to_bytes(manifest), complete, repo.held_bytes(manifest))
 
 
-def _lend(connection: PeerConnection, repo: Repo, manifest: Manifest, place: int, chunk: int) -> None:
-    files = manifest.blobs
-    if place >= len(files) or chunk >= files[place].chunks:
-        raise RemoteProtocolError(f"no file has the number {place} and a piece {chunk}", Code.FIELD_INVALID)
-    file = files[place]
+def _lend(
+    connection: PeerConnection, lent: tuple[Repo, Manifest], wanted: FileWanted, may_copy: Callable[[], bool]
+) -> None:
+    repo, files, place, at = lent[0], lent[1].blobs, wanted.file, wanted.at
+    if place >= len(files) or at > files[place].size:
+        raise RemoteProtocolError(f"no file has the number {place} and a byte {at}", Code.FIELD_INVALID)
+    file, block = files[place], memoryview(bytearray(_BLOCK_BYTES))
     try:
-        if not repo.chunks(file)[chunk]:
+        if not repo.has(file):
             raise FileNotFoundError
-        descriptor = os.open(repo.readable(file), os.O_RDONLY)
-    except OSError:  # it has just got its name, or is gone: the other end requests it again
-        connection.send(PieceHeld(0))
+        source = repo.readable(file).open("rb", buffering=0)
+    except OSError:
+        connection.send(FileHeld(0))
         return
-    try:
-        at, size = file.span(chunk)
-        connection.send(PieceHeld(size))
-        block = memoryview(bytearray(_BLOCK_BYTES))
-        while size:
-            count = os.preadv(descriptor, [block[: min(size, _BLOCK_BYTES)]], at)
+    with source:
+        source.seek(at)
+        left = file.size - at
+        connection.send(FileHeld(left))
+        while left:
+            count = source.readinto(block[: min(left, _BLOCK_BYTES)])
             if not count:
                 raise LinkError(f"{file.path} is shorter than it was")
             connection.send_bytes(block[:count])
-            at, size = at + count, size - count
-    finally:
-        os.close(descriptor)
+            left -= count
+            if left % STEP_BYTES < _BLOCK_BYTES and not may_copy():
+                raise ProtocolError("it may not copy here any longer", Code.NOT_AUTHENTIC)
 
 
 def _cut_short(error: OSError) -> LinkError:

@@ -18,7 +18,7 @@ from ..errors import MlxtpError, UserError
 from ..groups.health import ServingState
 from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import DesiredState
-from .daemon_thread import apart
+from .download import apart
 from .inventory import hub_folder
 from .names import in_folders, is_hub_id, look_ahead
 from .transfers import TransferCoordinator, described

@@ -26,8 +26,7 @@ from ..wire.certificates import NodeIdentity
 from ..wire.cluster_messages import MAX_STORED, ModelHeld, ModelLender, ModelPull, ModelsHere, StoredModel
 from ..wire.tls import Credentials
 from . import hub_client, peer_copy
-from .daemon_thread import apart
-from .download import Fetch
+from .download import Fetch, apart
 from .hub_cache import Damaged, Repo, Stopped, free_bytes, gigabytes, hub_name
 from .inventory import revisions_here
 from .manifest import Manifest, is_commit
@@ -382,27 +381,21 @@ class TransferCoordinator:
 
     async def _brought(self, job: _Transfer, lender: str, named: str | None) -> Path:
         fetch = job.fetch = Fetch(job.repo, job.revision, job.revision, job.refs)
+        connect = None
         if lender == self._cluster.node_id:
             log.info("%s comes from the Hub", job.model)
-            work: Callable[[], Path] = fetch.from_hub
         else:
             log.info("%s is copied from %s", job.model, self._cluster.name_of(lender))
-            work = partial(fetch.from_member, job.model, self._connect(job, lender))
-        running = asyncio.ensure_future(apart(work))
-        running.add_done_callback(_ended)
-        try:
-            while not running.done():
-                await asyncio.wait({running}, timeout=TOLD_S)
-                self._look_at(job)
-                if job.lender not in (named, None):
-                    fetch.stop()  # there is another seeder
-            found = running.result()
-            job.of_hub |= fetch.by_hub
-            return found
-        except asyncio.CancelledError:
-            fetch.stop()
-            await asyncio.wait({running}, timeout=CLOSE_S)
-            raise
+            connect = self._connect(job, lender)
+
+        def on_progress() -> None:
+            self._look_at(job)
+            if job.lender not in (named, None):
+                fetch.stop()  # there is another seeder
+
+        found = await fetch.run(on_progress, connect, job.model)
+        job.of_hub |= fetch.by_hub
+        return found
 
     async def _named(self, job: _Transfer, complete: bool) -> str:
         """Return the seeder; this node's id means the Hub. Raises ModelError if no member can get it."""

@@ -43,7 +43,7 @@ from mlxtp.wire.cluster_messages import (
     TokenWanted,
     Trip,
 )
-from mlxtp.wire.copy_messages import FilesHeld, FilesWanted, PieceHeld, PieceWanted
+from mlxtp.wire.copy_messages import FileHeld, FilesHeld, FilesWanted, FileWanted
 from mlxtp.wire.fabric_result import MAX_SIZES
 from mlxtp.wire.join_messages import MAX_ADDRESSES, MAX_PEERS, JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from mlxtp.wire.machine import Interface, Port
@@ -188,9 +188,9 @@ EXAMPLES: dict[type[Message], Message] = {
         JoinGrant(b"certificate", b"p" * 32, "desk", ("10.0.0.1:52414",)),
         JoinRefusal("it was used", b"s" * 70),
         FilesWanted("org/one"),
-        FilesHeld(b"{}", b"\1\0"),
-        PieceWanted(3, 4),
-        PieceHeld(1 << 24),
+        FilesHeld(b"{}", b"\1\0", 1 << 40),
+        FileWanted(3, 1 << 40),
+        FileHeld(1 << 40),
     )
 }
 assert set(EXAMPLES) == set(MESSAGES.values())
@@ -492,9 +492,9 @@ _STRATEGIES |= {
         st.lists(st.builds(StoredModel, _text, _short, _count, st.booleans()), max_size=4).map(tuple),
     ),
     FilesWanted: st.builds(FilesWanted, _text),
-    FilesHeld: st.builds(FilesHeld, st.binary(max_size=64), st.binary(max_size=64)),
-    PieceWanted: st.builds(PieceWanted, _u32, _u32),
-    PieceHeld: st.builds(PieceHeld, _u32),
+    FilesHeld: st.builds(FilesHeld, st.binary(max_size=64), st.binary(max_size=64), _count),
+    FileWanted: st.builds(FileWanted, _u32, _count),
+    FileHeld: st.builds(FileHeld, _count),
 }  # fmt: skip
 
 MESSAGE: st.SearchStrategy[Message] = st.one_of(

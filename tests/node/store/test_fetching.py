@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants, scan_cache_dir
@@ -24,14 +25,14 @@ from mlxtp.errors import (
     ProtocolError,
     RemoteProtocolError,
 )
-from mlxtp.models import hub_cache, peer_copy
+from mlxtp.models import hub_cache, hub_client, peer_copy
 from mlxtp.models import manifest as manifests
 from mlxtp.models.download import Fetch
 from mlxtp.models.hub_cache import Damaged, Repo, Stopped
 from mlxtp.models.hub_client import fetch_some, look_up
 from mlxtp.models.inventory import revisions_here
 from mlxtp.models.names import find_config
-from mlxtp.wire.copy_messages import FilesWanted, PieceHeld, PieceWanted
+from mlxtp.wire.copy_messages import FileHeld, FilesWanted, FileWanted
 from mlxtp.wire.frames import encode
 from mlxtp.wire.tls import (
     ALPN_JOIN,
@@ -64,11 +65,8 @@ BIG = "model-extra-0.safetensors"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr(manifests, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(hub_cache, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr("mlxtp.models.hub_client.CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)
-    monkeypatch.setattr("time.sleep", lambda s: threading.Event().wait(min(s, 0.05)))
+    monkeypatch.setattr(hub_client, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(hub_client, "AGAIN_S", 0.05)
     with running_hub() as running:
         running.models[NAME] = Model(with_weights(EXTRA))
         put(running.url, tmp_path / "cache", monkeypatch)
@@ -211,19 +209,17 @@ def test_a_hub_that_begins_anew_and_sends_something_else_is_found_out(hub: Hub) 
     assert same(fetch().from_hub(), dict(model.files))
 
 
-def test_what_is_here_behind_a_gap_is_left_as_it_is(hub: Hub) -> None:
-    model = hub.models[NAME]
-    honest, repo = model.files[BIG], Repo(NAME)
-    manifest = look_up(NAME, "main")
-    repo.keep(manifest)
-    part = hub_cache.PartialFile(repo, next(f for f in manifest.files if f.path == BIG), lambda: False)
-    part.open()
-    part.write(3 * CHUNK, honest[3 * CHUNK : 5 * CHUNK])
-    part.wrote(3)
-    part.wrote(4)
-    part.close()
-    model.lies = {BIG: honest[: 3 * CHUNK] + bytes(2 * CHUNK) + honest[5 * CHUNK :]}
-    assert same(fetch().from_hub(), dict(model.files))
+def test_a_connection_that_always_breaks_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaks(dict[str, int]):
+        def pop(self, path: str, size: int) -> int:  # type: ignore[override]
+            return 0 if path == BIG else size
+
+    hub.models[NAME].cut = Breaks()
+    with pytest.raises(ModelError, match=f"{BIG}: ") as refused:
+        fetch().from_hub()
+    assert refused.value.code is Code.MODEL_NOT_FOUND
+    tries = [asked for asked in hub.asked if asked.startswith("GET") and asked.endswith(BIG)]
+    assert len(tries) == hub_client.TRIES
 
 
 @pytest.mark.parametrize(
@@ -403,6 +399,9 @@ def test_a_newer_revision_costs_what_differs_and_removing_one_frees_that(hub: Hu
     assert not repo.folder.exists()
 
 
+Lent = tuple[Repo, manifests.Manifest]
+
+
 # --- from a lender ----------------------------------------------------------------------------------------
 
 
@@ -536,9 +535,15 @@ def test_a_copy_of_a_commit_is_of_no_other_one(pair: Pair) -> None:
     assert same(fetch(pair.cache, COMMIT).from_member(NAME, pair.connect), with_weights(EXTRA))
 
 
-def test_a_copy_takes_what_the_lender_itself_still_gets(pair: Pair) -> None:
-    whole = pair.theirs.blob(next(f for f in pair.theirs.manifest(COMMIT).files if f.path == BIG))  # type: ignore[union-attr]
-    body, file = whole.read_bytes(), hub_cache.ModelFile(BIG, EXTRA, whole.name)
+def big(pair: Pair) -> manifests.ModelFile:
+    manifest = pair.theirs.manifest(COMMIT)
+    assert manifest is not None
+    return next(file for file in manifest.files if file.path == BIG)
+
+
+def test_a_copy_takes_each_file_as_soon_as_the_lender_itself_has_it(pair: Pair) -> None:
+    whole, file = pair.theirs.blob(big(pair)), big(pair)
+    body = whole.read_bytes()
     whole.unlink()
     part = hub_cache.PartialFile(pair.theirs, file, lambda: False)
     part.open()
@@ -546,24 +551,43 @@ def test_a_copy_takes_what_the_lender_itself_still_gets(pair: Pair) -> None:
     done: list[Path] = []
     worker = threading.Thread(target=lambda: done.append(ours.from_member(NAME, pair.connect)))
     worker.start()
-    for chunk in reversed(range(file.chunks)):  # in no order, as it comes to one who copies itself
-        at, size = file.span(chunk)
-        part.write(at, body[at : at + size])
-        part.wrote(chunk)
-        if chunk == file.chunks // 2:
-            ends_at = time.monotonic() + 20
-            while ours.held_bytes < 7 * CHUNK and time.monotonic() < ends_at:
-                threading.Event().wait(0.01)
-            assert ours.held_bytes > 3 * CHUNK
-            assert ours.repo.snapshot("main") is None
+    part.write(body[: EXTRA // 2])
+    until(lambda: ours.manifest is not None and ours.held_bytes == ours.manifest.size - EXTRA)
+    assert ours.repo.snapshot("main") is None
+    part.write(body[EXTRA // 2 :])
     part.finish()
     part.close()
     worker.join(20)
     assert same(done[0], with_weights(EXTRA))
 
 
+def test_a_lender_that_breaks_off_in_a_file_is_asked_for_the_rest_of_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: list[int] = []
+    lend = peer_copy._lend
+
+    def half(
+        channel: peer_copy.PeerConnection, lent: Lent, asked: FileWanted, may: Callable[[], bool]
+    ) -> None:
+        if lent[1].blobs[asked.file].path == BIG:
+            wanted.append(asked.at)
+            if len(wanted) == 1:
+                channel.send(FileHeld(EXTRA))
+                channel.send_bytes(lent[0].blob(big(pair)).read_bytes()[: EXTRA // 2])
+                raise LinkError("broken")
+        lend(channel, lent, asked, may)
+
+    monkeypatch.setattr(peer_copy, "_lend", half)
+    with pytest.raises(LinkError, match="cut short"):
+        pair.copy()
+    assert same(pair.copy(), with_weights(EXTRA))
+    assert wanted[0] == 0
+    assert 0 < wanted[1] <= EXTRA // 2
+
+
 def test_damage_on_the_lenders_disk_is_noticed_and_stays_there(pair: Pair) -> None:
-    file = next(f for f in pair.theirs.manifest(COMMIT).files if f.path == BIG)  # type: ignore[union-attr]
+    file = big(pair)
     with pair.theirs.blob(file).open("r+b") as blob:
         blob.seek(3 * CHUNK)
         blob.write(b"\0\0\0\0")
@@ -578,13 +602,13 @@ def test_damage_on_the_lenders_disk_is_noticed_and_stays_there(pair: Pair) -> No
 def test_a_lender_that_goes_leaves_what_has_come(
     hub: Hub, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces = 0
+    files = 0
     lend = peer_copy._lend
 
     def dies(*args: object) -> None:
-        nonlocal pieces
-        pieces += 1
-        if pieces == 12:
+        nonlocal files
+        files += 1
+        if files == 3:
             pair.lender.close()
         lend(*args)  # type: ignore[arg-type]
 
@@ -610,14 +634,14 @@ def test_only_members_copy_and_only_what_is_lent(pair: Pair, tmp_path: Path) -> 
         with pytest.raises(LinkError, match="nothing of"):
             peer_copy.ask(channel, name)
     manifest, _ = peer_copy.ask(channel, NAME)
-    for place, piece in ((len(manifest.blobs), 0), (0, 1000), (2**32 - 1, 2**32 - 1)):
+    for place, at in ((len(manifest.blobs), 0), (0, 1 << 40), (2**32 - 1, 2**63 - 1)):
         other = pair.connect()
         peer_copy.ask(other, NAME)
-        other.send(PieceWanted(place, piece))
+        other.send(FileWanted(place, at))
         with pytest.raises(LinkError):
             other.next()
     early = pair.connect()
-    early.send(PieceWanted(0, 0))
+    early.send(FileWanted(0, 0))
     with pytest.raises(LinkError):
         early.next()
     long = pair.connect()
@@ -646,34 +670,69 @@ def test_a_lender_that_gets_another_revision_meanwhile_is_left(
 
 def test_a_bug_in_one_thread_ends_the_copy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: dict[str, object] = {}
-    monkeypatch.setattr(peer_copy.PieceQueue, "take", lambda *_: nothing["a bug"])
+    monkeypatch.setattr(peer_copy.FileQueue, "take", lambda *_: nothing["a bug"])
     with pytest.raises(KeyError, match="a bug"):
         pair.copy()
 
 
-def test_a_lender_without_a_piece_is_not_waited_for_all_day(
+def test_a_lender_that_gets_nothing_new_is_not_waited_for_all_day(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_copy, "PIECE_S", 0.5)
-    pair.theirs.blob(next(f for f in pair.theirs.manifest(COMMIT).files if f.path == BIG)).unlink()  # type: ignore[union-attr]
-    with pytest.raises(LinkError, match=r"no piece has come for 0\.5 s") as late:
+    monkeypatch.setattr(peer_copy, "STEP_S", 0.5)
+    pair.theirs.blob(big(pair)).unlink()
+    with pytest.raises(LinkError, match=r"nothing new has come for 0\.5 s") as late:
         pair.copy()
     assert late.value.code is Code.LINK_TIMEOUT
 
 
+def test_one_that_gets_a_large_file_slowly_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = pair.theirs.blob(big(pair))
+    body = whole.read_bytes()
+    whole.unlink()
+    part = hub_cache.PartialFile(pair.theirs, big(pair), lambda: False)
+    part.open()
+    now_s = 0.0
+    held = peer_copy._held
+
+    def some_more(lent: Lent | None) -> peer_copy.FilesHeld:
+        nonlocal now_s
+        now_s += 0.9 * peer_copy.STEP_S
+        part.write(body[part.held_bytes :][: EXTRA // 5 + 1])
+        if part.held_bytes == EXTRA and not pair.theirs.has(part.file):
+            part.finish()
+        return held(lent)
+
+    monkeypatch.setattr(peer_copy, "_held", some_more)
+    monkeypatch.setattr(peer_copy, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(peer_copy, "CONNECTIONS", 1)
+    assert same(pair.copy(), with_weights(EXTRA))
+    part.close()
+    assert now_s > 3 * peer_copy.STEP_S
+
+
 def test_nor_is_one_that_drips(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def drip(
-        channel: peer_copy.PeerConnection, repo: Repo, manifest: manifests.Manifest, file: int, _: int
-    ) -> None:
-        channel.send(PieceHeld(min(CHUNK, manifest.blobs[file].size)))
+    def drip(channel: peer_copy.PeerConnection, lent: Lent, wanted: FileWanted, _: object) -> None:
+        channel.send(FileHeld(lent[1].blobs[wanted.file].size))
         while True:
             channel.send_bytes(b"\0")
             threading.Event().wait(0.1)
 
-    monkeypatch.setattr(peer_copy, "PIECE_S", 0.5)
+    monkeypatch.setattr(peer_copy, "STEP_S", 0.5)
     monkeypatch.setattr(peer_copy, "_lend", drip)
-    with pytest.raises(LinkError, match=r"no piece has come for 0\.5 s"):
+    with pytest.raises(LinkError, match=r"nothing new has come for 0\.5 s"):
         pair.copy()
+
+
+def test_a_member_that_is_removed_gets_no_more_of_a_file(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_copy, "STEP_BYTES", CHUNK)
+    monkeypatch.setattr(peer_copy, "_BLOCK_BYTES", CHUNK)
+    channel = pair.connect()
+    manifest, _ = peer_copy.ask(channel, NAME)
+    channel.send(FileWanted(manifest.blobs.index(big(pair)), 0))
+    assert channel.receive(FileHeld).size == EXTRA
+    pair.welcome.clear()
+    with pytest.raises(LinkError, match="hung up"):
+        channel.receive_into(memoryview(bytearray(EXTRA)))
 
 
 def test_strangers_who_only_connect_keep_nobody_out(pair: Pair) -> None:
@@ -743,7 +802,7 @@ def test_a_lender_that_falls_silent_is_left(pair: Pair, monkeypatch: pytest.Monk
 
 def test_a_link_out_of_the_cache_is_not_followed(pair: Pair, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
-    file = next(f for f in pair.theirs.manifest(COMMIT).files if f.path == BIG)  # type: ignore[union-attr]
+    file = big(pair)
     secret.write_bytes(bytes(file.size))
     pair.theirs.blob(file).unlink()
     pair.theirs.blob(file).symlink_to(secret)

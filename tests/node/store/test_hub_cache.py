@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import threading
 from pathlib import Path
 
 import pytest
 
 from mlxtp.errors import ModelError
-from mlxtp.models.hub_cache import PartialFile, Repo, Stopped, hash_of
+from mlxtp.models.hub_cache import Damaged, PartialFile, Repo, Stopped, hash_of
 from mlxtp.models.manifest import Manifest, ModelFile, wanted
 
 from ...hub import COMMIT, NEWER, blob_name, embedded
@@ -124,26 +123,37 @@ def test_a_name_in_other_letters_is_the_model_where_the_disk_says_so(
     assert not Repo("some-body/other", tmp_path).has_inside(snapshot)
 
 
-def test_pieces_that_come_when_nobody_wants_them_any_more_are_left_out(tmp_path: Path) -> None:
+def test_bytes_that_come_after_the_end_are_left_out(tmp_path: Path) -> None:
     repo = Repo(NAME, tmp_path)
     repo.keep(Manifest(NAME, COMMIT, (NOTE,)))
     part = PartialFile(repo, NOTE, lambda: False)
-    part.open()
+    assert part.open() == 0
+    part.write(b"no")
     part.close()
-    for late in (part.open, lambda: part.write(0, b"late"), lambda: part.wrote(0), part.discard):
+    for late in (part.open, lambda: part.write(b"te"), part.restart, part.finish):
         with pytest.raises(Stopped):
             late()
-    assert repo.part(NOTE).read_bytes() == bytes(4)
+    assert repo.part(NOTE).read_bytes() == b"no"
     done = PartialFile(repo, NOTE, lambda: False)
-    done.open()
-    worker = threading.Thread(target=done.finish)
-    worker.start()
-    done.write(0, b"note")
-    done.wrote(0)
-    worker.join(10)
-    done.write(0, b"late")
-    done.discard()
+    assert (done.open(), done.held_bytes) == (2, 2)
+    with pytest.raises(ValueError, match="more than the 4 bytes"):
+        done.write(b"te of it")
+    done.write(b"te")
+    done.finish()
     done.close()
-    done.open()
     assert repo.blob(NOTE).read_bytes() == b"note"
     assert not repo.part(NOTE).exists()
+
+
+def test_a_beginning_that_is_longer_than_the_file_or_another_one_is_forgotten(tmp_path: Path) -> None:
+    repo = Repo(NAME, tmp_path)
+    repo.keep(Manifest(NAME, COMMIT, (NOTE,)))
+    repo.part(NOTE).write_bytes(b"longer")
+    part = PartialFile(repo, NOTE, lambda: False)
+    assert part.open() == 0
+    part.write(b"other"[:4])
+    with pytest.raises(Damaged):
+        part.finish()
+    part.close()
+    assert not repo.part(NOTE).exists()
+    assert not repo.has(NOTE)

@@ -37,6 +37,7 @@ from .groups.lifecycle import StageListener, Supervisor
 from .groups.local_rank import WORKER
 from .groups.sleep import KeepAwake, watch_sleep
 from .groups.warm_pool import WarmPool
+from .groups.wired_memory import HERE
 from .groups.worker_output import log_lines
 from .identity.join_network import enter
 from .identity.store import Store
@@ -130,7 +131,7 @@ async def _running(
     supervisor = Supervisor(settings, on_stage, warm_pool)
     stop = asyncio.Event()
     admin = StandaloneAdmin(supervisor, settings.name or socket.gethostname().partition(".")[0])
-    admin.checkup = AgentCheckup(settings, supervisor, endpoint)
+    admin.checkup = AgentCheckup(settings, supervisor, endpoint, left_wired=HERE.summary)
     app = _app(supervisor, admin, endpoint, settings)
     serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
     supervising = asyncio.create_task(supervisor.run(model))
@@ -193,7 +194,7 @@ async def _among_others(
             cluster.set_desired(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
         stop = asyncio.Event()
         admin = ClusterAdmin(cluster, store)
-        admin.checkup = AgentCheckup(settings, supervisor, endpoint, cluster, dialer)
+        admin.checkup = AgentCheckup(settings, supervisor, endpoint, cluster, dialer, left_wired=HERE.summary)
         app = _app(supervisor, admin, endpoint, started_with)
         serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
 

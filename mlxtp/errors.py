@@ -18,6 +18,7 @@ codes. A rank process that ends because of a code exits with `exit_status(code)`
 from __future__ import annotations
 
 import errno
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
 
@@ -199,3 +200,12 @@ class GroupError(MlxtpError):
     """The group of ranks cannot go on; the rank process reports and ends."""
 
     code = Code.RANK_LOST
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReport:
+    """Report of a failure: a rank's own Error, or an agent's observation of the rank."""
+
+    rank: int
+    error: MlxtpError
+    seen_from_outside: bool = False

@@ -301,9 +301,6 @@ ALSO = frozenset(
         ("mlxtp.discovery.dialer", "mlxtp.cluster.links"),
         ("mlxtp.discovery.dialer", "mlxtp.cluster.node"),
         # types that stand one package too high
-        ("mlxtp.diagnostics.checkup", "mlxtp.groups.lifecycle"),
-        ("mlxtp.diagnostics.checkup", "mlxtp.groups.wired_memory"),
-        ("mlxtp.diagnostics.failure_store", "mlxtp.groups.health"),
         ("mlxtp.discovery.dialer", "mlxtp.identity.store"),
         ("mlxtp.gateway.forwarding", "mlxtp.groups.health"),
         ("mlxtp.gateway.forwarding", "mlxtp.groups.process_group"),

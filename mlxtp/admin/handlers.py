@@ -76,7 +76,7 @@ class StandaloneAdmin:
             "backend": group.backend if group is not None else "none",
             "kind": group.kind if group is not None else "",
             "open_requests": supervisor.gateway.open_requests,
-            "left_wired": wired_memory.HERE.summary,
+            "left_wired": wired_memory.HERE.summary(),
             "ranks": [
                 {
                     "rank": rank,

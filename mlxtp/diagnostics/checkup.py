@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from zeroconf import Error as ZeroconfError
 
@@ -28,8 +28,7 @@ from ..discovery.dialer import Dialer
 from ..discovery.multicast import Network
 from ..discovery.peer_cache import SERVICE
 from ..gateway.free_memory import look_at_memory
-from ..groups import wired_memory
-from ..groups.lifecycle import Supervisor
+from ..gateway.gateway import Gateway
 from ..placement import hardware
 from ..placement import probe_macos as probes
 from ..placement.hardware import RunProbe, run_as_self, run_command
@@ -265,20 +264,40 @@ class Checkup:
         return await self._run(program, arguments, probes.ASK_S)
 
 
+class Epochs(Protocol):
+    """The part of a `Supervisor` that the doctor reads."""
+
+    proof: str
+
+    @property
+    def gateway(self) -> Gateway:
+        """Gateway of the requests."""
+
+    @property
+    def in_epoch(self) -> bool:
+        """True while ranks of an own epoch run."""
+
+
 class AgentCheckup(Checkup):
-    """Facts visible to an agent. An agent that runs alone has no `cluster` and no `dialer`."""
+    """Facts visible to an agent. An agent that runs alone has no `cluster` and no `dialer`.
+
+    `left_wired` describes memory that ended ranks left wired; empty for none.
+    """
 
     def __init__(
         self,
         settings: Settings,
-        supervisor: Supervisor,
+        supervisor: Epochs,
         endpoint: Endpoint,
         cluster: NodeLoop | None = None,
         dialer: Dialer | None = None,
+        *,
+        left_wired: Callable[[], str],
     ) -> None:
         super().__init__(settings)
         self._supervisor = supervisor
         self._endpoint = endpoint
+        self._left_wired = left_wired
         self._cluster = cluster
         self._dialer = dialer
         self._busy = asyncio.Lock()
@@ -305,7 +324,7 @@ class AgentCheckup(Checkup):
             model=model.id if model is not None else "",
             has_rank=supervisor.in_epoch or hosted,
             keep_awake=self._settings.keep_awake,
-            left_wired=wired_memory.HERE.summary,
+            left_wired=self._left_wired(),
             failures=len(list((self._settings.home / failure_store.FOLDER).glob(failure_store.PATTERN))),
         )
 

@@ -24,8 +24,15 @@ from typing import Any
 
 import psutil
 
-from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, MlxtpError, code_of_exit, why_not_written
-from ..groups.health import FailureReport
+from ..errors import (
+    TERMINATED_STATUS,
+    WEDGED_STATUS,
+    Code,
+    FailureReport,
+    MlxtpError,
+    code_of_exit,
+    why_not_written,
+)
 from ..identity.private_files import FILE_MODE, make_private_folder, write_private
 from ..wire.messages import Error, Pong
 from ..wire.recording import MAX_CRASH_BYTES, RECORDING_BYTES, Recording, Step, decode

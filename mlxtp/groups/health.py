@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ..config import Limits
-from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, GroupError, MlxtpError, ModelError
+from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, FailureReport, GroupError, MlxtpError, ModelError
 from ..wire.messages import Pong
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
@@ -117,15 +117,6 @@ _OF_THE_MODEL = frozenset(
 def of_the_model(error: MlxtpError) -> bool:
     """Return True when the model itself is at fault, found by any rank or agent."""
     return isinstance(error, ModelError) or error.code in _OF_THE_MODEL
-
-
-@dataclass(frozen=True, slots=True)
-class FailureReport:
-    """Report of a failure: a rank's own Error, or an agent's observation of the rank."""
-
-    rank: int
-    error: MlxtpError
-    seen_from_outside: bool = False
 
 
 def pick_cause(reports: Iterable[FailureReport]) -> MlxtpError:

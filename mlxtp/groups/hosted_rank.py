@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import Settings
 from ..diagnostics import failure_store
-from ..errors import Code, GroupError, MlxtpError
+from ..errors import Code, FailureReport, GroupError, MlxtpError
 from ..wire.base import Message
 from ..wire.cluster_messages import (
     EndEpoch,
@@ -28,7 +28,6 @@ from ..wire.cluster_messages import (
     StartRank,
 )
 from ..wire.messages import Pong, SideChannel
-from .health import FailureReport
 from .local_rank import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port, make_epoch_folder
 
 log = logging.getLogger(__name__)

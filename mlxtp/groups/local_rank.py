@@ -18,6 +18,7 @@ from ..config import Limits
 from ..diagnostics.failure_store import RankEnd, read_recording, recorder_memory
 from ..errors import (
     Code,
+    FailureReport,
     GroupError,
     LinkError,
     MlxtpError,
@@ -50,7 +51,7 @@ from ..wire.recording import Recording, decode
 from ..wire.session import LinkKind, LinkState, Side
 from ..wire.session import Session as LinkProtocol
 from ..wire.streams import StreamLink
-from .health import FailureReport, exit_report
+from .health import exit_report
 from .warm_pool import WarmPool
 from .wired_memory import HERE
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..config import Settings
 from ..diagnostics import failure_store
-from ..errors import Code, GroupError, MlxtpError
+from ..errors import Code, FailureReport, GroupError, MlxtpError
 from ..placement.formation import explain, explain_crash
 from ..wire.blocking import listen
 from ..wire.exit_timeouts import FREE_S
@@ -34,7 +34,7 @@ from ..wire.messages import (
     SideChannel,
     TimeCollectives,
 )
-from .health import FailureReport, RankHealth, is_consequence, pick_cause, with_name
+from .health import RankHealth, is_consequence, pick_cause, with_name
 from .local_rank import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port, make_epoch_folder
 from .side_channel import RoundReplies, SideChannelHub
 

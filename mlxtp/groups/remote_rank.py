@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..errors import Code, GroupError, MlxtpError, ModelError
+from ..errors import Code, FailureReport, GroupError, MlxtpError, ModelError
 from ..wire.base import Message
 from ..wire.cluster_messages import (
     EndEpoch,
@@ -22,7 +22,6 @@ from ..wire.cluster_messages import (
     StartRank,
 )
 from ..wire.messages import Bootstrap, Gathered
-from .health import FailureReport
 from .local_rank import Watcher
 from .process_group import RankReady
 

@@ -56,11 +56,10 @@ class WiredMemory:
                 return
             await asyncio.sleep(LOOK_S)
         self._left = min(self._left + left, self.look() or 0)
-        log.warning("epoch %d: %s", epoch, self.summary, extra={"epoch": epoch})
+        log.warning("epoch %d: %s", epoch, self.summary(), extra={"epoch": epoch})
 
-    @property
     def summary(self) -> str:
-        """The memory that ended epochs left wired, for users; empty for none."""
+        """Return the memory that ended epochs left wired, for users; empty for none."""
         if not self._left or self._left > (self.look() or 0):
             return ""
         return (

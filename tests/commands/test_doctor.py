@@ -105,7 +105,7 @@ def test_a_home_that_an_agent_holds_without_answering_is_an_error(
 def test_an_agent_that_keeps_to_itself_looks_from_within(tmp_path: Path) -> None:
     settings = Settings(tmp_path, "127.0.0.1", 0, 1, "tiny", alone=True)
     with open_endpoint(settings) as endpoint:
-        found = asyncio.run(AgentCheckup(settings, Supervisor(settings), endpoint).report())
+        found = asyncio.run(AgentCheckup(settings, Supervisor(settings), endpoint, left_wired=str).report())
     assert found["looked"] == "agent"
     told = {row["id"]: row["findings"][0]["what"] for row in found["rows"]}
     assert told["ports"] == f"endpoint {endpoint.url.rpartition('/')[2]} is ours"

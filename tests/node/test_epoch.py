@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.config import Limits
-from mlxtp.errors import Code, GroupError, MlxtpError, ModelError, code_of_exit, exit_status
+from mlxtp.errors import Code, FailureReport, GroupError, MlxtpError, ModelError, code_of_exit, exit_status
 from mlxtp.groups.health import (
     BACKOFF_S,
     FAILURE_WINDOW_S,
     MAX_FAILURES,
     RING_BACKOFF_S,
-    FailureReport,
     RankHealth,
     RestartPolicy,
     exit_report,

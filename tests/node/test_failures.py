@@ -29,8 +29,7 @@ from mlxtp.diagnostics.failure_store import (
 )
 from mlxtp.diagnostics.postmortem import newest
 from mlxtp.engine.recorder import STEP, Recorder
-from mlxtp.errors import TERMINATED_STATUS, Code, ConfigError, GroupError, exit_status
-from mlxtp.groups.health import FailureReport
+from mlxtp.errors import TERMINATED_STATUS, Code, ConfigError, FailureReport, GroupError, exit_status
 from mlxtp.wire.messages import Error, Pong
 from mlxtp.wire.recording import RECORDING_BYTES, decode
 

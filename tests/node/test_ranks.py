@@ -16,9 +16,9 @@ import pytest
 
 from mlxtp.config import Settings
 from mlxtp.diagnostics import failure_store
-from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, MlxtpError, ModelError
+from mlxtp.errors import TERMINATED_STATUS, Code, FailureReport, GroupError, LinkError, MlxtpError, ModelError
 from mlxtp.groups import local_rank, remote_rank
-from mlxtp.groups.health import FailureReport, RankHealth
+from mlxtp.groups.health import RankHealth
 from mlxtp.groups.process_group import MAX_REPORTS, EpochGroup, ProcessGroup, canary_s
 from mlxtp.groups.remote_rank import RankWord, RemoteRank
 from mlxtp.groups.wired_memory import HERE

@@ -62,12 +62,12 @@ def test_what_stays_is_logged_once_and_told(
 ) -> None:
     mac = Mac(monkeypatch)
     mac.epoch(200, 200)
-    assert mac.summary.startswith("400.0 GB stayed wired after ranks of this Mac ended; only a restart")
-    assert [record.message for record in caplog.records] == [f"epoch 7: {mac.summary}"]
+    assert mac.summary().startswith("400.0 GB stayed wired after ranks of this Mac ended; only a restart")
+    assert [record.message for record in caplog.records] == [f"epoch 7: {mac.summary()}"]
     mac.epoch(50)
-    assert mac.summary.startswith("450.0 GB stayed wired")
+    assert mac.summary().startswith("450.0 GB stayed wired")
     mac.now = 100
-    assert mac.summary == ""
+    assert mac.summary() == ""
 
 
 def test_what_comes_back_within_seconds_is_not_told(
@@ -76,7 +76,7 @@ def test_what_comes_back_within_seconds_is_not_told(
     mac = Mac(monkeypatch, settles=4)
     mac.epoch(400)
     assert 0 < mac.slept_s < LOOKS * LOOK_S
-    assert mac.summary == ""
+    assert mac.summary() == ""
     assert not caplog.records
 
 
@@ -96,4 +96,4 @@ def test_only_macos_counts_wired_memory(monkeypatch: pytest.MonkeyPatch) -> None
     idle = WiredMemory(lambda: None)
     idle.began()
     asyncio.run(idle.ended(1, 400 * GB))
-    assert idle.summary == ""
+    assert idle.summary() == ""

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -35,6 +35,10 @@ ARGUMENTS = [
 ]  # fmt: skip
 PHONE, SMALL = {"width": 360, "height": 740}, {"width": 390, "height": 844}
 DESK = {"width": 1280, "height": 860}
+NO_BROWSER = (
+    "tests of the page need a browser: EXTRAS=dev,browser make setup, "
+    f"and Chromium at {CHROMIUM} or where MLXTP_CHROMIUM says"
+)
 
 RANK = {
     "node": "a" * 32,
@@ -237,14 +241,21 @@ def site(running_site: Site) -> Site:
 # --- the browser ------------------------------------------------------------------------------------------
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Give all skips for want of a browser one place, because pytest prints one line for each place."""
+    report = yield
+    if report.skipped and NO_BROWSER in str(report.longrepr):
+        report.longrepr = (__file__, None, NO_BROWSER)  # type: ignore[assignment]
+    return report
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Until the module ends, and no longer: an event loop runs in this thread meanwhile."""
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install -e '.[browser]'"
-    )
+    playwright = pytest.importorskip("playwright.sync_api", reason=NO_BROWSER)
     if not Path(CHROMIUM).exists():
-        pytest.skip(f"there is no Chromium at {CHROMIUM}; install it, or name it in MLXTP_CHROMIUM")
+        pytest.skip(NO_BROWSER)
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=WAIT_S * 1000)
         yield browser

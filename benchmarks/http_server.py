@@ -21,7 +21,7 @@ from mlxtp.config import Settings, embedded_model_path
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.local_rank import RequestEvent
 from mlxtp.text.tokenizer import Text
-from mlxtp.wire.base import Message
+from mlxtp.wire.codecs import Message
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate
 
 SAYS = "The quick brown fox jumps over the lazy dog, and counts: one, two, three, four, five. "

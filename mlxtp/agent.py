@@ -44,7 +44,7 @@ from .identity.store import Store
 from .models.names import ModelSource, find_model, in_folders, is_hub_id, lasting_name, open_model
 from .placement import hardware
 from .service.watchdog import watched_loop
-from .wire.machine import Machine
+from .wire.reports import Machine
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
 
-from mlxtp.wire.base import Message
-from mlxtp.wire.codecs import FieldCodec
-from mlxtp.wire.frames import MAX_DEPTH, MAX_FRAME, MAX_ITEMS, MAX_OBJECTS, MAX_OPENING_FRAME
+from mlxtp.wire.codecs import FieldCodec, Message
+from mlxtp.wire.frames import (
+    MAX_DEPTH,
+    MAX_FRAME,
+    MAX_ITEMS,
+    MAX_OBJECTS,
+    MAX_OPENING_FRAME,
+    MESSAGES,
+    RETIRED,
+    field_codecs,
+)
 from mlxtp.wire.messages import PROTOCOL_VERSION
 from mlxtp.wire.protocol import TABLES, TERMINAL, LinkKind, LinkState, RequestFailed, Side
-from mlxtp.wire.registry import MESSAGES, RETIRED, field_codecs
 
 _WIDTH = 118
 

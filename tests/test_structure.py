@@ -281,7 +281,7 @@ ALSO = frozenset(
         # one definition of what requests may set
         ("mlxtp.api.backend", "mlxtp.wire.messages"),
         # one list of names of secrets
-        ("mlxtp.text.sandbox", "mlxtp.wire.warm_start"),
+        ("mlxtp.text.sandbox", "mlxtp.wire.rank_process"),
         # to go with the hub (cluster/node.py and cluster/surroundings.py)
         ("mlxtp.cluster.control_port", "mlxtp.gateway.remote_backend"),
         ("mlxtp.cluster.node", "mlxtp.gateway.forwarding"),
@@ -427,15 +427,13 @@ PURE = (
     "mlxtp.api.sampling",
     "mlxtp.text.stop_strings",
     "mlxtp.api.request_metrics",
-    "mlxtp.wire.base",
-    "mlxtp.wire.fabric_result",
-    "mlxtp.wire.machine",
+    "mlxtp.wire.codecs",
+    "mlxtp.wire.reports",
     "mlxtp.wire.rdma",
     "mlxtp.wire.messages",
     "mlxtp.wire.frames",
     "mlxtp.wire.session",
     "mlxtp.wire.protocol",
-    "mlxtp.wire.rules",
     "mlxtp.wire.epoch_proof",
     "mlxtp.placement.candidates",
     "mlxtp.placement.tables",

@@ -21,7 +21,7 @@ from ..groups.lifecycle import Supervisor
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import Serving
-from ..wire.fabric_result import FabricResult
+from ..wire.reports import FabricResult
 
 #: Fields of each rank's heartbeat.
 _RANK = (

@@ -18,8 +18,7 @@ from .printing import home_of, typed
 
 if TYPE_CHECKING:
     from ..placement.topology import MemberMachine
-    from ..wire.fabric_result import FabricResult
-    from ..wire.machine import Machine
+    from ..wire.reports import FabricResult, Machine
 
 
 NODES = BY_KEY["nodes"].metavar
@@ -146,7 +145,7 @@ def _members_here(home: Path) -> tuple[tuple[MemberMachine, ...], str, tuple[Fab
 
 
 def _machine(fields: Mapping[str, Any]) -> Machine:
-    from ..wire.machine import Interface, Machine, Port
+    from ..wire.reports import Interface, Machine, Port
 
     interfaces = tuple(Interface(**each) for each in fields["interfaces"])
     ports = tuple(Port(**each) for each in fields["ports"])

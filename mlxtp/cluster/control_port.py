@@ -21,7 +21,7 @@ from ..identity.join_token import TokenIssuer
 from ..identity.store import Identity, Store
 from ..wire.blocking import listen
 from ..wire.certificates import NodeIdentity, authority_hash
-from ..wire.join_messages import MAX_ADDRESS, MAX_ADDRESSES, MAX_PEERS, NONCE_BYTES, JoinOffer
+from ..wire.peer_messages import MAX_ADDRESS, MAX_ADDRESSES, MAX_PEERS, NONCE_BYTES, JoinOffer
 from ..wire.tls import ALPN_CONTROL, ALPN_REQUESTS, Peer, member_context_server
 from ..wire.tls_acceptor import TlsAcceptor
 from .node import NodeLoop

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Protocol as Interface
 
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
-from ..wire.base import Message
 from ..wire.certificates import NodeIdentity
 from ..wire.cluster_messages import AgentHello
+from ..wire.codecs import Message
 from ..wire.messages import Error, SessionEnd
 from ..wire.protocol import TERMINAL
 from ..wire.session import LinkKind, Session, Side

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from ..errors import MlxtpError
 from ..placement import hardware
 from ..wire.cluster_messages import MachineReport, MachineWanted
-from ..wire.machine import Machine
+from ..wire.reports import Machine
 from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,6 @@ from ..models.model_queue import ModelSwitcher
 from ..models.selection import ModelSelection
 from ..models.transfers import TransferCoordinator
 from ..placement.cost_model import Measured
-from ..wire.base import Message
 from ..wire.certificates import NodeIdentity
 from ..wire.cluster_messages import (
     MAX_MEMBERS,
@@ -69,9 +68,9 @@ from ..wire.cluster_messages import (
     TokenIssued,
     TokenWanted,
 )
-from ..wire.codecs import printable
-from ..wire.machine import Machine
+from ..wire.codecs import Message, printable
 from ..wire.messages import PROTOCOL_VERSION, Error
+from ..wire.reports import Machine
 from .cluster_state import ClusterState
 from .compatibility import Build, compare
 from .failure_detector import Change, Duplicate, MemberState

@@ -15,9 +15,8 @@ from typing import Any
 
 from ..errors import ConfigError, UserError
 from ..identity.private_files import write_private
-from ..wire.base import U63
 from ..wire.cluster_messages import MAX_MEMBERS, DesiredState, RosterEntry
-from ..wire.codecs import FieldCodec, integer, record, records, text, texts
+from ..wire.codecs import U63, FieldCodec, integer, record, records, text, texts
 from .cluster_state import MAX_ENTRIES, ClusterState, LeaderClaim, Roster
 
 FILE = "state.json"

@@ -13,7 +13,7 @@ from ..identity.store import Identity
 from ..models.local_model import LocalModel
 from ..placement.cost_model import Measured
 from ..wire.cluster_messages import DesiredState, ModelStatus, Serving
-from ..wire.machine import Machine
+from ..wire.reports import Machine
 from .leadership import Leadership
 from .links import PeerLinks
 from .membership import Membership

@@ -35,7 +35,7 @@ from ..placement.hardware import RunProbe, run_as_self, run_command
 from ..placement.probe_output import Output
 from ..wire.blocking import listen
 from ..wire.cluster_messages import ModelStatus
-from ..wire.machine import Machine
+from ..wire.reports import Machine
 from . import failure_store, local_facts
 from .facts import (
     AgentFacts,

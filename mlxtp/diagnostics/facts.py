@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from ..wire.machine import Machine
+from ..wire.reports import Machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from ..identity.store import Identity, Store
 from ..placement import probe_macos as probes
 from ..placement.probe_output import NOT_INSTALLED, Output, Reading, ipv4, self_assigned
 from ..wire.certificates import MemberCertificates
-from ..wire.machine import Machine
+from ..wire.reports import Machine
 from .facts import Attempt, Certificate, Disk, FirewallFacts, IdentityFacts, Package, PortFacts, Software
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from ..placement.advice import ADDRESS, BRIDGE, CABLE, POWER, RDMA, RDMA_SINCE, THUNDERBOLT_5_GBPS, notes
-from ..wire.machine import Machine, Port
+from ..wire.reports import Machine, Port
 from .facts import Finding, MachineFacts, error, info, ok, warning
 
 GB = 10**9

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from ..errors import Code, ModelError, RequestError
 from ..tokenizer_file import tokenizer_json
 from ..wire.messages import MAX_GRAMMAR
-from ..wire.warm_start import without_secrets
+from ..wire.rank_process import without_secrets
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -6,8 +6,8 @@ import time
 from collections import deque
 from typing import Literal
 
-from ..wire.exit_timeouts import STEPS, patience_s
 from ..wire.messages import Pong
+from ..wire.rank_process import STEPS, patience_s
 from .recorder import Recorder
 
 Phase = Literal[

@@ -10,7 +10,7 @@ import importlib
 import socket
 import sys
 
-from ..wire.warm_start import take_over
+from ..wire.rank_process import take_over
 from .mlx_lm_shim import import_mlx_lm
 
 #: Modules that every rank imports, which take nearly all of its start.

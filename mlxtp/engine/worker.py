@@ -23,7 +23,6 @@ from typing import Protocol as Interface
 
 from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, GroupError, LinkError, MlxtpError, exit_status
 from ..wire.blocking import BlockingLink
-from ..wire.exit_timeouts import FREE_S
 from ..wire.messages import (
     PROTOCOL_VERSION,
     Bootstrap,
@@ -35,6 +34,7 @@ from ..wire.messages import (
     SessionEnd,
     Shutdown,
 )
+from ..wire.rank_process import FREE_S
 from ..wire.session import LinkKind, LinkState, Received, Session, Side
 from .decode_links import open_links
 from .jaccl import SideChannelExchange

@@ -9,7 +9,7 @@ from typing import Protocol
 from ..api.backend import StreamEnd, TokenEvent, Tokens, TokenScore
 from ..api.request_metrics import UNWATCHED
 from ..errors import Code, MlxtpError
-from ..wire.base import Message
+from ..wire.codecs import Message
 from ..wire.messages import Accepted, Delta, Error, Finished, Generate, Prefilled, ScoredDelta
 from .retry_policy import RequestRecord
 

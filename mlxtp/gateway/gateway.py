@@ -34,7 +34,7 @@ from ..errors import Code, GroupError, MlxtpError, RequestError
 from ..groups.local_rank import RequestEvent
 from ..models import self_test
 from ..text.tokenizer import Text
-from ..wire.base import Message
+from ..wire.codecs import Message
 from ..wire.messages import (
     MAX_FRAME_TOKENS,
     Accepted,

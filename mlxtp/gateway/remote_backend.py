@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ..errors import Code, LinkError, MlxtpError, RequestError
 from ..groups.local_rank import RequestEvent
-from ..wire.base import Message
+from ..wire.codecs import Message
 from ..wire.messages import (
     PROTOCOL_VERSION,
     Accepted,

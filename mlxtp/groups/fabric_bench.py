@@ -15,7 +15,7 @@ from ..identity.private_files import read_private, write_private
 from ..placement import measurements
 from ..placement.cost_model import Measured
 from ..wire.cluster_messages import FabricAnswer, FabricReport, FabricWanted
-from ..wire.fabric_result import FabricResult
+from ..wire.reports import FabricResult
 from .controller import GroupController
 from .health import ServingState
 

@@ -14,7 +14,6 @@ from typing import Any
 from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError
-from ..wire.base import Message
 from ..wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
@@ -27,6 +26,7 @@ from ..wire.cluster_messages import (
     RankTrouble,
     StartRank,
 )
+from ..wire.codecs import Message
 from ..wire.messages import Pong, SideChannel
 from .local_rank import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port, make_epoch_folder
 

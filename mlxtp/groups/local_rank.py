@@ -27,7 +27,6 @@ from ..errors import (
     is_disk_full,
     why_not_written,
 )
-from ..wire.exit_timeouts import ANSWER_S, FREE_S, patience_s
 from ..wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -47,6 +46,7 @@ from ..wire.messages import (
     SideChannel,
     Welcome,
 )
+from ..wire.rank_process import ANSWER_S, FREE_S, patience_s
 from ..wire.recording import Recording, decode
 from ..wire.session import LinkKind, LinkState, Side
 from ..wire.session import Session as LinkProtocol

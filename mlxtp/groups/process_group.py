@@ -17,7 +17,6 @@ from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError
 from ..placement.formation import explain, explain_crash
 from ..wire.blocking import listen
-from ..wire.exit_timeouts import FREE_S
 from ..wire.messages import (
     Bootstrap,
     CollectivesTimed,
@@ -34,6 +33,7 @@ from ..wire.messages import (
     SideChannel,
     TimeCollectives,
 )
+from ..wire.rank_process import FREE_S
 from .health import RankHealth, is_consequence, pick_cause, with_name
 from .local_rank import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port, make_epoch_folder
 from .side_channel import RoundReplies, SideChannelHub

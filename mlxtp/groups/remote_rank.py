@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import Code, FailureReport, GroupError, MlxtpError, ModelError
-from ..wire.base import Message
 from ..wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
@@ -21,6 +20,7 @@ from ..wire.cluster_messages import (
     RankTrouble,
     StartRank,
 )
+from ..wire.codecs import Message
 from ..wire.messages import Bootstrap, Gathered
 from .local_rank import Watcher
 from .process_group import RankReady

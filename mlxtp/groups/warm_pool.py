@@ -1,7 +1,7 @@
 """Source of this machine's rank processes: new ones, or warm ones that were started ahead.
 
 Imports take nearly all of the time until a rank process sends its Hello. A warm process has done them, blocks
-on its socket, and has no epoch, group or model until the agent hands it over (`wire/warm_start.py`).
+on its socket, and has no epoch, group or model until the agent hands it over (`wire/rank_process.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..wire.messages import Pong
-from ..wire.warm_start import READY, TAKEN, hand_over, without_secrets
+from ..wire.rank_process import READY, TAKEN, hand_over, without_secrets
 from .worker_output import Heard, WorkerOutput
 
 log = logging.getLogger(__name__)

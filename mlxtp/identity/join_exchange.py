@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from ..errors import Code, LinkError, ProtocolError, RemoteProtocolError
-from ..wire.join_messages import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from ..wire.messages import Error, Message
+from ..wire.peer_messages import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from ..wire.session import LinkKind, Session, Side
 from ..wire.streams import StreamLink
 from ..wire.tls import ALPN_JOIN, join_context

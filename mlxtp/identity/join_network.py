@@ -15,8 +15,8 @@ from ..discovery.dial_schedule import host_and_port
 from ..discovery.mdns import Discovery
 from ..discovery.peer_cache import Advert, DiscoveredPeer
 from ..errors import ConfigError, LinkError, ProtocolError, UserError
-from ..wire.join_messages import NONCE_BYTES
 from ..wire.messages import PROTOCOL_VERSION
+from ..wire.peer_messages import NONCE_BYTES
 from .join_exchange import ask_to_join
 from .join_protocol import AskElsewhere, Denied, Granted, Joiner
 from .join_queue import JoinQueue

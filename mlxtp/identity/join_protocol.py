@@ -41,7 +41,7 @@ from ..wire.certificates import (
     point_of,
     sign,
 )
-from ..wire.join_messages import MAX_NAME, PROOF_BYTES, JoinGrant, JoinOffer, JoinRefusal, JoinRequest
+from ..wire.peer_messages import MAX_NAME, PROOF_BYTES, JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from .join_token import JoinToken, TokenIssuer
 
 _REQUEST = b"mlxtp join request\0"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from ..errors import Code, ConfigError, UserError
 from ..wire.certificates import AUTHORITY_HASH_BYTES
-from ..wire.join_messages import TOKEN_ID_BYTES
+from ..wire.peer_messages import TOKEN_ID_BYTES
 
 VERSION = 1
 SECRET_BYTES = 16

@@ -32,7 +32,7 @@ from ..wire.certificates import (
     key_to_pem,
     new_key,
 )
-from ..wire.join_messages import NODE_ID_BYTES
+from ..wire.peer_messages import NODE_ID_BYTES
 from ..wire.tls import Credentials
 from .private_files import check_private_folder, make_private_folder, read_private, sync_folder, write_private
 

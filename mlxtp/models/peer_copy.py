@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
 from ..errors import Code, LinkError, MlxtpError, ProtocolError, RemoteProtocolError
-from ..wire.base import Message
 from ..wire.blocking import listen
 from ..wire.certificates import NodeIdentity
-from ..wire.copy_messages import FileHeld, FilesHeld, FilesWanted, FileWanted
+from ..wire.codecs import Message
 from ..wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, encode
+from ..wire.peer_messages import FileHeld, FilesHeld, FilesWanted, FileWanted
 from ..wire.tls import (
     ALPN_MODELS,
     HANDSHAKE_S,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from zlib import crc32
 
-from ..wire.machine import Machine, Port
+from ..wire.reports import Machine, Port
 from .probe_output import self_assigned
 
 THUNDERBOLT_5_GBPS = 80  #: Gb/s in each direction; Thunderbolt 4 and USB4 end at 40.

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from ..errors import Code
-from ..wire.machine import Machine, Port
 from ..wire.rdma import Matrix, devices, fault, peers
+from ..wire.reports import Machine, Port
 from .advice import RDMA_SINCE, cable_addresses
 from .topology import MemberMachine
 

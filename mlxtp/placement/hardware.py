@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..wire.machine import Machine
+from ..wire.reports import Machine
 from .probe_linux import InterfaceRow, Sight
 from .probe_machine import elsewhere, mac, mac_again
 from .probe_macos import COMMANDS

@@ -13,8 +13,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from ..wire.codecs import record
-from ..wire.fabric_result import FabricResult
 from ..wire.messages import MAX_TIMED_BYTES, MAX_TIMED_ROUNDS
+from ..wire.reports import FabricResult
 from .cost_model import Collective, Measured
 
 SIZES = tuple(1024 * 4**i for i in range(8))  #: Bytes: 1 KiB to 16 MiB.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ..wire.base import U63
-from ..wire.machine import MAX_NOTES, Machine, Port
+from ..wire.codecs import U63
+from ..wire.reports import MAX_NOTES, Machine, Port
 from . import probe_linux, probe_macos
 from .advice import MAC_STUDIO, THUNDERBOLT_5_GBPS, findings
 from .probe_macos import COMMANDS, Bus, HardwarePorts, Profile, parse_profile

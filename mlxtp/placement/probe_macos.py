@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..wire.base import U63
-from ..wire.machine import MAX_PORTS
+from ..wire.codecs import U63
+from ..wire.reports import MAX_PORTS
 from .probe_output import MAX_ADDRESSES, MAX_LINKS, MAX_MBPS, NetworkDevice, Reading, count, ipv4, printable
 
 
@@ -239,7 +239,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Bus:
-    """One Thunderbolt port with the cable in it, as `wire/machine.py` has it.
+    """One Thunderbolt port with the cable in it, as `wire/reports.py` has it.
 
     `gbps` is the speed of the link if `connected`, else the most that the port can do, 0 when unknown.
     `peer_domain` is the Thunderbolt domain of the nearest Mac: behind a hub there can be several.

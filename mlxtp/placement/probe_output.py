@@ -1,7 +1,7 @@
 """Output of a command, the values read from it, and the addresses among them that count.
 
 No output is trusted: parsers take any text at all, raise nothing, and return values that are cut to what
-`wire/machine.py` allows.
+`wire/reports.py` allows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv4Address
 from typing import Generic, TypeVar
 
-from ..wire.machine import MAX_INTERFACES, Interface
+from ..wire.reports import MAX_INTERFACES, Interface
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from pydantic_core import to_json
 
 from ..errors import Code, MlxtpError, ModelError, RequestError
-from ..wire.warm_start import without_secrets
+from ..wire.rank_process import without_secrets
 from .json_limits import SHORT
 from .renderer import Json, LocalRenderer, RendererFacts, broken, too_large
 from .worker_queue import WorkerQueue

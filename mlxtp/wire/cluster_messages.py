@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import Code
-from .base import U32, U63, Message
-from .base import holding as _f
 from .codecs import (
+    U32,
+    U63,
+    Message,
     binary,
     boolean,
     choice,
@@ -26,9 +27,9 @@ from .codecs import (
     text,
     texts,
 )
-from .fabric_result import FabricResult
-from .machine import Machine
+from .codecs import holding as _f
 from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
+from .reports import FabricResult, Machine
 
 MAX_MEMBERS = 64
 MAX_TOLD = 32  #: Entries of the roster in one message: what one frame may hold in objects.

@@ -1,11 +1,11 @@
-"""Codecs of message fields: each kind is packed, checked and unpacked here."""
+"""Codecs of message fields, where each kind is packed, checked and unpacked, and the base of all messages."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 _FEW = 65  # integers of one field whose format is kept
 Wire = Any  #: values that msgpack packs: int, str, bytes, bool, float, list, dict
@@ -210,3 +210,22 @@ def _strings(max_items: int, one: FieldCodec) -> FieldCodec:
         return tuple([one.from_wire(item) for item in value])
 
     return FieldCodec(list, check)
+
+
+# --- messages: frozen dataclasses whose fields declare their limits --------------------------------------
+
+
+U32 = 2**32 - 1
+U63 = 2**63 - 1
+
+
+def holding(codec: FieldCodec, **default: Any) -> Any:
+    """Return a dataclass field whose values `codec` packs and checks."""
+    return field(metadata={"codec": codec}, **default)
+
+
+class Message:
+    """Base of all messages. `TYPE` is the number on the wire."""
+
+    __slots__ = ()
+    TYPE: ClassVar[int]

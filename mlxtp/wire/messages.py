@@ -5,7 +5,7 @@ declares its limits once, for both directions. A message that breaks them is ref
 after it is received.
 
 Links: *pipe* joins an agent and one rank of its own. *decode* joins rank 0 and one other rank. *join* lets a
-Mac join a cluster (its messages are in `join_messages.py`).
+Mac join a cluster (its messages are in `peer_messages.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import Code
-from .base import U32 as U32
-from .base import U63 as U63
-from .base import Message as Message
-from .base import holding as _f
+from .codecs import U32 as U32
+from .codecs import U63 as U63
+from .codecs import Message as Message
 from .codecs import (
     binary,
     boolean,
@@ -33,6 +32,7 @@ from .codecs import (
     text,
     texts,
 )
+from .codecs import holding as _f
 from .rdma import MAX_ENTRY
 
 PROTOCOL_VERSION = 4

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from .cluster_messages import BOTH_WAYS, AgentHello
-from .join_messages import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from .messages import (
     Accepted,
     Ack,
@@ -55,6 +54,7 @@ from .messages import (
     Unload,
     Welcome,
 )
+from .peer_messages import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 
 
 class Side(Enum):

@@ -12,8 +12,8 @@ from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Request, Sampling, Sha
 from mlxtp.api.dialects.openai_request import parse_chat
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import GenerationOptions
+from mlxtp.wire.frames import check_body, to_body
 from mlxtp.wire.messages import Generate
-from mlxtp.wire.registry import check_body, to_body
 
 VOCABULARY = 340
 

@@ -12,7 +12,7 @@ from mlxtp.placement.probe_machine import mac
 from mlxtp.placement.probe_macos import COMMANDS
 from mlxtp.placement.probe_output import NOT_INSTALLED, Output
 from mlxtp.wire.codecs import record
-from mlxtp.wire.machine import Machine, Port
+from mlxtp.wire.reports import Machine, Port
 
 FOLDER = Path(__file__).with_name("recordings")
 ULTRA, MAX, MINI, BOOK, OLD_BOOK = MACS = (

@@ -21,8 +21,8 @@ from mlxtp.identity.join_token import LIFE_S, MAX_FAILURES, JoinToken, TokenIssu
 from mlxtp.identity.store import Identity, Store
 from mlxtp.wire.certificates import authority_hash, certificates_to_pem, found, key_to_pem, new_key
 from mlxtp.wire.frames import encode
-from mlxtp.wire.join_messages import JoinOffer
 from mlxtp.wire.messages import Message, Ping
+from mlxtp.wire.peer_messages import JoinOffer
 from mlxtp.wire.session import LinkKind, Session, Side
 from mlxtp.wire.streams import StreamLink
 from mlxtp.wire.tls import (

@@ -14,7 +14,7 @@ from mlxtp.placement import probe_linux, probe_macos
 from mlxtp.placement.probe_machine import elsewhere, mac, mac_again
 from mlxtp.placement.probe_macos import COMMANDS, parse_profile
 from mlxtp.placement.probe_output import MAX_LINKS, Output, Reading, interfaces, only
-from mlxtp.wire.machine import MAX_PORTS
+from mlxtp.wire.reports import MAX_PORTS
 
 from .macs import MACS, machine, outputs, over_the_wire, recorded
 

@@ -9,7 +9,7 @@ import pytest
 from mlxtp.placement.probe_linux import InterfaceRow, Sight, links, parse_cpuinfo, parse_os_release
 from mlxtp.placement.probe_machine import elsewhere
 from mlxtp.placement.probe_output import NetworkDevice, interfaces, ipv4, only
-from mlxtp.wire.machine import Interface
+from mlxtp.wire.reports import Interface
 
 from .macs import over_the_wire
 

@@ -9,7 +9,7 @@ import pytest
 from mlxtp.placement.probe_machine import mac, mac_again
 from mlxtp.placement.probe_macos import COMMANDS
 from mlxtp.placement.probe_output import Output
-from mlxtp.wire.machine import Interface
+from mlxtp.wire.reports import Interface
 
 from .macs import (
     BOOK,

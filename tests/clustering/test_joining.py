@@ -20,7 +20,7 @@ from mlxtp.wire.certificates import (
     point_of,
     sign,
 )
-from mlxtp.wire.join_messages import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
+from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 
 CLUSTER = "c1" * 8
 FIRST, NEW, OTHER = "a1" * 16, "a2" * 16, "a3" * 16

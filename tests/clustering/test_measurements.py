@@ -29,7 +29,7 @@ from mlxtp.placement.measurements import (
     to_text,
 )
 from mlxtp.placement.planner import PlacementOptions, plan
-from mlxtp.wire.fabric_result import FabricResult
+from mlxtp.wire.reports import FabricResult
 
 from .desks import all_pairs, cabled, mac, node_id, on_lan, shape
 

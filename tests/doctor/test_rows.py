@@ -33,7 +33,7 @@ from mlxtp.diagnostics.facts import (
 from mlxtp.diagnostics.local_facts import floors, software_here
 from mlxtp.diagnostics.rows import ROWS, Examined, examine, to_json
 from mlxtp.placement.probe_output import Output
-from mlxtp.wire.machine import Interface
+from mlxtp.wire.reports import Interface
 
 from ..clustering.macs import BOOK, MAX, MINI, OLD_BOOK, ULTRA
 from . import recorded

@@ -35,7 +35,7 @@ from mlxtp.engine.steps import (
 )
 from mlxtp.errors import Code, RequestError
 from mlxtp.wire.messages import Evict, Message, PromptBatch, PromptTokens, SessionStop, StepToken
-from mlxtp.wire.rules import DecodeLedger
+from mlxtp.wire.session import DecodeLedger
 
 EOS = 1
 NONSENSE = 999_999

@@ -11,7 +11,7 @@ import pytest
 
 from mlxtp.engine.telemetry import LEAST_PATIENCE_S, RankTelemetry
 from mlxtp.errors import TERMINATED_STATUS, WEDGED_STATUS, Code, exit_status
-from mlxtp.wire.exit_timeouts import PATIENCE_S
+from mlxtp.wire.rank_process import PATIENCE_S
 
 from ..cluster import WAIT_S
 

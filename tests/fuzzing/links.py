@@ -8,9 +8,9 @@ from typing import Any
 import msgpack
 
 from mlxtp.errors import LocalProtocolError, MlxtpError, RemoteProtocolError
+from mlxtp.wire.frames import MESSAGES, from_body, to_body
 from mlxtp.wire.messages import Message, Shutdown
 from mlxtp.wire.protocol import TABLES, LinkKind, LinkState, RequestFailed, Side
-from mlxtp.wire.registry import MESSAGES, from_body, to_body
 from mlxtp.wire.session import Session
 
 from ..wire.samples import EXAMPLES

@@ -50,11 +50,11 @@ from mlxtp.text.stop_strings import StopFinder
 from mlxtp.text.tool_calls import CallReader, tool_format, tool_json
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
 from mlxtp.wire import certificates, recording
-from mlxtp.wire.fabric_result import FabricResult
 from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
-from mlxtp.wire.join_messages import JoinGrant, JoinOffer, JoinRequest
 from mlxtp.wire.messages import Generate
+from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRequest
 from mlxtp.wire.protocol import LinkKind
+from mlxtp.wire.reports import FabricResult
 
 from ..clustering.macs import MACS, outputs, over_the_wire, recorded
 from ..clustering.test_hardware_garbage import PARSERS

@@ -48,8 +48,8 @@ from mlxtp.wire.messages import (
     SideChannel,
     Unload,
 )
+from mlxtp.wire.rank_process import take_over
 from mlxtp.wire.session import LinkKind, Session, Side
-from mlxtp.wire.warm_start import take_over
 
 ENDLESS = 1000
 """A request for so many tokens gets one, and then waits to be cancelled."""

@@ -16,11 +16,11 @@ from mlxtp.errors import Code, MlxtpError, ModelError
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.models import local_model
 from mlxtp.models.names import ModelSource
-from mlxtp.wire.base import Message
 from mlxtp.wire.cluster_messages import AgentHello, Beat, MachineReport, ModelStatus
+from mlxtp.wire.codecs import Message
 from mlxtp.wire.frames import encode
-from mlxtp.wire.machine import Interface, Machine
 from mlxtp.wire.messages import Error
+from mlxtp.wire.reports import Interface, Machine
 
 from ..wire.members import Member
 from .scenes import run, within

@@ -16,7 +16,7 @@ from mlxtp.diagnostics.facts import Attempt
 from mlxtp.diagnostics.local_facts import attempts, shared
 from mlxtp.discovery.peer_cache import DiscoveredPeer
 from mlxtp.wire.cluster_messages import ModelStatus
-from mlxtp.wire.machine import Interface
+from mlxtp.wire.reports import Interface
 
 from ..wire.members import Member
 from .one_node import MACHINE, A, B, Node, play, report

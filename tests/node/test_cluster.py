@@ -22,7 +22,6 @@ from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.identity.join_token import JoinToken, TokenIssuer
 from mlxtp.models.names import ModelSource
 from mlxtp.placement import hardware
-from mlxtp.wire.base import U63, Message
 from mlxtp.wire.certificates import authority_hash
 from mlxtp.wire.cluster_messages import (
     MAX_MEMBERS,
@@ -47,9 +46,10 @@ from mlxtp.wire.cluster_messages import (
     TokenIssued,
     TokenWanted,
 )
+from mlxtp.wire.codecs import U63, Message
 from mlxtp.wire.frames import encode
-from mlxtp.wire.machine import Interface, Machine
 from mlxtp.wire.messages import Pong
+from mlxtp.wire.reports import Interface, Machine
 
 from ..cluster import WAIT_S
 from ..wire.members import Member

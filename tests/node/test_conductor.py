@@ -18,7 +18,7 @@ from mlxtp.groups.controller import TELL_S
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.names import ModelSource
 from mlxtp.wire.cluster_messages import DesiredState, ModelStatus, RankTrouble, Serving
-from mlxtp.wire.machine import Machine
+from mlxtp.wire.reports import Machine
 
 from ..clustering.desks import cabled, mac, on_lan
 from ..wire.members import Member

@@ -21,8 +21,8 @@ from mlxtp.identity.join_protocol import AskElsewhere, Denied, Granted, Joiner
 from mlxtp.identity.join_token import JoinToken, TokenIssuer, read_token
 from mlxtp.wire.certificates import authority_hash, new_key
 from mlxtp.wire.cluster_messages import TokenIssued, TokenWanted
-from mlxtp.wire.join_messages import MAX_ADDRESS, MAX_PEERS, NONCE_BYTES
 from mlxtp.wire.messages import Cancel, Generate
+from mlxtp.wire.peer_messages import MAX_ADDRESS, MAX_PEERS, NONCE_BYTES
 from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS, member_context_client
 from mlxtp.wire.tls_acceptor import open_tls
 

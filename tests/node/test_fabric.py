@@ -22,9 +22,8 @@ from mlxtp.models.names import ModelSource
 from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET
 from mlxtp.placement.measurements import to_text
 from mlxtp.wire.cluster_messages import FabricAnswer, FabricReport, FabricWanted, Serving
-from mlxtp.wire.fabric_result import FabricResult
-from mlxtp.wire.machine import Machine
 from mlxtp.wire.messages import CollectivesTimed
+from mlxtp.wire.reports import FabricResult, Machine
 
 from ..clustering.desks import cabled, mac, on_lan
 from ..wire.members import Member

@@ -17,7 +17,6 @@ from mlxtp.config import Settings
 from mlxtp.diagnostics.failure_store import FOLDER, epoch_id
 from mlxtp.errors import Code, LinkError, ModelError
 from mlxtp.groups.hosted_rank import MAX_ORDERS, HostedRank
-from mlxtp.wire.base import Message
 from mlxtp.wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
@@ -30,6 +29,7 @@ from mlxtp.wire.cluster_messages import (
     RankTrouble,
     StartRank,
 )
+from mlxtp.wire.codecs import Message
 from mlxtp.wire.messages import Bootstrap, Gathered, SideChannel
 
 from ..cluster import LIMITS, WAIT_S, rank_processes

@@ -14,10 +14,10 @@ import pytest
 from mlxtp.cluster import links as neighbours_module
 from mlxtp.cluster.links import ControlLink, PeerLinks
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
-from mlxtp.wire.base import Message
 from mlxtp.wire.blocking import listen
 from mlxtp.wire.certificates import NodeIdentity
 from mlxtp.wire.cluster_messages import AgentHello, Beat, DesiredState, Members, Prepare, RosterEntry
+from mlxtp.wire.codecs import Message
 from mlxtp.wire.frames import MAX_FRAME, encode
 from mlxtp.wire.messages import Error, Generate, Hello, SessionEnd
 from mlxtp.wire.session import LinkKind, Session, Side

@@ -24,7 +24,7 @@ from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.names import ModelSource
 from mlxtp.placement.topology import MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Serving
-from mlxtp.wire.machine import Interface, Machine
+from mlxtp.wire.reports import Interface, Machine
 
 from ..wire import members
 from .one_node import MACHINE, A, B, Node, play

@@ -22,7 +22,6 @@ from mlxtp.groups.health import RankHealth
 from mlxtp.groups.process_group import MAX_REPORTS, EpochGroup, ProcessGroup, canary_s
 from mlxtp.groups.remote_rank import RankWord, RemoteRank
 from mlxtp.groups.wired_memory import HERE
-from mlxtp.wire.base import Message
 from mlxtp.wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
@@ -35,6 +34,7 @@ from mlxtp.wire.cluster_messages import (
     RankTrouble,
     StartRank,
 )
+from mlxtp.wire.codecs import Message
 from mlxtp.wire.messages import Gathered, Generate, Pong, SideChannel
 
 from ..cluster import LIMITS, WAIT_S, rank_processes

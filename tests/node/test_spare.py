@@ -20,8 +20,8 @@ from mlxtp.groups import warm_pool
 from mlxtp.groups.hosted_rank import HostedRank
 from mlxtp.groups.process_group import ProcessGroup
 from mlxtp.groups.warm_pool import BUSY_S, MAX_RETRY_S, QUIET_S, RETRY_S, WarmPool, WarmPoolPolicy, new_pipe
-from mlxtp.wire.base import Message
 from mlxtp.wire.cluster_messages import EndEpoch, EpochEnded, Prepare, Prepared, RankStarted, StartRank
+from mlxtp.wire.codecs import Message
 from mlxtp.wire.messages import Bootstrap, Pong
 
 from ..cluster import LIMITS, SLOWNESS, Cluster, rank_processes, until

@@ -43,10 +43,7 @@ from mlxtp.wire.cluster_messages import (
     TokenWanted,
     Trip,
 )
-from mlxtp.wire.copy_messages import FileHeld, FilesHeld, FilesWanted, FileWanted
-from mlxtp.wire.fabric_result import MAX_SIZES
-from mlxtp.wire.join_messages import MAX_ADDRESSES, MAX_PEERS, JoinGrant, JoinOffer, JoinRefusal, JoinRequest
-from mlxtp.wire.machine import Interface, Port
+from mlxtp.wire.frames import MESSAGES
 from mlxtp.wire.messages import (
     MAX_BIASES,
     MAX_CONTEXT,
@@ -97,7 +94,19 @@ from mlxtp.wire.messages import (
     Unload,
     Welcome,
 )
-from mlxtp.wire.registry import MESSAGES
+from mlxtp.wire.peer_messages import (
+    MAX_ADDRESSES,
+    MAX_PEERS,
+    FileHeld,
+    FilesHeld,
+    FilesWanted,
+    FileWanted,
+    JoinGrant,
+    JoinOffer,
+    JoinRefusal,
+    JoinRequest,
+)
+from mlxtp.wire.reports import MAX_SIZES, Interface, Port
 
 NODE = "0123456789abcdef" * 2
 _MEMBER = RosterEntry(

@@ -27,7 +27,7 @@ from mlxtp.wire.certificates import (
     point_of,
     read_node,
 )
-from mlxtp.wire.join_messages import MAX_CERTIFICATE_BYTES
+from mlxtp.wire.peer_messages import MAX_CERTIFICATE_BYTES
 
 CLUSTER, OTHER_CLUSTER = "c1" * 8, "c2" * 8
 NODE, OTHER_NODE = "a1" * 16, "a2" * 16

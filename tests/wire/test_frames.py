@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LocalProtocolError, RemoteProtocolError
 from mlxtp.wire.cluster_messages import AgentHello, DesiredState, Members, ModelStatus, RosterEntry
-from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
-from mlxtp.wire.join_messages import JoinGrant, JoinOffer, JoinRequest
+from mlxtp.wire.frames import (
+    MAX_FRAME,
+    MAX_OPENING_FRAME,
+    RETIRED,
+    Decoder,
+    Frame,
+    encode,
+    field_codecs,
+    to_body,
+)
 from mlxtp.wire.messages import (
     MAX_BIASES,
     MAX_FRAME_TOKENS,
@@ -43,7 +51,7 @@ from mlxtp.wire.messages import (
     Shaping,
     StepToken,
 )
-from mlxtp.wire.registry import RETIRED, field_codecs, to_body
+from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRequest
 
 from .samples import EXAMPLES, MESSAGE, fullest_generate
 

@@ -15,7 +15,7 @@ import pytest
 
 from mlxtp.errors import LinkError
 from mlxtp.wire.blocking import listen
-from mlxtp.wire.warm_start import MAX_ARGUMENTS, READY, TAKEN, hand_over, take_over, without_secrets
+from mlxtp.wire.rank_process import MAX_ARGUMENTS, READY, TAKEN, hand_over, take_over, without_secrets
 
 ARGUMENTS = [
     "--rank",

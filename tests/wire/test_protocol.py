@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LinkError, LocalProtocolError, RemoteProtocolError
-from mlxtp.wire.frames import encode
+from mlxtp.wire.frames import MESSAGES, encode
 from mlxtp.wire.messages import (
     Accepted,
     Ack,
@@ -42,9 +42,7 @@ from mlxtp.wire.messages import (
     Unload,
 )
 from mlxtp.wire.protocol import TABLES, TERMINAL, RequestFailed
-from mlxtp.wire.registry import MESSAGES
-from mlxtp.wire.rules import DecodeLedger, PipeLedger
-from mlxtp.wire.session import LinkKind, LinkState, Received, Session, Side
+from mlxtp.wire.session import DecodeLedger, LinkKind, LinkState, PipeLedger, Received, Session, Side
 
 from .samples import EXAMPLES, MESSAGE
 from .walk import EPOCH, USUAL, Pair, example, pair_in, path_to, requests, sequences

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from mlxtp.errors import Code
 from mlxtp.wire.messages import Ack, Error, Generate, Message, PromptTokens
 from mlxtp.wire.protocol import TABLES, LinkKind, LinkState, RequestFailed, Side
-from mlxtp.wire.rules import DecodeLedger, RequestLedger
-from mlxtp.wire.session import Received, Session
+from mlxtp.wire.session import DecodeLedger, Received, RequestLedger, Session
 
 from .samples import EXAMPLES
 

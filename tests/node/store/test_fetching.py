@@ -32,8 +32,8 @@ from mlxtp.models.hub_cache import Damaged, Repo, Stopped
 from mlxtp.models.hub_client import fetch_some, look_up
 from mlxtp.models.inventory import revisions_here
 from mlxtp.models.names import find_config
-from mlxtp.wire.copy_messages import FileHeld, FilesWanted, FileWanted
 from mlxtp.wire.frames import encode
+from mlxtp.wire.peer_messages import FileHeld, FilesWanted, FileWanted
 from mlxtp.wire.tls import (
     ALPN_JOIN,
     ALPN_MODELS,

@@ -1,9 +1,4 @@
-"""Hand-over of a rank's arguments to a warm process: over the socket that becomes its pipe, before any frame.
-
-The warm process sends READY once it has imported the modules of a rank. The agent then sends the arguments of
-a worker, with the listening socket for decode links if there is one. The warm process replies TAKEN, and is
-that rank from then on.
-"""
+"""Start of a warm rank process and end of any: what a rank and its agent have in common beside frames."""
 
 from __future__ import annotations
 
@@ -14,6 +9,12 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from ..errors import LinkError
+
+# --- start: arguments over the socket that becomes the pipe, before any frame ----------------------------
+# The warm process sends READY once it has imported the modules of a rank. The agent then sends the
+# arguments of a worker, with the listening socket for decode links if there is one. The warm process
+# replies TAKEN, and is that rank from then on.
+
 
 READY = b"r"
 TAKEN = b"t"
@@ -70,3 +71,17 @@ def _size(data: bytes) -> int:
     if not 0 < length <= MAX_ARGUMENTS:
         raise LinkError(f"the agent sent {length} bytes of arguments; 1 to {MAX_ARGUMENTS} are allowed")
     return _LENGTH.size + int(length)
+
+
+# --- end: time limits, the same for a rank and its agent -------------------------------------------------
+
+
+PATIENCE_S = 10.0  #: seconds for the main thread to return from its work
+STEPS = 4  #: forwards that the main thread may take instead, if that is longer
+FREE_S = 20.0  #: seconds for giving memory back
+ANSWER_S = 2.0  #: seconds for any sign of a rank after SIGTERM; without one its interpreter hangs
+
+
+def patience_s(forward_s: float) -> float:
+    """Return the seconds within which a main thread must return whose forwards take `forward_s` seconds."""
+    return max(PATIENCE_S, STEPS * forward_s)

@@ -309,7 +309,6 @@ ALSO = frozenset(
         ("mlxtp.identity.join_network", "mlxtp.cluster.saved_state"),
         ("mlxtp.models.model_queue", "mlxtp.groups.health"),
         ("mlxtp.models.selection", "mlxtp.groups.health"),
-        ("mlxtp.text.events", "mlxtp.api.backend"),
         ("mlxtp.text.transcript", "mlxtp.api.backend"),
     }
 )
@@ -425,7 +424,7 @@ PURE = (
     "mlxtp.api.request_context",
     "mlxtp.api.rate_limit",
     "mlxtp.api.sampling",
-    "mlxtp.text.stop_strings",
+    "mlxtp.text.reasoning",
     "mlxtp.api.request_metrics",
     "mlxtp.wire.codecs",
     "mlxtp.wire.reports",

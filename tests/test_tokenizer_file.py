@@ -20,8 +20,7 @@ from mlxtp.groups.collective_bench import row_bytes
 from mlxtp.models import hub_client, inspect, self_test
 from mlxtp.models.completeness import lacks
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
-from mlxtp.text.renderer import LocalRenderer
-from mlxtp.text.template_modules import template_module
+from mlxtp.text.renderer import LocalRenderer, template_module
 from mlxtp.text.tokenizer import Text
 from mlxtp.tokenizer_file import (
     _SHOWN,
@@ -337,7 +336,7 @@ def test_other_names_are_no_template_module(name: str) -> None:
 
 def test_a_template_module_brings_no_mlx() -> None:
     code = (
-        "import sys\nfrom mlxtp.text.template_modules import template_module\n"
+        "import sys\nfrom mlxtp.text.renderer import template_module\n"
         "assert template_module('deepseek_v32')([{'role': 'user', 'content': 'x'}])\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'mlx', 'mlx_lm'}))"
     )

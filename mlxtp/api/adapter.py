@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from ..errors import MlxtpError
 from ..text.conversation import GenerationRequest
-from ..text.events import AnswerEvent, WholeAnswer
 from ..text.tokenizer import Name
+from ..text.transcript import AnswerEvent, WholeAnswer
 
 Json = dict[str, Any]
 SSE = "text/event-stream"

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from ..errors import Code, GroupError
 from ..text.conversation import Call
-from ..text.events import (
+from ..text.transcript import (
     AnswerEvent,
     CallArguments,
     CallBegan,
@@ -15,9 +15,9 @@ from ..text.events import (
     ContentDelta,
     Finish,
     ReasoningDelta,
+    Transcript,
     WholeAnswer,
 )
-from ..text.transcript import Transcript
 from .backend import Progress, StreamEnd, TokenStream
 from .streaming import interleaved
 

@@ -22,13 +22,11 @@ from starlette.routing import Route
 from ..errors import Code, MlxtpError, RequestError
 from ..text.chat_template import characters
 from ..text.conversation import Conversation, GenerationRequest, Prompt
-from ..text.events import AnswerEvent, WholeAnswer
 from ..text.json_limits import check_extent
-from ..text.reasoning import ReadingPlan
-from ..text.stop_strings import StopFinder
+from ..text.reasoning import ReadingPlan, StopFinder
 from ..text.tokenizer import Name, Text
 from ..text.tool_calls import CallReader
-from ..text.transcript import Transcript
+from ..text.transcript import AnswerEvent, Transcript, WholeAnswer
 from . import budget
 from . import sampling as settings
 from .adapter import About, Dialect, Json

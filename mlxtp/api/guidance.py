@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
-from ..text.call_style import CallStyle, Separators
 from ..text.conversation import AUTO, NONE, REQUIRED, Conversation, GenerationRequest
-from ..text.guided_json import guided_schema
 from ..text.tokenizer import Text
-from ..text.tool_calls import JSON_CALLS, ToolFormat, tool_json
-from ..text.tool_grammar import JSON_STYLE, answer_grammar, call_grammar, checked_tools, marked_call_grammar
+from ..text.tool_calls import JSON_CALLS, CallStyle, Separators, ToolFormat, tool_json
+from ..text.tool_grammar import (
+    JSON_STYLE,
+    answer_grammar,
+    call_grammar,
+    checked_tools,
+    guided_schema,
+    marked_call_grammar,
+)
 from .schema import not_supported, shown
 
 MOST_SCHEMAS = 16_000  # characters of all tools' schemas that a grammar may hold beside another

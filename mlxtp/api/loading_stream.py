@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from ..errors import Code, MlxtpError
-from ..text.events import AnswerEvent, Finish
+from ..text.transcript import AnswerEvent, Finish
 from .adapter import About, Dialect, Json
 from .backend import Progress
 from .error_wording import in_words_of

@@ -1,21 +1,207 @@
 """Streaming parser that separates a model's reasoning, text and calls. Pure.
 
-A model marks its thoughts and its tool calls with markers of its own (`markup.py`). They may come in any
-pieces; text that could be the beginning of one waits. Special tokens are not shown, but count where a marker
-or a call is written with them. Stop strings count in the shown text of the answer.
+A model marks its thoughts and its tool calls with markers of its own, which are read off its chat template
+and vocabulary. The families' markers are those of mlx-lm's `tokenizer_utils` (0.32.2); Llama and gpt-oss are
+added. Markers may come in any pieces; text that could be the beginning of one waits. Special tokens are not
+shown, but count where a marker or a call is written with them. Stop strings count in the shown text of the
+answer.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import NamedTuple
 
-from .markup import Markup, address_of, opens_header
-from .stop_strings import StopFinder
-from .tool_calls import CallReader, CallText
+from .tool_calls import CallReader, CallText, ToolFormat
+
+# --- stop strings -----------------------------------------------------------------------------------------
+
+
+class StopFinder:
+    """Finder of the stop string that is complete first.
+
+    Of several that end at the same character, it finds the longest. Text that may be the beginning of a stop
+    string is held back. The time is linear in the text, for any pieces and any number of stop strings: an
+    automaton over all of them (Aho and Corasick, 1975) reads each character once.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        #: Characters that lead to a state: so many at the text's end may belong to a stop string.
+        self._depth = [0]
+        self._match = [0]  #: length of the longest stop string that ends in a state; 0 for none
+        self._fallback = [0]
+        for stop in stops:
+            self._add(stop)
+        self._link()
+        self._state = 0
+        self._held = ""
+        self.found = False
+        self.match = ""  #: the stop string that was found
+        self.rest = ""  #: text after it in the same piece
+
+    @property
+    def held(self) -> int:
+        """Number of characters that are held back."""
+        return len(self._held)
+
+    def push(self, text: str) -> str:
+        """Return the text that is certain now: up to the stop string once it is found, then nothing."""
+        if self.found:
+            return ""
+        text, start = self._held + text, len(self._held)
+        state, depth, match = self._state, self._depth, self._match
+        for at in range(start, len(text)):
+            state = self._step(state, text[at])
+            if match[state]:
+                begin = at + 1 - match[state]
+                self.found, self._held = True, ""
+                self.match, self.rest = text[begin : at + 1], text[at + 1 :]
+                return text[:begin]
+        self._state = state
+        certain = len(text) - depth[state]
+        self._held = text[certain:]
+        return text[:certain]
+
+    def finish(self) -> str:
+        """Return the text that was held back, as it is no stop string after all."""
+        held, self._held = self._held, ""
+        self._state = 0
+        return held
+
+    def _step(self, state: int, character: str) -> int:
+        while character not in self._next[state] and state:
+            state = self._fallback[state]
+        return self._next[state].get(character, 0)
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._depth.append(self._depth[state] + 1)
+                self._match.append(0)
+                self._fallback.append(0)
+            state = self._next[state][character]
+        self._match[state] = self._depth[state]
+
+    def _link(self) -> None:
+        """Set the fallback of each state, the longest other one that it ends with, short states first."""
+        states = deque(self._next[0].values())
+        while states:
+            state = states.popleft()
+            for character, child in self._next[state].items():
+                self._fallback[child] = self._step(self._fallback[state], character)
+                states.append(child)
+            self._match[state] = self._match[state] or self._match[self._fallback[state]]
+
+
+# --- markers ----------------------------------------------------------------------------------------------
+
+
+_THINK = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+)
+_XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
+_RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
+
+#: Formats in the order of the search; one needs all of the texts of any of its groups.
+_CALLS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+    ("minimax_m2", (("<minimax:tool_call>",),)),
+    ("gemma4", (("<|tool_call>", "<tool_call|>"),)),
+    ("function_gemma", (("<start_function_call>",),)),
+    ("longcat", (("<longcat_tool_call>",),)),
+    ("glm47", (("<arg_key>",),)),
+    ("pythonic", (("<|tool_list_start|>",), ("<|tool_call_start|>",))),
+    ("qwen3_coder", (("<tool_call>\\n<function=",), ("<tool_call>\n<function=",))),
+    ("kimi_k2", (("<|tool_calls_section_begin|>",),)),
+    ("minicpm5", (('<function name="', '<param name="'),)),
+    ("mistral", (("[TOOL_CALLS]",),)),
+    ("muse_spark", (("<atem:function_calls>",),)),
+    ("json_tools", (("<tool_call>",),)),
+    ("llama", (('"parameters": dictionary of argument name',), ("<|python_tag|>",))),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """Markers of a model. `think`: those before and after a thought. `call`: the same of a call, or empty.
+
+    `headers`: special tokens that begin the header of a message. `header_end` ends it. Clients never see
+    headers.
+    """
+
+    think: tuple[str, str] | None = None
+    call: tuple[str, str] = ("", "")
+    bare_calls: bool = False
+    headers: tuple[str, ...] = ()
+    header_end: str = ""
+
+    def with_calls(self, format_: ToolFormat) -> Markup:
+        """Return the same for an answer in which calls are looked for."""
+        return replace(self, call=(format_.start, format_.end), bare_calls=format_.bare)
+
+
+def thinking_markup(vocabulary: Container[str]) -> Markup:
+    """Return the markers of thoughts; none for a model that does not think aloud."""
+    for start, end in _THINK:
+        if start in vocabulary and end in vocabulary:
+            return Markup((start, end))
+    if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
+        return Markup(("<|channel>thought", "<channel|>"))
+    if all(token in vocabulary for token in _XTML):
+        return Markup(("<|open|>think<|sep|>", "<|close|>think<|sep|>"))
+    if all(token in vocabulary for token in _HARMONY):
+        think = ("<|channel|>analysis<|message|>", "<|end|>")
+        return Markup(think, headers=("<|start|>", "<|channel|>"), header_end="<|message|>")
+    return Markup()
+
+
+class Address(NamedTuple):
+    """Address of a gpt-oss message: the tool that it is for, or empty, and whether it is a thought."""
+
+    recipient: str
+    thought: bool
+
+
+def address_of(header: str) -> Address:
+    """Return the address in a header, whose special tokens are left out.
+
+    The recipient stands in the role (`assistant to=functions.f commentary json`) or in the channel
+    (`assistant commentary to=functions.f json`), which may be `analysis` as well.
+    """
+    recipient = _RECIPIENT.search(header)
+    return Address(recipient[1] if recipient else "", "analysis" in header.split())
+
+
+def opens_header(text: str) -> bool | None:
+    """Return True if the first words continue the header that the prompt began; None if not clear yet."""
+    return None if len(text) < len("to=") and "to=".startswith(text) else text.startswith("to=")
+
+
+def call_format(template: str, vocabulary: Container[str]) -> str | None:
+    """Return the name of the model's call format, or None if neither template nor vocabulary shows one."""
+    for name, groups in _CALLS:
+        if any(all(text in template for text in group) for group in groups):
+            return name
+    if all(token in vocabulary for token in _XTML):
+        return "kimi_k3"
+    if all(token in vocabulary for token in _HARMONY):
+        return "harmony"
+    if "<|tool_call_start|>" in vocabulary and "<|tool_call_end|>" in vocabulary:
+        return "pythonic"
+    return None
+
+
+# --- the parser -------------------------------------------------------------------------------------------
 
 
 class PartKind(Enum):

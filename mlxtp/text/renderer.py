@@ -1,22 +1,96 @@
 """Chat template and tokenizer of one model: all code that runs files of the model.
 
 An agent runs it in a process of its own (`sandbox.py`), because a template may never end and a tokenizer may
-take any amount of memory.
+take any amount of memory. Work on texts waits in a queue with a bound on the wait.
+
+mlx-lm has chat templates as Python modules, for models without a Jinja template: DeepSeek V3.2's. They are
+mlx-lm's code and never the model's. A module is loaded from its file, because `import mlx_lm` would import
+MLX.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..errors import Code, ModelError, RequestError, is_library_error
 from ..tokenizer_file import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
-from .template_modules import ModuleRender, template_module
-from .worker_queue import WorkerQueue
+
+# --- the queue of work ------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+MOST_WAIT_S = 30.0  # seconds before a request is refused
+
+
+class WorkerQueue:
+    """One thread that runs one piece of work after the other. Work that waits too long is refused."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "text")
+        self._thread = self._pool.submit(threading.get_ident).result()
+
+    @property
+    def here(self) -> bool:
+        """True in the thread of this queue."""
+        return threading.get_ident() == self._thread
+
+    def run_blocking(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, at once in the queue's own thread. Raises as `work` does."""
+        return work() if self.here else self._pool.submit(work).result()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`. Raises as `work` does, and RequestError 503."""
+        working = self._pool.submit(copy_context().run, work)
+        waiting = asyncio.wrap_future(working)
+        try:
+            done, _ = await asyncio.wait({waiting}, timeout=MOST_WAIT_S)
+            if not done and working.cancel():  # it has not begun
+                detail = f"other prompts kept the tokenizer busy for {MOST_WAIT_S:g} s"
+                raise RequestError(detail, Code.OVERLOADED, status=503)
+            return await waiting
+        finally:
+            working.cancel()
+
+
+# --- templates in Python ----------------------------------------------------------------------------------
+
+
+#: Messages in, with `add_generation_prompt` and perhaps `enable_thinking`; the prompt out.
+ModuleRender = Callable[..., str]
+
+
+@cache
+def template_module(name: str) -> ModuleRender | None:
+    """Return `apply_chat_template` of the module `name` of mlx_lm.chat_templates; None if there is none."""
+    package = importlib.util.find_spec("mlx_lm")
+    if package is None or package.origin is None or not name.isidentifier():
+        return None
+    path = Path(package.origin).parent / "chat_templates" / f"{name}.py"
+    if name.startswith("_") or not path.is_file():
+        return None
+    spec = importlib.util.spec_from_file_location(f"mlxtp_chat_template_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: ModuleRender | None = getattr(module, "apply_chat_template", None)
+    return found
+
+
+# --- the renderer -----------------------------------------------------------------------------------------
+
 
 Json = Mapping[str, Any]
 

@@ -33,8 +33,7 @@ from pydantic_core import to_json
 from ..errors import Code, MlxtpError, ModelError, RequestError
 from ..wire.rank_process import without_secrets
 from .json_limits import SHORT
-from .renderer import Json, LocalRenderer, RendererFacts, broken, too_large
-from .worker_queue import WorkerQueue
+from .renderer import Json, LocalRenderer, RendererFacts, WorkerQueue, broken, too_large
 
 log = logging.getLogger(__name__)
 

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import Code, ModelError, RequestError, is_library_error
-from .call_style import CallStyle, answer_prefix, call_style
 from .chat_template import plainer_messages, template_messages, template_options
 from .conversation import Conversation
-from .markup import call_format, thinking_markup
-from .renderer import Renderer, RendererFacts, broken
+from .reasoning import call_format, thinking_markup
+from .renderer import Renderer, RendererFacts, WorkerQueue, broken
 from .sandbox import SandboxedRenderer
-from .tool_calls import JSON_CALLS, tool_format, tool_json
-from .worker_queue import WorkerQueue
+from .tool_calls import JSON_CALLS, CallStyle, answer_prefix, call_style, tool_format, tool_json
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")

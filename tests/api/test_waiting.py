@@ -26,7 +26,7 @@ from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.dialects.openai_request import parse_chat
 from mlxtp.api.loading_stream import LoadingStream
 from mlxtp.errors import Code, RequestError
-from mlxtp.text.events import AnswerEvent, ContentDelta, Finish
+from mlxtp.text.transcript import AnswerEvent, ContentDelta, Finish
 
 from ..cluster import SLOWNESS
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, Server, forever, says, serving, then

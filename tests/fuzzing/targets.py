@@ -43,10 +43,8 @@ from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.probe_machine import mac
 from mlxtp.text.chat_template import characters, template_messages
 from mlxtp.text.conversation import Conversation, GenerationRequest, Tool
-from mlxtp.text.markup import Markup
-from mlxtp.text.reasoning import ReadingPlan, ReasoningParser
+from mlxtp.text.reasoning import Markup, ReadingPlan, ReasoningParser, StopFinder
 from mlxtp.text.sandbox import read_ids, read_text
-from mlxtp.text.stop_strings import StopFinder
 from mlxtp.text.tool_calls import CallReader, tool_format, tool_json
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
 from mlxtp.wire import certificates, recording

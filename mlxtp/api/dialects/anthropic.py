@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import Code, MlxtpError, RequestError
-from ...text.events import WholeAnswer
+from ...text.transcript import WholeAnswer
 from ..adapter import SSE, About, Json
 from ..generation import Generation
 from ..openapi import Operation

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from ...errors import Code, MlxtpError
-from ...text.events import (
+from ...text.transcript import (
     AnswerEvent,
     CallArguments,
     CallBegan,

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError
-from ...text.events import WholeAnswer
+from ...text.transcript import WholeAnswer
 from ..adapter import SSE, About, Json
 from ..generation import Generation
 from ..http_errors import error_body_of

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 
 from ...errors import MlxtpError
-from ...text.events import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
+from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
 from ..adapter import About, Json
 from ..backend import StreamEnd
 from ..http_errors import error_body_of

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from ...errors import MlxtpError
 from ...text.conversation import GenerationRequest
-from ...text.events import WholeAnswer
+from ...text.transcript import WholeAnswer
 from ..adapter import NDJSON, About, AnswerWriter, Json
 from ..backend import ModelInfo, StoredModelInfo
 from ..generation import Generation

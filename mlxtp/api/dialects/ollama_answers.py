@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from ...errors import MlxtpError
 from ...text.conversation import Call
-from ...text.events import (
+from ...text.transcript import (
     AnswerEvent,
     CallArguments,
     CallBegan,

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError
-from ...text.events import WholeAnswer
+from ...text.transcript import WholeAnswer
 from ..adapter import SSE, About, AnswerWriter, Json
 from ..generation import Generation
 from ..http_errors import error_body_of

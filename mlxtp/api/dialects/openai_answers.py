@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 from ...errors import MlxtpError
-from ...text.events import (
+from ...text.tokenizer import Name
+from ...text.transcript import (
     AnswerEvent,
     CallArguments,
     CallBegan,
@@ -17,7 +18,6 @@ from ...text.events import (
     Scored,
     WholeAnswer,
 )
-from ...text.tokenizer import Name
 from ..adapter import About
 from ..backend import Health, ModelInfo, StoredModelInfo, StreamEnd
 from ..http_errors import error_body_of

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...errors import MlxtpError
-from ...text.events import AnswerEvent, CallArguments, CallBegan, ContentDelta, Finish, ReasoningDelta, Scored
+from ...text.transcript import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    ContentDelta,
+    Finish,
+    ReasoningDelta,
+    Scored,
+)
 from ..adapter import About, Json
 from ..http_errors import error_status
 from .openai_answers import sse

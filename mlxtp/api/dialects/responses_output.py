@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ...text.conversation import Call
-from ...text.events import Finish, Scored, WholeAnswer
+from ...text.transcript import Finish, Scored, WholeAnswer
 from ..adapter import About
 from . import openai_answers as answers
 from .client_tools import ClientTool, TextReader, called

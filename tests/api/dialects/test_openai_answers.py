@@ -10,7 +10,8 @@ from mlxtp.api.dialects.openai_answers import ChunkWriter
 from mlxtp.api.http_errors import error_body_of, error_status
 from mlxtp.errors import GroupError, LinkError, LocalProtocolError, ModelError, RequestError
 from mlxtp.text.conversation import Call, Conversation, GenerationOptions, GenerationRequest
-from mlxtp.text.events import (
+from mlxtp.text.tokenizer import Name
+from mlxtp.text.transcript import (
     AnswerEvent,
     CallArguments,
     CallBegan,
@@ -19,7 +20,6 @@ from mlxtp.text.events import (
     ReasoningDelta,
     WholeAnswer,
 )
-from mlxtp.text.tokenizer import Name
 
 HEAD = {"id": 'chatcmpl-i"\\u0000', "created": 5, "model": '"m\0'}
 

@@ -13,7 +13,6 @@ from tokenizers import AddedToken
 
 from mlxtp.api.guidance import Guidance, guidance
 from mlxtp.engine.grammar import Grammars, Matcher, unpack
-from mlxtp.text.call_style import Separators
 from mlxtp.text.conversation import (
     AUTO,
     REQUIRED,
@@ -26,6 +25,7 @@ from mlxtp.text.conversation import (
 )
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
+from mlxtp.text.tool_calls import Separators
 
 from ..conftest import byte_level, save
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.text.markup import Markup, thinking_markup
-from mlxtp.text.reasoning import PartKind, ReadingPlan, ReasoningParser
+from mlxtp.text.reasoning import Markup, PartKind, ReadingPlan, ReasoningParser, thinking_markup
 from mlxtp.text.tool_calls import JSON_CALLS, LLAMA_CALLS, CallReader, ToolFormat, tool_format
 
 from .test_calls import TOOLS

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from mlxtp.errors import Code, ModelError, RequestError
-from mlxtp.text import sandbox, worker_queue
+from mlxtp.text import renderer, sandbox
 from mlxtp.text.conversation import ChatMessage, Conversation
 from mlxtp.text.json_limits import SHORT
 from mlxtp.text.renderer import LocalRenderer
@@ -298,7 +298,7 @@ def test_a_template_that_writes_far_more_than_it_reads_is_refused(tmp_path: Path
 
 
 def test_work_that_has_not_begun_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_queue, "MOST_WAIT_S", 0.05)
+    monkeypatch.setattr(renderer, "MOST_WAIT_S", 0.05)
     begun, go_on = threading.Event(), threading.Event()
 
     def long() -> bool:
@@ -306,7 +306,7 @@ def test_work_that_has_not_begun_in_time_is_refused(monkeypatch: pytest.MonkeyPa
         return go_on.wait(WAIT_S)
 
     async def story() -> None:
-        queue = worker_queue.WorkerQueue()
+        queue = renderer.WorkerQueue()
         first = asyncio.create_task(queue.run(long))
         await asyncio.to_thread(begun.wait, WAIT_S)
         with pytest.raises(RequestError, match="kept the tokenizer busy") as caught:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.text.markup import Markup, call_format, thinking_markup
+from mlxtp.text.reasoning import Markup, call_format, thinking_markup
 
 TEMPLATES = {
     "json_tools": "<tool_call>{{ tool_call.name }}",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.text.stop_strings import StopFinder
+from mlxtp.text.reasoning import StopFinder
 
 quick = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 letters = st.text("ab", max_size=30)

@@ -7,12 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.api.backend import TokenScore
-from mlxtp.text.events import AnswerEvent, CallArguments, CallBegan, ContentDelta, ReasoningDelta, Scored
-from mlxtp.text.markup import Markup
-from mlxtp.text.reasoning import ReadingPlan
-from mlxtp.text.stop_strings import StopFinder
+from mlxtp.text.reasoning import Markup, ReadingPlan, StopFinder
 from mlxtp.text.tool_calls import JSON_CALLS, CallReader
-from mlxtp.text.transcript import Transcript
+from mlxtp.text.transcript import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    ContentDelta,
+    ReasoningDelta,
+    Scored,
+    Transcript,
+)
 
 from ..conftest import BYTE_LEVEL, KINDS, Loaded, score
 from .test_stops import quick, shown, sizes, stop_lists

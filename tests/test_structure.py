@@ -176,27 +176,29 @@ def test_a_collective_in_a_branch_is_found(body: str) -> None:
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "errors": frozenset(),
     "values": frozenset({"errors"}),
+    "background": frozenset(),
     "settings": frozenset({"values"}),
     "config": frozenset({"errors", "settings", "values"}),
     "tokenizer_file": frozenset({"errors"}),
     "wire": frozenset({"errors"}),
     "engine": frozenset({"errors", "tokenizer_file", "wire"}),
     "placement": frozenset({"errors", "wire"}),
-    "discovery": frozenset({"config", "errors", "wire"}),
-    "identity": frozenset({"config", "discovery", "errors", "wire"}),
+    "discovery": frozenset({"background", "config", "errors", "wire"}),
+    "identity": frozenset({"background", "config", "discovery", "errors", "wire"}),
     "text": frozenset({"errors", "tokenizer_file"}),
     "api": frozenset({"config", "errors", "identity", "text", "tokenizer_file"}),
     "cluster": frozenset({"config", "discovery", "errors", "identity", "placement", "wire"}),
     "models": frozenset(
         {"api", "cluster", "config", "errors", "identity", "placement", "text", "tokenizer_file", "wire"}
     ),
-    "gateway": frozenset({"api", "cluster", "discovery", "errors", "models", "text", "wire"}),
+    "gateway": frozenset({"api", "background", "cluster", "discovery", "errors", "models", "text", "wire"}),
     "diagnostics": frozenset(
         {"api", "cluster", "config", "discovery", "errors", "gateway", "identity", "placement", "wire"}
     ),
     "groups": frozenset(
         {
             "api",
+            "background",
             "cluster",
             "config",
             "diagnostics",

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ..background import Backoff
 from .peer_cache import DiscoveredPeer
 
 V = TypeVar("V")
@@ -26,6 +27,7 @@ STEADY_S = 10.0  #: Seconds. When a link that lasted this long breaks, its addre
 DIAL_S = 30.0  #: Seconds without a result after which a dial has failed.
 MAX_ADDRESSES = 2048
 MAX_LENGTH = 300  #: Characters of one address; a host name has up to 253.
+_BACKOFF = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
 _MAX_KEPT = 256
 _MAX_MARKED = 64
 
@@ -261,7 +263,7 @@ def _turn(entry: _Address) -> tuple[bool, int, float]:
 
 
 def _back_off(entry: _Address, now: float) -> None:
-    entry.due = now + min(FIRST_BACKOFF_S * 2**entry.tries, MAX_BACKOFF_S)
+    entry.due = now + _BACKOFF.after(entry.tries)
     entry.tries = min(entry.tries + 1, 16)
 
 

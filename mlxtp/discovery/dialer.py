@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 
+from ..background import Background
 from ..cluster.links import Rejected
 from ..cluster.node import NodeLoop
 from ..config import Settings
@@ -46,7 +47,7 @@ class Dialer:
             self._dialing.remember(node_id, addresses)
         cluster.peers = self._dialing.remembered
         self._discovery = Discovery(self._sighted, log.warning)
-        self._dials: set[asyncio.Task[None]] = set()
+        self._dials = Background()
         self._logged: dict[str, tuple[str, float]] = {}
         self._refusal = ""  #: The last refusal by another Mac, until the Mac that sent it accepts this one.
         self._addresses: Addresses | None = None
@@ -67,14 +68,10 @@ class Dialer:
                     if node_id not in members:
                         self._dialing.forget(node_id)
                 for address in self._dialing.tick(now, self._cluster.links.nodes()):
-                    task = asyncio.ensure_future(self._dial(address))
-                    self._dials.add(task)
-                    task.add_done_callback(self._dials.discard)
+                    self._dials.start(self._dial(address), f"dialling {address}")
                 await asyncio.sleep(TICK_S)
         finally:
-            for task in list(self._dials):
-                task.cancel()
-            await asyncio.gather(*self._dials, return_exceptions=True)
+            await self._dials.close()
             if self._settings.discovery:
                 with contextlib.suppress(OSError):
                     await self._discovery.close()

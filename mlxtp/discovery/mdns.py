@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from zeroconf import Error as ZeroconfError
 from zeroconf.asyncio import AsyncServiceInfo
 
+from ..background import Background, Backoff
 from .multicast import Addresses, Network, addresses_up, info_of, send_something
 from .peer_cache import SERVICE, Advert, DiscoveredPeer, PeerCache, Refused, explain, is_copy, validate
 
@@ -51,8 +52,8 @@ class Discovery:
         self._sightings = PeerCache()
         self._advert: Advert
         self._only: tuple[str, ...] = ()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._background = Background()
+        self._asking: set[str] = set()
         self._hurry = asyncio.Event()
         self._news = asyncio.Event()
         self._changed = False
@@ -60,7 +61,7 @@ class Discovery:
         self._network: Network | None = None
         self._until_flooded: asyncio.Timeout
         self._leaving = False
-        self._rest_s = FIRST_REST_S
+        self._rests = 0
         self._copies_reported: dict[str, None] = {}
 
     @property
@@ -76,7 +77,8 @@ class Discovery:
         """
         self._advert = advert
         self._only = tuple(addresses)
-        self._tasks = [asyncio.create_task(self._keep_open()), asyncio.create_task(self._keep_looking())]
+        self._background.start(self._keep_open(), "discovery")
+        self._background.start(self._keep_looking(), "the search for other Macs")
 
     def update(self, advert: Advert) -> None:
         """Announce something else from now on, for example after this node joined a cluster."""
@@ -88,16 +90,10 @@ class Discovery:
         self._hurry.set()
 
     async def close(self) -> None:
-        """Send a goodbye and end. Raises the error of a background task, which would be a bug here."""
+        """Send a goodbye and end."""
         self._leaving = True
-        tasks = [*self._tasks, *self._asking.values()]
-        for task in tasks:
-            task.cancel()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
         await self._shut()
-        for end in ends:
-            if isinstance(end, Exception):
-                raise end
 
     # --- being on the network
 
@@ -150,11 +146,12 @@ class Discovery:
         elif _now() - self._network.asked_at >= ASK_AGAIN_S:
             send_something(usable)
             await self._network.ask()
-            self._rest_s = FIRST_REST_S
+            self._rests = 0
 
     async def _rest(self) -> None:
         """Leave the network for a while, and free what zeroconf remembers."""
-        pause_s, self._rest_s = self._rest_s, min(2 * self._rest_s, MAX_REST_S)
+        pause_s = Backoff(FIRST_REST_S, MAX_REST_S).after(self._rests)
+        self._rests += 1
         await self._shut(goodbye=False)
         self._report(
             f"{MAX_NAMES} names were announced as {SERVICE}: some device floods this network. Discovery is "
@@ -215,7 +212,8 @@ class Discovery:
                 elif self._network.knows(info):
                     self._judge(service, info)
                 elif len(self._asking) < RESOLVE_AT_ONCE:
-                    self._asking[service] = asyncio.create_task(self._ask(self._network, service, info))
+                    self._asking.add(service)
+                    self._background.start(self._ask(self._network, service, info), f"asking for {service}")
 
     async def _ask(self, network: Network, service: str, info: AsyncServiceInfo) -> None:
         try:
@@ -225,7 +223,7 @@ class Discovery:
                 else:
                     self._changed |= self._sightings.failed(service, _now())
         finally:
-            del self._asking[service]
+            self._asking.discard(service)
             self._news.set()
 
     def _judge(self, service: str, info: AsyncServiceInfo) -> None:

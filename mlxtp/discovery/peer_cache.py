@@ -12,6 +12,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..background import Backoff
+
 SERVICE = "_mlxtp._tcp.local."
 TXT_VERSION = "1"
 
@@ -26,7 +28,7 @@ _MAX_LABEL_BYTES = 63  #: RFC 1035, section 2.3.4.
 #: old, which is after 120 s for a host's (RFC 6762, section 10).
 CONFIRM_S = 30.0
 BELIEVED_S = 60.0  #: Seconds for which a sighting is accepted after its records were last there.
-RETRY_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+RETRY = Backoff(1.0, 60.0)  #: Pauses between requests for records that do not come.
 
 #: The keys of the TXT record: the pattern of each value, and its description. A missing one is an empty one.
 _TXT = {
@@ -272,7 +274,7 @@ class PeerCache:
         entry = self._waiting.get(service) or self._believed.get(service)
         if entry is None:
             return False
-        entry.due = now + RETRY_S[min(entry.tries, len(RETRY_S) - 1)]
+        entry.due = now + RETRY.after(entry.tries)
         entry.tries += 1
         if entry.sighting is None or now - entry.seen < BELIEVED_S:
             return False

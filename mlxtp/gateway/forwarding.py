@@ -9,6 +9,7 @@ import time
 
 from ..api.backend import ModelInfo
 from ..api.sampling_defaults import load_defaults
+from ..background import Background
 from ..cluster.surroundings import Surroundings
 from ..discovery.dial_schedule import host_and_port
 from ..errors import Code, GroupError, MlxtpError
@@ -37,6 +38,7 @@ class ForwardingBackend:
         self._backend: RemoteBackend | None = None
         #: The node that the requests link leads to. The link outlives that node's epochs.
         self._backend_at = ""
+        self._background = Background(self._failed)
         self._opening: asyncio.Task[None] | None = None
         self._retry_at = 0.0
 
@@ -73,8 +75,7 @@ class ForwardingBackend:
         if wanted != self._served and time.monotonic() >= self._retry_at:
             self._rest()
             self._served = wanted
-            self._opening = asyncio.ensure_future(self._open(node_id, serving))
-            self._opening.add_done_callback(self._opened)
+            self._opening = self._background.start(self._open(node_id, serving), "opening a requests link")
         if not self._ready:
             self._show(ServingState.LOADING, serving.epoch, "connecting to rank 0", serving)
         else:
@@ -140,12 +141,11 @@ class ForwardingBackend:
         gateway.serve(self._backend, info, source.text, here=False, load_s=serving.load_s)
         cluster.changed()
 
-    def _opened(self, opening: asyncio.Task[None]) -> None:
+    def _failed(self, opening: asyncio.Task[None], error: BaseException) -> None:
         """Retry after a bug, so that this node never waits for ever without a log line."""
-        if not opening.cancelled() and (error := opening.exception()) is not None:
-            log.error("cannot send requests to the agent with rank 0; trying again", exc_info=error)
-            if opening is self._opening:
-                self._retry_later()
+        log.error("cannot send requests to the agent with rank 0; trying again", exc_info=error)
+        if opening is self._opening:
+            self._retry_later()
 
     def _retry_later(self) -> None:
         self._retry_at = time.monotonic() + RETRY_S
@@ -208,9 +208,7 @@ class ForwardingBackend:
 
     async def close(self) -> None:
         """End the requests link."""
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.gather(self._opening, return_exceptions=True)
+        await self._background.close()
         if self._backend is not None:
             with contextlib.suppress(MlxtpError):
                 await self._backend.close()

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 
+from ..background import Background, log_failure
 from ..errors import Code, LinkError, MlxtpError, RequestError
 from ..groups.local_rank import RequestEvent
 from ..wire.codecs import Message
@@ -46,7 +47,8 @@ class RemoteBackend:
         self._connection = connection
         self._on_event = on_event
         self._lost = lost
-        self._task = asyncio.ensure_future(self._read())
+        self._background = Background(self._failed)
+        self._task = self._background.start(self._read(), "reading a requests link")
 
     @classmethod
     async def open(
@@ -81,6 +83,12 @@ class RemoteBackend:
         self._connection.close()
         self._lost(error)
 
+    def _failed(self, reading: asyncio.Task[None], error: BaseException) -> None:
+        """End the link after a bug, so that its requests do not wait for ever."""
+        log_failure(reading, error)
+        self._connection.close()
+        self._lost(LinkError(f"{type(error).__name__}: {error}", Code.INTERNAL))
+
     def drop(self) -> None:
         """End the link now, without calling `lost`."""
         self._task.cancel()
@@ -88,8 +96,7 @@ class RemoteBackend:
 
     async def close(self) -> None:
         """End the link and wait until it has ended."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await self._background.close()
         self._connection.close()
 
 

@@ -9,6 +9,7 @@ import secrets
 import time
 from pathlib import Path
 
+from ..background import Background
 from ..cluster.surroundings import Surroundings
 from ..errors import Code, MlxtpError, UserError
 from ..identity.private_files import read_private, write_private
@@ -36,7 +37,7 @@ class FabricBench:
         self._logged: dict[str, FabricResult] = {}  #: The last report of each node.
         #: Open requests, by node id and nonce.
         self._answers: dict[tuple[str, bytes], asyncio.Future[FabricResult]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     def measured(self) -> Measured:
         """Return measurements that placement prefers to its assumptions, for the fences that ranks use."""
@@ -106,9 +107,7 @@ class FabricBench:
         """Handle another agent's request to measure, or its report."""
         match message:
             case FabricWanted(nonce):
-                task = asyncio.ensure_future(self._answer(node_id, nonce))
-                self._tasks.add(task)
-                task.add_done_callback(self._ended)
+                self._background.start(self._answer(node_id, nonce), "measuring the fabric")
             case FabricReport():
                 result = FabricResult(*(getattr(message, name) for name in FabricResult.__match_args__))
                 self._logged[node_id] = result
@@ -140,11 +139,6 @@ class FabricBench:
         with contextlib.suppress(MlxtpError):  # it is gone
             self._cluster.links.send(node_id, FabricAnswer(nonce, problem))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("measuring the fabric failed", exc_info=error)
-
     def _keep(self, result: FabricResult) -> None:
         try:
             kept = measurements.merged(self.results, [measurements.check(result)])
@@ -163,9 +157,7 @@ class FabricBench:
 
     async def close(self) -> None:
         """Stop measuring."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.close()
 
 
 def _report(result: FabricResult) -> FabricReport:

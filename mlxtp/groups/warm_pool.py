@@ -12,11 +12,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
+from ..background import Background, Backoff
 from ..wire.messages import Pong
 from ..wire.rank_process import READY, TAKEN, hand_over, without_secrets
 from .worker_output import Heard, WorkerOutput
@@ -31,8 +32,7 @@ UNUSED_S = 600.0  #: Seconds without any rank on this machine after which warm p
 IMPORT_S = 60.0
 END_S = 0.5
 ANSWER_S = 1.0  #: Seconds; a waiting warm process replies at once, unless it is stopped, or its machine is.
-RETRY_S = 1.0
-MAX_RETRY_S = 600.0
+RETRY = Backoff(1.0, 600.0)  #: Pauses after warm processes that ended unused.
 #: Bytes that a pipe holds each way: minutes of tokens while the agent stands still. macOS has 8 KiB.
 PIPE_BYTES = 1 << 20
 _STDERR_FD = 2
@@ -60,7 +60,7 @@ class WarmPoolPolicy:
 
     def lost(self, now: float) -> None:
         """Note that one ended unused: the next one is started later each time."""
-        self._not_before = now + min(RETRY_S * 2**self._failures, MAX_RETRY_S)
+        self._not_before = now + RETRY.after(self._failures)
         self._failures += 1
 
     def used(self) -> None:
@@ -89,6 +89,9 @@ class _WarmRank:
     ready: bool = False
     watch: asyncio.Task[None] | None = None
 
+    def __str__(self) -> str:
+        return f"warm process {self.process.pid}"
+
 
 class WarmPool:
     """Keeps `wanted` warm processes and hands them out.
@@ -115,7 +118,7 @@ class WarmPool:
         self._starting = False
         self._closed = False
         self._unused: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     async def __aenter__(self) -> Self:
         return self
@@ -126,8 +129,8 @@ class WarmPool:
         if self._unused is not None:
             self._unused.cancel()
         self._drop(self._warm)
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        while tasks := self._background.tasks:
+            await asyncio.wait(tasks)
         for lines in self._lines:
             lines.close()
 
@@ -165,11 +168,11 @@ class WarmPool:
             async with asyncio.timeout(ANSWER_S):
                 answer = await asyncio.get_running_loop().sock_recv(spare.pipe, 1)
         except (OSError, TimeoutError) as error:
-            log.warning("warm process %d does not reply: %s", spare.process.pid, error or "it is late")
+            log.warning("%s does not reply: %s", spare, error or "it is late")
         finally:
             if answer != TAKEN:  # also when the agent stops meanwhile
                 self._policy.lost(time.monotonic())
-                self._background(_end(spare))
+                self._background.start(_end(spare), f"ending {spare}")
         if answer != TAKEN:
             return None
         self._policy.used()
@@ -186,7 +189,7 @@ class WarmPool:
         importing = self._starting + sum(not spare.ready for spare in self._warm)
         if self._policy.received_pong(pong, now, spares=len(self._warm), importing=importing):
             self._starting = True
-            self._background(self._start_one())
+            self._background.start(self._start_one(), "starting a warm process")
         if self._warm or self._starting:
             if self._unused is not None:
                 self._unused.cancel()
@@ -211,7 +214,7 @@ class WarmPool:
             await _end(spare)
             return
         self._warm.append(spare)
-        spare.watch = self._background(self._watch(spare))
+        spare.watch = self._background.start(self._watch(spare), f"watching {spare}")
 
     async def _spawn(self, arguments: Sequence[str], fds: Sequence[int], ours: socket.socket) -> Started:
         """Start a process that inherits `fds`. Closes `ours` when it cannot. Raises OSError."""
@@ -250,25 +253,14 @@ class WarmPool:
         self._warm.remove(spare)
         self._policy.lost(time.monotonic())
         await _end(spare)
-        log.warning("warm process %d ended with %s", spare.process.pid, spare.process.returncode)
+        log.warning("%s ended with %s", spare, spare.process.returncode)
 
     def _drop(self, spares: Sequence[_WarmRank]) -> None:
         for spare in list(spares):
             self._warm.remove(spare)
             assert spare.watch is not None
             spare.watch.cancel()
-            self._background(_end(spare))
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-        return task
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the warm pool failed", exc_info=error)
+            self._background.start(_end(spare), f"ending {spare}")
 
 
 def new_pipe() -> tuple[socket.socket, socket.socket]:

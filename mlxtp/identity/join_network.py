@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import time
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..background import Background
 from ..cluster.saved_state import forget
 from ..config import Settings
 from ..discovery.dial_schedule import host_and_port
@@ -19,7 +23,6 @@ from ..wire.messages import PROTOCOL_VERSION
 from ..wire.peer_messages import NONCE_BYTES
 from .join_exchange import ask_to_join
 from .join_protocol import AskElsewhere, Denied, Granted, Joiner
-from .join_queue import JoinQueue
 from .join_token import JoinToken, read_token
 from .store import Identity, Store
 
@@ -98,7 +101,7 @@ class _JoinSearch:
         self._foreign: set[str] = set()  #: addresses of other clusters
         self._problem = ""
         self._outcome: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._requests = Background()
 
     async def run(self) -> Granted:
         """Search until a Mac grants or refuses.
@@ -110,13 +113,10 @@ class _JoinSearch:
         try:
             while time.monotonic() < until and not self._outcome.done() and not self._is_hopeless():
                 self._ask_more()
-                ends: set[asyncio.Future[Any]] = {self._outcome, *self._tasks}
+                ends: set[asyncio.Future[Any]] = {self._outcome, *self._requests.tasks}
                 await asyncio.wait(ends, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._requests.close()
         if self._outcome.done():
             return self._outcome.result()
         cluster = self._token.cluster_id
@@ -135,10 +135,9 @@ class _JoinSearch:
         return bool(addresses) and not self._settings.discovery and self._foreign >= addresses
 
     def _ask_more(self) -> None:
-        while len(self._tasks) < MAX_ASKED and (taken := self._queue.take(time.monotonic())) is not None:
-            task = asyncio.ensure_future(self._ask(*taken))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        now = time.monotonic()
+        while len(self._requests.tasks) < MAX_ASKED and (taken := self._queue.take(now)) is not None:
+            self._requests.start(self._ask(*taken), f"a request to join at {taken[1]}")
 
     async def _ask(self, announcer: str, address: str, patience_s: float) -> None:
         where, identity = host_and_port(address), self._identity
@@ -178,3 +177,64 @@ def _note(sightings: tuple[DiscoveredPeer, ...], token: JoinToken, queue: JoinQu
 
 def _advert(settings: Settings, identity: Identity) -> Advert:
     return Advert(identity.node_id, "", settings.name, settings.control_port or 1, False, PROTOCOL_VERSION)
+
+
+# --- the order of the requests --------------------------------------------------------------------------
+
+
+#: Seconds that an address may take to answer: the first time, the second, and later.
+PATIENCE_S = (1.0, 2.0, 5.0)
+AGAIN_S = 1.0  #: seconds after which an address that did not admit this Mac is tried again
+MAX_OF_EACH = 32  #: addresses that are kept of one announcer
+
+
+class JoinQueue:
+    """Addresses ("ip:port") by announcer, in the order in which this Mac sends its requests.
+
+    Any Mac on the network can announce any addresses under the cluster's id. The queue therefore alternates
+    between announcers, and between the addresses of each. An honest one loses only the share of the false
+    ones.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: dict[str, deque[str]] = {}
+        self._turns: deque[str] = deque()
+        self._due: dict[str, float] = {}
+        self._tries: Counter[str] = Counter()
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Every address that was added."""
+        return frozenset(each for mine in self._addresses.values() for each in mine)
+
+    def add(self, announcer: str, addresses: Iterable[str], *, first: bool = False) -> None:
+        """Add addresses of an announcer, in random order; `first`: before its other ones."""
+        if announcer not in self._addresses:
+            self._addresses[announcer] = deque(maxlen=MAX_OF_EACH)
+            self._turns.append(announcer)
+        mine = self._addresses[announcer]
+        fresh = list(dict.fromkeys(each for each in addresses if each not in mine and host_and_port(each)))
+        random.shuffle(fresh)
+        if first:
+            mine.extendleft(fresh)
+        else:
+            mine.extend(fresh[: MAX_OF_EACH - len(mine)])
+
+    def take(self, now: float) -> tuple[str, str, float] | None:
+        """Return the announcer and address to try now, and its time limit in seconds; None if none is due."""
+        for _ in range(len(self._turns)):
+            announcer, mine = self._turns[0], self._addresses[self._turns[0]]
+            self._turns.rotate(-1)
+            for _ in range(len(mine)):
+                address = mine[0]
+                mine.rotate(-1)
+                if self._due.get(address, now) <= now:
+                    self._due[address] = float("inf")
+                    patience_s = PATIENCE_S[min(self._tries[address], len(PATIENCE_S) - 1)]
+                    self._tries[address] += 1
+                    return announcer, address, patience_s
+        return None
+
+    def asked(self, address: str, now: float) -> None:
+        """Note that the exchange with an address is over."""
+        self._due[address] = now + AGAIN_S

@@ -6,8 +6,7 @@ import heapq
 
 import pytest
 
-from mlxtp.identity.join_network import MAX_ASKED
-from mlxtp.identity.join_queue import AGAIN_S, MAX_OF_EACH, PATIENCE_S, JoinQueue
+from mlxtp.identity.join_network import AGAIN_S, MAX_ASKED, MAX_OF_EACH, PATIENCE_S, JoinQueue
 
 
 def addresses(announcer: int, count: int) -> list[str]:

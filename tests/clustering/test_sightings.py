@@ -15,7 +15,7 @@ from mlxtp.discovery.peer_cache import (
     CONFIRM_S,
     MAX_ADDRESSES,
     MAX_SIGHTINGS,
-    RETRY_S,
+    RETRY,
     SERVICE,
     Advert,
     DiscoveredPeer,
@@ -295,7 +295,7 @@ def test_who_does_not_answer_is_asked_again_ever_more_rarely() -> None:
         assert sightings.due(due - 0.01) == []
         waits.append(due - now)
         now = due
-    assert waits == [*RETRY_S, 60.0, 60.0, 60.0]
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0]
     assert sightings.resolved(NAME, SIGHTING, now)
 
 
@@ -309,7 +309,7 @@ def test_who_is_silent_is_believed_for_a_while() -> None:
         now = sightings.next_due() or 0.0
     assert sightings.failed(NAME, now)
     assert sightings.believed == ()
-    assert now < 100.0 + BELIEVED_S + max(RETRY_S)
+    assert now < 100.0 + BELIEVED_S + RETRY.most_s
     # Its name is kept, and it may come back.
     assert sightings.resolved(NAME, SIGHTING, now + 1.0)
 

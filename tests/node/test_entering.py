@@ -14,7 +14,7 @@ import pytest
 from mlxtp.config import Settings
 from mlxtp.discovery.peer_cache import DiscoveredPeer
 from mlxtp.errors import ConfigError, UserError
-from mlxtp.identity import join_network, join_queue
+from mlxtp.identity import join_network
 from mlxtp.identity.join_network import JoinResult, enter
 from mlxtp.identity.join_protocol import Denied, Host
 from mlxtp.identity.join_token import TokenIssuer
@@ -129,7 +129,7 @@ def test_who_answers_to_nobody_holds_nobody_up(tmp_path: Path, monkeypatch: pyte
             cluster.peer_info.addresses[first] = (f"127.0.0.1:{street.house.port}",)
             assert (await street.enter(street.house.door.token())).joined
 
-    monkeypatch.setattr(join_queue, "PATIENCE_S", (1000.0,))
+    monkeypatch.setattr(join_network, "PATIENCE_S", (1000.0,))
     play(tmp_path, monkeypatch, story)
 
 

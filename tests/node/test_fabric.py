@@ -147,7 +147,7 @@ def test_who_has_no_rank_0_says_so_and_asks_nobody_else(tmp_path: Path, member: 
         a, b = node.meet(A), node.meet(B)
         node.hear(b, serving(B, A))
         node.hear(a, FabricWanted(b"n" * 16))
-        await asyncio.gather(*node.cluster.fabric_bench._tasks)
+        await asyncio.gather(*node.cluster.fabric_bench._background.tasks)
         [answer] = a.heard(FabricAnswer)
         assert answer == FabricAnswer(b"n" * 16, "rank 0 is no longer on studio; try again")
         assert b.heard(FabricWanted) == []

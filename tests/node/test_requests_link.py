@@ -144,6 +144,33 @@ def test_an_answer_is_the_same_here_as_there() -> None:
     play(story)
 
 
+def test_a_bug_under_an_event_ends_the_link_instead_of_leaving_its_requests(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours: list[Gateway] = []
+    on_event = Gateway.on_event
+
+    def faulty(gateway: Gateway, event: Any) -> None:
+        if gateway in ours:
+            raise ZeroDivisionError("by a bug")
+        on_event(gateway, event)
+
+    monkeypatch.setattr(Gateway, "on_event", faulty)
+
+    async def story(stage: Stage) -> None:
+        ours.append(stage.ours)
+        answer = stage.ours.generate(Request((1, 2, 3), 9))
+        await stage.asked()
+        stage.say(Accepted(1))
+        await sees(lambda: stage.lost)
+        stage.ours.fail_all(stage.lost[0])  # as the follower does
+        assert await stage.read(answer) == stage.lost
+        assert stage.lost[0].code == Code.INTERNAL
+
+    play(story)
+    assert "reading a requests link failed" in caplog.text
+
+
 def test_the_progress_of_a_prefill_there_is_known_here() -> None:
     async def story(stage: Stage) -> None:
         here = stage.theirs.generate(Request((1,), 9))  # uids differ from here on

@@ -15,11 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mlxtp.background import Backoff
 from mlxtp.config import Settings
 from mlxtp.groups import warm_pool
 from mlxtp.groups.hosted_rank import HostedRank
 from mlxtp.groups.process_group import ProcessGroup
-from mlxtp.groups.warm_pool import BUSY_S, MAX_RETRY_S, QUIET_S, RETRY_S, WarmPool, WarmPoolPolicy, new_pipe
+from mlxtp.groups.warm_pool import BUSY_S, QUIET_S, RETRY, WarmPool, WarmPoolPolicy, new_pipe
 from mlxtp.wire.cluster_messages import EndEpoch, EpochEnded, Prepare, Prepared, RankStarted, StartRank
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.messages import Bootstrap, Pong
@@ -84,6 +85,14 @@ def test_one_after_the_other_until_there_are_enough(
     assert WarmPoolPolicy(wanted).received_pong(pong(), 5.0, spares=spares, importing=importing) == due
 
 
+def test_a_thousand_that_end_by_themselves_do_not_end_the_pool() -> None:
+    books = WarmPoolPolicy(1)
+    for _ in range(2000):
+        books.lost(100.0)
+    assert not books.received_pong(pong(), 100.0 + RETRY.most_s - 1.0, spares=0, importing=0)
+    assert books.received_pong(pong(), 100.0 + RETRY.most_s, spares=0, importing=0)
+
+
 def test_those_that_end_by_themselves_are_replaced_ever_more_slowly() -> None:
     books, now, waits = WarmPoolPolicy(1), 100.0, []
     for _ in range(15):
@@ -91,11 +100,11 @@ def test_those_that_end_by_themselves_are_replaced_ever_more_slowly() -> None:
         wait = next(w for w in range(10_000) if books.received_pong(pong(), now + w, spares=0, importing=0))
         waits.append(wait)
         now += wait
-    assert waits[:4] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, 8 * RETRY_S]
-    assert waits[-1] == MAX_RETRY_S
+    assert waits[:4] == [1.0, 2.0, 4.0, 8.0]
+    assert waits[-1] == RETRY.most_s
     books.used()
     books.lost(now)
-    assert books.received_pong(pong(), now + RETRY_S, spares=0, importing=0)
+    assert books.received_pong(pong(), now + RETRY.first_s, spares=0, importing=0)
 
 
 # --- what becomes of them: ranks that compute nothing -------------------------------------------------
@@ -225,7 +234,7 @@ def test_one_that_does_not_answer_is_ended_and_not_waited_for(
 def test_one_that_cannot_start_costs_nothing_but_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(warm_pool, "RETRY_S", 3600.0)
+    monkeypatch.setattr(warm_pool, "RETRY", Backoff(3600.0, 3600.0))
 
     async def story(stage: Story) -> None:
         stage.orders.give(SPARE, broken=True)
@@ -262,7 +271,7 @@ def test_one_that_never_becomes_ready_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(warm_pool, "IMPORT_S", 0.1)
-    monkeypatch.setattr(warm_pool, "RETRY_S", 3600.0)
+    monkeypatch.setattr(warm_pool, "RETRY", Backoff(3600.0, 3600.0))
 
     async def story(stage: Story) -> None:
         stage.orders.give(SPARE, silent=True)

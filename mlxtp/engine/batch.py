@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..errors import Code, ModelError
 from .group import uncounted
-from .kv_budget import SMALLEST, capacity, slots
+from .kv_cache import SMALLEST, capacity, slots
 
 #: Numbers that share a scale, the best first. A head's keys and values must divide by it.
 QUANTIZATION_GROUPS = (64, 32)
@@ -138,7 +138,7 @@ class ForwardShape:
 class SlotBatch:
     """All rows of a layer in one array for keys and one for values, [slots, KV heads, capacity, head size].
 
-    Both sizes grow and shrink in the steps of `kv_budget.py`, so that they seldom change. A single row uses
+    Both sizes grow and shrink in the steps of `kv_cache.py`, so that they seldom change. A single row uses
     its sequence's own arrays, and joins and leaves without a copy.
     """
 

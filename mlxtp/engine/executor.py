@@ -40,11 +40,10 @@ from .batch import CacheKind
 from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form
 from .jaccl import JacclFabric, SideChannelExchange
 from .loader import ModelShare, load, run_alone
-from .mlx_errors import code_of
-from .recorder import PROMPT, PROMPTS, STEP
+from .mlx_compat import code_of
 from .runner import Chosen, Runner
 from .steps import Score
-from .telemetry import Phase, RankTelemetry
+from .telemetry import PROMPT, PROMPTS, STEP, Phase, RankTelemetry
 
 KV_TYPE_BITS = 16  # bits of a key's or value's number that is not quantized
 

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..tokenizer_file import MAX_CONFIG_BYTES, text_of, token_count
 from .group import Group, alone, uncounted
-from .mlx_errors import code_of
+from .mlx_compat import code_of
 from .sharding import (
     Config,
     check_divisible,
@@ -27,8 +27,7 @@ from .sharding import (
     context_length,
     text_config,
 )
-from .tensor_headers import read_header
-from .tensor_rows import Folder, StoredTensor, is_plain, read_share, share_of
+from .tensor_files import Folder, StoredTensor, is_plain, read_header, read_share, share_of
 from .vocabulary import ShardedEmbedding, ShardedHead, Vocabulary, shard
 
 _BRIEF = 200

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..wire.messages import PLAIN, Generate
 from .agreement import LogitShaping
-from .closing import AnswerBudget
-from .grammar import Matcher, unpack
+from .grammar import AnswerBudget, Matcher, unpack
 from .sampler import Shaper
 
 RECENT = 16  # tokens of an interrupted answer that are searched again for its ending

@@ -13,18 +13,18 @@ import mlx.core as mx
 
 from ..errors import Code, MlxtpError, RequestError
 from ..wire.messages import Generate, Loaded, LoadShard
-from . import chunks, kv_budget
+from . import kv_cache, steps
 from .draft_model import DraftModel
 from .emitter import Emitter
 from .executor import RankExecutor
-from .fair_queue import FairQueue
 from .grammar import Grammar, Grammars
+from .kv_cache import PrefixCache
 from .logit_shaping import Guided, RequestShaping
 from .mailbox import COMPILER, Mailbox
-from .prefix_cache import PrefixCache
 from .scheduler import Scheduler
 from .steps import (
     Decode,
+    FairQueue,
     Move,
     Policy,
     Prefill,
@@ -87,7 +87,7 @@ class Requests:
         self._context = reply.context
         self._reuses = bootstrap.prefix_cache and kinds.reusable
         gpu = mx.metal.is_available()
-        chunk, beside, chunk_s = chunks.sizes(command.prefill_chunk, gpu=gpu)
+        chunk, beside, chunk_s = steps.chunk_sizes(command.prefill_chunk, gpu=gpu)
         self._policy = Policy(
             eos=rank.eos,
             prefill_chunk=chunk,
@@ -109,7 +109,7 @@ class Requests:
         self._shaping.open(size, rank.eos)
         self._grammars = Grammars(Path(command.path), size, rank.eos)
         self._grammars.read()
-        return kv_budget.fitting(self._policy.kv_tokens)
+        return kv_cache.fitting(self._policy.kv_tokens)
 
     def close(self) -> None:
         """Release the model."""

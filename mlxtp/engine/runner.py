@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import Code, GroupError
 from ..wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
-from . import kv_budget
+from . import kv_cache
 from .agreement import Chooser, Scores
 from .batch import Batch, CacheKind, Caches, ForwardShape, LayerView, MergedBatch, SlotBatch, cut, share
 from .group import CollectiveCounter
@@ -127,7 +127,7 @@ class Runner:
         batch.reserve(longest + 1)
         room = batch.shape()[1]
         shape = ForwardShape.of_prompts(
-            frame.offsets, frame.totals, first, room, min(kv_budget.view(longest), room)
+            frame.offsets, frame.totals, first, room, min(kv_cache.view(longest), room)
         )
         arrays, batch.arrays = batch.arrays, []
         layers = [LayerView(*pair, shape) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
@@ -278,7 +278,7 @@ class Runner:
             return local, self._vocabulary.winners(local) if winners else None
         assert isinstance(self._batch, SlotBatch)
         self._batch.reserve(longest)
-        room, view = self._batch.shape(), min(kv_budget.view(longest), self._batch.shape()[1])
+        room, view = self._batch.shape(), min(kv_cache.view(longest), self._batch.shape()[1])
         # Outside the graph, because a graph would compile kernels for these small steps of arithmetic.
         shape = ForwardShape.arrays(positions, width, view)
         if given is None and self._vocabulary.embedding is not None:

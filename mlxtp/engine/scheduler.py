@@ -18,18 +18,19 @@ from dataclasses import dataclass, field
 
 from ..errors import Code, MlxtpError
 from ..wire.messages import MAX_PROMPTS, MAX_WIDTH
-from . import kv_budget
-from .chunks import Chunks
-from .fair_queue import MAX_CLIENTS, FairQueue
-from .prefix_cache import PrefixCache
+from . import kv_cache
+from .kv_cache import PrefixCache
 from .speculation import Adaptive, Lookup, Payoff
 from .steps import (
+    MAX_CLIENTS,
     Agreement,
+    Chunks,
     Decode,
     Drafter,
     EndReason,
     EvictKept,
     ExchangeKind,
+    FairQueue,
     Move,
     Policy,
     Prefill,
@@ -156,7 +157,7 @@ class Scheduler:
         when it could not run even alone.
         """
         prompt = len(tokens) - answered
-        needed = kv_budget.capacity(prompt + wants.max_tokens)
+        needed = kv_cache.capacity(prompt + wants.max_tokens)
         if needed > self._policy.kv_tokens:
             raise MlxtpError(
                 f"{prompt} prompt tokens and {wants.max_tokens} new ones take room for {needed} in the "
@@ -669,15 +670,15 @@ class Scheduler:
         lengths = [max(sequence.position, sequence.prompt) + MAX_WIDTH for sequence in rows]
         # A prompt that is prefilled alone has its own cache until it runs, unless no other sequence does.
         apart = [*started, *joining] if len(joining) == 1 else started
-        own = sum([kv_budget.capacity(sequence.prompt) for sequence in apart]) if len(rows) > 1 else 0
+        own = sum([kv_cache.capacity(sequence.prompt) for sequence in apart]) if len(rows) > 1 else 0
         kept = self._prefixes.positions if self._prefixes is not None else 0
-        return kv_budget.batch_tokens(lengths) + own + kept
+        return kv_cache.batch_tokens(lengths) + own + kept
 
     def _make_room(self, joining: Sequence[_Sequence] = ()) -> bool:
         """Return True if all fit beside each other, after evicting kept caches where needed."""
         live = len(self._running) + sum([1 for sequence in self._waiting if sequence.uid])
         longest = max([max(s.position, s.prompt) for s in (*self._running, *joining)])
-        shape = (len(self._running), live, kv_budget.capacity(longest + MAX_WIDTH))
+        shape = (len(self._running), live, kv_cache.capacity(longest + MAX_WIDTH))
         if not joining and shape == self._fits:
             return True
         beyond = self._occupied(joining) - self._policy.kv_tokens

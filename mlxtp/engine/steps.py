@@ -1,8 +1,8 @@
-"""Plain data of the scheduler: moves for the ranks, results, parameters of a sequence, policy."""
+"""Plain data of the scheduler: moves, results, parameters of a sequence, policy; and two of its rules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -208,3 +208,77 @@ class Policy:
     timed: bool = True
     agreement: Literal["auto", "broadcast", "broadcast-draws", "verify"] = "auto"
     drafter: Drafter | None = None
+
+
+# --- sizes of a prompt's chunks: large alone, about a quarter of a second's work beside decoding rows ----
+
+
+LEAST, MOST = 64, 2048  #: tokens of a chunk beside others; times of smaller ones do not count
+USUAL = 2048  #: tokens of a chunk without others; a GPU reads the weights once for all of them
+ON_CPU = 512  #: the same without a GPU, where attention over a larger chunk costs more than it saves
+BESIDE = 256  #: tokens of a chunk beside others while no time is known
+TARGET_S = 0.25  #: seconds that such a chunk may take
+NEWEST = 0.5  #: weight of the newest chunk in the average
+
+
+def chunk_sizes(wanted: int, *, gpu: bool) -> tuple[int, int, float]:
+    """Return `prefill_chunk`, `chunk_beside` and `chunk_s` of a Policy for chunks of at most `wanted` tokens.
+
+    More than USUAL means that the pauses of other requests do not matter.
+    """
+    if wanted > USUAL:
+        return wanted, wanted, 0.0
+    alone = wanted if gpu else min(wanted, ON_CPU)
+    return alone, min(alone, BESIDE), TARGET_S
+
+
+class Chunks:
+    """Choice of the size of chunks beside decoding rows, from the times of earlier chunks.
+
+    Sizes are powers of two, so that shapes recur.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._most = policy.prefill_chunk
+        self._target_s = policy.chunk_s
+        self._token_s = 0.0
+        self.beside = min(policy.chunk_beside, self._most)  #: most tokens
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """Record the time of one chunk."""
+        if not self._target_s or tokens < LEAST:
+            return
+        newest = seconds / tokens
+        self._token_s += (newest - self._token_s) * (NEWEST if self._token_s else 1.0)
+        fitting = min(max(int(self._target_s / self._token_s), LEAST), MOST)
+        self.beside = min(1 << fitting.bit_length() - 1, self._most)
+
+
+# --- fair order of requests when several clients wait ----------------------------------------------------
+# Start-time fair queueing (Goyal, Vin and Cheng, 1996), with every request as large as every other. A
+# client's requests get successive start numbers, and a new client gets the number that is being served. If
+# one client has 136 requests waiting, at most one of them goes before a new client's.
+
+
+MAX_CLIENTS = 1024  # clients whose last number is remembered
+
+
+class FairQueue:
+    """Start numbers that order waiting requests: lower ones first, equal ones as they came."""
+
+    def __init__(self) -> None:
+        self._now = 0  # the highest number that has begun
+        self._begun: dict[int, int] = {}  # by client, its highest number that has begun
+
+    def following(self, client: int, waiting: Iterable[int]) -> int:
+        """Return the number of a client's new request. `waiting`: those of its others that wait."""
+        own = max(waiting, default=-1)
+        return max(self._now, own + 1, self._begun.get(client, -1) + 1)
+
+    def begin(self, client: int, turn: int) -> None:
+        """Record that a client's request has begun."""
+        self._now = max(self._now, turn)
+        self._begun[client] = max(turn, self._begun.get(client, 0))
+        if len(self._begun) > MAX_CLIENTS:  # from the next number on, none of these is ahead of the others
+            self._now += 1
+            self._begun.clear()

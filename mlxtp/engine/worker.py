@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import socket
@@ -34,15 +35,50 @@ from ..wire.messages import (
     SessionEnd,
     Shutdown,
 )
-from ..wire.rank_process import FREE_S
+from ..wire.rank_process import FREE_S, take_over
 from ..wire.session import LinkKind, LinkState, Received, Session, Side
 from .decode_links import open_links
 from .jaccl import SideChannelExchange
 from .mailbox import AGENT, LEADER, Mailbox, Terminated, read_in_background
-from .mlx_errors import code_of
-from .recorder import Recorder
-from .telemetry import LEAST_PATIENCE_S, RankTelemetry
-from .warm_rank import import_all, wait_for_arguments
+from .mlx_compat import code_of, import_mlx_lm
+from .telemetry import LEAST_PATIENCE_S, RankTelemetry, Recorder
+
+# --- warm start: everything is imported before the rank's arguments arrive -------------------------------
+# Nothing here may depend on an epoch, form a group, or touch the GPU. MLX reads its environment at its
+# first use, and `Bootstrap` sets some of it.
+
+
+#: Modules that every rank imports, which take nearly all of its start.
+_IMPORTS = (
+    *(f"mlxtp.engine.{name}" for name in ("group", "agreement", "logit_shaping", "executor")),
+    *(f"mlxtp.engine.{name}" for name in ("decode_loop", "followers", "serve_loop")),
+    "mlx_lm.models.llama",
+)
+
+
+def import_all() -> None:
+    """Import everything that any rank will need."""
+    import_mlx_lm()
+    for name in _IMPORTS:
+        importlib.import_module(name)
+
+
+def wait_for_arguments(fd: int) -> list[str]:
+    """Wait for the arguments of a rank on the socket `fd`, which stays open as this rank's pipe.
+
+    Ends the process when the agent has ended.
+    """
+    sock = socket.socket(fileno=fd)
+    told = take_over(sock)
+    sock.detach()
+    if told is None:
+        sys.exit()
+    arguments, listener = told
+    return [*arguments, *(() if listener is None else ("--listen-fd", str(listener)))]
+
+
+# --- the rank --------------------------------------------------------------------------------------------
+
 
 #: Seconds that rank 0 waits for an agent that does not read. A stalled agent may continue; the end of one is
 #: noticed at once.
@@ -226,7 +262,6 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
     from .agreement import NoLogitShaping
     from .executor import RankExecutor
     from .logit_shaping import RequestShaping
-    from .mlx_lm_shim import import_mlx_lm
 
     shaping = RequestShaping()
     rank = RankExecutor(

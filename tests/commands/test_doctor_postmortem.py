@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from mlxtp.cli.main import app
 from mlxtp.diagnostics.failure_store import FOLDER, FailedEpoch, RankEnd, keep, read_recording, recording_file
-from mlxtp.engine.recorder import STEP, Recorder
+from mlxtp.engine.telemetry import STEP, Recorder
 from mlxtp.errors import Code, GroupError, exit_status
 
 KEY = bytes(range(32))

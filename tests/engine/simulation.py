@@ -14,8 +14,8 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from mlxtp.engine import kv_budget
-from mlxtp.engine.prefix_cache import PrefixCache
+from mlxtp.engine import kv_cache
+from mlxtp.engine.kv_cache import PrefixCache
 from mlxtp.engine.scheduler import Scheduler
 from mlxtp.engine.steps import (
     Decode,
@@ -254,9 +254,9 @@ class Ranks:
 
     def occupied(self) -> int:
         """Positions of all KV caches, as `kv.py` has them grow."""
-        kept = sum(kv_budget.capacity(len(tokens)) for tokens in self.kept.values())
-        prompts = sum(kv_budget.capacity(total) for total in self.prefilling.values())
-        return kept + prompts + kv_budget.batch_tokens([len(self.contents[uid]) for uid in self.rows])
+        kept = sum(kv_cache.capacity(len(tokens)) for tokens in self.kept.values())
+        prompts = sum(kv_cache.capacity(total) for total in self.prefilling.values())
+        return kept + prompts + kv_cache.batch_tokens([len(self.contents[uid]) for uid in self.rows])
 
     def _check_room(self) -> None:
         assert self.occupied() <= self._kv_tokens

@@ -15,7 +15,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, create_causal_mask, make_prompt_cache
 from mlx_lm.utils import load_model
 
-from mlxtp.engine import kv_budget
+from mlxtp.engine import kv_cache
 from mlxtp.engine.batch import (
     CacheKind,
     Caches,
@@ -67,7 +67,7 @@ def forward(model: Any, batch: SlotBatch, rows: list[list[int]], positions: list
     tokens = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
     longest = max(positions) + width
     batch.reserve(longest)
-    view = min(kv_budget.view(longest), batch.shape()[1])
+    view = min(kv_cache.view(longest), batch.shape()[1])
     shape = ForwardShape(*ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view))
     arrays, batch.arrays = batch.arrays, []
     layers = [LayerView(*pair, shape) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
@@ -180,7 +180,7 @@ def test_row_counts_go_up_and_down(model_of: Callable[[str], Any]) -> None:
             course.leave()
         course.step()
         course.step()
-        assert kv_budget.slots(rows) <= course.batch.shape()[0] <= 2 * kv_budget.slots(rows)
+        assert kv_cache.slots(rows) <= course.batch.shape()[0] <= 2 * kv_cache.slots(rows)
         if rows == 1:
             assert course.batch.shape()[0] == 1
     course.leave()
@@ -223,7 +223,7 @@ def test_a_copy_is_not_disturbed_by_its_source_nor_the_source_by_its_copy(
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("window", [None, 1, 8, 1000])
 def test_masks_are_the_causal_ones(positions: list[int], width: int, window: int | None) -> None:
-    view = kv_budget.view(max(positions) + width)
+    view = kv_cache.view(max(positions) + width)
     shape = ForwardShape(*ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view))
     mask = shape.mask(window)
     assert mask.shape == (3, 1, width, view)
@@ -244,7 +244,7 @@ def test_what_is_kept_of_a_row_alone_has_the_room_that_is_counted(room: int) -> 
     batch.join(1, [cache])
     kept = batch.leave(1, keep=1000)
     assert kept is not None
-    assert kept[0].keys.shape[2] == kept[0].values.shape[2] <= kv_budget.capacity(1000)
+    assert kept[0].keys.shape[2] == kept[0].values.shape[2] <= kv_cache.capacity(1000)
     assert mx.array_equal(kept[0].keys[:, :, :1000], keys[:, :, :1000])
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlxtp.engine.chunks import LEAST, MOST, Chunks, sizes
 from mlxtp.engine.scheduler import Scheduler
-from mlxtp.engine.steps import Decode, Policy, Prefill, SequenceParams
+from mlxtp.engine.steps import LEAST, MOST, Chunks, Decode, Policy, Prefill, SequenceParams, chunk_sizes
 
 QUARTER = {"chunk_s": 0.25}
 
@@ -30,7 +29,7 @@ def chunks(**policy: Any) -> Chunks:
 def test_chunks_are_large_where_a_gpu_reads_weights_once_for_all_of_them(
     wanted: int, gpu: bool, expected: tuple[int, int, float]
 ) -> None:
-    assert sizes(wanted, gpu=gpu) == expected
+    assert chunk_sizes(wanted, gpu=gpu) == expected
 
 
 def test_before_any_chunk_was_timed_the_size_is_fixed() -> None:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from mlxtp.engine.closing import AnswerBudget
-from mlxtp.engine.grammar import Grammars, Matcher
+from mlxtp.engine.grammar import AnswerBudget, Grammars, Matcher
 from mlxtp.engine.logit_shaping import Guided
 from mlxtp.text.conversation import Tool
 from mlxtp.text.tool_calls import CallStyle, tool_format, tool_json

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.engine.kv_budget import SMALLEST, batch_tokens, capacity, slots, view
+from mlxtp.engine.kv_cache import SMALLEST, batch_tokens, capacity, slots, view
 from mlxtp.wire.messages import MAX_CONTEXT
 
 lengths = st.integers(0, MAX_CONTEXT)

@@ -17,19 +17,19 @@ HEAVY = "[name for name in ('transformers', 'tokenizers', 'huggingface_hub') if 
 
 def run(code: str) -> str:
     """In a new process."""
-    code = f"import sys\nfrom mlxtp.engine import mlx_lm_shim\n{code}"
+    code = f"import sys\nfrom mlxtp.engine import mlx_compat\n{code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def test_models_are_there_and_nothing_that_only_agents_need() -> None:
-    assert run(f"mlx_lm_shim.import_mlx_lm(); import mlx_lm.models.llama; print({HEAVY})") == "[]"
+    assert run(f"mlx_compat.import_mlx_lm(); import mlx_lm.models.llama; print({HEAVY})") == "[]"
 
 
 def test_who_needs_them_later_gets_the_real_ones() -> None:
     code = """
-mlx_lm_shim.import_mlx_lm()
+mlx_compat.import_mlx_lm()
 from transformers import PreTrainedTokenizer
 from huggingface_hub import snapshot_download
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -40,7 +40,7 @@ print(PreTrainedTokenizer.from_pretrained.__name__, snapshot_download.__name__, 
 
 def test_what_is_not_there_says_so_when_it_is_used() -> None:
     code = """
-mlx_lm_shim.import_mlx_lm()
+mlx_compat.import_mlx_lm()
 try:
     import mlx_lm.utils
     mlx_lm.utils.load("x")
@@ -52,8 +52,8 @@ except RuntimeError as error:
 
 def test_an_mlx_lm_that_needs_more_is_imported_as_a_whole() -> None:
     code = f"""
-mlx_lm_shim._ABSENT["transformers"] = ()
-mlx_lm_shim.import_mlx_lm()
+mlx_compat._ABSENT["transformers"] = ()
+mlx_compat.import_mlx_lm()
 import mlx_lm.models.llama
 from mlx_lm.utils import load_model, TokenizerWrapper
 print({HEAVY}, TokenizerWrapper.__mro__[-2].__name__)

@@ -10,7 +10,7 @@ import pytest
 
 from mlxtp.engine import loader, worker
 from mlxtp.engine.group import LoneGroup
-from mlxtp.engine.mlx_errors import code_of
+from mlxtp.engine.mlx_compat import code_of
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError
 from mlxtp.wire.messages import Error
 from mlxtp.wire.session import LinkState

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.engine.kv_budget import capacity
-from mlxtp.engine.prefix_cache import SHORTEST_HIT, Hit, PrefixCache
+from mlxtp.engine.kv_cache import SHORTEST_HIT, Hit, PrefixCache, capacity
 
 A = tuple(range(100, 140))
 B = tuple(range(200, 240))

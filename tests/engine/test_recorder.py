@@ -12,7 +12,7 @@ from time import monotonic
 import pytest
 
 from mlxtp.diagnostics.failure_store import read_recording, recording_file
-from mlxtp.engine.recorder import PROMPT, STEP, Recorder
+from mlxtp.engine.telemetry import PROMPT, STEP, Recorder
 from mlxtp.wire.recording import MAX_WORDS_BYTES, STEPS, Recording, decode
 
 from ..cluster import WAIT_S
@@ -20,7 +20,7 @@ from ..cluster import WAIT_S
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from mlxtp.engine.recorder import STEP, Recorder
+from mlxtp.engine.telemetry import STEP, Recorder
 
 def on_sigterm(*_):
     sys.exit(143)

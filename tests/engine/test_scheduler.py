@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlxtp.engine.prefix_cache import Hit, PrefixCache
+from mlxtp.engine.kv_cache import Hit, PrefixCache
 from mlxtp.engine.scheduler import DRAFTED_ROWS, MAX_PREFILLING, Scheduler
 from mlxtp.engine.steps import (
     Decode,

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtp.engine.tensor_rows import Folder, read_share, share_of
+from mlxtp.engine.tensor_files import Folder, read_share, share_of
 from mlxtp.engine.vocabulary import cut_rows
 
 from .small_models import split_weights, write_model

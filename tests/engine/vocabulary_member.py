@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlxtp.engine import loader
 from mlxtp.engine.group import CollectiveCounter, Group, form
 from mlxtp.engine.loader import ModelShare, load, make_cache, run_alone
-from mlxtp.engine.tensor_rows import StoredTensor, read_share
+from mlxtp.engine.tensor_files import StoredTensor, read_share
 from mlxtp.engine.vocabulary import Vocabulary
 from mlxtp.errors import ModelError
 

@@ -33,7 +33,7 @@ from mlxtp.diagnostics.postmortem import as_json, postmortems, show
 from mlxtp.discovery.dial_schedule import host_and_port
 from mlxtp.discovery.multicast import info_of
 from mlxtp.discovery.peer_cache import SERVICE, Advert, DiscoveredPeer, validate
-from mlxtp.engine.tensor_headers import MAX_LENGTH, check_header
+from mlxtp.engine.tensor_files import MAX_LENGTH, check_header
 from mlxtp.errors import ConfigError, LinkError, ProtocolError, RemoteProtocolError, RequestError, UserError
 from mlxtp.identity.join_protocol import Host, Joiner
 from mlxtp.identity.join_token import TokenIssuer, read_token

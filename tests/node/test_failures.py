@@ -28,7 +28,7 @@ from mlxtp.diagnostics.failure_store import (
     recording_file,
 )
 from mlxtp.diagnostics.postmortem import newest
-from mlxtp.engine.recorder import STEP, Recorder
+from mlxtp.engine.telemetry import STEP, Recorder
 from mlxtp.errors import TERMINATED_STATUS, Code, ConfigError, FailureReport, GroupError, exit_status
 from mlxtp.wire.messages import Error, Pong
 from mlxtp.wire.recording import RECORDING_BYTES, decode

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.config import Settings
-from mlxtp.engine.prefix_cache import SHORTEST_HIT
+from mlxtp.engine.kv_cache import SHORTEST_HIT
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.process_group import EpochGroup, agreement

@@ -1,13 +1,17 @@
-"""Import of mlx-lm without modules that no rank needs, because only agents handle text and the Hub.
-
-`import mlx_lm` loads transformers and huggingface-hub, which takes 2.2 of its 2.7 s of processor time (Linux,
-one core) whenever a rank starts. A recovering group waits for that.
-"""
+"""Import of mlx-lm without modules that no rank needs, and the meaning of MLX's errors."""
 
 from __future__ import annotations
 
+import re
 import sys
 from types import ModuleType
+
+from ..errors import Code
+
+# --- import of mlx-lm; only agents handle text and the Hub -----------------------------------------------
+# `import mlx_lm` loads transformers and huggingface-hub, which takes 2.2 of its 2.7 s of processor time
+# (Linux, one core) whenever a rank starts. A recovering group waits for that.
+
 
 #: Names that mlx-lm imports from modules that it needs only to tokenize and to download.
 _ABSENT = {
@@ -53,3 +57,21 @@ class _Absent:
 
     def __new__(cls, *_: object, **__: object) -> _Absent:
         raise RuntimeError(f"a rank used {cls.__module__}.{cls.__name__}, which only agents load")
+
+
+# --- MLX's errors by their text: out of memory, and a GPU that took too long -----------------------------
+# On Linux a lack of memory is a MemoryError. On Metal it is a RuntimeError like any other, from MLX's
+# allocator or from a command buffer. A command that the system ended because it took too long is one, too.
+
+
+_CODES = (
+    (re.compile(r"^\[(?:metal::)?malloc\] |\[METAL\] .*Insufficient Memory"), Code.OUT_OF_MEMORY),
+    (re.compile(r"\[METAL\] .*(?:GPU Timeout|GPU Hang|Impacting Interactivity)"), Code.GPU_TIMEOUT),
+)
+
+
+def code_of(error: BaseException, otherwise: Code) -> Code:
+    """Return OUT_OF_MEMORY, GPU_TIMEOUT, or `otherwise` for an error that is neither."""
+    if isinstance(error, MemoryError):
+        return Code.OUT_OF_MEMORY
+    return next((code for text, code in _CODES if text.search(str(error))), otherwise)

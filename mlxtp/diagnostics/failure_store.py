@@ -169,18 +169,21 @@ def keep(home: Path, failed: FailedEpoch, ends: Iterable[RankEnd]) -> Path:
     ends = tuple(ends)
     identity = next((epoch_id(end.key) for end in ends if end.key), "")
     common = {"format": FORMAT, "epoch": failed.epoch, "epoch_id": identity, "node": failed.node}
-    others = [_age(old) for old in (home / FOLDER).glob(PATTERN) if old != folder]
+    others = [age(old) for old in (home / FOLDER).glob(PATTERN) if old != folder]
     _write(folder / "epoch.json", common | about_epoch(failed, now))
     _make_newer(folder / "epoch.json", max(others, default=(0, ""))[0])
     for end in ends:
         _write(folder / f"rank-{end.rank}.json", common | about_rank(end, now, time.monotonic()))
-    for old in sorted(set((home / FOLDER).glob(PATTERN)) - {folder}, key=_age)[: 1 - KEPT]:
+    for old in sorted(set((home / FOLDER).glob(PATTERN)) - {folder}, key=age)[: 1 - KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
-def _age(folder: Path) -> tuple[int, str]:
-    """Sort key of failures, the oldest first. One without an `epoch.json` is of least use."""
+def age(folder: Path) -> tuple[int, str]:
+    """Sort key of failures, the oldest first. One without an `epoch.json` is of least use.
+
+    An agent makes its newest file the latest, even if the clock was set back.
+    """
     try:
         return (folder / "epoch.json").stat().st_mtime_ns, folder.name
     except OSError:

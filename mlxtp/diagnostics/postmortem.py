@@ -27,8 +27,8 @@ from .causes import (
     text,
     whole,
 )
+from .failure_store import FOLDER, PATTERN, age
 
-FAILURES = "failures"
 SHOWN_STEPS = 12
 MAX_STACK_LINES = 12
 _MAX_BYTES = 4 << 20
@@ -39,21 +39,10 @@ _Parsed = tuple[tuple[int, str], RankRecord | EpochRecord]
 
 def newest(home: Path) -> Path:
     """Return the folder of the newest failure. Raises UserError when there is none."""
-    found = list((home / FAILURES).glob("*-epoch-*"))
+    found = list((home / FOLDER).glob(PATTERN))
     if not found:
-        raise UserError(f"no failure is kept in {home / FAILURES}")
-    return max(found, key=_age)
-
-
-def _age(folder: Path) -> tuple[int, str]:
-    """Sort key by the time of the file.
-
-    An agent makes its newest file the latest, even if the clock was set back.
-    """
-    try:
-        return (folder / "epoch.json").stat().st_mtime_ns, folder.name
-    except OSError:
-        return 0, folder.name
+        raise UserError(f"no failure is kept in {home / FOLDER}")
+    return max(found, key=age)
 
 
 def postmortems(folders: Sequence[Path]) -> list[Postmortem]:
@@ -139,7 +128,7 @@ def show(found: Postmortem) -> list[Any]:
     for rank, host in sorted(found.elsewhere.items()):
         where = f"on {host}" if host and host != "here" else "on the Mac that ran it"
         lines.append(
-            f"of rank {rank} there is no file here: look {escape(where)}, in {FAILURES}/ of its home, for "
+            f"of rank {rank} there is no file here: look {escape(where)}, in {FOLDER}/ of its home, for "
             f"epoch {found.epoch}, and copy its folder; `mlxtp doctor --postmortem FOLDER FOLDER` reads both"
         )
     return lines

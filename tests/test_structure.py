@@ -423,7 +423,6 @@ PURE = (
     "mlxtp.engine.kv_cache",
     "mlxtp.engine.speculation",
     "mlxtp.api.request_context",
-    "mlxtp.api.rate_limit",
     "mlxtp.api.sampling",
     "mlxtp.text.reasoning",
     "mlxtp.api.request_metrics",

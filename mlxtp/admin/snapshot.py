@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from ..api.dashboard import Json
+from ..api.admin import Json
 from ..cluster.node import NodeLoop
 from ..cluster.own_build import versions_here
 from ..groups.health import ServingState

@@ -15,12 +15,9 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from ..errors import Code, MlxtpError, RequestError
-from .adapter import SSE
-from .admin import Administration
-from .admin import routes as admin_routes
+from .adapter import SSE, Operation, document
+from .admin import Administration, Observed, admin_routes, page_routes
 from .backend import Backend
-from .dashboard import Observed
-from .dashboard import routes as page_routes
 from .dialects import openai_answers as answers
 from .dialects.anthropic import ANTHROPIC
 from .dialects.completions import Completions
@@ -30,7 +27,6 @@ from .dialects.responses import Responses
 from .generation import Adapter, Generation
 from .guard import Access, guards, is_stranger
 from .http_errors import internal_error
-from .openapi import Operation, document
 from .request_body import BODY_S, MAX_BODY_BYTES
 from .streaming import ClientGone
 

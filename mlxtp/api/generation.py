@@ -27,22 +27,16 @@ from ..text.reasoning import ReadingPlan, StopFinder
 from ..text.tokenizer import Name, Text
 from ..text.tool_calls import CallReader
 from ..text.transcript import AnswerEvent, Transcript, WholeAnswer
-from . import budget
 from . import sampling as settings
-from .adapter import About, Dialect, Json
+from .adapter import About, Dialect, Json, Operation
 from .backend import Backend, Health, ModelInfo, ModelLease, Progress, Shaping, StoredModelInfo
 from .backend import Request as Wanted
-from .catalog import Catalog
-from .choices import Choices, collect
-from .error_wording import in_words_of
-from .guidance import Guidance, guidance
-from .http_errors import error_status
-from .loading_stream import LoadingStream
-from .openapi import Operation
-from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body
+from .catalog import Catalog, check_may_fit, token_budget
+from .http_errors import error_status, in_words_of
+from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body, not_supported, shown, wrong
 from .request_context import current, note
-from .schema import not_supported, shown, wrong
-from .streaming import AnswerStream, unless_gone
+from .sampling import Guidance, guidance
+from .streaming import AnswerStream, Choices, LoadingStream, collect, unless_gone
 
 log = logging.getLogger(__name__)
 
@@ -288,7 +282,7 @@ class Generation:
         held, shaping, texts = await text.line(_size(ask, body)).run(written)
         prompts = await _tokens(ask, text, texts)
         guided = bool(shaping.grammar_kind)
-        budgets = [budget.token_budget(options.max_tokens, prompt, model) for prompt in prompts]
+        budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
         if self._backend.text() is not text:  # another model was loaded meanwhile
             raise self.catalog.not_ready()
@@ -344,7 +338,7 @@ def _written(
 ) -> list[Prompt]:
     """Return prompts as the template or the client writes them. Raises RequestError."""
     if not isinstance(ask.prompt, Conversation):
-        budget.check_may_fit(sum(map(len, ask.prompt)), text.longest_token, model, len(ask.prompt))
+        check_may_fit(sum(map(len, ask.prompt)), text.longest_token, model, len(ask.prompt))
         assert isinstance(model, ModelInfo)
         _check_tokens(ask.prompt, model)
         return list(ask.prompt)
@@ -353,9 +347,7 @@ def _written(
         raise not_supported(
             f"needs_thinking: {shown(model.id)} does not support thinking; leave it out", "needs_thinking"
         )
-    budget.check_may_fit(
-        characters(conversation), text.longest_token, model, turns=len(conversation.messages)
-    )
+    check_may_fit(characters(conversation), text.longest_token, model, turns=len(conversation.messages))
     arguments = [call.arguments for lease in conversation.messages for call in lease.calls]
     check_extent(*arguments, where="what is called in messages", param="messages")  # templates parse it
     if guided and conversation.thinking is None:  # a grammar leaves no room for thoughts

@@ -1,14 +1,43 @@
-"""Long answers: clients that leave, and comments that keep proxies from timing out."""
+"""Answers on their way to a client that may leave, with comments that keep proxies from timing out.
+
+A request has one or more answers, whose events come in the order of their arrival. A stream may begin before
+its answer does: its model loads, or its request waits.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from ..errors import Code, GroupError, MlxtpError
+from ..text.conversation import Call
+from ..text.transcript import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    ChoiceFinishReason,
+    ContentDelta,
+    Finish,
+    ReasoningDelta,
+    Transcript,
+    WholeAnswer,
+)
+from .adapter import About, Dialect, Json
+from .backend import Progress, StreamEnd, TokenStream
+from .http_errors import in_words_of, internal_error
+from .request_context import note
+
+log = logging.getLogger(__name__)
+
+# --- long answers -----------------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 PARTS_AT_ONCE = 16  # parts of one answer before other tasks may run
@@ -154,3 +183,189 @@ async def _gone(receive: Receive) -> None:
 
 async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+# --- several answers --------------------------------------------------------------------------------------
+
+
+class Choices:
+    """The answers of one request, closed together."""
+
+    def __init__(self) -> None:
+        self._answers: list[TokenStream] = []
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def add(self, answer: TokenStream) -> None:
+        self._answers.append(answer)
+
+    async def accepted(self) -> None:
+        """Wait until every answer is accepted. Raises the first refusal."""
+        for answer in self._answers:
+            await answer.accepted()
+
+    def progress(self) -> Progress:
+        """Return the progress of the first answer."""
+        return self._answers[0].progress() if self._answers else Progress()
+
+    def events(self, transcripts: Sequence[Transcript]) -> AsyncGenerator[AnswerEvent]:
+        """Return the events of all answers, one transcript for each; the last event of each is its `Finish`.
+
+        Raises an answer's error: then none is complete.
+        """
+        parts = [
+            _events(index, answer, transcript)
+            for index, (answer, transcript) in enumerate(zip(self._answers, transcripts, strict=True))
+        ]
+        return parts[0] if len(parts) == 1 else interleaved(parts)
+
+    async def aclose(self) -> None:
+        """Cancel unfinished answers, on every rank."""
+        for answer in self._answers:
+            await answer.aclose()
+
+
+async def collect(events: AsyncGenerator[AnswerEvent], count: int) -> list[WholeAnswer]:
+    """Return `count` whole answers."""
+    collected = [_Collected() for _ in range(count)]
+    async for event in events:
+        collected[event.choice].add(event)
+    return [each.whole() for each in collected]
+
+
+class _Collected:
+    """One choice. Pieces are joined at the end, as an answer may have very many."""
+
+    def __init__(self) -> None:
+        self._said: list[str] = []
+        self._thought: list[str] = []
+        self._calls: list[tuple[CallBegan, list[str]]] = []
+        self._rest = WholeAnswer()
+
+    def add(self, event: AnswerEvent) -> None:
+        match event:
+            case ContentDelta():
+                self._said.append(event.text)
+                self._rest.scores.extend(event.scores)
+            case ReasoningDelta():
+                self._thought.append(event.text)
+            case CallBegan():
+                self._calls.append((event, []))
+            case CallArguments():
+                self._calls[event.index][1].append(event.text)
+            case Finish():
+                self._rest.finish = event
+
+    def whole(self) -> WholeAnswer:
+        whole = self._rest
+        whole.text, whole.reasoning = "".join(self._said), "".join(self._thought)
+        whole.calls = [Call(began.id, began.name, "".join(parts)) for began, parts in self._calls]
+        return whole
+
+
+async def _events(index: int, answer: TokenStream, transcript: Transcript) -> AsyncGenerator[AnswerEvent]:
+    """Yield the events of one answer. A stop string ends it on every rank; then only used tokens count."""
+    began_ns = 0
+    async for event in answer:
+        if isinstance(event, StreamEnd):
+            if event.reason == "cancel":
+                raise GroupError("the request was cancelled on the server", Code.SHUTTING_DOWN)
+            for said in transcript.finish(cut=event.reason == "length"):
+                yield said
+            end = _stopped(transcript, event) if transcript.stopped else event
+            yield _finish(index, transcript, end, began_ns)
+            return
+        began_ns = began_ns or time.perf_counter_ns()
+        for said in transcript.push(event.tokens, event.scores):
+            yield said
+        if transcript.stopped:
+            await answer.aclose()
+            for said in transcript.finish():
+                yield said
+            yield _finish(index, transcript, StreamEnd("stop", transcript.used), began_ns)
+            return
+    raise GroupError("the answer broke off", Code.INTERNAL)
+
+
+def _stopped(transcript: Transcript, end: StreamEnd) -> StreamEnd:
+    return StreamEnd("stop", transcript.used, end.cached, end.drafted, end.accepted)
+
+
+def _finish(index: int, transcript: Transcript, end: StreamEnd, began_ns: int) -> Finish:
+    """Return the last event. "length" takes precedence over a call that the budget cut off."""
+    why: ChoiceFinishReason = (
+        "length" if end.reason == "length" else "tool_calls" if transcript.called else "stop"
+    )
+    return Finish(index, why, end, transcript.stopped_by, transcript.thought, began_ns)
+
+
+# --- streams before their answers -------------------------------------------------------------------------
+
+
+class LoadingStream:
+    """Parts of a stream with `about.choices` answers. A failure is the last one.
+
+    `asking` returns the events once rank 0 has accepted the request. `progress` reports the state of the
+    request, until the first token.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        about: About,
+        asking: asyncio.Task[AsyncGenerator[AnswerEvent]],
+        progress: Callable[[], Progress],
+    ) -> None:
+        self._dialect = dialect
+        self._writer = dialect.writer(about)
+        self._asking = asking
+        self._progress = progress
+        self._choices = about.choices
+        self._over = False
+
+    async def parts(self) -> AsyncGenerator[bytes]:
+        writer, unfinished = self._writer, self._choices
+        try:
+            yield writer.open() + (b"" if self._asking.done() else self.idle())
+            async with aclosing(await self._asking) as events:
+                yield writer.begin()
+                async for event in events:
+                    part = writer.write(event)
+                    unfinished -= isinstance(event, Finish)
+                    if unfinished:
+                        yield part
+                    else:
+                        self._over = True
+                        yield part + writer.close()
+        except MlxtpError as error:
+            log.warning("stream failed with %s: %s", error.code, error.detail)
+            note(error.code)
+            self._over = True
+            yield writer.fail(in_words_of(self._dialect, error))
+        except Exception:  # the request ends here, the server continues
+            log.exception("stream failed")
+            note(Code.INTERNAL)
+            self._over = True
+            yield writer.fail(internal_error())
+
+    def idle(self) -> bytes:
+        """Return an event that each client's parser counts, with the progress where the dialect has room.
+
+        Empty once the last part is made, while a slow client may still be reading it.
+        """
+        return b"" if self._over else self._writer.idle(_fields(self._progress()))
+
+
+def _fields(progress: Progress) -> Json:
+    """Return the fields of an event, named as in llama.cpp's server."""
+    if progress.total:
+        return {
+            "prompt_progress": {
+                "total": progress.total,
+                "cache": progress.cached,
+                "processed": progress.processed,
+                "time_ms": progress.time_ms,
+            }
+        }
+    return {"state": progress.state} if progress.state else {}

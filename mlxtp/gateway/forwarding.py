@@ -8,7 +8,7 @@ import logging
 import time
 
 from ..api.backend import ModelInfo
-from ..api.sampling_defaults import load_defaults
+from ..api.model_card import load_defaults
 from ..background import Background
 from ..cluster.surroundings import Surroundings
 from ..discovery.dial_schedule import host_and_port

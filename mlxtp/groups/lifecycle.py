@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..api.backend import Health, ModelInfo
-from ..api.sampling_defaults import load_defaults
+from ..api.model_card import load_defaults
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError, UserError
 from ..gateway.admission import AdmissionLimits

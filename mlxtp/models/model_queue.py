@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from ..api.backend import AT_ONCE, ModelLease, StoredModelInfo
-from ..api.budget import UNNAMED
+from ..api.catalog import UNNAMED
 from ..cluster.cluster_state import NO_CLAIM, NOTHING, LeaderClaim
 from ..cluster.failure_detector import MemberState as Standing
 from ..cluster.surroundings import Surroundings

@@ -22,7 +22,7 @@ import pytest
 from starlette.routing import Route
 
 from mlxtp.api import app as app_module
-from mlxtp.api import http_connection, tls_handshake
+from mlxtp.api import server as http_server
 from mlxtp.api.access_log import AccessLog
 from mlxtp.api.api_keys import FILE, KeyFile
 from mlxtp.api.app import create_app
@@ -580,7 +580,7 @@ def test_who_never_ends_the_handshake_is_cut_off(backend: FakeBackend, tmp_path:
 def test_a_connection_counts_before_its_handshake(
     backend: FakeBackend, tmp_path: Path, tls: Tls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_handshake, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 3)
     verify = ssl.create_default_context(cafile=str(tmp_path / "https-cert.pem"))
     with door(backend, tmp_path, tls=tls) as server:
         silent = [socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) for _ in range(3)]
@@ -603,7 +603,7 @@ def test_what_waits_for_who_never_reads_by_https_is_bounded(
     backend: FakeBackend, tmp_path: Path, tls: Tls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """200 requests, 20 on each connection; asyncio holds what waits in the clear, and again encrypted."""
-    monkeypatch.setattr(http_connection, "UNREAD_BYTES", 4096)
+    monkeypatch.setattr(http_server, "UNREAD_BYTES", 4096)
     context = ssl.create_default_context(cafile=str(tmp_path / "https-cert.pem"))
     taken = 0
 

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from mlxtp.api import budget
+from mlxtp.api import catalog
 from mlxtp.api.backend import Tokens
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 
@@ -182,7 +182,7 @@ def test_what_cannot_fit_is_refused_in_tokens(server: Server) -> None:
 def test_what_cannot_fit_by_far_is_refused_without_tokenizing_it(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "QUICK_CHARACTERS", 100_000)
+    monkeypatch.setattr(catalog, "QUICK_CHARACTERS", 100_000)
     monkeypatch.setattr(server.backend.loaded_text, "encoded", None)
     words = [{"role": "user", "content": "a" * 120_000}]
     error = assert_error(post(server, ask(messages=words)), 400, "context_length_exceeded")

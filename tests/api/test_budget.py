@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.api import budget
+from mlxtp.api import catalog
 from mlxtp.api.backend import ModelInfo
 from mlxtp.errors import Code, RequestError
 
@@ -16,36 +16,36 @@ def info(id_: str = "org/tiny", *aliases: str, context: int = 100) -> ModelInfo:
 def test_a_model_is_found_by_id_then_alias_then_default() -> None:
     models = [info("a", "b"), info("b", "c")]
     names = ["a", "b", "c", "default", None, ""]
-    found = [budget.find_model(name, models) for name in names]
+    found = [catalog.find_model(name, models) for name in names]
     assert [each and each.id for each in found] == ["a", "b", "b", "a", "a", "a"]
 
 
 def test_an_unknown_model_is_a_404_that_says_what_there_is() -> None:
-    assert budget.find_model("gpt-9", [info()]) is None
-    assert budget.find_model("default", []) is None
-    error = budget.unknown_model("gpt-9", ["org/tiny", "tiny"])
+    assert catalog.find_model("gpt-9", [info()]) is None
+    assert catalog.find_model("default", []) is None
+    error = catalog.unknown_model("gpt-9", ["org/tiny", "tiny"])
     assert error.detail.endswith('"gpt-9" does not exist here; available: org/tiny, tiny')
     assert (error.status, error.code) == (404, Code.MODEL_NOT_FOUND)
 
 
 def test_the_budget_is_what_was_asked_or_what_fits() -> None:
     model = info(context=100)
-    assert budget.token_budget(None, [1] * 40, model) == 60
-    assert budget.token_budget(None, [1] * 99, model) == 1
-    assert budget.token_budget(60, [1] * 40, model) == 60
-    assert budget.token_budget(61, [1] * 40, model) == 60
+    assert catalog.token_budget(None, [1] * 40, model) == 60
+    assert catalog.token_budget(None, [1] * 99, model) == 1
+    assert catalog.token_budget(60, [1] * 40, model) == 60
+    assert catalog.token_budget(61, [1] * 40, model) == 60
 
 
 @pytest.mark.parametrize(("asked", "prompt", "most"), [(None, 100, 99), (1, 120, 100)])
 def test_more_than_the_context_is_refused_with_the_numbers(asked: int | None, prompt: int, most: int) -> None:
-    with pytest.raises(budget.TooLong) as caught:
-        budget.token_budget(asked, [1] * prompt, info(context=100))
+    with pytest.raises(catalog.TooLong) as caught:
+        catalog.token_budget(asked, [1] * prompt, info(context=100))
     assert (caught.value.code, caught.value.param) == (Code.CONTEXT_OVERFLOW, "messages")
     assert (caught.value.counted, caught.value.most) == (str(prompt), most)
 
 
 def test_a_token_the_model_does_not_know_is_refused() -> None:
     with pytest.raises(RequestError, match="token 50"):
-        budget.token_budget(5, [1, 50], info())
+        catalog.token_budget(5, [1, 50], info())
     with pytest.raises(RequestError, match="the prompt is empty"):
-        budget.token_budget(5, [], info())
+        catalog.token_budget(5, [], info())

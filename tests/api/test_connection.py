@@ -14,7 +14,8 @@ from time import monotonic
 
 import pytest
 
-from mlxtp.api import http_connection, request_body, tls_handshake
+from mlxtp.api import request_body
+from mlxtp.api import server as http_server
 from mlxtp.api.access_log import AccessLog
 from mlxtp.api.app import create_app
 from mlxtp.api.https_certificates import here_and_now, own_tls
@@ -136,7 +137,7 @@ def test_what_waits_for_a_client_is_bounded(backend: FakeBackend) -> None:
         assert not backend.answers[0].finished
         await asyncio.to_thread(backend.answers[0].closed.wait, WAIT_S)
         left = len(await deaf.rest())
-        assert left < 4 * http_connection.UNREAD_BYTES
+        assert left < 4 * http_server.UNREAD_BYTES
 
     play(story, backend, stall_s=10 * SOON_S)
 
@@ -144,7 +145,7 @@ def test_what_waits_for_a_client_is_bounded(backend: FakeBackend) -> None:
 def test_a_whole_answer_that_nobody_takes_is_not_kept_for_ever(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_connection, "UNREAD_BYTES", 4096)
+    monkeypatch.setattr(http_server, "UNREAD_BYTES", 4096)
     backend.script = says([60] * 40_000, step=10_000)  # one write, and less than asyncio calls much
 
     async def story(connect: Callable[[], Client]) -> None:
@@ -162,7 +163,7 @@ def test_a_whole_answer_that_nobody_takes_is_not_kept_for_ever(
 def test_who_reads_slowly_but_steadily_gets_everything(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_connection, "UNREAD_BYTES", 4096)
+    monkeypatch.setattr(http_server, "UNREAD_BYTES", 4096)
     backend.script = says([60] * 3_000)
 
     async def story(connect: Callable[[], Client]) -> None:
@@ -179,7 +180,7 @@ def test_who_reads_slowly_but_steadily_gets_everything(
 
 def test_slow_is_not_deaf(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits is not taken within the limit, but some of it is, each time."""
-    monkeypatch.setattr(http_connection, "UNREAD_BYTES", 4096)
+    monkeypatch.setattr(http_server, "UNREAD_BYTES", 4096)
     backend.script = says([60] * 300_000, step=10_000)
 
     async def story(connect: Callable[[], Client]) -> None:
@@ -322,7 +323,7 @@ def test_what_follows_a_request_is_bounded(backend: FakeBackend) -> None:
         client = connect()
         await client.send(HEAD + PLAIN)
         await asyncio.to_thread(backend.began.wait, WAIT_S)
-        await client.send(b"x" * 2 * http_connection.BEHIND_BYTES)
+        await client.send(b"x" * 2 * http_server.BEHIND_BYTES)
         assert await client.rest() == b""
         assert await asyncio.to_thread(backend.answers[0].closed.wait, WAIT_S)
 
@@ -470,7 +471,7 @@ def test_text_that_is_not_ascii_takes_four_times_the_room(
 def test_one_connection_too_many_is_told_so(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, bound: str, words: str
 ) -> None:
-    monkeypatch.setattr(http_connection, bound, 2)
+    monkeypatch.setattr(http_server, bound, 2)
     backend.script = then([], forever)
 
     async def story(connect: Callable[[], Client]) -> None:
@@ -503,9 +504,8 @@ def test_connections_that_are_cut_take_no_place(
     backend: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secured: bool
 ) -> None:
     """All of them come before the server looks at the first one."""
-    for module in (http_connection, tls_handshake):
-        monkeypatch.setattr(module, "MOST_PER_ADDRESS", 1)
-        monkeypatch.setattr(module, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(http_server, "MOST_PER_ADDRESS", 1)
+    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 2)
 
     async def story(connect: Callable[..., Client]) -> None:
         for _ in range(3):

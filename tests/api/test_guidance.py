@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field, SecretStr
 
-from mlxtp.api.guidance import Guidance, guidance
+from mlxtp.api.sampling import Guidance, guidance
 from mlxtp.engine.grammar import Grammars
 from mlxtp.errors import Code, MlxtpError, RequestError
 from mlxtp.text.conversation import ChatMessage, Conversation, GenerationOptions, GenerationRequest

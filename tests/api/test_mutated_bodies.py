@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from mlxtp.api.adapter import Operation
 from mlxtp.api.app import adapters
-from mlxtp.api.openapi import Operation
 
 from .conftest import MAX_BODY_BYTES, WAIT_S, Server
 from .dialects.shapes import shape_of

@@ -12,8 +12,8 @@ import pytest
 from starlette.routing import Route
 
 from mlxtp.api.access_log import metrics_route
+from mlxtp.api.adapter import document
 from mlxtp.api.app import adapters, create_app
-from mlxtp.api.openapi import document
 
 from .conftest import FakeBackend, Loaded, Server, says, says_scored
 from .dialects.openai_shapes import (

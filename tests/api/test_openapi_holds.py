@@ -18,8 +18,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from mlxtp.api.adapter import document
 from mlxtp.api.app import adapters
-from mlxtp.api.openapi import document
 
 from .conftest import Server
 from .dialects.shapes import shape_of

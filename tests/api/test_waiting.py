@@ -24,7 +24,7 @@ from mlxtp.api.adapter import About
 from mlxtp.api.backend import ImmediateLease, Progress, StreamEnd
 from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.dialects.openai_request import parse_chat
-from mlxtp.api.loading_stream import LoadingStream
+from mlxtp.api.streaming import LoadingStream
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.transcript import AnswerEvent, ContentDelta, Finish
 

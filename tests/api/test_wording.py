@@ -6,8 +6,8 @@ from mlxtp.api.dialects.anthropic import ANTHROPIC
 from mlxtp.api.dialects.completions import Completions
 from mlxtp.api.dialects.ollama import Ollama
 from mlxtp.api.dialects.responses import Responses
-from mlxtp.api.error_wording import in_words_of
 from mlxtp.api.generation import Adapter
+from mlxtp.api.http_errors import in_words_of
 from mlxtp.errors import RequestError
 
 

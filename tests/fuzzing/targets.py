@@ -17,7 +17,7 @@ from rich.console import Console
 from zeroconf import ServiceInfo
 from zeroconf.asyncio import AsyncServiceInfo
 
-from mlxtp.api import budget
+from mlxtp.api import catalog
 from mlxtp.api import sampling as settings
 from mlxtp.api.adapter import About
 from mlxtp.api.backend import ModelInfo
@@ -247,19 +247,19 @@ def continued(data: bytes) -> None:
 def _asked(asked: GenerationRequest) -> None:
     conversation, wish = asked.prompt, asked.options
     assert isinstance(conversation, Conversation)
-    if budget.find_model(asked.model, [_MODEL]) is None:
-        raise budget.unknown_model(asked.model, [_MODEL.id])
+    if catalog.find_model(asked.model, [_MODEL]) is None:
+        raise catalog.unknown_model(asked.model, [_MODEL.id])
     seed = 1 if wish.seed is None else settings.seed_of(wish.seed)
     sampling = settings.sampling(wish, _MODEL.defaults, seed)
     tools = [tool_json(tool) for tool in conversation.tools]
     grammar = ("lark", call_grammar(checked_tools(tools), JSON_STYLE)) if tools else ("", "")
     shaping = settings.shaping(wish, _MODEL.vocabulary, grammar)
     stops = StopFinder(settings.stop_strings(wish.stop))
-    budget.check_may_fit(characters(conversation), 16, _MODEL)
+    catalog.check_may_fit(characters(conversation), 16, _MODEL)
     for knows_tools in (True, False):
         for message in template_messages(conversation, knows_tools):
             stops.push(message["content"].encode().decode())
-    tokens = budget.token_budget(wish.max_tokens, (5, 6), _MODEL)
+    tokens = catalog.token_budget(wish.max_tokens, (5, 6), _MODEL)
     settings.check_min_tokens(shaping.min_tokens, tokens)
     encode(Generate(1, (5, 6), tokens, sampling, shaping, wish.logprobs, wish.ignore_eos), 1, 1)
 

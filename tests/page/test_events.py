@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxtp.api import dashboard
+from mlxtp.api import admin
 from mlxtp.api.app import create_app
 
 from ..cluster import WAIT_S
@@ -52,7 +52,7 @@ def test_a_moment_comes_at_once_and_another_when_something_has_changed(
 
 
 def test_nothing_is_told_twice(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "LOOK_S", 0.01)
+    monkeypatch.setattr(admin, "LOOK_S", 0.01)
     with httpx.stream("GET", f"{site.url}/cluster/events", timeout=WAIT_S) as response:
         lines = response.iter_lines()
         assert following(lines) == MOMENT

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mlxtp.api.dashboard import FOLDER
+from mlxtp.api.admin import FOLDER
 
 from ..cluster import WAIT_S
 from .conftest import Site

@@ -11,9 +11,8 @@ from starlette.routing import Route
 
 from ...errors import Code, MlxtpError, RequestError
 from ...text.transcript import WholeAnswer
-from ..adapter import SSE, About, Json
+from ..adapter import SSE, About, Json, Operation
 from ..generation import Generation
-from ..openapi import Operation
 from .anthropic_answers import OVERLOADED_STATUS, MessageWriter, error_body, request_id, whole_body
 from .anthropic_request import CountRequest, MessagesRequest, parse_count, parse_messages
 

@@ -29,7 +29,7 @@ from ...text.conversation import (
     Tool,
 )
 from ..adapter import Json
-from ..schema import Schema, checked, in_range, not_supported, parsed, shown
+from ..request_body import Schema, checked, in_range, not_supported, parsed, shown
 from .client_tools import log_left_out
 
 _BILLING = "x-anthropic-billing-header:"

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ...errors import RequestError
 from ...text.conversation import Tool
-from ..schema import shown
+from ..request_body import shown
 
 log = logging.getLogger(__name__)
 

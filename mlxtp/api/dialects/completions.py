@@ -10,10 +10,9 @@ from starlette.routing import Route
 
 from ...errors import MlxtpError
 from ...text.transcript import WholeAnswer
-from ..adapter import SSE, About, Json
+from ..adapter import SSE, About, Json, Operation
 from ..generation import Generation
 from ..http_errors import error_body_of
-from ..openapi import Operation
 from . import unserved
 from .completions_answers import CompletionWriter, whole_body
 from .completions_request import CompletionRequest, parse

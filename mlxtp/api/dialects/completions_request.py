@@ -13,7 +13,7 @@ from ...errors import RequestError
 from ...text.conversation import GenerationRequest, Prompt
 from ..adapter import Json
 from ..generation import MAX_CHOICES
-from ..schema import in_range, not_supported, parsed, shown, wrong
+from ..request_body import in_range, not_supported, parsed, shown, wrong
 from .openai_request import StreamOptions
 from .tuning import MOST_TOKENS, Tuning
 

@@ -15,13 +15,11 @@ from starlette.routing import Route
 from ...errors import MlxtpError
 from ...text.conversation import GenerationRequest
 from ...text.transcript import WholeAnswer
-from ..adapter import NDJSON, About, AnswerWriter, Json
+from ..adapter import NDJSON, About, AnswerWriter, Json, Operation
 from ..backend import ModelInfo, StoredModelInfo
 from ..generation import Generation
-from ..openapi import Operation
-from ..sampling_defaults import load_defaults
-from ..schema import not_supported, parsed, shown
-from .model_card import read_card
+from ..model_card import load_defaults, read_card
+from ..request_body import not_supported, parsed, shown
 from .ollama_answers import LineWriter, list_row, no_answer, running_row, show_body, whole_body
 from .ollama_request import (
     Arrival,

@@ -22,7 +22,7 @@ from ...text.transcript import (
 )
 from ..adapter import About, Json
 from ..backend import GREEDY, Health, ModelInfo, Sampling, StoredModelInfo
-from .model_card import ModelCard
+from ..model_card import ModelCard
 from .ollama_request import OllamaAnswerOptions
 
 FOREVER = "9999-12-31T23:59:59Z"  # Expiry of a loaded model as shown to clients: no `keep_alive` ends it.

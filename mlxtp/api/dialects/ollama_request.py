@@ -28,7 +28,7 @@ from ...text.conversation import (
 )
 from ..adapter import Json
 from ..backend import ModelInfo
-from ..schema import Schema, in_range, not_supported, parsed, shown
+from ..request_body import Schema, in_range, not_supported, parsed, shown
 
 LATEST = ":latest"
 ThinkLevel = Literal["low", "medium", "high", "max"]

@@ -12,10 +12,9 @@ from starlette.routing import Route
 
 from ...errors import MlxtpError
 from ...text.transcript import WholeAnswer
-from ..adapter import SSE, About, AnswerWriter, Json
+from ..adapter import SSE, About, AnswerWriter, Json, Operation
 from ..generation import Generation
 from ..http_errors import error_body_of
-from ..openapi import Operation
 from . import anthropic_answers
 from . import openai_answers as answers
 from .openai_request import ChatRequest, OpenAIAnswerOptions, parse_chat

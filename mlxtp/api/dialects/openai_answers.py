@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Container, Sequence
-from typing import Any
 
 from ...errors import MlxtpError
 from ...text.tokenizer import Name
@@ -18,13 +17,12 @@ from ...text.transcript import (
     Scored,
     WholeAnswer,
 )
-from ..adapter import About
+from ..adapter import About, Json
 from ..backend import Health, ModelInfo, StoredModelInfo, StreamEnd
 from ..http_errors import error_body_of
 from ..streaming import COMMENT
 from .client_tools import TextReader, text_of
 
-Json = dict[str, Any]
 Names = Callable[[int], Name]
 
 TOO_LONG = (

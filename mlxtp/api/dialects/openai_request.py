@@ -26,7 +26,7 @@ from ...text.conversation import (
 )
 from ..adapter import Json
 from ..generation import MAX_CHOICES
-from ..schema import Schema, in_range, not_supported, parsed, shown
+from ..request_body import Schema, in_range, not_supported, parsed, shown
 from .client_tools import ClientTool, log_left_out, text_arguments, text_parameters
 from .tuning import MOST_TOKENS, Tuning
 

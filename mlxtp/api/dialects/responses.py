@@ -16,10 +16,9 @@ from starlette.routing import Route
 from ...errors import MlxtpError
 from ...text.conversation import GenerationRequest
 from ...text.transcript import WholeAnswer
-from ..adapter import SSE, About, Json
+from ..adapter import SSE, About, Json, Operation
 from ..generation import Generation
 from ..http_errors import error_body_of
-from ..openapi import Operation
 from .openai_answers import TOO_LONG, finishes
 from .responses_answers import ResponseWriter, response_body
 from .responses_output import (

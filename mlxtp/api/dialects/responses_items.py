@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from ...errors import RequestError
 from ...text.conversation import Call
 from ...text.json_limits import check_extent
-from ..schema import Schema, check_finite, checked, not_supported, shown, wrong
+from ..request_body import Schema, check_finite, checked, not_supported, shown, wrong
 from .client_tools import log_left_out
 
 Json = dict[str, Any]

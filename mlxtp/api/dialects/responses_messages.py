@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ...errors import RequestError
 from ...text.conversation import Call, ChatMessage
-from ..schema import shown
+from ..request_body import shown
 from .client_tools import joined, text_arguments
 from .responses_items import CALLS, OUTPUTS, ROLES
 from .responses_tools import Tools, read_tools

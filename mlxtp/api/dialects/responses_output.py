@@ -7,13 +7,11 @@ from typing import Any, Protocol
 
 from ...text.conversation import Call
 from ...text.transcript import Finish, Scored, WholeAnswer
-from ..adapter import About
+from ..adapter import About, Json
 from . import openai_answers as answers
 from .client_tools import ClientTool, TextReader, called
 from .responses_items import call_item, object_in, search_call
 from .responses_request import ResponsesAnswerOptions
-
-Json = dict[str, Any]
 
 
 class ItemInProgress(Protocol):

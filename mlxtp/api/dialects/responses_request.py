@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from ...errors import RequestError
 from ...text.conversation import Conversation, GenerationRequest
-from ..schema import Schema, check_finite, in_range, not_supported, parsed, shown, wrong
+from ..request_body import Schema, check_finite, in_range, not_supported, parsed, shown, wrong
 from .client_tools import unfold
 from .responses_items import items_of
 from .responses_messages import pieces, turns_of, worth_keeping

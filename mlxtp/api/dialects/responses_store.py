@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import Code, RequestError
-from ..schema import shown
+from ..request_body import shown
 
 Json = dict[str, Any]
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ...errors import RequestError
 from ...text.conversation import AUTO, NONE, REQUIRED
-from ..schema import Schema, checked, not_supported, shown, wrong
+from ..request_body import Schema, checked, not_supported, shown, wrong
 from .client_tools import ClientTool, log_left_out, text_parameters
 
 Json = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ...text.conversation import GenerationOptions
-from ..schema import Schema, in_range
+from ..request_body import Schema, in_range
 
 MOST_TOKENS = 2**31 - 1
 

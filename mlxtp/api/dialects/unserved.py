@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...errors import Code, RequestError
+from ..adapter import Operation
 from ..generation import Handler
-from ..openapi import Operation
 
 UNSERVED = {
     "/v1/embeddings": "embeddings are not served: mlxtp runs models that write text",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from mlxtp.api.guidance import Guidance, guidance
+from mlxtp.api.sampling import Guidance, guidance
 from mlxtp.engine.grammar import Grammars, Matcher, unpack
 from mlxtp.text.conversation import (
     AUTO,

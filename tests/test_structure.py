@@ -226,8 +226,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "wire",
         }
     ),
-    "endpoint_client": frozenset({"errors"}),
-    "client": frozenset({"endpoint_client", "errors"}),
+    "client": frozenset({"errors"}),
     "service": frozenset({"client", "config", "errors"}),
     "logs": frozenset({"api", "errors", "settings", "wire"}),
     "agent": frozenset(
@@ -259,7 +258,6 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "cluster",
             "config",
             "diagnostics",
-            "endpoint_client",
             "errors",
             "groups",
             "identity",
@@ -624,9 +622,7 @@ ONLY_IN = {
     "mx.distributed.init": GROUP,
 }
 """Rank 0 alone decides and speaks, the others alone acknowledge, and each process has one way out."""
-SAID_AGAIN = frozenset(
-    (call, "mlxtp.gateway.forwarded_request") for call in ("Delta", "ScoredDelta", "Finished")
-)
+SAID_AGAIN = frozenset((call, "mlxtp.gateway.request") for call in ("Delta", "ScoredDelta", "Finished"))
 """What rank 0 said, an agent says again to the agent whose client asked."""
 WEDGED = frozenset({("os._exit", "mlxtp.service.watchdog")})
 """An agent whose main thread stands still has no other way out."""

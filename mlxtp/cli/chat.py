@@ -17,9 +17,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..client import AgentClient
+from ..client import AgentClient, EndpointAnswer, Piece
 from ..config import expanded, home_folder
-from ..endpoint_client import EndpointAnswer, Piece
 from ..errors import MlxtpError, UserError
 from . import shell_completion
 from .options import AsJson, Home

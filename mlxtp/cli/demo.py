@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from .. import endpoint_client
+from .. import client
 from ..agent import running_agent
 from ..client import ANSWER_TIMEOUT_S, connection_to
 from ..config import EMBEDDED_MODEL, Settings
@@ -144,7 +144,7 @@ def ask(
     """Send a request to the endpoint at `url`, with an API key if it requires one, and stream the reply.
     Blocks.
 
-    `certificate` (PEM) is the one that an https:// endpoint must show. Raises as `endpoint_client.ask` does.
+    `certificate` (PEM) is the one that an https:// endpoint must show. Raises as `client.ask` does.
     """
     body = {
         "model": "default",
@@ -152,8 +152,8 @@ def ask(
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
     }
-    answer = endpoint_client.EndpointAnswer(time.monotonic())
-    for piece in endpoint_client.ask(connection_to(url, certificate, ANSWER_TIMEOUT_S), key, body):
+    answer = client.EndpointAnswer(time.monotonic())
+    for piece in client.ask(connection_to(url, certificate, ANSWER_TIMEOUT_S), key, body):
         answer.add(piece, time.monotonic())
         if piece.text:
             on_text(piece.text)

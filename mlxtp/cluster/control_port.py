@@ -11,11 +11,11 @@ import socket
 import time
 from collections.abc import Callable
 
-from ..discovery.dial_schedule import host_and_port
-from ..discovery.multicast import addresses_up
+from ..discovery.addresses import host_and_port
+from ..discovery.mdns import addresses_up
 from ..errors import ConfigError, MlxtpError
 from ..gateway.remote_backend import serve_requests
-from ..identity.join_exchange import answer_joiner
+from ..identity.join_network import answer_joiner
 from ..identity.join_protocol import Host, redirect
 from ..identity.join_token import TokenIssuer
 from ..identity.store import Identity, Store

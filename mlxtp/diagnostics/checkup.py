@@ -24,10 +24,10 @@ from ..api.server import bind
 from ..cluster.node import NodeLoop
 from ..cluster.saved_state import SavedState
 from ..config import Settings, is_loopback
+from ..discovery.addresses import SERVICE
 from ..discovery.dialer import Dialer
-from ..discovery.multicast import Network
-from ..discovery.peer_cache import SERVICE
-from ..gateway.free_memory import look_at_memory
+from ..discovery.mdns import Network
+from ..gateway.admission import look_at_memory
 from ..gateway.gateway import Gateway
 from ..placement import hardware
 from ..placement import probe_macos as probes

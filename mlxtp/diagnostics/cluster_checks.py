@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
-from ..discovery.peer_cache import explain
+from ..discovery.addresses import explain
 from .facts import Attempt, Certificate, Finding, MachineFacts, MemberFacts, error, info, ok, warning
 
 #: A certificate that ends within this time, and is not renewed, is worth a warning.

@@ -26,8 +26,8 @@ from ..api.endpoint import NEVER
 from ..api.https_certificates import OWN_CERTIFICATE
 from ..cluster.saved_state import FILE, SavedState, from_text
 from ..config import Settings, is_loopback, resolve_settings
-from ..discovery.dial_schedule import host_and_port
-from ..discovery.multicast import addresses_up, send_something
+from ..discovery.addresses import host_and_port
+from ..discovery.mdns import addresses_up, send_something
 from ..errors import ConfigError, MlxtpError
 from ..identity.store import Identity, Store
 from ..placement import probe_macos as probes

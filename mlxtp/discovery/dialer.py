@@ -16,10 +16,8 @@ from ..identity.store import Identity
 from ..wire.messages import PROTOCOL_VERSION
 from ..wire.tls import ALPN_CONTROL, Credentials, member_context_client, peer_identity
 from ..wire.tls_acceptor import open_tls
-from .dial_schedule import MAX_ADDRESSES, Dialing
-from .mdns import Discovery
-from .multicast import Addresses, addresses_up
-from .peer_cache import Advert, DiscoveredPeer, explain
+from .addresses import MAX_KNOWN, Advert, Dialing, DiscoveredPeer, explain
+from .mdns import Addresses, Discovery, addresses_up
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +150,7 @@ class Dialer:
         if error.detail == said and time.monotonic() - at < TOLD_S:
             return
         self._logged[address] = (error.detail, time.monotonic())
-        if len(self._logged) > MAX_ADDRESSES:  # a flood of new addresses
+        if len(self._logged) > MAX_KNOWN:  # a flood of new addresses
             del self._logged[next(iter(self._logged))]
         if "Errno 65" in error.detail:  # macOS blocks the local network, mostly without a message
             log.warning("%s: %s", address, explain(65, error.detail))

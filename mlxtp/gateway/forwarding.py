@@ -11,7 +11,7 @@ from ..api.backend import ModelInfo
 from ..api.model_card import load_defaults
 from ..background import Background
 from ..cluster.surroundings import Surroundings
-from ..discovery.dial_schedule import host_and_port
+from ..discovery.addresses import host_and_port
 from ..errors import Code, GroupError, MlxtpError
 from ..groups.health import ServingState
 from ..groups.process_group import EpochGroup

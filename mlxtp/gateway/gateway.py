@@ -49,6 +49,7 @@ from ..wire.messages import (
 )
 from .admission import (
     AdmissionLimits,
+    FreeMemory,
     SystemMemory,
     client_number,
     is_short,
@@ -56,9 +57,7 @@ from .admission import (
     refusal,
     short_of_memory,
 )
-from .client_request import ClientRequest
-from .forwarded_request import ForwardedRequest, RequestBackend
-from .free_memory import FreeMemory
+from .request import ClientRequest, ForwardedRequest, RequestBackend
 from .retry_policy import PROVEN_TOKENS, SUSPECT, ended, strikes_after, struck
 
 log = logging.getLogger(__name__)

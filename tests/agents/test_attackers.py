@@ -41,7 +41,7 @@ from zeroconf import DNSAddress, DNSOutgoing, DNSPointer, DNSService, DNSText
 
 from mlxtp.cluster.saved_state import load
 from mlxtp.config import embedded_model_path
-from mlxtp.discovery.peer_cache import MAX_ADDRESSES, SERVICE, Advert
+from mlxtp.discovery.addresses import MAX_ADDRESSES, SERVICE, Advert
 from mlxtp.models.download import Fetch
 from mlxtp.models.hub_cache import Repo
 

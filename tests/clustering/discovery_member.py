@@ -12,8 +12,8 @@ import json
 import sys
 from typing import Any
 
-from mlxtp.discovery import mdns, multicast
-from mlxtp.discovery.peer_cache import Advert, DiscoveredPeer
+from mlxtp.discovery import mdns
+from mlxtp.discovery.addresses import Advert, DiscoveredPeer
 
 
 def tell(**line: Any) -> None:
@@ -27,8 +27,7 @@ def tell_sightings(sightings: tuple[DiscoveredPeer, ...]) -> None:
 async def main() -> None:
     options = json.loads(sys.argv[1])
     for name, value in options.get("constants", {}).items():
-        module = mdns if hasattr(mdns, name) else multicast
-        setattr(module, name, value)
+        setattr(mdns, name, value)
     member = mdns.Discovery(tell_sightings, lambda sentence: tell(said=sentence))
     await member.start(Advert(**options["advert"]), options.get("addresses", ()))
     commands = asyncio.StreamReader()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError, RemoteProtocolError, UserError
-from mlxtp.identity.join_exchange import answer_joiner, ask_to_join
+from mlxtp.identity.join_network import answer_joiner, ask_to_join
 from mlxtp.identity.join_protocol import Admitted, AskElsewhere, Granted, Host, Joiner, redirect
 from mlxtp.identity.join_token import LIFE_S, MAX_FAILURES, JoinToken, TokenIssuer, read_token
 from mlxtp.identity.store import Identity, Store

@@ -9,20 +9,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from mlxtp.discovery.dial_schedule import (
+from mlxtp.discovery.addresses import (
     AT_ONCE,
     AT_ONCE_A_NODE,
     DIAL_S,
     FIRST_BACKOFF_S,
     FOREIGN_S,
     HINTED_AT_ONCE,
-    MAX_ADDRESSES,
     MAX_BACKOFF_S,
+    MAX_KNOWN,
     STEADY_S,
     Dialing,
+    DiscoveredPeer,
     host_and_port,
 )
-from mlxtp.discovery.peer_cache import DiscoveredPeer
 
 ME, ANNA, BEN = "0" * 32, "a" * 32, "b" * 32
 OURS, THEIRS = "c" * 16, "d" * 16
@@ -288,7 +288,7 @@ def test_addresses_are_bounded_and_what_is_more_than_a_hint_stays() -> None:
         policy.sighted([sighting(f"{n:032x}", address) for n, address in enumerate(hints, 1)], float(step))
         for address in policy.tick(float(step), ()):
             policy.failed(address, float(step))
-        assert len(policy) <= MAX_ADDRESSES
+        assert len(policy) <= MAX_KNOWN
     assert {"mac:1", "10.0.0.1:1"} <= set(policy.tick(200.0, ()))
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from zeroconf import DNSAddress, DNSOutgoing, DNSPointer, DNSService, DNSText
 
-from mlxtp.discovery.peer_cache import MAX_SIGHTINGS, SERVICE, Advert, DiscoveredPeer
+from mlxtp.discovery.addresses import MAX_SIGHTINGS, SERVICE, Advert, DiscoveredPeer
 
 from ..cluster import SLOWNESS, until
 from ..hosts import Host, Hosts, requires_namespaces

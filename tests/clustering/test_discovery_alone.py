@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from mlxtp.discovery import mdns, peer_cache
+from mlxtp.discovery import addresses as peer_cache
+from mlxtp.discovery import mdns
+from mlxtp.discovery.addresses import SERVICE, Advert, DiscoveredPeer
 from mlxtp.discovery.mdns import Discovery
-from mlxtp.discovery.peer_cache import SERVICE, Advert, DiscoveredPeer
 
 from ..cluster import WAIT_S
 
@@ -77,7 +78,7 @@ class World:
 
 
 class Network:
-    """In place of `multicast.Network`."""
+    """In place of `mdns.Network`."""
 
     def __init__(
         self, world: World, addresses: Mapping[str, int], heard: Callable[[str, bool], None]

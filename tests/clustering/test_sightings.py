@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zeroconf.asyncio import AsyncServiceInfo
 
-from mlxtp.discovery.peer_cache import (
+from mlxtp.discovery.addresses import (
     BELIEVED_S,
     CONFIRM_S,
     MAX_ADDRESSES,

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from mlxtp.cli.chat import Talk
 from mlxtp.cli.main import app
 from mlxtp.cli.markdown import settled
-from mlxtp.client import FILE
-from mlxtp.endpoint_client import EndpointAnswer, Piece
+from mlxtp.client import FILE, EndpointAnswer, Piece
 from mlxtp.errors import UserError
 
 from ..cluster import WAIT_S, Cluster

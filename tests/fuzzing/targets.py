@@ -30,9 +30,8 @@ from mlxtp.config import parse_nodes, resolve_settings
 from mlxtp.diagnostics.causes import examine, rank_record
 from mlxtp.diagnostics.failure_store import RankEnd, about_rank
 from mlxtp.diagnostics.postmortem import as_json, postmortems, show
-from mlxtp.discovery.dial_schedule import host_and_port
-from mlxtp.discovery.multicast import info_of
-from mlxtp.discovery.peer_cache import SERVICE, Advert, DiscoveredPeer, validate
+from mlxtp.discovery.addresses import SERVICE, Advert, DiscoveredPeer, host_and_port, validate
+from mlxtp.discovery.mdns import info_of
 from mlxtp.engine.tensor_files import MAX_LENGTH, check_header
 from mlxtp.errors import ConfigError, LinkError, ProtocolError, RemoteProtocolError, RequestError, UserError
 from mlxtp.identity.join_protocol import Host, Joiner

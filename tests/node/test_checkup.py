@@ -14,7 +14,7 @@ from typing import Any, cast
 from mlxtp.diagnostics.checkup import AgentCheckup
 from mlxtp.diagnostics.facts import Attempt
 from mlxtp.diagnostics.local_facts import attempts, shared
-from mlxtp.discovery.peer_cache import DiscoveredPeer
+from mlxtp.discovery.addresses import DiscoveredPeer
 from mlxtp.wire.cluster_messages import ModelStatus
 from mlxtp.wire.reports import Interface
 

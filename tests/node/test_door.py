@@ -16,7 +16,7 @@ from mlxtp.cluster.control_port import ControlPort, bind_control, check_interfac
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, MlxtpError, UserError
 from mlxtp.gateway.remote_backend import RemoteBackend
-from mlxtp.identity.join_exchange import ask_to_join
+from mlxtp.identity.join_network import ask_to_join
 from mlxtp.identity.join_protocol import AskElsewhere, Denied, Granted, Joiner
 from mlxtp.identity.join_token import JoinToken, TokenIssuer, read_token
 from mlxtp.wire.certificates import authority_hash, new_key

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlxtp.config import Settings
-from mlxtp.discovery.peer_cache import DiscoveredPeer
+from mlxtp.discovery.addresses import DiscoveredPeer
 from mlxtp.errors import ConfigError, UserError
 from mlxtp.identity import join_network
 from mlxtp.identity.join_network import JoinResult, enter

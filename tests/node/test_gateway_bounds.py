@@ -10,7 +10,7 @@ import pytest
 
 from mlxtp.api.backend import Health, Request, Tokens
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
-from mlxtp.gateway import client_request
+from mlxtp.gateway import request
 from mlxtp.gateway.admission import AdmissionLimits, SystemMemory
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate, Message
@@ -230,7 +230,7 @@ def test_what_has_ended_has_no_deadline(how: str) -> None:
 
 
 def test_who_falls_too_far_behind_is_ended_and_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_request, "MAX_UNREAD", 10)
+    monkeypatch.setattr(request, "MAX_UNREAD", 10)
 
     async def story(stage: Stage) -> None:
         slow, quick = stage.ask(), stage.ask()
@@ -245,7 +245,7 @@ def test_who_falls_too_far_behind_is_ended_and_told_so(monkeypatch: pytest.Monke
 
 
 def test_who_reads_may_have_a_long_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_request, "MAX_UNREAD", 10)
+    monkeypatch.setattr(request, "MAX_UNREAD", 10)
 
     async def story(stage: Stage) -> None:
         answer = stage.ask()

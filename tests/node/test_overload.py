@@ -5,8 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code
-from mlxtp.gateway.admission import AdmissionLimits, OpenLoad, SystemMemory, client_number, load_of, refusal
-from mlxtp.gateway.free_memory import FRESH_S, FreeMemory, look_at_memory
+from mlxtp.gateway.admission import (
+    FRESH_S,
+    AdmissionLimits,
+    FreeMemory,
+    OpenLoad,
+    SystemMemory,
+    client_number,
+    load_of,
+    look_at_memory,
+    refusal,
+)
 
 BOUNDS = AdmissionLimits(requests=16, tokens=1600, free_bytes=100 << 20, request_tokens=1)
 PLENTY = SystemMemory(1 << 40)

@@ -12,7 +12,8 @@ import pytest
 
 from mlxtp.api.backend import Health, Progress, Request, StreamEnd, Tokens, TokenScore
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
-from mlxtp.gateway import client_request, remote_backend
+from mlxtp.gateway import remote_backend
+from mlxtp.gateway import request as client_request
 from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.gateway.remote_backend import RemoteBackend, serve_requests

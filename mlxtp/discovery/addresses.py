@@ -1,0 +1,569 @@
+"""Addresses of other nodes: those that announcements claim, and those to dial next. Pure: time comes in."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from ..background import Backoff
+
+# --- cache of the nodes that announce themselves on the network ------------------------------------------
+# A sighting is a hint where a node may be reached; it makes no node a member. Any device on the network
+# can announce anything. So every sighting is checked, their number is limited, and they expire.
+# `discovery/mdns.py` passes the records; time is in seconds of any clock that only goes forward.
+
+
+SERVICE = "_mlxtp._tcp.local."
+TXT_VERSION = "1"
+
+MAX_SIGHTINGS = 64
+MAX_ADDRESSES = 16
+_MAX_WAITING = 64
+_MAX_TXT_KEYS = 16
+_MAX_TXT_BYTES = 512
+_MAX_LABEL_BYTES = 63  #: RFC 1035, section 2.3.4.
+
+#: Seconds between two checks of a sighting against its records. The network is queried only if those are too
+#: old, which is after 120 s for a host's (RFC 6762, section 10).
+CONFIRM_S = 30.0
+BELIEVED_S = 60.0  #: Seconds for which a sighting is accepted after its records were last there.
+RETRY = Backoff(1.0, 60.0)  #: Pauses between requests for records that do not come.
+
+#: The keys of the TXT record: the pattern of each value, and its description. A missing one is an empty one.
+_TXT = {
+    b"txtvers": (re.compile(TXT_VERSION.encode()), TXT_VERSION),
+    b"id": (re.compile(rb"[0-9a-f]{32}"), "32 hex digits"),
+    b"cl": (re.compile(rb"([0-9a-f]{16})?"), "16 hex digits or empty"),
+    b"v": (re.compile(rb"[0-9]{1,4}"), "a number of up to 4 digits"),
+    b"ca": (re.compile(rb"1?"), "1 or empty"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Advert:
+    """Announcement of a node, readable by every device on the network: no secrets.
+
+    `name` is for people. `cluster_id` is empty for a node without a cluster. `has_ca`: the node handles
+    joins. `port` is the control port, `version` that of the protocol.
+    """
+
+    node_id: str
+    cluster_id: str
+    name: str
+    port: int
+    has_ca: bool
+    version: int
+
+    def service(self) -> str:
+        """Return its full name on the network: the node's name, made printable, and the start of its id."""
+        ending = f" [{self.node_id[:8]}]"
+        # A dot would start another part of the name.
+        printable = "".join(char if char.isprintable() else "" for char in self.name.replace(".", "-"))
+        room = _MAX_LABEL_BYTES - len(ending) - len("-9999")
+        short = printable.encode("utf-8", "ignore")[:room].decode("utf-8", "ignore").strip()
+        return f"{short or 'mlxtp'}{ending}.{SERVICE}"
+
+    def properties(self) -> dict[str, str]:
+        """Return its TXT record, the version of that record first."""
+        return {
+            "txtvers": TXT_VERSION,
+            "id": self.node_id,
+            "cl": self.cluster_id,
+            "v": str(self.version),
+            "ca": "1" if self.has_ca else "",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveredPeer:
+    """Announcement of a peer, not authenticated. `addresses` are "ip:port", sorted, 1 to 16 of them."""
+
+    node_id: str
+    cluster_id: str
+    name: str
+    addresses: tuple[str, ...]
+    has_ca: bool
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Records that no mlxtp node would announce, and why."""
+
+    reason: str
+
+
+def validate(
+    service: str,
+    properties: Mapping[bytes, bytes | None],
+    addresses: Sequence[bytes],
+    port: int | None,
+    *,
+    loopback: bool = False,
+) -> DiscoveredPeer | Refused:
+    """Return the peer that these records describe. `addresses` are packed; those that cannot be dialled are
+    left out.
+
+    With `loopback` only addresses of this machine's loopback count, otherwise only others.
+    """
+    label = _label(service)
+    if isinstance(label, Refused):
+        return label
+    told = _read_txt(properties)
+    if isinstance(told, Refused):
+        return told
+    if port is None or not 0 < port < 1 << 16:
+        return Refused(f"port {port} is not from 1 to 65535")
+    hosts = sorted(
+        {host for host in map(_host, addresses) if host is not None and host.is_loopback == loopback}
+    )
+    if not hosts:
+        return Refused("no IPv4 address that could be dialled")
+    return replace(
+        told,
+        name=label.rpartition(" [")[0] or label,
+        addresses=tuple(f"{host}:{port}" for host in hosts[:MAX_ADDRESSES]),
+    )
+
+
+def _label(service: str) -> str | Refused:
+    """Return the first part of a full name."""
+    if not service.endswith(f".{SERVICE}"):
+        return Refused(f"the name does not end with {SERVICE}")
+    label = service.removesuffix(f".{SERVICE}")
+    size = len(label.encode("utf-8", "replace"))
+    if not 0 < size <= _MAX_LABEL_BYTES:
+        return Refused(f"a name of {size} bytes; it has 1 to {_MAX_LABEL_BYTES}")
+    if not label.isprintable():
+        return Refused("the name has characters that cannot be printed")
+    return label
+
+
+def _read_txt(properties: Mapping[bytes, bytes | None]) -> DiscoveredPeer | Refused:
+    """Return the peer in a TXT record. Unknown keys are ignored: they are for later versions."""
+    size = sum(len(key) + len(value or b"") for key, value in properties.items())
+    if len(properties) > _MAX_TXT_KEYS or size > _MAX_TXT_BYTES:
+        return Refused(f"a TXT record of {len(properties)} keys and {size} bytes")
+    values = {key: properties.get(key) or b"" for key in _TXT}
+    for key, (pattern, what) in _TXT.items():
+        if not pattern.fullmatch(values[key]):
+            return Refused(f"{key.decode()} is not {what}")
+    if values[b"ca"] and not values[b"cl"]:
+        return Refused("the key of a cluster that has no id")
+    return DiscoveredPeer(
+        node_id=values[b"id"].decode(),
+        cluster_id=values[b"cl"].decode(),
+        name="",
+        addresses=(),
+        has_ca=bool(values[b"ca"]),
+        version=int(values[b"v"]),
+    )
+
+
+def _host(packed: bytes) -> ipaddress.IPv4Address | None:
+    """Return an IPv4 address that one machine can have; None for other addresses."""
+    if len(packed) != 4:
+        return None
+    host = ipaddress.IPv4Address(packed)
+    nobodys = host.is_multicast or host.is_reserved or host in _THIS_NETWORK
+    return None if nobodys else host
+
+
+_THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
+
+
+def is_copy(service: str, sighting: DiscoveredPeer, own_service: str, own_addresses: Collection[str]) -> bool:
+    """Return True if a sighting with our node id is from elsewhere, because our home folder was copied.
+
+    `own_service` is the name we are announced by, `own_addresses` are this machine's.
+    """
+    here = any(address.rpartition(":")[0] in own_addresses for address in sighting.addresses)
+    return service != own_service or not here
+
+
+def explain(errno: int | None, detail: str) -> str:
+    """Return a message for the user: why discovery fails and how to fix it. `errno` is what a send raised."""
+    aid = "other Macs can be named by --peer HOST:PORT meanwhile"
+    match errno:
+        case 65:  # EHOSTUNREACH as macOS numbers it
+            return (
+                "macOS does not let this process reach the local network, if there is one (errno 65, No "
+                "route to host). That is Local Network Privacy: allow it in System Settings, Privacy & "
+                "Security, Local Network, or run it as a LaunchDaemon (`mlxtp service install`), which is "
+                "exempt. Until then neither multicast nor --peer can work."
+            )
+        case 48 | 98:  # EADDRINUSE: macOS, Linux
+            return f"UDP port 5353 is taken by a program that does not share it: {detail}; {aid}"
+        case None:
+            return f"other Macs cannot be found by multicast: {detail}"
+        case _:
+            return f"other Macs cannot be found by multicast: {detail}; {aid}"
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An announced name. `due` is when to check its records, `seen` when they were last there."""
+
+    due: float
+    tries: int = 0
+    seen: float = 0.0
+    sighting: DiscoveredPeer | None = None
+
+
+class PeerCache:
+    """Announced names, and the sightings that were accepted.
+
+    Each name either waits for its records or is accepted. A name whose records are refused is forgotten until
+    it has others. At most 64 wait and 64 are accepted: the one announced longest ago goes.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, _Entry] = {}
+        self._believed: dict[str, _Entry] = {}
+
+    def announced(self, service: str, now: float) -> None:
+        """Check the records of this name now, because they are new or changed."""
+        if service in self._believed:
+            self._believed[service].due = now
+            return
+        if isinstance(_label(service), Refused):
+            return
+        self._waiting.pop(service, None)
+        _put(self._waiting, service, _Entry(due=now), _MAX_WAITING)
+
+    def doubt(self, now: float) -> None:
+        """Check all names again, because earlier announcements no longer count."""
+        for entry in (*self._waiting.values(), *self._believed.values()):
+            entry.due, entry.tries = now, 0
+
+    def withdrawn(self, service: str) -> bool:
+        """Drop a name after its owner's goodbye, or because its records are too old. Returns True if accepted
+        sightings changed.
+        """
+        self._waiting.pop(service, None)
+        return self._believed.pop(service, None) is not None
+
+    def due(self, now: float) -> list[str]:
+        """Return names whose records to check now, the least tried first, among them the latest announced."""
+        entries = [*self._waiting.items(), *self._believed.items()]
+        ready = [(name, entry) for name, entry in reversed(entries) if entry.due <= now]
+        return [name for name, entry in sorted(ready, key=lambda pair: pair[1].tries)]
+
+    def next_due(self) -> float | None:
+        """Return the time at which `due` will have something, as far as is known."""
+        return min((e.due for group in (self._waiting, self._believed) for e in group.values()), default=None)
+
+    def resolved(self, service: str, verdict: DiscoveredPeer | Refused, now: float) -> bool:
+        """Store the verdict on its records. Returns True if accepted sightings changed."""
+        waiting = self._waiting.pop(service, None)
+        before = self._believed.pop(service, None)
+        if waiting is None and before is None:
+            return False  # withdrawn, or crowded out, while its records were on their way
+        if isinstance(verdict, Refused):
+            return before is not None
+        changed = before is None or before.sighting != verdict
+        _put(self._believed, service, _Entry(now + CONFIRM_S, seen=now, sighting=verdict), MAX_SIGHTINGS)
+        return changed
+
+    def failed(self, service: str, now: float) -> bool:
+        """Schedule a retry after a request for records without reply. A sighting expires after BELIEVED_S.
+
+        Returns True if accepted sightings changed.
+        """
+        entry = self._waiting.get(service) or self._believed.get(service)
+        if entry is None:
+            return False
+        entry.due = now + RETRY.after(entry.tries)
+        entry.tries += 1
+        if entry.sighting is None or now - entry.seen < BELIEVED_S:
+            return False
+        del self._believed[service]
+        _put(self._waiting, service, replace(entry, sighting=None), _MAX_WAITING)
+        return True
+
+    @property
+    def believed(self) -> tuple[DiscoveredPeer, ...]:
+        """Accepted sightings, in the order of the names."""
+        return tuple(entry.sighting for _, entry in sorted(self._believed.items()) if entry.sighting)
+
+    def __len__(self) -> int:
+        """Return the number of names kept."""
+        return len(self._waiting) + len(self._believed)
+
+
+def _put(group: dict[str, _Entry], name: str, entry: _Entry, most: int) -> None:
+    """Add an entry; if that is one too many, drop the oldest."""
+    group[name] = entry
+    if len(group) > most:
+        del group[next(iter(group))]
+
+
+# --- choice of the addresses to dial, to keep a link with every node of the cluster ----------------------
+# time.
+#
+# Addresses come from the user (`--peer`), from links of earlier runs, and from sightings on the network.
+# Only the link itself shows which node is there. Addresses are "host:port", compared as text.
+
+
+V = TypeVar("V")
+
+AT_ONCE = 8
+#: Hints from the network among the AT_ONCE dials: false ones must not crowd out the others.
+HINTED_AT_ONCE = 6
+AT_ONCE_A_NODE = 2  #: As many as a node admits from one source before they authenticate.
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 10.0
+FOREIGN_S = 60.0
+STEADY_S = 10.0  #: Seconds. When a link that lasted this long breaks, its address is dialled at once.
+DIAL_S = 30.0  #: Seconds without a result after which a dial has failed.
+MAX_KNOWN = 2048
+MAX_LENGTH = 300  #: Characters of one address; a host name has up to 253.
+_BACKOFF = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+_MAX_KEPT = 256
+_MAX_MARKED = 64
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Return the two parts of "host:port"; None for an invalid address."""
+    host, _, port = address.rpartition(":")
+    if not host or len(address) > MAX_LENGTH or not port.isascii() or not port.isdecimal():
+        return None
+    return (host, int(port)) if 0 < int(port) < 1 << 16 else None
+
+
+@dataclass(slots=True)
+class _Address:
+    """One address. `hinted` and `kept` are the nodes reported there, by sightings and by earlier links.
+
+    `found` is the node that answered last. `tries` counts dials since the last reason to retry at once.
+    """
+
+    static: bool = False
+    hinted: set[str] = field(default_factory=set)
+    kept: str = ""
+    found: str = ""
+    tries: int = 0
+    due: float = 0.0
+    reached_at: float = float("-inf")
+
+    def wanted(self, linked: Collection[str]) -> list[str]:
+        """Return the nodes without a link that may be here; "" stands for a node that is still unknown."""
+        if self.static and not self.found:
+            return [""]
+        return [node for node in sorted({*self.hinted, self.kept, self.found}) if node and node not in linked]
+
+    @property
+    def is_only_hinted(self) -> bool:
+        return not self.static and not self.kept
+
+
+class Dialing:
+    """Addresses known to one node of a cluster, with the times of their dials.
+
+    `static` are the user's. Call `tick` about twice a second, dial what it returns, and report the end of
+    each dial: one of `reached`, `failed`, `ourselves`, `foreign`.
+    """
+
+    def __init__(self, node_id: str, cluster_id: str, static: Iterable[str] = ()) -> None:
+        self._node_id = node_id
+        self._cluster_id = cluster_id
+        self._addresses = {address: _Address(static=True) for address in static}
+        self._sighted: set[tuple[str, str]] = set()
+        self._in_flight: dict[str, tuple[float, str]] = {}
+        self._dialled: dict[str, float] = {}
+        self._own: dict[str, None] = {}
+        self._foreign: dict[str, float] = {}
+
+    # --- what is known
+
+    def remember(self, node_id: str, addresses: Iterable[str]) -> None:
+        """Store addresses at which a node was reached in earlier runs."""
+        for address in addresses:
+            self._keep(address, node_id)
+
+    def remembered(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the addresses at which each node was reached, the latest first, to keep over a restart."""
+        nodes: dict[str, list[tuple[float, str]]] = {}
+        for address, entry in self._addresses.items():
+            if entry.kept:
+                nodes.setdefault(entry.kept, []).append((-entry.reached_at, address))
+        return {node: tuple(address for _, address in sorted(found)) for node, found in nodes.items()}
+
+    def forget(self, node_id: str) -> None:
+        """Forget the addresses of a node that was removed from the cluster."""
+        for address, entry in list(self._addresses.items()):
+            entry.kept = "" if entry.kept == node_id else entry.kept
+            entry.found = "" if entry.found == node_id else entry.found
+            self._drop_if_idle(address)
+
+    def sighted(self, sightings: Sequence[DiscoveredPeer], now: float) -> None:
+        """Replace the current sightings of the network; new addresses are dialled without waiting.
+
+        Sightings of other clusters, and of our own id, are ignored.
+        """
+        believed = {
+            (sighting.node_id, address)
+            for sighting in sightings
+            if sighting.cluster_id == self._cluster_id and sighting.node_id != self._node_id
+            for address in sighting.addresses
+        }
+        for node_id, address in self._sighted - believed:
+            if address in self._addresses:
+                self._addresses[address].hinted.discard(node_id)
+                self._drop_if_idle(address)
+        for node_id, address in sorted(believed - self._sighted):
+            entry = self._entry(address)
+            if entry is not None:
+                entry.hinted.add(node_id)
+                self._give_hope(address, now)
+        self._sighted = believed
+
+    def interfaces_changed(self, now: float) -> None:
+        """Retry all addresses, because this machine's addresses or cables changed: other nodes may be behind
+        them now.
+        """
+        self._own.clear()
+        self._foreign.clear()
+        for address in self._addresses:
+            self._give_hope(address, now)
+
+    # --- what to do
+
+    def tick(self, now: float, linked: Collection[str]) -> list[str]:
+        """Return the addresses to dial now. `linked` are the ids of the nodes that need no dialling."""
+        for address, (since, _) in list(self._in_flight.items()):
+            if now - since >= DIAL_S:
+                self.failed(address, now)
+        for entry in self._addresses.values():
+            if entry.found in linked and now - entry.reached_at >= STEADY_S:
+                entry.tries, entry.due = 0, min(entry.due, now)
+        chosen = []
+        for address, entry in sorted(self._addresses.items(), key=lambda pair: _turn(pair[1])):
+            node = self._node_to_dial(address, entry, now, linked)
+            if node is not None:
+                self._in_flight[address] = (now, node)
+                _mark(self._dialled, address, now, MAX_KNOWN)
+                chosen.append(address)
+        return chosen
+
+    def _node_to_dial(self, address: str, entry: _Address, now: float, linked: Collection[str]) -> str | None:
+        """Return the node that a dial of this address is for; None if the address has to wait."""
+        if address in self._in_flight or address in self._own or now < entry.due:
+            return None
+        if now - self._dialled.get(address, float("-inf")) < FIRST_BACKOFF_S:
+            return None
+        if len(self._in_flight) >= AT_ONCE:
+            return None
+        hinted = sum(1 for a in self._in_flight if a in self._addresses and self._addresses[a].is_only_hinted)
+        if entry.is_only_hinted and hinted >= HINTED_AT_ONCE:
+            return None
+        busy = [node for _, node in self._in_flight.values()]
+        free = (node for node in entry.wanted(linked) if not node or busy.count(node) < AT_ONCE_A_NODE)
+        return next(free, None)
+
+    # --- what came of it
+
+    def reached(self, address: str, node_id: str, now: float) -> None:
+        """Record an open link: this node is there, and other hints about the address were wrong.
+
+        If the link breaks soon, the address waits as if the dial had failed.
+        """
+        if node_id == self._node_id:
+            self.ourselves(address)
+            return
+        self._in_flight.pop(address, None)
+        self._keep(address, node_id)
+        entry = self._addresses.get(address)
+        if entry is not None:
+            entry.hinted.clear()
+            entry.found, entry.reached_at = node_id, now
+            _back_off(entry, now)
+
+    def failed(self, address: str, now: float) -> None:
+        """Record a dial without an answer, or without that of a node of this cluster."""
+        self._in_flight.pop(address, None)
+        if address in self._addresses:
+            _back_off(self._addresses[address], now)
+            self._drop_if_idle(address)
+
+    def ourselves(self, address: str) -> None:
+        """Record that this node itself answered. It is dialled again only if this machine's interfaces
+        change.
+        """
+        self._in_flight.pop(address, None)
+        _mark(self._own, address, None, _MAX_MARKED)
+        if address in self._addresses:
+            self._drop_if_idle(address)
+
+    def foreign(self, address: str, now: float) -> None:
+        """Record an answer by a node of another cluster. The address is dialled again after a minute."""
+        self._in_flight.pop(address, None)
+        _mark(self._foreign, address, now + FOREIGN_S, _MAX_MARKED)
+        entry = self._addresses.get(address)
+        if entry is not None:
+            entry.found, entry.due = "", now + FOREIGN_S
+            self._drop_if_idle(address)
+
+    # --- keeping books
+
+    def __len__(self) -> int:
+        """Return the number of known addresses."""
+        return len(self._addresses)
+
+    def _entry(self, address: str) -> _Address | None:
+        """Return the entry of this address, which may be a new one; None if there is no room."""
+        if address not in self._addresses:
+            if len(self._addresses) >= MAX_KNOWN and not self._make_room():
+                return None
+            self._addresses[address] = _Address(due=self._foreign.get(address, 0.0))
+        return self._addresses[address]
+
+    def _make_room(self) -> bool:
+        for address, entry in self._addresses.items():
+            if entry.is_only_hinted and address not in self._in_flight:
+                del self._addresses[address]
+                return True
+        return False
+
+    def _keep(self, address: str, node_id: str) -> None:
+        entry = self._entry(address) if node_id != self._node_id else None
+        if entry is None:
+            return
+        entry.kept = node_id
+        kept = [(entry.reached_at, address) for address, entry in self._addresses.items() if entry.kept]
+        if len(kept) > _MAX_KEPT:
+            _, oldest = min(pair for pair in kept if pair[1] != address)
+            self._addresses[oldest].kept = ""
+            self._drop_if_idle(oldest)
+
+    def _give_hope(self, address: str, now: float) -> None:
+        """Let the address be dialled now, though never twice within the shortest backoff."""
+        entry = self._addresses[address]
+        entry.tries = 0
+        entry.due = max(now, self._foreign.get(address, now))
+
+    def _drop_if_idle(self, address: str) -> None:
+        entry = self._addresses[address]
+        if entry.is_only_hinted and not entry.hinted and address not in self._in_flight:
+            del self._addresses[address]
+
+
+def _turn(entry: _Address) -> tuple[bool, int, float]:
+    """Sort key: addresses that are more than a hint first, then the least tried, then the longest waiting."""
+    return (entry.is_only_hinted, entry.tries, entry.due)
+
+
+def _back_off(entry: _Address, now: float) -> None:
+    entry.due = now + _BACKOFF.after(entry.tries)
+    entry.tries = min(entry.tries + 1, 16)
+
+
+def _mark(marks: dict[str, V], address: str, value: V, most: int) -> None:
+    """Record `value` for an address, even one that is not to be dialled. The oldest mark is dropped."""
+    marks.pop(address, None)
+    marks[address] = value
+    if len(marks) > most:
+        del marks[next(iter(marks))]

@@ -41,7 +41,17 @@ from .groups.wired_memory import HERE
 from .groups.worker_output import log_lines
 from .identity.join_network import enter
 from .identity.store import Store
-from .models.names import ModelSource, find_model, in_folders, is_hub_id, lasting_name, open_model
+from .models.download import download
+from .models.hub_cache import gigabytes
+from .models.names import (
+    ModelSource,
+    find_model,
+    hub_folder,
+    in_folders,
+    is_hub_id,
+    lasting_name,
+    open_model,
+)
 from .placement import hardware
 from .service.watchdog import watched_loop
 from .wire.reports import Machine
@@ -115,9 +125,27 @@ async def running_agent(
                     yield agent
                 return
             name = in_folders(settings.model, settings.model_folders)
+            for each in filter(None, (name, settings.draft_model)):
+                await _download(each)
             model = await open_model(name, settings.draft_model)
             async with _running(settings, endpoint, model, on_stage, warm_pool) as agent:
                 yield agent
+
+
+async def _download(name: str) -> None:
+    """Download a model of the Hub that is not here, and log the progress. Raises ModelError."""
+    if not is_hub_id(name) or await asyncio.to_thread(hub_folder, name) is not None:
+        return
+    reported = 0
+
+    def on_progress(held: int, total: int) -> None:
+        nonlocal reported
+        if total and 10 * held // total > reported:
+            reported = 10 * held // total
+            log.info("%s: %s of %s are here", name, gigabytes(held), gigabytes(total))
+
+    log.info("%s comes from the Hub", name)
+    await download(name, on_progress)
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from mlxtp.engine.grammar_sandbox import build, read_tokenizer
 from mlxtp.errors import ModelError, RequestError
 from mlxtp.groups.collective_bench import row_bytes
 from mlxtp.models import hub_client, inspect, self_test
-from mlxtp.models.completeness import lacks
+from mlxtp.models.hub_cache import lacks
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
 from mlxtp.text.renderer import LocalRenderer, template_module
 from mlxtp.text.tokenizer import Text

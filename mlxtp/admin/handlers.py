@@ -27,7 +27,7 @@ from ..identity.store import Store
 from ..models import hub_client
 from ..models.download import apart
 from ..models.hub_cache import Repo, cache_folder, hub_name
-from ..models.inventory import models_here
+from ..models.inspect import models_here
 from ..models.names import is_hub_id
 from ..placement.cost_model import RING_LOOPBACK
 from ..placement.measurements import to_json

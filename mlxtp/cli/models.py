@@ -5,11 +5,11 @@ A running agent downloads, so that its cluster does so once; without an agent th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import wait
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,15 +40,13 @@ from ..errors import (
     why_not_written,
 )
 from ..models.hub_cache import Repo, cache_folder, gigabytes, hash_of, hub_name
-from ..models.inventory import Revision, revisions_here
+from ..models.inspect import Revision, revisions_here
 from ..models.manifest import Manifest
 from . import shell_completion
 from .options import AsJson, Home
 from .printing import home_of, print_json
 
 LOOK_S = 0.5
-#: Seconds that Ctrl-C waits for threads that wait for the network.
-END_S = 2.0
 #: Seconds that the agent may take to look up a model's files on the Hub.
 _PULL_S = 60.0
 
@@ -82,10 +80,10 @@ def pull(
 
     An interrupted download resumes when you run the command again.
     """
-    repo, revision = _check_hub(model)
+    _check_hub(model)
     rows = _by_agent(model, everywhere, home, as_json)
     if rows is None:
-        rows = [_by_itself(repo, revision, as_json)]
+        rows = [_by_itself(model, as_json)]
         _tell_removed(model, home)
     problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
     if as_json:
@@ -205,39 +203,35 @@ def _by_agent(
             raise typer.Exit(Exit.INTERRUPTED) from None
 
 
-def _by_itself(repo: Repo, revision: str, as_json: bool) -> Mapping[str, Any]:
+def _by_itself(model: str, as_json: bool) -> Mapping[str, Any]:
     """Download in this process. Raises ModelError."""
-    from ..models.download import Fetch, begin
+    from ..models.download import download
 
-    refs = [ref for ref, commit in repo.refs().items() if commit == revision]
-    fetch = Fetch(repo, refs[0] if refs else revision, revision)
-    work = begin(fetch.from_hub)
+    repo, revision = hub_name(model)
+    size = 0
+
+    def on_progress(held: int, total: int) -> None:
+        nonlocal size
+        size = total
+        if total:
+            bars.show([(repo.name, held, total, False)])
+
     try:
         with _Bars(quiet=as_json) as bars:
-            while not work.done():
-                wait([work], LOOK_S)
-                if fetch.manifest is not None:
-                    bars.show([(repo.name, fetch.held_bytes, fetch.manifest.size, False)])
+            here = asyncio.run(download(model, on_progress))
     except KeyboardInterrupt:
         print("mlxtp: the download stops; the same command resumes it", file=sys.stderr)
-        fetch.stop()
-        with contextlib.suppress(KeyboardInterrupt):
-            wait([work], END_S)
         raise typer.Exit(Exit.INTERRUPTED) from None
-    error = work.exception()
-    if error is not None and not isinstance(error, MlxtpError):
-        raise ModelError(f"cannot get {repo.name}: {type(error).__name__}: {error}") from error
-    here = repo.snapshot(revision)
-    if error is not None:
-        if fetch.manifest is not None or here is None:
-            raise error
+    except Exception as error:
+        if not isinstance(error, MlxtpError):
+            raise ModelError(f"cannot get {repo.name}: {type(error).__name__}: {error}") from error
+        found = repo.snapshot(revision)
+        if size or found is None:
+            raise
+        here = found
         print(f"mlxtp: {error.detail}. The files here were not changed", file=sys.stderr)
-    if here is None:
-        raise ModelError(
-            f"{repo.name} was downloaded, but is not complete in {repo.cache}; `mlxtp list` shows what is"
-        )
-    manifest = fetch.manifest or repo.manifest(here.name)
-    size = manifest.size if manifest is not None else 0
+        manifest = repo.manifest(here.name)
+        size = manifest.size if manifest is not None else 0
     return {
         "name": "this Mac",
         "held_bytes": size,
@@ -348,7 +342,7 @@ def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | N
         raise ModelError(f"{model}: {why_not_written(error, repo.cache)}") from None
     rows = _by_agent(model, False, home, as_json)
     if rows is None:
-        _by_itself(repo, manifest.revision, as_json)
+        _by_itself(model, as_json)
         _tell_removed(model, home)
     elif repo.snapshot(manifest.revision) is None:
         problems = [row["problem"] for row in rows if row["problem"]]

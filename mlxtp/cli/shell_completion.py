@@ -51,7 +51,7 @@ def words(metavar: str) -> Callable[[str], list[str]] | None:
 
 def models(incomplete: str) -> list[str]:
     """Return models on this disk, by the names that `mlxtp serve` accepts."""
-    from ..models.inventory import stored_models
+    from ..models.inspect import stored_models
 
     return _beginning(incomplete, (each.id for each in stored_models()))
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ..errors import Code, LinkError, ModelError, ProtocolError, why_not_written
 from . import hub_client, peer_copy
-from .hub_cache import Damaged, PartialFile, Repo, Stopped
+from .hub_cache import Damaged, PartialFile, Repo, Stopped, hub_name
 from .manifest import Manifest, is_commit, wanted
 
 FILES_AT_ONCE = 4  #: Files downloaded from the Hub at one time.
@@ -52,6 +52,19 @@ def begin(work: Callable[[], T]) -> Future[T]:
 async def apart(work: Callable[[], T]) -> T:
     """Run `work` in a daemon thread and wait for it. Cancellation ends only the wait."""
     return await asyncio.wrap_future(begin(work))
+
+
+async def download(name: str, on_progress: Callable[[int, int], None]) -> Path:
+    """Download OWNER/NAME[@REVISION] as the Hub has it now, or its missing files, in this process.
+
+    `on_progress` gets the bytes that are here, and those of all files (0: not known yet). Returns the folder.
+    Raises ModelError. A cluster downloads by its `TransferCoordinator`, so that it does so once.
+    """
+    repo, revision = hub_name(name)
+    fetch = Fetch(repo, revision, revision)
+    return await fetch.run(
+        lambda: on_progress(fetch.held_bytes, fetch.manifest.size if fetch.manifest is not None else 0)
+    )
 
 
 class Fetch:
@@ -120,9 +133,7 @@ class Fetch:
 
         Raises ModelError and Stopped.
         """
-        manifest = self._known
-        if manifest is None:
-            (manifest,) = self._run([self._look_up], threading.Event())
+        (manifest,) = self._run([self._look_up], threading.Event())
         for attempt in (1, 2):
             try:
                 return self._bring(manifest, lambda parts, _: _hub_work(manifest, parts))
@@ -132,9 +143,9 @@ class Fetch:
         raise AssertionError
 
     def _look_up(self) -> Manifest:
-        found, asked = hub_client.look_up(self.repo.name, self.revision), self.refs & {self.revision}
-        others = self.refs - self.by_hub - asked
-        self.by_hub |= asked | hub_client.named(found.name, found.revision, others).keys()
+        found = self._known or hub_client.look_up(self.repo.name, self.revision)
+        self.by_hub |= self.refs & {self.revision}
+        self.by_hub |= hub_client.named(found.name, found.revision, self.refs - self.by_hub).keys()
         return found
 
     def from_member(self, model: str, connect: Connect) -> Path:
@@ -148,6 +159,9 @@ class Fetch:
             raise LinkError(f"{offered.name} was offered for {self.repo.name}")
         if is_commit(self.revision) and offered.revision != self.revision:
             raise LinkError(f"{offered.revision} of {self.repo.name} was offered for {self.revision}")
+        if self._known is None or self._known.revision != offered.revision:
+            self._known = None
+            self.by_hub = self.by_hub if is_commit(self.revision) else frozenset()
         repo, commit = self.repo, offered.revision
         mine = repo.manifest(commit) if repo.snapshot(commit) is not None else None
         manifest = mine or needed(offered)
@@ -160,7 +174,7 @@ class Fetch:
         return self._bring(manifest, work)
 
     def _confirm(self, manifest: Manifest) -> None:
-        self.by_hub |= hub_client.confirm(manifest, self.refs, self._known)
+        self.by_hub |= hub_client.confirm(manifest, self.refs - self.by_hub, self._known)
 
     def _bring(
         self,

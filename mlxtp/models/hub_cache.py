@@ -27,7 +27,7 @@ from typing import IO
 
 from ..errors import Code, ModelError, why_not_written
 from ..identity.private_files import sync_folder, to_disk
-from .completeness import is_complete
+from ..tokenizer_file import TIKTOKEN_FILE, table
 from .manifest import (
     Manifest,
     ModelFile,
@@ -45,6 +45,7 @@ _LOOK_S = 0.5
 #: Bytes. Blobs up to this size are hashed before they become part of a model: that takes no time.
 SMALL_BYTES = 64 << 20
 ROOM_BYTES = 1 << 30  #: Bytes left free on the disk beside a model.
+_SHARD = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 
 
 class Stopped(Exception):
@@ -71,6 +72,30 @@ def free_bytes(folder: Path) -> int:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def is_complete(folder: Path) -> bool:
+    """Return True if configuration, tokenizer and all weights are in this folder. Reads the disk."""
+    return not lacks(folder)
+
+
+def lacks(folder: Path) -> str:
+    """Return the missing parts of the model in this folder, in words; empty for none. Reads the disk."""
+    try:
+        missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+        if (folder / TIKTOKEN_FILE).is_file() and (folder / "tokenizer_config.json").is_file():
+            missing = [name for name in missing if name != "tokenizer.json"]  # made from these two
+        weights = {path.name for path in folder.glob("model*.safetensors") if path.is_file()}
+        indices = list(folder.glob("*.safetensors.index.json"))
+        wanted = {name for index in indices for name in table(index)["weight_map"].values()}
+    except (OSError, ValueError, RecursionError, LookupError, AttributeError):
+        return "files that can be read"
+    shards = [match for match in map(_SHARD.fullmatch, weights) if match]
+    if not weights:
+        missing.append("weights (model*.safetensors)")
+    elif not wanted <= weights or any(int(shard[2]) != len(shards) for shard in shards):
+        missing.append("some files of its weights")
+    return " and ".join(missing)
 
 
 class Repo:

@@ -76,16 +76,14 @@ def look_up(name: str, revision: str) -> Manifest:
 
 
 def confirm(manifest: Manifest, refs: Iterable[str], known: Manifest | None) -> frozenset[str]:
-    """Compare a member's manifest with the Hub's, which may be `known`, if the Hub can be reached.
+    """Compare a member's manifest with the Hub's (`known`, if that was asked), if the Hub can be reached.
 
     Returns those branches and tags that the Hub maps to its commit now. Raises ProtocolError if the Hub has
     other files, or no such commit.
     """
     found = named(manifest.name, manifest.revision, refs)
-    if known is None or known.revision != manifest.revision:
-        known = next(iter(found.values()), None)
     try:
-        theirs = known or look_up(manifest.name, manifest.revision)
+        theirs = known or next(iter(found.values()), None) or look_up(manifest.name, manifest.revision)
     except _NoSuchRevision:
         raise ProtocolError(
             f"a member offers a commit of {manifest.name} that the Hub does not know", Code.NOT_AUTHENTIC

@@ -1,21 +1,113 @@
-"""Facts from config.json alone: the checks that a model can be served, and its shape for placement."""
+"""Look at models before anything of them is loaded: where they are, their shape, the reasons against them.
+
+`inspect` looks at one, `models_here`, `stored_models` and `revisions_here` list those on this disk.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
+from ..api.backend import StoredModelInfo
+from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
 from ..placement.model_shape import ALSO_CALLED, Config, ModelShape, shape_of
 from ..tokenizer_file import MAX_CONFIG_BYTES, text_of
+from ..wire.cluster_messages import MAX_MODEL
+from . import hub_client
+from .hub_cache import hub_name, is_complete, lacks, repos_here
+from .manifest import Manifest
+from .names import folder_of, hub_folder, is_hub_id, lasting_name
 
 #: Classes for embeddings and labels. Those that write are called ForCausalLM, LMHeadModel or the like.
 _WRITES_NO_TEXT = re.compile(
     r"(?:(?<!LMHead)Model|For(?:SequenceClassification|TokenClassification|MaskedLM|QuestionAnswering))$"
 )
+MOST = 200  #: Models listed for users, at most: a cache may hold anything.
+#: Tokens that the engine assumes for a model whose configuration has no context length.
+_DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Servable:
+    """Model that a group could serve. `folder`: None until all of it is here. `manifest`: its files as the
+    Hub listed them, if the Hub was asked.
+    """
+
+    name: str
+    shape: ModelShape
+    folder: Path | None
+    manifest: Manifest | None = None
+
+
+def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
+    """Return what placement and a download need to know of a model, before anything of it is loaded.
+
+    Raises ModelError for a model that is neither here nor, with `ask_hub`, on the Hub. It does so, too, for
+    one that lacks files, has no room on this disk, or has a configuration that no group could run. Waits for
+    disk and network: call it in a thread.
+    """
+    manifest = None
+    if ask_hub and is_hub_id(name) and hub_folder(name) is None:
+        repo, revision = hub_name(name)
+        manifest = hub_client.look_up(repo.name, revision)
+        repo.check_room(manifest)
+        config = read_config(hub_client.fetch_some(manifest, ("config.json",)))
+        check_servable(config)
+        weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
+        shape = shape_of(config, name=name, weight_bytes=weights, kv_bits=kv_bits)
+        return Servable(name, shape, None, manifest)
+    folder = folder_of(name)
+    if missing := lacks(folder):
+        raise ModelError(f"the folder is incomplete: it lacks {missing}", Code.MODEL_NOT_FOUND)
+    config = read_config(folder)
+    check_servable(config)
+    return Servable(name, shape_in(folder, config, name, kv_bits), folder)
+
+
+def find_config(name: str) -> Path:
+    """Return a folder with its configuration and the index of its weights, not the weights. Raises
+    ModelError.
+    """
+    if not is_hub_id(name):
+        return folder_of(name)
+    repo, revision = hub_name(name)
+    return repo.snapshot(revision) or hub_client.fetch_some(
+        hub_client.look_up(repo.name, revision), ("config.json", "*.index.json")
+    )
+
+
+def stored_name(name: str) -> str | None:
+    """Return the desired state's name of a model that is complete on this machine; None for any other.
+
+    That is the embedded model's name, a folder's whole path, or an id on the Hub. Raises ModelError for a
+    folder that lacks files, and for a configuration that cannot be served. Reads the disk: call it in a
+    thread.
+    """
+    if len(name) > MAX_MODEL or not name.isprintable():
+        return None  # it fits in no message between Macs
+    if name == EMBEDDED_MODEL:
+        return name
+    try:
+        local = Path(name).is_absolute()
+        folder = folder_of(name) if local else hub_folder(name)
+    except (ModelError, OSError, ValueError):
+        return None
+    if folder is None:
+        return None
+    if local and (missing := lacks(folder)):
+        raise ModelError(f"the folder is incomplete: it lacks {missing}", Code.MODEL_NOT_FOUND)
+    check_servable(read_config(folder))
+    return lasting_name(name) if local else name
+
+
+# --- configuration --------------------------------------------------------------------------------------
 
 
 def read_config(folder: Path) -> Config:
@@ -65,3 +157,111 @@ def _families() -> frozenset[str]:
     assert mlx_lm.submodule_search_locations
     models = Path(mlx_lm.submodule_search_locations[0]) / "models"
     return frozenset(path.stem for path in models.glob("*.py"))
+
+
+# --- models on this disk --------------------------------------------------------------------------------
+#
+# A request may name the complete ones, because no request downloads. Users see all of them.
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """A model on this disk. `name` is what `mlxtp serve` takes.
+
+    `size_bytes` counts all its files. `complete`: it can be tried without a download. Only loading shows that
+    mlx-lm can run it.
+    """
+
+    name: str
+    source: Literal["embedded", "hub"]
+    size_bytes: int
+    complete: bool
+
+
+def models_here() -> tuple[OnDisk, ...]:
+    """Return the models here now, complete or not: the embedded model first, then by name.
+
+    Reads the names and sizes of every file in the cache: call it in a thread.
+    """
+    embedded = OnDisk(EMBEDDED_MODEL, "embedded", _size(embedded_model_path()), complete=True)
+    sizes = [(repo, _size(repo.folder)) for repo in repos_here()[: MOST - 1]]
+    return (
+        embedded,
+        *(OnDisk(repo.name, "hub", size, repo.snapshot("main") is not None) for repo, size in sizes if size),
+    )
+
+
+def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModelInfo, ...]:
+    """Return the complete models that can be served: embedded, of the Hub cache, and `folders` with their
+    names.
+
+    Leaves out what `check_servable` refuses. Reads the disk: call it in a thread.
+    """
+    found = [
+        (EMBEDDED_MODEL, embedded_model_path()),
+        *((repo.name, repo.snapshot("main")) for repo in repos_here()),
+        *((name, folder if is_complete(folder) else None) for name, folder in folders),
+    ]
+    described = (_described(name, folder) for name, folder in found if folder is not None)
+    return tuple(stored for stored in described if stored is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """One revision of a model in the Hub's cache: `held` of `total` bytes are here. `refs` are branches and
+    tags that name it.
+    """
+
+    name: str
+    revision: str
+    refs: tuple[str, ...]
+    held: int
+    total: int
+    complete: bool
+
+
+def revisions_here(only: str = "", cache: Path | None = None) -> list[Revision]:
+    """Return the revisions in this Mac's Hub cache, of one OWNER/NAME if `only` is not empty.
+
+    They are complete, or mlxtp has downloaded a part of them. Reads the disk: call it in a thread.
+    """
+    found = []
+    for repo in repos_here(cache):
+        if only not in ("", repo.name):
+            continue
+        refs = repo.refs()
+        for commit in sorted(repo.commits()):
+            manifest, folder = repo.manifest(commit), repo.snapshot(commit)
+            named = tuple(ref for ref, at in refs.items() if at == commit)
+            if manifest is not None:
+                held = manifest.size if folder is not None else repo.held_bytes(manifest)
+                if folder is None and not held:
+                    continue
+                found.append(Revision(repo.name, commit, named, held, manifest.size, folder is not None))
+            elif folder is not None:
+                size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+                found.append(Revision(repo.name, commit, named, size, size, complete=True))
+    return found
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files below a folder. Each file counts once; a snapshot has links to them."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    try:
+        return sum(path.stat().st_size for path in files)
+    except OSError:  # it is being deleted
+        return 0
+
+
+def _described(name: str, folder: Path) -> StoredModelInfo | None:
+    """Return the model's description; None if its configuration shows that it cannot be served."""
+    try:
+        config = read_config(folder)
+        check_servable(config)
+        created = int((folder / "config.json").stat().st_mtime)
+    except (ModelError, OSError):
+        return None
+    inner = config.get("text_config")
+    length = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
+    context = length if isinstance(length, int) and length > 0 else _DEFAULT_CONTEXT
+    return StoredModelInfo(name, folder, context, created)

@@ -114,7 +114,7 @@ class LocalModel:
             if self._get is not None and is_hub_id(self._draft):
                 await self._get(self._draft)
             self._on_change()  # enough for a rank; the tokenizer takes another second
-            self.source = await open_model(model, self._draft, download=self._download)
+            self.source = await open_model(model, self._draft)
         except MlxtpError as error:
             if error.detail != self.problem:
                 log.warning("%s: %s", model, error.detail)
@@ -125,8 +125,8 @@ class LocalModel:
 
     async def _resolve(self, model: str) -> Path:
         if self._get is not None and self._download and is_hub_id(model):
-            return await find_model(str(await self._get(model)), download=False)
-        return await find_model(model, download=self._download)
+            return await find_model(str(await self._get(model)))
+        return await find_model(model)
 
     @property
     def _revision(self) -> str:

@@ -22,8 +22,7 @@ from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from ..groups.health import ServingState, of_the_model
 from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
-from .inventory import stored_models
-from .names import stored_name
+from .inspect import stored_models, stored_name
 from .preflight import ModelPreflight
 from .queue_policy import AnnounceModel, LoadModel, ModelQueues
 

@@ -1,4 +1,4 @@
-"""From a user's name of a model to a folder on this machine."""
+"""From a user's name of a model to a folder on this machine. Nothing is downloaded here."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ from pathlib import Path
 
 from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
-from ..placement.model_shape import ModelShape, shape_of
 from ..text.tokenizer import Text
-from ..wire.cluster_messages import MAX_MODEL
-from . import hub_client
-from .completeness import lacks
-from .download import Fetch
-from .hub_cache import hub_name
-from .inspect import check_servable, read_config, shape_in
-from .inventory import hub_folder
-
-_CONFIG_FILES = ("config.json", "*.index.json")
+from .hub_cache import Repo
+from .manifest import split_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,66 +24,24 @@ class ModelSource:
     draft_path: Path | None = None
 
 
-async def open_model(name: str, draft: str = "", *, download: bool = True) -> ModelSource:
-    """Open the model `name`: the embedded one, a folder, or an id on the Hugging Face Hub
+async def open_model(name: str, draft: str = "") -> ModelSource:
+    """Open a model on this machine: the embedded one, a folder, or an id on the Hugging Face Hub
     (OWNER/NAME[@REVISION]).
 
-    An id that is not here is downloaded. `draft` names a second model that proposes tokens for it. Without
-    `download` the model has to be on this machine. Raises ModelError; its message uses the user's name of the
-    model.
+    `draft` names a second model that proposes tokens for it. Raises ModelError; its message uses the user's
+    name of the model.
     """
-    return await asyncio.to_thread(_open_model, name, draft, download)
+    return await asyncio.to_thread(_open_model, name, draft)
 
 
-async def find_model(name: str, *, download: bool = True) -> Path:
+async def find_model(name: str) -> Path:
     """Return only its folder. Raises ModelError as `open_model` does."""
-    return await asyncio.to_thread(lambda: _check(_find(name, download)).resolve())
+    return (await asyncio.to_thread(folder_of, name)).resolve()
 
 
-def find_config(name: str) -> Path:
-    """Return a folder with its configuration and the index of its weights, not the weights. Raises
-    ModelError.
-    """
-    if not is_hub_id(name):
-        return _check(_find(name))
-    repo, revision = hub_name(name)
-    return repo.snapshot(revision) or hub_client.fetch_some(
-        hub_client.look_up(repo.name, revision), _CONFIG_FILES
-    )
-
-
-def stored_name(name: str) -> str | None:
-    """Return the desired state's name of a model that is complete on this machine; None for any other.
-
-    That is the embedded model's name, a folder's whole path, or an id on the Hub. Raises ModelError for a
-    folder that lacks files, and for a configuration that cannot be served. Reads the disk: call it in a
-    thread.
-    """
-    if len(name) > MAX_MODEL or not name.isprintable():
-        return None  # it fits in no message between Macs
-    if name == EMBEDDED_MODEL:
-        return name
-    try:
-        local = Path(name).is_absolute()
-        folder = _check(_find(name)) if local else hub_folder(name)
-    except (ModelError, OSError, ValueError):
-        return None
-    if folder is None:
-        return None
-    if local and (missing := lacks(folder)):
-        raise ModelError(f"the folder is incomplete: it lacks {missing}", Code.MODEL_NOT_FOUND)
-    check_servable(read_config(folder))
-    return lasting_name(name) if local else name
-
-
-def _open_model(name: str, draft: str, download: bool) -> ModelSource:
-    path = _check(_find(name, download))
-    draft_path = _check(_find(draft)).resolve() if draft else None
-    public = name if is_hub_id(name) else path.name
-    return ModelSource(public, path.resolve(), Text.load(path), draft_path)
-
-
-def _check(path: Path) -> Path:
+def folder_of(name: str) -> Path:
+    """Return the folder of a model on this machine. Raises ModelError. Reads the disk."""
+    path = _find(name)
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} holds no config.json, so it is not a model folder", Code.MODEL_NOT_FOUND)
     if set(str(path)) & set("[]*?"):
@@ -99,7 +49,25 @@ def _check(path: Path) -> Path:
     return path
 
 
-def _find(name: str, download: bool = True) -> Path:
+def hub_folder(name: str) -> Path | None:
+    """Return the snapshot of OWNER/NAME[@REVISION] in this Mac's Hub cache if it is complete, else None.
+    Reads the disk.
+    """
+    try:
+        repo, revision = split_name(name)
+    except ValueError:
+        return None
+    return Repo(repo).snapshot(revision)
+
+
+def _open_model(name: str, draft: str) -> ModelSource:
+    path = folder_of(name)
+    draft_path = folder_of(draft).resolve() if draft else None
+    public = name if is_hub_id(name) else path.name
+    return ModelSource(public, path.resolve(), Text.load(path), draft_path)
+
+
+def _find(name: str) -> Path:
     if name == EMBEDDED_MODEL:
         return embedded_model_path()
     folder = _as_path(name)
@@ -116,50 +84,13 @@ def _find(name: str, download: bool = True) -> Path:
             "--model-folder of `mlxtp node` (`model_folders` in config.toml)",
             Code.MODEL_NOT_FOUND,
         )
-    if not download:
-        if (stored := hub_folder(name)) is None:
-            raise ModelError(
-                f"{name} is not complete on this Mac, and nothing is downloaded for a request; "
-                f"`mlxtp serve {name}` downloads it",
-                Code.MODEL_NOT_FOUND,
-            )
-        return stored
-    return _download(name)
-
-
-def look_ahead(name: str, kv_bits: int, *, elsewhere: bool = False) -> ModelShape | None:
-    """Return the shape of a model for placement, before anything of it is loaded or downloaded.
-
-    None for a model that is not here but `elsewhere`, complete on another member's disk. Raises ModelError
-    for a model that is neither here nor on the Hub, lacks files, or has no room on this disk. It does so,
-    too, for a configuration that no group could run. Waits for disk and network: call it in a thread.
-    """
-    try:
-        if not is_hub_id(name):
-            folder: Path | None = _check(_find(name))
-        else:
-            folder = hub_folder(name)
-        if folder is not None:
-            if missing := lacks(folder):
-                raise ModelError(f"the folder is incomplete: it lacks {missing}", Code.MODEL_NOT_FOUND)
-            config = read_config(folder)
-            check_servable(config)
-            return shape_in(folder, config, name, kv_bits)
-        return None if elsewhere else _look_at_hub(name, kv_bits)
-    except ModelError as error:
+    if (stored := hub_folder(name)) is None:
         raise ModelError(
-            f"{name} cannot be served, so all stays as it is: {error.detail}", error.code
-        ) from None
-
-
-def _look_at_hub(name: str, kv_bits: int) -> ModelShape:
-    repo, revision = hub_name(name)
-    manifest = hub_client.look_up(repo.name, revision)
-    repo.check_room(manifest)
-    config = read_config(hub_client.fetch_some(manifest, ("config.json",)))
-    check_servable(config)
-    weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
-    return shape_of(config, name=name, weight_bytes=weights, kv_bits=kv_bits)
+            f"{name} is not complete on this Mac, and nothing is downloaded for a request; "
+            f"`mlxtp serve {name}` downloads it",
+            Code.MODEL_NOT_FOUND,
+        )
+    return stored
 
 
 def in_folders(name: str, folders: Sequence[str]) -> str:
@@ -204,9 +135,3 @@ def _is_folder(path: Path) -> bool:
         return path.is_dir()
     except (OSError, ValueError):
         return False
-
-
-def _download(name: str) -> Path:
-    """Return the model's folder here; without one, download all of it from the Hub in this process."""
-    repo, revision = hub_name(name)
-    return repo.snapshot(revision) or Fetch(repo, revision, revision).from_hub()

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import ModelTurn
-from .inspect import check_servable, read_config, shape_in
-from .names import find_model
+from .inspect import inspect
 
 
 class ModelPreflight:
@@ -39,16 +38,10 @@ class ModelPreflight:
 
     async def _inspect(self, model: str) -> MlxtpError | None:
         try:
-            folder = await find_model(model, download=False)
-        except ModelError:  # it is on another Mac's disk
-            return None
-        try:
-            config = await asyncio.to_thread(read_config, folder)
-            check_servable(config)
-            shape = await asyncio.to_thread(shape_in, folder, config, model, self._kv_bits)
-        except ModelError as error:
-            return error
-        why = self._no_place(shape)
+            found = await asyncio.to_thread(inspect, model, self._kv_bits)
+        except ModelError as error:  # it may be on another Mac's disk
+            return None if error.code is Code.MODEL_NOT_FOUND else error
+        why = self._no_place(found.shape)
         return GroupError(why, Code.NOT_READY) if why else None
 
     async def close(self) -> None:

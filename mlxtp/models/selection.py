@@ -10,17 +10,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from ..cluster.surroundings import Surroundings
-from ..errors import MlxtpError, UserError
+from ..errors import MlxtpError, ModelError, UserError
 from ..groups.health import ServingState
 from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import DesiredState
 from .download import apart
-from .inventory import hub_folder
-from .names import in_folders, is_hub_id, look_ahead
+from .inspect import Servable, inspect
+from .names import hub_folder, in_folders, is_hub_id
 from .transfers import TransferCoordinator, described
 
 log = logging.getLogger(__name__)
@@ -88,14 +87,16 @@ class ModelSelection:
         if (model, over) == (present.model, present.nodes):
             return SelectionResult(model, cluster.set_desired(model, nodes))
         found = await asyncio.to_thread(in_folders, model, cluster.settings.model_folders)
-        shape = await self._inspect(found)
+        servable = await self._inspect(found)
         if number != self._progress or cluster.leadership.desired.version != present.version:
             raise UserError(f"another request changed the model meanwhile, so {model} is not served")
+        if servable is not None and servable.manifest is not None:
+            cluster.transfers.learned(found, servable.manifest)
         if present.model and cluster.supervisor.state in _SERVES:
-            self._check_place(model, shape, over)
-            if is_hub_id(found) and not await self._can_begin(found, shape, over):
+            self._check_place(model, servable, over)
+            if is_hub_id(found) and not await self._can_begin(servable, over):
                 self._next = (model, model)
-                self._task = asyncio.ensure_future(self._bring(model, over, present.version))
+                self._task = asyncio.ensure_future(self._bring(model, servable, over, present.version))
                 self._task.add_done_callback(_ended)
                 return SelectionResult(model, present, coming=True)
         return SelectionResult(model, cluster.set_desired(model, nodes))
@@ -111,27 +112,40 @@ class ModelSelection:
             self._task.cancel()
         return self._progress
 
-    async def _inspect(self, model: str) -> ModelShape | None:
+    async def _inspect(self, model: str) -> Servable | None:
+        """Look at a model on this disk, else on the Hub; None if it is complete on another member's only."""
         cluster = self._cluster
-        elsewhere = cluster.transfers.is_elsewhere(model)
-        return await apart(partial(look_ahead, model, cluster.settings.kv_bits, elsewhere=elsewhere))
 
-    def _check_place(self, model: str, shape: ModelShape | None, nodes: str) -> None:
-        why = self._no_place(shape, nodes, None) if shape is not None else ""
+        def look() -> Servable | None:
+            if elsewhere and hub_folder(model) is None:
+                return None
+            return inspect(model, cluster.settings.kv_bits, ask_hub=True)
+
+        elsewhere = is_hub_id(model) and cluster.transfers.is_elsewhere(model)
+        try:
+            return await apart(look)
+        except ModelError as error:
+            raise ModelError(
+                f"{model} cannot be served, so all stays as it is: {error.detail}", error.code
+            ) from None
+
+    def _check_place(self, model: str, servable: Servable | None, nodes: str) -> None:
+        why = self._no_place(servable.shape, nodes, None) if servable is not None else ""
         if why:
             raise UserError(f"{model} cannot be served, so all stays as it is: {why}")
 
-    async def _can_begin(self, model: str, shape: ModelShape | None, nodes: str) -> bool:
+    async def _can_begin(self, servable: Servable | None, nodes: str) -> bool:
         """Return True if the members that have all of it already can serve it."""
-        if shape is None or await asyncio.to_thread(hub_folder, model) is None:
+        if servable is None or servable.folder is None:
             return False
-        return not self._no_place(shape, nodes, {self._cluster.node_id, *self._who_have(model)})
+        have = {self._cluster.node_id, *self._who_have(servable.name)}
+        return not self._no_place(servable.shape, nodes, have)
 
     def _who_have(self, model: str) -> list[str]:
         cluster = self._cluster
         return [node_id for node_id in cluster.links.nodes() if cluster.transfers.has(node_id, model)]
 
-    async def _bring(self, model: str, nodes: str, version: int) -> None:
+    async def _bring(self, model: str, servable: Servable | None, nodes: str, version: int) -> None:
         cluster, loop = self._cluster, asyncio.get_running_loop()
         try:
             name = await cluster.transfers.pull(model, everywhere=True)
@@ -147,10 +161,12 @@ class ModelSelection:
                     return
             have = {row["node_id"] for row in rows if row["complete"]}
             problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
-            shape = await self._inspect(model) if have else None
+            if servable is None and have:
+                servable = await self._inspect(model)
             if cluster.leadership.desired.version != version:
                 return
-            why = self._no_place(shape, nodes, have | {*self._who_have(name)}) if shape is not None else ""
+            able = have | {*self._who_have(name)}
+            why = self._no_place(servable.shape, nodes, able) if servable is not None and have else ""
             if have and not why:
                 cluster.set_desired(model, nodes)
             else:

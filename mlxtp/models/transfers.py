@@ -28,7 +28,7 @@ from ..wire.tls import Credentials
 from . import hub_client, peer_copy
 from .download import Fetch, apart
 from .hub_cache import Damaged, Repo, Stopped, free_bytes, gigabytes, hub_name
-from .inventory import revisions_here
+from .inspect import revisions_here
 from .manifest import Manifest, is_commit
 from .seeder import Holding, elect_seeder
 
@@ -76,6 +76,7 @@ class _Transfer:
         self.repo, self.revision = hub_name(model)
         self.refs: set[str] = set()
         self.of_hub: set[str] = set()  #: Those that the Hub itself mapped to this commit here.
+        self.known: Manifest | None = None  #: The Hub's answer about `model` for the next download.
         self.own: Holding | None = None  #: None until a member needs the model.
         self.reported: ModelHeld | None = None
         self.reported_at = 0.0
@@ -145,6 +146,10 @@ class TransferCoordinator:
         """
         return await self._had(self._job(model))
 
+    def learned(self, model: str, manifest: Manifest) -> None:
+        """Keep the Hub's answer about a model, so that its next download does not ask again."""
+        self._job(model).known = manifest
+
     async def _had(self, job: _Transfer, *refs: str) -> Path:
         job.waiting += 1
         try:
@@ -160,6 +165,8 @@ class TransferCoordinator:
         """Begin, unless it runs."""
         if job.task is None or job.task.done():
             job.own, job.refs = None, set()
+            if not is_commit(job.revision):
+                job.of_hub = set()
             job.task = asyncio.ensure_future(self._get(job))
             job.task.add_done_callback(_ended)
         job.refs |= {ref for ref in (job.revision, *refs) if not is_commit(ref)}
@@ -171,12 +178,15 @@ class TransferCoordinator:
         If the Hub cannot be reached, the models of members count. Raises ModelError.
         """
         repo, revision = hub_name(model)
-        commit = ""
-        with contextlib.suppress(ModelError):
-            commit = (await apart(partial(hub_client.look_up, repo.name, revision))).revision
+        manifest, self._job(model).known = self._job(model).known, None
+        if manifest is None:
+            with contextlib.suppress(ModelError):
+                manifest = await apart(partial(hub_client.look_up, repo.name, revision))
+        commit = manifest.revision if manifest is not None else ""
         name = f"{repo.name}@{commit}" if commit else model
-        if commit:
+        if manifest is not None:
             self._job(name).of_hub.add(revision)
+            self._job(name).known = manifest
         self._begin(name, revision, everywhere=everywhere)
         if everywhere:
             self._cluster.links.broadcast(ModelPull(model, commit))
@@ -380,7 +390,10 @@ class TransferCoordinator:
                 waiting.changed.set()
 
     async def _brought(self, job: _Transfer, lender: str, named: str | None) -> Path:
-        fetch = job.fetch = Fetch(job.repo, job.revision, job.revision, job.refs)
+        by_hub = job.of_hub | {job.revision} if job.known is not None else job.of_hub
+        fetch = job.fetch = Fetch(
+            job.repo, job.revision, job.revision, job.refs, known=job.known, by_hub=by_hub
+        )
         connect = None
         if lender == self._cluster.node_id:
             log.info("%s comes from the Hub", job.model)
@@ -395,6 +408,7 @@ class TransferCoordinator:
 
         found = await fetch.run(on_progress, connect, job.model)
         job.of_hub |= fetch.by_hub
+        job.known = None
         return found
 
     async def _named(self, job: _Transfer, complete: bool) -> str:

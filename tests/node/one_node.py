@@ -157,7 +157,7 @@ class Node:
 def by_hand() -> Iterator[None]:
     """Meanwhile time is `CLOCK`'s, and no model is looked for."""
 
-    async def find(name: str, *, download: bool) -> Path:
+    async def find(name: str) -> Path:
         raise ModelError(f"{name} is not here", Code.MODEL_NOT_FOUND)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
@@ -18,8 +19,10 @@ from mlxtp.errors import Code, ConfigError, GroupError, ModelError
 from mlxtp.groups import sleep
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.sleep import Clocks, watch_sleep
+from mlxtp.models.hub_cache import gigabytes
 
 from ..cluster import Cluster, rank_processes, until
+from ..hub import Hub, Model, embedded
 from .scenes import run, sees, within
 
 pytestmark = pytest.mark.group
@@ -115,3 +118,20 @@ def test_a_bug_in_what_keeps_the_ranks_ends_the_agent(
             assert agent.over.exception() is failed.value
 
     run(within(story()))
+
+
+@pytest.mark.parametrize("settings", [False], ids=["alone"], indirect=True)
+def test_an_agent_alone_reports_the_progress_of_its_download(
+    settings: Settings, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
+    hub.models["o/tiny"] = Model(embedded())
+    caplog.set_level("INFO", "mlxtp.agent")
+    run(within(start_and_stop(replace(settings, model="o/tiny"))))
+    size = gigabytes(sum(map(len, embedded().values())))
+    assert caplog.messages[:1] == ["o/tiny comes from the Hub"]
+    assert f"o/tiny: {size} of {size} are here" in caplog.messages
+    caplog.clear()
+    hub.close()
+    run(within(start_and_stop(replace(settings, model="o/tiny"))))
+    assert not [each for each in caplog.messages if "o/tiny" in each]

@@ -23,21 +23,20 @@ class Stage:
     """A disk whose folders are found when the test lets them be."""
 
     def __init__(self, patch: pytest.MonkeyPatch, home: Path) -> None:
+        self.downloaded: list[str] = []
         self.home = home
         self.changes: list[ModelStatus] = []
         self.errors: dict[str, Exception] = {}
         self.gates: dict[str, asyncio.Event] = {}
         self.finding = 0
         self.opened: list[tuple[str, str]] = []
-        self.downloads: list[bool] = []
-        self.model = LocalModel("draft", lambda: self.changes.append(self.model.status))
+        self.model = LocalModel("draft", lambda: self.changes.append(self.model.status), self._get)
         patch.setattr(local_model, "find_model", self._find)
         patch.setattr(local_model, "open_model", self._open)
         self.print = ""
         patch.setattr(local_model.self_test, "fingerprint", lambda path: self.print or f"{path.name:0>64}")
 
-    async def _find(self, name: str, *, download: bool) -> Path:
-        self.downloads.append(download)
+    async def _find(self, name: str) -> Path:
         self.finding += 1
         try:
             if name in self.gates:
@@ -48,8 +47,11 @@ class Stage:
         finally:
             self.finding -= 1
 
-    async def _open(self, name: str, draft: str, *, download: bool) -> ModelSource:
-        self.downloads.append(download)
+    async def _get(self, name: str) -> Path:
+        self.downloaded.append(name)
+        return Path(name)
+
+    async def _open(self, name: str, draft: str) -> ModelSource:
         self.opened.append((name, draft))
         await asyncio.sleep(0)
         return ModelSource(name, self.home / name, cast(Text, None))
@@ -226,5 +228,17 @@ def test_files_that_came_or_were_repaired_are_looked_at_again(tmp_path: Path) ->
         stage.print = "6" * 64
         stage.model.files_arrived("org/two")
         await sees(lambda: stage.changes[-1] == ModelStatus(2, "6" * 64, ""))
+
+    play(tmp_path, story)
+
+
+def test_a_model_is_downloaded_for_a_user_and_not_for_a_request(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.want("o/requested", 1, pinned=False)
+        await stage.has("o/requested")
+        assert stage.downloaded == []
+        stage.want("o/served", 2)
+        await stage.has("o/served")
+        assert stage.downloaded == ["o/served"]
 
     play(tmp_path, story)

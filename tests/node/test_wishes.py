@@ -12,11 +12,13 @@ from mlxtp.admin.handlers import ClusterAdmin
 from mlxtp.errors import UserError
 from mlxtp.groups.health import ServingState
 from mlxtp.models import selection
+from mlxtp.models.hub_cache import Repo
 from mlxtp.wire.cluster_messages import ModelsHere, StoredModel
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded
 from ..wire import members
-from .one_node import MACHINE, A, Node, play, report
+from .one_node import CLOCK, MACHINE, A, Node, play, report
+from .scenes import sees
 
 MODEL = "org/there"
 COMING = {
@@ -210,5 +212,23 @@ def test_what_was_said_while_the_hub_was_asked_counts(
         with pytest.raises(UserError, match="another request changed the model meanwhile"):
             await asking
         assert node.cluster.leadership.desired.model == "tiny"
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("before", ["tiny", ""])
+def test_the_hub_is_asked_once_for_one_serve(
+    tmp_path: Path, member: members.Member, hub: Hub, before: str
+) -> None:
+    async def story(node: Node) -> None:
+        admin = ClusterAdmin(node.cluster, member.store)
+        node.cluster.leadership.hand_over(node.cluster.node_id, CLOCK.now)
+        if before:
+            served(node)
+        await admin.serve(MODEL, "")
+        await sees(lambda: Repo(MODEL).snapshot("main") is not None)
+        await sees(lambda: node.cluster.leadership.desired.model == MODEL)
+        assert len([each for each in hub.asked if f"/api/models/{MODEL}" in each]) == 1
+        assert (Repo(MODEL).folder / "refs" / "main").read_text() == COMMIT
 
     play(tmp_path, member, story)

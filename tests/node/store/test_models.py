@@ -31,8 +31,11 @@ def open_in_new_process(name: str, endpoint: str, cache: Path) -> subprocess.Com
     program = (
         "import asyncio, sys\n"
         "from mlxtp.errors import MlxtpError\n"
-        "from mlxtp.models.names import open_model\n"
+        "from mlxtp.models.download import download\n"
+        "from mlxtp.models.names import hub_folder, open_model\n"
         "try:\n"
+        "    if hub_folder(sys.argv[1]) is None:\n"
+        "        asyncio.run(download(sys.argv[1], lambda held, total: None))\n"
         "    model = asyncio.run(open_model(sys.argv[1]))\n"
         "    print(model.id, sorted(p.name for p in model.path.iterdir()))\n"
         "except MlxtpError as error:\n"

@@ -13,10 +13,9 @@ from huggingface_hub import constants
 
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import ModelError
-from mlxtp.models.completeness import is_complete
-from mlxtp.models.inspect import check_servable
-from mlxtp.models.inventory import OnDisk, hub_folder, models_here, stored_models
-from mlxtp.models.names import find_model, open_model, stored_name
+from mlxtp.models.hub_cache import is_complete
+from mlxtp.models.inspect import OnDisk, check_servable, models_here, stored_models, stored_name
+from mlxtp.models.names import find_model, hub_folder, open_model
 from mlxtp.placement.model_shape import Config
 from mlxtp.placement.tables import KNOWN
 
@@ -97,11 +96,11 @@ def test_without_a_cache_there_is_the_embedded_model(cache: Path, there: str) ->
 
 def test_it_is_opened_without_a_word_to_the_hub(cache: Path) -> None:
     async def story() -> None:
-        source = await open_model(NAME, download=False)
+        source = await open_model(NAME)
         assert source.id == NAME
         assert source.path == (cache / "models--some-body--tiny--llama.v2" / "snapshots" / COMMIT).resolve()
         with pytest.raises(ModelError, match="nothing is downloaded for a request; `mlxtp serve org/none`"):
-            await find_model("org/none", download=False)
+            await find_model("org/none")
 
     run(story())
 

@@ -64,7 +64,7 @@ async def measure(stage: Stage) -> list[Row]:
             for as_members in in_turn(number, True, False):
                 began = time.perf_counter()
                 if as_members:
-                    fetch = Fetch(Repo(NAME, folder / "here"), "main", COMMIT)
+                    fetch = Fetch(Repo(NAME, folder / "here"), COMMIT)
                     await asyncio.to_thread(fetch.from_member, NAME, connect)
                 else:
                     await asyncio.to_thread(_plain, ports["plain"], second.credentials, folder / "plain")

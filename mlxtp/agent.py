@@ -42,7 +42,7 @@ from .groups.worker_output import log_lines
 from .identity.join_network import enter
 from .identity.store import Store
 from .models.download import download
-from .models.hub_cache import gigabytes
+from .models.manifest import gigabytes
 from .models.names import (
     ModelSource,
     find_model,

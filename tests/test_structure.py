@@ -435,7 +435,7 @@ PURE = (
     "mlxtp.placement.candidates",
     "mlxtp.placement.tables",
     "mlxtp.models.manifest",
-    "mlxtp.models.seeder",
+    "mlxtp.models.holdings",
     "mlxtp.placement.measurements",
     "mlxtp.placement.cost_model",
     "mlxtp.placement.machines_file",

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from ..groups import wired_memory
 from ..groups.drain import Drain
 from ..groups.lifecycle import Supervisor
 from ..identity.store import Store
-from ..models import hub_client
-from ..models.download import apart
 from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import models_here
 from ..models.names import is_hub_id
@@ -126,28 +123,15 @@ class StandaloneAdmin:
         """Return the folder of this agent's models, and the models on other members' disks."""
         return {"folder": str(cache_folder()), "elsewhere": []}
 
-    def removable(self, model: str) -> Json:
-        """Check that OWNER/NAME may be removed from this Mac's disk. Raises UserError while it is needed."""
-        repo = hub_name(model)[0].as_here()
-        if why := self._needed(repo):
-            raise UserError(f"{repo.name} cannot be removed: {why}")
-        return {"removable": repo.name}
+    def removable(self, model: str, repair: str) -> Json:
+        """Check that OWNER/NAME may be removed from this Mac's disk, or its damaged files (`repair`).
 
-    async def repairable(self, model: str) -> Json:
-        """Check that damaged files of OWNER/NAME@COMMIT may be removed here, and can be downloaded again.
-
-        Raises UserError while a rank of this Mac has them open, and when no member or Hub can supply them.
+        Raises UserError while it is needed; for a repair, while a rank of this Mac has it open.
         """
-        repo, commit = hub_name(model)
-        repo = repo.as_here()
-        if why := self._in_use(repo):
-            raise UserError(f"{repo.name} cannot be repaired now: {why}")
-        if not self._is_elsewhere(model):
-            await apart(partial(hub_client.look_up, repo.name, commit))
-        return {"repairable": repo.name}
-
-    def _is_elsewhere(self, model: str) -> bool:
-        return False
+        repo = hub_name(model)[0].as_here()
+        if why := self._in_use(repo) if repair else self._needed(repo):
+            raise UserError(f"{repo.name} cannot be {'repaired now' if repair else 'removed'}: {why}")
+        return {"removable": repo.name}
 
     def _in_use(self, repo: Repo) -> str:
         """Return the reason to keep the files as they are now; empty when there is none."""
@@ -344,9 +328,6 @@ class ClusterAdmin(StandaloneAdmin):
         if cluster.hosted_rank.epoch and _has_one(repo, (cluster.hosted_rank.model,)):
             return "a rank of this Mac has it open; `mlxtp unload` first"
         return super()._in_use(repo)
-
-    def _is_elsewhere(self, model: str) -> bool:
-        return self._cluster.transfers.is_elsewhere(model)
 
     def removed(self, model: str) -> Json:
         """Check files of OWNER/NAME again, after a command has changed them, and report to the others."""

@@ -70,9 +70,7 @@ class Administration(Protocol):
 
     def stored(self) -> Json: ...
 
-    def removable(self, model: str) -> Json: ...
-
-    async def repairable(self, model: str) -> Json: ...
+    def removable(self, model: str, repair: str) -> Json: ...
 
     def removed(self, model: str) -> Json: ...
 
@@ -117,8 +115,9 @@ def admin_routes(admin: Administration) -> list[Route]:
         route("pull", "POST", lambda body: admin.pull(_text(body, "model"), _text(body, "everywhere", ""))),
         route("pulling", "POST", lambda body: admin.pulling(_text(body, "model"))),
         route("stored", "GET", lambda _: admin.stored()),
-        route("removable", "POST", lambda body: admin.removable(_text(body, "model"))),
-        route("repairable", "POST", lambda body: admin.repairable(_text(body, "model"))),
+        route(
+            "removable", "POST", lambda body: admin.removable(_text(body, "model"), _text(body, "repair", ""))
+        ),
         route("removed", "POST", lambda body: admin.removed(_text(body, "model"))),
         route("let_in", "POST", lambda body: admin.let_in(_text(body, "node"))),
         route(

@@ -39,9 +39,9 @@ from ..errors import (
     UserError,
     why_not_written,
 )
-from ..models.hub_cache import Repo, cache_folder, gigabytes, hash_of, hub_name
+from ..models.hub_cache import Repo, cache_folder, hash_of, hub_name
 from ..models.inspect import Revision, revisions_here
-from ..models.manifest import Manifest
+from ..models.manifest import Manifest, gigabytes
 from . import shell_completion
 from .options import AsJson, Home
 from .printing import home_of, print_json
@@ -81,10 +81,7 @@ def pull(
     An interrupted download resumes when you run the command again.
     """
     _check_hub(model)
-    rows = _by_agent(model, everywhere, home, as_json)
-    if rows is None:
-        rows = [_by_itself(model, as_json)]
-        _tell_removed(model, home)
+    rows = _pulled(model, everywhere, home, as_json)
     problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
     if as_json:
         print_json({"model": model, "members": rows})
@@ -101,7 +98,7 @@ def pull(
 def list_(home: Home = None, as_json: AsJson = False) -> None:
     """List the models of the Hub on this Mac: size, how much is complete, and which other Macs have each."""
     cache, elsewhere = _stored(home)
-    rows = [_row(each, elsewhere) for each in revisions_here(cache=cache)]
+    rows = [_row(each, elsewhere) for each in revisions_here(cache)]
     if as_json:
         print_json({"folder": str(cache), "models": rows})
         return
@@ -115,7 +112,7 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
 def remove(model: Model, home: Home = None, as_json: AsJson = False) -> None:
     """Remove a model from this Mac's disk, all revisions unless one is named. Shared files stay."""
     repo, revision = _here(model, home)
-    _allowed("removable", model, home)
+    _check_removable(model, home)
     here = repo.commits()
     chosen = frozenset({repo.commit(revision)}) if "@" in model else here
     if not chosen & here and not (repo.folder.exists() and "@" not in model):
@@ -174,6 +171,15 @@ def verify(
 
 
 # --- pulling ------------------------------------------------------------------------------------------
+
+
+def _pulled(model: str, everywhere: bool, home: Path | None, as_json: bool) -> Sequence[Mapping[str, Any]]:
+    """Download by the agent, or in this process; return the last report on each member."""
+    rows = _by_agent(model, everywhere, home, as_json)
+    if rows is None:
+        rows = [_by_itself(model, as_json)]
+        _tell_removed(model, home)
+    return rows
 
 
 def _by_agent(
@@ -322,31 +328,20 @@ def _damaged(repo: Repo, manifest: Manifest, *, quiet: bool) -> tuple[dict[str, 
 
 
 def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | None, as_json: bool) -> None:
-    """Download bad files again. Delete nothing before a source is known. Raises UserError."""
+    """Remove bad files and pull them, once a source for them is known. Raises UserError."""
     from ..models import hub_client
-    from ..models.hub_cache import Stopped
 
     model = f"{repo.name}@{manifest.revision}"
-    if not _allowed("repairable", model, home):
+    _check_removable(model, home, repair=True)
+    if not any(_is_of(each, repo.name, manifest.revision) for each in _stored(home)[1]):
         hub_client.look_up(repo.name, manifest.revision)
     try:
-        with repo.locked(lambda: True):
-            for file in manifest.files:
-                if file.path in bad:
-                    repo.blob(file).unlink(missing_ok=True)
-    except Stopped:
-        raise UserError(
-            f"another process is downloading {repo.name}; stop it, or wait until it has ended"
-        ) from None
+        repo.drop({file.hash for file in manifest.files if file.path in bad})
     except OSError as error:
         raise ModelError(f"{model}: {why_not_written(error, repo.cache)}") from None
-    rows = _by_agent(model, False, home, as_json)
-    if rows is None:
-        _by_itself(model, as_json)
-        _tell_removed(model, home)
-    elif repo.snapshot(manifest.revision) is None:
-        problems = [row["problem"] for row in rows if row["problem"]]
-        raise ModelError(f"{model} is still damaged: {'; '.join(problems) or 'the download is missing'}")
+    rows = _pulled(model, False, home, as_json)
+    if problems := [row["problem"] for row in rows if row["problem"]]:
+        raise ModelError(f"{model} is still damaged: {'; '.join(problems)}")
 
 
 def _check_hub(model: str) -> tuple[Repo, str]:
@@ -365,15 +360,13 @@ def _here(model: str, home: Path | None) -> tuple[Repo, str]:
     return Repo(repo.name, _stored(home)[0]).as_here(), revision
 
 
-def _allowed(what: str, model: str, home: Path | None) -> bool:
-    """Return whether an agent permits it; False without one. Raises UserError when the agent refuses."""
+def _check_removable(model: str, home: Path | None, *, repair: bool = False) -> None:
+    """Raise UserError when the agent, if there is one, refuses."""
     try:
-        AgentClient(home_of(home), _PULL_S).post(what, model=model)
+        AgentClient(home_of(home), _PULL_S).post("removable", model=model, repair="yes" if repair else "")
     except UserError as error:
         if error.code is not Code.NOT_READY:
             raise
-        return False
-    return True
 
 
 def _tell_removed(model: str, home: Path | None) -> None:
@@ -394,7 +387,6 @@ def _stored(home: Path | None) -> tuple[Path, list[Mapping[str, Any]]]:
 
 
 def _row(here: Revision, elsewhere: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    others = [each for each in elsewhere if (each["name"], each["revision"]) == (here.name, here.revision)]
     return {
         "name": here.name,
         "revision": here.revision,
@@ -402,8 +394,13 @@ def _row(here: Revision, elsewhere: Sequence[Mapping[str, Any]]) -> dict[str, An
         "size_bytes": here.total,
         "held_bytes": here.held,
         "complete": here.complete,
-        "elsewhere": sorted(each["node"] for each in others if each["complete"]),
+        "elsewhere": sorted(each["node"] for each in elsewhere if _is_of(each, here.name, here.revision)),
     }
+
+
+def _is_of(stored: Mapping[str, Any], name: str, revision: str) -> bool:
+    """Return True if another member has all of this revision."""
+    return bool(stored["complete"]) and (stored["name"], stored["revision"]) == (name, revision)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:

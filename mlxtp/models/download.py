@@ -61,15 +61,15 @@ async def download(name: str, on_progress: Callable[[int, int], None]) -> Path:
     Raises ModelError. A cluster downloads by its `TransferCoordinator`, so that it does so once.
     """
     repo, revision = hub_name(name)
-    fetch = Fetch(repo, revision, revision)
+    fetch = Fetch(repo, revision)
     return await fetch.run(
         lambda: on_progress(fetch.held_bytes, fetch.manifest.size if fetch.manifest is not None else 0)
     )
 
 
 class Fetch:
-    """Download of `revision`, to be called `ref`: a branch, a tag or the commit itself. `refs` are other
-    names.
+    """Download of `revision`: a branch, a tag or a commit. `refs` are branches and tags that will name it,
+    too.
 
     `known`: the manifest, if the Hub was asked already. It named this commit for `by_hub`.
     """
@@ -77,7 +77,6 @@ class Fetch:
     def __init__(
         self,
         repo: Repo,
-        ref: str,
         revision: str,
         refs: Iterable[str] = (),
         *,
@@ -85,10 +84,9 @@ class Fetch:
         by_hub: Iterable[str] = (),
     ) -> None:
         self.repo = repo
-        self.ref = ref
         self.revision = revision
         self.manifest: Manifest | None = None  #: None until it is known.
-        self.refs = frozenset(each for each in (ref, *refs) if not is_commit(each))
+        self.refs = frozenset(each for each in (revision, *refs) if not is_commit(each))
         #: Those of `refs` for which the Hub itself names the commit, not only a member.
         self.by_hub = self.refs & frozenset(by_hub)
         self._known = known
@@ -183,9 +181,8 @@ class Fetch:
     ) -> Path:
         repo = self.repo
         try:
-            if (found := repo.snapshot(manifest.revision)) is not None and repo.commit(
-                self.ref
-            ) == manifest.revision:
+            found = repo.snapshot(manifest.revision)
+            if found is not None and repo.commit(self.revision) == manifest.revision:
                 self.manifest, self._parts = manifest, ()
                 return found
             with repo.locked(self._stop.is_set):
@@ -211,7 +208,7 @@ class Fetch:
                 finally:
                     for part in parts:
                         part.close()
-                return repo.publish(manifest, self.ref, by_hub=self.ref in self.by_hub)
+                return repo.publish(manifest, self.revision, by_hub=self.revision in self.by_hub)
         except OSError as error:
             raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 

@@ -33,6 +33,7 @@ from .manifest import (
     ModelFile,
     check,
     from_bytes,
+    gigabytes,
     is_commit,
     split_name,
     to_bytes,
@@ -351,6 +352,19 @@ class Repo:
 
     # --- removal
 
+    def drop(self, hashes: Iterable[str]) -> None:
+        """Remove these blobs, even of a complete model. Raises as `remove` does."""
+        with self._lock_now():
+            for each in hashes:
+                (self.folder / "blobs" / each).unlink(missing_ok=True)
+
+    def _lock_now(self) -> IO[bytes]:
+        if (lock := self._lock()) is None:
+            raise ModelError(
+                f"another process is adding to {self.name}; stop it, or wait until it is done", Code.NOT_READY
+            )
+        return lock
+
     def remove(self, commits: frozenset[str]) -> int:
         """Remove these commits, and the blobs that no other commit here uses. Returns the number of bytes
         freed.
@@ -358,11 +372,7 @@ class Repo:
         Nothing outside this model's folder is touched. Raises ModelError while another process adds to it,
         OSError.
         """
-        if (lock := self._lock()) is None:
-            raise ModelError(
-                f"another process is adding to {self.name}; stop it, or wait until it is done", Code.NOT_READY
-            )
-        with lock:
+        with self._lock_now():
             before = _disk_bytes(self.folder)
             commits &= self.commits()
             gone = {name for commit in commits for name in self._blobs_of(commit)}
@@ -504,11 +514,6 @@ def hash_of(path: Path, file: ModelFile, on_bytes: Callable[[int], None]) -> str
             digest.update(buffer[:count])
             on_bytes(count)
     return str(digest.hexdigest())
-
-
-def gigabytes(size: float) -> str:
-    """Format a size for people."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def hub_name(name: str) -> tuple[Repo, str]:

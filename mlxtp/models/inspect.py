@@ -1,6 +1,7 @@
 """Look at models before anything of them is loaded: where they are, their shape, the reasons against them.
 
-`inspect` looks at one, `models_here`, `stored_models` and `revisions_here` list those on this disk.
+`inspect` looks at one. `stored_models` lists those on this disk that a request may name: no request
+downloads. `models_here` and `revisions_here` list all, for users.
 """
 
 from __future__ import annotations
@@ -107,9 +108,6 @@ def stored_name(name: str) -> str | None:
     return lasting_name(name) if local else name
 
 
-# --- configuration --------------------------------------------------------------------------------------
-
-
 def read_config(folder: Path) -> Config:
     """Return the configuration of the model in this folder. Raises ModelError. Reads the disk."""
     try:
@@ -157,11 +155,6 @@ def _families() -> frozenset[str]:
     assert mlx_lm.submodule_search_locations
     models = Path(mlx_lm.submodule_search_locations[0]) / "models"
     return frozenset(path.stem for path in models.glob("*.py"))
-
-
-# --- models on this disk --------------------------------------------------------------------------------
-#
-# A request may name the complete ones, because no request downloads. Users see all of them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,15 +213,12 @@ class Revision:
     complete: bool
 
 
-def revisions_here(only: str = "", cache: Path | None = None) -> list[Revision]:
-    """Return the revisions in this Mac's Hub cache, of one OWNER/NAME if `only` is not empty.
-
-    They are complete, or mlxtp has downloaded a part of them. Reads the disk: call it in a thread.
+def revisions_here(cache: Path | None = None) -> list[Revision]:
+    """Return the revisions in this Mac's Hub cache that are complete, or of which mlxtp has downloaded a
+    part. Reads the disk: call it in a thread.
     """
     found = []
     for repo in repos_here(cache):
-        if only not in ("", repo.name):
-            continue
         refs = repo.refs()
         for commit in sorted(repo.commits()):
             manifest, folder = repo.manifest(commit), repo.snapshot(commit)

@@ -144,6 +144,11 @@ def check(manifest: Manifest) -> Manifest:
     return manifest
 
 
+def gigabytes(size: float) -> str:
+    """Format a size for people."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
 def _fits(path: str) -> bool:
     """Return True if the path stays inside the snapshot, on any file system."""
     return _PATH.fullmatch(path) is not None and ".." not in path

@@ -18,9 +18,10 @@ from ..groups.health import ServingState
 from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import DesiredState
 from .download import apart
+from .holdings import described
 from .inspect import Servable, inspect
 from .names import hub_folder, in_folders, is_hub_id
-from .transfers import TransferCoordinator, described
+from .transfers import TransferCoordinator
 
 log = logging.getLogger(__name__)
 

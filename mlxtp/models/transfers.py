@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ from ..wire.cluster_messages import MAX_STORED, ModelHeld, ModelLender, ModelPul
 from ..wire.tls import Credentials
 from . import hub_client, peer_copy
 from .download import Fetch, apart
-from .hub_cache import Damaged, Repo, Stopped, free_bytes, gigabytes, hub_name
+from .holdings import Holding, TransferRate, described, elect_seeder
+from .hub_cache import Damaged, Repo, Stopped, free_bytes, hub_name
 from .inspect import revisions_here
 from .manifest import Manifest, is_commit
-from .seeder import Holding, elect_seeder
 
 log = logging.getLogger(__name__)
 
@@ -46,26 +46,6 @@ AT_ONCE = 4  #: Models that come to this Mac at one time; the next ones wait.
 MAX_JOBS = 256  #: Models for which a transfer is kept.
 MAX_ASKED = 8  #: Models that come to this Mac at one time at the request of one other member.
 CLOSE_S = 2.0  #: Seconds that the end of this agent waits for threads that wait for the network.
-RATE_S = 10.0  #: Seconds over which speeds are measured.
-
-
-@dataclass(slots=True)
-class TransferRate:
-    """Speed of a transfer, in bytes per second."""
-
-    seen: deque[tuple[float, int]] = field(default_factory=deque)
-
-    def add(self, now: float, held: int) -> None:
-        """Record the bytes that are there now."""
-        self.seen.append((now, held))
-        while now - self.seen[0][0] > RATE_S:
-            self.seen.popleft()
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Mean over the last RATE_S; 0 until that is known."""
-        (began, had), (now, has) = (self.seen[0], self.seen[-1]) if self.seen else ((0.0, 0), (0.0, 0))
-        return max(has - had, 0) / (now - began) if now > began else 0.0
 
 
 class _Transfer:
@@ -391,9 +371,7 @@ class TransferCoordinator:
 
     async def _brought(self, job: _Transfer, lender: str, named: str | None) -> Path:
         by_hub = job.of_hub | {job.revision} if job.known is not None else job.of_hub
-        fetch = job.fetch = Fetch(
-            job.repo, job.revision, job.revision, job.refs, known=job.known, by_hub=by_hub
-        )
+        fetch = job.fetch = Fetch(job.repo, job.revision, job.refs, known=job.known, by_hub=by_hub)
         connect = None
         if lender == self._cluster.node_id:
             log.info("%s comes from the Hub", job.model)
@@ -677,22 +655,6 @@ class TransferCoordinator:
             self._lender.close()
         if left := {*works, *self._tasks}:
             await asyncio.wait(left, timeout=CLOSE_S)
-
-
-def described(row: dict[str, Any]) -> str:
-    """Return the progress for people: `12.3 GB of 40.1 GB, 110 MB/s, 4 min left`."""
-    if row["problem"]:
-        return str(row["problem"])
-    if row["waits"]:
-        return "waits for others to come first"
-    if not row["total_bytes"]:
-        return "its files are looked up"
-    words = [f"{gigabytes(row['held_bytes'])} of {gigabytes(row['total_bytes'])}"]
-    if row["bytes_per_s"]:
-        words.append(f"{row['bytes_per_s'] / 1e6:.0f} MB/s")
-    if row["left_s"] is not None:
-        words.append(f"{row['left_s'] // 60} min left" if row["left_s"] >= 90 else f"{row['left_s']} s left")
-    return ", ".join([*words, *([f"from {row['lender']}"] if row["lender"] else [])])
 
 
 def _look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Holding]:

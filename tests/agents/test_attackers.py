@@ -290,7 +290,7 @@ def test_a_lender_brings_no_code_and_moves_no_branch(
     theirs = Repo(NAME, cluster.folder / "lena" / "hf" / "hub")
     cluster.hub.models = {NAME: Model(embedded())}
     put(cluster.hub.url, theirs.cache, monkeypatch)
-    Fetch(theirs, "main", "main").from_hub()
+    Fetch(theirs, "main").from_hub()
     poison(theirs, EVIL)
     cluster.hub.models = {}
     lena, anna = join("lena"), cluster.anna

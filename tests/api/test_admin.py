@@ -33,7 +33,6 @@ ROUTES = {
     "pulling": "POST",
     "stored": "GET",
     "removable": "POST",
-    "repairable": "POST",
     "removed": "POST",
     "drain": "POST",
     "progress": "GET",
@@ -112,12 +111,8 @@ class FakeAdmin:
     def stored(self) -> Any:
         return self._do("stored")
 
-    def removable(self, model: str) -> Any:
-        return self._do("removable", model)
-
-    async def repairable(self, model: str) -> Any:
-        await asyncio.sleep(0)
-        return self._do("repairable", model)
+    def removable(self, model: str, repair: str) -> Any:
+        return self._do("removable", model, repair)
 
     def removed(self, model: str) -> Any:
         return self._do("removed", model)
@@ -182,7 +177,7 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         ("status",), ("keys",), ("settings",), ("plan",), ("models",), ("doctor",), ("members",), ("token",),
         ("bench/fabric",),
         ("serve", "tiny", "2"), ("unload",), ("pull", "tiny", ""), ("pulling", "tiny"), ("stored",),
-        ("removable", "tiny"), ("repairable", "tiny"), ("removed", "tiny"),
+        ("removable", "tiny", ""), ("removed", "tiny"),
         ("drain", ""), ("progress",), ("let_in", "mini"), ("remove", "mini", "yes"), ("leave", "yes"),
     ]  # fmt: skip
 

@@ -100,7 +100,6 @@ class Admin(FakeAdmin):
         super().__init__()
         self.answers: dict[str, dict[str, object]] = {
             "removable": {},
-            "repairable": {},
             "removed": {},
             "stored": {"elsewhere": []},
         }

@@ -182,7 +182,7 @@ def test_ctrl_c_ends_it_at_once_though_the_hub_is_silent(tmp_path: Path) -> None
 
 def test_models_are_looked_for_where_the_agent_has_them(agent: Agent, hub: Hub, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
-    Fetch(Repo(NAME, theirs), "main", "main").from_hub()
+    Fetch(Repo(NAME, theirs), "main").from_hub()
     agent.admin.answers["stored"] = {"folder": str(theirs), "elsewhere": []}
     assert told(agent.home, "list")["folder"] == str(theirs)
     assert mlxtp(agent.home, "verify", NAME).stdout.endswith("all correct\n")
@@ -207,8 +207,10 @@ def test_nothing_is_deleted_that_nobody_could_give_again(agent: Agent, hub: Hub,
     agent.admin.answers["stored"] = {"elsewhere": []}
     agent.admin.error = UserError(f"{NAME} cannot be repaired now: a rank of this Mac has it open")
     assert "has it open" in refusal(agent.home, "verify", NAME, "--repair")
+    agent.admin.error = None
     model, hub.models = hub.models, {}
-    assert "knows no such model" in refusal(alone, "verify", NAME, "--repair")
+    for home in (alone, agent.home):
+        assert "knows no such model" in refusal(home, "verify", NAME, "--repair")
     assert bad.exists()
     hub.models = model
     link = next(path for path in bad.parent.iterdir() if len(path.name) == 40)
@@ -228,10 +230,13 @@ def test_an_agent_repairs_with_what_others_have(agent: Agent, hub: Hub, tmp_path
     agent.admin.answers |= {
         "pull": {"model": name},
         "pulling": {"members": [{**ROW, "problem": "it is gone"}]},
+        "stored": {"elsewhere": [{"node": "mini", "name": NAME, "revision": COMMIT, "complete": True}]},
     }
+    hub.models = {}
     assert f"{name} is still damaged: it is gone" in refusal(agent.home, "verify", NAME, "--repair")
     assert not bad.exists()
-    assert agent.admin.asked[-3:] == [("repairable", name), ("pull", name, ""), ("pulling", name)]
+    assert ("removable", name, "yes") in agent.admin.asked
+    assert agent.admin.asked[-2:] == [("pull", name, ""), ("pulling", name)]
 
 
 @pytest.mark.parametrize("command", ["pull", "remove", "verify"])

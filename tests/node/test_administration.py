@@ -25,14 +25,12 @@ from mlxtp.text.tokenizer import Text
 from mlxtp.wire.cluster_messages import (
     DesiredState,
     Members,
-    ModelsHere,
     ModelStatus,
     RosterEntry,
     RosterSaved,
-    StoredModel,
 )
 
-from ..hub import COMMIT, Hub, Model, embedded
+from ..hub import COMMIT, Hub
 from ..wire import members
 from .one_node import A, B, Node, play
 from .scenes import run
@@ -299,37 +297,31 @@ def test_only_settings_that_ranks_must_have_in_common_are_compared(tmp_path: Pat
     assert "none" not in " ".join(versions_here())
 
 
-def test_files_are_repaired_while_no_rank_here_has_them_open_and_somebody_can_give_them(
+def test_files_are_repaired_while_no_rank_here_has_them_open(
     tmp_path: Path, member: members.Member, hub: Hub
 ) -> None:
     name = f"{NAME}@{COMMIT}"
 
     async def story(node: Node) -> None:
-        cluster, admin, a = node.cluster, ClusterAdmin(node.cluster, member.store), node.meet(A)
-        hub.models = {NAME: Model(embedded())}
+        cluster, admin = node.cluster, ClusterAdmin(node.cluster, member.store)
         cluster.model.resolve = lambda _: None  # type: ignore[method-assign]
         cluster.set_desired(NAME)
         with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is about to"):
-            admin.removable(NAME)
-        assert await admin.repairable(name) == {"repairable": NAME}
-        hub.models = {}
-        with pytest.raises(UserError, match="the Hub knows no such model"):
-            await admin.repairable(name)
-        node.hear(a, ModelsHere((StoredModel(NAME, COMMIT, 9, complete=True),)))
-        assert await admin.repairable(name) == {"repairable": NAME}
+            admin.removable(NAME, "")
+        assert admin.removable(name, "yes") == {"removable": NAME}
         snapshot = Repo(NAME).folder / "snapshots" / COMMIT
         snapshot.mkdir(parents=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(cluster.hosted_rank), "epoch", 5)
             patch.setattr(type(cluster.hosted_rank), "model", snapshot)
             with pytest.raises(UserError, match="a rank of this Mac has it open; `mlxtp unload` first"):
-                await admin.repairable(name)
+                admin.removable(name, "yes")
         source = ModelSource(NAME, snapshot, cast(Text, None))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(cluster.supervisor), "source", source)
-            assert await admin.repairable(name) == {"repairable": NAME}, "it is no longer open"
+            assert admin.removable(name, "yes") == {"removable": NAME}, "it is no longer open"
             patch.setattr(type(cluster.supervisor), "in_epoch", True)
             with pytest.raises(UserError, match="a rank of this Mac has it open"):
-                await admin.repairable(name)
+                admin.removable(name, "yes")
 
     play(tmp_path, member, story)

@@ -19,7 +19,7 @@ from mlxtp.errors import Code, ConfigError, GroupError, ModelError
 from mlxtp.groups import sleep
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.sleep import Clocks, watch_sleep
-from mlxtp.models.hub_cache import gigabytes
+from mlxtp.models.manifest import gigabytes
 
 from ..cluster import Cluster, rank_processes, until
 from ..hub import Hub, Model, embedded

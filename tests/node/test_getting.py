@@ -17,8 +17,9 @@ from mlxtp.errors import ModelError
 from mlxtp.models import peer_copy
 from mlxtp.models import transfers as getting_module
 from mlxtp.models.download import Fetch
+from mlxtp.models.holdings import described
 from mlxtp.models.hub_cache import Repo
-from mlxtp.models.transfers import AT_ONCE, MAX_ASKED, MAX_JOBS, TransferCoordinator, described
+from mlxtp.models.transfers import AT_ONCE, MAX_ASKED, MAX_JOBS, TransferCoordinator
 from mlxtp.wire.cluster_messages import ModelHeld, ModelPull, ModelsHere
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded, put, running_hub
@@ -113,7 +114,7 @@ class Lending:
         self.first = founder(tmp_path)
         self.second = member_of(self.first, tmp_path)
         self.repo = Repo(NAME, tmp_path / "theirs")
-        Fetch(self.repo, "main", "main").from_hub()
+        Fetch(self.repo, "main").from_hub()
         hub.models = {}
         self.node_id = self.first.identity.node_id
         self.lender: peer_copy.PeerServer | None = None
@@ -322,7 +323,7 @@ def test_what_a_command_did_by_itself_is_told_at_once(tmp_path: Path, member: Me
     async def story(node: Node) -> None:
         getting, a = leads(node), node.meet(A)
         repo = Repo(NAME)
-        await asyncio.to_thread(Fetch(repo, "main", "main").from_hub)
+        await asyncio.to_thread(Fetch(repo, "main").from_hub)
         getting.changed(NAME)
         await sees(lambda: a.heard(ModelsHere) and a.heard(ModelsHere)[-1].models)
         await asyncio.to_thread(repo.remove, repo.commits())

@@ -73,7 +73,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def fetch(cache: Path | None = None, revision: str = "main") -> Fetch:
-    return Fetch(Repo(NAME, cache), revision, revision)
+    return Fetch(Repo(NAME, cache), revision)
 
 
 def same(folder: Path, files: dict[str, bytes]) -> bool:
@@ -355,7 +355,7 @@ def test_who_may_not_have_it_is_told_what_to_do(hub: Hub, tmp_path: Path) -> Non
         fetch().from_hub()
     hub.models["some-body/open"] = Model(embedded())
     with pytest.raises(ModelError, match="it has no revision 'v9'"):
-        Fetch(Repo("some-body/open"), "v9", "v9").from_hub()
+        Fetch(Repo("some-body/open"), "v9").from_hub()
     (tmp_path / "cache" / "no-token").write_text(TOKEN)  # where `hf auth login` leaves it
     model.gated = True
     assert same(fetch().from_hub(), dict(model.files))

@@ -1,16 +1,29 @@
-"""`mlxtp bench`: measures speed. `bench_speed` and `bench_fabric` have the details."""
+"""`mlxtp bench`: the speed of the served model, as a table to paste. `bench_fabric` has that of links."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
+import secrets
 import sys
-from typing import Annotated
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from ..client import AgentClient
+from ..client import AgentClient, connection_to
+from ..errors import Code, UserError
+from .launch import Served, find_served
 from .options import AsJson, Home
 from .printing import home_of, print_answer
+
+# --- the command -----------------------------------------------------------------------------------------
+
 
 #: Seconds that a measurement may take, on the Mac of any rank 0.
 _BENCH_S = 60.0
@@ -39,11 +52,234 @@ def bench(
         drawn = bench_fabric.show if sys.stdout.isatty() else bench_fabric.markdown
         print_answer(answer, as_json, drawn)
         return
-    from . import bench_speed
-    from .launch import find_served
 
     agent = AgentClient(home_of(home))
     served = find_served(home_of(home), agent.key)
     with Console(stderr=True, highlight=False).status("") as shown:
-        found = bench_speed.measure(served, agent, shown.update)
-    print_answer(found, as_json, bench_speed.show)
+        found = measure(served, agent, shown.update)
+    print_answer(found, as_json, show)
+
+
+# --- the speed of the served model at its endpoint -------------------------------------------------------
+
+
+READ_TOKENS = (512, 4096)
+WRITE_TOKENS = 128
+AT_ONCE = (1, 4, 8)
+_ANSWER_S = 600.0
+_WORDS = (
+    "stone river lamp copper seven window garden letter cloud hammer paper north violet engine quiet salt"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchAnswer:
+    """One reply. Times are of one clock, in seconds. `drafted`: tokens that were accepted drafts."""
+
+    asked_at: float
+    first_at: float
+    ended_at: float
+    prompt: int
+    tokens: int
+    cached: int = 0
+    drafted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """One measurement. `rate` is in tokens per second: of prompts in rows that read, else of replies."""
+
+    what: str
+    prompt: int
+    tokens: int
+    first_s: float
+    rate: float
+    drafted: int = 0
+
+
+def measure(served: Served, agent: AgentClient, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure and return all rows, with the group they were measured on.
+
+    Takes a minute for a model that writes 50 tokens a second. Raises UserError while other clients have
+    requests, when the endpoint refuses, or when the group changes.
+    """
+    before = agent.get("status")
+    if before["open_requests"]:
+        raise UserError(
+            f"{before['open_requests']} requests are open; wait until they have ended",
+            Code.NOT_READY,
+        )
+    rows = list(_rows(_Asker(served, agent.certificate), served.context, say))
+    after = agent.get("status")
+    if (after["epoch"], after["model"]) != (before["epoch"], before["model"]):
+        raise UserError("the group changed during the measurement; try again", Code.NOT_READY)
+    return {**_about(before, served), "rows": [asdict(row) for row in rows]}
+
+
+def show(found: Mapping[str, Any]) -> str:
+    """Return the table in Markdown."""
+    group = f"{found['backend']} of {found['world_size']}" if found["world_size"] > 1 else "one rank"
+    kind = f", {found['kind']}" if found["kind"] else ""
+    lines = [
+        f"{', '.join(found['versions'])}",
+        f"{found['model']}, context {found['context']}; {group}{kind}; {'; '.join(found['machines'])}",
+        "",
+        "| | prompt | answer | first token | tokens/s | of these drafted |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in found["rows"]:
+        drafted = f"{row['drafted'] / row['tokens']:.0%}" if row["tokens"] > 1 else ""
+        lines.append(
+            f"| {row['what']} | {row['prompt']:,} | {row['tokens']:,} | {row['first_s']:.3g} s "
+            f"| {row['rate']:,.4g} | {drafted} |"
+        )
+    return "\n".join(lines)
+
+
+def _about(status: Mapping[str, Any], served: Served) -> dict[str, Any]:
+    members = status.get("members") or [{"name": status["name"]}]
+    return {
+        "versions": status["versions"],
+        "model": served.model,
+        "context": served.context,
+        "world_size": status["world_size"],
+        "backend": status["backend"],
+        "kind": status["kind"],
+        "machines": [_machine(each) for each in members if each.get("rank") is not None or len(members) == 1],
+    }
+
+
+def _machine(member: Mapping[str, Any]) -> str:
+    size = member.get("memory_bytes")
+    parts = [member.get("chip") or "", f"{size / 1e9:.0f} GB" if size else ""]
+    return " ".join(filter(None, parts)) or str(member["name"])
+
+
+def _rows(asker: _Asker, context: int, say: Callable[[str], None]) -> Iterator[BenchRow]:
+    """Measure the rows. Prompts differ from their first word on, so that no cache helps."""
+    say("warming up")
+    trial = asker.ask(_text(64), 8)
+    per_word = trial.prompt / 64
+    for tokens in READ_TOKENS:
+        if tokens > 0.9 * context:
+            continue
+        say(f"reading {tokens} tokens")
+        yield read(asker.ask(_text(int(tokens / per_word)), 1))
+    room = min(WRITE_TOKENS, context // 2)
+    for count in AT_ONCE:
+        say(f"{count} at once, {room} tokens each")
+        yield wrote(asker.ask_at_once([_text(32) for _ in range(count)], room))
+
+
+def read(answer: BenchAnswer) -> BenchRow:
+    """Return the speed at which a prompt was read."""
+    took_s = answer.first_at - answer.asked_at
+    return BenchRow("read", answer.prompt, 1, took_s, (answer.prompt - answer.cached) / max(took_s, 1e-9))
+
+
+def wrote(answers: Sequence[BenchAnswer]) -> BenchRow:
+    """Return the speed of all replies together. For a single one, time begins at its first token."""
+    tokens = sum(answer.tokens for answer in answers)
+    firsts = sorted(answer.first_at - answer.asked_at for answer in answers)
+    ended_at = max(answer.ended_at for answer in answers)
+    if len(answers) == 1:
+        rate = (tokens - 1) / max(ended_at - answers[0].first_at, 1e-9)
+    else:
+        rate = tokens / max(ended_at - min(answer.asked_at for answer in answers), 1e-9)
+    name = "write" if len(answers) == 1 else f"write, {len(answers)} at once"
+    drafted = sum(answer.drafted for answer in answers)
+    return BenchRow(name, answers[0].prompt, tokens, firsts[len(firsts) // 2], rate, drafted)
+
+
+def _text(words: int) -> str:
+    """Return random words with a beginning that no other text has."""
+    kinds = _WORDS.split()
+    return " ".join([secrets.token_hex(8), *(secrets.choice(kinds) for _ in range(words))])
+
+
+class _Asker:
+    def __init__(self, served: Served, certificate: str) -> None:
+        self._served = served
+        self._certificate = certificate
+
+    def ask_at_once(self, texts: Sequence[str], tokens: int) -> list[BenchAnswer]:
+        """Return a reply to each text. Raises UserError for the first that failed."""
+        answers: list[BenchAnswer | UserError] = []
+
+        def one(text: str) -> None:
+            try:
+                answers.append(self.ask(text, tokens))
+            except UserError as error:
+                answers.append(error)
+
+        threads = [threading.Thread(target=one, args=(text,), daemon=True) for text in texts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for answer in answers:
+            if isinstance(answer, UserError):
+                raise answer
+        return [answer for answer in answers if isinstance(answer, BenchAnswer)]
+
+    def ask(self, text: str, tokens: int) -> BenchAnswer:
+        """Request exactly so many tokens. Raises UserError."""
+        body = {
+            "model": self._served.model,
+            "prompt": text,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        headers = {"Content-Type": "application/json"}
+        if self._served.key:
+            headers["Authorization"] = f"Bearer {self._served.key}"
+        connection = connection_to(self._served.url, self._certificate, _ANSWER_S)
+        try:
+            with contextlib.closing(connection):
+                asked_at = time.perf_counter()
+                connection.request("POST", "/v1/completions", json.dumps(body), headers)
+                response = connection.getresponse()
+                if response.status != http.client.OK:
+                    raise UserError(f"the endpoint refused: {_words(response.read())}")
+                return _read(response, asked_at)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise UserError(f"the endpoint broke the connection: {error}") from None
+
+
+def _read(lines: http.client.HTTPResponse, asked_at: float) -> BenchAnswer:
+    """Parse a reply from its stream. Empty events before the first token only keep the connection."""
+    first_at = ended_at = 0.0
+    usage: Mapping[str, Any] | None = None
+    for line in lines:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        now = time.perf_counter()
+        event = json.loads(line[6:])
+        if "error" in event:
+            raise UserError(f"a reply failed: {event['error'].get('message')}")
+        if any(choice["text"] or choice["finish_reason"] for choice in event.get("choices", ())):
+            first_at, ended_at = first_at or now, now
+        usage = event.get("usage") or usage
+    if usage is None or not first_at:
+        raise UserError("a reply ended before it was complete")
+    prompt = usage.get("prompt_tokens_details") or {}
+    details = usage.get("completion_tokens_details") or {}
+    return BenchAnswer(
+        asked_at,
+        first_at,
+        ended_at,
+        int(usage["prompt_tokens"]),
+        int(usage["completion_tokens"]),
+        int(prompt.get("cached_tokens") or 0),
+        int(details.get("accepted_prediction_tokens") or 0),
+    )
+
+
+def _words(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

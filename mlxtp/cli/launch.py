@@ -7,16 +7,225 @@ import os
 import shlex
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..config import home_folder
 from ..errors import Code, UserError, why_not_written
 from .printing import typed, when_started
-from .programs import PROGRAMS, Program, Served, Setup, Variables
+
+# --- programs: the settings of each one, as a pure function of what is served ----------------------------
+
+
+NO_KEY = "none"  # sent where the endpoint needs no key, because clients insist on one
+KEY_VARIABLE = "MLXTP_API_KEY"  # holds a program's key; MLXTP_KEY is read by mlxtp's own commands
+PATIENCE_MS = 3_600_000  # a long prompt takes minutes before its first token
+OPENCODE_CONTEXT = 32_768  # tokens: its own prompt takes 21,000
+LEAST_OUTPUT, MOST_OUTPUT = 4096, 32_000  # tokens of one reply
+
+Variables = Mapping[str, str | None]  # of an environment; None unsets one
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Endpoint as a client sees it.
+
+    `url` has no path. `context` is in tokens. `certificate` is the file of a certificate that clients have to
+    trust. `folder` holds the files that `launch` writes. `features` as in `/v1/models`, such as "tools".
+    """
+
+    url: str
+    model: str
+    context: int
+    key: str = ""
+    certificate: str = ""
+    folder: Path = Path()
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Settings of one program. `arguments` precede those of the user; `files` are JSON, by path."""
+
+    variables: Variables
+    arguments: tuple[str, ...] = ()
+    files: Mapping[Path, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program that can be launched.
+
+    `elsewhere`: places outside of PATH where its installers put it. `least_context`: tokens below which its
+    own instructions and tools leave no room to work.
+    """
+
+    command: str
+    install: str
+    setup: Callable[[Served], Setup]
+    least_context: int
+    elsewhere: tuple[str, ...] = ()
+
+
+def output_limit(context: int) -> int:
+    """Return the tokens to reserve for one reply. Agents compact a conversation that would leave less."""
+    return max(min(max(context // 8, LEAST_OUTPUT), MOST_OUTPUT, context // 2), 1)
+
+
+def claude(served: Served) -> Setup:
+    """Claude Code: https://code.claude.com/docs/en/env-vars and its pages on gateways and models."""
+    model = served.model
+    variables = {
+        "ANTHROPIC_BASE_URL": served.url,
+        "ANTHROPIC_AUTH_TOKEN": served.key or NO_KEY,  # sent as `Authorization: Bearer`
+        "ANTHROPIC_MODEL": model,
+        # Its names for larger and smaller models; here there is one.
+        "ANTHROPIC_DEFAULT_OPUS_MODEL": model,
+        "ANTHROPIC_DEFAULT_SONNET_MODEL": model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
+        "ANTHROPIC_SMALL_FAST_MODEL": model,  # the name of the one before in older versions
+        "CLAUDE_CODE_SUBAGENT_MODEL": model,
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),  # it assumes 200,000 for unknown models
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(output_limit(served.context)),  # it assumes 32,000 for replies
+        "API_TIMEOUT_MS": str(PATIENCE_MS),  # until a reply begins; 600,000 by default
+        # Without an event other than a ping; 300,000 by default.
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(PATIENCE_MS),
+        "API_FORCE_IDLE_TIMEOUT": "0",  # turns off the limit of its HTTP client, 300 s
+        # Updates, telemetry and reports go to Anthropic.
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        # A line that changes with each request, at the top of the system prompt.
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        # Credentials and switches for other providers.
+        "ANTHROPIC_API_KEY": None,
+        "CLAUDE_CODE_OAUTH_TOKEN": None,
+        "CLAUDE_CODE_USE_BEDROCK": None,
+        "CLAUDE_CODE_USE_VERTEX": None,
+        "CLAUDE_CODE_USE_FOUNDRY": None,
+    }
+    return Setup(variables | _trusted(served, "NODE_EXTRA_CA_CERTS"))
+
+
+def codex(served: Served) -> Setup:
+    """Codex: a provider by `-c`, and a catalog of one model, without which it warns of missing metadata."""
+    catalog = served.folder / "codex-models.json"
+    provider = {
+        "name": "mlxtp",
+        "base_url": f"{served.url}/v1",
+        "wire_api": "responses",
+        "env_key": KEY_VARIABLE,
+        "stream_idle_timeout_ms": PATIENCE_MS,
+    }
+    config = {
+        "model": served.model,
+        "model_provider": "mlxtp",
+        "model_context_window": served.context,
+        "model_catalog_json": str(catalog),
+        "web_search": "disabled",  # OpenAI runs it, this server does not
+        **{f"model_providers.mlxtp.{name}": value for name, value in provider.items()},
+    }
+    arguments = [part for name, value in config.items() for part in ("-c", f"{name}={json.dumps(value)}")]
+    variables = {KEY_VARIABLE: served.key or NO_KEY} | _trusted(served, "CODEX_CA_CERTIFICATE")
+    return Setup(variables, tuple(arguments), {catalog: {"models": [_codex_model(served)]}})
+
+
+#: Codex has 17,000 characters of instructions for unknown models, and none for models of a catalog.
+CODEX_INSTRUCTIONS = (
+    "You are a coding agent. You run in the Codex CLI on the user's computer and work in the user's folder. "
+    "Use the tools to read files, run commands and change files; do not ask the user to do it. Read what you "
+    "are going to change before you change it. Keep changes small and in the style of the code around them, "
+    "and follow AGENTS.md files. Check your work, with the project's tests where there are some. Go on until "
+    "the task is done, then say briefly what you did. Never claim what you did not see."
+)
+
+
+def _codex_model(served: Served) -> dict[str, Any]:
+    return {
+        "slug": served.model,
+        "display_name": served.model,
+        "description": "Served by mlxtp",
+        "base_instructions": CODEX_INSTRUCTIONS,
+        "context_window": served.context,
+        "truncation_policy": {"mode": "tokens", "limit": min(10_000, served.context // 8)},  # of tool output
+        "input_modalities": ["text"],
+        "shell_type": "unified_exec",
+        "supports_parallel_tool_calls": True,
+        "supported_reasoning_levels": [],
+        "support_verbosity": False,
+        "experimental_supported_tools": [],
+        "supported_in_api": True,
+        "visibility": "list",
+        "priority": 1,
+    }
+
+
+def opencode(served: Served) -> Setup:
+    """opencode: a provider in the configuration that overrides any file."""
+    model = {
+        "name": served.model,
+        "limit": {"context": served.context, "output": output_limit(served.context)},
+        "tool_call": True,
+        "reasoning": "reasoning" in served.features,
+    }
+    config = {
+        "$schema": "https://opencode.ai/config.json",
+        "provider": {
+            "mlxtp": {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": "mlxtp",
+                "options": {"baseURL": f"{served.url}/v1", "apiKey": f"{{env:{KEY_VARIABLE}}}"},
+                "models": {served.model: model},
+            }
+        },
+        "model": f"mlxtp/{served.model}",
+        "small_model": f"mlxtp/{served.model}",
+        # With less room it endlessly compacts a conversation that is only its own prompt.
+        "compaction": {"auto": served.context >= OPENCODE_CONTEXT},
+    }
+    key = {KEY_VARIABLE: served.key or NO_KEY}
+    content = {"OPENCODE_CONFIG_CONTENT": json.dumps(config, ensure_ascii=False)}
+    return Setup(key | content | _trusted(served, "NODE_EXTRA_CA_CERTS"))
+
+
+def aider(served: Served) -> Setup:
+    """Use LiteLLM's OpenAI client. A file has the context, which aider cannot look up."""
+    name, metadata = f"openai/{served.model}", served.folder / "aider-models.json"
+    limits = {
+        "max_input_tokens": served.context,
+        "max_output_tokens": output_limit(served.context),
+        "litellm_provider": "openai",
+        "mode": "chat",
+    }
+    variables = {"OPENAI_API_BASE": f"{served.url}/v1", "OPENAI_API_KEY": served.key or NO_KEY}
+    arguments = ("--model", name, "--model-metadata-file", str(metadata), "--no-show-model-warnings")
+    return Setup(variables | _trusted(served, "SSL_CERT_FILE"), arguments, {metadata: {name: limits}})
+
+
+def _trusted(served: Served, variable: str) -> dict[str, str | None]:
+    return {variable: served.certificate} if served.certificate else {}
+
+
+PROGRAMS: Mapping[str, Program] = {
+    "claude": Program(
+        "claude",
+        "https://code.claude.com/docs/en/setup",
+        claude,
+        65_536,
+        ("~/.local/bin/claude", "~/.claude/local/claude"),
+    ),
+    "codex": Program("codex", "https://developers.openai.com/codex/cli", codex, 32_768),
+    "opencode": Program(
+        "opencode", "https://opencode.ai/docs", opencode, OPENCODE_CONTEXT, ("~/.opencode/bin/opencode",)
+    ),
+    "aider": Program("aider", "https://aider.chat/docs/install.html", aider, 8192, ("~/.local/bin/aider",)),
+}
+
+
+# --- the command -----------------------------------------------------------------------------------------
+
 
 FOLDER = "launch"  # of a home: files for the programs
 

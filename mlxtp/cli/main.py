@@ -19,9 +19,9 @@ from ..errors import ConfigError, Exit, GroupError, MlxtpError
 from ..interrupts import ending_at_once
 from ..settings import unknown_variables
 from ..terminal import Commands, TerminalLog
-from . import bench, chat, cluster, doctor, keys, launch, models, plan, service, shell_completion, show_config
+from . import about, bench, chat, cluster, doctor, keys, launch, models, plan, service, shell_completion
+from .about import version_facts
 from .options import FLAGS, AsJson, Home, Join, NodeHome, takes
-from .version import about
 
 if TYPE_CHECKING:
     from ..agent import Agent
@@ -107,7 +107,7 @@ def demo_command(
         print(json.dumps(outcome, ensure_ascii=False))
 
 
-_ALL = (cluster, chat, models, plan, bench, doctor, keys, launch, show_config, service, shell_completion)
+_ALL = (cluster, chat, models, plan, bench, doctor, keys, launch, about, service, shell_completion)
 for each in _ALL:
     each.register(app)
 
@@ -122,7 +122,7 @@ def version(
     as_json: AsJson = False,
 ) -> None:
     """Print the version."""
-    told = about(home_folder(home).resolve()) if verbose else {}
+    told = version_facts(home_folder(home).resolve()) if verbose else {}
     if as_json:
         print(json.dumps({"version": __version__, **told}, ensure_ascii=False))
     elif verbose:

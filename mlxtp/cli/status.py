@@ -1,22 +1,30 @@
-"""`mlxtp status`: the present state and the members of the cluster, as a table."""
+"""`mlxtp status`: the present state and the members of the cluster, as a table; or as they change."""
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from ..client import AgentClient
+from ..errors import MlxtpError
 from .options import AsJson, Home
 from .printing import home_of, print_answer
+
+# --- the table -------------------------------------------------------------------------------------------
+
 
 _STATES = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red", "failed": "red"}
 
@@ -34,12 +42,10 @@ def status(
     agent's page, with the fields that docs/operations.md names.
     """
     if watch:
-        from . import watch as watching
-
         if as_json:
-            watching.tell(home_of(home))
+            watch_json(home_of(home))
         elif sys.stdout.isatty():
-            watching.watch(home_of(home))
+            watch_table(home_of(home))
         else:
             raise typer.BadParameter("--watch needs a terminal; with --json it prints one object a line")
         return
@@ -150,3 +156,169 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
             ", ".join(role for role, is_so in roles.items() if is_so),
         )
     return table
+
+
+# --- --watch: `picture` is pure, the others poll -----------------------------------------------------------
+
+
+#: Seconds between two polls of the agent.
+LOOK_S = 1.0
+_ANSWER_S = 5.0
+_COLOURS = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red", "failed": "red"}
+_OPEN = {
+    "generating": "generating",
+    "first_token": "before the first token",
+    "group": "waiting for a group",
+    "held_back": "held back",
+}
+Moment = Mapping[str, Any]
+
+
+def watch_table(home: Path) -> None:
+    """Draw until Ctrl-C; the last picture stays. Waits for an agent that is absent."""
+    console = Console(highlight=False)
+    shown: RenderableType = ""
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            last: Moment | None = None
+            for snapshot, away in _looks(home):
+                last = snapshot or last
+                shown = picture(last, time.time(), away)
+                live.update(shown, refresh=True)
+    except KeyboardInterrupt:
+        console.print(shown)
+
+
+def watch_json(home: Path) -> None:
+    """Print one JSON object a line whenever something has changed, until Ctrl-C."""
+    told = ""
+    try:
+        for snapshot, away in _looks(home):
+            line = json.dumps({"error": away} if snapshot is None else snapshot, ensure_ascii=False)
+            if line != told:
+                told = line
+                print(line, flush=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _looks(home: Path) -> Iterator[tuple[Moment | None, Mapping[str, str] | None]]:
+    """Yield the agent's snapshots, or why there is none."""
+    while True:
+        try:
+            yield AgentClient(home, _ANSWER_S).snapshot(), None
+        except MlxtpError as error:
+            yield None, {"code": error.code, "message": error.detail}
+        time.sleep(LOOK_S)
+
+
+def picture(snapshot: Moment | None, now: float, away: Mapping[str, str] | None = None) -> Group:
+    """Return one snapshot, as in `docs/operations.md`, for a terminal. `now` in seconds since 1970.
+
+    `away`: why there is no newer one.
+    """
+    parts: list[RenderableType] = []
+    if away is not None:
+        parts += [Text(away["message"], "red"), Text("waiting for it; Ctrl-C ends this", "dim"), ""]
+    if snapshot is None:
+        return Group(*parts)
+    parts += [_state(snapshot, now), _speed(snapshot)]
+    nodes = snapshot["nodes"]
+    told = {node.get(name) for node in nodes for name in ("model_problem", "model_progress")}  # with its name
+    for name, style in (("reason", ""), ("waiting", "yellow"), ("problem", "red")):
+        if (words := snapshot[name]) and words not in told and not (name == "reason" and snapshot["ready"]):
+            parts.append(Text(f"  {words}", style))
+            told.add(words)
+    wanted = snapshot["desired"]
+    if wanted and wanted["model"] and wanted["model"] != snapshot["model"]:
+        parts.append(Text(f"wanted: {wanted['model']}"))
+    parts += ["", _nodes(snapshot)]
+    parts += [
+        Text(f"{node['name']}: {node[name]}", style)
+        for node in nodes
+        for name, style in (("model_problem", "red"), ("model_progress", "cyan"))
+        if node.get(name)
+    ]
+    if (before := _ended(snapshot["history"])) is not None:
+        parts += ["", before]
+    return Group(*parts)
+
+
+def _state(snapshot: Moment, now: float) -> Text:
+    group = snapshot["group"]
+    line = Text.assemble((snapshot["state"], f"bold {_COLOURS.get(snapshot['state'], 'yellow')}"))
+    if snapshot["model"]:
+        line.append(" ").append(snapshot["model"], "cyan")
+    if snapshot["model"] and group is not None:
+        count = group["world_size"]
+        line.append(f" on {count} {'rank' if count == 1 else 'ranks'}")
+        line.append(f", {group['kind']}" if group["kind"] else "")
+    line.append(f"   epoch {snapshot['epoch']}" if snapshot["epoch"] else "")
+    running = next((each for each in snapshot["history"] if each["lasted_s"] is None), None)
+    if running is not None:
+        line.append(f" for {_duration(now - running['began'])}")
+    return line
+
+
+def _speed(snapshot: Moment) -> Text:
+    speed, requests = snapshot["tokens_per_second"], snapshot["requests"]
+    line = Text("- tokens/s" if speed["value"] is None else f"{speed['value']:.1f} tokens/s")
+    line.append(" (of requests to this Mac)" if speed["of"] == "here" else "")
+    parts = [f"{requests[name]} {words}" for name, words in _OPEN.items() if requests.get(name)]
+    line.append(f"   open requests: {requests['open']}{': ' if parts else ''}{', '.join(parts)}")
+    return line
+
+
+def _nodes(snapshot: Moment) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "state", "rank", "phase", "memory", "step", ""):
+        table.add_column(column, justify="right" if column in ("rank", "memory", "step") else "left")
+    for node in snapshot["nodes"]:
+        roles = {"this Mac": node["self"], "coordinator": node["coordinator"]}
+        roles["about to stop"] = node["draining"]
+        said = ", ".join(role for role, is_so in roles.items() if is_so)
+        name, state = Text(node["name"]), Text(node["state"], _COLOURS.get(node["state"], "dim"))
+        for cells in _ranks(node["node_id"], snapshot["ranks"]):
+            table.add_row(name, state, *cells, said)
+            name, state, said = Text(""), Text(""), ""
+    return table
+
+
+def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a row for each rank of a node, one for a node without any.
+
+    Heartbeats reach the Mac of rank 0 only.
+    """
+    return [
+        (
+            str(rank["rank"]),
+            rank["phase"] or "",
+            _bytes(rank["memory_bytes"]),
+            f"{rank['step_us'] / 1000:.1f} ms" if rank["step_us"] else "",
+        )
+        for rank in ranks
+        if rank["node"] == node
+    ] or [("", "", "", "")]
+
+
+def _ended(history: Sequence[Mapping[str, Any]]) -> Text | None:
+    """Return why the last epoch ended."""
+    story = next((each for each in history if each["lasted_s"] is not None), None)
+    if story is None:
+        return None
+    why = story["reason"] or story["code"] or "unknown reason"
+    return Text(f"epoch {story['epoch']} ended after {_duration(story['lasted_s'])}: {why}", "dim")
+
+
+def _bytes(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

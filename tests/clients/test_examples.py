@@ -18,7 +18,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from mlxtp.cli.programs import Served, claude
+from mlxtp.cli.launch import Served, claude
 from mlxtp.config import DEFAULT_HTTP
 
 from ..cluster import WAIT_S, Cluster

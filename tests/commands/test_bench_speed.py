@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mlxtp.cli import bench_speed
-from mlxtp.cli.bench_speed import BenchAnswer, BenchRow, measure, read, show, wrote
+from mlxtp.cli import bench
+from mlxtp.cli.bench import BenchAnswer, BenchRow, measure, read, show, wrote
 from mlxtp.cli.launch import find_served
 from mlxtp.client import AgentClient
 from mlxtp.errors import Code, UserError
@@ -35,12 +35,12 @@ def test_one_answer_counts_from_its_first_token_several_from_when_they_were_aske
 
 def test_the_first_token_is_no_empty_event_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count(1)
-    monkeypatch.setattr(bench_speed.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: float(next(clock)))
     texts = [("", None), ("", None), ("a", None), ("b", None), ("", "length")]
     events = [{"choices": [{"text": text, "finish_reason": reason}]} for text, reason in texts]
     usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 2}, "choices": []}
     lines: Any = [b"data: " + json.dumps(event).encode() for event in (*events, usage)]
-    answer = bench_speed._read(lines, 0.0)
+    answer = bench._read(lines, 0.0)
     assert (answer.first_at, answer.ended_at) == (3.0, 5.0)
 
 
@@ -64,7 +64,7 @@ def test_the_table_can_be_pasted() -> None:
 def test_a_real_endpoint_is_measured_and_one_that_works_is_left_alone(
     one_rank: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_speed, "WRITE_TOKENS", 12)
+    monkeypatch.setattr(bench, "WRITE_TOKENS", 12)
     agent, said = AgentClient(one_rank.home), list[str]()
     found = measure(find_served(one_rank.home, ""), agent, said.append)
     rows = {row["what"]: row for row in found["rows"]}

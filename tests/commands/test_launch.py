@@ -25,10 +25,9 @@ from mlxtp.api.app import create_app
 from mlxtp.api.backend import GREEDY, ModelInfo, StoredModelInfo
 from mlxtp.api.endpoint import open_endpoint
 from mlxtp.api.server import serve
-from mlxtp.cli import bench_speed
-from mlxtp.cli.launch import as_shell, changed
+from mlxtp.cli import bench
+from mlxtp.cli.launch import PROGRAMS, Program, Served, Setup, as_shell, changed, claude, output_limit
 from mlxtp.cli.main import app
-from mlxtp.cli.programs import PROGRAMS, Program, Served, Setup, claude, output_limit
 from mlxtp.config import Settings
 
 from ..api.test_admin import KEY, FakeAdmin
@@ -363,7 +362,7 @@ def test_where_a_key_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_measuring_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_speed, "measure", lambda served, *_: {"model": served.model})
+    monkeypatch.setattr(bench, "measure", lambda served, *_: {"model": served.model})
     with Agent(tmp_path, api_keys="always") as agent:
         done = CliRunner().invoke(app, ["bench", "--json", "--home", str(agent.home)])
     assert json.loads(done.stdout) == {"model": MODEL}

@@ -18,7 +18,7 @@ from mlxtp.admin.handlers import announced
 from mlxtp.api.app import create_app
 from mlxtp.api.server import bind, serve
 from mlxtp.cli.main import app
-from mlxtp.cli.watch import picture
+from mlxtp.cli.status import picture
 
 from ..api.test_admin import KEY
 from ..cluster import WAIT_S

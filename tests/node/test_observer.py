@@ -15,7 +15,7 @@ from rich.console import Console
 
 from mlxtp.admin.handlers import StandaloneAdmin
 from mlxtp.admin.snapshot import ALONE, Observer, links, pairs
-from mlxtp.cli.watch import picture
+from mlxtp.cli.status import picture
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState

@@ -15,7 +15,7 @@ from mlxtp.agent import Agent, running_agent
 from mlxtp.api.backend import Request, Tokens
 from mlxtp.config import EMBEDDED_MODEL, Settings, embedded_model_path
 from mlxtp.groups.local_rank import WORKER
-from mlxtp.models.names import open_model
+from mlxtp.models.inspect import open_model
 from mlxtp.text.tokenizer import Text
 
 from .bare_loop import BareGroup

@@ -42,8 +42,7 @@ from .groups.worker_output import log_lines
 from .identity.join_network import enter
 from .identity.store import Store
 from .models.download import download
-from .models.manifest import gigabytes
-from .models.names import (
+from .models.inspect import (
     ModelSource,
     find_model,
     hub_folder,
@@ -52,6 +51,7 @@ from .models.names import (
     lasting_name,
     open_model,
 )
+from .models.manifest import gigabytes
 from .placement import hardware
 from .service.watchdog import watched_loop
 from .wire.reports import Machine

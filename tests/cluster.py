@@ -27,7 +27,7 @@ from mlxtp.errors import MlxtpError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.local_rank import WORKER
-from mlxtp.models.names import open_model
+from mlxtp.models.inspect import open_model
 from mlxtp.wire.messages import Pong
 
 SLOWNESS = float(os.environ.get("MLXTP_TEST_SLOWNESS", "1"))

@@ -535,7 +535,7 @@ def test_mlx_elsewhere_is_found(bad: str) -> None:
 
 def test_an_agent_starts_without_mlx() -> None:
     script = (
-        "import sys, mlxtp.agent, mlxtp.models.names\n"
+        "import sys, mlxtp.agent, mlxtp.models.inspect\n"
         "from mlxtp.text.tokenizer import Text\n"
         "from mlxtp.config import embedded_model_path\n"
         "Text.load(embedded_model_path()).encoded('x', special=True)\n"

@@ -24,8 +24,7 @@ from ..groups.drain import Drain
 from ..groups.lifecycle import Supervisor
 from ..identity.store import Store
 from ..models.hub_cache import Repo, cache_folder, hub_name
-from ..models.inspect import models_here
-from ..models.names import is_hub_id
+from ..models.inspect import is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
 from ..placement.measurements import to_json
 from ..wire.cluster_messages import Serving

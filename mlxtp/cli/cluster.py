@@ -63,7 +63,7 @@ def serve(
     as_json: AsJson = False,
 ) -> None:
     """Set the model the cluster serves. Works on any member."""
-    from ..models.names import lasting_name
+    from ..models.inspect import lasting_name
 
     if nodes:
         with typed():

@@ -346,7 +346,7 @@ def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | N
 
 def _check_hub(model: str) -> tuple[Repo, str]:
     """Parse the name of a Hub model. Raises UserError for any other."""
-    from ..models.names import is_hub_id
+    from ..models.inspect import is_hub_id
 
     if not is_hub_id(model):
         what = f"{model!r:.200} is a path" if Path(model).exists() else f"{model!r:.200} is not OWNER/NAME"

@@ -80,8 +80,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show which Macs can serve a model, how fast, and why. Nothing is started."""
-    from ..models.inspect import find_config
-    from ..models.names import in_folders, is_hub_id
+    from ..models.inspect import find_config, in_folders, is_hub_id
     from ..placement.measurements import measured
     from ..placement.planner import PlacementOptions
     from ..placement.tables import KNOWN

@@ -17,8 +17,7 @@ from ..cluster.reconcile import FormEpoch, RunningEpoch, TryGroup
 from ..cluster.surroundings import Surroundings
 from ..config import EMBEDDED_MODEL, Settings
 from ..errors import Code, GroupError, MlxtpError
-from ..models.inspect import read_config, shape_in
-from ..models.names import ModelSource, is_hub_id
+from ..models.inspect import ModelSource, is_hub_id, read_config, shape_in
 from ..placement.candidates import Candidate
 from ..placement.formation import FailedGroup, FailedGroups, links_of, preflight
 from ..placement.model_shape import ModelShape

@@ -17,7 +17,7 @@ from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError, Use
 from ..gateway.admission import AdmissionLimits
 from ..gateway.gateway import Gateway
 from ..models import self_test
-from ..models.names import ModelSource
+from ..models.inspect import ModelSource
 from ..wire.messages import Loaded, Unload
 from . import collective_bench
 from .health import BACKOFF_S, RestartPolicy, ServingState, is_legal

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ..cluster.surroundings import Surroundings
 from ..errors import Code, GroupError, MlxtpError
-from ..models.names import ModelSource
+from ..models.inspect import ModelSource
 from ..placement.candidates import Candidate, Device, devices_of, parts
 from ..placement.cost_model import JACCL_RING, fits_beside
 from ..placement.topology import Topology

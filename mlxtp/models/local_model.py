@@ -11,8 +11,8 @@ from pathlib import Path
 from ..errors import Code, MlxtpError, ModelError
 from ..wire.cluster_messages import DesiredState, ModelStatus
 from . import self_test
+from .inspect import ModelSource, find_model, in_folders, is_hub_id, open_model
 from .manifest import is_commit
-from .names import ModelSource, find_model, in_folders, is_hub_id, open_model
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import DesiredState
 from .download import apart
 from .holdings import described
-from .inspect import Servable, inspect
-from .names import hub_folder, in_folders, is_hub_id
+from .inspect import Servable, hub_folder, in_folders, inspect, is_hub_id
 from .transfers import TransferCoordinator
 
 log = logging.getLogger(__name__)
@@ -91,8 +90,6 @@ class ModelSelection:
         servable = await self._inspect(found)
         if number != self._progress or cluster.leadership.desired.version != present.version:
             raise UserError(f"another request changed the model meanwhile, so {model} is not served")
-        if servable is not None and servable.manifest is not None:
-            cluster.transfers.learned(found, servable.manifest)
         if present.model and cluster.supervisor.state in _SERVES:
             self._check_place(model, servable, over)
             if is_hub_id(found) and not await self._can_begin(servable, over):
@@ -100,6 +97,8 @@ class ModelSelection:
                 self._task = asyncio.ensure_future(self._bring(model, servable, over, present.version))
                 self._task.add_done_callback(_ended)
                 return SelectionResult(model, present, coming=True)
+        if servable is not None and servable.manifest is not None:
+            cluster.transfers.learned(found, servable.manifest)
         return SelectionResult(model, cluster.set_desired(model, nodes))
 
     def cancel(self) -> int:
@@ -149,7 +148,8 @@ class ModelSelection:
     async def _bring(self, model: str, servable: Servable | None, nodes: str, version: int) -> None:
         cluster, loop = self._cluster, asyncio.get_running_loop()
         try:
-            name = await cluster.transfers.pull(model, everywhere=True)
+            known = servable.manifest if servable is not None else None
+            name = await cluster.transfers.pull(model, everywhere=True, known=known)
             self._next, began = (model, name), loop.time()
             while True:
                 await asyncio.sleep(LOOK_S)  # the first time: for the other members' reports

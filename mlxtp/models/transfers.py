@@ -27,10 +27,11 @@ from ..wire.cluster_messages import MAX_STORED, ModelHeld, ModelLender, ModelPul
 from ..wire.tls import Credentials
 from . import hub_client, peer_copy
 from .download import Fetch, apart
-from .holdings import Holding, TransferRate, described, elect_seeder
-from .hub_cache import Damaged, Repo, Stopped, free_bytes, hub_name
+from .holdings import TransferRate, described, elect_seeder
+from .hub_cache import Damaged, Repo, Stopped, hub_name
 from .inspect import revisions_here
 from .manifest import Manifest, is_commit
+from .model_transfer import ModelTransfer, holding, look
 
 log = logging.getLogger(__name__)
 
@@ -48,55 +49,6 @@ MAX_ASKED = 8  #: Models that come to this Mac at one time at the request of one
 CLOSE_S = 2.0  #: Seconds that the end of this agent waits for threads that wait for the network.
 
 
-class _Transfer:
-    """Transfer of one model, kept while this agent runs. `refs`: branches and tags that will name it."""
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self.repo, self.revision = hub_name(model)
-        self.refs: set[str] = set()
-        self.of_hub: set[str] = set()  #: Those that the Hub itself mapped to this commit here.
-        self.known: Manifest | None = None  #: The Hub's answer about `model` for the next download.
-        self.own: Holding | None = None  #: None until a member needs the model.
-        self.reported: ModelHeld | None = None
-        self.reported_at = 0.0
-        self.others: dict[str, ModelHeld] = {}
-        #: The seeder that the coordinator named; None until it has, "" if no member can be it.
-        self.lender: str | None = None
-        self.began = time.monotonic()
-        self.fetch: Fetch | None = None
-        self.task: asyncio.Task[Path] | None = None
-        self.waiting = 0
-        self.inspecting = False  #: True while the disk is read for another member's report.
-        #: True if it was requested on all Macs. It then starts again when a member has it later.
-        self.everywhere = False
-        self.speeds: dict[str, TransferRate] = {}
-        self.changed = asyncio.Event()
-
-    @property
-    def runs(self) -> bool:
-        return self.task is not None and not self.task.done()
-
-    @property
-    def complete(self) -> bool:
-        """True if all of it was here at the end of the last request."""
-        task = self.task
-        return task is not None and task.done() and not task.cancelled() and task.exception() is None
-
-    @property
-    def failure(self) -> str:
-        """Reason why the last request failed; empty if it did not."""
-        task = self.task
-        if task is None or not task.done() or task.cancelled() or (error := task.exception()) is None:
-            return ""
-        return error.detail if isinstance(error, MlxtpError) else f"{type(error).__name__}: {error}"
-
-    @property
-    def ends(self) -> bool:
-        """True if it was cancelled and has not ended yet."""
-        return self.task is not None and not self.task.done() and bool(self.task.cancelling())
-
-
 class TransferCoordinator:
     """Coordinator of all transfers.
 
@@ -107,11 +59,11 @@ class TransferCoordinator:
         self.credentials: Credentials | None = None
         self.stored: dict[str, tuple[StoredModel, ...]] = {}  #: Models on the disk of each other node.
         self._cluster = cluster
-        self._jobs: dict[str, _Transfer] = {}
+        self._jobs: dict[str, ModelTransfer] = {}
         self._lender: peer_copy.PeerServer | None = None
         self._here: tuple[StoredModel, ...] = ()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._line: list[_Transfer] = []  #: Running transfers (the first AT_ONCE), then those that wait.
+        self._line: list[ModelTransfer] = []  #: Running transfers (the first AT_ONCE), then those that wait.
         #: Number of models that come at the request of each other member.
         self._asked: Counter[str] = Counter()
         #: Members of which a request was refused, so that the log reports each once.
@@ -130,7 +82,7 @@ class TransferCoordinator:
         """Keep the Hub's answer about a model, so that its next download does not ask again."""
         self._job(model).known = manifest
 
-    async def _had(self, job: _Transfer, *refs: str) -> Path:
+    async def _had(self, job: ModelTransfer, *refs: str) -> Path:
         job.waiting += 1
         try:
             while job.task is not None and job.ends:
@@ -141,32 +93,32 @@ class TransferCoordinator:
             if not job.waiting and job.runs and not job.ends:
                 self._stop(job)
 
-    def _run(self, job: _Transfer, *refs: str) -> asyncio.Task[Path]:
+    def _run(self, job: ModelTransfer, *refs: str) -> asyncio.Task[Path]:
         """Begin, unless it runs."""
         if job.task is None or job.task.done():
             job.own, job.refs = None, set()
             if not is_commit(job.revision):
                 job.of_hub = set()
             job.task = asyncio.ensure_future(self._get(job))
-            job.task.add_done_callback(_ended)
+            job.task.add_done_callback(job.ended)
         job.refs |= {ref for ref in (job.revision, *refs) if not is_commit(ref)}
         return job.task
 
-    async def pull(self, model: str, *, everywhere: bool) -> str:
+    async def pull(self, model: str, *, everywhere: bool, known: Manifest | None = None) -> str:
         """Begin to get what the Hub has under this name now; returns the name by which `progress` knows it.
 
-        If the Hub cannot be reached, the models of members count. Raises ModelError.
+        `known`: the Hub's answer, if it was asked just now. If it cannot be reached, the models of members
+        count. Raises ModelError.
         """
         repo, revision = hub_name(model)
-        manifest, self._job(model).known = self._job(model).known, None
-        if manifest is None:
+        if known is None:
             with contextlib.suppress(ModelError):
-                manifest = await apart(partial(hub_client.look_up, repo.name, revision))
-        commit = manifest.revision if manifest is not None else ""
+                known = await apart(partial(hub_client.look_up, repo.name, revision))
+        commit = known.revision if known is not None else ""
         name = f"{repo.name}@{commit}" if commit else model
-        if manifest is not None:
+        if known is not None:
             self._job(name).of_hub.add(revision)
-            self._job(name).known = manifest
+            self._job(name).known = known
         self._begin(name, revision, everywhere=everywhere)
         if everywhere:
             self._cluster.links.broadcast(ModelPull(model, commit))
@@ -205,38 +157,11 @@ class TransferCoordinator:
         job = self._jobs.get(model)
         if job is None:
             return []
-        cluster = self._cluster
-        mine = job.own or (Holding() if job.runs else None)
-        if why := job.failure:
-            mine = mine or Holding()
-            mine = replace(mine, wants=True, problem=mine.problem or why)
-        rows = [(cluster.node_id, mine)] if mine is not None else []
-        rows += [(node, _held(word)) for node, word in sorted(job.others.items())]
-        found = []
-        for node, held in rows:
-            came = held.complete or (
-                node == cluster.node_id and job.complete and held.revision and not held.total
-            )
-            if not (held.wants or (came and not held.total)):
-                continue
-            speed = job.speeds[node].bytes_per_s if node in job.speeds else 0.0
-            left_s = (held.total - held.held) / speed if speed and held.total else None
-            found.append(
-                {
-                    "node_id": node,
-                    "self": node == cluster.node_id,
-                    "name": cluster.name_of(node),
-                    "lender": cluster.name_of(job.lender) if job.lender not in (None, "", node) else "",
-                    "held_bytes": held.held,
-                    "total_bytes": held.total,
-                    "bytes_per_s": round(speed),
-                    "left_s": left_s if left_s is None else round(left_s),
-                    "waits": node == cluster.node_id and job in self._line[AT_ONCE:],
-                    "complete": bool(came),
-                    "problem": held.problem,
-                }
-            )
-        return found
+        me, name_of = self._cluster.node_id, self._cluster.name_of
+        return [
+            job.row(node, held, me, name_of) | {"waits": node == me and job in self._line[AT_ONCE:]}
+            for node, held in job.holdings(me)
+        ]
 
     def progress_text(self, model: str, node_id: str = "") -> str:
         """Return the progress of a model to a node, this one by default, for people; empty if it is not on
@@ -277,10 +202,10 @@ class TransferCoordinator:
 
     # --- one model -----------------------------------------------------------------------------------
 
-    def _job(self, model: str) -> _Transfer:
+    def _job(self, model: str) -> ModelTransfer:
         """Return the transfer of a model. Raises ModelError for an invalid name and for too many."""
         if model not in self._jobs:
-            found = _Transfer(model)
+            found = ModelTransfer(model)
             if len(self._jobs) >= MAX_JOBS:
                 self._jobs = {name: job for name, job in self._jobs.items() if self._is_busy(job)}
             if len(self._jobs) >= MAX_JOBS:
@@ -291,10 +216,10 @@ class TransferCoordinator:
             self._jobs[model] = found
         return self._jobs[model]
 
-    def _is_busy(self, job: _Transfer) -> bool:
+    def _is_busy(self, job: ModelTransfer) -> bool:
         return job.runs or job.inspecting or self._lends(job)
 
-    def _stop(self, job: _Transfer) -> None:
+    def _stop(self, job: ModelTransfer) -> None:
         if job.fetch is not None:
             job.fetch.stop()
         if job.task is not None:
@@ -303,9 +228,9 @@ class TransferCoordinator:
             job.own = replace(job.own, wants=False)
             self._report(job)
 
-    async def _get(self, job: _Transfer) -> Path:
+    async def _get(self, job: ModelTransfer) -> Path:
         job.lender, job.began = None, time.monotonic()
-        here, mine = await asyncio.to_thread(_look, job.repo, job.revision, True)
+        here, mine = await asyncio.to_thread(look, job.repo, job.revision, True)
         job.own = mine
         if here is not None and not mine.total:
             await self._refer(job, here)
@@ -337,11 +262,11 @@ class TransferCoordinator:
                 log.warning("%s from %s: %s", job.model, self._cluster.name_of(lender), error)
                 await asyncio.sleep(AGAIN_S)
         await self._refer(job, here)
-        _, job.own = await asyncio.to_thread(_look, job.repo, here.name, True)
+        _, job.own = await asyncio.to_thread(look, job.repo, here.name, True)
         self._report(job)
         return here
 
-    async def _refer(self, job: _Transfer, here: Path) -> None:
+    async def _refer(self, job: ModelTransfer, here: Path) -> None:
         """Point the requested branches and tags at this commit. Raises ModelError."""
         repo, seen = job.repo, set[str]()
         while wrong := {ref for ref in job.refs - seen if repo.commit(ref) != here.name}:
@@ -353,7 +278,7 @@ class TransferCoordinator:
             except OSError as error:
                 raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 
-    async def _bring(self, job: _Transfer, lender: str) -> Path:
+    async def _bring(self, job: ModelTransfer, lender: str) -> Path:
         named = job.lender
         self._line.append(job)
         try:
@@ -362,14 +287,14 @@ class TransferCoordinator:
                     raise Stopped
                 if time.monotonic() - job.reported_at >= TOLD_S:
                     self._report(job)  # the others learn that it will come
-                await _pause(job)
+                await job.pause()
             return await self._brought(job, lender, named)
         finally:
             self._line.remove(job)
             for waiting in self._line:
                 waiting.changed.set()
 
-    async def _brought(self, job: _Transfer, lender: str, named: str | None) -> Path:
+    async def _brought(self, job: ModelTransfer, lender: str, named: str | None) -> Path:
         by_hub = job.of_hub | {job.revision} if job.known is not None else job.of_hub
         fetch = job.fetch = Fetch(job.repo, job.revision, job.refs, known=job.known, by_hub=by_hub)
         connect = None
@@ -386,15 +311,12 @@ class TransferCoordinator:
 
         found = await fetch.run(on_progress, connect, job.model)
         job.of_hub |= fetch.by_hub
-        job.known = None
         return found
 
-    async def _named(self, job: _Transfer, complete: bool) -> str:
+    async def _named(self, job: ModelTransfer, complete: bool) -> str:
         """Return the seeder; this node's id means the Hub. Raises ModelError if no member can get it."""
         began = time.monotonic()
-        while time.monotonic() - max(began, _heard_at(job)) < (
-            NO_WORD_S if job.lender is None else NO_FILES_S
-        ):
+        while time.monotonic() - max(began, job.heard_at) < (NO_WORD_S if job.lender is None else NO_FILES_S):
             self._decide(job)
             match job.lender:
                 case None:
@@ -405,10 +327,10 @@ class TransferCoordinator:
                     return lender
                 case lender if (word := job.others.get(lender)) is not None and word.port and word.total:
                     return lender
-            await _pause(job)
+            await job.pause()
         return self._cluster.node_id
 
-    async def _another(self, job: _Transfer, *, patient: bool) -> bool:
+    async def _another(self, job: ModelTransfer, *, patient: bool) -> bool:
         """Return True if another member has the model or can get it, after this Mac failed at the Hub.
 
         `patient`: wait even if there is none, because a member that had it may be back soon.
@@ -420,10 +342,10 @@ class TransferCoordinator:
                 return True
             if job.lender == "" and not patient:
                 return False
-            await _pause(job)
+            await job.pause()
         return False
 
-    def _connect(self, job: _Transfer, lender: str) -> Callable[[], peer_copy.PeerConnection]:
+    def _connect(self, job: ModelTransfer, lender: str) -> Callable[[], peer_copy.PeerConnection]:
         assert self.credentials is not None
         credentials, port = self.credentials, job.others[lender].port if lender in job.others else 0
         addresses = [f"{host}:{port}" for host in self._hosts(lender)]
@@ -480,9 +402,9 @@ class TransferCoordinator:
             self._failures.add(node_id)
             log.warning("request by %s refused: %s", self._cluster.name_of(node_id), why)
 
-    def _reaches(self, job: _Transfer, node_id: str, word: ModelHeld) -> None:
+    def _reaches(self, job: ModelTransfer, node_id: str, word: ModelHeld) -> None:
         first = node_id not in job.others
-        had_it = not first and _held(job.others[node_id]).complete
+        had_it = not first and holding(job.others[node_id]).complete
         job.others[node_id] = word
         job.speeds.setdefault(node_id, TransferRate()).add(time.monotonic(), word.held)
         if job.own is None and not job.runs and not job.inspecting:
@@ -496,25 +418,25 @@ class TransferCoordinator:
             job.began = time.monotonic()
         if self._cluster.leadership.leading and job.lender is not None and word.wants:
             self._send(node_id, ModelLender(job.model, job.lender))
-        if _held(word).complete and not had_it and self._is_left(job):
+        if holding(word).complete and not had_it and self._is_left(job):
             self._begin(job.model, *job.refs, everywhere=job.everywhere)
         self._lend()
 
-    def _is_left(self, job: _Transfer) -> bool:
+    def _is_left(self, job: ModelTransfer) -> bool:
         """Return True if it failed, but must start again when a member has it."""
         wanted = job.everywhere or job.model == self._cluster.leadership.desired.model
         return wanted and not job.runs and job.own is not None and bool(job.own.wants and job.own.problem)
 
-    async def _look_for(self, job: _Transfer) -> None:
+    async def _look_for(self, job: ModelTransfer) -> None:
         """Read this Mac's disk and report, because another member needs the model."""
         wants = job.own is not None and job.own.wants
-        _, mine = await asyncio.to_thread(_look, job.repo, job.revision, False)
+        _, mine = await asyncio.to_thread(look, job.repo, job.revision, False)
         job.inspecting = False
         if not job.runs and mine != job.own:
             job.own = replace(mine, wants=wants and mine.complete)
             self._report(job)
 
-    def _report(self, job: _Transfer) -> None:
+    def _report(self, job: ModelTransfer) -> None:
         if job.own is None:
             return
         port = self._lender.port if self._lender is not None and self._lends(job) else 0
@@ -554,12 +476,12 @@ class TransferCoordinator:
             self._decide(job)
         self._lend()
 
-    def _decide(self, job: _Transfer) -> None:
+    def _decide(self, job: ModelTransfer) -> None:
         """Choose and broadcast the seeder, if this node is the coordinator."""
         cluster = self._cluster
         if not cluster.leadership.leading or job.own is None:
             return
-        members = {cluster.node_id: job.own, **{node: _held(word) for node, word in job.others.items()}}
+        members = {cluster.node_id: job.own, **{node: holding(word) for node, word in job.others.items()}}
         if not any(held.wants for held in members.values()):
             return
         silent = cluster.links.nodes() - members.keys()
@@ -572,11 +494,11 @@ class TransferCoordinator:
             job.changed.set()
             self._lend()
 
-    def _lends(self, job: _Transfer) -> bool:
+    def _lends(self, job: ModelTransfer) -> bool:
         return job.lender == self._cluster.node_id and self._needed(job)
 
-    def _needed(self, job: _Transfer) -> bool:
-        return any(word.wants and not _held(word).complete for word in job.others.values())
+    def _needed(self, job: ModelTransfer) -> bool:
+        return any(word.wants and not holding(word).complete for word in job.others.values())
 
     def _lend(self) -> None:
         """Listen while other members copy from here."""
@@ -613,7 +535,7 @@ class TransferCoordinator:
         removed = self._cluster.leadership.roster.removed(identity.fingerprint)
         return not removed and identity.node_id in self._cluster.links.nodes()
 
-    def _look_at(self, job: _Transfer) -> None:
+    def _look_at(self, job: ModelTransfer) -> None:
         """Update and report this Mac's progress."""
         fetch = job.fetch
         if fetch is None or fetch.manifest is None or job.own is None:
@@ -655,43 +577,3 @@ class TransferCoordinator:
             self._lender.close()
         if left := {*works, *self._tasks}:
             await asyncio.wait(left, timeout=CLOSE_S)
-
-
-def _look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Holding]:
-    """Return what is here of a model: its folder if it is complete, and its progress. Reads the disk."""
-    folder = repo.snapshot(revision)
-    try:
-        free = free_bytes(repo.cache)
-    except OSError:
-        free = 0
-    if folder is None:
-        begun = repo.begun()
-        return None, Holding("", repo.held_bytes(begun) if begun is not None else 0, 0, free, wants)
-    manifest = repo.manifest(folder.name)
-    if manifest is None:  # from a program with other file names: usable, but not for copies
-        return folder, Holding(folder.name, 0, 0, free, wants=False)
-    return folder, Holding(folder.name, manifest.size, manifest.size, free, wants)
-
-
-def _held(word: ModelHeld) -> Holding:
-    return Holding(word.revision, word.held, word.total, word.free, word.wants, word.problem)
-
-
-def _heard_at(job: _Transfer) -> float:
-    """Return the time of the seeder's last report, in seconds; 0 if there is none."""
-    speed = job.speeds.get(job.lender or "")
-    return speed.seen[-1][0] if speed is not None and speed.seen else 0.0
-
-
-async def _pause(job: _Transfer) -> None:
-    """Wait for a message about the transfer, at most half a second."""
-    job.changed.clear()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.5):
-            await job.changed.wait()
-
-
-def _ended(task: asyncio.Task[Path]) -> None:
-    """Mark the error as read: a waiting caller raises it, but there may be none."""
-    if not task.cancelled():
-        task.exception()

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from mlxtp.config import embedded_model_path
-from mlxtp.models.names import ModelSource
+from mlxtp.models.inspect import ModelSource
 from mlxtp.text.tokenizer import Text
 
 from ..hub import Hub, put, running_hub

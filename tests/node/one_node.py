@@ -15,7 +15,7 @@ from mlxtp.config import Settings
 from mlxtp.errors import Code, MlxtpError, ModelError
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.models import local_model
-from mlxtp.models.names import ModelSource
+from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.cluster_messages import AgentHello, Beat, MachineReport, ModelStatus
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.frames import encode

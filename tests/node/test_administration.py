@@ -20,7 +20,7 @@ from mlxtp.errors import Code, UserError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.models.hub_cache import Repo
-from mlxtp.models.names import ModelSource
+from mlxtp.models.inspect import ModelSource
 from mlxtp.text.tokenizer import Text
 from mlxtp.wire.cluster_messages import (
     DesiredState,

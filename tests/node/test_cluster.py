@@ -20,7 +20,7 @@ from mlxtp.errors import Code, GroupError, MlxtpError, UserError
 from mlxtp.gateway.admission import SystemMemory
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.identity.join_token import JoinToken, TokenIssuer
-from mlxtp.models.names import ModelSource
+from mlxtp.models.inspect import ModelSource
 from mlxtp.placement import hardware
 from mlxtp.wire.certificates import authority_hash
 from mlxtp.wire.cluster_messages import (

@@ -16,7 +16,7 @@ from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.controller import TELL_S
 from mlxtp.groups.process_group import EpochGroup
-from mlxtp.models.names import ModelSource
+from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.cluster_messages import DesiredState, ModelStatus, RankTrouble, Serving
 from mlxtp.wire.reports import Machine
 

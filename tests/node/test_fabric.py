@@ -18,7 +18,7 @@ from mlxtp.config import embedded_model_path
 from mlxtp.errors import UserError
 from mlxtp.groups.collective_bench import measure, row_bytes
 from mlxtp.groups.fabric_bench import FILE
-from mlxtp.models.names import ModelSource
+from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET
 from mlxtp.placement.measurements import to_text
 from mlxtp.wire.cluster_messages import FabricAnswer, FabricReport, FabricWanted, Serving

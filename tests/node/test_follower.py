@@ -22,7 +22,7 @@ from mlxtp.gateway.gateway import Gateway
 from mlxtp.gateway.remote_backend import serve_requests
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
-from mlxtp.models.names import ModelSource
+from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.blocking import listen
 from mlxtp.wire.cluster_messages import Serving
 from mlxtp.wire.messages import Cancel, Delta, Finished, Generate

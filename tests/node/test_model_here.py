@@ -11,8 +11,8 @@ import pytest
 
 from mlxtp.errors import Code, ModelError
 from mlxtp.models import local_model
+from mlxtp.models.inspect import ModelSource, in_folders
 from mlxtp.models.local_model import LocalModel
-from mlxtp.models.names import ModelSource, in_folders
 from mlxtp.text.tokenizer import Text
 from mlxtp.wire.cluster_messages import DesiredState, ModelStatus
 

@@ -21,7 +21,7 @@ from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.process_group import EpochGroup
-from mlxtp.models.names import ModelSource
+from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.topology import MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Serving
 from mlxtp.wire.reports import Interface, Machine
@@ -90,7 +90,7 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
-    from mlxtp.models.names import open_model
+    from mlxtp.models.inspect import open_model
 
     return asyncio.run(open_model("tiny"))
 

@@ -26,7 +26,7 @@ from mlxtp.groups.health import MAX_FAILURES, RestartPolicy, ServingState, is_le
 from mlxtp.groups.lifecycle import EpochPlan, Supervisor
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models import self_test
-from mlxtp.models.names import ModelSource, open_model
+from mlxtp.models.inspect import ModelSource, open_model
 from mlxtp.wire.messages import Delta, Pong
 
 from ..cluster import LIMITS, WAIT_S, rank_processes

@@ -16,7 +16,7 @@ from mlxtp.cluster.leadership import Situation
 from mlxtp.config import Limits, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from mlxtp.groups.health import ServingState
-from mlxtp.models.names import ModelSource
+from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.cluster_messages import DesiredState, ModelQueue, ModelStatus, ModelTurn
 from mlxtp.wire.messages import Generate
 

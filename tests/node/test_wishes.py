@@ -55,7 +55,7 @@ class Coming:
         node.cluster.transfers.pull = self.pull  # type: ignore[method-assign]
         node.cluster.transfers.progress = lambda name: self.rows  # type: ignore[method-assign]
 
-    async def pull(self, model: str, *, everywhere: bool) -> str:
+    async def pull(self, model: str, *, everywhere: bool, known: object) -> str:
         assert everywhere
         return f"{model}@{COMMIT}"
 

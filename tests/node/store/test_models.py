@@ -11,7 +11,7 @@ import pytest
 
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, ModelError
-from mlxtp.models.names import lasting_name, open_model
+from mlxtp.models.inspect import lasting_name, open_model
 
 from ...hub import Model, embedded, running_hub
 
@@ -32,7 +32,7 @@ def open_in_new_process(name: str, endpoint: str, cache: Path) -> subprocess.Com
         "import asyncio, sys\n"
         "from mlxtp.errors import MlxtpError\n"
         "from mlxtp.models.download import download\n"
-        "from mlxtp.models.names import hub_folder, open_model\n"
+        "from mlxtp.models.inspect import hub_folder, open_model\n"
         "try:\n"
         "    if hub_folder(sys.argv[1]) is None:\n"
         "        asyncio.run(download(sys.argv[1], lambda held, total: None))\n"

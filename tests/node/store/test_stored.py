@@ -14,8 +14,16 @@ from huggingface_hub import constants
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import ModelError
 from mlxtp.models.hub_cache import is_complete
-from mlxtp.models.inspect import OnDisk, check_servable, models_here, stored_models, stored_name
-from mlxtp.models.names import find_model, hub_folder, open_model
+from mlxtp.models.inspect import (
+    OnDisk,
+    check_servable,
+    find_model,
+    hub_folder,
+    models_here,
+    open_model,
+    stored_models,
+    stored_name,
+)
 from mlxtp.placement.model_shape import Config
 from mlxtp.placement.tables import KNOWN
 

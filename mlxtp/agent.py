@@ -20,24 +20,34 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
+from .admin.checkup import AgentCheckup
 from .admin.handlers import ClusterAdmin, StandaloneAdmin, announce, announced
 from .admin.metrics import observed
+from .admin.parts import AgentParts
 from .api.app import create_app
 from .api.endpoint import Endpoint, open_endpoint
 from .api.server import serve
-from .cluster.control_port import ControlPort, bind_control, check_interface
-from .cluster.node import NodeLoop
+from .cluster.control_port import ControlPort, TokenIssuing, bind_control, check_interface
+from .cluster.dialer import Dialer
+from .cluster.node import ClusterNode
+from .cluster.peer_reports import MachineReports, RoundTripTimes
 from .config import Settings, told
-from .diagnostics.checkup import AgentCheckup
-from .discovery.dialer import Dialer
 from .errors import Code, ConfigError, GroupError, MlxtpError
+from .gateway.remote_backend import serve_requests
+from .groups.controller import GroupController
 from .groups.drain import Drain
+from .groups.fabric_bench import FabricBench
+from .groups.fabric_results import FabricResults
+from .groups.forwarding import ForwardingBackend
 from .groups.health import ServingState
+from .groups.hosted_rank import HostedRanks
 from .groups.lifecycle import StageListener, Supervisor
-from .groups.local_rank import WORKER
+from .groups.local_rank import WORKER, Worker
+from .groups.model_queue import ModelSwitcher
+from .groups.reconciler import Reconciler
+from .groups.selection import ModelSelection
 from .groups.sleep import KeepAwake, watch_sleep
 from .groups.warm_pool import WarmPool
-from .groups.wired_memory import HERE
 from .groups.worker_output import log_lines
 from .identity.join_network import enter
 from .identity.store import Store
@@ -51,10 +61,13 @@ from .models.inspect import (
     lasting_name,
     open_model,
 )
+from .models.local_model import LocalModel
 from .models.manifest import gigabytes
+from .models.transfers import TransferCoordinator
 from .placement import hardware
 from .service.watchdog import watched_loop
 from .wire.reports import Machine
+from .wire.tls import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +79,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A running agent. One that runs alone has no `cluster`; `founded`: it founded its cluster."""
+    """A running agent. One that runs alone has no `parts`; `founded`: it founded its cluster."""
 
     supervisor: Supervisor
     #: URL of the endpoint for programs of this Mac, such as http://127.0.0.1:52415.
@@ -75,7 +88,7 @@ class Agent:
     drain: Drain
     #: Done when this agent has nothing left to do: it has left its cluster, or a bug ended it (as an error).
     over: asyncio.Future[None]
-    cluster: NodeLoop | None = None
+    parts: AgentParts | None = None
     founded: bool = False
     #: The endpoint's HTTPS certificate (PEM); empty for HTTP.
     certificate: str = ""
@@ -159,7 +172,7 @@ async def _running(
     supervisor = Supervisor(settings, on_stage, warm_pool)
     stop = asyncio.Event()
     admin = StandaloneAdmin(supervisor, settings.name or socket.gethostname().partition(".")[0])
-    admin.checkup = AgentCheckup(settings, supervisor, endpoint, left_wired=HERE.summary)
+    admin.checkup = AgentCheckup(settings, supervisor, endpoint)
     app = _app(supervisor, admin, endpoint, settings)
     serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
     supervising = asyncio.create_task(supervisor.run(model))
@@ -205,40 +218,46 @@ async def _among_others(
     control = bind_control(settings.control_host, settings.control_port)
     with contextlib.closing(control):
         entered = await enter(settings, store)
+        settings = replace(settings, peers=(*settings.peers, *entered.peers))
         machine = await hardware.probe(settings.interface)
         supervisor = Supervisor(settings, on_stage, warm_pool)
-        cluster = NodeLoop(settings, entered.identity, supervisor, machine, worker=warm_pool)
-        port: int = control.getsockname()[1]
-        cluster.listens_at = partial(_control_addresses, settings, port)
-        cluster.http = endpoint.summary
-        supervisor.gateway.elsewhere = cluster.short
-        cluster.forwarding.credentials = cluster.transfers.credentials = store.credentials
-        control_port = ControlPort(control, store, entered.identity, cluster)
-        settings = replace(settings, peers=(*settings.peers, *entered.peers))
-        dialer = Dialer(settings, entered.identity, store.credentials, cluster, port)
+        gateway, port = supervisor.gateway, control.getsockname()[1]
+        listens_at = partial(_control_addresses, settings, port)
+        node = ClusterNode(
+            settings,
+            entered.identity,
+            machine,
+            http=endpoint.summary,
+            listens_at=listens_at,
+            short=lambda: gateway.short,
+        )
+        parts = build_parts(node, supervisor, store.credentials, warm_pool)
+        control_port = ControlPort(
+            control, store.credentials, node, parts.tokens, partial(serve_requests, gateway=gateway)
+        )
+        dialer = Dialer(node, store.credentials, port, parts.machines.rewired)
         if entered.joined and settings.model_given:
             log.warning("--model is ignored: `mlxtp serve` sets the model of a cluster")
         elif settings.model_given or entered.founded:
-            cluster.set_desired(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
+            node.desired.set(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
         stop = asyncio.Event()
-        admin = ClusterAdmin(cluster, store)
-        admin.checkup = AgentCheckup(settings, supervisor, endpoint, cluster, dialer, left_wired=HERE.summary)
+        admin = ClusterAdmin(parts, store)
+        admin.checkup = AgentCheckup(settings, supervisor, endpoint, parts, dialer)
         app = _app(supervisor, admin, endpoint, started_with)
         serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
 
         def woke(slept_s: float) -> None:
-            cluster.woke(slept_s)
+            parts.reconciler.woke(slept_s)
+            parts.machines.rewired()
             dialer.woke()
 
         sleep = watch_sleep(
-            woke, lambda: supervisor.in_epoch or cluster.hosted_rank.epoch > 0, _keep_awake(settings)
+            woke, lambda: supervisor.in_epoch or parts.hosted.serving.epoch > 0, _keep_awake(settings)
         )
-        tasks = [
-            asyncio.create_task(work) for work in (control_port.run(), dialer.run(), cluster.live(), sleep)
-        ]
-        supervising = asyncio.create_task(supervisor.run(None, cluster.controller))
+        tasks = [asyncio.create_task(work) for work in (control_port.run(), dialer.run(), node.live(), sleep)]
+        supervising = asyncio.create_task(supervisor.run(None, parts.controller))
         for task in (*tasks, supervising):
-            task.add_done_callback(partial(_report_bug, cluster.end))
+            task.add_done_callback(partial(_report_bug, node.end))
         try:
             certificate = endpoint.certificate
             with announced(settings.home, endpoint.url, admin.key, certificate):
@@ -247,8 +266,8 @@ async def _among_others(
                     endpoint.url,
                     warm_pool,
                     admin.draining,
-                    cluster.over,
-                    cluster,
+                    node.over,
+                    parts,
                     entered.founded,
                     certificate,
                     admin.key,
@@ -257,12 +276,45 @@ async def _among_others(
             admin.close()
             supervising.cancel()
             await asyncio.gather(supervising, return_exceptions=True)
-            await cluster.close()
+            await parts.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             stop.set()
             await serving
+
+
+def build_parts(
+    node: ClusterNode, supervisor: Supervisor, credentials: Credentials, worker: Worker = WORKER
+) -> AgentParts:
+    """Build every part of an agent in a cluster. Each registers with the node for what it handles."""
+    machines, round_trips, tokens = MachineReports(node), RoundTripTimes(node), TokenIssuing(node)
+    transfers = TransferCoordinator(node, credentials)
+    model = LocalModel(node, transfers)
+    hosted = HostedRanks(node, model.folder, node.leadership.epoch, worker)
+    results = FabricResults(node)
+    controller = GroupController(node, supervisor, model, results, machines)
+    reconciler = Reconciler(node, supervisor, model, controller, hosted)
+    forwarding = ForwardingBackend(node, supervisor, model, credentials)
+    switcher = ModelSwitcher(node, supervisor, model, lambda: reconciler.unplanned, controller.no_place)
+    model.resolve(node.desired.now)
+    return AgentParts(
+        node,
+        machines,
+        round_trips,
+        tokens,
+        transfers,
+        model,
+        supervisor,
+        hosted,
+        results,
+        controller,
+        FabricBench(node, supervisor, controller, results),
+        reconciler,
+        forwarding,
+        switcher,
+        ModelSelection(node, supervisor, transfers, controller.no_place),
+    )
 
 
 async def _check_folders(settings: Settings) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-from mlxtp.cluster.own_build import _FLAGS
+from mlxtp.cluster.introduction import _FLAGS
 from mlxtp.config import (
     DEFAULT_HTTP,
     Limits,

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "mlxtp").rglob("*.py"))}
 
-MOST_LINES = 55_700
+MOST_LINES = 56_100
 MOST_METHODS = 20
 MOST_ATTRIBUTES = 15
 MOST_FILES_OF_A_METHOD = 8
@@ -24,7 +24,7 @@ EVERYWHERE = frozenset(
     {"close", "run", "start", "stop", "send"}
 )  # methods that may be in any number of files
 
-LEFT: Mapping[str, int] = {"large classes": 24, "names of methods": 7, "files": 242}
+LEFT: Mapping[str, int] = {"large classes": 23, "names of methods": 7, "files": 242}
 
 _CLAUSE = re.compile(r"(What|Who|Whose|Whom|Which|Whether|When|Where|Why|How|That)(ever)?\b")
 _BANNED = re.compile(

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ..api.auth import KeyRing
-from ..cluster.node import NodeLoop
-from ..cluster.own_build import versions_here
+from ..cluster.introduction import versions_here
 from ..config import parse_nodes, parse_seconds
 from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError
-from ..groups import wired_memory
+from ..groups import sleep
 from ..groups.drain import Drain
 from ..groups.lifecycle import Supervisor
 from ..identity.store import Store
@@ -28,6 +27,7 @@ from ..models.inspect import is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
 from ..placement.measurements import to_json
 from ..wire.cluster_messages import Serving
+from .parts import AgentParts
 from .snapshot import Observer
 
 FILE = "agent.json"  # In the home, readable only by this user: the agent's address and key.
@@ -38,7 +38,7 @@ Json = Mapping[str, Any]
 
 
 class StandaloneAdmin:
-    """Handlers of an agent without a cluster."""
+    """Handlers of an agent without a parts."""
 
     def __init__(self, supervisor: Supervisor, name: str) -> None:
         self.key = secrets.token_urlsafe(24)
@@ -72,7 +72,7 @@ class StandaloneAdmin:
             "backend": group.backend if group is not None else "none",
             "kind": group.kind if group is not None else "",
             "open_requests": supervisor.gateway.open_requests,
-            "left_wired": wired_memory.HERE.summary(),
+            "left_wired": sleep.HERE.summary(),
             "ranks": [
                 {
                     "rank": rank,
@@ -204,29 +204,29 @@ class StandaloneAdmin:
 
 
 class ClusterAdmin(StandaloneAdmin):
-    """Handlers of an agent in a cluster."""
+    """Handlers of an agent in a parts."""
 
-    def __init__(self, cluster: NodeLoop, store: Store) -> None:
-        super().__init__(cluster.supervisor, cluster.name)
-        self.draining = Drain(cluster.supervisor, cluster)
-        self.observer = Observer(cluster.supervisor, cluster.name, cluster)
-        self.selection = cluster.selection
-        self._cluster = cluster
+    def __init__(self, parts: AgentParts, store: Store) -> None:
+        super().__init__(parts.supervisor, parts.node.name)
+        self.draining = Drain(parts.supervisor, parts.reconciler)
+        self.observer = Observer(parts.supervisor, parts.node.name, parts)
+        self.selection = parts.selection
+        self._parts = parts
         self._store = store
 
     def status(self) -> Json:
         """Return a snapshot of the cluster as this member sees it."""
-        cluster = self._cluster
-        desired = cluster.leadership.desired
-        claim = cluster.leadership.claim
+        parts = self._parts
+        desired = parts.node.leadership.desired
+        claim = parts.node.leadership.claim
         return {
             **super().status(),
-            "problem": cluster.problem,
-            "waiting": cluster.waiting,
-            "left_out": cluster.controller.left_out_lines(),
-            "cluster": cluster.identity.cluster_id,
-            "node_id": cluster.node_id,
-            "coordinator": cluster.name_of(claim.node_id) if claim.node_id else "",
+            "problem": parts.node.introduction.problem,
+            "waiting": parts.node.leadership.waiting,
+            "left_out": parts.controller.left_out_lines(),
+            "cluster": parts.node.identity.cluster_id,
+            "node_id": parts.node.node_id,
+            "coordinator": parts.node.name_of(claim.node_id) if claim.node_id else "",
             "term": claim.term,
             "desired": {
                 "model": desired.model,
@@ -241,38 +241,38 @@ class ClusterAdmin(StandaloneAdmin):
 
     def _fabric(self) -> Json | None:
         """Return the measurement of the group that serves; None without one."""
-        cluster = self._cluster
+        parts = self._parts
         for serving in self._servings():
-            found = cluster.fabric_bench.of(serving.participants, serving.kind)
+            found = parts.results.of(serving.participants, serving.kind)
             if serving.state == "ready" and found is not None:
                 return to_json(found)
         return None
 
     def plan(self) -> Json:
         """Return the machines of the members that are present, for `mlxtp plan`."""
-        cluster = self._cluster
+        parts = self._parts
         return {
-            "coordinator": cluster.leadership.claim.node_id,
-            "fabric": [to_json(each) for each in cluster.fabric_bench.results],
+            "coordinator": parts.node.leadership.claim.node_id,
+            "fabric": [to_json(each) for each in parts.results.results],
             "nodes": [
                 {
                     "node_id": member.node_id,
                     "name": member.name,
-                    "machine": asdict(cluster.peer_info.machines[member.node_id]),
+                    "machine": asdict(parts.node.peer_info.machines[member.node_id]),
                     "held_bytes": member.held_bytes,
                 }
-                for member in cluster.controller.members()
+                for member in parts.controller.members()
             ],
         }
 
     async def token(self) -> Json:
         """Return a new join token."""
-        return {"token": await self._cluster.token_issuing.token(), "valid_s": 900}
+        return {"token": await self._parts.tokens.token(), "valid_s": 900}
 
     async def bench_fabric(self) -> Json:
         """Measure collectives in the group that serves, on any Mac that has its rank 0."""
-        result = await self._cluster.fabric_bench.bench()
-        return {**to_json(result), "names": [self._cluster.name_of(node) for node in result.nodes]}
+        result = await self._parts.fabric_bench.bench()
+        return {**to_json(result), "names": [self._parts.node.name_of(node) for node in result.nodes]}
 
     async def serve(self, model: str, nodes: str) -> Json:
         """Set the model that the cluster serves, once it is on disk."""
@@ -290,125 +290,129 @@ class ClusterAdmin(StandaloneAdmin):
 
     async def pull(self, model: str, everywhere: str) -> Json:
         """Begin to download a model of the Hub, here or on all members that are present."""
-        return {"model": await self._cluster.transfers.pull(model, everywhere=bool(everywhere))}
+        return {"model": await self._parts.transfers.pull(model, everywhere=bool(everywhere))}
 
     def pulling(self, model: str) -> Json:
         """Return the download's progress on each member that is to have the model."""
-        return {"members": self._cluster.transfers.progress(model)}
+        return {"members": self._parts.transfers.progress(model)}
 
     def stored(self) -> Json:
         """Return the folder of models here, and the models on other members' disks."""
-        cluster = self._cluster
-        cluster.transfers.report_stored()
+        parts = self._parts
+        parts.transfers.report_stored()
         return {
             **super().stored(),
             "elsewhere": [
-                {"node": cluster.name_of(node), "node_id": node, **asdict(model)}
-                for node, models in sorted(cluster.transfers.stored.items())
+                {"node": parts.node.name_of(node), "node_id": node, **asdict(model)}
+                for node, models in sorted(parts.transfers.stored.items())
                 for model in models
             ],
         }
 
     def _needed(self, repo: Repo) -> str:
-        cluster = self._cluster
-        wanted = cluster.leadership.desired.model
+        parts = self._parts
+        wanted = parts.node.leadership.desired.model
         if is_hub_id(wanted) and hub_name(wanted)[0].as_here().name == repo.name:
             return (
                 "the cluster serves it, or is about to; `mlxtp unload`, or `mlxtp serve` another model, first"
             )
-        if cluster.transfers.is_getting(repo.name):
+        if parts.transfers.is_getting(repo.name):
             return COMING
         return super()._needed(repo)
 
     def _in_use(self, repo: Repo) -> str:
-        cluster = self._cluster
-        if cluster.transfers.is_getting(repo.name):
+        parts = self._parts
+        if parts.transfers.is_getting(repo.name):
             return COMING
-        if cluster.hosted_rank.epoch and _has_one(repo, (cluster.hosted_rank.model,)):
+        if parts.hosted.serving.epoch and _has_one(repo, (parts.hosted.serving.model,)):
             return "a rank of this Mac has it open; `mlxtp unload` first"
         return super()._in_use(repo)
 
     def removed(self, model: str) -> Json:
         """Check files of OWNER/NAME again, after a command has changed them, and report to the others."""
-        self._cluster.transfers.changed(hub_name(model)[0].name)
+        self._parts.transfers.changed(hub_name(model)[0].name)
         return super().removed(model)
 
     def unload(self) -> Json:
         """Serve no model."""
         self.selection.cancel()
-        desired = self._cluster.set_desired("")
+        desired = self._parts.node.desired.set("")
         return {"model": "", "nodes": desired.nodes, "version": desired.version}
 
     def members(self) -> Json:
-        """Return all members of the cluster."""
-        return {"cluster": self._cluster.identity.cluster_id, "members": self._members()}
+        """Return all members of the parts."""
+        return {"cluster": self._parts.node.identity.cluster_id, "members": self._members()}
 
     def let_in(self, node: str) -> Json:
         """Return the members that `node` admitted by a token, and in turn those that they admitted."""
         node_id = self._other(node)
-        return {"name": self._cluster.name_of(node_id), "let_in": self._admitted(node_id)}
+        return {"name": self._parts.node.name_of(node_id), "let_in": self._admitted(node_id)}
 
     async def remove(self, node: str, with_admitted: str) -> Json:
         """Remove a member, by name or by the start of its id, and on request those that it admitted.
 
         Returns when another member has it on its disk, or after some seconds.
         """
-        cluster, node_id = self._cluster, self._other(node)
-        name, let_in = cluster.name_of(node_id), self._admitted(node_id)
-        cluster.remove(node_id, *(each["node_id"] for each in let_in if with_admitted))
-        others = cluster.leadership.roster.members().keys() - {cluster.node_id}
-        there = others & cluster.links.nodes()
-        saved_by = await cluster.saved_elsewhere() if there else []
+        parts, node_id = self._parts, self._other(node)
+        name, let_in = parts.node.name_of(node_id), self._admitted(node_id)
+        parts.node.enrolment.remove(node_id, *(each["node_id"] for each in let_in if with_admitted))
+        others = parts.node.leadership.roster.members().keys() - {parts.node.node_id}
+        there = others & parts.node.links.nodes()
+        saved_by = await parts.node.saved_elsewhere() if there else []
         return {
             "removed": name,
             "node_id": node_id,
             "let_in": let_in,
             "with_admitted": bool(with_admitted),
             "others": len(others),
-            "saved_by": [cluster.name_of(each) for each in saved_by],
+            "saved_by": [parts.node.name_of(each) for each in saved_by],
         }
 
     def _admitted(self, node_id: str) -> list[dict[str, str]]:
-        cluster = self._cluster
-        found = cluster.leadership.roster.let_in(node_id)
-        return [{"node_id": each, "name": cluster.name_of(each)} for each in found if each != cluster.node_id]
+        parts = self._parts
+        found = parts.node.leadership.roster.let_in(node_id)
+        return [
+            {"node_id": each, "name": parts.node.name_of(each)}
+            for each in found
+            if each != parts.node.node_id
+        ]
 
     def _other(self, node: str) -> str:
         """Return the node id of another member, by name, or by the start of its id."""
-        cluster = self._cluster
-        members = cluster.leadership.roster.members()
-        found = [each for each in members if cluster.name_of(each) == node]
+        parts = self._parts
+        members = parts.node.leadership.roster.members()
+        found = [each for each in members if parts.node.name_of(each) == node]
         found = found or [each for each in members if each.startswith(node)]
         if not node or len(found) != 1:
-            known = ", ".join(f"{cluster.name_of(each)} ({each[:8]})" for each in members)
+            known = ", ".join(f"{parts.node.name_of(each)} ({each[:8]})" for each in members)
             what = "more than one member is" if found else "no member is"
             raise UserError(f"{what} called {node!r}; there are {known}")
-        if found[0] == cluster.node_id:
+        if found[0] == parts.node.node_id:
             raise UserError("this Mac itself leaves with `mlxtp cluster leave`")
         return found[0]
 
     def leave(self, force: str) -> Json:
         """Leave the cluster; the agent ends. The founder's leaving requires `force`."""
-        cluster = self._cluster
-        others = [each for each in cluster.leadership.roster.members() if each != cluster.node_id]
-        if others and cluster.identity.authority is not None and not force:
+        parts = self._parts
+        others = [each for each in parts.node.leadership.roster.members() if each != parts.node.node_id]
+        if others and parts.node.identity.authority is not None and not force:
             raise UserError(
                 "this Mac founded the cluster and alone can let others in: once it leaves, no other Mac can "
                 "join. `mlxtp cluster leave --force` leaves all the same"
             )
         if others:
-            cluster.remove(cluster.node_id)
+            parts.node.enrolment.remove(parts.node.node_id)
         self._store.leave()
-        cluster.end()
-        return {"left": cluster.identity.cluster_id, "members": len(others)}
+        parts.node.end()
+        return {"left": parts.node.identity.cluster_id, "members": len(others)}
 
     def _servings(self) -> list[Serving]:
         """Return this node's and other nodes' reports of their groups."""
-        mine = self._cluster.controller.serving()
-        return [*([mine] if mine is not None else []), *self._cluster.peer_info.servings.values()]
+        mine = self._parts.controller.serving()
+        return [*([mine] if mine is not None else []), *self._parts.node.peer_info.servings.values()]
 
     def _members(self) -> list[Json]:
-        cluster = self._cluster
+        parts = self._parts
         ranks = {
             node_id: rank
             for serving in self._servings()
@@ -416,35 +420,37 @@ class ClusterAdmin(StandaloneAdmin):
             for rank, node_id in enumerate(serving.participants)
         }
         found: list[Json] = []
-        for node_id, entry in cluster.leadership.roster.members().items():
-            machine = cluster.peer_info.machines.get(node_id)
+        for node_id, entry in parts.node.leadership.roster.members().items():
+            machine = parts.node.peer_info.machines.get(node_id)
             model = (
-                cluster.model.status if node_id == cluster.node_id else cluster.peer_info.models.get(node_id)
+                parts.model.status
+                if node_id == parts.node.node_id
+                else parts.node.peer_info.models.get(node_id)
             )
-            link = cluster.links.to(node_id)
+            link = parts.node.links.to(node_id)
             found.append(
                 {
                     "node_id": node_id,
-                    "name": cluster.name_of(node_id) or entry.name,
-                    "state": str(cluster.membership.status_of(node_id).state),
-                    "draining": node_id in cluster.leadership.draining,
-                    "self": node_id == cluster.node_id,
-                    "coordinator": node_id == cluster.leadership.claim.node_id,
+                    "name": parts.node.name_of(node_id) or entry.name,
+                    "state": str(parts.node.membership.status_of(node_id).state),
+                    "draining": node_id in parts.node.leadership.draining,
+                    "self": node_id == parts.node.node_id,
+                    "coordinator": node_id == parts.node.leadership.claim.node_id,
                     "rank": ranks.get(node_id),
                     "address": link.remote if link is not None else "",
-                    "http": cluster.http
-                    if node_id == cluster.node_id
-                    else cluster.peer_info.https.get(node_id, ""),
+                    "http": parts.node.introduction.http
+                    if node_id == parts.node.node_id
+                    else parts.node.peer_info.https.get(node_id, ""),
                     "chip": machine.chip if machine is not None else "",
                     "memory_bytes": machine.memory_bytes if machine is not None else 0,
                     "notes": list(machine.notes) if machine is not None else [],
                     "admitted_by": entry.admitted_by,
-                    "admitted_by_name": cluster.name_of(entry.admitted_by) if entry.admitted_by else "",
+                    "admitted_by_name": parts.node.name_of(entry.admitted_by) if entry.admitted_by else "",
                     "joined_from": entry.address,
                     "joined_at": entry.at,
                     "model_problem": model.problem if model is not None else "",
-                    "model_progress": cluster.transfers.progress_text(
-                        cluster.leadership.desired.model, node_id
+                    "model_progress": parts.transfers.progress_text(
+                        parts.node.leadership.desired.model, node_id
                     ),
                 }
             )

@@ -1,6 +1,6 @@
 """`GET /metrics`: this agent's metrics, in Prometheus' text format.
 
-`api/request_metrics.py` and `groups/recoveries.py` count for it; the rest is read from the supervisor at each
+`api/request_metrics.py` and `groups/history.py` count for it; the rest is read from the supervisor at each
 request. A metric whose source this agent does not have, such as the ranks of another Mac's group, has no
 samples here. `docs/operations.md` lists all of them.
 """
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from ..api.access_log import AccessLog, metrics_route
 from ..api.request_metrics import RequestMetrics
-from ..cluster.own_build import versions_here
+from ..cluster.introduction import versions_here
 from ..groups.health import ServingState
 from ..groups.lifecycle import Supervisor
 from ..wire.messages import Pong

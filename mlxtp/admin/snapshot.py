@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 
 from ..api.admin import Json
-from ..cluster.node import NodeLoop
-from ..cluster.own_build import versions_here
+from ..cluster.introduction import versions_here
 from ..groups.health import ServingState
 from ..groups.history import RateMeter, to_json
 from ..groups.lifecycle import Supervisor
@@ -22,6 +21,7 @@ from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import Serving
 from ..wire.reports import FabricResult
+from .parts import AgentParts
 
 #: Fields of each rank's heartbeat.
 _RANK = (
@@ -33,11 +33,11 @@ ALONE = "here"  # node id of an agent without a cluster
 class Observer:
     """Source of snapshots: `api.dashboard.Observed` for an agent in a `cluster`, or for one without."""
 
-    def __init__(self, supervisor: Supervisor, name: str, cluster: NodeLoop | None = None) -> None:
+    def __init__(self, supervisor: Supervisor, name: str, parts: AgentParts | None = None) -> None:
         self.over = asyncio.Event()
         self._supervisor = supervisor
         self._name = name
-        self._cluster = cluster
+        self._parts = parts
         self._meter = RateMeter()
 
     def snapshot(self) -> Json:
@@ -47,7 +47,7 @@ class Observer:
         participants = self._participants()
         return {
             "versions": list(versions_here()),
-            "self": ALONE if self._cluster is None else self._cluster.node_id,
+            "self": ALONE if self._parts is None else self._parts.node.node_id,
             "state": health.state,
             "ready": health.ready,
             "reason": health.reason,
@@ -61,23 +61,23 @@ class Observer:
             "tokens_per_second": self._speed(),
             "requests": {"open": health.open_requests, **supervisor.gateway.queue},
             "history": to_json(supervisor.history.stories),
-            **(self._alone() if self._cluster is None else self._of(self._cluster)),
+            **(self._alone() if self._parts is None else self._of(self._parts)),
         }
 
     # --- the group ---------------------------------------------------------------------------------------
 
     def _participants(self) -> tuple[str, ...]:
         """Return node ids in rank order; () while there is no group."""
-        supervisor, cluster = self._supervisor, self._cluster
-        if cluster is None:
+        supervisor, parts = self._supervisor, self._parts
+        if parts is None:
             return (ALONE,) * (supervisor.group.world_size if supervisor.group is not None else 0)
-        serving = self._serving(cluster)
+        serving = self._serving(parts)
         return serving.participants if serving is not None else ()
 
-    def _serving(self, cluster: NodeLoop) -> Serving | None:
+    def _serving(self, parts: AgentParts) -> Serving | None:
         """Return a report of the group whose epoch this node shows."""
-        mine = cluster.controller.serving()
-        told = [*([mine] if mine is not None else []), *cluster.peer_info.servings.values()]
+        mine = parts.controller.serving()
+        told = [*([mine] if mine is not None else []), *parts.node.peer_info.servings.values()]
         mentioned = [each for each in told if each.epoch == self._supervisor.epoch and each.participants]
         return mentioned[0] if mentioned else None
 
@@ -96,8 +96,8 @@ class Observer:
 
     def _fabric(self, participants: Sequence[str], kind: str) -> Json | None:
         """Return the best known time of a collective: measured for this group, or from the last proof."""
-        cluster = self._cluster
-        if cluster is not None and (found := cluster.fabric_bench.of(tuple(participants), kind)) is not None:
+        parts = self._parts
+        if parts is not None and (found := parts.results.of(tuple(participants), kind)) is not None:
             return _measured(found)
         pongs = self._supervisor.ranks.pongs if self._supervisor.ranks is not None else {}
         slowest_us = max((pong.collective_us for pong in pongs.values()), default=0)
@@ -117,7 +117,7 @@ class Observer:
 
     def _model_bytes(self) -> int | None:
         """Return the disk size of the weights of the model that is served, or about to be."""
-        source = self._cluster.model.source if self._cluster is not None else self._supervisor.desired
+        source = self._parts.model.source if self._parts is not None else self._supervisor.desired
         return _weights(source.path) if source is not None else None
 
     def _speed(self) -> Json:
@@ -151,42 +151,40 @@ class Observer:
         return {"cluster": None, "coordinator": None, "problem": None, "waiting": None,
                 "desired": desired, "coming": [], "links": [], "nodes": [node]}  # fmt: skip
 
-    def _of(self, cluster: NodeLoop) -> Json:
-        desired, claim = cluster.leadership.desired, cluster.leadership.claim
+    def _of(self, parts: AgentParts) -> Json:
+        desired, claim = parts.node.leadership.desired, parts.node.leadership.claim
         return {
-            "cluster": cluster.identity.cluster_id,
+            "cluster": parts.node.identity.cluster_id,
             "coordinator": claim.node_id or None,
-            "problem": cluster.problem or None,
-            "waiting": cluster.waiting or None,
+            "problem": parts.node.introduction.problem or None,
+            "waiting": parts.node.leadership.waiting or None,
             "desired": {"model": desired.model, "nodes": desired.nodes},
-            "coming": cluster.selection.progress(),
-            "nodes": [self._node(cluster, node_id) for node_id in cluster.leadership.roster.members()],
-            "links": links(
-                cluster.controller.topology(), self._present(cluster), cluster.round_trips.between
-            ),
+            "coming": parts.selection.progress(),
+            "nodes": [self._node(parts, node_id) for node_id in parts.node.leadership.roster.members()],
+            "links": links(parts.controller.topology(), self._present(parts), parts.round_trips.between),
         }
 
-    def _present(self, cluster: NodeLoop) -> list[str]:
-        return [member.node_id for member in cluster.controller.members()]
+    def _present(self, parts: AgentParts) -> list[str]:
+        return [member.node_id for member in parts.controller.members()]
 
-    def _node(self, cluster: NodeLoop, node_id: str) -> Json:
-        machine = cluster.peer_info.machines.get(node_id)
-        here = node_id == cluster.node_id
-        model = cluster.model.status if here else cluster.peer_info.models.get(node_id)
-        link = cluster.links.to(node_id)
+    def _node(self, parts: AgentParts, node_id: str) -> Json:
+        machine = parts.node.peer_info.machines.get(node_id)
+        here = node_id == parts.node.node_id
+        model = parts.model.status if here else parts.node.peer_info.models.get(node_id)
+        link = parts.node.links.to(node_id)
         return {
             "node_id": node_id,
-            "name": cluster.name_of(node_id),
-            "state": str(cluster.membership.status_of(node_id).state),
+            "name": parts.node.name_of(node_id),
+            "state": str(parts.node.membership.status_of(node_id).state),
             "self": here,
-            "coordinator": node_id == cluster.leadership.claim.node_id,
-            "draining": node_id in cluster.leadership.draining,
+            "coordinator": node_id == parts.node.leadership.claim.node_id,
+            "draining": node_id in parts.node.leadership.draining,
             "address": link.remote if link is not None else None,
             "chip": machine.chip or None if machine is not None else None,
             "memory_bytes": machine.memory_bytes or None if machine is not None else None,
             "notes": list(machine.notes) if machine is not None else [],
             "model_problem": model.problem or None if model is not None else None,
-            "model_progress": cluster.transfers.progress_text(cluster.leadership.desired.model, node_id)
+            "model_progress": parts.transfers.progress_text(parts.node.leadership.desired.model, node_id)
             or None,
         }
 

@@ -192,7 +192,7 @@ def leave(
     as_json: AsJson = False,
 ) -> None:
     """Remove this Mac from its cluster. A running agent informs the others, and ends."""
-    from ..cluster import saved_state
+    from ..cluster import state_file
     from ..identity.store import Store
 
     folder = home_of(home)
@@ -204,7 +204,7 @@ def leave(
         identity = Store(folder).load() if Store(folder).folder.exists() else None
         if identity is None or identity.membership is None:
             raise UserError(f"{folder} belongs to no cluster") from None
-        alone = set(saved_state.load(folder)[0].beliefs.roster.members()) == {identity.node_id}
+        alone = set(state_file.load(folder)[0].beliefs.roster.members()) == {identity.node_id}
         if identity.authority is not None and not alone and not force:
             raise UserError(
                 "this Mac founded its cluster and alone can let others in; `mlxtp cluster leave --force` "

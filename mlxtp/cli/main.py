@@ -191,21 +191,19 @@ async def _serve(agent: Agent, settings: Settings) -> None:
     from ..identity.store import Store
 
     log = logging.getLogger("mlxtp")
-    if agent.founded and agent.cluster is not None:
+    if agent.founded and agent.parts is not None:
         # A log file has more readers than a terminal.
-        token = (
-            "TOKEN, from `mlxtp token`" if settings.log_file else await agent.cluster.token_issuing.token()
-        )
+        token = "TOKEN, from `mlxtp token`" if settings.log_file else await agent.parts.tokens.token()
         log.info("another Mac joins with: mlxtp node --join %s", token)
     try:
         await agent.wait_ready()
     except MlxtpError as error:
         # The agent outlives its ranks, and continues to report why there is no model. An agent that runs
         # alone, and whose first model cannot be loaded, has nothing else to do.
-        if agent.cluster is None and not isinstance(error, GroupError):
+        if agent.parts is None and not isinstance(error, GroupError):
             raise
         log.error("%s; %s/health tells more", error.detail, agent.url)
-    if agent.supervisor.state is ServingState.READY and agent.cluster is None:
+    if agent.supervisor.state is ServingState.READY and agent.parts is None:
         group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)
         size = group.world_size if group is not None else 0
         log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, agent.url)

@@ -62,7 +62,7 @@ class Roster:
     """Members of the cluster, and removed ones: one entry for each key fingerprint, in their order.
 
     A removed key stays removed, even if another version of its entry differs. An entry's version is that of
-    the whole roster when it was written, so versions order members by age. `roster_proofs` judges signatures.
+    the whole roster when it was written, so versions order members by age. `roster` judges signatures.
     """
 
     entries: tuple[RosterEntry, ...] = ()

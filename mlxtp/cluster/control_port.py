@@ -1,4 +1,4 @@
-"""The control port: it accepts members and joiners."""
+"""The control port: it accepts members and joiners. Join tokens, which any Mac requests and one issues."""
 
 from __future__ import annotations
 
@@ -9,26 +9,111 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from ..discovery.addresses import host_and_port
 from ..discovery.mdns import addresses_up
-from ..errors import ConfigError, MlxtpError
-from ..gateway.remote_backend import serve_requests
+from ..errors import ConfigError, LinkError, MlxtpError, UserError
 from ..identity.join_network import answer_joiner
 from ..identity.join_protocol import Host, redirect
-from ..identity.join_token import TokenIssuer
-from ..identity.store import Identity, Store
+from ..identity.join_token import TokenIssuer, read_token
 from ..wire.blocking import listen
 from ..wire.certificates import NodeIdentity, authority_hash
+from ..wire.cluster_messages import TokenIssued, TokenWanted
 from ..wire.peer_messages import MAX_ADDRESS, MAX_ADDRESSES, MAX_PEERS, NONCE_BYTES, JoinOffer
-from ..wire.tls import ALPN_CONTROL, ALPN_REQUESTS, Peer, member_context_server
+from ..wire.tls import ALPN_CONTROL, ALPN_REQUESTS, Credentials, Peer, member_context_server
 from ..wire.tls_acceptor import TlsAcceptor
-from .node import NodeLoop
+from .links import ControlLink
+from .node import ClusterNode
 
 log = logging.getLogger(__name__)
 
+ANSWER_S = 5.0
 SECRET_BYTES = 16
+
+
+class TokenIssuing:
+    """Requests and issues join tokens. `issuer` is None on Macs that cannot issue them."""
+
+    def __init__(self, node: ClusterNode) -> None:
+        self.issuer: TokenIssuer | None = None
+        self._node = node
+        identity = node.identity
+        if identity.authority is not None and identity.membership is not None:
+            self.issuer = TokenIssuer(identity.cluster_id, authority_hash(identity.membership.authority))
+            node.enrolment.on_change(self._void)
+        node.links.on(self._issue, TokenWanted)
+
+    async def token(self) -> str:
+        """Return a new join token, from the Mac that can issue one. Raises UserError when none can now."""
+        if self.issuer is not None:
+            return self._made(self.issuer, "")
+        node = self._node
+        founder = node.peer_info.authority
+        if founder and founder not in node.leadership.roster.members():
+            raise UserError(
+                "the Mac that founded this cluster has left it, so no Mac can join it; found a new cluster"
+            )
+        if founder not in node.links.nodes():
+            who = node.name_of(founder) if founder else "the Mac that founded this cluster"
+            raise UserError(
+                f"only {who} can issue join tokens, and it is away; start it, or run this command there"
+            )
+        wanted = TokenWanted(secrets.token_bytes(16))
+        try:
+            issued = await node.links.ask(founder, wanted, TokenIssued, ANSWER_S)
+        except LinkError:
+            raise UserError(f"{node.name_of(founder)} did not reply; try again") from None
+        if not issued.token:
+            raise UserError(issued.problem)
+        return self._checked(issued.token, founder)
+
+    def _checked(self, text: str, founder: str) -> str:
+        """Return the token as it is written here. Raises UserError for one that is not of this cluster."""
+        membership = self._node.identity.membership
+        assert membership is not None
+        with contextlib.suppress(ConfigError):
+            token = read_token(text)
+            if (token.cluster_id, token.authority_hash) == (
+                membership.cluster_id,
+                authority_hash(membership.authority),
+            ):
+                return token.text()
+        name = self._node.name_of(founder)
+        raise UserError(
+            f"{name} replied with something else than a join token of this cluster; do not trust that Mac"
+        )
+
+    def _made(self, issuer: TokenIssuer, asked_by: str) -> str:
+        """Return a new join token. `asked_by` is the member that requested it; empty for this one.
+
+        Raises UserError when too many tokens are open.
+        """
+        asked_by = asked_by or self._node.node_id
+        return issuer.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic(), asked_by).text()
+
+    def _void(self) -> None:
+        """Void the tokens that removed members requested."""
+        if self.issuer is not None:
+            self.issuer.keep(self._node.leadership.roster.members())
+
+    def _issue(self, link: ControlLink, wanted: TokenWanted) -> None:
+        token, problem = "", "this Mac cannot issue join tokens"
+        if self.issuer is not None:
+            try:
+                token, problem = self._made(self.issuer, link.node_id), ""
+                log.info("%s requested a join token", self._node.name_of(link.node_id))
+            except UserError as error:
+                problem = error.detail
+        with contextlib.suppress(MlxtpError):
+            self._node.links.send(link.node_id, TokenIssued(wanted.nonce, token, problem))
+
+
+# --- the port --------------------------------------------------------------------------------------------
+
+
+#: Serves the requests link of a member until it ends.
+ServeRequests = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def check_interface(address: str) -> None:
@@ -63,33 +148,26 @@ def bind_control(host: str, port: int) -> socket.socket:
 class ControlPort:
     """Accepts control and requests links from members. Admits joiners where the authority's key is."""
 
-    def __init__(self, sock: socket.socket, store: Store, identity: Identity, cluster: NodeLoop) -> None:
-        self._identity = identity
-        self._cluster = cluster
-        assert identity.membership is not None
-        self._membership = identity.membership
-        self._issuer: TokenIssuer | None = None
-        if identity.authority is not None:
-            self._issuer = TokenIssuer(identity.cluster_id, authority_hash(identity.membership.authority))
-            cluster.token_issuing.issuer = self.token
+    def __init__(
+        self,
+        sock: socket.socket,
+        credentials: Credentials,
+        node: ClusterNode,
+        tokens: TokenIssuing,
+        serve_requests: ServeRequests,
+    ) -> None:
+        self._node = node
+        self._tokens = tokens
+        self._serve_requests = serve_requests
         self._requests: dict[asyncio.StreamWriter, NodeIdentity] = {}
-        cluster.on_roster = self._cut_removed
-        cluster.on_gone = self._cut_gone
+        node.enrolment.on_change(self._cut_removed)
+        node.links.on_lost(self._cut_gone)
         self._acceptor = TlsAcceptor(
             sock,
-            member_context_server(store.credentials),
+            member_context_server(credentials),
             self._welcome,
             belongs=lambda identity: not self._is_removed(identity),
         )
-
-    def token(self, asked_by: str = "") -> str:
-        """Return a new join token. `asked_by` is the member that requested it; empty for this one.
-
-        Raises UserError when too many tokens are open.
-        """
-        assert self._issuer is not None
-        asked_by = asked_by or self._identity.node_id
-        return self._issuer.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic(), asked_by).text()
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -99,28 +177,26 @@ class ControlPort:
         if peer.identity is None:
             await self._join(reader, writer, peer.address)
         elif peer.alpn == ALPN_CONTROL:
-            await self._cluster.links.called(reader, writer, peer.identity)
+            await self._node.links.called(reader, writer, peer.identity)
         elif peer.alpn == ALPN_REQUESTS and self._may_ask(peer.identity):
             self._requests[writer] = peer.identity
             try:
-                await serve_requests(reader, writer, self._cluster.supervisor.gateway)
+                await self._serve_requests(reader, writer)
             finally:
                 del self._requests[writer]
 
     def _is_removed(self, identity: NodeIdentity) -> bool:
-        return self._cluster.leadership.roster.removed(identity.fingerprint)
+        return self._node.leadership.roster.removed(identity.fingerprint)
 
     def _may_ask(self, identity: NodeIdentity) -> bool:
         """Return True when a member may send requests. Only a control link shows that a member vanished."""
-        return not self._is_removed(identity) and identity.node_id in self._cluster.links.nodes()
+        return not self._is_removed(identity) and identity.node_id in self._node.links.nodes()
 
     def _cut_removed(self) -> None:
-        """End the requests of a removed node, and void the tokens that it requested."""
+        """End the requests of a removed node."""
         self._cut(self._is_removed)
-        if self._issuer is not None:
-            self._issuer.keep(self._cluster.leadership.roster.members())
 
-    def _cut_gone(self, node_id: str) -> None:
+    def _cut_gone(self, node_id: str, _why: str) -> None:
         """End the requests of a node that vanished: no client reads the replies."""
         self._cut(lambda identity: identity.node_id == node_id)
 
@@ -138,36 +214,35 @@ class ControlPort:
             return
         if admitted is not None:
             with contextlib.suppress(MlxtpError):
-                self._cluster.admit(
+                self._node.enrolment.admit(
                     admitted.node_id, admitted.name, admitted.fingerprint, by=admitted.by, address=at
                 )
 
     def _offer(self, joiner_at: str) -> Host | JoinOffer:
-        cluster, nonce = self._cluster, secrets.token_bytes(NONCE_BYTES)
-        authority = self._identity.authority
-        if authority is None or self._issuer is None:
-            founder = cluster.peer_info.authority
-            link = cluster.links.to(founder)
+        node, nonce = self._node, secrets.token_bytes(NONCE_BYTES)
+        authority, membership = node.identity.authority, node.identity.membership
+        assert membership is not None
+        if authority is None or self._tokens.issuer is None:
+            founder = node.peer_info.authority
+            link = node.links.to(founder)
             near = link.remote if link is not None else ""
-            at = sorted(_sendable(cluster, founder), key=lambda address: not address.startswith(f"{near}:"))
-            name = cluster.name_of(founder) if founder else "the Mac that founded this cluster"
-            return redirect(self._membership.authority, nonce, name, tuple(at[:MAX_ADDRESSES]))
-        members = {
-            node_id: entry.fingerprint for node_id, entry in cluster.leadership.roster.members().items()
-        }
-        peers = tuple(address for node in members for address in _sendable(cluster, node))
+            at = sorted(_sendable(node, founder), key=lambda address: not address.startswith(f"{near}:"))
+            name = node.name_of(founder) if founder else "the Mac that founded this cluster"
+            return redirect(membership.authority, nonce, name, tuple(at[:MAX_ADDRESSES]))
+        members = {node_id: entry.fingerprint for node_id, entry in node.leadership.roster.members().items()}
+        peers = tuple(address for each in members for address in _sendable(node, each))
         return Host(
             authority,
-            self._membership.certificate,
-            self._issuer,
+            membership.certificate,
+            self._tokens.issuer,
             nonce,
             members=members,
-            peers=(*cluster.addresses, *peers)[:MAX_PEERS],
+            peers=(*node.introduction.addresses(), *peers)[:MAX_PEERS],
             address=joiner_at,
         )
 
 
-def _sendable(cluster: NodeLoop, node_id: str) -> tuple[str, ...]:
+def _sendable(node: ClusterNode, node_id: str) -> tuple[str, ...]:
     """Return the addresses of a node that fit into an offer. An invalid one must not keep joiners out."""
-    addresses = cluster.peer_info.addresses.get(node_id, ())
+    addresses = node.peer_info.addresses.get(node_id, ())
     return tuple(each for each in addresses if len(each) <= MAX_ADDRESS and host_and_port(each))

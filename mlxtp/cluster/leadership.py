@@ -20,6 +20,7 @@ from .failure_detector import Change, ChangeCause, Duplicate, MemberState, Membe
 from .membership import Membership
 from .reconcile import Action, ClusterView, GroupPlan, RunningEpoch, Wait, decide
 
+NOTHING_WANTED = "no model is configured; run `mlxtp serve MODEL`"
 #: Counters grow by ones. A node that is this far ahead is broken, and leaves no room to count on.
 LEAP = 1 << 32
 
@@ -99,6 +100,7 @@ class Leadership:
         self.overfull = False  #: True once a node has reported more members than a cluster can have.
         self._hold(kept.roster)
         self.epoch = kept.epoch
+        self.waiting = ""  #: Reason why there is no group yet, of the last decision.
         self._floor = kept.claim.term
         self._following = _Following(at=now)
         self._started = now
@@ -281,6 +283,9 @@ class Leadership:
     def decide(self, membership: Membership, situation: Situation, now: float) -> Action:
         """Return the next action, see `reconcile.decide`."""
         action = decide(self.view(membership, situation, now))
+        self.waiting = "" if self.desired.model else NOTHING_WANTED
+        if isinstance(action, Wait):
+            self.waiting = action.reason
         if not (isinstance(action, Wait) and action.for_requests):
             self._waiting_since = None
         elif self._waiting_since is None:

@@ -7,7 +7,10 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
 from typing import Protocol as Interface
 
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
@@ -59,13 +62,14 @@ class ControlLink:
         self._end.close(goodbye)
 
 
-class LinkEvents(Interface):
-    """Receiver of events of links. Its methods must not raise."""
+class LinkGate(Interface):
+    """Judge of links: which are open, and which of them count. Its methods must not raise."""
 
     def opened(self, link: ControlLink) -> bool:
         """Take in a welcomed peer. Return False to reject the link after all."""
 
-    def received(self, link: ControlLink, message: Message) -> None: ...
+    def counts(self, number: int) -> bool:
+        """Return True if messages of this link count."""
 
     def closed(self, link: ControlLink, why: str, goodbye: bool) -> None:
         """Note the end of a link. Called exactly once after `opened` returned True."""
@@ -115,20 +119,129 @@ class _End:
         self.connection.close()
 
 
-class PeerLinks:
-    """All control links of this agent."""
+@dataclass(slots=True, eq=False)
+class _OpenRequest:
+    node_id: str
+    nonce: bytes
+    reply: type[Message]
+    answer: asyncio.Future[Any]
 
-    def __init__(
-        self, node_id: str, hello: Callable[[], AgentHello], judge: Judge, events: LinkEvents
-    ) -> None:
+
+class _OpenRequests:
+    """Requests to other agents, each with one reply that carries the same nonce."""
+
+    def __init__(self) -> None:
+        self._open: set[_OpenRequest] = set()
+
+    @contextlib.contextmanager
+    def register(self, node_id: str, request: Any, reply: type[Message]) -> Iterator[asyncio.Future[Any]]:
+        """Keep a request open. The future has the reply, or a LinkError when the node's last link ends."""
+        kept = _OpenRequest(node_id, request.nonce, reply, asyncio.get_running_loop().create_future())
+        self._open.add(kept)
+        try:
+            yield kept.answer
+        finally:
+            self._open.discard(kept)
+            kept.answer.cancel()
+
+    def received(self, node_id: str, message: Message) -> None:
+        """Complete the request that this message replies to, if it is a reply to one."""
+        for each in self._open:
+            if (
+                isinstance(message, each.reply)
+                and (node_id, getattr(message, "nonce", None)) == (each.node_id, each.nonce)
+                and not each.answer.done()
+            ):
+                each.answer.set_result(message)
+
+    def lost(self, node_id: str) -> None:
+        """Fail the requests to a node whose last link has ended."""
+        for each in self._open:
+            if each.node_id == node_id and not each.answer.done():
+                each.answer.set_exception(LinkError("its link ended", Code.LINK_LOST))
+
+
+A = TypeVar("A", bound=Message)
+
+
+class PeerLinks:
+    """All control links of this agent.
+
+    Parts register handlers: `on` for messages of some types, `on_up` for new links, `on_lost` for nodes whose
+    last link has ended. Handlers run in the order of their registration. A handler that raises MlxtpError
+    ends the link whose message it was given.
+    """
+
+    def __init__(self, node_id: str, hello: Callable[[], AgentHello], judge: Judge, gate: LinkGate) -> None:
         self._node_id = node_id
         self._hello = hello
         self._judge = judge
-        self._events = events
+        self._gate = gate
         self._numbers = itertools.count(1)
         self._links: dict[int, ControlLink] = {}
         self._readers: set[asyncio.Task[None]] = set()
         self._logged: dict[tuple[str, str], float] = {}
+        self._handlers: defaultdict[type[Message], list[Callable[[ControlLink, Any], None]]] = defaultdict(
+            list
+        )
+        self._on_up: list[Callable[[ControlLink], None]] = []
+        self._on_lost: list[Callable[[str, str], None]] = []
+        self._requests = _OpenRequests()
+
+    def on(self, handler: Callable[[ControlLink, Any], None], *kinds: type[Message]) -> None:
+        """Have `handler` called with each message of these types, and the link that it came over."""
+        for kind in kinds:
+            self._handlers[kind].append(handler)
+
+    def on_up(self, handler: Callable[[ControlLink], None]) -> None:
+        """Have `handler` called with each new link, for instance to send this node's state over it."""
+        self._on_up.append(handler)
+
+    def on_lost(self, handler: Callable[[str, str], None]) -> None:
+        """Have `handler` called with the id of a node whose last link has ended, and the reason."""
+        self._on_lost.append(handler)
+
+    async def ask(self, node_id: str, request: Message, reply: type[A], within_s: float) -> A:
+        """Return a node's reply to a request. Both carry the same `nonce`.
+
+        Raises LinkError when there is no link, when it ends meanwhile, or after `within_s` seconds.
+        """
+        with self._requests.register(node_id, request, reply) as answer:
+            self.send(node_id, request)
+            try:
+                async with asyncio.timeout(within_s):
+                    found: A = await answer
+            except TimeoutError:
+                raise LinkError("it did not reply", Code.LINK_TIMEOUT) from None
+        return found
+
+    def up(self, link: ControlLink) -> bool:
+        """Take in a new link. Return False if the gate rejects it."""
+        self._links[link.number] = link
+        if not self._gate.opened(link):
+            self._links.pop(link.number, None)
+            return False
+        for handler in self._on_up:
+            with contextlib.suppress(MlxtpError):  # the link has just ended, which its reader reports
+                handler(link)
+        return True
+
+    def received(self, link: ControlLink, message: Message) -> None:
+        """Dispatch a peer's message, if its link counts."""
+        if not self._gate.counts(link.number):
+            return
+        self._requests.received(link.node_id, message)
+        for handler in self._handlers.get(type(message), ()):
+            handler(link, message)
+
+    def down(self, link: ControlLink, why: str, goodbye: bool) -> None:
+        """Take in the end of a link."""
+        self._links.pop(link.number, None)
+        self._gate.closed(link, why, goodbye)
+        if link.node_id not in self.nodes():
+            self._requests.lost(link.node_id)
+            for handler in self._on_lost:
+                handler(link.node_id, why)
 
     def to(self, node_id: str) -> ControlLink | None:
         """Return the link to a node. Of two links, both ends choose the one that the smaller id dialled."""
@@ -212,9 +325,7 @@ class PeerLinks:
 
     async def _live(self, end: _End, hello: AgentHello, identity: NodeIdentity) -> None:
         link = ControlLink(next(self._numbers), hello, identity, end)
-        self._links[link.number] = link
-        if not self._events.opened(link):
-            del self._links[link.number]
+        if not self.up(link):
             link.close()  # no goodbye: the other end would conclude that this agent stops
             return
         why, goodbye = "closed", False
@@ -226,7 +337,7 @@ class PeerLinks:
                         why, goodbye = "its agent stopped", True
                     else:
                         why = message.detail if isinstance(message, Error) else why
-                        self._events.received(link, message)
+                        self.received(link, message)
                 if end.connection.protocol.state in TERMINAL:
                     break  # that was its last message, even if it keeps the connection open
                 if not (batch := await end.connection.receive()):
@@ -235,9 +346,8 @@ class PeerLinks:
         except MlxtpError as error:
             why = error.detail
         finally:
-            del self._links[link.number]
             end.close(goodbye=False)
-            self._events.closed(link, why, goodbye)
+            self.down(link, why, goodbye)
 
     async def close(self) -> None:
         """End every link with a goodbye."""

@@ -1,42 +1,36 @@
 """Collection of the doctor's facts about this machine: all at once, each with a time limit.
 
-`Checkup` is what a command finds out by itself, where no agent runs. `AgentCheckup` runs within an agent,
+`Checkup` is what a command finds out by itself, where no agent runs. `admin.checkup` runs within an agent,
 which sees the network as a service does and has links to the other members.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import resource
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from zeroconf import Error as ZeroconfError
 
-from ..api.endpoint import Endpoint
 from ..api.https_certificates import here_and_now
 from ..api.server import bind
-from ..cluster.node import NodeLoop
-from ..cluster.saved_state import SavedState
+from ..cluster.state_file import SavedState
 from ..config import Settings, is_loopback
 from ..discovery.addresses import SERVICE
-from ..discovery.dialer import Dialer
 from ..discovery.mdns import Network
 from ..gateway.admission import look_at_memory
-from ..gateway.gateway import Gateway
 from ..placement import hardware
 from ..placement import probe_macos as probes
 from ..placement.hardware import RunProbe, run_as_self, run_command
 from ..placement.probe_output import Output
 from ..wire.blocking import listen
-from ..wire.cluster_messages import ModelStatus
 from ..wire.reports import Machine
-from . import failure_store, local_facts
+from . import local_facts
 from .facts import (
     AgentFacts,
     ClockFacts,
@@ -262,127 +256,6 @@ class Checkup:
 
     async def _ask(self, program: str, *arguments: str) -> Output:
         return await self._run(program, arguments, probes.ASK_S)
-
-
-class Epochs(Protocol):
-    """The part of a `Supervisor` that the doctor reads."""
-
-    proof: str
-
-    @property
-    def gateway(self) -> Gateway:
-        """Gateway of the requests."""
-
-    @property
-    def in_epoch(self) -> bool:
-        """True while ranks of an own epoch run."""
-
-
-class AgentCheckup(Checkup):
-    """Facts visible to an agent. An agent that runs alone has no `cluster` and no `dialer`.
-
-    `left_wired` describes memory that ended ranks left wired; empty for none.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        supervisor: Epochs,
-        endpoint: Endpoint,
-        cluster: NodeLoop | None = None,
-        dialer: Dialer | None = None,
-        *,
-        left_wired: Callable[[], str],
-    ) -> None:
-        super().__init__(settings)
-        self._supervisor = supervisor
-        self._endpoint = endpoint
-        self._left_wired = left_wired
-        self._cluster = cluster
-        self._dialer = dialer
-        self._busy = asyncio.Lock()
-
-    async def report(self) -> Json:
-        async with self._busy:  # one at a time: each report connects to all members
-            return await super().report()
-
-    def _agent(self) -> AgentFacts:
-        supervisor, cluster = self._supervisor, self._cluster
-        health = supervisor.gateway.health()
-        model = next(iter(supervisor.gateway.models()), None)
-        hosted = cluster is not None and cluster.hosted_rank.epoch > 0
-        return AgentFacts(
-            runs_here=True,
-            url=self._endpoint.url,
-            pid=os.getpid(),
-            state=str(health.state),
-            reason=health.reason or "",
-            problem_of_cluster=cluster.problem if cluster is not None else "",
-            waiting=cluster.waiting if cluster is not None else "",
-            left_out=tuple(cluster.controller.left_out_lines()) if cluster is not None else (),
-            proof=supervisor.proof,
-            model=model.id if model is not None else "",
-            has_rank=supervisor.in_epoch or hosted,
-            keep_awake=self._settings.keep_awake,
-            left_wired=self._left_wired(),
-            failures=len(list((self._settings.home / failure_store.FOLDER).glob(failure_store.PATTERN))),
-        )
-
-    def _model(self) -> ModelFacts:
-        if self._cluster is None:
-            return ModelFacts()
-        here = self._cluster.model
-        return ModelFacts(self._cluster.leadership.desired.model, here.fingerprint, here.problem)
-
-    async def _identity(self) -> IdentityFacts:
-        found = await super()._identity()
-        cluster = self._cluster
-        if cluster is None:
-            return replace(found, cluster_id="")
-        founder = cluster.peer_info.authority
-        return replace(
-            found,
-            authority=cluster.name_of(founder) if founder else "",
-            authority_linked=founder in cluster.links.nodes(),
-        )
-
-    def _ports(self) -> tuple[PortFacts, ...]:
-        cluster = self._cluster
-        told = [("endpoint", "--http", self._endpoint.url.rpartition("/")[2])]
-        told += [("control port", "--control", each) for each in (cluster.addresses if cluster else ())[:6]]
-        return tuple(PortFacts(name, flag, address, ours=True) for name, flag, address in told)
-
-    async def _heard(self) -> tuple[bool, str, tuple[str, ...]]:
-        dialer = self._dialer
-        if dialer is None or not self._settings.discovery:
-            return False, "", ()
-        return True, dialer.trouble, tuple(sorted(each.name for each in dialer.sightings))
-
-    async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
-        cluster = self._cluster
-        if cluster is None:
-            return ()
-        others = [each for each in cluster.leadership.roster.members() if each != cluster.node_id]
-        remembered = cluster.peers()
-        found = [cluster.peer_info.addresses.get(each) or remembered.get(each, ()) for each in others]
-        tried = await asyncio.gather(*map(attempts, found))
-        linked = cluster.links.nodes()
-        called = {link.node_id for link in cluster.links.links() if not link.dialled}
-        heard = {each.node_id for each in self._dialer.sightings} if self._dialer is not None else set()
-        models = {each: cluster.peer_info.models.get(each) or ModelStatus(0, "", "") for each in others}
-        return tuple(
-            MemberFacts(
-                name=cluster.name_of(node_id),
-                state=str(cluster.membership.status_of(node_id).state),
-                linked=node_id in linked,
-                heard=node_id in heard,
-                ours=local_facts.shared(ours, machine),
-                called=node_id in called,
-                fingerprint=models[node_id].fingerprint,
-                model_problem=models[node_id].problem,
-            )
-            for node_id, ours in zip(others, tried, strict=True)
-        )
 
 
 def _alone(settings: Settings) -> bool:

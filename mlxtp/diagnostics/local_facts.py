@@ -24,7 +24,7 @@ from cryptography import x509
 from ..api.api_keys import KeyFile
 from ..api.endpoint import NEVER
 from ..api.https_certificates import OWN_CERTIFICATE
-from ..cluster.saved_state import FILE, SavedState, from_text
+from ..cluster.state_file import FILE, SavedState, from_text
 from ..config import Settings, is_loopback, resolve_settings
 from ..discovery.addresses import host_and_port
 from ..discovery.mdns import addresses_up, send_something

@@ -142,11 +142,9 @@ class Gateway:
         self._admission_hold = ""
         #: Tokens from rank 0 for requests of this gateway; on the Mac of rank 0, for all requests.
         self.confirmed_tokens = 0
-        #: Returns the name of another Mac of the group that is short of memory; empty for none.
-        self.elsewhere: Callable[[], str] = lambda: ""
-        self.switch: ModelSwitch = NoModelSwitch()
-        #: Called when a model becomes available for requests.
-        self.on_serving: Callable[[], None] = lambda: None
+        self._elsewhere: Callable[[], str] = lambda: ""
+        self._switch: ModelSwitch = NoModelSwitch()
+        self._on_serving: Callable[[], None] = lambda: None
         #: The reason why new requests are refused. Open ones continue, from group to group if need be.
         self.closing = ""
         self.meter: RequestMeter = NoRequestMeter()  #: Counts the requests of local clients.
@@ -168,7 +166,15 @@ class Gateway:
         self._handover = None
         self._served, self.load_s = model, load_s
         self._take_up()
-        self.on_serving()
+        self._on_serving()
+
+    def switch_models(self, switch: ModelSwitch, on_serving: Callable[[], None]) -> None:
+        """Have requests name models that `switch` loads. Call `on_serving` when a model is available."""
+        self._switch, self._on_serving = switch, on_serving
+
+    def mind_memory(self, elsewhere: Callable[[], str]) -> None:
+        """Refuse requests also while `elsewhere` returns the name of a Mac that is short of memory."""
+        self._elsewhere = elsewhere
 
     def detach(self) -> None:
         """Take no new requests for now; open ones stay with their backend."""
@@ -315,13 +321,13 @@ class Gateway:
         return self._text
 
     def shortage(self) -> RequestError | None:
-        return short_of_memory(self._bounds, self._memory(), self.elsewhere())
+        return short_of_memory(self._bounds, self._memory(), self._elsewhere())
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
-        return await self.switch.on_request()
+        return await self._switch.on_request()
 
     async def acquire_model(self, name: str | None, within_s: float = 0.0) -> ModelLease:
-        return await self.switch.acquire_model(name, within_s)
+        return await self._switch.acquire_model(name, within_s)
 
     def generate(self, request: Request) -> TokenStream:
         """Start a request; see `Backend.generate`."""
@@ -363,7 +369,7 @@ class Gateway:
             raise RequestError(self._admission_hold, Code.NOT_READY, status=503)
         open_ = [(request.generate.client, request.length) for request in self._requests]
         load = load_of(client, open_, self._bounds.request_tokens)
-        refused = refusal(self._bounds, load, prompt, self._memory(), self.elsewhere())
+        refused = refusal(self._bounds, load, prompt, self._memory(), self._elsewhere())
         if refused is not None:
             raise refused
         return self._backend

@@ -13,20 +13,35 @@ from functools import partial
 from ..cluster import reconcile
 from ..cluster.failure_detector import MemberState as Standing
 from ..cluster.leadership import Situation
+from ..cluster.links import ControlLink
+from ..cluster.node import BEAT_S, ClusterNode
+from ..cluster.peer_reports import MachineReports
 from ..cluster.reconcile import FormEpoch, RunningEpoch, TryGroup
-from ..cluster.surroundings import Surroundings
 from ..config import EMBEDDED_MODEL, Settings
 from ..errors import Code, GroupError, MlxtpError
 from ..models.inspect import ModelSource, is_hub_id, read_config, shape_in
+from ..models.local_model import LocalModel
 from ..placement.candidates import Candidate
 from ..placement.formation import FailedGroup, FailedGroups, links_of, preflight
 from ..placement.model_shape import ModelShape
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine, Topology
-from ..wire.cluster_messages import DesiredState, Prepare, Serving
+from ..wire.cluster_messages import (
+    DesiredState,
+    EpochEnded,
+    Prepare,
+    Prepared,
+    RankPong,
+    RankSide,
+    RankStarted,
+    RankTrouble,
+    Serving,
+)
 from ..wire.rdma import Matrix, flat
+from .fabric_results import FabricResults
 from .health import ServingState, of_the_model
-from .lifecycle import EpochPlan
+from .hosted_rank import HostedRank
+from .lifecycle import EpochPlan, Supervisor
 from .process_group import EpochGroup, ProcessGroup, RankEndpoint
 from .remote_rank import RankWord, RemoteRank
 from .trials import Trials
@@ -57,13 +72,24 @@ class _OwnedEpoch:
 class GroupController:
     """Implements `lifecycle.PlanSource`."""
 
-    def __init__(self, cluster: Surroundings) -> None:
-        self._cluster = cluster
+    def __init__(
+        self,
+        node: ClusterNode,
+        supervisor: Supervisor,
+        model: LocalModel,
+        results: FabricResults,
+        machines: MachineReports,
+    ) -> None:
+        self._node = node
+        self._supervisor = supervisor
+        self._model = model
+        self._results = results
+        self._machines = machines
         self._ready_for: asyncio.Future[EpochPlan] | None = None
         self._owned: _OwnedEpoch | None = None
         self._endpoints: dict[tuple[str, int], RemoteRank] = {}  #: By node id and epoch.
         self._failed = FailedGroups()
-        self._trials = Trials(cluster, self)
+        self._trials = Trials(node, supervisor, model, self)
         self._changed = asyncio.Event()
         self._shape: tuple[ModelSource, ModelShape] | None = None
         self._known: tuple[object, Placement | None, str] | None = None
@@ -71,6 +97,11 @@ class GroupController:
         self._seen: object = None
         #: The epoch of the hosted rank, and the boot id that its host had when it came.
         self._hosted_rank_for = (0, "")
+        node.links.on(self._received, Prepared, RankStarted, RankPong, RankTrouble, EpochEnded, RankSide)
+        results.on_change(self._remeasured)
+        node.links.on_up(self._greet)
+        node.links.on_lost(self._lost)
+        node.rounds.every(BEAT_S, self._report)
 
     # --- for the supervisor --------------------------------------------------------------------------
 
@@ -78,11 +109,11 @@ class GroupController:
         """Wait until this node has to form an epoch."""
         if self._owned is not None and self._owned.placement.backend == "jaccl":
             # JACCL forms even with a cable out, between any ranks.
-            await self._cluster.read_machine_now(self._owned.form.plan.ranks)
+            await self._machines.read_machine_now(self._owned.form.plan.ranks)
         self._let_go()
         await self._trials.stop()
         self._ready_for = asyncio.get_running_loop().create_future()
-        self._cluster.changed()
+        self._node.changed()
         try:
             return await self._ready_for
         finally:
@@ -92,7 +123,7 @@ class GroupController:
         """Wait until the members or the desired state are different from now."""
         self._let_go()
         self._changed.clear()
-        self._cluster.changed()
+        self._node.changed()
         await self._changed.wait()
 
     def failed(self, error: MlxtpError, formed: bool) -> bool:
@@ -127,7 +158,7 @@ class GroupController:
             "%s on %s %s: %s; %s serves instead. The next try is in %.0f s, or when cables, ports or "
             "versions change",
             chosen.title,
-            " + ".join(map(self._cluster.name_of, chosen.ranks)),
+            " + ".join(map(self._node.name_of, chosen.ranks)),
             what,
             error.detail,
             placement.chosen.title,
@@ -147,7 +178,7 @@ class GroupController:
         """Return one sentence for each group that is left out, for users."""
         lines = []
         for each, left_s in self.left_out():
-            names = " + ".join(sorted(map(self._cluster.name_of, each.nodes)))
+            names = " + ".join(sorted(map(self._node.name_of, each.nodes)))
             lines.append(
                 f"{each.kind} on {names} is left out: {each.reason}. The next try is in {left_s:.0f} s"
             )
@@ -167,12 +198,15 @@ class GroupController:
         if mine is not None:
             self.release_endpoints(mine.form.number)
         if last is not None:
-            self._cluster.links.broadcast(last)
+            self._node.links.broadcast(last)
 
     # --- decisions -----------------------------------------------------------------------------------
 
-    def situation(self) -> Situation:
-        """Return the part of the situation that `Leadership.decide` cannot know by itself."""
+    def situation(self, hosted: HostedRank) -> Situation:
+        """Return the part of the situation that `Leadership.decide` cannot know by itself.
+
+        `hosted` is the rank that this machine runs for another coordinator.
+        """
         self._notice_changes()
         placement, why = self.placement()
         best = None
@@ -181,7 +215,7 @@ class GroupController:
         if placement is not None and chosen is not None:
             proven = self._trials.is_over(chosen)
             best = reconcile.GroupPlan(placement.ranks, self._key(placement), placement.backend, proven)
-        elif self._cluster.model.problem and (others := self._others_with_model()):
+        elif self._model.problem and (others := self._others_with_model()):
             best = reconcile.GroupPlan(
                 (min(others),), (0.0, 0.0)
             )  # it is to coordinate, and will plan for itself
@@ -189,63 +223,63 @@ class GroupController:
         return Situation(
             hold_until=hold_until,
             hold=hold,
-            running=self._running(),
-            others=tuple(filter(None, map(self._as_running, self._cluster.peer_info.servings.items()))),
+            running=self._running(hosted),
+            others=tuple(filter(None, map(self._as_running, self._node.peer_info.servings.items()))),
             plan=best,
             refusal=why,
         )
 
     def _others_with_model(self) -> list[str]:
         """Return the members that are present and have the model, which this node lacks."""
-        cluster = self._cluster
+        node = self._node
         return [
             node_id
-            for node_id, told in cluster.peer_info.models.items()
-            if node_id not in cluster.leadership.draining
+            for node_id, told in node.peer_info.models.items()
+            if node_id not in node.leadership.draining
             and told.fingerprint
-            and told.desired == cluster.model.version
-            and cluster.membership.status_of(node_id).present
+            and told.desired == self._model.version
+            and node.membership.status_of(node_id).present
         ]
 
     def _hold(self) -> tuple[float, str]:
         """Return until when to wait for members' reports on whether they have the model, and the reason."""
-        cluster = self._cluster
+        node = self._node
         waits = [
-            (cluster.peer_info.met_at[node_id] + TELL_S, node_id)
-            for node_id in cluster.links.nodes()
-            if node_id in cluster.peer_info.met_at and not self._has_reported(node_id)
+            (node.peer_info.met_at[node_id] + TELL_S, node_id)
+            for node_id in node.links.nodes()
+            if node_id in node.peer_info.met_at and not self._has_reported(node_id)
         ]
         if not waits:
             return 0.0, ""
         until, node_id = max(waits)
-        return until, f"{cluster.name_of(node_id)} has not yet reported whether it has the model"
+        return until, f"{node.name_of(node_id)} has not yet reported whether it has the model"
 
     def _has_reported(self, node_id: str) -> bool:
-        told = self._cluster.peer_info.models.get(node_id)
-        desired = self._cluster.model.version
+        told = self._node.peer_info.models.get(node_id)
+        desired = self._model.version
         return told is not None and told.desired == desired and bool(told.fingerprint or told.problem)
 
     def form(self, form: FormEpoch) -> None:
         """Have the supervisor form this epoch, unless it is still busy with the last one."""
         placement, _ = self.placement()
-        source = self._cluster.model.source
+        source = self._model.source
         if self._ready_for is None or self._ready_for.done() or placement is None or source is None:
             return
         if self._trials.busy:
             return  # the memory and ports of a trial must be free again
-        cluster, chosen = self._cluster, placement.chosen
+        node, chosen = self._node, placement.chosen
         assert chosen is not None
         ahead = self._trials.take(chosen)
         if ahead is not None:
             form = replace(form, number=ahead.epoch)
-        self._owned = _OwnedEpoch(form, placement, cluster.leadership.desired.model, cluster.model.version)
-        cluster.leadership.saw_epoch(form.number)
-        names = " + ".join(map(cluster.name_of, placement.ranks))
+        self._owned = _OwnedEpoch(form, placement, node.leadership.desired.model, self._model.version)
+        node.leadership.saw_epoch(form.number)
+        names = " + ".join(map(node.name_of, placement.ranks))
         log.info("epoch %d: %s on %s", form.number, chosen.kind, names, extra={"epoch": form.number})
         for note in placement.notes:
             log.info("%s", note)
         if ahead is not None and (serving := self.serving()) is not None:
-            cluster.links.broadcast(serving)  # its hosted ranks are no longer beside another group
+            node.links.broadcast(serving)  # its hosted ranks are no longer beside another group
         self._ready_for.set_result(ahead or EpochPlan(form.number, source, self.group(form.number, chosen)))
 
     def try_out(self, action: TryGroup) -> None:
@@ -262,20 +296,20 @@ class GroupController:
 
     def group(self, number: int, chosen: Candidate, *, trial: bool = False) -> EpochGroup:
         """Return the ranks of epoch `number`. `trial`: they run beside those that serve."""
-        cluster = self._cluster
+        node = self._node
         world = len(chosen.ranks)
         if world == 1:
-            return EpochGroup(1, 1, "none", kind=chosen.kind, machines=(self._machine(cluster.node_id),))
+            return EpochGroup(1, 1, "none", kind=chosen.kind, machines=(self._machine(node.node_id),))
         fabric = chosen.ring_addresses or ("",) * world
-        members = cluster.leadership.roster.members()
+        members = node.leadership.roster.members()
 
         def endpoints(ranks: ProcessGroup) -> tuple[RankEndpoint, ...]:
             made = {}
             for rank, node_id in enumerate(chosen.ranks[1:], 1):
-                order = Prepare(number, rank, fabric[rank], cluster.model.version, trial)
+                order = Prepare(number, rank, fabric[rank], self._model.version, trial)
                 made[node_id, number] = RemoteRank(
-                    partial(cluster.links.send, node_id),
-                    cluster.name_of(node_id),
+                    partial(node.links.send, node_id),
+                    node.name_of(node_id),
                     order,
                     ranks,
                 )
@@ -299,21 +333,21 @@ class GroupController:
 
     def _addresses_for(self, node_id: str) -> str:
         """Return this node's addresses for a member: on the fastest network, then on the control link."""
-        me, link = self._cluster.node_id, self._cluster.links.to(node_id)
+        me, link = self._node.node_id, self._node.links.to(node_id)
         faster = [each.addresses[me] for each in self.topology().fastest(me, node_id)[:1]]
         return ",".join(dict.fromkeys([*faster, *([link.local] if link is not None else [])]))
 
     def _machine(self, node_id: str) -> str:
-        machine = self._cluster.peer_info.machines[node_id]
+        machine = self._node.peer_info.machines[node_id]
         return f"{machine.chip} {machine.build}"
 
-    def _running(self) -> RunningEpoch | None:
+    def _running(self, hosted: HostedRank) -> RunningEpoch | None:
         """Return the epoch that this node owns, or the one that it hosts a rank of."""
-        cluster = self._cluster
-        if self._owned is not None and cluster.supervisor.in_epoch:
+        node = self._node
+        if self._owned is not None and self._supervisor.in_epoch:
             form = self._owned.form
             chosen = self._owned.placement.chosen
-            if cluster.supervisor.state is ServingState.READY and chosen is not None:
+            if self._supervisor.state is ServingState.READY and chosen is not None:
                 self._trials.served(chosen)
                 self._failed.formed(chosen.kind, links_of(chosen.ranks, chosen.rdma))
             return RunningEpoch(
@@ -323,21 +357,20 @@ class GroupController:
                 form.plan.key,
                 self._owned.model,
                 self._owned.desired,
-                cluster.supervisor.state in (ServingState.READY, ServingState.DRAINING),
-                cluster.supervisor.gateway.open_requests,
-                cluster.supervisor.state is ServingState.DRAINING,
+                self._supervisor.state in (ServingState.READY, ServingState.DRAINING),
+                self._supervisor.gateway.open_requests,
+                self._supervisor.state is ServingState.DRAINING,
                 form.plan.backend,
             )
-        hosted = cluster.hosted_rank
         if not hosted.epoch:
             self._hosted_rank_for = (0, "")
             return None
         if self._hosted_rank_for[0] != hosted.epoch:
-            self._hosted_rank_for = (hosted.epoch, cluster.membership.status_of(hosted.host).boot_id)
+            self._hosted_rank_for = (hosted.epoch, node.membership.status_of(hosted.host).boot_id)
         return RunningEpoch(
             hosted.epoch,
-            (hosted.host, cluster.node_id),
-            (self._hosted_rank_for[1], cluster.boot_id),
+            (hosted.host, node.node_id),
+            (self._hosted_rank_for[1], node.boot_id),
             (),
             "",
             0,
@@ -367,17 +400,17 @@ class GroupController:
 
     def members(self) -> list[MemberMachine]:
         """Return the members that are present and may take part, in the form that placement needs."""
-        cluster = self._cluster
+        node = self._node
         found = []
-        for node_id, status in cluster.membership.statuses().items():
-            machine = cluster.peer_info.machines.get(node_id)
+        for node_id, status in node.membership.statuses().items():
+            machine = node.peer_info.machines.get(node_id)
             if not status.present or machine is None:
                 continue
-            link = cluster.links.to(node_id)
+            link = node.links.to(node_id)
             found.append(
                 MemberMachine(
                     node_id,
-                    cluster.name_of(node_id),
+                    node.name_of(node_id),
                     replace(machine, free_bytes=_steps(machine.free_bytes), wired_bytes=0, notes=()),
                     link.remote if link is not None else "",
                     *self._has_model(node_id),
@@ -390,17 +423,17 @@ class GroupController:
 
     def topology(self) -> Topology:
         """Return the connections between the members that are present."""
-        return Topology(self.members(), self._overrides(self._cluster.settings))
+        return Topology(self.members(), self._overrides(self._node.settings))
 
     def held_bytes(self, node_id: str) -> int:
         """Return the bytes that ranks hold of that Mac's memory, and free for a group of this node."""
-        told = self._cluster.peer_info.servings.values()
+        told = self._node.peer_info.servings.values()
         theirs = [dict(zip(each.participants, each.held_mib, strict=False)) for each in told]
         return _steps(self._held_here(node_id) + sum(held.get(node_id, 0) * MIB for held in theirs))
 
     def _held_here(self, node_id: str) -> int:
         """Return the bytes that ranks of this node's groups hold of that Mac's memory."""
-        supervisor, mine = self._cluster.supervisor, self._owned
+        supervisor, mine = self._supervisor, self._owned
         groups = [(supervisor.beside, self._trials.ranks)]
         if mine is not None:
             groups.append((supervisor.ranks, mine.form.plan.ranks))
@@ -412,9 +445,9 @@ class GroupController:
         return sum(pong.memory_bytes for pong in pongs if pong is not None)
 
     def _has_model(self, node_id: str) -> tuple[bool, str]:
-        cluster = self._cluster
-        ours = cluster.model.status
-        theirs = ours if node_id == cluster.node_id else cluster.peer_info.models.get(node_id)
+        node = self._node
+        ours = self._model.status
+        theirs = ours if node_id == node.node_id else node.peer_info.models.get(node_id)
         if theirs is None or theirs.desired != ours.desired:
             return False, "it has not yet reported whether it has the model"
         if theirs.problem:
@@ -423,33 +456,35 @@ class GroupController:
             return False, "it is still getting the model"
         if ours.revision and theirs.revision and theirs.revision != ours.revision:
             return False, (
-                f"it has the model at commit {theirs.revision[:12]}, {cluster.name} at {ours.revision[:12]}; "
+                f"it has the model at commit {theirs.revision[:12]}, {node.name} at {ours.revision[:12]}; "
                 "`mlxtp pull MODEL --everywhere` brings the newest to all"
             )
         if ours.fingerprint and theirs.fingerprint != ours.fingerprint:
             return False, (
                 f"its files of the model differ: {theirs.fingerprint[:12]} there, {ours.fingerprint[:12]} on "
-                f"{cluster.name}; {self._mending(cluster.name_of(node_id))}"
+                f"{node.name}; {self._mending(node.name_of(node_id))}"
             )
         return True, ""
 
     def _mending(self, other: str) -> str:
         """Return the advice for files that differ between this Mac and another one."""
-        model, here = self._cluster.leadership.desired.model, self._cluster.name
+        model, here = self._node.leadership.desired.model, self._node.name
         if is_hub_id(model):
             return f"`mlxtp verify {model} --repair` on {other}, then on {here}, gets the damaged files again"
         return f"bring the same files to {other} and {here}"
 
     def placement(self) -> tuple[Placement | None, str]:
         """Return the best plan for the present members, or the reason for none; kept until a change."""
-        cluster = self._cluster
-        source, desired = cluster.model.source, cluster.leadership.desired
+        node = self._node
+        source, desired = self._model.source, node.leadership.desired
         if not desired.model:
             return None, "no model is configured"
         if source is None:
-            coming = cluster.coming(desired.model)
-            return None, cluster.model.problem or coming or f"{desired.model} is still being looked for"
-        leaving = cluster.leadership.draining
+            return (
+                None,
+                self._model.problem or self._model.coming or f"{desired.model} is still being looked for",
+            )
+        leaving = node.leadership.draining
         members = [member for member in self.members() if member.node_id not in leaving]
         if not members:
             return None, "every Mac here is about to stop"
@@ -460,7 +495,7 @@ class GroupController:
         asked = (members, desired, source.id, options)
         if self._known is None or self._known[0] != asked:
             try:
-                placement = plan(members, self._shape_of(source), cluster.node_id, options)
+                placement = plan(members, self._shape_of(source), node.node_id, options)
                 placement = self._checked(placement, members, options)
                 way_out = "" if placement.chosen is not None else self._way_out(placement, members, options)
                 self._known = (asked, placement, placement.reason + way_out)
@@ -473,7 +508,7 @@ class GroupController:
         words = ["", *refused.notes]
         if isinstance(options.nodes, int):
             auto = replace(options, nodes="auto")
-            if plan(members, self._shape_now(), self._cluster.node_id, auto).chosen is not None:
+            if plan(members, self._shape_now(), self._node.node_id, auto).chosen is not None:
                 words.append("`mlxtp serve MODEL --nodes auto` uses the Macs that are here")
         return "; ".join(words)
 
@@ -485,18 +520,18 @@ class GroupController:
 
         `nodes`: over how many Macs; empty for the present setting. `only` these may take part.
         """
-        cluster = self._cluster
-        if any(each.state is Standing.SUSPECT for each in cluster.membership.statuses().values()):
+        node = self._node
+        if any(each.state is Standing.SUSPECT for each in node.membership.statuses().values()):
             return ""
         members = [
             replace(member, machine=replace(member.machine, free_bytes=0), model_ok=True, held_bytes=0)
             for member in self.members()
-            if member.node_id not in cluster.leadership.draining and (only is None or member.node_id in only)
+            if member.node_id not in node.leadership.draining and (only is None or member.node_id in only)
         ]
         try:
-            options = self._options(nodes or cluster.leadership.desired.nodes, shape.name)
+            options = self._options(nodes or node.leadership.desired.nodes, shape.name)
             options = replace(options, failed=self._failed_groups())
-            placement = plan(members, shape, cluster.node_id, options)
+            placement = plan(members, shape, node.node_id, options)
         except MlxtpError as error:
             return error.detail
         return placement.reason if placement.chosen is None else ""
@@ -522,15 +557,15 @@ class GroupController:
             )
             if trouble is None:
                 continue
-            what = f"{self._cluster.name_of(node_id)}: {trouble}"
+            what = f"{self._node.name_of(node_id)}: {trouble}"
             if options.backend == "jaccl":
                 raise GroupError(f"JACCL cannot form: {what}", Code.FORM_FAILED)
             log.warning("JACCL cannot form, so the ring is used. %s", what)
-            return plan(members, self._shape_now(), self._cluster.node_id, replace(options, backend="ring"))
+            return plan(members, self._shape_now(), self._node.node_id, replace(options, backend="ring"))
         return placement
 
     def _options(self, nodes: str, model: str) -> PlacementOptions:
-        settings = self._cluster.settings
+        settings = self._node.settings
         wanted: str | int = int(nodes) if nodes.isdecimal() else nodes
         if wanted == "auto" and model == EMBEDDED_MODEL:
             wanted = "all"  # it is there to show that the cluster works, not to be fast
@@ -540,16 +575,16 @@ class GroupController:
             max_context=settings.max_context,
             fast_fences=settings.fast_fences,
             repeatable=settings.repeatable,
-            measured=self._cluster.measured(),
+            measured=self._results.measured(),
             rdma=self._overrides(settings),
         )
 
     def _overrides(self, settings: Settings) -> dict[str, dict[str, str]]:
         """Return the RDMA devices set by hand, by node id. Users give names of nodes, or starts of ids."""
-        known = {self._cluster.node_id, *self._cluster.peer_info.machines}
+        known = {self._node.node_id, *self._node.peer_info.machines}
 
         def nodes(text: str) -> list[str]:
-            named = [node for node in known if text == self._cluster.name_of(node)]
+            named = [node for node in known if text == self._node.name_of(node)]
             return named or [node for node in known if node.startswith(text)]
 
         found: dict[str, dict[str, str]] = {}
@@ -567,11 +602,11 @@ class GroupController:
 
     def _shape_of(self, source: ModelSource) -> ModelShape:
         if self._shape is None or self._shape[0] is not source:
-            kv_bits = self._cluster.settings.kv_bits
+            kv_bits = self._node.settings.kv_bits
             self._shape = (source, shape_in(source.path, read_config(source.path), source.id, kv_bits))
         return self._shape[1]
 
-    def remeasured(self) -> None:
+    def _remeasured(self) -> None:
         """Compare this node's group by its measured speed from now on: a measurement came."""
         mine = self._owned
         placement, _ = self.placement()
@@ -588,40 +623,40 @@ class GroupController:
         """Return the order of plans: as many Macs as wanted, then tokens per second."""
         chosen = placement.chosen
         assert chosen is not None
-        source = self._cluster.model.source
-        nodes = self._cluster.leadership.desired.nodes
+        source = self._model.source
+        nodes = self._node.leadership.desired.nodes
         on_all = source is not None and self._options(nodes, source.id).nodes == "all"
         speed = chosen.speed.tokens_per_second if chosen.speed is not None else 0.0
         return (float(len(chosen.ranks)) if on_all else 0.0, speed)
 
     def _notice_changes(self) -> None:
         """End a failed state once a member comes or goes, or another model is desired."""
-        cluster = self._cluster
-        statuses = cluster.membership.statuses()
+        node = self._node
+        statuses = node.membership.statuses()
         present = tuple(sorted((node, s.boot_id) for node, s in statuses.items() if s.present))
-        now = (present, cluster.leadership.desired, cluster.leadership.leading)
+        now = (present, node.leadership.desired, node.leadership.leading)
         if now != self._seen:
             self._seen = now
             self._changed.set()
 
     # --- reports of others ---------------------------------------------------------------------------
 
-    def received(self, node_id: str, message: RankWord) -> None:
+    def _received(self, link: ControlLink, message: RankWord) -> None:
         """Pass an agent's report on to the endpoint of the rank that it runs for this node."""
-        if endpoint := self._endpoints.get((node_id, message.epoch)):
+        if endpoint := self._endpoints.get((link.node_id, message.epoch)):
             endpoint.received(message)
 
     def _without_jaccl(self, nodes: list[str]) -> GroupError:
         """Note nodes whose MLX turned out to have no JACCL: with `auto` the next epoch uses the ring."""
-        who = " and ".join(map(self._cluster.name_of, nodes))
+        who = " and ".join(map(self._node.name_of, nodes))
         why = f"MLX on {who} has no JACCL; it needs macOS 26.2 or newer and librdma"
-        if self._cluster.settings.fabric != "auto":
+        if self._node.settings.fabric != "auto":
             return GroupError(why, Code.FORM_FAILED)
         log.warning("%s, so the ring is used", why)
         self._lacking.update(nodes)
         return GroupError(why, Code.REPLANNED)
 
-    def lost(self, node_id: str, why: str) -> None:
+    def _lost(self, node_id: str, why: str) -> None:
         """Note that the last link to an agent has ended."""
         for (host, _), endpoint in self._endpoints.items():
             if host == node_id:
@@ -629,12 +664,19 @@ class GroupController:
 
     # --- reports to others ---------------------------------------------------------------------------
 
+    def _greet(self, link: ControlLink) -> None:
+        if (serving := self.serving()) is not None:
+            link.send(serving)
+
+    def _report(self, _now: float) -> None:
+        if (serving := self.serving()) is not None:
+            self._node.links.broadcast(serving)
+
     def serving(self) -> Serving | None:
         """Return this node's group, for all others; None when it has none and another node coordinates."""
-        cluster, mine = self._cluster, self._owned
-        supervisor = cluster.supervisor
+        mine, supervisor = self._owned, self._supervisor
         if mine is None:
-            return self._nothing() if cluster.leadership.leading else None
+            return self._nothing() if self._node.leadership.leading else None
         if supervisor.in_epoch:
             state, requests = supervisor.state, supervisor.gateway.open_requests
             info = next(iter(supervisor.gateway.models()), None)
@@ -665,14 +707,14 @@ class GroupController:
 
     def _nothing(self) -> Serving:
         """Return the report of a coordinator without a group, with the reason."""
-        supervisor, why = self._cluster.supervisor, self._cluster.waiting
+        supervisor, why = self._supervisor, self._node.leadership.waiting
         state = ServingState.IDLE
         if supervisor.resting and supervisor.state is ServingState.FAILED:
             state, why = (
                 ServingState.FAILED,
                 supervisor.reason.detail if supervisor.reason is not None else "",
             )
-        version = self._cluster.model.version
+        version = self._model.version
         return Serving(supervisor.epoch, str(state), why, "none", "", (), (), 0, "", version, 0, 0, ())
 
 

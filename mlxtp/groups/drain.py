@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from ..api.admin import Json
-from ..cluster.node import NodeLoop
 from .lifecycle import ABOUT_TO_STOP, Supervisor
+from .reconciler import Reconciler
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +24,12 @@ class Drain:
     def __init__(
         self,
         supervisor: Supervisor,
-        cluster: NodeLoop | None = None,
+        reconciler: Reconciler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.over = asyncio.Event()
         self._supervisor = supervisor
-        self._cluster = cluster
+        self._reconciler = reconciler
         self._clock = clock
         self._until: float | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -54,8 +54,8 @@ class Drain:
         log.info("draining: open requests: %d%s", self._supervisor.gateway.open_requests, limit)
         if self._looking is not None:
             return
-        if self._cluster is not None:
-            self._cluster.drain()
+        if self._reconciler is not None:
+            self._reconciler.drain()
         self._supervisor.drain(ABOUT_TO_STOP)
         self._looking = asyncio.ensure_future(self._check())
 
@@ -73,7 +73,7 @@ class Drain:
         if self.left_s == 0.0:
             log.info("the time to drain is over; open requests: %d", left)
             return True
-        if left or not (self._cluster is None or self._cluster.may_leave):
+        if left or not (self._reconciler is None or self._reconciler.may_leave):
             return False
         log.info("drained")
         return True

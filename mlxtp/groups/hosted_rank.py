@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..cluster.links import ControlLink
+from ..cluster.node import ClusterNode
 from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError
@@ -61,7 +63,7 @@ class HostedRank:
         settings: Settings,
         model: ModelFolder,
         send: Callable[[str, Message], None],
-        worker: Worker = WORKER,
+        worker: Worker,
     ) -> None:
         self.last_epoch = 0  #: Number of the last epoch for which this machine hosted a rank.
         self._settings = settings
@@ -313,3 +315,51 @@ def _named(error: Exception) -> MlxtpError:
     if isinstance(error, TimeoutError):
         return GroupError("its rank process did not reply in time", Code.LINK_TIMEOUT)
     return GroupError(str(error), Code.FORM_FAILED)
+
+
+class HostedRanks:
+    """The rank that serves in a coordinator's group, and the one of a group that it tries beside."""
+
+    def __init__(
+        self, node: ClusterNode, model: ModelFolder, kept_epoch: int, worker: Worker = WORKER
+    ) -> None:
+        self.serving = HostedRank(node.settings, model, node.links.send, worker)
+        self.trial = HostedRank(node.settings, model, node.links.send, worker)
+        self.serving.last_epoch = kept_epoch
+        node.links.on(self._received, StartRank, EndEpoch, RankGathered)
+        node.links.on_lost(self._lost)
+
+    @property
+    def last_epoch(self) -> int:
+        """Number of the last epoch for which this machine hosted a rank."""
+        return max(self.serving.last_epoch, self.trial.last_epoch)
+
+    def prepare(self, host: str, order: Prepare) -> None:
+        """Take in a coordinator's order to prepare a rank."""
+        self.trial.clear(f"epoch {order.epoch} comes")
+        (self.trial if order.trial else self.serving).received(host, order)
+
+    def serves(self, host: str, epoch: int) -> bool:
+        """Note that the group of a trial's coordinator serves. Return True if it is the trial's."""
+        if (host, epoch) != (self.trial.host, self.trial.epoch):
+            return False
+        self.serving, self.trial = self.trial, self.serving
+        return True
+
+    def clear(self, why: str) -> None:
+        """End both ranks in the background, and report that to their coordinators."""
+        self.serving.clear(why)
+        self.trial.clear(why)
+
+    async def close(self) -> None:
+        """End both ranks; no order counts from now on."""
+        await self.serving.close()
+        await self.trial.close()
+
+    def _received(self, link: ControlLink, message: StartRank | EndEpoch | RankGathered) -> None:
+        of_trial = message.epoch == self.trial.epoch
+        (self.trial if of_trial else self.serving).received(link.node_id, message)
+
+    def _lost(self, node_id: str, _why: str) -> None:
+        self.serving.lost(node_id)
+        self.trial.lost(node_id)

@@ -19,13 +19,12 @@ from ..gateway.gateway import Gateway
 from ..models import self_test
 from ..models.inspect import ModelSource
 from ..wire.messages import Loaded, Unload
-from . import collective_bench
+from . import fabric_results
 from .health import BACKOFF_S, RestartPolicy, ServingState, is_legal
-from .history import History, Instant
+from .history import History, Instant, Recoveries
 from .load_errors import refusal
 from .local_rank import WORKER, Worker
 from .process_group import EpochGroup, ProcessGroup, Stage
-from .recoveries import Recoveries
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +215,7 @@ class Supervisor:
             await self._unload(self._require_ranks())
             self._desired = None
 
-    async def measure_fabric(self) -> collective_bench.Times:
+    async def measure_fabric(self) -> fabric_results.Times:
         """Time collectives on the idle group; requests that come meanwhile must be retried.
 
         Raises UserError when there is no such group, or it ends meanwhile.
@@ -240,7 +239,7 @@ class Supervisor:
                 "the fabric is being measured, which takes some seconds; try again"
             ):
                 try:
-                    return await collective_bench.measure(ranks.time, collective_bench.row_bytes(model.path))
+                    return await fabric_results.measure(ranks.time, fabric_results.row_bytes(model.path))
                 except MlxtpError as error:
                     raise UserError(f"the group ended while it was measured: {error.detail}") from error
 
@@ -302,7 +301,7 @@ class Supervisor:
 
     async def _warm_up(self, ranks: ProcessGroup, folder: Path, vocabulary: int) -> None:
         """Run the first forwards, the golden proof among them. Raises GroupError where that fails."""
-        row_bytes = await asyncio.to_thread(collective_bench.row_bytes, folder)
+        row_bytes = await asyncio.to_thread(fabric_results.row_bytes, folder)
         prompts = self_test.prompts(vocabulary, self_test.prompt_tokens(row_bytes, mesh=ranks.group.varies))
         answers = await self.gateway.warm_up(ranks, prompts)
         kept = answers

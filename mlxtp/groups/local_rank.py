@@ -52,8 +52,8 @@ from ..wire.session import LinkKind, LinkState, Side
 from ..wire.session import Session as LinkProtocol
 from ..wire.streams import StreamLink
 from .health import exit_report
+from .sleep import HERE
 from .warm_pool import WarmPool
-from .wired_memory import HERE
 
 log = logging.getLogger(__name__)
 

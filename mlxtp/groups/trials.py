@@ -7,14 +7,15 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..cluster.surroundings import Surroundings
+from ..cluster.node import ClusterNode
 from ..errors import Code, GroupError, MlxtpError
 from ..models.inspect import ModelSource
+from ..models.local_model import LocalModel
 from ..placement.candidates import Candidate, Device, devices_of, parts
 from ..placement.cost_model import JACCL_RING, fits_beside
 from ..placement.topology import Topology
 from ..wire.cluster_messages import Serving
-from .lifecycle import EpochPlan
+from .lifecycle import EpochPlan, Supervisor
 from .process_group import EpochGroup
 
 log = logging.getLogger(__name__)
@@ -58,9 +59,13 @@ class Trials:
     epoch takes it over.
     """
 
-    def __init__(self, cluster: Surroundings, groups: TrialHost) -> None:
+    def __init__(
+        self, node: ClusterNode, supervisor: Supervisor, model: LocalModel, groups: TrialHost
+    ) -> None:
         self.ranks: tuple[str, ...] = ()  #: Node ids of the group beside, in rank order.
-        self._cluster = cluster
+        self._node = node
+        self._supervisor = supervisor
+        self._model = model
         self._groups = groups
         self._task: asyncio.Task[None] | None = None
         self._ahead: _TrialGroup | None = None
@@ -98,12 +103,12 @@ class Trials:
         untried = self._untried(chosen)
         if untried is not None:
             tried = next(iter(untried), chosen)
-            model = self._cluster.model.source if tried is chosen and self._may_load(chosen) else None
+            model = self._model.source if tried is chosen and self._may_load(chosen) else None
             self._task = asyncio.ensure_future(self._try(number, tried, model))
         elif self._held_back != (identity := self._identity(chosen)):
             self._held_back = identity
             words = "%s would be better, but no free cable of %s joins it: the present group goes on"
-            log.info(words, chosen.title, self._cluster.name_of(chosen.ranks[0]))
+            log.info(words, chosen.title, self._node.name_of(chosen.ranks[0]))
 
     def take(self, chosen: Candidate) -> EpochPlan | None:
         """Return the epoch of the group that is formed next, if its model is loaded already."""
@@ -121,7 +126,7 @@ class Trials:
             return
         failed = ahead.plan.ranks.failed
         planned = chosen is not None and self._identity(chosen) == ahead.identity
-        wanted = self._cluster.leadership.leading and self._cluster.model.source is ahead.plan.model
+        wanted = self._node.leadership.leading and self._model.source is ahead.plan.model
         if failed.done() or not (planned and wanted):
             self._ahead = None
             self._task = asyncio.ensure_future(self._end(ahead, failed.result() if failed.done() else None))
@@ -136,23 +141,23 @@ class Trials:
         """End everything."""
         await self.stop()
         self._ahead = None
-        await self._cluster.supervisor.end_beside()
+        await self._supervisor.end_beside()
 
     async def _try(self, number: int, tried: Candidate, model: ModelSource | None) -> None:
-        cluster, identity = self._cluster, self._identity(tried)
+        node, identity = self._node, self._identity(tried)
         error: MlxtpError | None = None
         stages: list[str] = []
-        cluster.leadership.saw_epoch(number)
-        names = " + ".join(map(cluster.name_of, tried.ranks))
+        node.leadership.saw_epoch(number)
+        names = " + ".join(map(node.name_of, tried.ranks))
         also = ", with the model" if model is not None else ""
         log.info("epoch %d: trying %s on %s beside what serves%s", number, tried.title, names, also)
         self.ranks = tried.ranks
         try:
             group = self._groups.group(number, tried, trial=True)
-            plan = await cluster.supervisor.try_out(EpochPlan(number, model, group), stages.append)
+            plan = await self._supervisor.try_out(EpochPlan(number, model, group), stages.append)
             if plan.ranks is not None:
                 self._ahead = _TrialGroup(identity, tried, plan)
-                plan.ranks.failed.add_done_callback(lambda _: cluster.changed())
+                plan.ranks.failed.add_done_callback(lambda _: node.changed())
         except MlxtpError as failure:
             error = failure
         except Exception as bug:  # the boundary of the task: the serving group goes on
@@ -170,22 +175,22 @@ class Trials:
             left_out = self._leave_out(tried, error, formed="proven" in stages)
         if model is not None and not left_out:  # the plan names it again at once
             self._loaded.add(identity)
-        cluster.changed()
+        node.changed()
 
     async def _end(self, ahead: _TrialGroup, error: MlxtpError | None) -> None:
         try:
-            await self._cluster.supervisor.end_beside(error)
+            await self._supervisor.end_beside(error)
         finally:
             self._task, self.ranks = None, ()
             self._groups.release_endpoints(ahead.plan.epoch)
         if error is not None:
             self._leave_out(ahead.chosen, error, formed=True)
-        self._cluster.changed()
+        self._node.changed()
 
     def _leave_out(self, chosen: Candidate, error: MlxtpError, *, formed: bool) -> bool:
         """Return True when the plan goes on without that group."""
         self.failed(chosen)
-        if not all(self._cluster.membership.status_of(node).present for node in chosen.ranks):
+        if not all(self._node.membership.status_of(each).present for each in chosen.ranks):
             return True
         return self._groups.leave_out(chosen, error, formed=formed)
 
@@ -193,7 +198,7 @@ class Trials:
         """Return True when a group can load the model while the present one serves, and has not yet."""
         if self._identity(chosen) in self._loaded or parts(chosen, self._devices_in_use()) != [chosen]:
             return False
-        others = self._cluster.peer_info.servings.values()
+        others = self._node.peer_info.servings.values()
         if any(not each.held_mib and set(each.participants) & set(chosen.ranks) for each in others):
             return False  # their reports do not include the memory that their ranks hold
         return fits_beside(chosen.memory, {node: self._groups.held_bytes(node) for node in chosen.ranks})
@@ -208,7 +213,7 @@ class Trials:
         return [part for part in found if self._identity(part) not in self._proven]
 
     def _devices_in_use(self) -> set[Device]:
-        servings = [self._groups.serving(), *self._cluster.peer_info.servings.values()]
+        servings = [self._groups.serving(), *self._node.peer_info.servings.values()]
         over_jaccl = [each for each in servings if each is not None and each.backend == "jaccl"]
         if not over_jaccl:
             return set()
@@ -221,5 +226,5 @@ class Trials:
 
     def _identity(self, chosen: Candidate) -> object:
         """Return the properties that a group shares with one that was proven before."""
-        boots = tuple(self._cluster.membership.status_of(node).boot_id for node in chosen.ranks)
+        boots = tuple(self._node.membership.status_of(node).boot_id for node in chosen.ranks)
         return chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses

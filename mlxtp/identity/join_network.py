@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..background import Background
-from ..cluster.saved_state import forget
+from ..cluster.state_file import forget
 from ..config import Settings
 from ..discovery.addresses import Advert, DiscoveredPeer, host_and_port
 from ..discovery.mdns import Discovery

@@ -5,32 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from ..cluster.links import ControlLink
+from ..cluster.node import ClusterNode
 from ..errors import Code, MlxtpError, ModelError
 from ..wire.cluster_messages import DesiredState, ModelStatus
 from . import self_test
 from .inspect import ModelSource, find_model, in_folders, is_hub_id, open_model
 from .manifest import is_commit
+from .transfers import REPORT_S, TransferCoordinator
 
 log = logging.getLogger(__name__)
 
 
 class LocalModel:
-    """Search for the desired model. `on_change` is called when it has ended, well or not.
+    """Search for the desired model, whose result this node reports to the others."""
 
-    `get` brings a Hub model here, if it is not here yet; raises ModelError. `folders` are searched for models
-    with plain names.
-    """
-
-    def __init__(
-        self,
-        draft: str,
-        on_change: Callable[[], None],
-        get: Callable[[str], Awaitable[Path]] | None = None,
-        folders: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, node: ClusterNode, transfers: TransferCoordinator) -> None:
         self.version = 0
         self._since = 0  #: The first version that desired this model, as has every version since.
         self.source: ModelSource | None = None
@@ -39,23 +31,34 @@ class LocalModel:
         self.problem = ""
         self._model = ""
         self._download = True  #: True if it may be downloaded from the Hub: not for a request.
-        self._draft = draft
-        self._on_change = on_change
-        self._get = get
-        self._folders = folders
+        self._draft = node.settings.draft_model
+        self._folders = node.settings.model_folders
+        self._node = node
+        self._transfers = transfers
         self._task: asyncio.Task[None] | None = None
+        transfers.on_files(self._files_arrived)
+        node.links.on(self._received, ModelStatus)
+        node.links.on_up(lambda link: link.send(self.status))
+        node.desired.on_change(lambda _before, desired: self.resolve(desired))
+        node.desired.retry_if(self._is_lacking)
+        node.rounds.every(REPORT_S, lambda _now: self.retry(), first_s=REPORT_S)
 
     @property
     def status(self) -> ModelStatus:
         """Status to be reported to the other members."""
         return ModelStatus(self.version, self.fingerprint, self.problem, self._revision)
 
+    @property
+    def coming(self) -> str:
+        """Progress of its download to this node, for users; empty when there is none."""
+        return self._transfers.progress_text(self._model)
+
     def resolve(self, desired: DesiredState) -> None:
         """Start the search for this model. With only a new version, the earlier result stays."""
         self.version, self._download = desired.version, desired.pinned
         if desired.model == self._model and not self.problem:
             self._since = min(self._since, desired.version)
-            self._on_change()
+            self._report()
             return
         self._since = desired.version
         self._model, self.fingerprint, self.problem = desired.model, "", ""
@@ -75,7 +78,7 @@ class LocalModel:
             self._task = asyncio.ensure_future(self._find(self._model))
             self._task.add_done_callback(self._ended)
 
-    def files_arrived(self, name: str) -> None:
+    def _files_arrived(self, name: str) -> None:
         """Search again after files of OWNER/NAME came or changed: the desired model may be there now, or
         differ.
         """
@@ -97,6 +100,20 @@ class LocalModel:
             raise ModelError(self.problem or f"{self._model} is still being looked for", Code.MODEL_NOT_FOUND)
         return self._path
 
+    def _received(self, link: ControlLink, status: ModelStatus) -> None:
+        self._node.peer_info.models[link.node_id] = status
+        self._node.changed()
+
+    def _is_lacking(self) -> bool:
+        """Return True while the search here or on another member has failed."""
+        return bool(self.problem) or any(
+            each.desired == self.version and each.problem for each in self._node.peer_info.models.values()
+        )
+
+    def _report(self) -> None:
+        self._node.links.broadcast(self.status)
+        self._node.changed()
+
     async def _compare(self, model: str) -> None:
         same = False
         if self._path is not None and not self.problem:
@@ -111,9 +128,9 @@ class LocalModel:
             self._path = await self._resolve(model)
             self.fingerprint = await asyncio.to_thread(self_test.fingerprint, self._path)
             self.problem = ""
-            if self._get is not None and is_hub_id(self._draft):
-                await self._get(self._draft)
-            self._on_change()  # enough for a rank; the tokenizer takes another second
+            if is_hub_id(self._draft):
+                await self._transfers.get(self._draft)
+            self._report()  # enough for a rank; the tokenizer takes another second
             self.source = await open_model(model, self._draft)
         except MlxtpError as error:
             if error.detail != self.problem:
@@ -121,11 +138,11 @@ class LocalModel:
             self.fingerprint, self.problem = "", error.detail
         except OSError as error:
             self.problem = f"{model}: {error}"
-        self._on_change()
+        self._report()
 
     async def _resolve(self, model: str) -> Path:
-        if self._get is not None and self._download and is_hub_id(model):
-            return await find_model(str(await self._get(model)))
+        if self._download and is_hub_id(model):
+            return await find_model(str(await self._transfers.get(model)))
         return await find_model(model)
 
     @property
@@ -139,7 +156,7 @@ class LocalModel:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s cannot be opened", self._model, exc_info=error)
             self.fingerprint, self.problem = "", f"{self._model}: {type(error).__name__}: {error}"
-            self._on_change()
+            self._report()
 
     async def close(self) -> None:
         """Stop the search."""

@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..cluster.surroundings import Surroundings
+from ..cluster.links import ControlLink
+from ..cluster.node import ClusterNode
 from ..errors import Code, LinkError, MlxtpError, ModelError, ProtocolError, why_not_written
 from ..placement.topology import MemberMachine, Topology
 from ..wire.certificates import NodeIdentity
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 TOLD_S = 1.0  #: Seconds between two progress reports to the others.
 #: Seconds that the coordinator waits for the reports of all present members: a sleeping disk takes seconds.
 ALL_SAY_S = 10.0
+REPORT_S = 10.0  #: Seconds between two looks at the models on this disk.
 #: Seconds that a member waits for the coordinator's choice, before it goes to the Hub itself.
 NO_WORD_S = 15.0
 NO_FILES_S = 120.0  #: Seconds that it waits for the seeder to know the files.
@@ -55,10 +57,11 @@ class TransferCoordinator:
     Everything runs in the agent's event loop, except what reads the disk or waits for the network.
     """
 
-    def __init__(self, cluster: Surroundings) -> None:
-        self.credentials: Credentials | None = None
+    def __init__(self, node: ClusterNode, credentials: Credentials) -> None:
         self.stored: dict[str, tuple[StoredModel, ...]] = {}  #: Models on the disk of each other node.
-        self._cluster = cluster
+        self._node = node
+        self._credentials = credentials
+        self._on_files: list[Callable[[str], None]] = []
         self._jobs: dict[str, ModelTransfer] = {}
         self._lender: peer_copy.PeerServer | None = None
         self._here: tuple[StoredModel, ...] = ()
@@ -68,6 +71,15 @@ class TransferCoordinator:
         self._asked: Counter[str] = Counter()
         #: Members of which a request was refused, so that the log reports each once.
         self._failures: set[str] = set()
+        node.links.on(self._received, ModelHeld, ModelLender, ModelPull, ModelsHere)
+        node.links.on_up(self._greet)
+        node.links.on_lost(self._lost)
+        node.rounds.every(REPORT_S, lambda _now: self.report_stored())
+        node.rounds.add(self._advance)
+
+    def on_files(self, handler: Callable[[str], None]) -> None:
+        """Have `handler` called with OWNER/NAME when its files on this disk have changed."""
+        self._on_files.append(handler)
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -121,7 +133,7 @@ class TransferCoordinator:
             self._job(name).known = known
         self._begin(name, revision, everywhere=everywhere)
         if everywhere:
-            self._cluster.links.broadcast(ModelPull(model, commit))
+            self._node.links.broadcast(ModelPull(model, commit))
         return name
 
     def _begin(self, name: str, *refs: str, everywhere: bool) -> asyncio.Task[Path]:
@@ -150,14 +162,15 @@ class TransferCoordinator:
     def changed(self, name: str) -> None:
         """Report that files of OWNER/NAME on this disk have changed."""
         self.report_stored()
-        self._cluster.model.files_arrived(name)
+        for handler in self._on_files:
+            handler(name)
 
     def progress(self, model: str) -> list[dict[str, Any]]:
         """Return the progress of each member that needs a model: bytes, bytes per second, seconds left."""
         job = self._jobs.get(model)
         if job is None:
             return []
-        me, name_of = self._cluster.node_id, self._cluster.name_of
+        me, name_of = self._node.node_id, self._node.name_of
         return [
             job.row(node, held, me, name_of) | {"waits": node == me and job in self._line[AT_ONCE:]}
             for node, held in job.holdings(me)
@@ -167,7 +180,7 @@ class TransferCoordinator:
         """Return the progress of a model to a node, this one by default, for people; empty if it is not on
         its way.
         """
-        node_id = node_id or self._cluster.node_id
+        node_id = node_id or self._node.node_id
         rows = [row for row in self.progress(model) if row["node_id"] == node_id]
         coming = rows and not rows[0]["complete"] and not rows[0]["problem"]
         return f"{model} is on its way: {described(rows[0])}" if coming else ""
@@ -239,14 +252,14 @@ class TransferCoordinator:
         tries, copied = 0, False
         while True:
             lender = await self._named(job, here is not None)
-            copied = copied or lender != self._cluster.node_id
-            if lender == self._cluster.node_id and here is not None:
+            copied = copied or lender != self._node.node_id
+            if lender == self._node.node_id and here is not None:
                 break
             other = job.others.get(lender)
             if here is not None and other is not None and other.revision == mine.revision:
                 break
             try:
-                here = await self._bring(job, lender if tries < TRIES else self._cluster.node_id)
+                here = await self._bring(job, lender if tries < TRIES else self._node.node_id)
                 break
             except Stopped:
                 continue  # there is another seeder
@@ -259,7 +272,7 @@ class TransferCoordinator:
             except (LinkError, ProtocolError, Damaged) as error:
                 lies = isinstance(error, Damaged) or error.code is Code.NOT_AUTHENTIC
                 tries = TRIES if lies else tries + 1
-                log.warning("%s from %s: %s", job.model, self._cluster.name_of(lender), error)
+                log.warning("%s from %s: %s", job.model, self._node.name_of(lender), error)
                 await asyncio.sleep(AGAIN_S)
         await self._refer(job, here)
         _, job.own = await asyncio.to_thread(look, job.repo, here.name, True)
@@ -298,10 +311,10 @@ class TransferCoordinator:
         by_hub = job.of_hub | {job.revision} if job.known is not None else job.of_hub
         fetch = job.fetch = Fetch(job.repo, job.revision, job.refs, known=job.known, by_hub=by_hub)
         connect = None
-        if lender == self._cluster.node_id:
+        if lender == self._node.node_id:
             log.info("%s comes from the Hub", job.model)
         else:
-            log.info("%s is copied from %s", job.model, self._cluster.name_of(lender))
+            log.info("%s is copied from %s", job.model, self._node.name_of(lender))
             connect = self._connect(job, lender)
 
         def on_progress() -> None:
@@ -323,19 +336,19 @@ class TransferCoordinator:
                     pass
                 case "" if job.own is not None and job.own.problem:
                     raise ModelError(job.own.problem, Code.MODEL_NOT_FOUND)
-                case lender if lender == self._cluster.node_id or complete:
+                case lender if lender == self._node.node_id or complete:
                     return lender
                 case lender if (word := job.others.get(lender)) is not None and word.port and word.total:
                     return lender
             await job.pause()
-        return self._cluster.node_id
+        return self._node.node_id
 
     async def _another(self, job: ModelTransfer, *, patient: bool) -> bool:
         """Return True if another member has the model or can get it, after this Mac failed at the Hub.
 
         `patient`: wait even if there is none, because a member that had it may be back soon.
         """
-        ends_at, me = time.monotonic() + NO_WORD_S, self._cluster.node_id
+        ends_at, me = time.monotonic() + NO_WORD_S, self._node.node_id
         while time.monotonic() < ends_at:
             self._decide(job)
             if job.lender not in (None, me, ""):
@@ -346,16 +359,15 @@ class TransferCoordinator:
         return False
 
     def _connect(self, job: ModelTransfer, lender: str) -> Callable[[], peer_copy.PeerConnection]:
-        assert self.credentials is not None
-        credentials, port = self.credentials, job.others[lender].port if lender in job.others else 0
+        credentials, port = self._credentials, job.others[lender].port if lender in job.others else 0
         addresses = [f"{host}:{port}" for host in self._hosts(lender)]
         return lambda: peer_copy.connect(addresses, lender, credentials)
 
     def _hosts(self, node_id: str) -> list[str]:
         """Return the addresses of a member, those on the fastest network first."""
-        cluster = self._cluster
-        me, link = cluster.node_id, cluster.links.to(node_id)
-        machines = cluster.peer_info.machines
+        node = self._node
+        me, link = node.node_id, node.links.to(node_id)
+        machines = node.peer_info.machines
         near = link.remote if link is not None else ""
         found: list[str] = []
         if me in machines and node_id in machines:
@@ -365,8 +377,9 @@ class TransferCoordinator:
 
     # --- messages from others ------------------------------------------------------------------------
 
-    def received(self, node_id: str, message: ModelHeld | ModelLender | ModelPull | ModelsHere) -> None:
+    def _received(self, link: ControlLink, message: ModelHeld | ModelLender | ModelPull | ModelsHere) -> None:
         """Process a message about models from another agent."""
+        node_id = link.node_id
         if isinstance(message, ModelsHere):
             self.stored[node_id] = message.models
             return
@@ -382,7 +395,7 @@ class TransferCoordinator:
             return
         if isinstance(message, ModelHeld):
             self._reaches(job, node_id, message)
-        elif node_id == self._cluster.leadership.claim.node_id:
+        elif node_id == self._node.leadership.claim.node_id:
             job.lender = message.node_id
         job.changed.set()
 
@@ -400,7 +413,7 @@ class TransferCoordinator:
     def _count_failure(self, node_id: str, why: str) -> None:
         if node_id not in self._failures:
             self._failures.add(node_id)
-            log.warning("request by %s refused: %s", self._cluster.name_of(node_id), why)
+            log.warning("request by %s refused: %s", self._node.name_of(node_id), why)
 
     def _reaches(self, job: ModelTransfer, node_id: str, word: ModelHeld) -> None:
         first = node_id not in job.others
@@ -416,7 +429,7 @@ class TransferCoordinator:
             self._report(job)
         if first:
             job.began = time.monotonic()
-        if self._cluster.leadership.leading and job.lender is not None and word.wants:
+        if self._node.leadership.leading and job.lender is not None and word.wants:
             self._send(node_id, ModelLender(job.model, job.lender))
         if holding(word).complete and not had_it and self._is_left(job):
             self._begin(job.model, *job.refs, everywhere=job.everywhere)
@@ -424,7 +437,7 @@ class TransferCoordinator:
 
     def _is_left(self, job: ModelTransfer) -> bool:
         """Return True if it failed, but must start again when a member has it."""
-        wanted = job.everywhere or job.model == self._cluster.leadership.desired.model
+        wanted = job.everywhere or job.model == self._node.leadership.desired.model
         return wanted and not job.runs and job.own is not None and bool(job.own.wants and job.own.problem)
 
     async def _look_for(self, job: ModelTransfer) -> None:
@@ -442,21 +455,21 @@ class TransferCoordinator:
         port = self._lender.port if self._lender is not None and self._lends(job) else 0
         word = ModelHeld(model=job.model, port=port, **asdict(job.own))
         job.reported, job.reported_at = word, time.monotonic()
-        self._cluster.links.broadcast(word)
+        self._node.links.broadcast(word)
         job.changed.set()
 
     def _send(self, node_id: str, message: ModelHeld | ModelLender | ModelsHere) -> None:
         with contextlib.suppress(MlxtpError):  # it has just gone
-            self._cluster.links.send(node_id, message)
+            self._node.links.send(node_id, message)
 
-    def met(self) -> list[ModelHeld | ModelsHere]:
-        """Return the messages for a member that has just come."""
-        words = [
-            job.reported for job in self._jobs.values() if job.reported is not None and job.reported.wants
-        ]
-        return [*words, ModelsHere(self._here)]
+    def _greet(self, link: ControlLink) -> None:
+        """Send the state of transfers to a member that has just come."""
+        for job in self._jobs.values():
+            if job.reported is not None and job.reported.wants:
+                link.send(job.reported)
+        link.send(ModelsHere(self._here))
 
-    def lost(self, node_id: str) -> None:
+    def _lost(self, node_id: str, _why: str) -> None:
         """Forget an agent whose last link has ended."""
         self.stored.pop(node_id, None)
         self._failures.discard(node_id)
@@ -470,7 +483,7 @@ class TransferCoordinator:
 
     # --- advancing -----------------------------------------------------------------------------------
 
-    def advance(self) -> None:
+    def _advance(self, _now: float) -> None:
         """Advance all transfers. Called a few times a second."""
         for job in list(self._jobs.values()):
             self._decide(job)
@@ -478,24 +491,24 @@ class TransferCoordinator:
 
     def _decide(self, job: ModelTransfer) -> None:
         """Choose and broadcast the seeder, if this node is the coordinator."""
-        cluster = self._cluster
-        if not cluster.leadership.leading or job.own is None:
+        node = self._node
+        if not node.leadership.leading or job.own is None:
             return
-        members = {cluster.node_id: job.own, **{node: holding(word) for node, word in job.others.items()}}
+        members = {node.node_id: job.own, **{each: holding(word) for each, word in job.others.items()}}
         if not any(held.wants for held in members.values()):
             return
-        silent = cluster.links.nodes() - members.keys()
+        silent = node.links.nodes() - members.keys()
         if silent and time.monotonic() - job.began < ALL_SAY_S:
             return
         chosen = elect_seeder(members, job.lender or "")
         if chosen != job.lender:
             job.lender = chosen
-            cluster.links.broadcast(ModelLender(job.model, chosen))
+            node.links.broadcast(ModelLender(job.model, chosen))
             job.changed.set()
             self._lend()
 
     def _lends(self, job: ModelTransfer) -> bool:
-        return job.lender == self._cluster.node_id and self._needed(job)
+        return job.lender == self._node.node_id and self._needed(job)
 
     def _needed(self, job: ModelTransfer) -> bool:
         return any(word.wants and not holding(word).complete for word in job.others.values())
@@ -503,10 +516,10 @@ class TransferCoordinator:
     def _lend(self) -> None:
         """Listen while other members copy from here."""
         lent = [job for job in self._jobs.values() if self._lends(job)]
-        if lent and self._lender is None and self.credentials is not None:
-            host = self._cluster.settings.control_host
+        if lent and self._lender is None:
+            host = self._node.settings.control_host
             try:
-                self._lender = peer_copy.PeerServer(host, self.credentials, self._lent, self._may_copy)
+                self._lender = peer_copy.PeerServer(host, self._credentials, self._lent, self._may_copy)
             except OSError as error:
                 log.error("other Macs cannot copy models from here: %s", error)
         elif not lent and self._lender is not None:
@@ -532,8 +545,8 @@ class TransferCoordinator:
 
     def _may_copy(self, identity: NodeIdentity) -> bool:
         """Return True for members with a control link, as with requests. Called from threads."""
-        removed = self._cluster.leadership.roster.removed(identity.fingerprint)
-        return not removed and identity.node_id in self._cluster.links.nodes()
+        removed = self._node.leadership.roster.removed(identity.fingerprint)
+        return not removed and identity.node_id in self._node.links.nodes()
 
     def _look_at(self, job: ModelTransfer) -> None:
         """Update and report this Mac's progress."""
@@ -542,9 +555,9 @@ class TransferCoordinator:
             return
         manifest, held = fetch.manifest, min(fetch.held_bytes, fetch.manifest.size - 1)
         job.own = replace(job.own, revision=manifest.revision, held=held, total=manifest.size)
-        job.speeds.setdefault(self._cluster.node_id, TransferRate()).add(time.monotonic(), held)
+        job.speeds.setdefault(self._node.node_id, TransferRate()).add(time.monotonic(), held)
         self._report(job)
-        self._cluster.changed()
+        self._node.changed()
 
     def report_stored(self) -> None:
         """Report to the others which models are here, if that has changed."""
@@ -558,7 +571,7 @@ class TransferCoordinator:
         found = tuple(StoredModel(each.name, each.revision, each.total, each.complete) for each in largest)
         if found != self._here:
             self._here = found
-            self._cluster.links.broadcast(ModelsHere(found))
+            self._node.links.broadcast(ModelsHere(found))
             for job in list(self._jobs.values()):
                 if (
                     job.own is not None and job.own.complete and not job.runs

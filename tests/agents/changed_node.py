@@ -13,13 +13,13 @@ import threading
 from typing import Any
 
 import mlxtp.admin.handlers
-import mlxtp.cluster.node
+import mlxtp.cluster.introduction
 import mlxtp.groups.lifecycle
 import mlxtp.identity.join_token
 import mlxtp.service.watchdog
 from mlxtp.cli.main import main
-from mlxtp.cluster.control_port import ControlPort
-from mlxtp.cluster.own_build import versions_here
+from mlxtp.cluster.control_port import TokenIssuing
+from mlxtp.cluster.introduction import versions_here
 
 
 async def stand_still(*_: Any) -> None:
@@ -31,13 +31,15 @@ def change(thing: str, value: str) -> None:
         case "version":
             _, *others = versions_here()
             told = (f"mlxtp={value}", *others)
-            for module in (mlxtp.cluster.node, mlxtp.admin.handlers):
+            for module in (mlxtp.cluster.introduction, mlxtp.admin.handlers):
                 module.versions_here = lambda: told  # type: ignore[attr-defined]
         case "token_life":
             mlxtp.identity.join_token.LIFE_S = float(value)
         case "issues":
-            issue = ControlPort.token
-            ControlPort.token = lambda door, asked_by="": value if asked_by else issue(door)  # type: ignore[method-assign]
+            made = TokenIssuing._made
+            TokenIssuing._made = (  # type: ignore[method-assign]
+                lambda issuing, issuer, asked_by: value if asked_by else made(issuing, issuer, asked_by)
+            )
         case "stuck":
             mlxtp.service.watchdog.TURNS = int(value)
             mlxtp.groups.lifecycle.Supervisor.run = stand_still  # type: ignore[method-assign,assignment]

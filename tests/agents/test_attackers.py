@@ -39,7 +39,7 @@ import psutil
 import pytest
 from zeroconf import DNSAddress, DNSOutgoing, DNSPointer, DNSService, DNSText
 
-from mlxtp.cluster.saved_state import load
+from mlxtp.cluster.state_file import load
 from mlxtp.config import embedded_model_path
 from mlxtp.discovery.addresses import MAX_ADDRESSES, SERVICE, Advert
 from mlxtp.models.download import Fetch

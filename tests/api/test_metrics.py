@@ -35,8 +35,8 @@ from mlxtp.api.server import bind, serve
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState
+from mlxtp.groups.history import Recoveries
 from mlxtp.groups.lifecycle import Supervisor
-from mlxtp.groups.recoveries import Recoveries
 from mlxtp.logs import JsonLines
 from mlxtp.models import self_test
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Pong

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mlxtp.cluster.cluster_state import ClusterState, Roster
 from mlxtp.cluster.failure_detector import MemberState
-from mlxtp.cluster.saved_state import SavedState, from_text, to_text
+from mlxtp.cluster.state_file import SavedState, from_text, to_text
 
 from .desks import unsealed
 from .simulated_node import Fin, Goodbye, Journal, Node

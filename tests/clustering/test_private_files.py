@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster import saved_state
+from mlxtp.cluster import state_file
 from mlxtp.cluster.cluster_state import ClusterState
 from mlxtp.identity.private_files import sync_folder, write_private
 from mlxtp.models import hub_cache
@@ -45,7 +45,7 @@ def test_on_a_mac_the_drive_itself_has_written_it(tmp_path: Path, asked: list[st
 
 
 def test_so_is_what_an_agent_remembers_and_which_commit_a_branch_is(tmp_path: Path, asked: list[str]) -> None:
-    saved_state.save(tmp_path, saved_state.SavedState(ClusterState()))
+    state_file.save(tmp_path, state_file.SavedState(ClusterState()))
     assert asked == ["full", "rename", "full"]
     asked.clear()
     repo = hub_cache.Repo("owner/name", tmp_path)

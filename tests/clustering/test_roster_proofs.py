@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.cluster.cluster_state import Roster, is_founder
-from mlxtp.cluster.roster_proofs import RosterProofs
+from mlxtp.cluster.roster import RosterProofs
 from mlxtp.wire.cluster_messages import RosterEntry
 
 from ..wire.members import Member, founder, member_of

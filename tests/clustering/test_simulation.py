@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mlxtp.cluster.failure_detector import Change, MemberState
 from mlxtp.cluster.reconcile import HandOver
-from mlxtp.cluster.saved_state import SavedState, to_text
+from mlxtp.cluster.state_file import SavedState, to_text
 
 from .desks import unsealed
 from .simulated_node import TICK_S, Journal

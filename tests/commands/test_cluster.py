@@ -27,7 +27,7 @@ from mlxtp.cli import bench_fabric, cluster
 from mlxtp.cli.main import _with_join_value, app
 from mlxtp.client import agent_runs
 from mlxtp.cluster.cluster_state import ClusterState, Roster
-from mlxtp.cluster.saved_state import SavedState, save
+from mlxtp.cluster.state_file import SavedState, save
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, UserError
 from mlxtp.identity.store import Store

@@ -13,12 +13,12 @@ from click.testing import Result
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
+from mlxtp.admin.checkup import AgentCheckup
 from mlxtp.agent import _own_home
 from mlxtp.api.endpoint import open_endpoint
 from mlxtp.cli.main import app
 from mlxtp.config import Settings
 from mlxtp.diagnostics import local_facts
-from mlxtp.diagnostics.checkup import AgentCheckup
 from mlxtp.diagnostics.rows import MAC, ROWS, show
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.identity.store import Store
@@ -105,7 +105,7 @@ def test_a_home_that_an_agent_holds_without_answering_is_an_error(
 def test_an_agent_that_keeps_to_itself_looks_from_within(tmp_path: Path) -> None:
     settings = Settings(tmp_path, "127.0.0.1", 0, 1, "tiny", alone=True)
     with open_endpoint(settings) as endpoint:
-        found = asyncio.run(AgentCheckup(settings, Supervisor(settings), endpoint, left_wired=str).report())
+        found = asyncio.run(AgentCheckup(settings, Supervisor(settings), endpoint).report())
     assert found["looked"] == "agent"
     told = {row["id"]: row["findings"][0]["what"] for row in found["rows"]}
     assert told["ports"] == f"endpoint {endpoint.url.rpartition('/')[2]} is ours"

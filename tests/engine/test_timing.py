@@ -20,7 +20,7 @@ from mlxtp.engine import group as group_module
 from mlxtp.engine.decode_loop import _combined
 from mlxtp.engine.group import RingGroup
 from mlxtp.errors import Code, UserError
-from mlxtp.groups.collective_bench import Times
+from mlxtp.groups.fabric_results import Times
 from mlxtp.groups.health import ServingState
 from mlxtp.placement.measurements import SIZES
 from mlxtp.wire.messages import CollectivesTimed, Message

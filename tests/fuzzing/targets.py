@@ -25,7 +25,7 @@ from mlxtp.api.dialects import completions_request, openai_request, responses_re
 from mlxtp.api.dialects.responses_answers import response_body
 from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.api.guard import host_name
-from mlxtp.cluster import saved_state
+from mlxtp.cluster import state_file
 from mlxtp.config import parse_nodes, resolve_settings
 from mlxtp.diagnostics.causes import examine, rank_record
 from mlxtp.diagnostics.failure_store import RankEnd, about_rank
@@ -435,8 +435,8 @@ _CONFIGURATIONS = (
 
 def remembered(data: bytes) -> None:
     """state.json; what is read can be written, and read again."""
-    kept = saved_state.from_text(data.decode())
-    assert saved_state.from_text(_written(saved_state.to_text, kept)) == kept
+    kept = state_file.from_text(data.decode())
+    assert state_file.from_text(_written(state_file.to_text, kept)) == kept
 
 
 def fabrics(data: bytes) -> None:
@@ -597,7 +597,7 @@ TARGETS: Mapping[str, Target] = {
     "remembered": Target(
         remembered,
         (ValueError, RecursionError),
-        (saved_state.to_text(saved_state.SavedState(peers={"a": ("10.0.0.1:1",)})).encode(), DEEP),
+        (state_file.to_text(state_file.SavedState(peers={"a": ("10.0.0.1:1",)})).encode(), DEEP),
     ),
     "fabrics": Target(
         fabrics, (ValueError, RecursionError), (measurements.to_text([_RESULT]).encode(), DEEP)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlxtp.admin.handlers import announce
 from mlxtp.api.api_keys import KeyFile
-from mlxtp.cluster import saved_state
+from mlxtp.cluster import state_file
 from mlxtp.cluster.cluster_state import ClusterState
 from mlxtp.identity.store import Store
 from mlxtp.models import self_test
@@ -38,11 +38,11 @@ def write(home: Path, number: int) -> None:
     repo(home).refer(["main"], f"{number:040x}", lambda: False, by_hub=True)
     self_test.kept(home / self_test.FILE, f"{number % GOLDEN}", ((number,),))
     announce(home, f"http://127.0.0.1:{number}", "key")
-    saved_state.save(home, saved_state.SavedState(ClusterState(epoch=number)))
+    state_file.save(home, state_file.SavedState(ClusterState(epoch=number)))
 
 
 def main(home: Path) -> None:
-    number = saved_state.load(home)[0].beliefs.epoch
+    number = state_file.load(home)[0].beliefs.epoch
     while True:
         number += 1
         write(home, number)

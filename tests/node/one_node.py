@@ -9,10 +9,13 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.agent import build_parts
 from mlxtp.cluster import node as cluster_module
-from mlxtp.cluster.node import NodeLoop
+from mlxtp.cluster import roster
+from mlxtp.cluster.node import ClusterNode
 from mlxtp.config import Settings
 from mlxtp.errors import Code, MlxtpError, ModelError
+from mlxtp.groups import model_queue
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource
@@ -39,7 +42,7 @@ def report(machine: Machine) -> MachineReport:
 
 
 class FakeLink:
-    """A control link as `NodeLoop` sees it."""
+    """A control link as `PeerLinks` sees it."""
 
     def __init__(self, number: int, node_id: str, boot_id: str, cluster_id: str, node: Node) -> None:
         self.number = number
@@ -61,9 +64,9 @@ class FakeLink:
         self.close()
 
     def close(self, goodbye: bool = False) -> None:
-        links = self._node.cluster.links._links
+        links = self._node.parts.node.links._links
         if links.pop(self.number, None) is not None:
-            self._node.cluster.closed(cast(Any, self), "closed here", False)
+            self._node.parts.node.links.down(cast(Any, self), "closed here", False)
 
     def heard(self, kind: type[Message]) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
@@ -90,16 +93,21 @@ class Node:
 
     def __init__(self, member: Member, home: Path, machine: Machine | None = None, **changes: Any) -> None:
         chosen = Settings(home, "", 0, 1, "tiny", cluster=True, name="studio", **changes)
-        self.cluster = NodeLoop(chosen, member.identity, Supervisor(chosen), machine or MACHINE)
+        supervisor = Supervisor(chosen)
+        self.parts = build_parts(
+            ClusterNode(chosen, member.identity, machine or MACHINE, short=lambda: supervisor.gateway.short),
+            supervisor,
+            member.store.credentials,
+        )
         self.orders: list[tuple[str, Message]] = []
-        self.cluster.hosted_rank.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
+        self.parts.hosted.serving.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
         self._numbers = iter(range(1, 10_000))
 
     def meet(self, node_id: str, boot_id: str = "boot") -> FakeLink:
-        link = FakeLink(next(self._numbers), node_id, boot_id, self.cluster.identity.cluster_id, self)
-        self.cluster.links._links[link.number] = cast(Any, link)
-        if not self.cluster.opened(cast(Any, link)):
-            self.cluster.links._links.pop(link.number, None)
+        link = FakeLink(next(self._numbers), node_id, boot_id, self.parts.node.identity.cluster_id, self)
+        self.parts.node.links._links[link.number] = cast(Any, link)
+        if not self.parts.node.links.up(cast(Any, link)):
+            self.parts.node.links._links.pop(link.number, None)
         return link
 
     def hear(self, link: FakeLink, *messages: Message) -> None:
@@ -107,21 +115,21 @@ class Node:
         for message in messages:
             encode(message, 0, 1)
             try:
-                self.cluster.received(cast(Any, link), message)
+                self.parts.node.links.received(cast(Any, link), message)
             except MlxtpError:
                 link.close()
 
     def tick(self, seconds: float = 0.5) -> None:
         """What `live` does, twice a second, but for writing to the disk."""
         CLOCK.now += seconds
-        self.cluster.links.broadcast(self.cluster.leadership.beat(healthy=True))
-        if (serving := self.cluster.controller.serving()) is not None:
-            self.cluster.links.broadcast(serving)
-        self.cluster._tick(CLOCK.now)
+        self.parts.node.links.broadcast(self.parts.node.leadership.beat(healthy=True))
+        if (serving := self.parts.controller.serving()) is not None:
+            self.parts.node.links.broadcast(serving)
+        self.parts.node.rounds.step(CLOCK.now)
 
     async def tick_and_save(self) -> None:
         self.tick()
-        await self.cluster._save()
+        await self.parts.node.save()
 
     def live(self, *links: FakeLink) -> None:
         """Some seconds in which all of them beat."""
@@ -137,20 +145,20 @@ class Node:
     def follow(self, link: FakeLink, term: int = 5) -> None:
         """From now on the other end of this link coordinates."""
         self.hear(link, Beat(term, link.node_id, 0, 0, 0, True, 1))
-        assert self.cluster.leadership.claim.node_id == link.node_id
+        assert self.parts.node.leadership.claim.node_id == link.node_id
 
     def lead(self, source: ModelSource, machines: Mapping[str, Machine] = {}) -> None:
         """From now on this node coordinates, and has the model that is wanted, as all others have."""
-        model = self.cluster.model
+        model = self.parts.model
         model.resolve = lambda desired: setattr(model, "version", desired.version)  # type: ignore[method-assign]
         model.source, model.fingerprint = source, FINGERPRINT
-        self.cluster.set_desired("tiny", self.cluster.settings.nodes)
-        for link in cast(list[Any], list(self.cluster.links.links())):
+        self.parts.node.desired.set("tiny", self.parts.node.settings.nodes)
+        for link in cast(list[Any], list(self.parts.node.links.links())):
             self.hear(link, Beat(0, "", 0, 0, 0, True, 0), report(machines.get(link.node_id, MACHINE)))
             self.hear(link, ModelStatus(1, FINGERPRINT, ""))
-        self.cluster.leadership.hand_over(self.cluster.node_id, CLOCK.now)
+        self.parts.node.leadership.hand_over(self.parts.node.node_id, CLOCK.now)
         self.tick()
-        assert self.cluster.leadership.leading
+        assert self.parts.node.leadership.leading
 
 
 @contextmanager
@@ -162,7 +170,8 @@ def by_hand() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_model, "find_model", find)
-        patch.setattr(cluster_module, "time", CLOCK)
+        for module in (cluster_module, roster, model_queue):
+            patch.setattr(module, "time", CLOCK)
         yield
 
 
@@ -172,7 +181,7 @@ def play(home: Path, member: Member, story: Callable[[Node], Awaitable[None]], *
         try:
             await within(story(node))
         finally:
-            await node.cluster.close()
+            await node.parts.close()
 
     with by_hand():
         run(scene())

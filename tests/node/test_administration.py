@@ -11,10 +11,10 @@ from typing import cast
 import pytest
 
 from mlxtp.admin.handlers import ClusterAdmin, StandaloneAdmin
-from mlxtp.cluster import persistence
-from mlxtp.cluster.own_build import flags_of, versions_here
-from mlxtp.cluster.roster_proofs import RosterProofs
-from mlxtp.cluster.saved_state import load
+from mlxtp.cluster import state_file
+from mlxtp.cluster.introduction import flags_of, versions_here
+from mlxtp.cluster.roster import RosterProofs
+from mlxtp.cluster.state_file import load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, UserError
 from mlxtp.groups.health import ServingState
@@ -40,14 +40,14 @@ NAME = "some-body/tiny"
 
 def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: members.Member) -> None:
     async def story(node: Node) -> None:
-        admin, a = ClusterAdmin(node.cluster, member.store), node.meet(A)
+        admin, a = ClusterAdmin(node.parts, member.store), node.meet(A)
         assert await admin.serve("tiny", "2") == {
             **{"model": "tiny", "nodes": "2", "version": 1},
             **{"coming": False, "until_then": ""},
         }
         assert (await admin.serve("tiny", "02"))["version"] == 1
         assert (await admin.serve("tiny", ""))["version"] == 1
-        node.cluster.supervisor.state = ServingState.FAILED
+        node.parts.supervisor.state = ServingState.FAILED
         assert (await admin.serve("tiny", ""))[
             "version"
         ] == 2  # asking again is how a failed group is tried again
@@ -62,15 +62,15 @@ def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_nobody(
     tmp_path: Path, member: members.Member
 ) -> None:
     async def story(node: Node) -> None:
-        cluster, a = node.cluster, node.meet(A)
+        cluster, a = node.parts, node.meet(A)
         node.hear(a, DesiredState(7, A, "org/model", "2", 7))
         cluster.supervisor.state = ServingState.STARTING
-        assert cluster.set_desired("org/model", "2").version == 7
-        assert cluster.set_desired("org/model").version == 7
+        assert cluster.node.desired.set("org/model", "2").version == 7
+        assert cluster.node.desired.set("org/model").version == 7
         assert [desired.version for desired in a.heard(DesiredState)] == [0, 7]
-        assert cluster.set_desired("org/model", "auto").version == 8
+        assert cluster.node.desired.set("org/model", "auto").version == 8
         cluster.supervisor.state = ServingState.FAILED
-        assert cluster.set_desired("org/model", "auto").version == 9
+        assert cluster.node.desired.set("org/model", "auto").version == 9
 
     play(tmp_path, member, story)
 
@@ -79,14 +79,16 @@ def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_again(
     tmp_path: Path, member: members.Member
 ) -> None:
     async def story(node: Node) -> None:
-        cluster, a = node.cluster, node.meet(A)
+        cluster, a = node.parts, node.meet(A)
         node.hear(a, DesiredState(7, A, "org/model", "2", 7))
         cluster.supervisor.state = ServingState.READY
         node.hear(a, ModelStatus(6, "", "no room for what was wanted before"), ModelStatus(7, "f", ""))
-        assert cluster.set_desired("org/model", "2").version == 7
+        assert cluster.node.desired.set("org/model", "2").version == 7
         node.hear(a, ModelStatus(7, "", "no room"))
-        assert cluster.set_desired("org/model", "2").version == 8
-        assert cluster.set_desired("org/model", "2").version == 8, "it has not said yet what came of that"
+        assert cluster.node.desired.set("org/model", "2").version == 8
+        assert cluster.node.desired.set("org/model", "2").version == 8, (
+            "it has not said yet what came of that"
+        )
 
     play(tmp_path, member, story)
 
@@ -111,10 +113,10 @@ def test_a_wish_that_makes_no_sense_changes_nothing(
     async def story(node: Node) -> None:
         a = node.meet(A)
         with pytest.raises(UserError):
-            await ClusterAdmin(node.cluster, member.store).serve(model, nodes)
+            await ClusterAdmin(node.parts, member.store).serve(model, nodes)
         node.tick()
-        assert node.cluster.leadership.desired.version == 0
-        assert node.cluster.links.nodes() == {A}
+        assert node.parts.node.leadership.desired.version == 0
+        assert node.parts.node.links.nodes() == {A}
         assert {desired.version for desired in a.heard(DesiredState)} == {0}
 
     play(tmp_path, member, story)
@@ -123,11 +125,11 @@ def test_a_wish_that_makes_no_sense_changes_nothing(
 def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
     tmp_path: Path, member: members.Member, first: members.Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(persistence, "ELSEWHERE_S", 0.0)
+    monkeypatch.setattr(state_file, "ELSEWHERE_S", 0.0)
     sign = RosterProofs(first.identity).admission
 
     async def story(node: Node) -> None:
-        admin, cluster = ClusterAdmin(node.cluster, member.store), node.cluster
+        admin, cluster = ClusterAdmin(node.parts, member.store), node.parts
         a, _ = node.meet(A), node.meet(B)
         twins = [
             RosterEntry(f"{i}" * 32, name, f"{i}" * 64, False, 9) for i, name in ((1, "mini"), (2, "mini"))
@@ -142,12 +144,12 @@ def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
         ):
             with pytest.raises(UserError, match=words):
                 await admin.remove(wrong, "")
-        assert len(cluster.leadership.roster.members()) == 6
+        assert len(cluster.node.leadership.roster.members()) == 6
         removed = [await admin.remove(each, "") for each in ("ff", "ff", "1111", "mini")]
         assert [each["removed"] for each in removed] == ["ff", "mac-f", "mini", "mini"]  # first by its name
         assert [each["node_id"] for each in removed] == ["3" * 32, B, "1" * 32, "2" * 32]
         assert removed[-1]["saved_by"] == []
-        assert set(cluster.leadership.roster.members()) == {cluster.node_id, A}
+        assert set(cluster.node.leadership.roster.members()) == {cluster.node.node_id, A}
 
     play(tmp_path, member, story)
 
@@ -162,7 +164,7 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
         return proofs.admission(entry, by, "10.0.0.7", 1_780_000_000)
 
     async def story(node: Node) -> None:
-        admin, cluster = ClusterAdmin(node.cluster, member.store), node.cluster
+        admin, cluster = ClusterAdmin(node.parts, member.store), node.parts
         a = node.meet(A)
         mini, air, max_, other = (f"{number}" * 32 for number in range(1, 5))
         node.hear(a, Members((joined(1, "mini", A), joined(2, "air", mini), joined(3, "max", air))))
@@ -174,7 +176,7 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
         assert admin.let_in("mini") == {"name": "mini", "let_in": let_in}
         removing = asyncio.ensure_future(admin.remove("mini", "yes"))
         await asyncio.sleep(0)
-        digest = cluster.leadership.roster.digest()
+        digest = cluster.node.leadership.roster.digest()
         node.hear(a, RosterSaved(digest ^ 1))
         await asyncio.sleep(0)
         assert not removing.done(), "what the other has on its disk is something else"
@@ -182,7 +184,7 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
         answer = await removing
         assert (answer["let_in"], answer["with_admitted"]) == (let_in, True)
         assert (answer["saved_by"], answer["others"]) == (["mac-a"], 2)
-        assert set(cluster.leadership.roster.members()) == {cluster.node_id, A, other}
+        assert set(cluster.node.leadership.roster.members()) == {cluster.node.node_id, A, other}
         node.tick()
         saved = [report.roster for report in a.heard(RosterSaved)]
         assert saved[-1] == digest, "this one's disk has it, too"
@@ -197,14 +199,14 @@ def test_leaving_is_told_to_the_others_and_ends_the_agent(tmp_path: Path) -> Non
 
     async def story(node: Node) -> None:
         a = node.meet(A)
-        assert ClusterAdmin(node.cluster, second.store).leave("") == {
+        assert ClusterAdmin(node.parts, second.store).leave("") == {
             "left": second.identity.cluster_id,
             "members": 1,
         }
-        assert node.cluster.over.done()
+        assert node.parts.node.over.done()
         assert second.store.load().membership is None
         entries = {entry.node_id: entry for each in a.heard(Members) for entry in each.entries}
-        assert entries[node.cluster.node_id].removed
+        assert entries[node.parts.node.node_id].removed
 
     play(tmp_path, second, story)
 
@@ -213,11 +215,11 @@ def test_a_founder_leaves_only_by_force_unless_it_is_alone(tmp_path: Path) -> No
     first = members.founder(tmp_path)
 
     async def story(node: Node) -> None:
-        admin = ClusterAdmin(node.cluster, first.store)
+        admin = ClusterAdmin(node.parts, first.store)
         node.meet(A)
         with pytest.raises(UserError, match="founded the cluster and alone can let others in"):
             admin.leave("")
-        assert not node.cluster.over.done()
+        assert not node.parts.node.over.done()
         assert first.store.load().authority is not None
         assert admin.leave("yes")["members"] == 1
         assert first.store.load().authority is None
@@ -229,8 +231,8 @@ def test_whoever_is_alone_may_always_leave(tmp_path: Path) -> None:
     first = members.founder(tmp_path)
 
     async def story(node: Node) -> None:
-        assert ClusterAdmin(node.cluster, first.store).leave("")["members"] == 0
-        assert node.cluster.over.done()
+        assert ClusterAdmin(node.parts, first.store).leave("")["members"] == 0
+        assert node.parts.node.over.done()
 
     play(tmp_path, first, story)
 
@@ -239,7 +241,7 @@ def test_what_is_told_about_the_cluster_can_be_told_as_json(
     tmp_path: Path, member: members.Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        admin = ClusterAdmin(node.cluster, member.store)
+        admin = ClusterAdmin(node.parts, member.store)
         node.meet(A)
         node.lead(weights)
         status = json.loads(json.dumps(admin.status()))
@@ -254,7 +256,7 @@ def test_what_is_told_about_the_cluster_can_be_told_as_json(
         assert rows["mac-a"]["address"] == "127.0.0.1"
         assert json.loads(json.dumps(admin.members()))["members"] == status["members"]
         plan = json.loads(json.dumps(admin.plan()))
-        assert plan["coordinator"] == node.cluster.node_id
+        assert plan["coordinator"] == node.parts.node.node_id
         assert sorted(each["name"] for each in plan["nodes"]) == ["mac-a", "studio"]
 
     play(tmp_path, member, story)
@@ -303,17 +305,17 @@ def test_files_are_repaired_while_no_rank_here_has_them_open(
     name = f"{NAME}@{COMMIT}"
 
     async def story(node: Node) -> None:
-        cluster, admin = node.cluster, ClusterAdmin(node.cluster, member.store)
+        cluster, admin = node.parts, ClusterAdmin(node.parts, member.store)
         cluster.model.resolve = lambda _: None  # type: ignore[method-assign]
-        cluster.set_desired(NAME)
+        cluster.node.desired.set(NAME)
         with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is about to"):
             admin.removable(NAME, "")
         assert admin.removable(name, "yes") == {"removable": NAME}
         snapshot = Repo(NAME).folder / "snapshots" / COMMIT
         snapshot.mkdir(parents=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(cluster.hosted_rank), "epoch", 5)
-            patch.setattr(type(cluster.hosted_rank), "model", snapshot)
+            patch.setattr(type(cluster.hosted.serving), "epoch", 5)
+            patch.setattr(type(cluster.hosted.serving), "model", snapshot)
             with pytest.raises(UserError, match="a rank of this Mac has it open; `mlxtp unload` first"):
                 admin.removable(name, "yes")
         source = ModelSource(NAME, snapshot, cast(Text, None))

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from mlxtp.diagnostics.checkup import AgentCheckup
+from mlxtp.admin.checkup import AgentCheckup
 from mlxtp.diagnostics.facts import Attempt
 from mlxtp.diagnostics.local_facts import attempts, shared
 from mlxtp.discovery.addresses import DiscoveredPeer
@@ -35,18 +35,16 @@ def closed() -> str:
 
 def test_a_member_is_seen_by_tries_and_links(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
-        cluster = node.cluster
+        cluster = node.parts
         dialer = SimpleNamespace(sightings=(DiscoveredPeer(A, "", "mac-a", (), False, 1),), trouble="")
         endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
-        agent = AgentCheckup(
-            cluster.settings, cluster.supervisor, endpoint, cluster, cast(Any, dialer), left_wired=str
-        )
+        agent = AgentCheckup(cluster.node.settings, cluster.supervisor, endpoint, cluster, cast(Any, dialer))
         a, b = node.meet(A), node.meet(B)
         node.hear(a, report(MACHINE), ModelStatus(0, "ab" * 32, ""))
         node.hear(b, ModelStatus(0, "", "it is gated"))
         b.close()
         with listening() as there:
-            cluster.peer_info.addresses.update({A: (there,), B: ("127.0.0.1:1",)})
+            cluster.node.peer_info.addresses.update({A: (there,), B: ("127.0.0.1:1",)})
             first, second = sorted(await agent._members(MACHINE), key=lambda each: each.name)
             a.dialled = True  # from here
             again, _ = sorted(await agent._members(MACHINE), key=lambda each: each.name)

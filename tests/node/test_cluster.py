@@ -11,14 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxtp.cluster import machine_reports
-from mlxtp.cluster.node import NodeLoop
-from mlxtp.cluster.roster_proofs import RosterProofs
-from mlxtp.cluster.saved_state import load
+from mlxtp.cluster import peer_reports
+from mlxtp.cluster.node import ClusterNode
+from mlxtp.cluster.roster import RosterProofs
+from mlxtp.cluster.state_file import load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError
 from mlxtp.gateway.admission import SystemMemory
-from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.identity.join_token import JoinToken, TokenIssuer
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement import hardware
@@ -73,7 +72,7 @@ def test_only_the_coordinator_may_have_a_rank_started(tmp_path: Path, member: Me
         node.hear(a, Prepare(7, 1, "", 1))
         assert node.orders == [(A, Prepare(7, 1, "", 1))]
         assert a.heard(RankTrouble) == []
-        assert node.cluster.leadership.epoch == 7
+        assert node.parts.node.leadership.epoch == 7
 
     play(tmp_path, member, story)
 
@@ -82,18 +81,18 @@ def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Pa
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.follow(a)
-        node.cluster.hosted_rank.last_epoch = 7
+        node.parts.hosted.serving.last_epoch = 7
         for epoch in (6, 7):
             node.hear(a, Prepare(epoch, 1, "", 1))
             assert "is not newer than epoch 7" in a.heard(RankTrouble)[-1].detail
         ended: list[MlxtpError] = []
-        node.cluster.supervisor._current = cast(
+        node.parts.supervisor._current = cast(
             Any, type("Ranks", (), {"give_up": lambda _, why: ended.append(why)})()
         )
         node.hear(a, Prepare(8, 1, "", 1))
         assert "still ends an epoch of its own" in a.heard(RankTrouble)[-1].detail
         assert [error.code for error in ended] == [Code.REPLANNED]
-        node.cluster.supervisor._current = None
+        node.parts.supervisor._current = None
         node.hear(a, Prepare(9, 1, "", 1))
         assert [order.epoch for _, order in cast(Any, node.orders)] == [9]
 
@@ -104,24 +103,24 @@ def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Me
     """Its orders reach a guest of its own, and the next real epoch ends it."""
 
     async def story(node: Node) -> None:
-        a, cluster = node.meet(A), node.cluster
+        a, cluster = node.meet(A), node.parts
         node.follow(a)
         orders: list[Any] = []
-        cluster.trial_rank.received = lambda _, order: orders.append(order)  # type: ignore[method-assign]
+        cluster.hosted.trial.received = lambda _, order: orders.append(order)  # type: ignore[method-assign]
         cluster.supervisor._current = cast(Any, object())
         trial = Prepare(8, 1, "", 1, trial=True)
         node.hear(a, trial)
         assert (orders, node.orders, a.heard(RankTrouble)) == ([trial], [], [])
-        cluster.trial_rank._hosted = cast(Any, type("Stay", (), {"order": trial, "host": A})())
+        cluster.hosted.trial._hosted = cast(Any, type("Stay", (), {"order": trial, "host": A})())
         cleared: list[str] = []
-        cluster.trial_rank.clear = cleared.append  # type: ignore[method-assign]
+        cluster.hosted.trial.clear = cleared.append  # type: ignore[method-assign]
         node.hear(a, EndEpoch(8, in_order=True), EndEpoch(7, in_order=True))
         assert orders[1:] == [EndEpoch(8, in_order=True)]
         assert [order for _, order in node.orders] == [EndEpoch(7, in_order=True)]
         cluster.supervisor._current = None
         node.hear(a, Prepare(9, 1, "", 1))
         assert cleared == ["epoch 9 comes"]
-        cluster.trial_rank._hosted = None
+        cluster.hosted.trial._hosted = None
 
     play(tmp_path, member, story)
 
@@ -131,16 +130,16 @@ def test_requests_outlive_a_wish_for_the_same_model_and_no_other(
     tmp_path: Path, member: Member, heard: bool
 ) -> None:
     async def story(node: Node) -> None:
-        cluster, a = node.cluster, node.meet(A)
+        cluster, a = node.parts, node.meet(A)
         ended: list[MlxtpError] = []
         cluster.supervisor.gateway.fail_all = ended.append  # type: ignore[method-assign]
 
         def want(model: str) -> None:
             if heard:
-                now = cluster.leadership.desired
+                now = cluster.node.leadership.desired
                 node.hear(a, replace(now, version=now.version + 1, model=model))
             else:
-                cluster.set_desired(model)
+                cluster.node.desired.set(model)
 
         want("tiny")
         ended.clear()
@@ -170,7 +169,7 @@ def test_words_about_ranks_that_nobody_asked_for_change_nothing(tmp_path: Path, 
             TokenIssued(bytes(16), "TOKEN", ""),
         )
         node.tick()
-        assert node.cluster.links.nodes() == {A}
+        assert node.parts.node.links.nodes() == {A}
         node.hear(a, EndEpoch(3, True))
         assert node.orders == [(A, EndEpoch(3, True))]  # whose it is, the guest knows
 
@@ -182,7 +181,7 @@ def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(
 ) -> None:
     async def story(node: Node) -> None:
         cleared: list[str] = []
-        guest = node.cluster.hosted_rank
+        guest = node.parts.hosted.serving
         guest.clear = cleared.append  # type: ignore[method-assign]
         stay = cast(Any, type("Stay", (), {"order": Prepare(7, 1, "", 1), "host": A, "process": None})())
         guest._hosted = stay
@@ -206,10 +205,10 @@ def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, 
         group = Serving(9, "ready", "", "ring", "", (A, B), (9.0, 1e9), 0, "tiny", 1, 0, 0, ())
         node.hear(b, group)
         node.live(a, b)
-        assert node.cluster.leadership.leading
+        assert node.parts.node.leadership.leading
         node.hear(a, group)
         node.live(a, b)
-        assert node.cluster.leadership.claim.node_id == A
+        assert node.parts.node.leadership.claim.node_id == A
 
     play(tmp_path, member, story)
 
@@ -219,18 +218,18 @@ def test_who_was_removed_is_heard_no_more(tmp_path: Path, member: Member) -> Non
         a, b = node.meet(A), node.meet(B)
         node.follow(a)
         told: list[None] = []
-        node.cluster.on_roster = lambda: told.append(None)
-        node.cluster.remove(A)
+        node.parts.node.enrolment.on_change(lambda: told.append(None))
+        node.parts.node.enrolment.remove(A)
         assert told
         node.hear(a, Prepare(7, 1, "", 1), DesiredState(99, A, "org/model", "auto"))
         assert node.orders == []
-        assert node.cluster.leadership.desired.version == 0
+        assert node.parts.node.leadership.desired.version == 0
         node.tick()
-        assert node.cluster.links.nodes() == {B}
+        assert node.parts.node.links.nodes() == {B}
         assert any(entry.removed for members in b.heard(Members) for entry in members.entries)
-        assert not node.cluster.over.done()
+        assert not node.parts.node.over.done()
         node.meet(A, "another start")
-        assert node.cluster.links.nodes() == {B}
+        assert node.parts.node.links.nodes() == {B}
 
     play(tmp_path, member, story)
 
@@ -247,13 +246,13 @@ def test_a_node_that_was_removed_ends_and_says_what_brings_it_back(
     tmp_path: Path, member: Member, first: Member
 ) -> None:
     async def story(node: Node) -> None:
-        a, me = node.meet(A), node.cluster
-        own = RosterEntry(me.node_id, "studio", me.identity.fingerprint, False, 50)
+        a, me = node.meet(A), node.parts
+        own = RosterEntry(me.node.node_id, "studio", me.node.identity.fingerprint, False, 50)
         node.hear(a, Members((replace(own, removed=True),)))
-        assert not me.over.done(), "nobody signed it"
+        assert not me.node.over.done(), "nobody signed it"
         node.hear(a, removed_by(first, own))
-        assert me.over.done()
-        assert "mlxtp node --join TOKEN" in me.problem
+        assert me.node.over.done()
+        assert "mlxtp node --join TOKEN" in me.node.introduction.problem
         node.tick()
 
     play(tmp_path, member, story)
@@ -274,24 +273,24 @@ def test_more_members_than_there_can_be_displace_nobody(
         )
 
     async def story(node: Node) -> None:
-        me = node.cluster
+        me = node.parts
         a, b = node.meet(A), node.meet(B)
-        before = set(me.leadership.roster.members())
+        before = set(me.node.leadership.roster.members())
         for start in range(1, 300, MAX_TOLD):
             node.hear(a, told(start, version=0), told(start, version=50))
             node.live_once(a, b)
-        members = me.leadership.roster.members()
-        assert before == {me.node_id, A, B}
+        members = me.node.leadership.roster.members()
+        assert before == {me.node.node_id, A, B}
         assert before < set(members)
-        assert len(members) == len(me.membership.statuses()) == MAX_MEMBERS
-        assert me.links.nodes() == {A, B}
+        assert len(members) == len(me.node.membership.statuses()) == MAX_MEMBERS
+        assert me.node.links.nodes() == {A, B}
         assert caplog.text.count("mac-a reports more than 64 members") == 1
         ghost = next(node_id for node_id in members if node_id not in before)
         node.hear(b, removed_by(first, members[ghost]))
-        assert ghost not in me.leadership.roster.members()
-        me.admit("e" * 32, "newcomer", "e" * 64)
-        node.hear(a, removed_by(first, members[me.node_id]), told(400, version=70))
-        assert me.over.done()
+        assert ghost not in me.node.leadership.roster.members()
+        me.node.enrolment.admit("e" * 32, "newcomer", "e" * 64)
+        node.hear(a, removed_by(first, members[me.node.node_id]), told(400, version=70))
+        assert me.node.over.done()
         node.tick()
 
     play(tmp_path, member, story)
@@ -310,18 +309,18 @@ def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new
         a, b = node.meet(A), node.meet(B)
         node.hear(a, Serving(7, "ready", "", "ring", "ring", (A, B), (), 0, "tiny", 1, 4096, 512, ()))
         node.hear(a, beat(short=False))
-        assert node.cluster.short() == ""
+        assert node.parts.reconciler.short() == ""
         node.hear(b, beat(short=True))
-        assert node.cluster.short() == "mac-f"
+        assert node.parts.reconciler.short() == "mac-f"
         node.hear(b, beat(short=False))
-        assert node.cluster.short() == ""
+        assert node.parts.reconciler.short() == ""
         node.hear(b, beat(short=True))
         node.hear(a, Serving(8, "ready", "", "ring", "ring", (A,), (), 0, "tiny", 1, 4096, 512, ()))
-        assert node.cluster.short() == "", "it has no part of the model any more"
-        gateway = node.cluster.supervisor.gateway
+        assert node.parts.reconciler.short() == "", "it has no part of the model any more"
+        gateway = node.parts.supervisor.gateway
         for free, short in ((1 << 20, True), (1 << 40, False)):
             gateway._memory = lambda free=free: SystemMemory(free)
-            node.cluster._send_beat()
+            node.parts.node.send_beat()
             assert a.heard(Beat)[-1].short is short
 
     play(tmp_path, member, story)
@@ -332,11 +331,11 @@ def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new
 
 def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
-        me = node.cluster
+        me = node.parts
         with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
-            await me.token_issuing.token()
+            await me.tokens.token()
         a, b = node.meet(A), node.meet(B)
-        asking = asyncio.ensure_future(me.token_issuing.token())
+        asking = asyncio.ensure_future(me.tokens.token())
         await asyncio.sleep(0)
         [wanted] = a.heard(TokenWanted)
         assert b.heard(TokenWanted) == []
@@ -344,19 +343,19 @@ def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> No
         assert b.heard(TokenIssued)[0].problem == "this Mac cannot issue join tokens"
         await asyncio.sleep(0)
         assert not asking.done()
-        desk = TokenIssuer(me.identity.cluster_id, authority_hash(member.membership.authority))
+        desk = TokenIssuer(me.node.identity.cluster_id, authority_hash(member.membership.authority))
         token, second = (desk.issue(bytes((i,)) * 16, 0.0).text() for i in (1, 2))
         node.hear(a, TokenIssued(wanted.nonce, token, ""), TokenIssued(wanted.nonce, second, ""))
         assert await asking == token
-        refused = asyncio.ensure_future(me.token_issuing.token())
+        refused = asyncio.ensure_future(me.tokens.token())
         await asyncio.sleep(0)
         node.hear(a, TokenIssued(a.heard(TokenWanted)[1].nonce, "", "16 tokens are open"))
         with pytest.raises(UserError, match="16 tokens are open"):
             await refused
         a.close()
         with pytest.raises(UserError, match=r"only mac-a can issue join tokens, and it is away"):
-            await me.token_issuing.token()
-        assert me.token_issuing._answers == {}
+            await me.tokens.token()
+        assert me.node.links._requests._open == set()
 
     play(tmp_path, member, story)
 
@@ -373,7 +372,7 @@ def test_what_is_no_token_of_this_cluster_is_not_printed(tmp_path: Path, member:
 
     async def story(node: Node) -> None:
         a = node.meet(A)
-        asking = asyncio.ensure_future(node.cluster.token_issuing.token())
+        asking = asyncio.ensure_future(node.parts.tokens.token())
         await asyncio.sleep(0)
         node.hear(a, TokenIssued(a.heard(TokenWanted)[0].nonce, said[of], ""))
         with pytest.raises(
@@ -390,13 +389,13 @@ def test_who_founded_the_cluster_is_the_authority_s_word(
     async def story(node: Node) -> None:
         own = removed_by(first)
         node.hear(node.meet(B), own)
-        assert node.cluster.leadership.roster.founder() == first.identity.node_id
+        assert node.parts.node.leadership.roster.founder() == first.identity.node_id
         node.meet(A)  # which says that it has the authority
         with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
-            await node.cluster.token_issuing.token()
+            await node.parts.tokens.token()
         with pytest.raises(UserError, match="first founded this cluster, and no other Mac can remove it"):
-            node.cluster.remove(A, first.identity.node_id)
-        assert {A, first.identity.node_id} <= node.cluster.leadership.roster.members().keys()
+            node.parts.node.enrolment.remove(A, first.identity.node_id)
+        assert {A, first.identity.node_id} <= node.parts.node.leadership.roster.members().keys()
 
     play(tmp_path, member, story)
 
@@ -405,9 +404,9 @@ def test_an_agent_that_ends_by_a_bug_says_it_once(tmp_path: Path, member: Member
     """`run` fails when an error is left that nobody asked for."""
 
     async def story(node: Node) -> None:
-        node.cluster.end(GroupError("a bug", Code.INTERNAL))
-        node.cluster.end()
-        assert node.cluster.over.done()
+        node.parts.node.end(GroupError("a bug", Code.INTERNAL))
+        node.parts.node.end()
+        assert node.parts.node.over.done()
 
     play(tmp_path, member, story)
 
@@ -417,12 +416,12 @@ def test_a_name_by_the_system_that_cannot_be_printed_is_told_all_the_same(
 ) -> None:
     async def scene() -> None:
         chosen = Settings(tmp_path, "", 0, 1, "tiny", cluster=True, name="studio\x1b[2J\u202e")
-        cluster = NodeLoop(chosen, member.identity, Supervisor(chosen), MACHINE)
-        assert cluster.hello().name == "studio?[2J?"
-        encode(cluster.hello(), 0, 1)
-        for members in cluster.leadership.roster.messages():
+        node = ClusterNode(chosen, member.identity, MACHINE)
+        assert node.introduction.hello().name == "studio?[2J?"
+        encode(node.introduction.hello(), 0, 1)
+        for members in node.leadership.roster.messages():
             encode(members, 0, 1)
-        await cluster.close()
+        await node.close()
 
     with by_hand():
         run(scene())
@@ -438,7 +437,7 @@ def test_a_name_that_no_message_could_carry_is_refused_where_it_is_typed(
     async def story(node: Node) -> None:
         a = node.meet(A)
         with pytest.raises(UserError):
-            node.cluster.set_desired(model)
+            node.parts.node.desired.set(model)
         node.tick()
         assert {desired.version for desired in a.heard(DesiredState)} == {0}
 
@@ -450,7 +449,7 @@ def test_a_state_that_cannot_be_written_is_said_and_the_node_goes_on(
 ) -> None:
     async def story(node: Node) -> None:
         (tmp_path / ".state.json.new").mkdir()
-        node.cluster.set_desired("org/model")
+        node.parts.node.desired.set("org/model")
         await node.tick_and_save()
         await node.tick_and_save()
         assert "state.json cannot be written" in caplog.text
@@ -469,7 +468,7 @@ def test_a_removal_that_a_full_disk_refused_is_written_when_the_agent_ends(
         node.meet(A)
         await node.tick_and_save()
         (tmp_path / ".state.json.new").mkdir()
-        node.cluster.remove(A)
+        node.parts.node.enrolment.remove(A)
         await node.tick_and_save()
         assert A in load(tmp_path)[0].beliefs.roster.members()
         (tmp_path / ".state.json.new").rmdir()
@@ -562,13 +561,13 @@ def test_whatever_members_say_the_node_goes_on(
                 links[then].close()
             elif what == "up":
                 links[then] = node.meet(links[then].node_id, f"boot{len(steps)}")
-            elif links[what].number in node.cluster.links._links:
-                node.hear(links[what], _ours(then, node.cluster.node_id))
+            elif links[what].number in node.parts.node.links._links:
+                node.hear(links[what], _ours(then, node.parts.node.node_id))
             await asyncio.sleep(0)
         for _ in range(3):
             node.tick()
             await asyncio.sleep(0)
-        await node.cluster.close()
+        await node.parts.close()
 
     with by_hand():
         asyncio.run(scene())
@@ -595,7 +594,7 @@ def test_a_member_that_is_asked_reports_its_machine_though_nothing_changed(
     async def story(node: Node) -> None:
         go = looks(monkeypatch, MACHINE, MACHINE)
         a, b = node.meet(A), node.meet(B)
-        node.cluster.machine.read_again()
+        node.parts.machines.read_again()
         await asyncio.sleep(0)
         told = len(a.heard(MachineReport))
         node.hear(a, MachineWanted())
@@ -613,13 +612,15 @@ def test_a_member_that_is_asked_reports_its_machine_though_nothing_changed(
 def test_a_look_waits_for_the_reports_of_members_and_not_for_ever(
     tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr(machine_reports, "LOOK_S", 0.05 if end == "time" else WAIT_S)
+    monkeypatch.setattr(peer_reports, "LOOK_S", 0.05 if end == "time" else WAIT_S)
 
     async def story(node: Node) -> None:
         go = looks(monkeypatch, MACHINE)
         go.release()
         a, b = node.meet(A), node.meet(B)
-        looking = asyncio.ensure_future(node.cluster.read_machine_now((node.cluster.node_id, A, B, "e" * 32)))
+        looking = asyncio.ensure_future(
+            node.parts.machines.read_machine_now((node.parts.node.node_id, A, B, "e" * 32))
+        )
         await sees(lambda: a.heard(MachineWanted) and b.heard(MachineWanted))
         await sees(go.locked)
         node.hear(b, report(MACHINE))

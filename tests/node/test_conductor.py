@@ -35,17 +35,17 @@ def desk(cables: bool = True) -> dict[str, Machine]:
 
 def ready(node: Node) -> None:
     """As if the supervisor waited for a plan."""
-    node.cluster.controller._ready_for = asyncio.get_running_loop().create_future()
+    node.parts.controller._ready_for = asyncio.get_running_loop().create_future()
 
 
 def formed(node: Node, *links: FakeLink) -> EpochGroup:
     """The next group that is formed, and nothing more becomes of it."""
     ready(node)
     node.live(*links)
-    future = node.cluster.controller._ready_for
+    future = node.parts.controller._ready_for
     assert future is not None
-    assert future.done(), node.cluster.waiting
-    node.cluster.controller._owned = None
+    assert future.done(), node.parts.node.leadership.waiting
+    node.parts.controller._owned = None
     group: EpochGroup = future.result().group
     return group
 
@@ -62,7 +62,7 @@ def test_a_group_of_two_and_where_its_ranks_find_each_other(
         group = formed(node, a)
         assert (group.local, group.world_size, group.backend) == (1, 2, "ring")
         assert group.decode_hosts == ("127.0.0.1", "192.168.7.1")
-        assert group.pins == (node.cluster.identity.fingerprint, a.fingerprint)
+        assert group.pins == (node.parts.node.identity.fingerprint, a.fingerprint)
         assert group.fabric == "192.168.7.1"
 
     play(tmp_path, member, story, machine=machines[""], nodes="2")
@@ -106,9 +106,9 @@ def test_who_lacks_the_model_is_left_out_and_named(
         a = node.meet(A)
         node.lead(weights, machines)
         node.hear(a, status)
-        placement, _ = node.cluster.controller.placement()
+        placement, _ = node.parts.controller.placement()
         assert placement is not None
-        assert placement.ranks == (node.cluster.node_id,)
+        assert placement.ranks == (node.parts.node.node_id,)
         assert placement.notes[0] == f"mac-a is left out: {words}"
 
     play(tmp_path, member, story, machine=machines[""])
@@ -122,11 +122,11 @@ def test_who_has_another_revision_is_left_out_and_told_what_to_do(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, machines)
-        model = node.cluster.model
+        model = node.parts.model
         model._model, model._path = "org/one", tmp_path / ("c" * 40)
         for revision, left_out in (("c" * 40, False), ("", False), ("d" * 40, True)):
             node.hear(a, ModelStatus(1, FINGERPRINT, "", revision))
-            placement, _ = node.cluster.controller.placement()
+            placement, _ = node.parts.controller.placement()
             assert placement is not None
             words = "mac-a is left out: it has the model at commit dddddddddddd, studio at cccccccccccc; "
             assert any(note.startswith(words) for note in placement.notes) is left_out
@@ -138,12 +138,12 @@ def test_memory_that_ranks_of_another_coordinator_hold_counts_as_held(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        conductor, a = node.cluster.controller, node.meet(A)
+        conductor, a = node.parts.controller, node.meet(A)
         node.lead(weights)
         node.hear(a, serving("ring", A, B))
         assert conductor.held_bytes(A) == 0
         node.hear(a, replace(serving("ring", A, B), held_mib=(3072, 1024)))
-        assert [conductor.held_bytes(each) >> 30 for each in (A, B, node.cluster.node_id)] == [3, 1, 0]
+        assert [conductor.held_bytes(each) >> 30 for each in (A, B, node.parts.node.node_id)] == [3, 1, 0]
         [member] = [each for each in conductor.members() if each.node_id == A]
         assert member.held_bytes >> 30 == 3
 
@@ -159,7 +159,7 @@ def test_a_group_that_fails_after_it_served_is_proven_no_longer(
         a = node.meet(A)
         node.lead(weights, machines)
         node.live(a)
-        conductor = node.cluster.controller
+        conductor = node.parts.controller
         placement, _ = conductor.placement()
         assert placement is not None
         chosen = placement.chosen
@@ -184,13 +184,13 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
     """With a cable out JACCL forms all the same, and hangs."""
 
     async def story(node: Node) -> None:
-        conductor, looked = node.cluster.controller, []
+        conductor, looked = node.parts.controller, []
 
         async def look(nodes: tuple[str, ...]) -> None:
             looked.append((conductor._owned, nodes))
 
-        node.cluster.read_machine_now = look  # type: ignore[method-assign]
-        ranks = (node.cluster.node_id, A, B)
+        node.parts.machines.read_machine_now = look  # type: ignore[method-assign]
+        ranks = (node.parts.node.node_id, A, B)
         form = SimpleNamespace(number=1, plan=SimpleNamespace(ranks=ranks))
         mine = SimpleNamespace(placement=SimpleNamespace(backend=backend), form=form)
         conductor._owned = cast(Any, mine)
@@ -214,20 +214,20 @@ def test_why_nothing_is_served_is_logged_once_with_the_way_out(
         return [each.getMessage() for each in caplog.records if "is not served" in each.getMessage()]
 
     async def story(node: Node) -> None:
-        cluster = node.cluster
+        cluster = node.parts
         node.lead(weights)
         ready(node)
         node.live()
-        assert cluster.waiting == (
+        assert cluster.node.leadership.waiting == (
             "tensor parallel of 2: needs 2 nodes, 1 is here; "
             "`mlxtp serve MODEL --nodes auto` uses the Macs that are here"
         )
-        assert lines() == [f"tiny is not served: {cluster.waiting}"]
+        assert lines() == [f"tiny is not served: {cluster.node.leadership.waiting}"]
         node.live()
         assert len(lines()) == 1, "it is still so"
-        cluster.set_desired("tiny", "auto")
+        cluster.node.desired.set("tiny", "auto")
         node.live()
-        assert cluster.waiting == ""
+        assert cluster.node.leadership.waiting == ""
         assert len(lines()) == 1
 
     with caplog.at_level("INFO"):
@@ -239,7 +239,7 @@ def test_what_no_number_of_macs_can_serve_names_no_way_out(
 ) -> None:
     async def story(node: Node) -> None:
         node.lead(weights)
-        _, why = node.cluster.controller.placement()
+        _, why = node.parts.controller.placement()
         assert "needs 2 nodes" in why
         assert "--nodes auto" not in why
 
@@ -259,11 +259,11 @@ def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_mode
         ready(node)
         for _ in range(int(TELL_S / 0.5) - 2):
             node.live_once(a)
-        assert not cast(Any, node.cluster.controller._ready_for).done()
-        assert node.cluster.waiting == "mac-a has not yet reported whether it has the model"
+        assert not cast(Any, node.parts.controller._ready_for).done()
+        assert node.parts.node.leadership.waiting == "mac-a has not yet reported whether it has the model"
         for _ in range(4):
             node.live_once(a)
-        assert cast(Any, node.cluster.controller._ready_for).result().group.world_size == 1
+        assert cast(Any, node.parts.controller._ready_for).result().group.world_size == 1
 
     play(tmp_path, member, story, machine=machines[""])
 
@@ -276,11 +276,11 @@ def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> N
     async def story(node: Node) -> None:
         shutil.rmtree(folder)
         node.lead(source)
-        placement, why = node.cluster.controller.placement()
+        placement, why = node.parts.controller.placement()
         assert placement is None
         assert f"{folder} cannot be read" in why
         node.live()
-        assert node.cluster.waiting == why
+        assert node.parts.node.leadership.waiting == why
 
     play(tmp_path / "home", member, story)
 
@@ -291,9 +291,9 @@ def test_files_of_the_hub_that_differ_are_repaired_by_a_command(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        node.cluster.set_desired("org/model")
-        node.hear(a, ModelStatus(node.cluster.model.version, "6" * 64, ""))
-        placement, _ = node.cluster.controller.placement()
+        node.parts.node.desired.set("org/model")
+        node.hear(a, ModelStatus(node.parts.model.version, "6" * 64, ""))
+        placement, _ = node.parts.controller.placement()
         assert placement is not None
         assert "; `mlxtp verify org/model --repair` on mac-a, then on studio, gets" in placement.notes[0]
 
@@ -309,9 +309,9 @@ def test_a_configuration_that_makes_no_sense_ends_nobody(tmp_path: Path, member:
 
     async def story(node: Node) -> None:
         node.lead(source)
-        assert node.cluster.controller.placement()[0] is None
+        assert node.parts.controller.placement()[0] is None
         node.live()
-        assert node.cluster.waiting
+        assert node.parts.node.leadership.waiting
 
     play(tmp_path / "home", member, story)
 
@@ -376,8 +376,8 @@ def test_what_would_keep_jaccl_from_forming_is_said_before(
         if backend is None:
             ready(node)
             node.live(a)
-            assert not cast(Any, node.cluster.controller._ready_for).done()
-            assert "bridge0" in node.cluster.waiting
+            assert not cast(Any, node.parts.controller._ready_for).done()
+            assert "bridge0" in node.parts.node.leadership.waiting
         else:
             assert formed(node, a).backend == backend
 
@@ -400,9 +400,9 @@ def test_a_name_counts_more_than_the_beginning_of_an_id(tmp_path: Path, member: 
     async def story(node: Node) -> None:
         for node_id in (A, B):
             node.hear(node.meet(node_id), report(desk()[A]))
-        node.cluster.name = "aa"
-        found = node.cluster.controller._overrides(node.cluster.settings)
-        assert set(found) == {node.cluster.node_id}, "and not that of the Mac whose id begins so"
+        node.parts.node.introduction.name = "aa"
+        found = node.parts.controller._overrides(node.parts.node.settings)
+        assert set(found) == {node.parts.node.node_id}, "and not that of the Mac whose id begins so"
 
     jaccl(tmp_path, member, story, rdma=("aa=en3",))
 
@@ -411,8 +411,8 @@ def test_a_device_may_be_for_one_cable_of_many(tmp_path: Path, member: Member) -
     async def story(node: Node) -> None:
         for node_id in (A, B):
             node.hear(node.meet(node_id), report(desk()[A]))
-        found = node.cluster.controller._overrides(node.cluster.settings)
-        assert found == {node.cluster.node_id: {A: "en3"}, A: {node.cluster.node_id: "en5", B: "en5"}}
+        found = node.parts.controller._overrides(node.parts.node.settings)
+        assert found == {node.parts.node.node_id: {A: "en3"}, A: {node.parts.node.node_id: "en5", B: "en5"}}
 
     jaccl(tmp_path, member, story, rdma=("studio/mac-a=en3", "mac-a=en5", "nobody=en6", "mac-a/nobody=en7"))
 
@@ -429,10 +429,10 @@ def test_what_is_told_of_a_group_from_its_forming_to_its_end(
         ready(node)
         node.live(a)
         first = next(serving for serving in a.heard(Serving) if serving.participants)
-        assert first.participants == (node.cluster.node_id, A)
+        assert first.participants == (node.parts.node.node_id, A)
         assert first.state != "ready"
         told = len(a.heard(Serving))
-        cast(Any, node.cluster.controller)._let_go()
+        cast(Any, node.parts.controller)._let_go()
         assert len(a.heard(Serving)) == told + 1
         last = a.heard(Serving)[-1]
         assert (last.epoch, last.state) == (first.epoch, "restarting")
@@ -449,13 +449,13 @@ def test_an_epoch_goes_on_for_whoever_wants_the_same_model(
         a = node.meet(A)
         node.lead(weights, desk())
         for _ in range(3):
-            node.cluster.set_desired("", by_person=False)
-            node.cluster.set_desired("tiny", by_person=False)
+            node.parts.node.desired.set("", by_person=False)
+            node.parts.node.desired.set("tiny", by_person=False)
         ready(node)
         node.hear(a, ModelStatus(7, FINGERPRINT, ""))
         node.live(a)
         assert a.heard(Serving)[-1].desired == 7
-        node.hear(a, DesiredState(3, A, "tiny", node.cluster.leadership.desired.nodes, 3))
+        node.hear(a, DesiredState(3, A, "tiny", node.parts.node.leadership.desired.nodes, 3))
         node.tick()
         assert a.heard(Serving)[-1].desired == 3
 

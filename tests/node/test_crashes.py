@@ -13,7 +13,7 @@ import pytest
 
 from mlxtp.api.api_keys import KeyFile
 from mlxtp.client import AgentClient
-from mlxtp.cluster import saved_state
+from mlxtp.cluster import state_file
 from mlxtp.identity.store import Store
 from mlxtp.models import self_test
 
@@ -40,7 +40,7 @@ def killed(home: Path, after_s: float) -> int:
 
 def check(home: Path, last: int) -> None:
     """Everything is as after round `last`, or as after the next one. What each file says is read as ever."""
-    kept, told = saved_state.load(home)
+    kept, told = state_file.load(home)
     assert told == ""
     assert kept.beliefs.epoch in (last, last + 1)
     names = [key.name for key in KeyFile(home).load()]

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from mlxtp.agent import running_agent
 from mlxtp.cluster.control_port import ControlPort, bind_control, check_interface
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, MlxtpError, UserError
-from mlxtp.gateway.remote_backend import RemoteBackend
+from mlxtp.gateway.remote_backend import RemoteBackend, serve_requests
 from mlxtp.identity.join_network import ask_to_join
 from mlxtp.identity.join_protocol import AskElsewhere, Denied, Granted, Joiner
 from mlxtp.identity.join_token import JoinToken, TokenIssuer, read_token
@@ -40,7 +41,13 @@ class House:
         self.node = Node(member, home)
         sock = bind_control("127.0.0.1", 0)
         self.port = sock.getsockname()[1]
-        self.door = ControlPort(sock, member.store, member.identity, self.node.cluster)
+        self.door = ControlPort(
+            sock,
+            member.credentials,
+            self.node.parts.node,
+            self.node.parts.tokens,
+            partial(serve_requests, gateway=self.node.parts.supervisor.gateway),
+        )
         self.open = asyncio.ensure_future(self.door.run())
 
     def token(self) -> JoinToken:
@@ -74,7 +81,7 @@ def play(folder: Path, story: Callable[[House], Awaitable[None]], *, founders: b
         finally:
             house.open.cancel()
             await asyncio.wait({house.open})
-            await house.node.cluster.close()
+            await house.node.parts.close()
 
     with by_hand():
         run(scene())
@@ -88,7 +95,7 @@ def test_who_knocks_at_another_door_is_sent_to_the_founder_s(tmp_path: Path) -> 
             await house.join(house.token())
         a = house.node.meet(A)
         a.remote = "10.0.5.1"
-        house.node.cluster.peer_info.addresses[A] = (
+        house.node.parts.node.peer_info.addresses[A] = (
             "nonsense", "10.0.0.1:99999", "x" * MAX_ADDRESS + ":1", *(f"10.0.{i}.1:4711" for i in range(8))
         )  # fmt: skip
         with pytest.raises(AskElsewhere, match="mac-a can, at") as elsewhere:
@@ -102,12 +109,12 @@ def test_a_newcomer_is_told_where_the_others_are(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         node = house.node
         node.meet(A)
-        node.cluster.peer_info.addresses[A] = ("nonsense", *(f"10.0.0.{i}:4711" for i in range(1, 30)))
-        node.cluster.listens_at = lambda _: ("10.0.0.99:4711",)
-        token = read_token(house.door.token())
+        node.parts.node.peer_info.addresses[A] = ("nonsense", *(f"10.0.0.{i}:4711" for i in range(1, 30)))
+        node.parts.node.introduction.addresses = lambda: ("10.0.0.99:4711",)
+        token = read_token(await house.node.parts.tokens.token())
         granted = await house.join(token)
         assert granted.peers == ("10.0.0.99:4711", *(f"10.0.0.{i}:4711" for i in range(1, MAX_PEERS)))
-        await sees(lambda: len(node.cluster.leadership.roster.members()) == 3)
+        await sees(lambda: len(node.parts.node.leadership.roster.members()) == 3)
         with pytest.raises(UserError):
             await house.join(token)
 
@@ -121,19 +128,19 @@ def test_what_a_removed_member_prepared_lets_nobody_in(tmp_path: Path) -> None:
         node = house.node
         other = member_of(house.first, tmp_path)
         node_id = other.identity.node_id
-        node.cluster.admit(node_id, "other", other.identity.fingerprint)
+        node.parts.node.enrolment.admit(node_id, "other", other.identity.fingerprint)
         link = node.meet(node_id)
         node.hear(link, *(TokenWanted(bytes((number,)) * 16) for number in range(2)))
         used, kept = (read_token(issued.token) for issued in link.heard(TokenIssued))
         await house.join(used)
-        await sees(lambda: len(node.cluster.leadership.roster.members()) == 3)
-        [friend] = node.cluster.leadership.roster.let_in(node_id)
-        entry = node.cluster.leadership.roster.members()[friend]
+        await sees(lambda: len(node.parts.node.leadership.roster.members()) == 3)
+        [friend] = node.parts.node.leadership.roster.let_in(node_id)
+        entry = node.parts.node.leadership.roster.members()[friend]
         assert (entry.name, entry.address, entry.at) == ("newcomer", "127.0.0.1", int(CLOCK.now))
-        node.cluster.remove(node_id)
+        node.parts.node.enrolment.remove(node_id)
         with pytest.raises(Denied, match="the member that requested this join token was removed or left"):
             await house.join(kept)
-        await house.join(read_token(house.door.token()))
+        await house.join(read_token(await house.node.parts.tokens.token()))
 
     play(tmp_path, story, founders=True)
 
@@ -141,8 +148,8 @@ def test_what_a_removed_member_prepared_lets_nobody_in(tmp_path: Path) -> None:
 def test_a_member_that_is_removed_has_no_requests_any_more(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         other = member_of(house.first, tmp_path)
-        cluster = house.node.cluster
-        cluster.admit(other.identity.node_id, "other", other.identity.fingerprint)
+        cluster = house.node.parts
+        cluster.node.enrolment.admit(other.identity.node_id, "other", other.identity.fingerprint)
         third = member_of(house.first, tmp_path)
         with pytest.raises(MlxtpError):  # who has no control link could vanish unnoticed
             await house.requests(third)
@@ -151,7 +158,7 @@ def test_a_member_that_is_removed_has_no_requests_any_more(tmp_path: Path) -> No
         desk, lost = await house.requests(other)
         stays, still = await house.requests(third)
         assert len(house.door._requests) == 2
-        cluster.remove(other.identity.node_id)
+        cluster.node.enrolment.remove(other.identity.node_id)
         await sees(lambda: lost)
         await sees(lambda: len(house.door._requests) == 1)
         counted: list[int] = []
@@ -159,7 +166,7 @@ def test_a_member_that_is_removed_has_no_requests_any_more(tmp_path: Path) -> No
         async def called(*_: object) -> None:
             counted.append(house.door._acceptor.strangers)
 
-        cluster.links.called = called  # type: ignore[method-assign]
+        cluster.node.links.called = called  # type: ignore[method-assign]
         context = member_context_client(other.credentials, ALPN_CONTROL)
         _, silent = await open_tls("127.0.0.1", house.port, context, ALPN_CONTROL, 5.0)
         await sees(lambda: counted == [1])  # as a stranger, whose places are few
@@ -177,7 +184,7 @@ def test_requests_of_a_member_that_vanished_end_at_rank_0(tmp_path: Path) -> Non
     """Its requests link may look well for hours: nothing is sent that way."""
 
     async def story(house: House) -> None:
-        gateway, ranks = house.node.cluster.supervisor.gateway, FakeRanks()
+        gateway, ranks = house.node.parts.supervisor.gateway, FakeRanks()
         gateway.serve(cast(Any, ranks), MODEL, TEXT)
         vanishes, stays = (member_of(house.first, tmp_path) for _ in range(2))
         links = [house.node.meet(each.identity.node_id) for each in (vanishes, vanishes, stays)]

@@ -189,12 +189,12 @@ def test_the_others_hear_at_once_who_is_about_to_stop(
         a = node.meet(A)
         node.lead(weights)
         assert not any(beat.draining for beat in a.heard(Beat))
-        Administration(node.cluster, member.store).drain("")
+        Administration(node.parts, member.store).drain("")
         assert a.heard(Beat)[-1].draining
         node.live_once(a)
-        rows = Administration(node.cluster, member.store).status()["members"]
+        rows = Administration(node.parts, member.store).status()["members"]
         assert [row["self"] for row in rows if row["draining"]] == [True]
-        assert node.cluster.supervisor.gateway.closing == "this Mac is about to stop"
+        assert node.parts.supervisor.gateway.closing == "this Mac is about to stop"
 
     one_node.play(tmp_path, member, story)
 
@@ -205,15 +205,15 @@ def test_a_coordinator_plans_without_itself_and_hands_over(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights)
-        node.cluster.drain()
-        assert not node.cluster.may_leave
-        placement, _ = node.cluster.controller.placement()
+        node.parts.reconciler.drain()
+        assert not node.parts.reconciler.may_leave
+        placement, _ = node.parts.controller.placement()
         assert placement is not None
         assert placement.ranks == (A,)
         node.live(a)
-        assert node.cluster.leadership.claim.node_id == A
+        assert node.parts.node.leadership.claim.node_id == A
         assert a.heard(Beat)[-1].coordinator == A
-        assert node.cluster.may_leave
+        assert node.parts.reconciler.may_leave
 
     one_node.play(tmp_path, member, story)
 
@@ -225,11 +225,11 @@ def test_a_coordinator_without_anybody_to_hand_over_to_just_leaves(
         a = node.meet(A)
         node.lead(weights)
         node.hear(a, Beat(0, "", 0, 0, 0, True, 0, draining=True))
-        node.cluster.drain()
-        assert node.cluster.controller.placement() == (None, "every Mac here is about to stop")
+        node.parts.reconciler.drain()
+        assert node.parts.controller.placement() == (None, "every Mac here is about to stop")
         node.tick()
-        assert node.cluster.leadership.leading
-        assert node.cluster.may_leave
+        assert node.parts.node.leadership.leading
+        assert node.parts.reconciler.may_leave
 
     one_node.play(tmp_path, member, story)
 
@@ -240,7 +240,7 @@ def test_whoever_is_about_to_stop_takes_part_in_nothing_new(tmp_path: Path, memb
         node.follow(b)
         node.hear(b, Prepare(8, 1, "", 1))
         assert [order.epoch for _, order in node.orders] == [8]  # type: ignore[attr-defined]
-        node.cluster.drain()
+        node.parts.reconciler.drain()
         node.hear(b, Prepare(9, 1, "", 1))
         assert len(node.orders) == 1
         assert b.heard(RankTrouble)[-1].detail == "studio is about to stop"
@@ -255,9 +255,9 @@ def test_what_drains_elsewhere_is_shown_and_not_asked(tmp_path: Path, member: Me
         why = "mac-f is about to stop"
         node.hear(b, Serving(7, "draining", why, "none", "", (B,), (1.0, 5.0), 2, "", 0, 9, 9, (1,)))
         node.tick()
-        health = node.cluster.supervisor.gateway.health()
+        health = node.parts.supervisor.gateway.health()
         assert (health.state, health.reason, health.ready) == ("draining", why, False)
-        [running] = node.cluster.controller.situation().others
+        [running] = node.parts.controller.situation(node.parts.hosted.serving).others
         assert (running.ready, running.draining, running.open_requests) == (False, True, 2)
 
     one_node.play(tmp_path, member, story)
@@ -267,8 +267,8 @@ def test_what_drains_elsewhere_is_shown_and_not_asked(tmp_path: Path, member: Me
 
 
 def of_cluster(agent: Agent) -> Any:
-    assert agent.cluster is not None
-    return agent.cluster
+    assert agent.parts is not None
+    return agent.parts
 
 
 @pytest.mark.group
@@ -294,7 +294,7 @@ def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path:
             assert client.end.reason == "stop"
             await over
             assert first.supervisor.epoch == epoch
-            assert of_cluster(first).leadership.draining == {of_cluster(second).node_id}
+            assert of_cluster(first).node.leadership.draining == {of_cluster(second).node.node_id}
 
     run(within(story()))
 
@@ -303,7 +303,7 @@ def test_whoever_is_asked_to_stop_twice_is_told_once(tmp_path: Path, member: Mem
     async def story(node: Node) -> None:
         b = node.meet(B)
         node.follow(b)
-        drain = Administration(node.cluster, member.store).draining
+        drain = Administration(node.parts, member.store).draining
         drain.begin()
         told = len(b.heard(Beat))
         drain.begin(5.0)

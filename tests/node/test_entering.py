@@ -85,7 +85,7 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[Street]
                 house.open.cancel()
             await asyncio.wait({house.open for house in houses})
             for house in houses:
-                await house.node.cluster.close()
+                await house.node.parts.close()
 
     with by_hand():
         run(scene())
@@ -106,14 +106,14 @@ def test_a_false_announcement_keeps_nobody_out(tmp_path: Path, monkeypatch: pyte
 
         monkeypatch.setattr(doorman, "_on_connection", note)
         street.announce(street.other.port)
-        entering_ = asyncio.ensure_future(street.enter(street.house.door.token()))
+        entering_ = asyncio.ensure_future(street.enter(await street.house.node.parts.tokens.token()))
         await attended.wait()
         street.announce(street.house.port)
         entered = await entering_
         assert entered.joined
         assert entered.identity.cluster_id == street.cluster_id
         node_id = entered.identity.node_id
-        await sees(lambda: node_id in street.house.node.cluster.leadership.roster.members())
+        await sees(lambda: node_id in street.house.node.parts.node.leadership.roster.members())
 
     play(tmp_path, monkeypatch, story)
 
@@ -123,11 +123,11 @@ def test_who_answers_to_nobody_holds_nobody_up(tmp_path: Path, monkeypatch: pyte
         with closing(socket.create_server(("127.0.0.1", 0), backlog=20)) as silent:
             street.announce(silent.getsockname()[1], street.member.port)
             # A member that cannot let anybody in names the Mac that can.
-            cluster = street.member.node.cluster
+            cluster = street.member.node.parts
             first = street.house.member.identity.node_id
-            cluster.peer_info.authority = first
-            cluster.peer_info.addresses[first] = (f"127.0.0.1:{street.house.port}",)
-            assert (await street.enter(street.house.door.token())).joined
+            cluster.node.peer_info.authority = first
+            cluster.node.peer_info.addresses[first] = (f"127.0.0.1:{street.house.port}",)
+            assert (await street.enter(await street.house.node.parts.tokens.token())).joined
 
     monkeypatch.setattr(join_network, "PATIENCE_S", (1000.0,))
     play(tmp_path, monkeypatch, story)
@@ -150,7 +150,7 @@ def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_did_not_
 
         monkeypatch.setattr(street.member.door, "_offer", offer)
         street.announce(street.member.port)
-        entering_ = asyncio.ensure_future(street.enter(street.house.door.token()))
+        entering_ = asyncio.ensure_future(street.enter(await street.house.node.parts.tokens.token()))
         await sees(lambda: refused)
         street.announce(street.house.port)
         assert (await entering_).joined
@@ -161,7 +161,7 @@ def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_did_not_
 
 def test_the_no_of_the_right_mac_is_the_end_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(street: Street) -> None:
-        token = street.house.door.token()
+        token = await street.house.node.parts.tokens.token()
         street.announce(street.other.port, street.house.port)
         assert (await street.enter(token)).joined
         with pytest.raises(Denied, match="this join token was used before"):
@@ -177,12 +177,12 @@ def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
     """Unless somebody else may still be found."""
 
     async def story(street: Street) -> None:
-        token = street.house.door.token()
+        token = await street.house.node.parts.tokens.token()
         with pytest.raises(UserError, match=r"^the join token is for .* and another cluster answered"):
             await street.enter(token, street.other.port, discovery=False)
         assert (await street.enter(token, street.other.port, street.house.port, discovery=False)).joined
         street.announce(street.house.port)
-        assert (await street.enter(street.house.door.token(), street.other.port)).joined
+        assert (await street.enter(await street.house.node.parts.tokens.token(), street.other.port)).joined
 
     monkeypatch.setattr(join_network, "FIND_S", 1000.0)
     play(tmp_path, monkeypatch, story)
@@ -190,7 +190,7 @@ def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
 
 def test_when_nobody_is_found_it_is_said_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(street: Street) -> None:
-        token = street.house.door.token()
+        token = await street.house.node.parts.tokens.token()
         with pytest.raises(ConfigError, match="announced itself on this network within 1 s"):
             await street.enter(token)
         street.announce(street.other.port)

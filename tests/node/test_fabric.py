@@ -16,8 +16,7 @@ import pytest
 from mlxtp.admin.handlers import ClusterAdmin as Administration
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import UserError
-from mlxtp.groups.collective_bench import measure, row_bytes
-from mlxtp.groups.fabric_bench import FILE
+from mlxtp.groups.fabric_results import FILE, measure, row_bytes
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET
 from mlxtp.placement.measurements import to_text
@@ -96,7 +95,7 @@ def test_the_row_of_a_model(tmp_path: Path) -> None:
 
 def test_who_has_rank_0_is_asked_and_everybody_keeps_what_it_tells(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
-        fabric = node.cluster.fabric_bench
+        fabric = node.parts.fabric_bench
         a, b = node.meet(A), node.meet(B)
         node.hear(a, serving(A, B, state="loading"))
         with pytest.raises(UserError, match="no group serves right now"):
@@ -112,7 +111,7 @@ def test_who_has_rank_0_is_asked_and_everybody_keeps_what_it_tells(tmp_path: Pat
         assert not asking.done()
         node.hear(b, report(RESULT), FabricAnswer(wanted.nonce, ""), FabricAnswer(wanted.nonce, ""))
         assert await asking == RESULT
-        assert fabric.results == (RESULT,)
+        assert node.parts.results.results == (RESULT,)
         kept = tmp_path / FILE
         assert stat.S_IMODE(kept.stat().st_mode) == 0o600
         assert json.loads(kept.read_text())["results"][0]["collective_s"] == 0.25
@@ -122,7 +121,7 @@ def test_who_has_rank_0_is_asked_and_everybody_keeps_what_it_tells(tmp_path: Pat
 
 def test_what_keeps_it_from_measuring_is_passed_on(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
-        fabric, a = node.cluster.fabric_bench, node.meet(A)
+        fabric, a = node.parts.fabric_bench, node.meet(A)
         node.hear(a, serving(A, B))
         for answer, words in (
             (FabricAnswer, "3 requests are open"),
@@ -136,8 +135,8 @@ def test_what_keeps_it_from_measuring_is_passed_on(tmp_path: Path, member: Membe
                 node.hear(a, answer(a.heard(FabricWanted)[-1].nonce, words))
             with pytest.raises(UserError, match=words):
                 await asking
-        assert fabric._answers == {}
-        assert fabric.results == ()
+        assert node.parts.node.links._requests._open == set()
+        assert node.parts.results.results == ()
 
     play(tmp_path, member, story)
 
@@ -147,7 +146,7 @@ def test_who_has_no_rank_0_says_so_and_asks_nobody_else(tmp_path: Path, member: 
         a, b = node.meet(A), node.meet(B)
         node.hear(b, serving(B, A))
         node.hear(a, FabricWanted(b"n" * 16))
-        await asyncio.gather(*node.cluster.fabric_bench._background.tasks)
+        await asyncio.gather(*node.parts.fabric_bench._background.tasks)
         [answer] = a.heard(FabricAnswer)
         assert answer == FabricAnswer(b"n" * 16, "rank 0 is no longer on studio; try again")
         assert b.heard(FabricWanted) == []
@@ -165,7 +164,7 @@ def test_it_is_known_after_a_restart_and_told_to_whoever_comes(tmp_path: Path, m
         node.hear(a, report(RESULT), report(replace(RESULT, kind="another")))
 
     async def second(node: Node) -> None:
-        assert [each.kind for each in node.cluster.fabric_bench.results] == [RING_ETHERNET, "another"]
+        assert [each.kind for each in node.parts.results.results] == [RING_ETHERNET, "another"]
         assert len(node.meet(B).heard(FabricReport)) == 2
 
     play(tmp_path, member, first)
@@ -178,7 +177,7 @@ def test_what_makes_no_sense_is_not_kept(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.hear(a, report(replace(RESULT, sums_s=(0.5,))), report(replace(RESULT, nodes=(A, A))))
-        assert node.cluster.fabric_bench.results == ()
+        assert node.parts.results.results == ()
         assert not (tmp_path / FILE).exists()
         assert caplog.text.count("is left aside: ") == 2
 
@@ -210,10 +209,10 @@ def test_a_file_that_cannot_be_used_stops_nobody(
         (tmp_path / FILE).chmod(0o600)
 
     async def story(node: Node) -> None:
-        assert node.cluster.fabric_bench.results == ()
+        assert node.parts.results.results == ()
         assert f"{tmp_path / FILE} is left aside, so fabric speeds are assumed" in caplog.text
         node.hear(node.meet(A), report(RESULT))
-        assert node.cluster.fabric_bench.results == (RESULT,)
+        assert node.parts.results.results == (RESULT,)
 
     with caplog.at_level(logging.WARNING):
         play(tmp_path, member, story)
@@ -236,13 +235,13 @@ def test_what_was_measured_changes_the_next_group(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        a, conductor = node.meet(A), node.cluster.controller
+        a, conductor = node.meet(A), node.parts.controller
         node.lead(weights, desk())
         before, _ = conductor.placement()
         assert before is not None
         assert (before.backend, cast(Any, before.chosen).speed.measured) == ("jaccl", False)
         slow = replace(
-            RESULT, nodes=(A, node.cluster.node_id), backend="jaccl", kind=JACCL_MESH, collective_s=5e-3
+            RESULT, nodes=(A, node.parts.node.node_id), backend="jaccl", kind=JACCL_MESH, collective_s=5e-3
         )
         node.hear(a, report(replace(slow, fast_fences=True)))  # nobody runs with those
         node.hear(a, report(replace(slow, nodes=(A, B))))
@@ -251,7 +250,7 @@ def test_what_was_measured_changes_the_next_group(
         after, _ = conductor.placement()
         assert after is not None
         assert after.backend == "ring"
-        told = json.loads(json.dumps(Administration(node.cluster, member.store).plan()))
+        told = json.loads(json.dumps(Administration(node.parts, member.store).plan()))
         assert sorted(each["collective_s"] for each in told["fabric"]) == [5e-3, 5e-3, 5e-3]
 
     on_a_desk(tmp_path, member, story)
@@ -261,7 +260,7 @@ def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        a, conductor = node.meet(A), node.cluster.controller
+        a, conductor = node.meet(A), node.parts.controller
         node.lead(weights, desk())
         conductor._ready_for = asyncio.get_running_loop().create_future()
         node.live(a)
@@ -275,7 +274,7 @@ def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
         assert after.key[0] == before.key[0]
         assert 0 < after.key[1] < before.key[1] / 2
         node.hear(a, serving(A, B))
-        shown = Administration(node.cluster, member.store)
+        shown = Administration(node.parts, member.store)
         assert shown._fabric() is None  # that group was not measured
         node.hear(a, report(RESULT))
         assert cast(Any, shown._fabric())["collective_s"] == 0.25

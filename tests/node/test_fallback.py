@@ -99,13 +99,13 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
         ):
             await first.wait_ready()
             await second.wait_ready()
-            leader = first if first.cluster and first.cluster.leadership.leading else second
+            leader = first if first.parts and first.parts.node.leadership.leading else second
             group = leader.supervisor.group
             assert group is not None
             assert (group.backend, group.world_size) == ("ring", 2)
             assert await say(first) == await say(second)
-            assert leader.cluster is not None
-            [line] = leader.cluster.controller.left_out_lines()
+            assert leader.parts is not None
+            [line] = leader.parts.controller.left_out_lines()
             assert line.startswith("JACCL mesh on a + b is left out: it did not form: ")
 
     asyncio.run(story())
@@ -149,10 +149,10 @@ def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_nobody(
             assert (group.backend, group.world_size) == ("ring", 2)
             assert client.states.isdisjoint({ServingState.FAILED, ServingState.LOADING})
             assert len(set(client.answers)) == 1
-            assert first.cluster is not None
-            leader = first if first.cluster.leadership.leading else second
-            assert leader.cluster is not None
-            ((failed, left_s),) = leader.cluster.controller.left_out()
+            assert first.parts is not None
+            leader = first if first.parts.node.leadership.leading else second
+            assert leader.parts is not None
+            ((failed, left_s),) = leader.parts.controller.left_out()
             assert "errno 22" in failed.reason
             assert left_s > 0
 
@@ -201,13 +201,13 @@ def test_a_group_that_loaded_beside_another_one_takes_over_with_all_its_ranks(tm
         async with joined(tmp_path) as (first, second, client):
             await serve_together(first, second)
             assert ServingState.LOADING not in client.states
-            assert first.cluster is not None
-            assert second.cluster is not None
+            assert first.parts is not None
+            assert second.parts is not None
             epoch = first.supervisor.epoch
-            assert second.cluster.hosted_rank.epoch == epoch
-            assert second.cluster.trial_rank.epoch == 0
+            assert second.parts.hosted.serving.epoch == epoch
+            assert second.parts.hosted.trial.epoch == 0
             before = await say(second)
-            [stay] = second.cluster.hosted_rank._alive
+            [stay] = second.parts.hosted.serving._alive
             assert stay.process is not None
             os.kill(stay.process.pid, signal.SIGKILL)
             await sees(lambda: first.supervisor.epoch > epoch)
@@ -243,9 +243,9 @@ def test_whichever_mac_coordinates_a_newcomer_s_group_loads_beside_what_serves(
 
     async def story() -> None:
         async with joined(tmp_path) as (first, second, client):
-            assert first.cluster is not None
-            assert second.cluster is not None
-            first.cluster.leadership.hand_over(second.cluster.node_id, time.monotonic())
+            assert first.parts is not None
+            assert second.parts is not None
+            first.parts.node.leadership.hand_over(second.parts.node.node_id, time.monotonic())
             await serve_together(first, second)
             assert first.supervisor.in_epoch != second.supervisor.in_epoch
             assert ServingState.LOADING not in client.states
@@ -258,10 +258,10 @@ def test_whichever_mac_coordinates_a_newcomer_s_group_loads_beside_what_serves(
 def test_a_newcomer_that_cannot_load_the_model_interrupts_nobody(tmp_path: Path) -> None:
     async def story() -> None:
         async with joined(tmp_path, (sys.executable, "-c", BROKEN_LOADER)) as (first, second, client):
-            assert first.cluster is not None
+            assert first.parts is not None
             epoch = first.supervisor.epoch
-            await sees(first.cluster.controller.left_out)
-            ((failed, _),) = first.cluster.controller.left_out()
+            await sees(first.parts.controller.left_out)
+            ((failed, _),) = first.parts.controller.left_out()
             assert failed.reason.startswith("it formed, and failed then: ")
             assert "model.safetensors ends too early" in failed.reason
             await second.wait_ready()

@@ -12,14 +12,15 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.api.backend import Health, Request, StreamEnd, Tokens
-from mlxtp.cluster.surroundings import PeerInfo
+from mlxtp.cluster.peer_info import PeerInfo
+from mlxtp.cluster.rounds import Rounds
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
-from mlxtp.gateway import forwarding as follower_module
 from mlxtp.gateway.admission import AdmissionLimits
-from mlxtp.gateway.forwarding import ForwardingBackend
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.gateway.remote_backend import serve_requests
+from mlxtp.groups import forwarding as follower_module
+from mlxtp.groups.forwarding import ForwardingBackend
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.models.inspect import ModelSource
@@ -59,20 +60,23 @@ class Stage:
         self.supervisor = Supervisor(Settings(folder, "", 0, 1, "tiny"))
         self.present = True
         self.node = SimpleNamespace(
-            supervisor=self.supervisor,
             peer_info=self.knowledge,
-            waiting="members come and go",
             membership=SimpleNamespace(status_of=lambda _: SimpleNamespace(present=self.present)),
-            leadership=SimpleNamespace(claim=SimpleNamespace(node_id=HOST)),
+            leadership=SimpleNamespace(claim=SimpleNamespace(node_id=HOST), waiting="members come and go"),
             links=SimpleNamespace(to=lambda _: SimpleNamespace(remote="127.0.0.1")),
-            model=SimpleNamespace(
-                version=3, problem="", source=ModelSource("tiny", embedded_model_path(), TEXT)
-            ),
+            rounds=Rounds(),
             name_of=lambda node_id: f"mac-{node_id[:1]}",
             changed=lambda: None,
         )
-        self.follower = ForwardingBackend(cast(Any, self.node))
-        self.follower.credentials = member_of(first, folder).credentials
+        self.model = SimpleNamespace(
+            version=3, problem="", source=ModelSource("tiny", embedded_model_path(), TEXT)
+        )
+        self.follower = ForwardingBackend(
+            cast(Any, self.node),
+            self.supervisor,
+            cast(Any, self.model),
+            member_of(first, folder).credentials,
+        )
 
     async def _serve(self, reader: Any, writer: Any, _peer: Peer) -> None:
         self.connections += 1
@@ -299,14 +303,14 @@ def test_a_host_that_says_nothing_is_let_go_with_its_connection(tmp_path: Path) 
 
 def test_a_model_that_is_not_here_yet_is_waited_for(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
-        source, stage.node.model.source = stage.node.model.source, None
+        source, stage.model.source = stage.model.source, None
         stage.hears(READY)
         assert stage.supervisor.state is ServingState.LOADING
-        stage.node.model.problem = "/models/x is not here"
+        stage.model.problem = "/models/x is not here"
         stage.hears(READY)
         health = stage.supervisor.gateway.health()
         assert (health.state, health.reason) == ("idle", "/models/x is not here"), "nothing comes by itself"
-        stage.node.model.source, stage.node.model.problem = source, ""
+        stage.model.source, stage.model.problem = source, ""
         await sees(stage.shows(ServingState.READY))
 
     play(tmp_path, story)

@@ -38,9 +38,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def leads(node: Node) -> TransferCoordinator:
-    node.cluster.leadership.hand_over(node.cluster.node_id, CLOCK.now)
+    node.parts.node.leadership.hand_over(node.parts.node.node_id, CLOCK.now)
     node.tick()
-    return node.cluster.transfers
+    return node.parts.transfers
 
 
 def row(getting: TransferCoordinator, name: str, node_id: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_slow_downloads_wait_for_their_turn_and_nothing_else_waits_for_them(
     hub.models = {name: Model(embedded(), pace=4e4) for name in names}
 
     async def story(node: Node) -> None:
-        getting, me = leads(node), node.cluster.node_id
+        getting, me = leads(node), node.parts.node.node_id
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
         pulled = [await getting.pull(name, everywhere=False) for name in names]
         await sees(lambda: sum(bool(model.sent) for model in hub.models.values()) == AT_ONCE)
@@ -101,7 +101,7 @@ def test_too_much_is_refused_in_words(
 
     async def story(node: Node) -> None:
         with pytest.raises(ModelError, match="0 models are under way here; request o/m when some are done"):
-            await node.cluster.transfers.get("o/m")
+            await node.parts.transfers.get("o/m")
 
     play(tmp_path, member, story)
 
@@ -149,7 +149,7 @@ def test_a_lender_that_comes_back_is_copied_from(
         monkeypatch.setattr(getting_module, "NO_WORD_S", 0.3)
 
     async def story(node: Node) -> None:
-        getting, me = leads(node), node.cluster.node_id
+        getting, me = leads(node), node.parts.node.node_id
         getting.credentials = there.second.credentials
         link = there.joins(node)
         node.hear(link, ModelPull(NAME, ""))  # everywhere
@@ -191,7 +191,7 @@ def test_what_was_complete_counts_only_when_it_was_looked_at_again(
     hub.models = {NAME: Model(embedded())}
 
     async def story(node: Node) -> None:
-        getting, me = leads(node), node.cluster.node_id
+        getting, me = leads(node), node.parts.node.node_id
         name = await getting.pull(NAME, everywhere=False)
         await sees(lambda: row(getting, name, me).get("complete") and not getting._jobs[name].runs)
         await asyncio.to_thread((Repo(NAME).folder / "snapshots" / COMMIT / "config.json").unlink)
@@ -219,7 +219,7 @@ def test_what_is_wanted_again_before_its_download_has_stopped_comes(
             assert job.ends
         second = asyncio.ensure_future(getting.get(NAME))
         third = getting._begin(NAME, "main", everywhere=False)
-        assert row(getting, NAME, node.cluster.node_id)["complete"] is False
+        assert row(getting, NAME, node.parts.node.node_id)["complete"] is False
         hub.models[NAME].stalls = "\0"
         hub.models[NAME].goes_on.set()
         assert await asyncio.wait_for(second, 30) == await third
@@ -256,7 +256,7 @@ def test_a_model_that_another_program_put_there_is_here(tmp_path: Path, member: 
         (folder / path).write_bytes(data)
 
     async def story(node: Node) -> None:
-        getting, me = leads(node), node.cluster.node_id
+        getting, me = leads(node), node.parts.node.node_id
         name = await getting.pull(NAME, everywhere=False)
         await sees(lambda: row(getting, name, me).get("complete"))
         assert not Repo(NAME).manifest(COMMIT)
@@ -276,7 +276,7 @@ def test_whatever_ends_it_is_told_to_who_waits(
     monkeypatch.setattr(Repo, where, cannot)
 
     async def story(node: Node) -> None:
-        getting, me = leads(node), node.cluster.node_id
+        getting, me = leads(node), node.parts.node.node_id
         name = await getting.pull(NAME, everywhere=False)
         await sees(lambda: "Read-only file system" in row(getting, name, me).get("problem", ""))
 
@@ -289,7 +289,7 @@ def test_what_was_told_before_counts_no_more_when_it_is_pulled_again(
     hub.models = {NAME: Model(embedded())}
 
     async def story(node: Node) -> None:
-        getting, me, a = leads(node), node.cluster.node_id, node.meet(A)
+        getting, me, a = leads(node), node.parts.node.node_id, node.meet(A)
         name = await getting.pull(NAME, everywhere=True)
         node.hear(a, ModelHeld(name, "", 0, 0, 0, wants=True, problem="no room", port=0))
         await sees(lambda: row(getting, name, me).get("complete") and not getting._jobs[name].runs)

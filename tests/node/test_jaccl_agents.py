@@ -44,8 +44,8 @@ def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
         ):
             await first.wait_ready()
             await second.wait_ready()
-            assert first.cluster is not None
-            leader = first if first.cluster.leadership.leading else second
+            assert first.parts is not None
+            leader = first if first.parts.node.leadership.leading else second
             group = leader.supervisor.group
             assert group is not None
             assert (group.backend, group.world_size) == ("jaccl", 2)
@@ -74,7 +74,7 @@ def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
             asyncio.timeout(WAIT_S),
             two_agents(tmp_path, worker, fabric="jaccl", rdma=DEVICES) as (first, second),
         ):
-            leader = first if first.cluster and first.cluster.leadership.leading else second
+            leader = first if first.parts and first.parts.node.leadership.leading else second
             await leader.supervisor.wait_until(ServingState.RESTARTING)
             reason = leader.supervisor.reason
             assert reason is not None

@@ -183,12 +183,12 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
                 assert (await client.models())[0] == "tiny"
             assert await first.answer("tiny") == ("tiny", right())
 
-            assert second.agent.cluster is not None
+            assert second.agent.parts is not None
             epoch = second.agent.supervisor.epoch
-            second.agent.cluster.set_desired("tiny")  # as `mlxtp serve tiny` on the other Mac
-            cluster = first.agent.cluster
+            second.agent.parts.node.desired.set("tiny")  # as `mlxtp serve tiny` on the other Mac
+            cluster = first.agent.parts
             assert cluster is not None
-            await sees(lambda: cluster.leadership.desired.pinned)
+            await sees(lambda: cluster.node.leadership.desired.pinned)
             await first.agent.wait_ready()
             refused = await first.ask(OTHER)
             assert refused.status_code == 404
@@ -197,8 +197,8 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             assert await first.answer("tiny") == ("tiny", right())
             assert second.agent.supervisor.epoch == epoch, "to pin what is served already disturbs nobody"
 
-            second.agent.cluster.set_desired("")  # and `mlxtp unload`
-            await sees(lambda: not cluster.leadership.desired.model)
+            second.agent.parts.node.desired.set("")  # and `mlxtp unload`
+            await sees(lambda: not cluster.node.leadership.desired.model)
             unnamed = await first.ask("default")
             assert unnamed.status_code == 503, unnamed.text
             assert "nothing is loaded" in unnamed.json()["error"]["message"]
@@ -218,8 +218,8 @@ def test_a_mac_that_lacks_what_is_served_says_so_at_once(tmp_path: Path, other: 
 
     async def story() -> None:
         async with two_clients(tmp_path, founder=folders, nodes="auto") as (first, second):
-            assert first.agent.cluster is not None
-            first.agent.cluster.set_desired("house")  # as `mlxtp serve house`
+            assert first.agent.parts is not None
+            first.agent.parts.node.desired.set("house")  # as `mlxtp serve house`
             supervisor = second.agent.supervisor
             await sees(
                 lambda: first.agent.supervisor.gateway.models() and supervisor.state is ServingState.IDLE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -30,11 +31,23 @@ class Stage:
         self.gates: dict[str, asyncio.Event] = {}
         self.finding = 0
         self.opened: list[tuple[str, str]] = []
-        self.model = LocalModel("draft", lambda: self.changes.append(self.model.status), self._get)
+        self.model = self.local_model("draft")
         patch.setattr(local_model, "find_model", self._find)
         patch.setattr(local_model, "open_model", self._open)
         self.print = ""
         patch.setattr(local_model.self_test, "fingerprint", lambda path: self.print or f"{path.name:0>64}")
+
+    def local_model(self, draft: str, get: Callable[[str], Awaitable[Path]] | None = None) -> LocalModel:
+        nothing = lambda *_, **__: None  # noqa: E731
+        node = SimpleNamespace(
+            settings=SimpleNamespace(draft_model=draft, model_folders=()),
+            links=SimpleNamespace(on=nothing, on_up=nothing, broadcast=self.changes.append),
+            desired=SimpleNamespace(on_change=nothing, retry_if=nothing),
+            rounds=SimpleNamespace(every=nothing),
+            changed=nothing,
+        )
+        transfers = SimpleNamespace(get=get or self._get, on_files=nothing)
+        return LocalModel(cast(Any, node), cast(Any, transfers))
 
     async def _find(self, name: str) -> Path:
         self.finding += 1
@@ -186,7 +199,7 @@ def test_what_is_on_the_hub_comes_by_whoever_gets_it_for_all(tmp_path: Path) -> 
             got.append(name)
             return stage.home / commit
 
-        stage.model = LocalModel("org/draft", lambda: None, get)
+        stage.model = stage.local_model("org/draft", get)
         stage.want("org/one", 1)
         await stage.has("org/one")
         assert got == ["org/one", "org/draft"]
@@ -215,18 +228,18 @@ def test_files_that_came_or_were_repaired_are_looked_at_again(tmp_path: Path) ->
         stage.errors["org/two"] = ModelError("the Hub knows no such model")
         stage.want("org/two", 2)
         await sees(lambda: stage.model.problem)
-        stage.model.files_arrived("org/other")
+        stage.model._files_arrived("org/other")
         assert stage.model.problem
         del stage.errors["org/two"]
-        stage.model.files_arrived("org/two")
+        stage.model._files_arrived("org/two")
         await stage.has("org/two")
         await sees(lambda: stage.model.fingerprint == print_of("two"))
         opened = len(stage.opened)
-        stage.model.files_arrived("org/two")
+        stage.model._files_arrived("org/two")
         await sees(lambda: stage.model._task is not None and stage.model._task.done())
         assert len(stage.opened) == opened, "nothing is different"
         stage.print = "6" * 64
-        stage.model.files_arrived("org/two")
+        stage.model._files_arrived("org/two")
         await sees(lambda: stage.changes[-1] == ModelStatus(2, "6" * 64, ""))
 
     play(tmp_path, story)

@@ -45,7 +45,10 @@ class Events:
         self.links.append(link)
         return self.welcome
 
-    def received(self, link: ControlLink, message: Message) -> None:
+    def counts(self, _number: int) -> bool:
+        return True
+
+    def received(self, _link: ControlLink, message: Message) -> None:
         self.messages.append(message)
 
     def closed(self, link: ControlLink, why: str, goodbye: bool) -> None:
@@ -66,6 +69,7 @@ class Agent:
         self.in_one_breath = b""
         """What is said to whoever calls, instead of what should be."""
         self.neighbours = PeerLinks(self.node_id, lambda: self.hello, self._judge, self.events)
+        self.neighbours.on(self.events.received, Beat, DesiredState, Members, Prepare, Error)
         sock = listen("127.0.0.1")
         self.port = sock.getsockname()[1]
         self._doorman = TlsAcceptor(sock, member_context_server(member.credentials), self._welcome)

@@ -99,7 +99,7 @@ def test_a_cluster_before_anything_is_served(tmp_path: Path, member: members.Mem
     async def story(node: Node) -> None:
         node.meet(A)
         node.tick()
-        found = moment(Observer(node.cluster.supervisor, "studio", node.cluster))
+        found = moment(Observer(node.parts.supervisor, "studio", node.parts))
         rows = {each["name"]: each for each in found["nodes"]}
         assert rows["studio"]["self"]
         assert rows["studio"]["chip"] == "a chip"
@@ -122,7 +122,7 @@ def test_a_group_on_other_macs_is_shown_as_it_is_told(
         a, b = node.meet(A), node.meet(B)
         node.live(a, b)
         node.follow(a)
-        observer = Observer(node.cluster.supervisor, "studio", node.cluster)
+        observer = Observer(node.parts.supervisor, "studio", node.parts)
         told = Serving(
             9, "ready", "", "ring", "ring over Ethernet", (A, B), (0.0, 5.0), 0, "x", 0, 4096, 9, (1,)
         )

@@ -21,7 +21,7 @@ from mlxtp.groups import local_rank, remote_rank
 from mlxtp.groups.health import RankHealth
 from mlxtp.groups.process_group import MAX_REPORTS, EpochGroup, ProcessGroup, canary_s
 from mlxtp.groups.remote_rank import RankWord, RemoteRank
-from mlxtp.groups.wired_memory import HERE
+from mlxtp.groups.sleep import HERE
 from mlxtp.wire.cluster_messages import (
     EndEpoch,
     EpochEnded,

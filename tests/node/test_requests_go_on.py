@@ -58,14 +58,14 @@ class Pair:
 
     def kill_rank(self, agent: Agent) -> None:
         """Of the two that are of this process: the rank whose pipe this agent holds."""
-        supervisor, cluster = agent.supervisor, agent.cluster
+        supervisor, cluster = agent.supervisor, agent.parts
         assert cluster is not None
         if supervisor.ranks is not None:
             pid = supervisor.ranks.leader.pid
         else:
-            assert cluster.hosted_rank._hosted is not None
-            assert cluster.hosted_rank._hosted.process is not None
-            pid = cluster.hosted_rank._hosted.process.pid
+            assert cluster.hosted.serving._hosted is not None
+            assert cluster.hosted.serving._hosted.process is not None
+            pid = cluster.hosted.serving._hosted.process.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
 
@@ -78,8 +78,8 @@ def replanned(pair: Pair) -> None:
 
 
 def slept(agent: Agent) -> None:
-    assert agent.cluster is not None
-    agent.cluster.woke(300.0)
+    assert agent.parts is not None
+    agent.parts.reconciler.woke(300.0)
 
 
 FAULTS: dict[str, Fault] = {
@@ -100,8 +100,8 @@ def test_answers_go_on_whatever_ends_their_group(tmp_path: Path, faults: tuple[s
         async with two_agents(tmp_path) as (first, second):
             for agent in (first, second):
                 await agent.wait_ready()
-            assert first.cluster is not None
-            pair = Pair(first, second) if first.cluster.leadership.leading else Pair(second, first)
+            assert first.parts is not None
+            pair = Pair(first, second) if first.parts.node.leadership.leading else Pair(second, first)
             clients = [(agent, request) for agent in (first, second) for request in (GREEDY, DRAWN)]
             right = [await Client(*client).read() for client in clients]
             assert right[:2] == right[2:]
@@ -149,12 +149,12 @@ async def short_of_memory(pair: Pair) -> None:
     """The Mac of rank 1: who asks at the other one is told to come again, until there is some."""
     gateway = pair.other.supervisor.gateway
     memory, gateway._memory = gateway._memory, lambda: SystemMemory(1)
-    cluster = pair.leader.cluster
+    cluster = pair.leader.parts
     assert cluster is not None
-    await sees(cluster.short)
+    await sees(cluster.reconciler.short)
     with pytest.raises(RequestError, match="which has a part of the model, is short of memory") as raised:
         await Client(pair.leader, GREEDY).read()
     assert raised.value.status == 503
     gateway._memory = memory
-    await sees(lambda: not cluster.short())
+    await sees(lambda: not cluster.reconciler.short())
     assert (await Client(pair.leader, Request(COUNT, 3)).read())[1] is not None

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster import persistence, saved_state
+from mlxtp.cluster import state_file
 from mlxtp.cluster.cluster_state import ClusterState
-from mlxtp.cluster.persistence import Saving
+from mlxtp.cluster.state_file import Saving
 from mlxtp.errors import UserError
 from mlxtp.wire.cluster_messages import RosterSaved
 
 WAIT_S = 20
+SAVE = state_file.save
 
 
-def kept(epoch: int) -> saved_state.SavedState:
-    return saved_state.SavedState(ClusterState(epoch=epoch))
+def kept(epoch: int) -> state_file.SavedState:
+    return state_file.SavedState(ClusterState(epoch=epoch))
 
 
 def test_a_slow_drive_holds_up_nothing_and_the_latest_state_wins(
@@ -26,11 +27,11 @@ def test_a_slow_drive_holds_up_nothing_and_the_latest_state_wins(
 ) -> None:
     began, go_on, alone, written = threading.Event(), threading.Event(), threading.Lock(), list[int]()
 
-    def slow(home: Path, what: saved_state.SavedState) -> None:
+    def slow(home: Path, what: state_file.SavedState) -> None:
         assert alone.acquire(blocking=False)
         began.set()
         assert go_on.wait(WAIT_S)
-        saved_state.save(home, what)
+        SAVE(home, what)
         written.append(what.beliefs.epoch)
         alone.release()
 
@@ -52,18 +53,18 @@ def test_a_slow_drive_holds_up_nothing_and_the_latest_state_wins(
         assert written == [1, 2]
         assert reports == [RosterSaved(ClusterState().roster.digest())]
 
-    monkeypatch.setattr(persistence, "save", slow)
+    monkeypatch.setattr(state_file, "save", slow)
     asyncio.run(story())
-    assert saved_state.load(tmp_path) == (kept(2), "")
+    assert state_file.load(tmp_path) == (kept(2), "")
 
 
 def test_the_end_waits_for_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go_on = threading.Event(), threading.Event()
 
-    def slow(home: Path, what: saved_state.SavedState) -> None:
+    def slow(home: Path, what: state_file.SavedState) -> None:
         began.set()
         assert go_on.wait(WAIT_S)
-        saved_state.save(home, what)
+        SAVE(home, what)
 
     async def story() -> None:
         disk = Saving(tmp_path, lambda _report: None)
@@ -75,27 +76,27 @@ def test_the_end_waits_for_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert not closing.done()
         go_on.set()
         await closing
-        assert saved_state.load(tmp_path)[0] == kept(1)
+        assert state_file.load(tmp_path)[0] == kept(1)
 
-    monkeypatch.setattr(persistence, "save", slow)
+    monkeypatch.setattr(state_file, "save", slow)
     asyncio.run(story())
 
 
 def test_what_could_not_be_written_is_written_later_and_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(_home: Path, _kept: saved_state.SavedState) -> None:
+    def full(_home: Path, _kept: state_file.SavedState) -> None:
         raise UserError("no space left")
 
     async def story() -> None:
         disk = Saving(tmp_path, lambda _report: None)
         with monkeypatch.context() as patched:
-            patched.setattr(persistence, "save", full)
+            patched.setattr(state_file, "save", full)
             await disk.save(kept(1))
             await disk.save(kept(1))
         await disk.save(kept(1))
         await disk.close()
 
     asyncio.run(story())
-    assert saved_state.load(tmp_path)[0] == kept(1)
+    assert state_file.load(tmp_path)[0] == kept(1)
     assert [record.getMessage() for record in caplog.records] == ["no space left"]

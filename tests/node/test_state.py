@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.cluster.cluster_state import ClusterState, LeaderClaim, Roster
-from mlxtp.cluster.saved_state import FILE, SavedState, forget, from_text, load, save, to_text
+from mlxtp.cluster.state_file import FILE, SavedState, forget, from_text, load, save, to_text
 from mlxtp.errors import UserError
 from mlxtp.wire.cluster_messages import DesiredState
 

@@ -54,7 +54,7 @@ class Waiting:
 
 
 async def ask(node: Node, model: str | None, within_s: float = 0.0) -> Waiting:
-    waiting = Waiting(await node.cluster.supervisor.gateway.acquire_model(model, within_s))
+    waiting = Waiting(await node.parts.supervisor.gateway.acquire_model(model, within_s))
     await asyncio.sleep(0)
     node.tick(0.01)
     return waiting
@@ -63,14 +63,14 @@ async def ask(node: Node, model: str | None, within_s: float = 0.0) -> Waiting:
 async def refusal(node: Node, model: str) -> RequestError:
     """Of a request that need not even wait."""
     with pytest.raises(RequestError) as caught:
-        await node.cluster.supervisor.gateway.acquire_model(model)
+        await node.parts.supervisor.gateway.acquire_model(model)
     return caught.value
 
 
 def served(node: Node, model: str) -> None:
     """From now on this model is there for requests; an empty one: none is."""
     info = ModelInfo(model, ("default",), Path(), 1000, 1, (1,), 300)
-    node.cluster.supervisor.gateway._model = info if model else None
+    node.parts.supervisor.gateway._model = info if model else None
     node.tick(0.01)
 
 
@@ -84,7 +84,7 @@ def following(node: Node, *, pinned: bool = False) -> FakeLink:
 
 
 def desires(node: Node, link: FakeLink, model: str, *, pinned: bool = False) -> None:
-    version = node.cluster.leadership.desired.version + 1
+    version = node.parts.node.leadership.desired.version + 1
     served(node, "")
     node.hear(link, DesiredState(version, A, model, "auto", version if pinned else 0))
 
@@ -100,7 +100,7 @@ def test_a_request_for_the_loaded_model_begins_at_once_and_nobody_hears_of_it(
     async def story(node: Node) -> None:
         link = following(node)
         for name in (None, "", "default", LOADED):
-            turn = await node.cluster.supervisor.gateway.acquire_model(name)
+            turn = await node.parts.supervisor.gateway.acquire_model(name)
             assert turn.come
             turn.close()
         node.tick()
@@ -127,7 +127,7 @@ def test_a_request_waits_until_the_coordinator_has_its_model_loaded(tmp_path: Pa
         node.tick(0.01)
         assert last(link) == ModelQueue(TERM, 1, (WANTED, LOADED), 0)
         desires(node, link, WANTED)
-        node.cluster.supervisor.reason = GroupError("loading 40 %")
+        node.parts.supervisor.reason = GroupError("loading 40 %")
         await sees(lambda: "loading 40 %" in waiting.told)
         served(node, WANTED)
         await waiting.has_come()
@@ -151,7 +151,7 @@ def test_what_is_on_no_disk_is_answered_as_ever(tmp_path: Path, member: Member) 
     async def story(node: Node) -> None:
         link = following(node)
         for name in ("org/none", "/no/such/folder", "nonsense"):
-            assert (await node.cluster.supervisor.gateway.acquire_model(name)).come
+            assert (await node.parts.supervisor.gateway.acquire_model(name)).come
         assert link.heard(ModelQueue) == []
 
     play(tmp_path, member, story, load_on_request=True)
@@ -162,9 +162,9 @@ def test_without_the_option_nothing_is_wanted_and_the_turn_of_others_is_kept(
 ) -> None:
     async def story(node: Node) -> None:
         link = following(node)
-        assert await node.cluster.supervisor.gateway.on_request() == ()
+        assert await node.parts.supervisor.gateway.on_request() == ()
         assert (
-            await node.cluster.supervisor.gateway.acquire_model(WANTED)
+            await node.parts.supervisor.gateway.acquire_model(WANTED)
         ).come  # to be told that it is not there
         running = await ask(node, LOADED)
         node.tick()
@@ -186,7 +186,7 @@ def test_a_pinned_model_is_named_with_what_changes_it(tmp_path: Path, member: Me
     async def story(node: Node) -> None:
         link = following(node)
         waiting = await ask(node, WANTED)
-        assert WANTED in {each.id for each in await node.cluster.supervisor.gateway.on_request()}
+        assert WANTED in {each.id for each in await node.parts.supervisor.gateway.on_request()}
         desires(node, link, LOADED, pinned=True)
         node.tick(0.01)
         for error in (await waiting.refused(), await refusal(node, WANTED)):
@@ -194,7 +194,7 @@ def test_a_pinned_model_is_named_with_what_changes_it(tmp_path: Path, member: Me
             assert f"{LOADED} is pinned" in error.detail
             assert f"`mlxtp serve {WANTED}`" in error.detail
             assert "`mlxtp unload`" in error.detail
-        assert await node.cluster.supervisor.gateway.on_request() == ()
+        assert await node.parts.supervisor.gateway.on_request() == ()
         served(node, LOADED)
         assert (await ask(node, LOADED)).turn.come
 
@@ -275,8 +275,8 @@ def test_who_waits_at_an_agent_that_is_about_to_stop_shall_ask_another(
     async def story(node: Node) -> None:
         following(node)
         waiting = await ask(node, WANTED)
-        node.cluster.supervisor.gateway.closing = "this Mac is about to stop"
-        node.cluster.model_switcher.advance(CLOCK.now)
+        node.parts.supervisor.gateway.closing = "this Mac is about to stop"
+        node.parts.switcher.advance(CLOCK.now)
         error = await waiting.refused()
         assert (error.status, error.code) == (503, Code.SHUTTING_DOWN)
 
@@ -330,9 +330,9 @@ def leading(node: Node) -> FakeLink:
     link = node.meet(B)
     node.lead(ModelSource(LOADED, embedded_model_path(), cast(Any, None)))
     unplanned(node, "")
-    node.cluster.set_desired(LOADED, by_person=False)
-    node.cluster.forwarding.follow = lambda: None  # type: ignore[method-assign]
-    node.cluster.supervisor.state = ServingState.READY
+    node.parts.node.desired.set(LOADED, by_person=False)
+    node.parts.forwarding.follow = lambda: None  # type: ignore[method-assign]
+    node.parts.supervisor.state = ServingState.READY
     served(node, LOADED)
     return link
 
@@ -342,14 +342,14 @@ async def loads(node: Node) -> None:
 
     def look() -> bool:
         node.tick(0.0)
-        return node.cluster.leadership.desired.model == WANTED
+        return node.parts.node.leadership.desired.model == WANTED
 
     await sees(look)
 
 
 def unplanned(node: Node, why: str) -> None:
     """From now on there is no group, or none is possible."""
-    node.cluster.controller.situation = lambda: Situation(refusal=why)  # type: ignore[method-assign]
+    node.parts.controller.situation = lambda _hosted: Situation(refusal=why)  # type: ignore[method-assign]
 
 
 def tell(node: Node, link: FakeLink, *waiting: str, running: int = 0) -> None:
@@ -364,16 +364,16 @@ def test_the_coordinator_loads_what_is_asked_for_once_nobody_is_answered_by_the_
     tmp_path: Path, member: Member
 ) -> None:
     async def story(node: Node) -> None:
-        link, cluster = leading(node), node.cluster
+        link, cluster = leading(node), node.parts
         here = await ask(node, LOADED)
         tell(node, link, WANTED)
         [turn] = link.heard(ModelTurn)
-        assert turn == ModelTurn(cluster.leadership.claim.term, 1, WANTED, "", "")
+        assert turn == ModelTurn(cluster.node.leadership.claim.term, 1, WANTED, "", "")
         tell(node, link, WANTED)
-        assert cluster.leadership.desired.model == LOADED, "a request runs here"
+        assert cluster.node.leadership.desired.model == LOADED, "a request runs here"
         here.turn.close()
         await loads(node)
-        desired = cluster.leadership.desired
+        desired = cluster.node.leadership.desired
         assert (desired.model, desired.pinned) == (WANTED, False)
         assert link.heard(DesiredState)[-1] == desired
 
@@ -384,12 +384,12 @@ def test_requests_of_a_member_that_is_not_heard_for_a_moment_are_not_cut(
     tmp_path: Path, member: Member
 ) -> None:
     async def story(node: Node) -> None:
-        link, cluster = leading(node), node.cluster
+        link, cluster = leading(node), node.parts
         tell(node, link, running=1)
         waiting = await ask(node, WANTED)
         link.close()
         node.tick(0.5)
-        assert cluster.leadership.desired.model == LOADED, "it may be back in a moment"
+        assert cluster.node.leadership.desired.model == LOADED, "it may be back in a moment"
         for _ in range(3):
             node.tick(0.5)
         await loads(node)  # it is gone, and its requests with it
@@ -400,13 +400,13 @@ def test_requests_of_a_member_that_is_not_heard_for_a_moment_are_not_cut(
 
 def test_what_others_have_passed_on_to_rank_0_runs_whoever_is_heard(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
-        link, cluster = leading(node), node.cluster
+        link, cluster = leading(node), node.parts
         gateway = cluster.supervisor.gateway
         gateway._backend, gateway._here = cast(Any, FakeRanks()), True
         cancel = gateway.relay(Generate(1, (1, 2), 9), lambda _: None)
         waiting = await ask(node, WANTED)
         tell(node, link)
-        assert cluster.leadership.desired.model == LOADED
+        assert cluster.node.leadership.desired.model == LOADED
         cancel()
         await loads(node)
         waiting.turn.close()
@@ -426,8 +426,8 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
     tmp_path: Path, member: Member, before: str, why: MlxtpError, status: int
 ) -> None:
     async def story(node: Node) -> None:
-        link, cluster = leading(node), node.cluster
-        cluster.set_desired(before, by_person=False)
+        link, cluster = leading(node), node.parts
+        cluster.node.desired.set(before, by_person=False)
         served(node, before)
         waiting = await ask(node, WANTED)
         tell(node, link)
@@ -440,7 +440,7 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
         error = await waiting.refused()
         assert error.detail.startswith(f"{WANTED} could not be loaded: {why.detail}")
         assert error.status == status, "only what is wrong with the model itself is a mistake of the client"
-        desired = cluster.leadership.desired
+        desired = cluster.node.leadership.desired
         assert (desired.model, desired.pinned) == (before, False)
         told = link.heard(ModelTurn)[-1]
         assert (told.model, told.refused, told.why, told.broken) == (
@@ -457,7 +457,7 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
             supervisor.resting, supervisor.state = False, ServingState.READY
             served(node, before)
             await behind.has_come()
-        assert cluster.leadership.desired.version == version
+        assert cluster.node.leadership.desired.version == version
 
     play(tmp_path, member, story, load_on_request=True)
 
@@ -466,11 +466,11 @@ def test_what_a_person_unloaded_does_not_come_back_in_place_of_what_cannot_be_se
     tmp_path: Path, member: Member
 ) -> None:
     async def story(node: Node) -> None:
-        link, cluster = leading(node), node.cluster
+        link, cluster = leading(node), node.parts
         link.close()
         for _ in range(4):
             node.tick(0.5)
-        cluster.set_desired("")
+        cluster.node.desired.set("")
         waiting = await ask(node, WANTED)  # before anybody has looked
         await loads(node)
         supervisor = cluster.supervisor
@@ -478,7 +478,7 @@ def test_what_a_person_unloaded_does_not_come_back_in_place_of_what_cannot_be_se
         supervisor.reason = GroupError("no weights")
         node.tick(0.01)
         assert "no weights" in (await waiting.refused()).detail
-        assert cluster.leadership.desired.model == ""
+        assert cluster.node.leadership.desired.model == ""
 
     play(tmp_path, member, story, load_on_request=True)
 
@@ -488,22 +488,22 @@ def test_who_waits_for_the_only_model_there_was_is_told_why_it_is_not_there(
 ) -> None:
     async def story(node: Node) -> None:
         leading(node)
-        cluster = node.cluster
-        cluster.model_switcher._before = None
+        cluster = node.parts
+        cluster.switcher._before = None
         supervisor = cluster.supervisor
         supervisor.resting, supervisor.state = True, ServingState.FAILED
         supervisor.reason = GroupError("no weights")
         served(node, "")
         error = await (await ask(node, LOADED)).refused()
         assert "no weights" in error.detail
-        assert cluster.leadership.desired.model == LOADED
+        assert cluster.node.leadership.desired.model == LOADED
 
     play(tmp_path, member, story, load_on_request=True)
 
 
 def test_a_model_that_has_no_place_for_a_while_has_none(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
-        link, cluster = leading(node), node.cluster
+        link, cluster = leading(node), node.parts
         waiting = await ask(node, WANTED)
         tell(node, link)
         await loads(node)
@@ -513,24 +513,24 @@ def test_a_model_that_has_no_place_for_a_while_has_none(tmp_path: Path, member: 
         for _ in range(11):
             node.live_once(link)
             node.tick(0.5)
-        assert cluster.leadership.desired.model == WANTED, "memory that was just freed is told late"
+        assert cluster.node.leadership.desired.model == WANTED, "memory that was just freed is told late"
         for _ in range(3):
             node.live_once(link)
             node.tick(0.5)
         assert "64 GB are too little" in (await waiting.refused()).detail
-        assert cluster.leadership.desired.model == LOADED
+        assert cluster.node.leadership.desired.model == LOADED
 
     play(tmp_path, member, story, load_on_request=True)
 
 
 def test_what_is_pinned_and_has_no_place_is_not_waited_for(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
-        link, cluster = leading(node), node.cluster
+        link, cluster = leading(node), node.parts
         served(node, "")
         cluster.supervisor.state = ServingState.IDLE
         unplanned(node, "64 GB are too little")
         waiting = await ask(node, "default")
-        cluster.set_desired(LOADED)
+        cluster.node.desired.set(LOADED)
         for _ in range(13):
             node.live_once(link)
             node.tick(0.5)
@@ -541,7 +541,7 @@ def test_what_is_pinned_and_has_no_place_is_not_waited_for(tmp_path: Path, membe
         told = len(link.heard(ModelTurn))
         tell(node, link, LOADED)
         assert len(link.heard(ModelTurn)) == told + 1, "who waits elsewhere is told, too"
-        assert cluster.leadership.desired.pinned
+        assert cluster.node.leadership.desired.pinned
         cluster.supervisor.resting, cluster.supervisor.state = True, ServingState.FAILED
         cluster.supervisor.reason = ModelError("no weights")
         tell(node, link, LOADED)
@@ -562,10 +562,10 @@ def test_what_is_served_elsewhere_and_cannot_be_had_here_is_not_waited_for(
     tmp_path: Path, member: Member, pinned: bool
 ) -> None:
     async def story(node: Node) -> None:
-        link, cluster = following(node), node.cluster
+        link, cluster = following(node), node.parts
         desires(node, link, "house", pinned=pinned)
         waiting = await ask(node, "default")
-        node.hear(link, ModelStatus(cluster.leadership.desired.version, "5" * 64, ""))
+        node.hear(link, ModelStatus(cluster.node.leadership.desired.version, "5" * 64, ""))
         await sees(lambda: cluster.model.problem)
         node.tick(0.01)
         for error in (await waiting.refused(), await refusal(node, "house")):
@@ -581,7 +581,7 @@ def test_what_is_served_elsewhere_and_cannot_be_had_here_is_not_waited_for(
 def test_what_is_served_goes_on_though_its_files_are_gone(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         following(node, pinned=True)
-        node.cluster.model.problem = "the disk is gone"
+        node.parts.model.problem = "the disk is gone"
         assert (await ask(node, LOADED)).turn.come
 
     play(tmp_path, member, story, load_on_request=True)
@@ -604,7 +604,7 @@ def test_what_is_wanted_again_is_not_refused_for_what_was(tmp_path: Path, member
 
 def test_what_is_not_on_the_coordinators_disk_may_be_on_another_one(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
-        link, cluster = leading(node), node.cluster
+        link, cluster = leading(node), node.parts
         waiting = await ask(node, WANTED)
         tell(node, link)
         await loads(node)
@@ -615,11 +615,11 @@ def test_what_is_not_on_the_coordinators_disk_may_be_on_another_one(tmp_path: Pa
         node.tick(1.0)
         node.tick(1.0)
         assert waiting.turn.come is False
-        assert cluster.leadership.desired.model == WANTED
-        node.hear(link, ModelStatus(cluster.leadership.desired.version, "", "nor here"))
+        assert cluster.node.leadership.desired.model == WANTED
+        node.hear(link, ModelStatus(cluster.node.leadership.desired.version, "", "nor here"))
         node.tick(0.01)
         assert "tiny is not here" in (await waiting.refused()).detail
-        assert cluster.leadership.desired.model == LOADED
+        assert cluster.node.leadership.desired.model == LOADED
 
     play(tmp_path, member, story, load_on_request=True)
 
@@ -628,24 +628,27 @@ def test_what_is_too_large_is_refused_before_anything_is_unloaded_for_it(
     tmp_path: Path, member: Member
 ) -> None:
     async def story(node: Node) -> None:
-        link, cluster = leading(node), node.cluster
-        machines = cluster.peer_info.machines
+        link, cluster = leading(node), node.parts
+        machines = cluster.node.peer_info.machines
         for each in machines:
             machines[each] = replace(MACHINE, memory_bytes=1 << 20, free_bytes=0)
         waiting = await ask(node, WANTED)
         tell(node, link)
-        await sees(lambda: node.tick(0.0) or waiting.turn not in cluster.model_switcher._waiting)  # type: ignore[func-returns-value]
+        await sees(lambda: node.tick(0.0) or waiting.turn not in cluster.switcher._waiting)  # type: ignore[func-returns-value]
         error = await waiting.refused()
         assert (error.status, error.code) == (503, Code.NOT_READY)
         assert "(studio) has 0.0 GB for 0.6 GB" in error.detail
-        assert (cluster.leadership.desired.model, cluster.supervisor.state) == (LOADED, ServingState.READY)
+        assert (cluster.node.leadership.desired.model, cluster.supervisor.state) == (
+            LOADED,
+            ServingState.READY,
+        )
         told = link.heard(ModelTurn)[-1]
         assert (told.model, told.refused) == (LOADED, WANTED)
         assert (await ask(node, LOADED)).turn.come
-        cluster.model_switcher._refused.clear()
+        cluster.switcher._refused.clear()
         for each in machines:  # what others run may end, and what is loaded now will
             machines[each] = replace(MACHINE, free_bytes=1 << 20)
-        for waiter in list(cluster.model_switcher._running):
+        for waiter in list(cluster.switcher._running):
             waiter.close()
         waiting = await ask(node, WANTED)
         tell(node, link)
@@ -705,7 +708,7 @@ def test_a_folder_that_was_served_keeps_its_short_name(tmp_path: Path, member: M
     async def story(node: Node) -> None:
         link = following(node)
         folder = shutil.copytree(embedded_model_path(), tmp_path / "beta")
-        gateway = node.cluster.supervisor.gateway
+        gateway = node.parts.supervisor.gateway
         desires(node, link, str(folder))
         assert (await ask(node, "beta")).turn.come, "nobody knows it yet"
         served(node, "beta")

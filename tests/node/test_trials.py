@@ -62,16 +62,15 @@ class Stage:
         self.go.set()
         self.model: Any = MODEL
         self.standing = standing = SimpleNamespace(boot_id="boot", present=True)
-        cluster = SimpleNamespace(
-            model=SimpleNamespace(source=self.model),
+        self.node = SimpleNamespace(
             leadership=SimpleNamespace(leading=True, saw_epoch=lambda _number: None),
             peer_info=SimpleNamespace(servings={}),
             membership=SimpleNamespace(status_of=lambda _node: standing),
-            supervisor=SimpleNamespace(try_out=self.try_out, end_beside=self.end_beside),
             name_of=lambda node: node,
             changed=lambda: None,
         )
-        self.cluster = cluster
+        self.here = SimpleNamespace(source=self.model)
+        supervisor = SimpleNamespace(try_out=self.try_out, end_beside=self.end_beside)
         groups = SimpleNamespace(
             group=lambda number, tried, **_: self.groups.append((number, tried.ranks)),
             release_endpoints=self.forgotten.append,
@@ -80,7 +79,9 @@ class Stage:
             serving=lambda: self.serving,
             topology=lambda: TOPOLOGY,
         )
-        self.trials = Trials(cast(Any, cluster), cast(Any, groups))
+        self.trials = Trials(
+            cast(Any, self.node), cast(Any, supervisor), cast(Any, self.here), cast(Any, groups)
+        )
 
     def leave_out(self, _chosen: Candidate, error: MlxtpError, *, formed: bool) -> bool:
         self.left_out.append(error)
@@ -254,8 +255,8 @@ def test_a_loaded_group_that_is_no_longer_planned_is_ended(change: str) -> None:
     async def story(stage: Stage) -> None:
         await stage.tries()
         if change == "model":
-            stage.cluster.model.source = object()
-        stage.cluster.leadership.leading = change != "coordinator"
+            stage.here.source = object()
+        stage.node.leadership.leading = change != "coordinator"
         stage.trials.end_stale(None if change == "plan" else PAIR)
         assert stage.trials.busy
         await sees(lambda: not stage.trials.busy)
@@ -284,7 +285,7 @@ def test_of_a_larger_group_the_newcomer_s_cable_is_tried_while_devices_are_in_us
 def test_a_newcomer_that_coordinates_tries_each_of_its_cables() -> None:
     async def story(stage: Stage) -> None:
         chosen = jaccl(A, B, C)
-        stage.cluster.peer_info.servings = {B: serving("jaccl", B, C, held_mib=(1, 1))}
+        stage.node.peer_info.servings = {B: serving("jaccl", B, C, held_mib=(1, 1))}
         await stage.tries(5, chosen)
         assert not stage.trials.is_over(chosen)
         stage.error = GroupError("errno 60", Code.FORM_FAILED)
@@ -301,7 +302,7 @@ def test_a_group_whose_free_cables_are_elsewhere_ends_nothing(caplog: pytest.Log
 
     async def story(stage: Stage) -> None:
         chosen = jaccl(A, B, C)
-        stage.cluster.peer_info.servings = {
+        stage.node.peer_info.servings = {
             B: serving("jaccl", B, A, held_mib=(1, 1)),
             C: serving("jaccl", C, A, held_mib=(1, 1)),
         }
@@ -309,7 +310,7 @@ def test_a_group_whose_free_cables_are_elsewhere_ends_nothing(caplog: pytest.Log
             stage.trials.begin(number, replace(chosen, reason=f"as planned for the {number}th time"))
             assert not stage.trials.busy
             assert not stage.trials.is_over(chosen)
-        stage.cluster.peer_info.servings = {}
+        stage.node.peer_info.servings = {}
         await stage.tries(7, chosen)
         assert stage.trials.is_over(chosen)
 
@@ -319,7 +320,7 @@ def test_a_group_whose_free_cables_are_elsewhere_ends_nothing(caplog: pytest.Log
 
 def test_a_group_loads_beside_another_coordinator_s_where_memory_permits_both() -> None:
     async def story(stage: Stage) -> None:
-        servings = stage.cluster.peer_info.servings
+        servings = stage.node.peer_info.servings
         servings["b"] = serving("none", "b")
         await stage.tries()
         assert [plan.model for plan in stage.tried] == [None], "it is not known what b's rank holds"

@@ -10,8 +10,8 @@ import pytest
 
 from mlxtp.admin.handlers import ClusterAdmin
 from mlxtp.errors import UserError
+from mlxtp.groups import selection
 from mlxtp.groups.health import ServingState
-from mlxtp.models import selection
 from mlxtp.models.hub_cache import Repo
 from mlxtp.wire.cluster_messages import ModelsHere, StoredModel
 
@@ -42,18 +42,18 @@ def there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def served(node: Node, model: str = "tiny") -> None:
-    node.cluster.set_desired(model)
-    node.cluster.supervisor.state = ServingState.READY
+    node.parts.node.desired.set(model)
+    node.parts.supervisor.state = ServingState.READY
 
 
 class Coming:
     """A download that goes on until it is told to end."""
 
     def __init__(self, node: Node) -> None:
-        self.node_id = node.cluster.node_id
+        self.node_id = node.parts.node.node_id
         self.rows: list[dict[str, Any]] = [self.row(complete=False)]
-        node.cluster.transfers.pull = self.pull  # type: ignore[method-assign]
-        node.cluster.transfers.progress = lambda name: self.rows  # type: ignore[method-assign]
+        node.parts.transfers.pull = self.pull  # type: ignore[method-assign]
+        node.parts.transfers.progress = lambda name: self.rows  # type: ignore[method-assign]
 
     async def pull(self, model: str, *, everywhere: bool, known: object) -> str:
         assert everywhere
@@ -70,7 +70,7 @@ class Coming:
 
 
 async def until_no_more_is_awaited(node: Node) -> None:
-    task = node.cluster.selection._task
+    task = node.parts.selection._task
     assert task is not None
     await asyncio.wait_for(asyncio.wait({task}), 10)
 
@@ -83,7 +83,7 @@ def test_what_nobody_can_get_leaves_what_is_served(tmp_path: Path, member: membe
     (tmp_path / "half" / "config.json").write_bytes(embedded()["config.json"])
 
     async def story(node: Node) -> None:
-        admin, a = ClusterAdmin(node.cluster, member.store), node.meet(A)
+        admin, a = ClusterAdmin(node.parts, member.store), node.meet(A)
         served(node)
         for model, why in (
             ("org/typo", "the Hub knows no such model"),
@@ -101,7 +101,7 @@ def test_what_nobody_can_get_leaves_what_is_served(tmp_path: Path, member: membe
         for revision in ("typo", NEWER):
             with pytest.raises(UserError, match="the Hub cannot be reached"):
                 await admin.serve(f"{MODEL}@{revision}", "")
-        assert node.cluster.leadership.desired.model == "tiny"
+        assert node.parts.node.leadership.desired.model == "tiny"
 
     play(tmp_path, member, story)
 
@@ -110,7 +110,7 @@ def test_what_has_no_place_leaves_what_is_served(
     tmp_path: Path, member: members.Member, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(node: Node) -> None:
-        admin = ClusterAdmin(node.cluster, member.store)
+        admin = ClusterAdmin(node.parts, member.store)
         served(node)
         for model in ("tiny", MODEL):
             with pytest.raises(UserError, match=r"all stays as it is: .*3 nodes"):
@@ -118,8 +118,8 @@ def test_what_has_no_place_leaves_what_is_served(
         monkeypatch.setattr("mlxtp.models.hub_cache.free_bytes", lambda folder: 7_000_000)
         with pytest.raises(UserError, match=r"all stays as it is: .* has 7.0 MB free"):
             await admin.serve(MODEL, "")
-        assert node.cluster.leadership.desired.version == 1
-        node.cluster.set_desired("")
+        assert node.parts.node.leadership.desired.version == 1
+        node.parts.node.desired.set("")
         assert (await admin.serve("tiny", "3"))["nodes"] == "3", "where nothing is served, nothing is lost"
 
     play(tmp_path, member, story)
@@ -127,17 +127,17 @@ def test_what_has_no_place_leaves_what_is_served(
 
 def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: members.Member, hub: Hub) -> None:
     async def story(node: Node) -> None:
-        admin, coming = ClusterAdmin(node.cluster, member.store), Coming(node)
+        admin, coming = ClusterAdmin(node.parts, member.store), Coming(node)
         served(node)
         said = await admin.serve(MODEL, "")
         assert (said["coming"], said["until_then"], said["version"]) == (True, "tiny", 1)
         await asyncio.sleep(0.2)
-        assert node.cluster.leadership.desired.model == "tiny"
+        assert node.parts.node.leadership.desired.model == "tiny"
         (told,) = admin.status()["coming"]
         assert told.startswith(f"{MODEL} is served as soon as it is here: 0.0 MB of 0.0 MB")
         coming.end()
         await until_no_more_is_awaited(node)
-        assert node.cluster.leadership.desired.model == MODEL
+        assert node.parts.node.leadership.desired.model == MODEL
         assert admin.status()["coming"] == []
 
     play(tmp_path, member, story)
@@ -146,7 +146,7 @@ def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: memb
 @pytest.mark.parametrize("later", ["serve", "unload", "elsewhere"])
 def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: Hub, later: str) -> None:
     async def story(node: Node) -> None:
-        admin, coming = ClusterAdmin(node.cluster, member.store), Coming(node)
+        admin, coming = ClusterAdmin(node.parts, member.store), Coming(node)
         served(node)
         await admin.serve(MODEL, "")
         if later == "serve":
@@ -154,11 +154,11 @@ def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: 
         elif later == "unload":
             admin.unload()
         else:
-            node.cluster.set_desired("org/other")
-        before = node.cluster.leadership.desired
+            node.parts.node.desired.set("org/other")
+        before = node.parts.node.leadership.desired
         coming.end()
         await until_no_more_is_awaited(node)
-        assert node.cluster.leadership.desired == before
+        assert node.parts.node.leadership.desired == before
         assert admin.status()["coming"] == []
 
     play(tmp_path, member, story)
@@ -166,14 +166,14 @@ def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: 
 
 def test_what_does_not_come_is_told(tmp_path: Path, member: members.Member, hub: Hub) -> None:
     async def story(node: Node) -> None:
-        admin, coming = ClusterAdmin(node.cluster, member.store), Coming(node)
+        admin, coming = ClusterAdmin(node.parts, member.store), Coming(node)
         served(node)
         await admin.serve(MODEL, "")
         coming.end("it is gated")
         await until_no_more_is_awaited(node)
         (told,) = admin.status()["coming"]
         assert told == f"{MODEL} was to be served, and cannot be: studio: it is gated; mac-a: it is gated"
-        assert node.cluster.leadership.desired.model == "tiny"
+        assert node.parts.node.leadership.desired.model == "tiny"
 
     play(tmp_path, member, story)
 
@@ -182,7 +182,7 @@ def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
     tmp_path: Path, member: members.Member, hub: Hub
 ) -> None:
     async def story(node: Node) -> None:
-        admin, coming, a = ClusterAdmin(node.cluster, member.store), Coming(node), node.meet(A)
+        admin, coming, a = ClusterAdmin(node.parts, member.store), Coming(node), node.meet(A)
         node.hear(a, report(MACHINE))
         served(node)
         await admin.serve(MODEL, "2")
@@ -192,11 +192,11 @@ def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
         assert told.startswith(f"{MODEL} was to be served, and cannot be: ")
         assert "needs 2 nodes" in told
         assert told.endswith("; mac-a: no room")
-        assert node.cluster.leadership.desired.model == "tiny"
+        assert node.parts.node.leadership.desired.model == "tiny"
         await admin.serve(MODEL, "2")
         coming.end()
         await until_no_more_is_awaited(node)
-        assert node.cluster.leadership.desired.model == MODEL
+        assert node.parts.node.leadership.desired.model == MODEL
 
     play(tmp_path, member, story)
 
@@ -205,13 +205,13 @@ def test_what_was_said_while_the_hub_was_asked_counts(
     tmp_path: Path, member: members.Member, hub: Hub
 ) -> None:
     async def story(node: Node) -> None:
-        admin = ClusterAdmin(node.cluster, member.store)
+        admin = ClusterAdmin(node.parts, member.store)
         asking = asyncio.ensure_future(admin.serve(MODEL, ""))
         await asyncio.sleep(0)
         await admin.serve("tiny", "")
         with pytest.raises(UserError, match="another request changed the model meanwhile"):
             await asking
-        assert node.cluster.leadership.desired.model == "tiny"
+        assert node.parts.node.leadership.desired.model == "tiny"
 
     play(tmp_path, member, story)
 
@@ -221,13 +221,13 @@ def test_the_hub_is_asked_once_for_one_serve(
     tmp_path: Path, member: members.Member, hub: Hub, before: str
 ) -> None:
     async def story(node: Node) -> None:
-        admin = ClusterAdmin(node.cluster, member.store)
-        node.cluster.leadership.hand_over(node.cluster.node_id, CLOCK.now)
+        admin = ClusterAdmin(node.parts, member.store)
+        node.parts.node.leadership.hand_over(node.parts.node.node_id, CLOCK.now)
         if before:
             served(node)
         await admin.serve(MODEL, "")
         await sees(lambda: Repo(MODEL).snapshot("main") is not None)
-        await sees(lambda: node.cluster.leadership.desired.model == MODEL)
+        await sees(lambda: node.parts.node.leadership.desired.model == MODEL)
         assert len([each for each in hub.asked if f"/api/models/{MODEL}" in each]) == 1
         assert (Repo(MODEL).folder / "refs" / "main").read_text() == COMMIT
 

@@ -39,8 +39,10 @@ async def two_agents(
         return Settings(home, "127.0.0.1", 0, 1, "tiny", **{**fields, **settings, **more})
 
     async with running_agent(of("a", **founder), worker=worker) as first:
-        assert first.cluster is not None
+        assert first.parts is not None
         await meanwhile(first)
-        token = await first.cluster.token_issuing.token()
-        async with running_agent(of("b", join=token, peers=first.cluster.addresses), worker=worker) as second:
+        token = await first.parts.tokens.token()
+        async with running_agent(
+            of("b", join=token, peers=first.parts.node.introduction.addresses()), worker=worker
+        ) as second:
             yield first, second

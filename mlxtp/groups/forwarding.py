@@ -10,15 +10,17 @@ import time
 from ..api.backend import ModelInfo
 from ..api.model_card import load_defaults
 from ..background import Background
-from ..cluster.surroundings import Surroundings
+from ..cluster.node import ClusterNode
 from ..discovery.addresses import host_and_port
 from ..errors import Code, GroupError, MlxtpError
-from ..groups.health import ServingState
-from ..groups.process_group import EpochGroup
+from ..gateway.remote_backend import RemoteBackend
+from ..models.local_model import LocalModel
 from ..wire.cluster_messages import Serving
 from ..wire.tls import ALPN_REQUESTS, Credentials, member_context_client
 from ..wire.tls_acceptor import open_tls
-from .remote_backend import RemoteBackend
+from .health import ServingState
+from .lifecycle import Supervisor
+from .process_group import EpochGroup
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +31,13 @@ RETRY_S = 0.5
 class ForwardingBackend:
     """Forwarder of requests to the agent with rank 0. Call `follow` whenever the cluster may have changed."""
 
-    def __init__(self, cluster: Surroundings) -> None:
-        self._cluster = cluster
-        self.credentials: Credentials | None = None
+    def __init__(
+        self, node: ClusterNode, supervisor: Supervisor, model: LocalModel, credentials: Credentials
+    ) -> None:
+        self._node = node
+        self._supervisor = supervisor
+        self._model = model
+        self._credentials = credentials
         #: Node, epoch and version of the model that is served, or about to be.
         self._served: tuple[str, int, int] | None = None
         self._ready = False  #: True once it is served.
@@ -41,23 +47,26 @@ class ForwardingBackend:
         self._background = Background(self._failed)
         self._opening: asyncio.Task[None] | None = None
         self._retry_at = 0.0
+        node.rounds.add(lambda _now: self.follow())
 
     def follow(self) -> None:
         """Follow the group that serves elsewhere, unless this node has an epoch of its own."""
-        cluster = self._cluster
-        if cluster.supervisor.in_epoch:
+        node = self._node
+        if self._supervisor.in_epoch:
             self._leave()
             return
         found = self._whom()
         if found is None:
             self._drop("the group is being formed")
-            if not cluster.supervisor.resting:
-                self._show(ServingState.IDLE, 0, cluster.waiting or "no node serves a model yet", None)
+            if not self._supervisor.resting:
+                self._show(
+                    ServingState.IDLE, 0, node.leadership.waiting or "no node serves a model yet", None
+                )
             return
         node_id, serving = found
         if self._backend is not None and self._backend_at != node_id:
-            self._drop(f"{cluster.name_of(node_id)} serves now")
-        if serving.state != ServingState.READY or cluster.model.version != serving.desired:
+            self._drop(f"{node.name_of(node_id)} serves now")
+        if serving.state != ServingState.READY or self._model.version != serving.desired:
             self._rest()
             state = (
                 ServingState.LOADING if serving.state == ServingState.READY else ServingState(serving.state)
@@ -65,9 +74,9 @@ class ForwardingBackend:
             nothing = "no node serves a model yet" if state is ServingState.IDLE else ""
             self._show(state, serving.epoch, serving.reason or nothing, serving)
             return
-        if cluster.model.source is None:
+        if self._model.source is None:
             self._rest()
-            missing = cluster.model.problem
+            missing = self._model.problem
             state = ServingState.IDLE if missing else ServingState.LOADING
             self._show(state, serving.epoch, missing or "looking for the model's files", serving)
             return
@@ -87,17 +96,17 @@ class ForwardingBackend:
         That is the coordinator if it has a group, else a node that is ready. Else it is the coordinator,
         whose report has the reason.
         """
-        cluster = self._cluster
+        node = self._node
         servings = {
-            node: serving
-            for node, serving in cluster.peer_info.servings.items()
-            if cluster.membership.status_of(node).present
+            node_id: serving
+            for node_id, serving in node.peer_info.servings.items()
+            if node.membership.status_of(node_id).present
         }
-        coordinator = cluster.leadership.claim.node_id
+        coordinator = node.leadership.claim.node_id
         leading = servings.get(coordinator)
         if leading is not None and leading.participants:
             return coordinator, leading
-        ready = [node for node, serving in servings.items() if serving.state == ServingState.READY]
+        ready = [each for each, serving in servings.items() if serving.state == ServingState.READY]
         if ready:
             return min(ready), servings[min(ready)]
         return (coordinator, leading) if leading is not None else None
@@ -107,11 +116,11 @@ class ForwardingBackend:
         backend, kind = (serving.backend, serving.kind) if serving is not None else ("none", "")
         if state in (ServingState.STARTING, ServingState.STOPPED):
             state = ServingState.FORMING
-        self._cluster.supervisor.follow(state, epoch, reason, EpochGroup(0, size, backend, kind=kind))
+        self._supervisor.follow(state, epoch, reason, EpochGroup(0, size, backend, kind=kind))
 
     async def _open(self, node_id: str, serving: Serving) -> None:
-        cluster, source = self._cluster, self._cluster.model.source
-        gateway = cluster.supervisor.gateway
+        source = self._model.source
+        gateway = self._supervisor.gateway
         try:
             if source is None:
                 raise GroupError("the model is gone", Code.MODEL_NOT_FOUND)
@@ -119,10 +128,10 @@ class ForwardingBackend:
             if self._backend is None:
                 await self._reach(node_id)
         except (MlxtpError, TimeoutError, OSError) as error:
-            log.warning("cannot send requests to %s; trying again: %s", cluster.name_of(node_id), error)
+            log.warning("cannot send requests to %s; trying again: %s", self._node.name_of(node_id), error)
             self._retry_later()
             return
-        if cluster.supervisor.in_epoch:  # an epoch began while this link was being opened
+        if self._supervisor.in_epoch:  # an epoch began while this link was being opened
             self._leave()
             return
         assert self._backend is not None
@@ -139,7 +148,7 @@ class ForwardingBackend:
         )
         self._ready = True
         gateway.serve(self._backend, info, source.text, here=False, load_s=serving.load_s)
-        cluster.changed()
+        self._node.changed()
 
     def _failed(self, opening: asyncio.Task[None], error: BaseException) -> None:
         """Retry after a bug, so that this node never waits for ever without a log line."""
@@ -153,7 +162,7 @@ class ForwardingBackend:
 
     async def _reach(self, node_id: str) -> None:
         """Open the requests link. Raises MlxtpError, TimeoutError or OSError."""
-        gateway = self._cluster.supervisor.gateway
+        gateway = self._supervisor.gateway
         reader, writer = await self._connect(node_id)
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -165,27 +174,27 @@ class ForwardingBackend:
 
     async def _connect(self, node_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to the control link's address, at the port that the node reported. Raises MlxtpError."""
-        cluster = self._cluster
-        link = cluster.links.to(node_id)
-        if link is None or self.credentials is None:
+        node = self._node
+        link = node.links.to(node_id)
+        if link is None:
             raise GroupError("the link to it is gone", Code.LINK_LOST)
-        found = next(filter(None, map(host_and_port, cluster.peer_info.addresses.get(node_id, ()))), None)
+        found = next(filter(None, map(host_and_port, node.peer_info.addresses.get(node_id, ()))), None)
         if found is None:
             raise GroupError("it has not reported the port on which it listens", Code.LINK_LOST)
-        context = member_context_client(self.credentials, ALPN_REQUESTS)
+        context = member_context_client(self._credentials, ALPN_REQUESTS)
         return await open_tls(link.remote, found[1], context, ALPN_REQUESTS, CONNECT_S)
 
     def _lost(self, error: MlxtpError) -> None:
         self._backend, self._backend_at = None, ""
         self._retry_at = time.monotonic() + RETRY_S
         self._rest()
-        self._cluster.supervisor.gateway.park_open_requests(GroupError(error.detail, Code.LINK_LOST))
-        self._cluster.changed()
+        self._supervisor.gateway.park_open_requests(GroupError(error.detail, Code.LINK_LOST))
+        self._node.changed()
 
     def _drop(self, why: str) -> None:
         """End the link because that node no longer answers. Requests open on it wait for another group."""
         if self._leave():
-            self._cluster.supervisor.gateway.park_open_requests(GroupError(why, Code.NOT_READY))
+            self._supervisor.gateway.park_open_requests(GroupError(why, Code.NOT_READY))
 
     def _leave(self) -> bool:
         """End the link without an event for the gateway. Returns whether there was one."""
@@ -198,7 +207,7 @@ class ForwardingBackend:
     def _rest(self) -> None:
         """Take no new requests for now. Open ones belong to the other agent until it reports otherwise."""
         self._forget()
-        self._cluster.supervisor.gateway.detach()
+        self._supervisor.gateway.detach()
 
     def _forget(self) -> None:
         if self._opening is not None:

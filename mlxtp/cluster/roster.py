@@ -1,4 +1,4 @@
-"""Signatures of the roster: the admission of each member, and its removal. No I/O.
+"""Roster of the cluster: signatures of its entries, and changes as this node makes and receives them.
 
 The authority signs every admission, so that gossip invents no member. The member that removes another one
 signs that with its own key. A receiver never trusts a relaying neighbour alone. docs/security.md lists what
@@ -7,13 +7,21 @@ one member can still do to the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
+from ..errors import UserError
 from ..identity.store import Identity
 from ..wire.certificates import PublicKey, authority_key, fingerprint, is_signed, key_at, point_of, sign
-from ..wire.cluster_messages import RosterEntry
-from .cluster_state import Roster, admission_of, is_founder, removal_of
+from ..wire.cluster_messages import MAX_MEMBERS, Members, RosterEntry
+from .cluster_state import ClusterState, Roster, admission_of, is_founder, removal_of
+from .leadership import Leadership
+from .links import ControlLink
+
+log = logging.getLogger(__name__)
 
 _ADMISSION = b"mlxtp roster admission\0"
 _REMOVAL = b"mlxtp roster removal\0"
@@ -159,3 +167,70 @@ def _holds(key: PublicKey, signature: str, label: bytes, parts: list[bytes]) -> 
         return is_signed(key, bytes.fromhex(signature), label, *parts)
     except ValueError:
         return False
+
+
+# --- changes ---------------------------------------------------------------------------------------------
+
+
+def restored(
+    proofs: RosterProofs, identity: Identity, name: str, kept: ClusterState, now: float
+) -> Leadership:
+    """Restore the kept state, signed where this node can sign, and with this node as a member."""
+    beliefs = replace(kept, roster=proofs.completed(kept.roster))
+    found = Leadership(identity.node_id, beliefs, now, founder=identity.authority is not None)
+    if identity.node_id not in found.roster.members():
+        found.admit(identity.node_id, name, identity.fingerprint, proofs.own)
+    return found
+
+
+class Enrolment:
+    """Changes of the roster. `name_of` returns a node's name, for users."""
+
+    def __init__(self, proofs: RosterProofs, leadership: Leadership, name_of: Callable[[str], str]) -> None:
+        self._proofs = proofs
+        self._leadership = leadership
+        self._name_of = name_of
+        self._on_change: list[Callable[[], None]] = []
+
+    def on_change(self, handler: Callable[[], None]) -> None:
+        """Have `handler` called when a node became a member or ceased to be one."""
+        self._on_change.append(handler)
+
+    def admit(self, node_id: str, name: str, fingerprint: str, by: str = "", address: str = "") -> None:
+        """Admit a new member, by a token that `by` requested. Raises UserError when it cannot be one."""
+        seal = partial(self._proofs.admission, admitted_by=by, address=address, at=int(time.time()))
+        self._leadership.admit(node_id, name, fingerprint, seal)
+        self._changed()
+        how = f", by a token that {self._name_of(by)} requested" if by else ""
+        log.info("%s is a member now%s", name or node_id[:8], how)
+
+    def remove(self, *node_ids: str) -> None:
+        """Remove members. Raises UserError for a node that is no member, or a founder on another Mac."""
+        leadership, name_of = self._leadership, self._name_of
+        if (founder := leadership.roster.founder()) in node_ids and founder != leadership.self_id:
+            raise UserError(
+                f"{name_of(founder)} founded this cluster, and no other Mac can remove it; run "
+                "`mlxtp cluster leave --force` there"
+            )
+        for node_id in node_ids:
+            log.info("%s removes %s from the cluster", name_of(leadership.self_id), name_of(node_id))
+            leadership.remove(node_id, self._proofs.removal)
+        self._changed()
+
+    def received(self, link: ControlLink, members: Members) -> None:
+        """Take in another member's roster."""
+        leadership = self._leadership
+        full, before = leadership.overfull, leadership.roster
+        if leadership.enrols(self._proofs.proven(members.entries, before)):
+            for entry in leadership.roster.entries:
+                if entry.removed and not before.removed(entry.fingerprint):
+                    by = leadership.roster.by_key(remover_of(entry))
+                    log.info("%s removed %s", self._name_of(by.node_id) if by else "a member", entry.name)
+            self._changed()
+        if leadership.overfull and not full:
+            words = "%s reports more than %d members; those beyond are left out"
+            log.warning(words, self._name_of(link.node_id), MAX_MEMBERS)
+
+    def _changed(self) -> None:
+        for handler in self._on_change:
+            handler()

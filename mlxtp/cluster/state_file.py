@@ -1,4 +1,8 @@
-"""State that survives an agent's restart: `state.json` in its home.
+"""State that survives an agent's restart: `state.json` in its home, and reports of the others' disks.
+
+The file holds the desired state, the roster, the last addresses of peers, the last epoch and the last term.
+It is replaced as a whole, so that an agent killed while writing leaves the previous file. An unreadable file
+is set aside under another name and reported, never overwritten.
 
 The file holds the desired state, the roster, the last addresses of peers, the last epoch and the last term.
 It is replaced as a whole, so that an agent killed while writing leaves the previous file. An unreadable file
@@ -7,17 +11,24 @@ is set aside under another name and reported, never overwritten.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, UserError
 from ..identity.private_files import write_private
-from ..wire.cluster_messages import MAX_MEMBERS, DesiredState, RosterEntry
+from ..wire.cluster_messages import MAX_MEMBERS, DesiredState, RosterEntry, RosterSaved
 from ..wire.codecs import U63, FieldCodec, integer, record, records, text, texts
 from .cluster_state import MAX_ENTRIES, ClusterState, LeaderClaim, Roster
+from .links import ControlLink
+
+log = logging.getLogger(__name__)
 
 FILE = "state.json"
 #: Format of the file. A later version wrote a file of a later format; this version does not read it. In
@@ -177,3 +188,70 @@ def _set_aside(path: Path) -> Path:
     except OSError as error:
         raise UserError(f"{path} cannot be used, nor renamed: {error.strerror}") from None
     return aside
+
+
+# --- writing it, and what other members have written -----------------------------------------------------
+
+
+ELSEWHERE_S = 5.0  #: Seconds for which a removal waits until another member's disk has it.
+
+
+class Saving:
+    """Writes `state.json` when something changed, and again at each tick until that works.
+
+    One thread writes, in the order of the calls: a flush to the drive would hold up the event loop.
+    `on_roster` is called with the message for the others once a new roster is on the disk.
+    """
+
+    def __init__(self, home: Path, on_roster: Callable[[RosterSaved], None]) -> None:
+        self._home = home
+        self._on_roster = on_roster
+        self._disk = ThreadPoolExecutor(1, "saving")
+        self._latest: SavedState | None = None  # written, or waiting for the thread
+        self._roster: Roster | None = None  # in the file
+        self._problem = ""
+        self._rosters: dict[str, int] = {}  #: Digest of the roster on each other member's disk, by node id.
+        self._reported = asyncio.Event()
+
+    async def save(self, kept: SavedState) -> None:
+        """Write the state, unless the file has it or is about to."""
+        if kept == self._latest:
+            return
+        self._latest = kept
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._disk, save, self._home, kept)
+        except BaseException as error:
+            self._latest = None  # so that the next call writes, also after a cancelled one
+            if not isinstance(error, UserError):
+                raise
+            if error.detail != self._problem:
+                log.error("%s", error.detail)
+            self._problem = error.detail
+            return
+        self._problem = ""
+        if self._roster != kept.beliefs.roster:
+            self._roster = kept.beliefs.roster
+            self._on_roster(RosterSaved(self._roster.digest()))
+
+    async def close(self) -> None:
+        """Wait until the latest state is on the disk."""
+        await asyncio.to_thread(self._disk.shutdown)
+
+    def received(self, link: ControlLink, report: RosterSaved) -> None:
+        """Note that another member wrote its roster."""
+        self._rosters[link.node_id] = report.roster
+        self._reported.set()
+
+    async def elsewhere(self, roster: Callable[[], Roster]) -> list[str]:
+        """Return the other members whose disks have the roster: at least one, or none after some seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ELSEWHERE_S):
+                while not (found := self._having(roster())):
+                    self._reported.clear()
+                    await self._reported.wait()
+                return found
+        return []
+
+    def _having(self, roster: Roster) -> list[str]:
+        digest = roster.digest()
+        return [node for node in roster.members() if self._rosters.get(node) == digest]

@@ -10,29 +10,23 @@ import asyncio
 import logging
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Protocol
 
-from ..cluster.surroundings import Surroundings
+from ..cluster.node import ClusterNode
 from ..errors import MlxtpError, ModelError, UserError
-from ..groups.health import ServingState
+from ..models.download import apart
+from ..models.holdings import described
+from ..models.inspect import Servable, hub_folder, in_folders, inspect, is_hub_id
+from ..models.transfers import TransferCoordinator
 from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import DesiredState
-from .download import apart
-from .holdings import described
-from .inspect import Servable, hub_folder, in_folders, inspect, is_hub_id
-from .transfers import TransferCoordinator
+from .health import ServingState
+from .lifecycle import Supervisor
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 SILENT_S = 5.0  #: Seconds that members may take to report that a model is on its way to them.
 _SERVES = (ServingState.READY, ServingState.DRAINING, ServingState.LOADING)
-
-
-class SelectionParts(Surroundings, Protocol):
-    """The parts of one node that this needs in addition."""
-
-    transfers: TransferCoordinator
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +46,15 @@ class ModelSelection:
     """
 
     def __init__(
-        self, cluster: SelectionParts, no_place: Callable[[ModelShape, str, Container[str] | None], str]
+        self,
+        node: ClusterNode,
+        supervisor: Supervisor,
+        transfers: TransferCoordinator,
+        no_place: Callable[[ModelShape, str, Container[str] | None], str],
     ) -> None:
-        self._cluster = cluster
+        self._node = node
+        self._supervisor = supervisor
+        self._transfers = transfers
         self._no_place = no_place
         self._progress = 0
         #: A model that is on its way, and the name under which it comes.
@@ -64,11 +64,11 @@ class ModelSelection:
 
     def progress(self) -> list[str]:
         """Return the models that come to this Mac, for people: the next one to serve, and other downloads."""
-        transfers = self._cluster.transfers
+        transfers = self._transfers
         model, name = self._next or ("", "")
         found = [f"{model} is served as soon as it is here{_far(transfers, name)}"] if model else []
         found += [self._problem] if self._problem else []
-        wanted = self._cluster.leadership.desired.model
+        wanted = self._node.leadership.desired.model
         return found + [
             f"{each} is on its way here{_far(transfers, each)}"
             for each in transfers.under_way()
@@ -81,16 +81,16 @@ class ModelSelection:
 
         Raises UserError, and changes nothing, if it is known that the model cannot be served.
         """
-        cluster, number = self._cluster, self.cancel()
-        present = cluster.leadership.desired
+        node, number = self._node, self.cancel()
+        present = node.leadership.desired
         over = nodes or present.nodes
         if (model, over) == (present.model, present.nodes):
-            return SelectionResult(model, cluster.set_desired(model, nodes))
-        found = await asyncio.to_thread(in_folders, model, cluster.settings.model_folders)
+            return SelectionResult(model, node.desired.set(model, nodes))
+        found = await asyncio.to_thread(in_folders, model, node.settings.model_folders)
         servable = await self._inspect(found)
-        if number != self._progress or cluster.leadership.desired.version != present.version:
+        if number != self._progress or node.leadership.desired.version != present.version:
             raise UserError(f"another request changed the model meanwhile, so {model} is not served")
-        if present.model and cluster.supervisor.state in _SERVES:
+        if present.model and self._supervisor.state in _SERVES:
             self._check_place(model, servable, over)
             if is_hub_id(found) and not await self._can_begin(servable, over):
                 self._next = (model, model)
@@ -98,8 +98,8 @@ class ModelSelection:
                 self._task.add_done_callback(_ended)
                 return SelectionResult(model, present, coming=True)
         if servable is not None and servable.manifest is not None:
-            cluster.transfers.learned(found, servable.manifest)
-        return SelectionResult(model, cluster.set_desired(model, nodes))
+            self._transfers.learned(found, servable.manifest)
+        return SelectionResult(model, node.desired.set(model, nodes))
 
     def cancel(self) -> int:
         """Cancel the pending selection because of a later one. Its download goes on, but it is not served.
@@ -114,14 +114,13 @@ class ModelSelection:
 
     async def _inspect(self, model: str) -> Servable | None:
         """Look at a model on this disk, else on the Hub; None if it is complete on another member's only."""
-        cluster = self._cluster
 
         def look() -> Servable | None:
             if elsewhere and hub_folder(model) is None:
                 return None
-            return inspect(model, cluster.settings.kv_bits, ask_hub=True)
+            return inspect(model, self._node.settings.kv_bits, ask_hub=True)
 
-        elsewhere = is_hub_id(model) and cluster.transfers.is_elsewhere(model)
+        elsewhere = is_hub_id(model) and self._transfers.is_elsewhere(model)
         try:
             return await apart(look)
         except ModelError as error:
@@ -138,38 +137,37 @@ class ModelSelection:
         """Return True if the members that have all of it already can serve it."""
         if servable is None or servable.folder is None:
             return False
-        have = {self._cluster.node_id, *self._who_have(servable.name)}
+        have = {self._node.node_id, *self._who_have(servable.name)}
         return not self._no_place(servable.shape, nodes, have)
 
     def _who_have(self, model: str) -> list[str]:
-        cluster = self._cluster
-        return [node_id for node_id in cluster.links.nodes() if cluster.transfers.has(node_id, model)]
+        return [node_id for node_id in self._node.links.nodes() if self._transfers.has(node_id, model)]
 
     async def _bring(self, model: str, servable: Servable | None, nodes: str, version: int) -> None:
-        cluster, loop = self._cluster, asyncio.get_running_loop()
+        node, loop = self._node, asyncio.get_running_loop()
         try:
             known = servable.manifest if servable is not None else None
-            name = await cluster.transfers.pull(model, everywhere=True, known=known)
+            name = await self._transfers.pull(model, everywhere=True, known=known)
             self._next, began = (model, name), loop.time()
             while True:
                 await asyncio.sleep(LOOK_S)  # the first time: for the other members' reports
-                rows = cluster.transfers.progress(name)
-                silent = not rows or (len(rows) == 1 and cluster.links.nodes())
+                rows = self._transfers.progress(name)
+                silent = not rows or (len(rows) == 1 and node.links.nodes())
                 over = all(row["complete"] or row["problem"] for row in rows)
                 if over and (not silent or loop.time() - began > SILENT_S):
                     break
-                if cluster.leadership.desired.version != version:
+                if node.leadership.desired.version != version:
                     return
             have = {row["node_id"] for row in rows if row["complete"]}
             problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
             if servable is None and have:
                 servable = await self._inspect(model)
-            if cluster.leadership.desired.version != version:
+            if node.leadership.desired.version != version:
                 return
             able = have | {*self._who_have(name)}
             why = self._no_place(servable.shape, nodes, able) if servable is not None and have else ""
             if have and not why:
-                cluster.set_desired(model, nodes)
+                node.desired.set(model, nodes)
             else:
                 reasons = "; ".join(filter(None, [why, *problems])) or "no member has reported its progress"
                 self._problem = f"{model} was to be served, and cannot be: {reasons}"

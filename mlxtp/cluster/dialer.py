@@ -6,18 +6,17 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 
 from ..background import Background
-from ..cluster.links import Rejected
-from ..cluster.node import NodeLoop
-from ..config import Settings
+from ..discovery.addresses import MAX_KNOWN, Advert, DiscoveredPeer, explain
+from ..discovery.mdns import Addresses, Discovery, addresses_up
 from ..errors import Code, MlxtpError
-from ..identity.store import Identity
 from ..wire.messages import PROTOCOL_VERSION
 from ..wire.tls import ALPN_CONTROL, Credentials, member_context_client, peer_identity
 from ..wire.tls_acceptor import open_tls
-from .addresses import MAX_KNOWN, Advert, Dialing, DiscoveredPeer, explain
-from .mdns import Addresses, Discovery, addresses_up
+from .links import Rejected
+from .node import ClusterNode
 
 log = logging.getLogger(__name__)
 
@@ -30,20 +29,21 @@ _OURS_TO_MEND = (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH)
 
 
 class Dialer:
-    """Link keeper: dials every member that can be reached."""
+    """Link keeper: dials every member that can be reached.
+
+    `port` is that of this agent's control port. `rewired` is called when this machine's addresses changed.
+    """
 
     def __init__(
-        self, settings: Settings, identity: Identity, credentials: Credentials, cluster: NodeLoop, port: int
+        self, node: ClusterNode, credentials: Credentials, port: int, rewired: Callable[[], None]
     ) -> None:
-        self._settings = settings
-        self._identity = identity
-        self._cluster = cluster
+        self._settings = node.settings
+        self._identity = node.identity
+        self._node = node
         self._port = port
+        self._rewired = rewired
         self._context = member_context_client(credentials, ALPN_CONTROL)
-        self._dialing = Dialing(identity.node_id, identity.cluster_id, settings.peers)
-        for node_id, addresses in cluster.peers().items():
-            self._dialing.remember(node_id, addresses)
-        cluster.peers = self._dialing.remembered
+        self._dialing = node.dialing
         self._discovery = Discovery(self._sighted, log.warning)
         self._dials = Background()
         self._logged: dict[str, tuple[str, float]] = {}
@@ -61,11 +61,11 @@ class Dialer:
             while True:
                 now = time.monotonic()
                 self._notice_interfaces(now)
-                members = self._cluster.leadership.roster.members()
+                members = self._node.leadership.roster.members()
                 for node_id in list(self._dialing.remembered()):
                     if node_id not in members:
                         self._dialing.forget(node_id)
-                for address in self._dialing.tick(now, self._cluster.links.nodes()):
+                for address in self._dialing.tick(now, self._node.links.nodes()):
                     self._dials.start(self._dial(address), f"dialling {address}")
                 await asyncio.sleep(TICK_S)
         finally:
@@ -95,7 +95,7 @@ class Dialer:
             log.info("this Mac's network addresses changed")
             self._dialing.interfaces_changed(now)
             self._discovery.refresh()
-            self._cluster.rewired()
+            self._rewired()
         self._addresses = addresses
 
     def _advert(self) -> Advert:
@@ -103,7 +103,7 @@ class Dialer:
         return Advert(
             identity.node_id,
             identity.cluster_id,
-            self._cluster.name,
+            self._node.name,
             self._port,
             identity.authority is not None,
             PROTOCOL_VERSION,
@@ -120,7 +120,7 @@ class Dialer:
             reader, writer = await open_tls(host, int(port), self._context, ALPN_CONTROL, DIAL_S)
             try:
                 identity = peer_identity(writer.get_extra_info("ssl_object"))
-                node_id = await self._cluster.links.dialled(reader, writer, identity)
+                node_id = await self._node.links.dialled(reader, writer, identity)
             except BaseException:
                 writer.transport.abort()
                 raise
@@ -138,8 +138,8 @@ class Dialer:
         said, _ = self._logged.pop(address, ("", 0.0))
         if said == self._refusal:
             self._refusal = ""
-            if self._cluster.problem == said:
-                self._cluster.problem = ""
+            if self._node.introduction.problem == said:
+                self._node.introduction.problem = ""
 
     def _log_once(self, address: str, error: MlxtpError) -> None:
         """Log an error that the user can fix, but not repeatedly. The absence of a member is only debug
@@ -157,4 +157,4 @@ class Dialer:
             return
         log.log(logging.DEBUG if quiet else logging.WARNING, "%s: %s", address, error.detail)
         if isinstance(error, Rejected) and error.code in _OURS_TO_MEND:
-            self._cluster.problem = self._refusal = error.detail
+            self._node.introduction.problem = self._refusal = error.detail

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -16,14 +17,17 @@ from ..api.backend import AT_ONCE, ModelLease, StoredModelInfo
 from ..api.catalog import UNNAMED
 from ..cluster.cluster_state import NO_CLAIM, NOTHING, LeaderClaim
 from ..cluster.failure_detector import MemberState as Standing
-from ..cluster.surroundings import Surroundings
+from ..cluster.links import ControlLink
+from ..cluster.node import BEAT_S, ClusterNode
 from ..config import EMBEDDED_MODEL
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
-from ..groups.health import ServingState, of_the_model
+from ..models.inspect import inspect, stored_models, stored_name
+from ..models.local_model import LocalModel
+from ..models.queue_policy import AnnounceModel, LoadModel, ModelQueues
 from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
-from .inspect import inspect, stored_models, stored_name
-from .queue_policy import AnnounceModel, LoadModel, ModelQueues
+from .health import ServingState, of_the_model
+from .lifecycle import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -128,13 +132,19 @@ class ModelSwitcher:
     """
 
     def __init__(
-        self, cluster: Surroundings, unplanned: Callable[[], str], no_place: Callable[[ModelShape], str]
+        self,
+        node: ClusterNode,
+        supervisor: Supervisor,
+        model: LocalModel,
+        unplanned: Callable[[], str],
+        no_place: Callable[[ModelShape], str],
     ) -> None:
-        self._cluster = cluster
-        gateway = cluster.supervisor.gateway
-        gateway.switch, gateway.on_serving = self, cluster.changed
+        self._node = node
+        self._supervisor = supervisor
+        self._model = model
+        supervisor.gateway.switch_models(self, node.changed)
         self._unplanned = unplanned
-        self._preflight = ModelPreflight(cluster.settings.kv_bits, no_place, cluster.changed)
+        self._preflight = ModelPreflight(node.settings.kv_bits, no_place, node.changed)
         self._turns = ModelQueues()
         self._turn = UNHEARD  #: The last announcement received, of the coordinator in `_by`.
         self._by = NO_CLAIM
@@ -150,6 +160,10 @@ class ModelSwitcher:
         #: The desired state when an epoch failed for good, until another state follows it.
         self._failed: DesiredState | None = None
         self._placed = (NOTHING, 0.0)  #: The desired state, and when it last had a place.
+        node.links.on(self._received, ModelTurn, ModelQueue)
+        node.links.on_up(self._greet)
+        node.rounds.every(BEAT_S, self._remind)
+        node.rounds.add(self.advance)
 
     # --- for requests --------------------------------------------------------------------------------
 
@@ -177,12 +191,12 @@ class ModelSwitcher:
             )
         lease = self._waiter(target, within_s, named=name not in UNNAMED)
         self._waiting[lease] = None
-        if not self._on or self._cluster.supervisor.gateway.closing:  # the gateway refuses it
+        if not self._on or self._supervisor.gateway.closing:  # the gateway refuses it
             self._begin(lease)
         else:
             self._admit()
             if not lease.come:
-                self._cluster.changed()
+                self._node.changed()
         return lease
 
     async def _stored(self, name: str) -> str | None:
@@ -201,25 +215,25 @@ class ModelSwitcher:
         self._waiting.pop(lease, None)
         self._running.discard(lease)
         if known and (self._waiting or self._pending or self._reported is not None):
-            self._cluster.changed()
+            self._node.changed()
 
     def progress(self, target: str) -> str:
         """Return how far a model is, in a few words."""
         desired = self._desired.model
         if target != desired or not self._may_begin(target):
             return f"waiting until the requests for {desired} end" if desired else "waiting"
-        return self._cluster.supervisor.progress
+        return self._supervisor.progress
 
     def _known(self, name: str | None) -> str | None:
         """Return the desired model if that is what the name means; None for another model."""
         desired = self._desired.model
-        models = self._cluster.supervisor.gateway.models()
+        models = self._supervisor.gateway.models()
         if name in (*UNNAMED, desired):
             return desired
         return desired if models and (name == models[0].id or name in models[0].aliases) else None
 
     def _waiter(self, target: str, within_s: float, *, named: bool) -> QueuedLease:
-        queue_s = self._cluster.settings.limits.queue_s
+        queue_s = self._node.settings.limits.queue_s
         if within_s and within_s < queue_s:
             late = RequestError(
                 f"{target} was not there within {within_s:g} s", Code.DEADLINE, status=504, param="deadline_s"
@@ -236,32 +250,32 @@ class ModelSwitcher:
 
     # --- messages from others ------------------------------------------------------------------------
 
-    def received(self, node_id: str, message: ModelTurn | ModelQueue, now: float) -> None:
+    def _received(self, link: ControlLink, message: ModelTurn | ModelQueue) -> None:
         """Process a message from a member. Announcements count only from the coordinator."""
+        now = time.monotonic()
         if isinstance(message, ModelQueue):
-            self._turns.received(node_id, message, now)
+            self._turns.received(link.node_id, message, now)
             if self._behind(message):
                 with contextlib.suppress(MlxtpError):  # it is sent over the next link
-                    self._cluster.links.send(node_id, self._turn)
-        elif LeaderClaim(message.term, node_id) == self._cluster.leadership.claim:
+                    link.send(self._turn)
+        elif LeaderClaim(message.term, link.node_id) == self._node.leadership.claim:
             self._received_turn(message, now)
             self._reported = None  # the announcement requests an acknowledgement
-        self._cluster.changed()
+        self._node.changed()
 
-    def met(self) -> ModelTurn | None:
-        """Return the message for a new link: the coordinator's announcement. This node will also report its
-        queue again.
-        """
+    def _greet(self, link: ControlLink) -> None:
+        """Send the coordinator's announcement over a new link. This node will also report its queue again."""
         self._reported = None
-        return self._turn if self._cluster.leadership.leading and self._given else None
+        if self._node.leadership.leading and self._given:
+            link.send(self._turn)
 
     def _behind(self, queue: ModelQueue) -> bool:
         """Return True if a member has not received this coordinator's last announcement."""
-        turn, leading = self._turn, self._cluster.leadership.leading and self._given
+        turn, leading = self._turn, self._node.leadership.leading and self._given
         return leading and (queue.term, queue.number) < (turn.term, turn.number)
 
     def _received_turn(self, turn: ModelTurn, now: float) -> None:
-        claim = self._cluster.leadership.claim
+        claim = self._node.leadership.claim
         if self._by == claim and turn.number <= self._turn.number:
             return
         self._turn, self._by = turn, claim
@@ -281,14 +295,14 @@ class ModelSwitcher:
         if not self._desired.model or self._ready:
             self._before = self._desired
         self._remember()
-        if self._cluster.leadership.leading:
+        if self._node.leadership.leading:
             self._lead(now)
         self._admit()
         self._report_queue()
 
     def _remember(self) -> None:
         """Keep a served folder's short name, which clients see, for the time after it is served."""
-        model, models = Path(self._desired.model), self._cluster.supervisor.gateway.models()
+        model, models = Path(self._desired.model), self._supervisor.gateway.models()
         name = models[0].id if models else ""
         if not model.is_absolute() or name != model.name or name == EMBEDDED_MODEL:
             return
@@ -297,29 +311,29 @@ class ModelSwitcher:
         while len(self._folders) > MOST_FOLDERS:
             del self._folders[next(iter(self._folders))]
 
-    def remind(self) -> None:
+    def _remind(self, _now: float) -> None:
         """Repeat the pending announcement with each heartbeat, for members that have not received it."""
-        if self._cluster.leadership.leading and self._pending:
-            self._cluster.links.broadcast(self._turn)
+        if self._node.leadership.leading and self._pending:
+            self._node.links.broadcast(self._turn)
 
     @property
     def _on(self) -> bool:
-        return self._cluster.settings.load_on_request
+        return self._node.settings.load_on_request
 
     @property
     def _desired(self) -> DesiredState:
-        return self._cluster.leadership.desired
+        return self._node.leadership.desired
 
     @property
     def _ready(self) -> bool:
         """True if the desired model is served. The state alone may still be that of the model before it."""
-        supervisor = self._cluster.supervisor
+        supervisor = self._supervisor
         return supervisor.state is ServingState.READY and bool(supervisor.gateway.models())
 
     @property
     def _given(self) -> bool:
         """True if the present coordinator has announced a model. One term may have had two coordinators."""
-        return self._turn.number > 0 and self._by == self._cluster.leadership.claim
+        return self._turn.number > 0 and self._by == self._node.leadership.claim
 
     @property
     def _pending(self) -> bool:
@@ -342,7 +356,7 @@ class ModelSwitcher:
                 status=404,
                 param="model",
             )
-        supervisor = self._cluster.supervisor
+        supervisor = self._supervisor
         if desired.pinned and supervisor.state is ServingState.FAILED and supervisor.reason is not None:
             return RequestError(
                 f"{target} cannot be served: {supervisor.reason.detail}", Code.NOT_READY, status=503
@@ -357,18 +371,17 @@ class ModelSwitcher:
         """Return why this Mac lacks the desired model that others may have: a request needs its tokenizer
         here.
         """
-        cluster, desired = self._cluster, self._desired
-        here = cluster.model
-        if target != desired.model or here.version != desired.version or cluster.supervisor.gateway.models():
+        desired, here = self._desired, self._model
+        if target != desired.model or here.version != desired.version or self._supervisor.gateway.models():
             return ""
         elsewhere = any(
-            told.fingerprint and told.desired == here.version for told in cluster.peer_info.models.values()
+            told.fingerprint and told.desired == here.version for told in self._node.peer_info.models.values()
         )
         return here.problem if desired.pinned or elsewhere else ""  # else the coordinator gives up the model
 
     def _admit(self) -> None:
         """Start the requests whose model is served, and refuse those whose model never will be."""
-        gateway = self._cluster.supervisor.gateway
+        gateway = self._supervisor.gateway
         for lease in list(self._waiting):
             if gateway.closing:
                 _refuse(lease, RequestError(f"{gateway.closing}; try again", Code.SHUTTING_DOWN, status=503))
@@ -392,32 +405,32 @@ class ModelSwitcher:
     def _queue(self) -> ModelQueue:
         waiting = dict.fromkeys(lease.target for lease in self._waiting if lease.refusal is None)
         turn = self._turn if self._given else UNHEARD
-        running = len(self._running) + self._cluster.supervisor.gateway.relayed  # some may count twice
+        running = len(self._running) + self._supervisor.gateway.relayed  # some may count twice
         return ModelQueue(turn.term, turn.number, tuple(waiting)[:MAX_WAITING], running)
 
     def _report_queue(self) -> None:
         """Report this node's queue to the coordinator, if there ever was one."""
-        claim, queue = self._cluster.leadership.claim, self._queue()
-        if self._cluster.leadership.leading or not claim.node_id:
+        claim, queue = self._node.leadership.claim, self._queue()
+        if self._node.leadership.leading or not claim.node_id:
             return
         word = (claim, queue if self._pending else (queue.term, queue.number, queue.waiting))
         if word == self._reported or not (queue.waiting or self._reported or self._given):
             return
         with contextlib.suppress(MlxtpError):  # it is sent over the next link
-            self._cluster.links.send(claim.node_id, queue)
+            self._node.links.send(claim.node_id, queue)
             self._reported = word
 
     # --- where this node coordinates -----------------------------------------------------------------
 
     def _lead(self, now: float) -> None:
-        cluster = self._cluster
-        statuses = cluster.membership.statuses()
+        node = self._node
+        statuses = node.membership.statuses()
         here = (Standing.ALIVE, Standing.SUSPECT)  # a suspect may be back with running requests
-        present = {cluster.node_id, *(node for node, each in statuses.items() if each.state in here)}
+        present = {node.node_id, *(other for other, each in statuses.items() if each.state in here)}
         while True:
-            self._turns.received(cluster.node_id, self._queue(), now)
+            self._turns.received(node.node_id, self._queue(), now)
             action = self._turns.decide(
-                cluster.leadership.claim.term, self._desired, present, served=self._ready, now=now
+                node.leadership.claim.term, self._desired, present, served=self._ready, now=now
             )
             if isinstance(action, AnnounceModel):
                 self._give(action.announcement, now)
@@ -430,7 +443,7 @@ class ModelSwitcher:
                 self._give_up(self._turn.model, error, self._desired.model, now)
             elif looked and isinstance(action, LoadModel):
                 log.info("%s is loaded for a request", action.model)
-                cluster.set_desired(action.model, by_person=False)
+                node.desired.set(action.model, by_person=False)
             else:
                 break
         if (error := self._why_not(now)) is not None:
@@ -438,12 +451,12 @@ class ModelSwitcher:
 
     def _give(self, turn: ModelTurn, now: float) -> None:
         self._received_turn(turn, now)
-        self._cluster.links.broadcast(turn)
+        self._node.links.broadcast(turn)
         self._admit()
 
     def _why_not(self, now: float) -> MlxtpError | None:
         """Return the error that prevents serving the desired model, once that is certain."""
-        supervisor, desired = self._cluster.supervisor, self._desired
+        supervisor, desired = self._supervisor, self._desired
         if supervisor.resting and supervisor.state is ServingState.FAILED:
             if self._failed is None:
                 self._failed = desired
@@ -452,7 +465,7 @@ class ModelSwitcher:
         why = self._unplanned()
         if not why or self._placed[0] != desired:
             self._placed = (desired, now)
-        elif self._cluster.model.problem and self._all_have_looked():
+        elif self._model.problem and self._all_have_looked():
             return ModelError(why)
         elif now >= self._placed[1] + UNPLANNED_S:
             return GroupError(why, Code.NOT_READY)
@@ -460,10 +473,10 @@ class ModelSwitcher:
 
     def _all_have_looked(self) -> bool:
         """Return True if every member with a link has reported on its search for the desired model."""
-        told = [self._cluster.peer_info.models.get(node) for node in self._cluster.links.nodes()]
+        told = [self._node.peer_info.models.get(each) for each in self._node.links.nodes()]
         return all(
             each is not None
-            and each.desired == self._cluster.model.version
+            and each.desired == self._model.version
             and bool(each.fingerprint or each.problem)
             for each in told
         )
@@ -480,7 +493,7 @@ class ModelSwitcher:
         instead = before.model or "nothing"
         log.warning("%s cannot be served: %s; going back to %s", desired.model, error.detail, instead)
         self._give_up(desired.model, error, before.model, now)
-        self._cluster.set_desired(before.model, before.nodes, by_person=False)
+        self._node.desired.set(before.model, before.nodes, by_person=False)
 
     def _give_up(self, model: str, error: MlxtpError, instead: str, now: float) -> None:
         broken = of_the_model(error) and not self._desired.pinned  # a pinned model is no client's choice

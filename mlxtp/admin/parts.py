@@ -1,0 +1,54 @@
+"""The parts of an agent in a cluster, as what reports and commands see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cluster.control_port import TokenIssuing
+from ..cluster.node import ClusterNode
+from ..cluster.peer_reports import MachineReports, RoundTripTimes
+from ..groups.controller import GroupController
+from ..groups.fabric_bench import FabricBench
+from ..groups.fabric_results import FabricResults
+from ..groups.forwarding import ForwardingBackend
+from ..groups.hosted_rank import HostedRanks
+from ..groups.lifecycle import Supervisor
+from ..groups.model_queue import ModelSwitcher
+from ..groups.reconciler import Reconciler
+from ..groups.selection import ModelSelection
+from ..models.local_model import LocalModel
+from ..models.transfers import TransferCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class AgentParts:
+    """Every part, in the order of construction: each knows parts above it alone."""
+
+    node: ClusterNode
+    machines: MachineReports
+    round_trips: RoundTripTimes
+    tokens: TokenIssuing
+    transfers: TransferCoordinator
+    model: LocalModel
+    supervisor: Supervisor
+    hosted: HostedRanks
+    results: FabricResults
+    controller: GroupController
+    fabric_bench: FabricBench
+    reconciler: Reconciler
+    forwarding: ForwardingBackend
+    switcher: ModelSwitcher
+    selection: ModelSelection
+
+    async def close(self) -> None:
+        """Send a goodbye on each link, and end what runs here for others."""
+        await self.machines.close()
+        await self.fabric_bench.close()
+        await self.forwarding.close()
+        await self.switcher.close()
+        await self.selection.close()
+        await self.controller.close()
+        await self.hosted.close()
+        await self.node.close()
+        await self.model.close()
+        await self.transfers.close()

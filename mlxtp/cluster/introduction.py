@@ -1,0 +1,172 @@
+"""Hello of this node, and its judgement of the hellos of others: who they are, and what they run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from ..config import Settings
+from ..errors import Code, MlxtpError, ProtocolError
+from ..identity.store import Identity
+from ..wire.certificates import NodeIdentity
+from ..wire.cluster_messages import AgentHello
+from ..wire.codecs import printable
+from ..wire.messages import PROTOCOL_VERSION, Error
+from .cluster_state import Roster
+from .compatibility import Build, compare
+from .links import ControlLink
+
+log = logging.getLogger(__name__)
+
+_PACKAGES = ("mlxtp", "mlx", "mlx-lm")
+#: Settings that decide how ranks compute, or of which the coordinator's value holds for all.
+_FLAGS = (
+    "agreement", "compiled", "speculation", "prefix_cache", "prefill_chunk", "max_context", "kv_bits",
+    "kv_bytes", "fabric", "fast_fences", "repeatable",
+)  # fmt: skip
+#: Prefixes of MLX's variables that ranks get from their agent. All others must be equal: with another
+#: MLX_BFS_MAX_WIDTH a rank runs collectives of one layer in another order, which gives wrong numbers.
+_PER_RANK = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL", "MLX_METAL_FAST_SYNCH")
+
+
+def versions_here() -> tuple[str, ...]:
+    """Return the versions of packages that ranks must have in common, "name=version" each."""
+    return tuple(f"{package}={_version(package)}" for package in _PACKAGES)
+
+
+def flags_of(settings: Settings, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return settings that differ from their defaults and MLX's variables, "name=value" each."""
+    defaults = type(settings)(settings.home, "", 0, 1, "")
+    flags = [
+        f"{name}={getattr(settings, name)}"
+        for name in _FLAGS
+        if getattr(settings, name) != getattr(defaults, name)
+    ]
+    names = [name for name in environment if name.startswith("MLX_") and not name.startswith(_PER_RANK)]
+    return tuple(flags + [f"{name}={environment[name]}" for name in sorted(names)])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+# --- hellos ----------------------------------------------------------------------------------------------
+
+
+_BACK = "`mlxtp cluster leave` and `mlxtp node --join TOKEN` bring it back"
+
+
+class Introduction:
+    """Hellos between this node and others.
+
+    `http` is the URL of this node's endpoint; `addresses` returns where others reach its agent now.
+    """
+
+    problem = ""  #: Problem that a user has to fix, such as a copied home folder.
+
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        http: str,
+        addresses: Callable[[], tuple[str, ...]],
+        roster: Callable[[], Roster],
+    ) -> None:
+        self.name = printable(settings.name)  # we cannot refuse the system's name of a Mac
+        self.boot_id = secrets.token_hex(8)
+        self.http = http
+        self.addresses = addresses
+        self._identity = identity
+        self._versions, self._flags = versions_here(), flags_of(settings)
+        self._roster = roster
+        #: By node id: the boot ids of two machines that had it at once, and the message about it.
+        self._doubles: dict[str, tuple[tuple[str, ...], str]] = {}
+
+    def hello(self) -> AgentHello:
+        """Return the hello by which this node introduces itself."""
+        return AgentHello(
+            PROTOCOL_VERSION,
+            self._identity.node_id,
+            self._identity.cluster_id,
+            self.boot_id,
+            self.name,
+            self._versions,
+            self._flags,
+            self.addresses(),
+            self.http,
+            self._identity.authority is not None,
+        )
+
+    def judge(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
+        """Return the error for which a peer is refused; None when it is welcome."""
+        return self._not_a_member(identity, hello) or self._given_up(hello) or self._unlike(hello)
+
+    def met(self, node_id: str) -> None:
+        """Note that a peer was taken in: this start of it counts."""
+        _, what = self._doubles.pop(node_id, ((), ""))
+        if what and self.problem == what:
+            self.problem = ""
+
+    def doubled(self, node_id: str, boot_ids: tuple[str, ...], what: str) -> ProtocolError:
+        """Return the error for both of two agents that have one identity. Neither is welcome again."""
+        self._copied(what)
+        if node_id != self._identity.node_id:
+            self._doubles[node_id] = (boot_ids, self.problem)
+        return ProtocolError(self.problem, Code.DUPLICATE_NODE)
+
+    def received_error(self, link: ControlLink, error: Error) -> None:
+        """Take in a refusal by a peer that has met another agent with this node's identity."""
+        if error.code == Code.DUPLICATE_NODE and error.detail != self.problem:
+            self.problem = error.detail
+            log.error("%s: %s", link.hello.name or link.node_id[:8], error.detail)
+
+    def _not_a_member(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
+        if (identity.node_id, identity.cluster_id) != (hello.node_id, hello.cluster_id):
+            return ProtocolError("its certificate and its hello name different nodes", Code.NOT_AUTHENTIC)
+        if hello.node_id == self._identity.node_id:
+            return self._our_own(hello)
+        roster = self._roster()
+        if roster.removed(identity.fingerprint):
+            who = hello.name or hello.node_id[:8]
+            return ProtocolError(f"{who} was removed from this cluster; on it, {_BACK}", Code.REMOVED_NODE)
+        known = roster.members().get(hello.node_id)
+        if known is not None and known.fingerprint != identity.fingerprint:
+            return ProtocolError(f"{hello.node_id[:8]} is known by another key", Code.NOT_AUTHENTIC)
+        return None
+
+    def _given_up(self, hello: AgentHello) -> MlxtpError | None:
+        boots, what = self._doubles.get(hello.node_id, ((), ""))
+        if hello.boot_id not in boots:
+            return None
+        return ProtocolError(f"{what}. Then restart mlxtp", Code.DUPLICATE_NODE)
+
+    def _our_own(self, hello: AgentHello) -> MlxtpError:
+        """Return the error for a peer with our identity: this agent itself, or a copy of it."""
+        if hello.boot_id == self.boot_id:
+            return ProtocolError("this is the same node", Code.SAME_NODE)
+        self._copied(f"another running agent has the identity of {self.name}")
+        return ProtocolError(self.problem, Code.DUPLICATE_NODE)
+
+    def _unlike(self, theirs: AgentHello) -> MlxtpError | None:
+        """Return the reason why ranks of a node with this hello could not compute with ours."""
+        ours = self.hello()
+        difference = compare(
+            Build(ours.version, ours.versions, ours.flags),
+            Build(theirs.version, theirs.versions, theirs.flags),
+            theirs.name or theirs.node_id[:8],
+            self.name,
+        )
+        return ProtocolError(difference, Code.MISMATCH) if difference else None
+
+    def _copied(self, what: str) -> None:
+        self.problem = (
+            f"{what}: a home folder was copied. On the copy, stop mlxtp, remove the folder identity in it "
+            "and join again with a new token"
+        )
+        log.error("%s", self.problem)

@@ -1,0 +1,182 @@
+"""Reports between agents: their machines, and the round-trip times of their links."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+
+from ..errors import MlxtpError
+from ..placement import hardware
+from ..wire.cluster_messages import MAX_TRIP_US, Echo, EndEpoch, MachineReport, MachineWanted, Trip
+from ..wire.reports import Machine
+from .links import ControlLink
+from .node import ClusterNode
+
+log = logging.getLogger(__name__)
+
+REPORT_S = 10.0  #: Seconds between readings of this machine's memory, addresses and power.
+PROBE_S = 60.0  #: Seconds between readings of everything, cables included.
+LOOK_S = 5.0  #: Seconds for reading machines before a group is planned.
+
+
+class MachineReports:
+    """Reads this machine in the background, one reading at a time, and reports it to the others."""
+
+    def __init__(self, node: ClusterNode) -> None:
+        self._rewired = False  #: True when addresses changed, so that cables may have changed, too.
+        self._node = node
+        self._probe_at = time.monotonic() + PROBE_S
+        self._looking: asyncio.Task[None] | None = None
+        self._read_due = False
+        self._asked_by: set[str] = set()  #: Members that requested a report.
+        self._awaited: set[str] = set()  #: Members whose report `read_machine_now` waits for.
+        self._reported = asyncio.Event()
+        node.links.on(self._wanted, MachineWanted)
+        node.links.on(self._received, MachineReport)
+        node.links.on(self._ended, EndEpoch)
+        node.links.on_up(lambda link: link.send(self.report()))
+        node.links.on_lost(lambda node_id, _why: self._heard_of(node_id))
+        node.rounds.every(REPORT_S, self._look, first_s=REPORT_S)
+
+    def report(self) -> MachineReport:
+        """Return the report of this machine for the other members."""
+        machine = self._node.peer_info.machines[self._node.node_id]
+        return MachineReport(*(getattr(machine, name) for name in Machine.__match_args__))
+
+    def rewired(self) -> None:
+        """Read everything again: this machine's addresses changed, so its cables may have, too."""
+        self._rewired = True
+        self.read_again()
+
+    def _look(self, _now: float) -> None:
+        self.read_again()
+
+    def _wanted(self, link: ControlLink, _message: MachineWanted) -> None:
+        """Read the machine for a member, and report it even if nothing changed."""
+        self._asked_by.add(link.node_id)
+        self.read_again()
+
+    def _received(self, link: ControlLink, report: MachineReport) -> None:
+        self._node.peer_info.machines[link.node_id] = report
+        self._heard_of(link.node_id)
+        self._node.changed()
+
+    def _ended(self, _link: ControlLink, message: EndEpoch) -> None:
+        """Read the machine after a group failed: a cable may be out."""
+        if not message.in_order:
+            self.read_again()
+
+    def _heard_of(self, node_id: str) -> None:
+        """Note that a member has reported its machine, or is gone."""
+        self._awaited.discard(node_id)
+        self._reported.set()
+
+    async def read_machine_now(self, nodes: Iterable[str]) -> None:
+        """Read this machine again and have the others of `nodes` report theirs, including RDMA ports."""
+        links = self._node.links
+        for node_id in links.nodes() & set(nodes):
+            with contextlib.suppress(MlxtpError):  # it has just gone
+                links.send(node_id, MachineWanted())
+                self._awaited.add(node_id)
+        looking = self.read_again()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await asyncio.wait({looking})
+                while self._awaited:
+                    self._reported.clear()
+                    await self._reported.wait()
+        self._awaited.clear()
+
+    def read_again(self) -> asyncio.Task[None]:
+        """Read this machine in the background; if a reading is under way, read once more after it."""
+        self._read_due = True
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self._read())
+            self._looking.add_done_callback(_log_failure)
+        return self._looking
+
+    async def close(self) -> None:
+        """Stop reading."""
+        if self._looking is not None:
+            self._looking.cancel()
+
+    async def _read(self) -> None:
+        node = self._node
+        interface = node.settings.interface
+        while self._read_due:
+            everything = self._rewired or time.monotonic() >= self._probe_at
+            if everything:
+                self._probe_at = time.monotonic() + PROBE_S
+            self._rewired = self._read_due = False
+            asked_by, self._asked_by = self._asked_by, set()
+            before = node.peer_info.machines[node.node_id]
+            machine = await (hardware.probe(interface) if everything else hardware.refresh(before, interface))
+            if machine != before:
+                node.peer_info.machines[node.node_id] = machine
+                node.links.broadcast(self.report())
+                node.changed()
+                continue
+            for node_id in asked_by:
+                with contextlib.suppress(MlxtpError):  # it is gone
+                    node.links.send(node_id, self.report())
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("reading this machine failed: %s", error)
+
+
+# --- round-trip times ------------------------------------------------------------------------------------
+
+
+ASK_S = 2.0
+#: Trips of half a minute: the best of them is the link's time, the others were held up in an agent.
+_KEPT = 15
+
+
+class RoundTripTimes:
+    """Measures round trips: requests go out every ASK_S, replies at once.
+
+    Times are in seconds of a clock that does not jump.
+    """
+
+    def __init__(self, node: ClusterNode) -> None:
+        self._node_id = node.node_id
+        self._links = node.links
+        self._asked: dict[str, int] = {}  #: By node id: the open request, named by its time in microseconds.
+        self._took: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_KEPT))
+        self._reported: dict[str, Mapping[str, int]] = {}
+        node.links.on(lambda link, echo: self.received(link, echo, time.monotonic()), Echo)
+        node.rounds.every(ASK_S, self.measure)
+
+    def measure(self, now: float) -> None:
+        """Send a request to every node that has a link."""
+        nodes, asked_us = self._links.nodes(), round(now * 1e6)
+        for known in (self._took, self._reported):
+            for gone in known.keys() - nodes:
+                del known[gone]
+        self._asked = dict.fromkeys(nodes, asked_us)
+        trips = tuple(Trip(node, min(took)) for node, took in self._took.items())
+        self._links.broadcast(Echo(asked_us, False, trips))
+
+    def received(self, link: ControlLink, echo: Echo, now: float) -> None:
+        """Reply to a request; count a reply only if it is to the last request."""
+        node_id = link.node_id
+        if not echo.answer:
+            self._reported[node_id] = {trip.node_id: trip.us for trip in echo.trips}
+            with contextlib.suppress(MlxtpError):
+                link.send(Echo(echo.asked_us, True, ()))
+        elif self._asked.get(node_id) == echo.asked_us:
+            del self._asked[node_id]
+            self._took[node_id].append(min(max(round(now * 1e6) - echo.asked_us, 0), MAX_TRIP_US))
+
+    def between(self, a: str, b: str) -> int | None:
+        """Return the round trip in microseconds, as either node measured it; None if neither has."""
+        if self._node_id in (a, b):
+            took = self._took.get(b if a == self._node_id else a)
+            return min(took) if took else None
+        return self._reported.get(a, {}).get(b, self._reported.get(b, {}).get(a))

@@ -1,0 +1,63 @@
+"""The loop of an agent: what it does at intervals, and again after each change."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+LEAST_S = 0.02  #: Seconds between two rounds that only the time causes.
+
+
+@dataclass(slots=True)
+class _Interval:
+    seconds: float
+    act: Callable[[float], None]
+    at: float
+
+
+class Rounds:
+    """Runs steps in the order in which they were added. `clock` is a monotonic time in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._intervals: list[_Interval] = []
+        self._steps: list[Callable[[float], float | None]] = []
+        self._wake = asyncio.Event()
+
+    def every(self, seconds: float, act: Callable[[float], None], *, first_s: float = 0.0) -> None:
+        """Have `act` called with the time every so many seconds, the first time in `first_s`."""
+        self._intervals.append(_Interval(seconds, act, self._clock() + first_s))
+
+    def add(self, step: Callable[[float], float | None]) -> None:
+        """Have `step` called with the time in each round. It may return a time of the next round."""
+        self._steps.append(step)
+
+    def wake(self) -> None:
+        """Begin a round soon: something is different."""
+        self._wake.set()
+
+    def step(self, now: float) -> float:
+        """Run all steps once. Return the latest time of the next round."""
+        found = [step(now) for step in self._steps]
+        return min((each for each in found if each is not None), default=float("inf"))
+
+    async def run(self, after: Callable[[], Awaitable[None]]) -> None:
+        """Run until cancelled. `after` ends each round; a change during it begins another one."""
+        while True:
+            now = self._clock()
+            for each in self._intervals:
+                if now >= each.at:
+                    each.at = max(each.at + each.seconds, now)
+                    each.act(now)
+            until = self.step(now)
+            self._wake.clear()
+            await after()
+            soonest = min((each.at for each in self._intervals), default=float("inf"))
+            wait_s = min(soonest, max(until, now + LEAST_S)) - self._clock()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(wait_s, 0.0)):
+                    await self._wake.wait()
+            await asyncio.sleep(0)

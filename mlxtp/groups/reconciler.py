@@ -1,0 +1,196 @@
+"""The step from the cluster's state to this node's group: decides, and carries the decision out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+
+from ..cluster.leadership import Situation
+from ..cluster.links import ControlLink
+from ..cluster.node import BEAT_S, ClusterNode
+from ..cluster.reconcile import (
+    Action,
+    ClusterView,
+    FormEpoch,
+    HandOver,
+    StopEpoch,
+    TryGroup,
+    Wait,
+    drained_by,
+    may_leave,
+    refusal,
+)
+from ..errors import Code, GroupError, MlxtpError
+from ..models.local_model import LocalModel
+from ..wire.cluster_messages import DesiredState, Prepare, RankTrouble, Serving
+from .controller import GroupController
+from .health import ServingState
+from .hosted_rank import HostedRanks
+from .lifecycle import ABOUT_TO_STOP, Supervisor
+
+log = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """Decides in each round of the node, and takes in the orders and reports that concern its group."""
+
+    may_leave = False  #: True once the others can do without this node, which is about to stop.
+    unplanned = ""  #: Reason why there can be no group for the desired model, even after waiting.
+    #: Last (model, reason) logged, digits stripped so that memory changes do not repeat the line.
+    _logged_reason: tuple[str, str] = ("", "")
+    _announced = (0, False)
+
+    def __init__(
+        self,
+        node: ClusterNode,
+        supervisor: Supervisor,
+        model: LocalModel,
+        controller: GroupController,
+        hosted: HostedRanks,
+    ) -> None:
+        self._node = node
+        self._supervisor = supervisor
+        self._model = model
+        self._controller = controller
+        self._hosted = hosted
+        supervisor.gateway.mind_memory(self.short)
+        node.links.on(self._prepare, Prepare)
+        node.links.on(self._serving, Serving)
+        node.desired.on_change(self._desired)
+        node.desired.retry_if(lambda: supervisor.state is ServingState.FAILED)
+        node.rounds.add(self.decide)
+
+    def short(self) -> str:
+        """Return a Mac that runs a rank of a ready group and is short of memory; empty for none."""
+        info = self._node.peer_info
+        servings = [self._controller.serving(), *info.servings.values()]
+        groups = [
+            each.participants for each in servings if each is not None and each.state == ServingState.READY
+        ]
+        short = [node_id for nodes in groups for node_id in nodes if node_id in info.short]
+        return self._node.name_of(short[0]) if short else ""
+
+    def drain(self) -> None:
+        """Broadcast that this node is about to stop. `may_leave` says when it may."""
+        self.may_leave = False
+        self._node.drain()
+
+    def woke(self, slept_s: float) -> None:
+        """Recover from sleep: the others have given this machine up, and links report that only later."""
+        self._supervisor.woke(slept_s)
+        self._hosted.clear(f"{self._node.name} slept for {slept_s:.0f} s")
+        for link in self._node.links.links():
+            link.close()
+        self._node.changed()
+
+    # --- decisions -----------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> float:
+        """Decide and act. Return the time of the next decision, if nothing changes before."""
+        node, leadership = self._node, self._node.leadership
+        situation = self._controller.situation(self._hosted.serving)
+        view = leadership.view(node.membership, situation, now)
+        self.may_leave = may_leave(view)
+        action = leadership.decide(node.membership, situation, now)
+        self.unplanned = self._why_unplanned(situation, action, now)
+        prevented = self._model.problem or self.unplanned
+        self._supervisor.wanted = "" if prevented else leadership.desired.model
+        self._log_reason()
+        self._act(action, now)
+        self._supervisor.drain(self._why_draining(view))
+        self._announce()
+        return min(action.until, now + BEAT_S) if isinstance(action, Wait) else now + BEAT_S
+
+    def _act(self, action: Action, now: float) -> None:
+        match action:
+            case FormEpoch():
+                self._controller.form(action)
+            case TryGroup():
+                self._controller.try_out(action)
+            case StopEpoch(reason, lost):
+                if self._hosted.serving.epoch and not self._supervisor.in_epoch:
+                    self._hosted.serving.clear(reason)
+                else:
+                    code = Code.RANK_LOST if lost else Code.REPLANNED
+                    self._supervisor.end_epoch(GroupError(reason, code))
+            case HandOver(node_id):
+                log.info("handing the coordination to %s", self._node.name_of(node_id))
+                self._node.leadership.hand_over(node_id, now)
+                self._node.send_beat()
+
+    def _why_unplanned(self, situation: Situation, action: Action, now: float) -> str:
+        """Return the reason why there is no group for the desired model after every member's report."""
+        model = self._model
+        looked = (model.problem or model.source is not None) and now >= situation.hold_until
+        waits = isinstance(action, Wait) and situation.plan is None and action.reason == situation.refusal
+        return situation.refusal if waits and looked and self._node.leadership.desired.model else ""
+
+    def _log_reason(self) -> None:
+        """Log each reason for not serving once. A model that is not here has had its own line."""
+        found = (self._node.leadership.desired.model, re.sub(r"\d+", "", self.unplanned))
+        if self._supervisor.in_epoch:
+            self._logged_reason = ("", "")
+        elif self.unplanned and not self._model.problem and found != self._logged_reason:
+            self._logged_reason = found
+            log.warning("%s is not served: %s", found[0], self.unplanned)
+
+    def _why_draining(self, view: ClusterView) -> str:
+        """Return why this node takes no new requests: it, or a node of its group, is about to stop."""
+        if self._node.node_id in view.draining:
+            return ABOUT_TO_STOP
+        if who := drained_by(view):
+            return f"{' and '.join(map(self._node.name_of, who))} is about to stop, and the group needs it"
+        return ""
+
+    def _announce(self) -> None:
+        """Log one line for each group that becomes ready here."""
+        supervisor = self._supervisor
+        ready = (supervisor.epoch, supervisor.state is ServingState.READY)
+        if ready != self._announced and ready[1]:
+            model = next(iter(supervisor.gateway.models()), None)
+            size = supervisor.group.world_size if supervisor.group is not None else 0
+            at = self._node.introduction.http
+            log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, at)
+        self._announced = ready
+
+    # --- messages ------------------------------------------------------------------------------------
+
+    def _desired(self, before: DesiredState, desired: DesiredState) -> None:
+        if (desired.model, desired.nodes) == (before.model, before.nodes):
+            self._controller.still_wanted(before, desired)
+        if desired.model != before.model:
+            why = f"{desired.model} is wanted now" if desired.model else f"{before.model} was unloaded"
+            self._supervisor.gateway.fail_all(GroupError(why, Code.SHUTTING_DOWN))
+
+    def _serving(self, link: ControlLink, serving: Serving) -> None:
+        node, node_id = self._node, link.node_id
+        node.peer_info.servings[node_id] = serving
+        node.leadership.saw_epoch(serving.epoch)
+        if self._hosted.serves(node_id, serving.epoch):
+            why = f"{node.name_of(node_id)} serves as epoch {serving.epoch}"
+            self._hosted.trial.clear(why)
+            self._supervisor.end_epoch(GroupError(why, Code.REPLANNED))
+        hosted = self._hosted.serving
+        if node_id == hosted.host and serving.epoch > hosted.epoch:
+            hosted.clear(f"its host is at epoch {serving.epoch}")
+        node.changed()
+
+    def _prepare(self, link: ControlLink, order: Prepare) -> None:
+        node, node_id = self._node, link.node_id
+        no = refusal(node_id, order.epoch, node.leadership.claim, self._hosted.last_epoch)
+        if no is None and node.node_id in node.leadership.draining:
+            no = f"{node.name} is about to stop"
+        if no is None and self._supervisor.in_epoch and not order.trial:
+            no = f"{node.name} still ends an epoch of its own"
+            # The coordinator waited for that epoch's requests. Its order holds, or neither would give in.
+            self._supervisor.end_epoch(
+                GroupError(f"{node.name_of(node_id)} coordinates and forms a group", Code.REPLANNED)
+            )
+        if no is not None:
+            with contextlib.suppress(MlxtpError):
+                trouble = RankTrouble(order.epoch, order.rank, Code.NOT_READY, no, outside=False)
+                link.send(trouble)
+            return
+        node.leadership.saw_epoch(order.epoch)
+        self._hosted.prepare(node_id, order)

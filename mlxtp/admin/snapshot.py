@@ -31,7 +31,7 @@ ALONE = "here"  # node id of an agent without a cluster
 
 
 class Observer:
-    """Source of snapshots: `api.dashboard.Observed` for an agent in a `cluster`, or for one without."""
+    """Source of snapshots: `api.admin.Observed` for an agent in a `cluster`, or for one without."""
 
     def __init__(self, supervisor: Supervisor, name: str, parts: AgentParts | None = None) -> None:
         self.over = asyncio.Event()

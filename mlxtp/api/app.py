@@ -18,7 +18,7 @@ from ..errors import Code, MlxtpError, RequestError
 from .adapter import SSE, Operation, document
 from .admin import Administration, Observed, admin_routes, page_routes
 from .backend import Backend
-from .dialects import openai_answers as answers
+from .dialects import openai as answers
 from .dialects.anthropic import ANTHROPIC
 from .dialects.completions import Completions
 from .dialects.ollama import Ollama

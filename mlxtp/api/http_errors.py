@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from ..errors import Code, GroupError, LinkError, MlxtpError, RequestError
-from .adapter import Dialect
+from .adapter import Dialect, Json
 from .catalog import TooLong
-
-Json = dict[str, Any]
 
 
 def error_status(error: MlxtpError) -> int:

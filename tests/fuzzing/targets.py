@@ -21,9 +21,9 @@ from mlxtp.api import catalog
 from mlxtp.api import sampling as settings
 from mlxtp.api.adapter import About
 from mlxtp.api.backend import ModelInfo
-from mlxtp.api.dialects import completions_request, openai_request, responses_request
-from mlxtp.api.dialects.responses_answers import response_body
-from mlxtp.api.dialects.responses_store import ResponseStore
+from mlxtp.api.dialects import completions, openai_request, responses_request
+from mlxtp.api.dialects.responses import response_body
+from mlxtp.api.dialects.responses_request import ResponseStore
 from mlxtp.api.guard import host_name
 from mlxtp.cluster import state_file
 from mlxtp.config import parse_nodes, resolve_settings
@@ -234,7 +234,7 @@ _STORE = ResponseStore()
 def continued(data: bytes) -> None:
     """A body with prompts."""
     try:
-        asked = completions_request.parse(data)
+        asked = completions.parse(data)
         assert all(0 <= token < 2**31 for each in asked.prompt if isinstance(each, tuple) for token in each)
         settings.shaping(asked.options, _MODEL.vocabulary)
         settings.stop_strings(asked.options.stop)

@@ -30,7 +30,7 @@ from ...text.conversation import (
 )
 from ..adapter import Json
 from ..request_body import Schema, checked, in_range, not_supported, parsed, shown
-from .client_tools import log_left_out
+from .request_parts import log_left_out
 
 _BILLING = "x-anthropic-billing-header:"
 _MOST_TOKENS = 2**31 - 1

@@ -1,22 +1,281 @@
-"""OpenAI's older dialect: prompts that are continued, without a chat template."""
+"""OpenAI's older dialect, `POST /v1/completions`: prompts that are continued, without a chat template.
+
+`max_tokens` is 16, or the most that fits, where a request has none, as in OpenAI's API. Fields that are
+understood but not supported are refused with `not_supported`.
+
+OpenAI's endpoints that mlxtp does not serve are here too. Each refusal says so: users need not search.
+"""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...errors import MlxtpError
-from ...text.transcript import WholeAnswer
+from ...errors import Code, MlxtpError, RequestError
+from ...text.conversation import GenerationRequest, Prompt
+from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
 from ..adapter import SSE, About, Json, Operation
-from ..generation import Generation
+from ..backend import StreamEnd
+from ..generation import MAX_CHOICES, Generation, Handler
 from ..http_errors import error_body_of
-from . import unserved
-from .completions_answers import CompletionWriter, whole_body
-from .completions_request import CompletionRequest, parse
-from .openai_answers import TOO_LONG
+from ..request_body import in_range, not_supported, parsed, shown, wrong
+from ..streaming import COMMENT
+from .openai import LEAST_LOGPROB, TOO_LONG, finishes, first_open, sse, usage
+from .openai_request import StreamOptions
+from .request_parts import MOST_TOKENS, Tuning
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+DEFAULT_MAX_TOKENS = 16
+MOST_ANSWERS = 128  # of one request, over all of its prompts
+
+
+class CompletionRequest(Tuning):
+    """The body of `POST /v1/completions`."""
+
+    prompt: Any = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, in_range(1, MAX_CHOICES)] | None = None
+    max_tokens: Annotated[int, in_range(1, MOST_TOKENS)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, in_range(0, 5)] | None = None
+    response_format: Json | None = None
+    user: Any = None
+    # refused if set
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+# --- from a body to a request
+# ----------------------------------------------------------------------------------
+
+
+def parse(body: bytes) -> GenerationRequest:
+    """Return the request. Token ids are not yet checked against the model. Raises RequestError that names the
+    field, the reason and the value.
+    """
+    request = parsed(CompletionRequest, body)
+    n = request.n or 1
+    if request.best_of not in (None, 1, n):
+        raise not_supported(
+            f"best_of {request.best_of} is not supported: nothing is generated that is not returned; "
+            "leave it out, and send n",
+            "best_of",
+        )
+    if request.suffix:
+        raise not_supported(
+            f"suffix {shown(request.suffix)} is not supported: a prompt is continued, not filled in; "
+            "leave it out",
+            "suffix",
+        )
+    if request.echo and request.logprobs is not None:
+        raise not_supported(
+            "logprobs together with echo are not supported: tokens of the prompt have no scores; "
+            "leave one of them out",
+            "logprobs",
+        )
+    prompts = _prompts(request.prompt)
+    if len(prompts) * n > MOST_ANSWERS:
+        raise RequestError(
+            f"prompt has {len(prompts)} prompts; with n {n} that makes {len(prompts) * n} answers, "
+            f"at most {MOST_ANSWERS}",
+            param="prompt",
+        )
+    options = request.options(
+        n=n,
+        max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS,
+        logprobs=-1 if request.logprobs is None else request.logprobs,
+        format_=request.response_format,
+    )
+    user = request.user if isinstance(request.user, str) else ""
+    return GenerationRequest(request.model, prompts, options, bool(request.stream), user, request)
+
+
+def _prompts(given: object) -> tuple[Prompt, ...]:
+    """Return text, texts, tokens or lists of tokens as prompts. Raises RequestError."""
+    match given:
+        case None:
+            raise RequestError("prompt is missing", param="prompt")
+        case str(text):
+            return (text,)
+        case [int(), *_]:
+            return (_tokens(given, "prompt"),)
+        case [_, *_]:
+            return tuple([_prompt(each, f"prompt[{i}]") for i, each in enumerate(given)])
+        case _:
+            raise wrong("prompt", "a string, strings, token ids or lists of token ids", given)
+
+
+def _prompt(given: object, where: str) -> Prompt:
+    match given:
+        case str(text):
+            return text
+        case [_, *_]:
+            return _tokens(given, where)
+        case _:
+            raise wrong(where, "a string or token ids", given)
+
+
+def _tokens(given: Sequence[object], where: str) -> tuple[int, ...]:
+    tokens = []
+    for i, token in enumerate(given):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MOST_TOKENS:
+            raise wrong(f"{where}[{i}]", "a token id", token)
+        tokens.append(token)
+    return tuple(tokens)
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+class Logprobs:
+    """The scores of one answer in the older shape, piece by piece.
+
+    `text_offset` is in characters of the answer's own text. `top_logprobs` has the chosen token, too.
+    """
+
+    def __init__(self, about: About) -> None:
+        self._about = about
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def of(self, scores: Sequence[Scored]) -> Json:
+        """Return the scores of the next tokens."""
+        tokens, own, top, offsets = [], [], [], []
+        names = self._about.names
+        for token, score in scores:
+            name, bytes_ = names(token)
+            others = {names(other)[0]: _bounded(logprob) for other, logprob in reversed(score.top)}
+            tokens.append(name)
+            own.append(_bounded(score.logprob))
+            top.append(others | {name: own[-1]})
+            offsets.append(self._offset)
+            self._offset += len(self._utf8.decode(bytes(bytes_ or ())))
+        return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+
+
+def _bounded(logprob: float) -> float:
+    return min(max(logprob, LEAST_LOGPROB), 0.0)
+
+
+def _head(about: About) -> Json:
+    return {
+        "id": f"cmpl-{about.id}",
+        "object": "text_completion",
+        "created": int(about.created),
+        "model": about.model,
+    }
+
+
+def _choice(index: int, text: str, scores: Json | None, reason: str | None) -> Json:
+    return {"index": index, "text": text, "logprobs": scores, "finish_reason": reason}
+
+
+def _echo(about: About, choice: int) -> str:
+    """Return the start of an answer: its prompt if the request has `echo`."""
+    return about.prompts[choice // about.ask.options.n] if about.ask.dialect.echo else ""
+
+
+def whole_body(about: About, wholes: Sequence[WholeAnswer]) -> Json:
+    """Return the whole answer to a request that does not stream."""
+    scored = about.ask.options.logprobs >= 0
+    ends = finishes(wholes)
+    choices = []
+    for index, (whole, end) in enumerate(zip(wholes, ends, strict=True)):
+        scores = Logprobs(about).of(whole.scores) if scored else None
+        choices.append(_choice(index, _echo(about, index) + whole.text, scores, end.reason))
+    return _head(about) | {"choices": choices, "usage": usage(about, [end.end for end in ends])}
+
+
+class CompletionWriter:
+    def __init__(self, about: About) -> None:
+        self._about = about
+        self._head = _head(about)
+        self._include_usage = about.ask.dialect.include_usage
+        self._logprobs = [Logprobs(about) for _ in range(about.choices)]
+        self._ends: dict[int, StreamEnd] = {}
+
+    def open(self) -> bytes:
+        return COMMENT
+
+    def begin(self) -> bytes:
+        texts = [_echo(self._about, choice) for choice in range(self._about.choices)]
+        return b"".join([self._chunk(choice, text) for choice, text in enumerate(texts) if text])
+
+    def write(self, event: AnswerEvent) -> bytes:
+        match event:
+            case ContentDelta(choice, text, scores):
+                known = self._logprobs[choice].of(scores) if scores else None
+                return self._chunk(choice, text, known) if text or scores else b""
+            case Finish(choice, reason, end):
+                self._ends[choice] = end
+                return self._chunk(choice, "", reason=reason)
+            case _:  # a prompt that is continued has neither thoughts nor calls
+                return b""
+
+    def close(self) -> bytes:
+        trailer = b""
+        if self._include_usage:
+            ends = [self._ends[choice] for choice in range(self._about.choices)]
+            trailer = sse(self._head | {"choices": [], "usage": usage(self._about, ends)})
+        return trailer + b"data: [DONE]\n\n"
+
+    def fail(self, error: MlxtpError) -> bytes:
+        return sse(error_body_of(error))
+
+    def idle(self, more: Json) -> bytes:
+        index = first_open(self._about, self._ends)
+        return self._chunk(index, "", more=more)
+
+    def _chunk(
+        self,
+        choice: int,
+        text: str,
+        scores: Json | None = None,
+        reason: str | None = None,
+        more: Json | None = None,
+    ) -> bytes:
+        chunk = self._head | {"choices": [_choice(choice, text, scores, reason)]} | (more or {})
+        return sse(chunk | {"usage": None} if self._include_usage else chunk)
+
+
+# --- endpoints that are not served ------------------------------------------------------------------------
+
+
+UNSERVED = {
+    "/v1/embeddings": "embeddings are not served: mlxtp runs models that write text",
+    "/v1/audio/{rest:path}": "audio is not served: mlxtp runs models that read and write text",
+    "/v1/images/{rest:path}": "images are not served: mlxtp runs models that read and write text",
+    "/v1/moderations": "moderations are not served: mlxtp has no model that judges texts",
+}
+UNSERVED_PREFIXES = ("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/moderations")
+UNSERVED_STATUS = 404  # status after which client libraries do not retry
+UNSERVED_OPERATIONS = tuple(
+    Operation("POST", path.replace(":path", ""), "Not served", always=UNSERVED_STATUS) for path in UNSERVED
+)
+
+
+def _refusing(detail: str) -> Handler:
+    async def refuse(_request: Request) -> Response:
+        raise RequestError(detail, Code.NOT_SUPPORTED, status=UNSERVED_STATUS)
+
+    return refuse
+
+
+# --- the adapter ------------------------------------------------------------------------------------------
+
 
 PATH = "/v1/completions"
 
@@ -24,22 +283,23 @@ PATH = "/v1/completions"
 class Completions:
     """The adapter of `/v1/completions`, and of OpenAI's endpoints that are not served."""
 
-    prefixes: tuple[str, ...] = (PATH, *unserved.PREFIXES)
+    prefixes: tuple[str, ...] = (PATH, *UNSERVED_PREFIXES)
     names: Mapping[str, str] = {"messages": "prompt"}
     too_long = TOO_LONG
     media_type = SSE
     operations = (
         Operation("POST", PATH, "Continue a prompt", CompletionRequest, SSE),
-        *unserved.OPERATIONS,
+        *UNSERVED_OPERATIONS,
     )
 
     def routes(self, generation: Generation) -> Sequence[Route]:
         async def complete(request: Request) -> Response:
             return await generation.answer(self, request, parse)
 
+        handlers = {PATH: complete} | {path: _refusing(detail) for path, detail in UNSERVED.items()}
         return [
-            Route(PATH, generation.endpoint(self, complete), methods=["POST"]),
-            *unserved.routes(lambda handler: generation.endpoint(self, handler)),
+            Route(path, generation.endpoint(self, handler), methods=["POST"])
+            for path, handler in handlers.items()
         ]
 
     def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from types import MappingProxyType
 
@@ -13,14 +16,22 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError
-from ...text.conversation import GenerationRequest
-from ...text.transcript import WholeAnswer
+from ...text.conversation import Call, GenerationRequest
+from ...text.transcript import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    ContentDelta,
+    Finish,
+    ReasoningDelta,
+    Scored,
+    WholeAnswer,
+)
 from ..adapter import NDJSON, About, AnswerWriter, Json, Operation
-from ..backend import ModelInfo, StoredModelInfo
+from ..backend import GREEDY, Health, ModelInfo, Sampling, StoredModelInfo
 from ..generation import Generation
-from ..model_card import load_defaults, read_card
+from ..model_card import ModelCard, load_defaults, read_card
 from ..request_body import not_supported, parsed, shown
-from .ollama_answers import LineWriter, list_row, no_answer, running_row, show_body, whole_body
 from .ollama_request import (
     Arrival,
     NoPrompt,
@@ -32,6 +43,266 @@ from .ollama_request import (
     parse_generate,
     served_name,
 )
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+FOREVER = "9999-12-31T23:59:59Z"  # Expiry of a loaded model as shown to clients: no `keep_alive` ends it.
+
+_LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+# --- from events to lines ---------------------------------------------------------------------------------
+
+
+class LineWriter:
+    """Writer of one answer as lines of JSON. A tool call is sent when complete, as an object."""
+
+    def __init__(self, about: About) -> None:
+        self._about = about
+        self._call: CallBegan | None = None
+        self._arguments: list[str] = []
+        self._finish: Finish | None = None
+
+    def open(self) -> bytes:
+        """Return nothing: clients take the first line for the first token."""
+        return b""
+
+    def begin(self) -> bytes:
+        return b""
+
+    def write(self, event: AnswerEvent) -> bytes:
+        match event:
+            case ContentDelta(text=text, scores=scores):
+                # Scores alone may come in the middle of a call.
+                before = self._end_call() if text else b""
+                return before + (self._line(text, scores=scores) if text or scores else b"")
+            case ReasoningDelta(text=text):
+                return self._end_call() + self._line("", text)
+            case CallBegan():
+                before, self._call = self._end_call(), event
+                return before
+            case CallArguments(text=text):
+                self._arguments.append(text)
+                return b""
+            case Finish():
+                self._finish = event
+                return self._end_call()
+
+    def close(self) -> bytes:
+        assert self._finish is not None
+        asked = _asked(self._about)
+        return _encode(_head(self._about) | _message(asked, "") | _counts(self._about, self._finish))
+
+    def fail(self, error: MlxtpError) -> bytes:
+        return _encode({"error": error.detail})
+
+    def idle(self, more: Json) -> bytes:
+        """Return an empty piece of the answer: clients parse every line, so none can be blank."""
+        line = _head(self._about) | _message(_asked(self._about), "") | {"done": False}
+        return _encode(line | more)
+
+    def _end_call(self) -> bytes:
+        """Return the call that has just ended, if there is one."""
+        if self._call is None:
+            return b""
+        call = Call(self._call.id, self._call.name, "".join(self._arguments))
+        text, calls = _told_apart([call], self._call.index)
+        self._call = None
+        self._arguments.clear()
+        return self._line(text, calls=calls)
+
+    def _line(
+        self, text: str, thinking: str = "", calls: Sequence[Json] = (), scores: Sequence[Scored] = ()
+    ) -> bytes:
+        line = _head(self._about) | _message(_asked(self._about), text, thinking, calls) | {"done": False}
+        return _encode(line | _logprobs(scores, self._about))
+
+
+def whole_body(about: About, answer: WholeAnswer) -> Json:
+    """Return the answer to a request that does not stream."""
+    assert answer.finish is not None
+    cut_off, calls = _told_apart(answer.calls)
+    text = "\n".join(filter(None, [answer.text, cut_off]))
+    said = _message(_asked(about), text, answer.reasoning, calls)
+    return _head(about) | said | _counts(about, answer.finish) | _logprobs(answer.scores, about)
+
+
+def no_answer(asked: OllamaAnswerOptions, model: ModelInfo | StoredModelInfo, reason: str) -> Json:
+    """Return the answer to a request without a prompt, with `reason` "load" or "unload"."""
+    head = {"model": asked.model or model.id, "created_at": _rfc3339(time.time())}
+    return head | _message(asked, "") | {"done": True, "done_reason": reason}
+
+
+def _asked(about: About) -> OllamaAnswerOptions:
+    asked: OllamaAnswerOptions = about.ask.dialect
+    return asked
+
+
+def _head(about: About) -> Json:
+    return {"model": _asked(about).model or about.model, "created_at": _rfc3339(time.time())}
+
+
+def _message(asked: OllamaAnswerOptions, text: str, thinking: str = "", calls: Sequence[Json] = ()) -> Json:
+    """Return a piece of an answer, or all of it, in the shape of its endpoint."""
+    more: Json = {"thinking": thinking} if thinking else {}
+    if calls:
+        more["tool_calls"] = list(calls)
+    if asked.chat:
+        return {"message": {"role": "assistant", "content": text} | more}
+    return {"response": text} | more
+
+
+def _counts(about: About, finish: Finish) -> Json:
+    """Return the counts of an answer. The prompt's time, in ns, is from arrival to the first token.
+
+    It includes loading the model. Values that clients divide by are never 0.
+    """
+    now_ns = time.perf_counter_ns()
+    began_ns = finish.began_ns or now_ns
+    arrived_ns = _asked(about).arrived_ns
+    return {
+        "done": True,
+        "done_reason": "length" if finish.reason == "length" else "stop",
+        "total_duration": max(now_ns - arrived_ns, 1),
+        "load_duration": 0,
+        "prompt_eval_count": about.prompt_tokens[0],
+        "prompt_eval_duration": max(began_ns - arrived_ns, 1),
+        "eval_count": finish.end.generated,
+        "eval_duration": max(now_ns - began_ns, 1),
+    }
+
+
+def _told_apart(calls: Sequence[Call], first: int = 0) -> tuple[str, list[Json]]:
+    """Return calls in Ollama's shape, and the text of those whose arguments were cut off."""
+    texts, whole = [], []
+    for index, call in enumerate(calls, first):
+        arguments = _object(call.arguments)
+        if arguments is None:
+            texts.append(f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}')
+        else:
+            function = {"index": index, "name": call.name, "arguments": arguments}
+            whole.append({"id": call.id, "function": function})
+    return "\n".join(texts), whole
+
+
+def _object(text: str) -> Json | None:
+    try:
+        value = json.loads(text or "{}", parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _logprobs(scores: Sequence[Scored], about: About) -> Json:
+    rows = [
+        _logprob(token, score.logprob, about)
+        | {"top_logprobs": [_logprob(other, logprob, about) for other, logprob in score.top]}
+        for token, score in scores
+    ]
+    return {"logprobs": rows} if rows else {}
+
+
+def _logprob(token: int, logprob: float, about: About) -> Json:
+    name, bytes_ = about.names(token)
+    row: Json = {"token": name, "logprob": min(max(logprob, _LEAST_LOGPROB), 0.0)}
+    return row if bytes_ is None else row | {"bytes": list(bytes_)}
+
+
+def _encode(data: Json) -> bytes:
+    """Return one line. ASCII only: some clients break lines at U+2028, too."""
+    return json.dumps(data, separators=(",", ":")).encode() + b"\n"
+
+
+def _rfc3339(seconds: float) -> str:
+    """Format a time in seconds since 1970."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+#: Ollama's names for numbers in config.json.
+_SHAPE = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+
+
+def list_row(model: ModelInfo | StoredModelInfo, card: ModelCard) -> Json:
+    """Return a model in `/api/tags`."""
+    return {
+        "name": model.id,
+        "model": model.id,
+        "modified_at": _rfc3339(model.created),
+        "size": card.weight_bytes,
+        "digest": card.digest,
+        "details": _details(card),
+    }
+
+
+def running_row(model: ModelInfo, card: ModelCard, health: Health) -> Json:
+    """Return a model in `/api/ps`. Its size is the memory of all ranks if all report it, else its weights'.
+
+    On a Mac, all memory is the GPU's.
+    """
+    told = [rank.get("memory_bytes") for rank in health.ranks]
+    memory = [each for each in told if isinstance(each, int) and each > 0]
+    size = sum(memory) if memory and len(memory) == len(told) else card.weight_bytes
+    return {
+        "name": model.id,
+        "model": model.id,
+        "size": size,
+        "digest": card.digest,
+        "details": _details(card),
+        "expires_at": FOREVER,
+        "size_vram": size if sys.platform == "darwin" else 0,
+        "context_length": model.context,
+    }
+
+
+def show_body(
+    model: ModelInfo | StoredModelInfo, defaults: Sampling, card: ModelCard, capabilities: Sequence[str]
+) -> Json:
+    """Return the answer to `/api/show`. `parameters` has `defaults`, one a line, as in a Modelfile."""
+    settings: dict[str, object] = {"num_ctx": model.context}
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        if getattr(defaults, name) != getattr(GREEDY, name):
+            settings[name] = getattr(defaults, name)
+    shape = {f"{card.family}.{name}": card.number(theirs) for name, theirs in _SHAPE.items()}
+    return {
+        "modelfile": "",
+        "parameters": "\n".join([f"{name:<30} {value}" for name, value in settings.items()]),
+        "template": card.template,
+        "details": _details(card),
+        "model_info": {
+            "general.architecture": card.family,
+            "general.basename": model.id,
+            f"{card.family}.context_length": model.context,
+            **{name: value for name, value in shape.items() if value is not None},
+        },
+        "capabilities": list(capabilities),
+        "modified_at": _rfc3339(model.created),
+    }
+
+
+def _details(card: ModelCard) -> Json:
+    return {
+        "parent_model": "",
+        "format": "safetensors" if card.weight_bytes else "",
+        "family": card.family,
+        "families": [card.family] if card.family else [],
+        "parameter_size": card.parameters,
+        "quantization_level": card.quantization,
+    }
+
+
+# --- the adapter ------------------------------------------------------------------------------------------
+
 
 #: Version of Ollama's API, not of mlxtp. Clients compare its three numbers with the least that they accept
 #: (0.6.4 for Copilot Chat, 0.14.2 for those that use Ollama's `/v1/messages` too). By then Ollama had all

@@ -27,8 +27,7 @@ from ...text.conversation import (
 from ..adapter import Json
 from ..generation import MAX_CHOICES
 from ..request_body import Schema, in_range, not_supported, parsed, shown
-from .client_tools import ClientTool, log_left_out, text_arguments, text_parameters
-from .tuning import MOST_TOKENS, Tuning
+from .request_parts import MOST_TOKENS, ClientTool, Tuning, log_left_out, text_arguments, text_parameters
 
 
 class Function(Schema):

@@ -1,32 +1,469 @@
-"""OpenAI's newer dialect: items instead of messages, named events, and answers that are kept for a while.
+"""OpenAI's newer dialect: items instead of messages, named events, and answers that a request can continue.
 
-`responses_request.py` and `responses_items.py` read the request. `responses_answers.py` builds the answer
-from the items in `responses_output.py`. `responses_store.py` keeps answers.
+`responses_request.py` and `responses_items.py` read the request.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError
-from ...text.conversation import GenerationRequest
-from ...text.transcript import WholeAnswer
-from ..adapter import SSE, About, Json, Operation
-from ..generation import Generation
-from ..http_errors import error_body_of
-from .openai_answers import TOO_LONG, finishes
-from .responses_answers import ResponseWriter, response_body
-from .responses_output import (
-    items_of_whole,
-    status_of,
+from ...text.conversation import Call, GenerationRequest
+from ...text.transcript import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    ContentDelta,
+    Finish,
+    ReasoningDelta,
+    Scored,
+    WholeAnswer,
 )
-from .responses_request import ResponseRequest, ResponsesAnswerOptions, parse
-from .responses_store import ResponseStore
+from ..adapter import SSE, About, Json, Operation
+from ..dialects import openai as answers
+from ..generation import Generation
+from ..http_errors import error_body_of, error_status
+from .openai import TOO_LONG, finishes, sse
+from .request_parts import ClientTool, TextReader, called
+from .responses_items import CALLS, call_item, object_in, search_call
+from .responses_request import ResponseRequest, ResponsesAnswerOptions, ResponseStore, parse
+
+# --- items of an answer -----------------------------------------------------------------------------------
+
+
+class ItemInProgress(Protocol):
+    """One output item in progress. Events lack their numbers and the item's place."""
+
+    kind: str
+    id: str
+
+    def opened(self) -> list[Json]:
+        """Return the events after the item's announcement."""
+        ...
+
+    def closed(self) -> list[Json]:
+        """Return the events between the item's end and the whole item."""
+        ...
+
+    def json(self, status: str) -> Json:
+        """Return the item; while "in_progress", its content is empty."""
+        ...
+
+
+class MessageOutput:
+    """The model's text as an item."""
+
+    kind = "message"
+
+    def __init__(self, place: str) -> None:
+        self.id = f"msg_{place}"
+        self._text: list[str] = []
+        self._logprobs: list[Json] = []
+
+    def more(self, text: str, logprobs: Sequence[Json] = ()) -> Json:
+        self._text.append(text)
+        self._logprobs += logprobs
+        return self._event("response.output_text.delta", delta=text, logprobs=list(logprobs))
+
+    def opened(self) -> list[Json]:
+        return [self._event("response.content_part.added", part=_output_text(""))]
+
+    def closed(self) -> list[Json]:
+        part = _output_text("".join(self._text), self._logprobs)
+        return [
+            self._event("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
+            self._event("response.content_part.done", part=part),
+        ]
+
+    def json(self, status: str) -> Json:
+        part = _output_text("".join(self._text), self._logprobs)
+        content = [] if status == "in_progress" else [part]
+        return {
+            "type": "message",
+            "id": self.id,
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        return {"type": kind, "item_id": self.id, "content_index": 0} | fields
+
+
+class ReasoningOutput:
+    """The model's thoughts as an item."""
+
+    kind = "reasoning"
+
+    def __init__(self, place: str) -> None:
+        self.id = f"rs_{place}"
+        self._text: list[str] = []
+
+    def more(self, text: str) -> Json:
+        self._text.append(text)
+        return self._event("response.reasoning_text.delta", delta=text)
+
+    def opened(self) -> list[Json]:
+        return [self._event("response.content_part.added", part=_reasoning_text(""))]
+
+    def closed(self) -> list[Json]:
+        text = "".join(self._text)
+        return [
+            self._event("response.reasoning_text.done", text=text),
+            self._event("response.content_part.done", part=_reasoning_text(text)),
+        ]
+
+    def json(self, status: str) -> Json:
+        content = [] if status == "in_progress" else [_reasoning_text("".join(self._text))]
+        return {"type": "reasoning", "id": self.id, "status": status, "summary": [], "content": content}
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        return {"type": kind, "item_id": self.id, "content_index": 0} | fields
+
+
+_FORMS: Mapping[str, tuple[str, str, str, str]] = {  # item, prefix of its id, its events, their field
+    "function": ("function_call", "fc", "response.function_call_arguments", "arguments"),
+    "custom": ("custom_tool_call", "ctc", "response.custom_tool_call_input", "input"),
+    "tool_search": ("tool_search_call", "tsc", "", "arguments"),
+}
+
+
+class ToolCallOutput:
+    """A call as an item. Custom tools get its text, others its arguments; searches have no own events."""
+
+    def __init__(self, place: str, call_id: str, tool: ClientTool) -> None:
+        self.kind, prefix, self._events, self._field = _FORMS[tool.kind]
+        self.id = f"{prefix}_{place}"
+        self._call_id = call_id
+        self._tool = tool
+        self._reader = TextReader() if tool.kind == "custom" else None
+        self._text: list[str] = []
+
+    def more(self, arguments: str) -> list[Json]:
+        text = arguments if self._reader is None else self._reader.push(arguments)
+        self._text.append(text)
+        return self._event("delta", delta=text) if text else []
+
+    def opened(self) -> list[Json]:
+        return []
+
+    def closed(self) -> list[Json]:
+        name = {"name": self._tool.name} if self.kind == "function_call" else {}
+        return self._event("done", **name, **{self._field: "".join(self._text)})
+
+    def json(self, status: str) -> Json:
+        text = "".join(self._text)
+        if self.kind == "tool_search_call":
+            item = search_call(self._call_id, object_in(text) or {}, status)
+        else:
+            call = Call(self._call_id, self._tool.name, text)
+            item = call_item(self.kind, call, status, self._tool.namespace)
+        return {"type": self.kind, "id": self.id} | item
+
+    def _event(self, step: str, **fields: Any) -> list[Json]:
+        return [{"type": f"{self._events}.{step}", "item_id": self.id} | fields] if self._events else []
+
+
+def tool_call(about: About, place: str, call_id: str, name: str) -> ToolCallOutput:
+    """Return the item of a call. `name` is the model's; the item has the client's."""
+    wanted: ResponsesAnswerOptions = about.ask.dialect
+    tool = called(name, wanted.tools)
+    return ToolCallOutput(place, call_id, tool)
+
+
+def _output_text(text: str, logprobs: Sequence[Json] = ()) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def _reasoning_text(text: str) -> Json:
+    return {"type": "reasoning_text", "text": text}
+
+
+def logprobs(about: About, scores: Sequence[Scored]) -> list[Json]:
+    """Return scores in the shape of `output_text`: `bytes` is an empty list where there are none."""
+    content: list[Json] = answers.logprobs(scores, about.names)["content"]
+    for each in content:
+        for row in (each, *each["top_logprobs"]):
+            row["bytes"] = row["bytes"] or []
+    return content
+
+
+# --- whole answers ----------------------------------------------------------------------------------------
+
+
+def place(about: About, index: int) -> str:
+    """Return the last part of the id of output number `index`."""
+    return f"{about.id}_{index}"
+
+
+def items_of_whole(about: About, whole: WholeAnswer, finish: Finish) -> list[Json]:
+    """Return the output of an answer that is not streamed. An item that was cut off is the last one."""
+    items: list[ItemInProgress] = []
+    if whole.reasoning:
+        thoughts = ReasoningOutput(place(about, 0))
+        thoughts.more(whole.reasoning)
+        items.append(thoughts)
+    if whole.text or speaks(finish, bool(whole.reasoning), bool(whole.calls)):
+        message = MessageOutput(place(about, len(items)))
+        message.more(whole.text, logprobs(about, _of_text(about, whole)))
+        items.append(message)
+    for call in whole.calls:
+        made = tool_call(about, place(about, len(items)), call.id, call.name)
+        made.more(call.arguments)
+        items.append(made)
+    return [item.json("completed") for item in items[:-1]] + [items[-1].json(status_of(finish))]
+
+
+def speaks(finish: Finish, thought: bool, called: bool) -> bool:
+    """Return True where an answer without text has an empty message: clients look for its text."""
+    return not called and not (thought and finish.reason == "length")
+
+
+def status_of(finish: Finish) -> str:
+    """Return the status of a response, and of the last of its items."""
+    return "incomplete" if finish.reason == "length" else "completed"
+
+
+def scores_of_first(about: About, text: str, scores: Sequence[Scored]) -> Sequence[Scored]:
+    """Return the scores of the first `text` after thoughts, without those of the thoughts."""
+    start = b"".join(_pieces(about, scores)).rfind(text.encode())
+    return _overlapping(about, scores, start, None) if start >= 0 else scores
+
+
+def _of_text(about: About, whole: WholeAnswer) -> Sequence[Scored]:
+    """Return the scores of the text, without those of thoughts before it and calls after it."""
+    if not (whole.reasoning or whole.calls):
+        return whole.scores
+    text = whole.text.encode()
+    start = b"".join(_pieces(about, whole.scores)).find(text, len(whole.reasoning.encode()))
+    end = start + len(text) if whole.calls else None
+    return _overlapping(about, whole.scores, start, end) if start >= 0 else whole.scores
+
+
+def _pieces(about: About, scores: Sequence[Scored]) -> list[bytes]:
+    return [bytes(about.names(token)[1] or ()) for token, _ in scores]
+
+
+def _overlapping(about: About, scores: Sequence[Scored], start: int, end: int | None) -> list[Scored]:
+    """Return the scores of tokens that overlap the bytes from `start` to `end`, and of empty ones between."""
+    kept: list[Scored] = []
+    at = 0
+    for piece, scored in zip(_pieces(about, scores), scores, strict=True):
+        if (kept or at + len(piece) > start) and (end is None or at < end):
+            kept.append(scored)
+        at += len(piece)
+    return kept
+
+
+# --- the response around its items ------------------------------------------------------------------------
+
+
+class ResponseWriter:
+    """Writer of one answer as events. `keep` stores the whole response at the end."""
+
+    def __init__(self, about: About, keep: Callable[[Json], None], clock: Callable[[], float]) -> None:
+        self._about = about
+        self._keep = keep
+        self._clock = clock
+        self._number = 0
+        self._output: list[Json] = []
+        self._item: ItemInProgress | None = None
+        self._late: list[Scored] = []  # Scores of tokens that may still turn out not to belong to the text.
+        self._finish: Finish | None = None
+
+    def open(self) -> bytes:
+        response = response_body(self._about, "in_progress", ())
+        kinds = ("response.created", "response.in_progress")
+        return b"".join([self._sent({"type": kind, "response": response}) for kind in kinds])
+
+    def begin(self) -> bytes:
+        return b""
+
+    def write(self, event: AnswerEvent) -> bytes:
+        match event:
+            case ReasoningDelta(text=text):
+                return self._think(text)
+            case ContentDelta(text=text, scores=scores):
+                return self._say(text, scores)
+            case CallBegan(id=id_, name=name):
+                return self._begin(tool_call(self._about, self._place(), id_, name))
+            case CallArguments(text=text):
+                assert isinstance(self._item, ToolCallOutput)
+                return b"".join(map(self._sent, self._item.more(text)))
+            case Finish():
+                return self._finished(event)
+
+    def close(self) -> bytes:
+        assert self._finish is not None
+        status = status_of(self._finish)
+        response = response_body(
+            self._about, status, self._output, finish=self._finish, completed_at=self._clock()
+        )
+        self._keep(response)
+        return self._sent({"type": f"response.{status}", "response": response})
+
+    def fail(self, error: MlxtpError) -> bytes:
+        before = self._end("incomplete")
+        response = response_body(self._about, "failed", self._output, error=error)
+        return before + self._sent({"type": "response.failed", "response": response})
+
+    def idle(self, more: Json) -> bytes:
+        response = response_body(self._about, "in_progress", self._output)
+        return self._numbered({"type": "response.in_progress", "response": response} | more)
+
+    def _think(self, text: str) -> bytes:
+        before = b""
+        if not isinstance(self._item, ReasoningOutput):
+            before = self._begin(ReasoningOutput(self._place()))
+        assert isinstance(self._item, ReasoningOutput)
+        return before + self._sent(self._item.more(text))
+
+    def _say(self, text: str, scores: Sequence[Scored]) -> bytes:
+        """Write text. Scores without a text are those of thoughts and calls, or of what ends the answer."""
+        if not text:
+            if isinstance(self._item, MessageOutput):
+                self._late += scores
+            return b""
+        before = b""
+        if not isinstance(self._item, MessageOutput):
+            if self._item is not None:
+                scores = scores_of_first(self._about, text, scores)
+            before = self._begin(MessageOutput(self._place()))
+        return before + self._more(text, scores)
+
+    def _more(self, text: str, scores: Sequence[Scored]) -> bytes:
+        assert isinstance(self._item, MessageOutput)
+        scores = [*self._late, *scores]
+        self._late = []
+        return self._sent(self._item.more(text, logprobs(self._about, scores)))
+
+    def _finished(self, finish: Finish) -> bytes:
+        self._finish = finish
+        kinds = {item["type"] for item in self._output} | ({self._item.kind} if self._item else set())
+        before = b""
+        if "message" not in kinds and speaks(finish, "reasoning" in kinds, not kinds.isdisjoint(CALLS)):
+            before = self._begin(MessageOutput(self._place()))
+        elif self._late:
+            before = self._more("", ())
+        return before + self._end(status_of(finish))
+
+    def _place(self) -> str:
+        return place(self._about, len(self._output) + (self._item is not None))
+
+    def _begin(self, item: ItemInProgress) -> bytes:
+        before = self._end("completed")
+        self._item, self._late = item, []
+        added = {"type": "response.output_item.added", "item": item.json("in_progress")}
+        return before + b"".join([self._sent(event) for event in (added, *item.opened())])
+
+    def _end(self, status: str) -> bytes:
+        """Return the end of the open item, if there is one."""
+        item = self._item
+        if item is None:
+            return b""
+        whole = item.json(status)
+        done = {"type": "response.output_item.done", "item": whole}
+        sent = b"".join([self._sent(event) for event in (*item.closed(), done)])
+        self._item = None
+        self._output.append(whole)
+        return sent
+
+    def _sent(self, event: Json) -> bytes:
+        """Encode an event with its number and, for an item's event, the item's place."""
+        return self._numbered(event if self._item is None else event | {"output_index": len(self._output)})
+
+    def _numbered(self, event: Json) -> bytes:
+        numbered = event | {"sequence_number": self._number}
+        self._number += 1
+        return b"event: %b\n%b" % (event["type"].encode(), sse(numbered))
+
+
+# --- the response -----------------------------------------------------------------------------------------
+
+
+def response_body(
+    about: About,
+    status: str,
+    output: Sequence[Json],
+    *,
+    finish: Finish | None = None,
+    error: MlxtpError | None = None,
+    completed_at: float | None = None,
+) -> Json:
+    """Return the response with this status: "in_progress", "completed", "incomplete" or "failed"."""
+    wanted: ResponsesAnswerOptions = about.ask.dialect
+    request = wanted.request
+    reasoning = request.reasoning
+    return {
+        "id": f"resp_{about.id}",
+        "object": "response",
+        "created_at": int(about.created),
+        "status": status,
+        "background": False,
+        "completed_at": int(completed_at) if completed_at is not None else None,
+        "error": None if error is None else _error(error),
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "model": about.model,
+        "output": list(output),
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": _text(request.prompt_cache_key),
+        "reasoning": {
+            "effort": reasoning.effort if reasoning is not None else None,
+            "summary": reasoning.summary if reasoning is not None else None,
+        },
+        "safety_identifier": _text(request.safety_identifier),
+        "service_tier": "default",
+        "store": request.kept,
+        "temperature": request.temperature,
+        "text": {
+            "format": wanted.format,
+            "verbosity": (request.text and request.text.verbosity) or "medium",
+        },
+        "tool_choice": wanted.tool_choice,
+        "tools": wanted.repeated_tools,
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.top_p,
+        "truncation": request.truncation or "disabled",
+        "usage": None if finish is None else _usage(about, finish),
+        "user": _text(request.user),
+        "metadata": request.metadata or {},
+    }
+
+
+def _usage(about: About, finish: Finish) -> Json:
+    """Return the counts of tokens. `cache_write_tokens` is 0, as writing to a cache costs nothing."""
+    prompt, end = about.prompt_tokens[0], finish.end
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": end.cached, "cache_write_tokens": 0},
+        "output_tokens": end.generated,
+        "output_tokens_details": {"reasoning_tokens": finish.thought},
+        "total_tokens": prompt + end.generated,
+    }
+
+
+def _error(error: MlxtpError) -> Json:
+    """Return an error. `code` is one of the few that this dialect knows, `type` ours."""
+    code = "rate_limit_exceeded" if error_status(error) == 429 else "server_error"
+    return {"code": code, "message": error.detail, "type": error.code.value, "param": None}
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+# --- the adapter ------------------------------------------------------------------------------------------
+
 
 PATH = "/v1/responses"
 

@@ -1,10 +1,11 @@
-"""Items of `/v1/responses`, the parts of a conversation. Pure.
+"""Items of `/v1/responses`, the parts of a conversation: their tools, and the messages made of them. Pure.
 
 An item is checked once, on arrival. From then on it has the shape of this module, without ids.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -12,12 +13,11 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from ...errors import RequestError
-from ...text.conversation import Call
+from ...text.conversation import AUTO, NONE, REQUIRED, Call, ChatMessage
 from ...text.json_limits import check_extent
+from ..adapter import Json
 from ..request_body import Schema, check_finite, checked, not_supported, shown, wrong
-from .client_tools import log_left_out
-
-Json = dict[str, Any]
+from .request_parts import ClientTool, joined, log_left_out, text_arguments, text_parameters
 
 ROLES: dict[str, Literal["user", "system"]] = {"user": "user", "system": "system", "developer": "system"}
 CALLS = ("function_call", "custom_tool_call", "tool_search_call")
@@ -283,3 +283,315 @@ _READ: Mapping[str, Callable[[Json, str], Json]] = {
     "additional_tools": _more_tools,
     "reasoning": _reasoning,
 }
+
+
+# --- tools ------------------------------------------------------------------------------------------------
+
+
+Tools = Mapping[str, ClientTool]  # by the model's names
+_Name = Annotated[str, Field(min_length=1)]
+_BY_NAME = '{"type": "function", "name": "..."}'
+
+
+class _Function(Schema):
+    type: Literal["function"]
+    name: _Name
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class _Custom(Schema):
+    type: Literal["custom"]
+    name: _Name
+    description: str | None = None
+    format: Json | None = None
+
+
+class _Namespace(Schema):
+    type: Literal["namespace"]
+    name: _Name
+    description: str = ""
+    tools: list[Json]
+
+
+class _SearchTool(Schema):
+    """A search for more tools that the client runs."""
+
+    type: Literal["tool_search"]
+    execution: Literal["client"]
+    description: str | None = None
+    parameters: Json | None = None
+
+
+def read_tools(
+    given: Sequence[Json], where: str, namespace: str | None = None
+) -> tuple[list[ClientTool], list[Json]]:
+    """Return the tools that a model may call, and the same as an answer repeats them. Raises RequestError."""
+    tools: list[ClientTool] = []
+    repeated: list[Json] = []
+    for i, each in enumerate(given):
+        at = f"{where}[{i}]"
+        match each.get("type"):
+            case "namespace" if namespace is None:
+                group = checked(_Namespace, each, at)
+                inner, inner_repeated = read_tools(group.tools, f"{at}.tools", group.name)
+                tools += inner
+                repeated.append(group.model_dump() | {"tools": inner_repeated})
+            case "function" | "custom":
+                tool, said = _tool(each, at, namespace)
+                tools.append(tool)
+                repeated.append(said)
+            case "tool_search" if each.get("execution") == "client":
+                search = checked(_SearchTool, each, at)
+                tools.append(
+                    ClientTool(
+                        "tool_search", search.description or "", search.parameters, "tool_search", where=at
+                    )
+                )
+                repeated.append(search.model_dump())
+            case str(kind):
+                log_left_out("tools", kind)
+            case None:
+                raise RequestError(f"{at}.type is missing", param=f"{at}.type")
+            case kind:
+                raise wrong(f"{at}.type", '"function"', kind)
+    return tools, repeated
+
+
+def _tool(given: Json, where: str, namespace: str | None) -> tuple[ClientTool, Json]:
+    if given["type"] == "custom":
+        custom = checked(_Custom, given, where)
+        parameters = text_parameters(custom.format)
+        tool = ClientTool(custom.name, custom.description or "", parameters, "custom", namespace, where)
+        return tool, custom.model_dump()
+    function = checked(_Function, given, where)
+    if function.parameters is not None and function.parameters.get("type", "object") != "object":
+        where += ".parameters.type"
+        raise wrong(where, 'a schema of an "object"', function.parameters["type"])
+    description = function.description or ""
+    tool = ClientTool(function.name, description, function.parameters, "function", namespace, where)
+    return tool, function.model_dump()
+
+
+def tools_of_items(items: Sequence[Json], known: int, offered: Sequence[ClientTool]) -> list[ClientTool]:
+    """Return the tools that items add to `offered`. A search may find a tool that is already offered.
+
+    The first `known` items are those of earlier answers.
+    """
+    names = {(tool.namespace, tool.name) for tool in offered}
+    added: list[ClientTool] = []
+    for i, item in enumerate(items):
+        if item["type"] in ("additional_tools", "tool_search_output"):
+            for tool in read_tools(item["tools"], f"input[{i - known}].tools")[0]:
+                if (tool.namespace, tool.name) not in names:
+                    names.add((tool.namespace, tool.name))
+                    added.append(tool)
+    return added
+
+
+# --- the choice among them --------------------------------------------------------------------------------
+
+
+def tool_choice(given: object, tools: Tools) -> tuple[Tools, str]:
+    """Return the offered tools, and the choice among them as in `Conversation`."""
+    match given:
+        case None | "auto":
+            return tools, AUTO
+        case "none":
+            return tools, NONE
+        case "required":
+            return _some(tools, "tool_choice"), REQUIRED
+        case {"type": "function" | "custom" as kind, "name": str(name)} if name not in (AUTO, NONE, REQUIRED):
+            return tools, _named(kind, name, tools, "tool_choice.name")
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
+            names = {_allowed(tool, tools, i) for i, tool in enumerate(allowed)}
+            offered = {name: tool for name, tool in tools.items() if name in names}
+            if mode == "auto":
+                return offered, AUTO
+            return _some(offered, "tool_choice.tools"), REQUIRED
+        case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
+            raise _not_run(kind, "tool_choice")
+        case _:
+            raise wrong("tool_choice", f'"auto", "none", "required" or {_BY_NAME}', given)
+
+
+def _allowed(given: object, tools: Tools, index: int) -> str:
+    where = f"tool_choice.tools[{index}]"
+    match given:
+        case {"type": "function" | "custom" as kind, "name": str(name)}:
+            return _named(kind, name, tools, f"{where}.name")
+        case {"type": str(kind)} if kind not in ("function", "custom"):
+            raise _not_run(kind, where)
+        case _:
+            raise wrong(where, _BY_NAME, given)
+
+
+def _not_run(kind: str, where: str) -> RequestError:
+    return not_supported(
+        f"{where}: tools of type {shown(kind)} are not supported, because this server runs no tools; "
+        "name a function or a custom tool",
+        where,
+    )
+
+
+def _named(kind: str, name: str, tools: Tools, where: str) -> str:
+    """Return the model's name for the tool with this name, the client's or the model's."""
+    for known in (name, *tools):  # the model's own name counts first
+        if known in tools and tools[known].kind == kind and name in (known, tools[known].name):
+            return known
+    raise RequestError(f"{where}: there is no tool named {shown(name)}", param=where)
+
+
+def _some(tools: Tools, where: str) -> Tools:
+    if not tools:
+        raise RequestError(f"{where}: a call is required, but there are no tools to call", param=where)
+    return tools
+
+
+def repeated_choice(given: Any) -> Json | str:
+    """Return a checked choice without unknown fields."""
+    match given:
+        case {"type": "function" | "custom" as kind, "name": name}:
+            return {"type": kind, "name": name}
+        case {"type": "allowed_tools", "mode": mode, "tools": allowed}:
+            tools = [{"type": tool["type"], "name": tool["name"]} for tool in allowed]
+            return {"type": "allowed_tools", "mode": mode, "tools": tools}
+        case _:
+            return str(given or AUTO)
+
+
+# --- messages ---------------------------------------------------------------------------------------------
+
+
+def turns_of(
+    instructions: str | None, items: Sequence[Json], known: int, tools: Tools
+) -> tuple[ChatMessage, ...]:
+    """Return the conversation. The first `known` items are those of earlier answers.
+
+    `tools` are by the model's names. Consecutive thoughts, text and calls of the assistant are one turn. So
+    are consecutive system messages: many templates take only one. A call that was cut off was never made.
+    Raises RequestError for a result whose call is not there.
+    """
+    reader = _Reader(instructions, {(tool.namespace, tool.name): name for name, tool in tools.items()})
+    for i, item in enumerate(items):
+        reader.read(item, f"input[{i - known}]")
+    reader.close()
+    if not reader.turns:
+        raise RequestError("input is empty, and there are no instructions", param="input")
+    return tuple(reader.turns)
+
+
+def worth_keeping(items: Sequence[Json]) -> list[Json]:
+    """Return the items that make turns. Leave out calls that were cut off, and thoughts without an answer."""
+    found: list[Json] = []
+    thoughts: list[Json] = []
+    for item in items:
+        if item["type"] == "reasoning":
+            thoughts.append(item)
+        elif item.get("status") != "incomplete" or item["type"] not in CALLS:
+            if item["type"] in CALLS or item.get("role") == "assistant":
+                found += thoughts
+            thoughts = []
+            found.append(item)
+    return found
+
+
+def pieces(item: Json) -> int:
+    """Count an item and its parts."""
+    return 1 + sum(len(value) for value in item.values() if isinstance(value, list))
+
+
+class _Reader:
+    """Reader of items, one after the other."""
+
+    def __init__(self, instructions: str | None, names: Mapping[tuple[str | None, str], str]) -> None:
+        self.turns: list[ChatMessage] = []
+        self._known = names
+        self._system = [instructions] if instructions else []
+        self._names: dict[str, str] = {}  # names of called functions, by call id
+        self._begin()
+
+    def read(self, item: Json, where: str) -> None:
+        match item["type"]:
+            case kind if kind in CALLS:
+                self._read_call(item)
+            case kind if kind in OUTPUTS:
+                self.close()
+                self._read_output(item, where)
+            case "additional_tools":
+                pass  # they are offered with the others
+            case "reasoning":
+                self._assistant(begins=True)
+                self._thoughts.append(_text(item["content"] or item["summary"]))
+            case _ if item["role"] == "assistant":
+                self._assistant(begins=True)
+                self._said, self._text = True, _text(item["content"])
+            case _:
+                self._read_message(ROLES[item["role"]], _text(item["content"]))
+
+    def close(self) -> None:
+        """End a turn. Thoughts alone are dropped."""
+        if self._system:
+            self.turns.append(ChatMessage("system", "\n\n".join(self._system)))
+            self._system = []
+        if self._said or self._calls:
+            reasoning = "\n".join(self._thoughts)
+            self.turns.append(ChatMessage("assistant", self._text, reasoning, tuple(self._calls)))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._said = False
+        self._text = ""
+        self._thoughts: list[str] = []
+        self._calls: list[Call] = []
+
+    def _assistant(self, *, begins: bool) -> None:
+        """Close the turn before the assistant's. `begins`: also one with text or calls of the assistant."""
+        if self._system or (begins and (self._said or self._calls)):
+            self.close()
+
+    def _read_call(self, item: Json) -> None:
+        if item["status"] == "completed":
+            self._assistant(begins=False)
+            call = self._called(item)
+            self._names[call.id] = call.name
+            self._calls.append(call)
+
+    def _called(self, item: Json) -> Call:
+        """Return the call as the model wrote it, so that the prompt repeats the same text."""
+        if item["type"] == "tool_search_call":
+            return Call(item["call_id"], "tool_search", json.dumps(item["arguments"], ensure_ascii=False))
+        namespace, name = item.get("namespace"), item["name"]
+        name = self._known.get((namespace, name)) or joined(namespace, name)
+        if item["type"] == "custom_tool_call":
+            return Call(item["call_id"], name, text_arguments(item["input"]))
+        return Call(item["call_id"], name, item["arguments"])
+
+    def _read_output(self, item: Json, where: str) -> None:
+        call_id = item["call_id"]
+        if call_id not in self._names:
+            raise RequestError(
+                f"{where}.call_id: no call before this output has the call_id {shown(call_id)}",
+                param=f"{where}.call_id",
+            )
+        if item["type"] == "tool_search_output":
+            found = read_tools(item["tools"], f"{where}.tools")[0]
+            names = [self._known[tool.namespace, tool.name] for tool in found]
+            text = f"These tools can be called now: {', '.join(names) or 'none'}"
+        else:
+            text = item["output"] if isinstance(item["output"], str) else _text(item["output"])
+        self.turns.append(ChatMessage("tool", text, call_id=call_id, name=self._names[call_id]))
+
+    def _read_message(self, role: Literal["user", "system"], text: str) -> None:
+        if role == "user":
+            self.close()
+            self.turns.append(ChatMessage("user", text))
+        else:
+            if self._said or self._calls:
+                self.close()
+            self._system.append(text)
+
+
+def _text(parts: Sequence[Json]) -> str:
+    return "\n".join(part["text"] for part in parts)

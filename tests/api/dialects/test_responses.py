@@ -15,8 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from mlxtp.api.backend import StreamEnd, Tokens, TokenScore
 from mlxtp.api.dialects import responses as responses_module
-from mlxtp.api.dialects.responses_request import parse
-from mlxtp.api.dialects.responses_store import ResponseStore
+from mlxtp.api.dialects.responses_request import ResponseStore, parse
 from mlxtp.errors import GroupError, RequestError
 from mlxtp.text.conversation import GenerationRequest
 

@@ -11,9 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from mlxtp.api.dialects.client_tools import TextReader, log_left_out, text_of
-from mlxtp.api.dialects.responses_request import parse
-from mlxtp.api.dialects.responses_store import ResponseStore
+from mlxtp.api.dialects.request_parts import TextReader, log_left_out, text_of
+from mlxtp.api.dialects.responses_request import ResponseStore, parse
 from mlxtp.errors import RequestError
 from mlxtp.text.conversation import Conversation, GenerationRequest
 

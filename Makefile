@@ -1,5 +1,6 @@
 # make demo     set up, start two ranks on the embedded model, answer a prompt, serve until Ctrl-C
-# make test     set up, run all tests            make chaos   the whole fault matrix
+# make quick    pure modules and fakes, under a minute, for while you write
+# make test     one story for each promise       make chaos   the whole fault matrix
 # make lint     ruff and strict types            make bench   benchmarks, one table
 # make fuzz     inputs that reach new code of everything that reads what others wrote (Linux)
 # make images   the pictures of the page in docs/images, by the system's Chromium
@@ -20,9 +21,13 @@ STAMP := $(VENV)/.installed
 # For what starts hundreds of processes, of which none shall compile what another has compiled.
 MANY := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/$(VENV)/bytecode" $(BIN)/python
 # What `make chaos` runs: the folders of faults, and files with cases that it alone runs.
-FAULTS := tests/chaos tests/agents tests/soak tests/wire/test_frames.py tests/test_oracle.py \
-  tests/node/test_requests_go_on.py tests/engine/test_features_ledger.py \
-  tests/engine/test_features_guided.py tests/node/test_spare.py tests/node/test_fallback.py
+FAULTS := tests/chaos tests/agents tests/soak tests/test_cli.py tests/test_oracle.py \
+  tests/api/test_mutated_bodies.py tests/api/test_published.py tests/clients/test_examples.py \
+  tests/engine/test_families.py tests/engine/test_features_choice.py tests/engine/test_features_guided.py \
+  tests/engine/test_features_ledger.py tests/engine/test_features_prefix.py tests/engine/test_features_room.py \
+  tests/engine/test_loading.py tests/engine/test_rank.py tests/engine/test_timing.py \
+  tests/node/test_crashes.py tests/node/test_fallback.py tests/node/test_requests_go_on.py \
+  tests/node/test_spare.py tests/wire/test_frames.py
 DEMO_ARGS ?=
 TEST_ARGS ?=
 CHAOS_ARGS ?=
@@ -31,7 +36,7 @@ FUZZ_ARGS ?=
 SOAK_ARGS ?=
 APPS_ARGS ?=
 
-.PHONY: setup demo test lint bench chaos fuzz soak apps images reference package fresh clean
+.PHONY: setup demo quick test lint bench chaos fuzz soak apps images reference package fresh clean
 
 setup: $(STAMP)
 
@@ -41,6 +46,9 @@ $(STAMP): pyproject.toml constraints.txt hashes.txt scripts/setup.sh scripts/loc
 
 demo: setup
 	$(BIN)/mlxtp demo $(DEMO_ARGS)
+
+quick: setup
+	$(MANY) -m pytest -m "not chaos and not group and not slow" $(TEST_ARGS)
 
 # Ranks spin while they wait for each other: two groups on two cores are slower at once than in turn. The
 # other tests often wait for a clock: three at once use two cores best.

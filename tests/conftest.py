@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from mlxtp.text import tokenizer
+from mlxtp.text.sandbox import SandboxedRenderer
 
 from .cluster import Cluster
 
@@ -23,15 +27,40 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 TESTS = Path(__file__).parent
 OF_GROUPS = (TESTS / "agents", TESTS / "chaos")
 """Where every test is one with a real group."""
+SLOW_FOLDERS = (TESTS / "apps", TESTS / "page")
+SLOW_FIXTURES = frozenset({"browser", "one_rank", "running", "keep_alive_running", "roomy_running"})
+"""Processes, and servers that answer HTTP."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before pytest leaves out what is marked."""
+    """Mark tests by their folders and fixtures, before pytest leaves out what is marked."""
     for item in items:
-        shared = "two_ranks" in getattr(item, "fixturenames", ())
-        if shared or any(folder in item.path.parents for folder in OF_GROUPS):
+        fixtures = getattr(item, "fixturenames", ())
+        if "two_ranks" in fixtures or any(folder in item.path.parents for folder in OF_GROUPS):
             item.add_marker(pytest.mark.group)
+        elif not SLOW_FIXTURES.isdisjoint(fixtures) or any(
+            folder in item.path.parents for folder in SLOW_FOLDERS
+        ):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tokenizer_processes_are_shared() -> Iterator[None]:
+    """Agents in this process share the tokenizer process of a model folder, which takes a second to start."""
+
+    @lru_cache(maxsize=8)
+    def shared(path: Path, _files: frozenset[tuple[str, int]]) -> SandboxedRenderer:
+        return SandboxedRenderer(path)
+
+    def start(path: Path) -> SandboxedRenderer:
+        files = path.iterdir() if path.is_dir() else ()
+        return shared(path, frozenset((file.name, file.stat().st_mtime_ns) for file in files))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "SandboxedRenderer", start)
+        yield
+    shared.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,8 @@ from mlxtp.identity.store import Store
 
 from .cluster import START_S, WAIT_S, rank_processes, until
 
+pytestmark = pytest.mark.slow
+
 COMMAND = (sys.executable, "-m", "mlxtp")
 ANY_PORT = ("--http", "127.0.0.1:0")
 ORACLE = "FALCON-MERCURY-7749"

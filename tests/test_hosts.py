@@ -13,7 +13,7 @@ import pytest
 from .cluster import WAIT_S, until
 from .hosts import Host, Hosts, requires_namespaces
 
-pytestmark = requires_namespaces
+pytestmark = [pytest.mark.slow, requires_namespaces]
 
 TRIES = 3
 TRY_S = 0.2

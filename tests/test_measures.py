@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,18 @@ _BANNED = re.compile(
 )
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for path, text in FILES.items():
-        yield str(path), ast.parse(text)
+@cache
+def trees() -> tuple[tuple[str, ast.Module], ...]:
+    return tuple((str(path), ast.parse(text)) for path, text in FILES.items())
+
+
+@cache
+def walked(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
 
 
 def classes(tree: ast.AST) -> list[ast.ClassDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [node for node in walked(tree) if isinstance(node, ast.ClassDef)]
 
 
 def methods(node: ast.ClassDef) -> list[str]:
@@ -67,7 +73,7 @@ def clauses(tree: ast.AST) -> list[str]:
     """Return the docstrings that begin with a clause instead of an imperative or a noun."""
     return [
         text
-        for node in ast.walk(tree)
+        for node in walked(tree)
         for each in _body(node)
         if isinstance(each, ast.Expr)
         and isinstance(each.value, ast.Constant)
@@ -79,7 +85,7 @@ def clauses(tree: ast.AST) -> list[str]:
 def private_imports(tree: ast.AST) -> list[str]:
     """Return names of other packages that are imported although they begin with an underscore."""
     found = []
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and node.module:
             names = [*node.module.split("."), *(each.name for each in node.names)]
         elif isinstance(node, ast.Import):
@@ -98,7 +104,7 @@ def uncalled(sources: Mapping[str, ast.Module]) -> list[str]:
     defined: dict[str, str] = {}
     used: set[str] = set()
     for path, tree in sources.items():
-        for node in ast.walk(tree):
+        for node in walked(tree):
             match node:
                 case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                     if not node.decorator_list or isinstance(node, ast.ClassDef):

@@ -15,6 +15,8 @@ from packaging.version import Version
 
 from scripts.locked import locked, name_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

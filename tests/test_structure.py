@@ -510,6 +510,7 @@ def test_mlx_elsewhere_is_found(bad: str) -> None:
     assert not mlx_outside_engine({"mlxtp.engine.runner": bad})
 
 
+@pytest.mark.slow
 def test_an_agent_starts_without_mlx() -> None:
     script = (
         "import sys, mlxtp.agent, mlxtp.models.inspect\n"
@@ -675,6 +676,20 @@ def asserts(function: ast.AST) -> bool:
     return any(isinstance(node, ast.Assert) for node in ast.walk(function)) or any(
         name.startswith(("assert", "raises")) for name, _ in calls(function)
     )
+
+
+def test_make_chaos_runs_every_file_with_cases_for_it() -> None:
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (run,) = (line.split()[2:] for line in text.splitlines() if line.startswith("FAULTS :="))
+    marked = [
+        f"{module.replace('.', '/')}.py"
+        for module, tree in trees(TESTS)
+        if any(
+            isinstance(node, ast.Attribute) and dotted(node) == "pytest.mark.chaos" for node in walked(tree)
+        )
+    ]
+    assert marked
+    assert [path for path in marked if not path.startswith(tuple(run))] == []
 
 
 def test_every_test_can_fail() -> None:

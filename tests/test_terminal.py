@@ -27,6 +27,8 @@ from mlxtp.terminal import TerminalLog
 
 from .cluster import START_S
 
+pytestmark = pytest.mark.slow
+
 HOME_COMMANDS = ("status", "serve tiny", "unload", "token", "cluster members", "cluster remove x")
 
 

@@ -38,6 +38,8 @@ from .api.conftest import byte_level, save
 from .hub import Model, put, running_hub
 from .reference import chat_ids
 
+pytestmark = pytest.mark.slow
+
 NAMED = ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|tool_call_begin|>"]
 TEMPLATE = (
     "{% for m in messages %}<|im_user|>{{ m.content }}<|im_end|>{% endfor %}"

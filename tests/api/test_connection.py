@@ -25,6 +25,8 @@ from mlxtp.api.server import bind, serve
 
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, forever, says, then
 
+pytestmark = pytest.mark.slow
+
 SOON_S = 0.2
 REQUEST = b'{"messages": [{"role": "user", "content": "hello"}], "stream": true}'
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(REQUEST)

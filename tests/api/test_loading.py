@@ -20,6 +20,8 @@ from mlxtp.errors import Code, RequestError
 
 from .conftest import WAIT_S, Server, forever, says, then
 
+pytestmark = pytest.mark.slow
+
 HELLO = [{"role": "user", "content": "hello"}]
 ANSWER = "A whole answer."
 

@@ -25,6 +25,8 @@ from .conftest import BYTE_FALLBACK, VOCABULARY, WAIT_S, Loaded, Server, byte_le
 from .dialects.ollama_shapes import OllamaShown
 from .test_loading import BROKEN, Turns, turns
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["turns"]
 
 HELLO = [{"role": "user", "content": "hello wide world"}]

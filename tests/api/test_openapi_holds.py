@@ -24,6 +24,8 @@ from mlxtp.api.app import adapters
 from .conftest import Server
 from .dialects.shapes import shape_of
 
+pytestmark = pytest.mark.slow
+
 HELLO = [{"role": "user", "content": "hello"}]
 EXAMPLES = 8
 ASKED: Mapping[str, dict[str, Any]] = {

@@ -30,6 +30,8 @@ from schemathesis import GenerationMode
 from .conftest import Server
 from .test_openapi_holds import ASKED, check, operations
 
+pytestmark = pytest.mark.chaos
+
 WORDS = {"type": "string", "minLength": 1}
 PERHAPS = {"type": ["string", "null"]}
 

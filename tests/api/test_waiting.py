@@ -31,6 +31,8 @@ from mlxtp.text.transcript import AnswerEvent, ContentDelta, Finish
 from ..cluster import SLOWNESS
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, Server, forever, says, serving, then
 
+pytestmark = pytest.mark.slow
+
 HELLO = [{"role": "user", "content": "hello"}]
 ANSWER = "A whole answer."
 PREFILL = Progress("prefill", 400, 100, 250, 1500)

@@ -22,7 +22,7 @@ from mlxtp.discovery.addresses import MAX_SIGHTINGS, SERVICE, Advert, Discovered
 from ..cluster import SLOWNESS, until
 from ..hosts import Host, Hosts, requires_namespaces
 
-pytestmark = requires_namespaces
+pytestmark = [pytest.mark.slow, requires_namespaces]
 
 FOUND_S = 10 * SLOWNESS
 A = Advert("a" * 32, "c" * 16, "Anna's Mac", 52414, True, 1)

@@ -17,6 +17,8 @@ from mlxtp.errors import Code, UserError
 
 from ..cluster import Cluster
 
+pytestmark = pytest.mark.slow
+
 ONE = BenchAnswer(asked_at=10.0, first_at=10.5, ended_at=12.5, prompt=400, tokens=101, drafted=20)
 
 

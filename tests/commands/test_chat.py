@@ -28,6 +28,8 @@ from ..pseudo_terminal import (
     terminal,
 )
 
+pytestmark = pytest.mark.slow
+
 ORACLE = "FALCON-MERCURY-7749"
 
 

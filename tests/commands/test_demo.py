@@ -24,6 +24,8 @@ from mlxtp.errors import Code, GroupError
 
 from ..cluster import WAIT_S, Cluster, until
 
+pytestmark = pytest.mark.slow
+
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 
 

@@ -33,6 +33,8 @@ from mlxtp.config import Settings
 from ..api.test_admin import KEY, FakeAdmin
 from ..cluster import WAIT_S, until
 
+pytestmark = pytest.mark.slow
+
 MODEL = "org/model-70b"
 STATUS = {"state": "ready", "reason": "", "model": MODEL}
 SERVED = Served("http://127.0.0.1:52415", "some/model", 131_072, "a-key", "/home/https-cert.pem")

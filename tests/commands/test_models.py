@@ -165,6 +165,7 @@ def test_no_success_is_claimed_after_an_error_of_any_kind(
     assert refusal(home, "pull", NAME) == f"mlxtp: cannot get {NAME}: RecursionError: too deep"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_at_once_though_the_hub_is_silent(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = "http://{}:{}".format(*silent.getsockname())

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -141,6 +142,7 @@ def agent(home: Path, observed: Observed) -> Iterator[None]:
         loop.close()
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_it_until_ctrl_c_whether_the_agent_is_there_or_not(tmp_path: Path) -> None:
     observed = Observed()
     with terminal("status", "--watch", "--home", str(tmp_path)) as screen:

@@ -19,6 +19,8 @@ from mlxtp.text.tool_grammar import call_grammar, marked_call_grammar
 
 from ..reference import TINY, model_of
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 512
 EOS = model_of(TINY)[1]
 TOKENIZER = Tokenizer.from_file(str(TINY / "tokenizer.json"))

@@ -46,6 +46,8 @@ from mlxtp.wire.session import LinkKind, Session, Side
 from ..cluster import WAIT_S
 from .jaccl_worker import SIZES, Script
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EPOCH = 7
 KEY = b"k" * 32

@@ -11,6 +11,8 @@ import pytest
 
 from ..cluster import Cluster
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 HEAVY = "[name for name in ('transformers', 'tokenizers', 'huggingface_hub') if name in sys.modules]"
 

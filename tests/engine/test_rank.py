@@ -51,6 +51,7 @@ def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
     assert ran == expected
 
 
+@pytest.mark.chaos
 def test_after_forwards_alone_a_joint_one_compiles_no_kernel(tmp_path: Path) -> None:
     """Neither a prompt nor its traced steps. MLX's CPU backend compiles fused kernels as Metal does."""
     folder = write_model(tmp_path / "model")

@@ -218,6 +218,7 @@ def test_the_context_is_what_the_configuration_says(config: dict[str, Any], leng
     assert context_length(config) == length
 
 
+@pytest.mark.slow
 def test_modules_with_collectives_in_compiled_functions_are_known() -> None:
     """A function that is decorated or passed to `mx.compile`, whose text enters `mx.distributed`."""
     folder = Path(mlx_lm.models.__path__[0])

@@ -15,6 +15,8 @@ from mlxtp.wire.rank_process import PATIENCE_S
 
 from ..cluster import WAIT_S
 
+pytestmark = pytest.mark.slow
+
 RANK = """
 import ctypes, os, signal, sys, threading, time
 from mlxtp.engine import telemetry, worker

@@ -29,6 +29,8 @@ from .test_gateway import MODEL, TEXT, FakeRanks, everything
 from .test_requests_go_on import COUNT, Client
 from .two_agents import two_agents
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:

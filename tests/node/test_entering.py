@@ -188,6 +188,7 @@ def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
     play(tmp_path, monkeypatch, story)
 
 
+@pytest.mark.slow
 def test_when_nobody_is_found_it_is_said_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(street: Street) -> None:
         token = await street.house.node.parts.tokens.token()

@@ -27,6 +27,8 @@ from ..wire.members import Member, founder, member_of
 from .one_node import CLOCK, A, B, FakeLink, Node, play
 from .scenes import sees
 
+pytestmark = pytest.mark.slow
+
 NAME = "some-body/tiny"
 
 

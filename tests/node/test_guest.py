@@ -36,6 +36,8 @@ from ..cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import Orders
 from .scenes import run, sees, within
 
+pytestmark = pytest.mark.slow
+
 HOST, OTHER = "a" * 32, "b" * 32
 EPOCH_ID = epoch_id(bytes(32))
 M = TypeVar("M", bound=Message)

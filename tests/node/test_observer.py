@@ -56,6 +56,7 @@ def test_an_agent_that_has_just_begun_knows_little_and_says_so(tmp_path: Path) -
     run(story())
 
 
+@pytest.mark.slow
 def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSource) -> None:
     async def story(stage: Stage) -> None:
         observer = Observer(stage.supervisor, "studio")

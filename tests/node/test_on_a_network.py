@@ -16,7 +16,7 @@ from ..agents.agents import PROMPT, SECRET, Agent, wait
 from ..cluster import WAIT_S, until
 from ..hosts import Host, Hosts, requires_namespaces
 
-pytestmark = requires_namespaces
+pytestmark = [pytest.mark.slow, requires_namespaces]
 
 PORT = 52415
 ASK = {

@@ -41,6 +41,8 @@ from ..cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import Orders
 from .scenes import run, sees, within
 
+pytestmark = pytest.mark.slow
+
 EPOCH = 7
 PREPARED, STARTED = Prepared(EPOCH, "127.0.0.1:4711", "/there"), RankStarted(EPOCH, True)
 PONG = RankPong(EPOCH, 1, Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, ""))

@@ -34,6 +34,8 @@ from .fake_rank import ENDLESS, Orders
 from .scenes import run, sees, within
 from .test_gateway import MODEL, TEXT, FakeRanks, everything
 
+pytestmark = pytest.mark.slow
+
 
 class Stage:
     """A supervisor, and the one who plans: it stands where the conductor does."""

@@ -17,6 +17,8 @@ from mlxtp.service.watchdog import watched_loop
 
 from ..cluster import WAIT_S
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

@@ -33,6 +33,8 @@ from ..api.test_admin import KEY
 from ..cluster import WAIT_S
 from ..commands.test_cluster import Agent
 
+pytestmark = pytest.mark.slow
+
 NOT_FOUND = CommandResult(113, 'Bad request.\nCould not find service "mlxtp.node" in domain for system')
 
 

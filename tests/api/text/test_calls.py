@@ -107,6 +107,7 @@ def test_every_parser_that_mlx_lm_has_is_read_here() -> None:
     assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(WRITTEN) - {"llama", "harmony"}
 
 
+@pytest.mark.slow
 def test_reading_calls_imports_no_mlx() -> None:
     code = (
         "import sys; from mlxtp.text.tool_calls import tool_format; tool_format('laguna'); "

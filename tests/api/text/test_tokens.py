@@ -174,6 +174,7 @@ def test_a_models_own_code_is_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_the_http_side_computes_nothing_and_starts_quickly(loaded: dict[str, Loaded]) -> None:
     code = (
         "import sys; import mlxtp.api.app, mlxtp.api.server\n"

@@ -56,6 +56,8 @@ from ...hub import (
 )
 from ...wire.members import founder, member_of
 
+pytestmark = pytest.mark.slow
+
 NAME = "some-body/llama"
 CHUNK = 64 * 1024
 EXTRA = 10 * CHUNK + 5

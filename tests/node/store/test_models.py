@@ -15,6 +15,8 @@ from mlxtp.models.inspect import lasting_name, open_model
 
 from ...hub import Model, embedded, running_hub
 
+pytestmark = pytest.mark.slow
+
 REPO = "somebody/tiny-llama"
 GATED = "somebody/gated-llama"
 

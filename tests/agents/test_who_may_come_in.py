@@ -84,6 +84,7 @@ def refused(agent: Agent, *flags: str) -> str:
     return last
 
 
+@pytest.mark.chaos
 def test_tokens_that_open_nothing(lan: Lan) -> None:
     carl = lan.newcomer("carl")
     expired = lan.namesake.token()

@@ -48,7 +48,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "rich",
+        "alone",
+        *(pytest.param(name, marks=pytest.mark.chaos) for name in ("plain", "lockstep")),
+    ],
+)
 def cluster(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:

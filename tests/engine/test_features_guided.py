@@ -88,7 +88,7 @@ KINDS = [
 JSON_OBJECT = Kind("json_schema", '{"type": "object"}', lambda text: isinstance(json.loads(text), dict))
 
 
-@pytest.fixture(params=["one_rank", "two_ranks"])
+@pytest.fixture(params=[pytest.param("one_rank", marks=pytest.mark.chaos), "two_ranks"])
 def cluster(request: pytest.FixtureRequest) -> Cluster:
     found: Cluster = request.getfixturevalue(request.param)
     return found

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.group
 MAX_TOKENS = 60
 
 
-@pytest.fixture(params=["one_rank", "two_ranks"])
+@pytest.fixture(params=[pytest.param("one_rank", marks=pytest.mark.chaos), "two_ranks"])
 def cluster(request: pytest.FixtureRequest) -> Cluster:
     found: Cluster = request.getfixturevalue(request.param)
     return found

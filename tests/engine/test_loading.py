@@ -160,7 +160,7 @@ def test_a_weight_that_is_no_number_on_one_ranks_part_is_let_go_by_both(group: G
     assert_the_group_works(group)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.chaos), 1])
 def test_a_model_that_one_rank_lacks_is_let_go_by_the_other(
     group: Group, small: Path, lacking: Path, rank: int
 ) -> None:
@@ -173,6 +173,7 @@ def test_a_model_that_one_rank_lacks_is_let_go_by_the_other(
     assert_the_group_works(group)
 
 
+@pytest.mark.chaos
 def test_two_reasons_are_both_told_and_the_leaders_comes_first(
     group: Group, small: Path, odd: Path, tmp_path: Path
 ) -> None:
@@ -187,6 +188,7 @@ def test_two_reasons_are_both_told_and_the_leaders_comes_first(
     assert_the_group_works(group)
 
 
+@pytest.mark.chaos
 def test_a_file_that_only_one_rank_lacks(group: Group, tmp_path: Path) -> None:
     whole, torn = write_model(tmp_path / "whole"), write_model(tmp_path / "torn")
     split_weights(torn, parts=3)[2].unlink()
@@ -198,6 +200,7 @@ def test_a_file_that_only_one_rank_lacks(group: Group, tmp_path: Path) -> None:
     assert_the_group_works(group)
 
 
+@pytest.mark.chaos
 def test_refusals_may_follow_each_other(group: Group, lacking: Path, odd: Path, small: Path) -> None:
     for _ in range(2):
         refusal(group, lacking)
@@ -267,6 +270,7 @@ def test_a_draft_model_proposes_and_changes_nothing(group: Group) -> None:
     assert_the_group_works(group)
 
 
+@pytest.mark.chaos
 def test_a_draft_model_with_another_vocabulary_is_refused_and_nothing_stays(
     group: Group, tmp_path: Path
 ) -> None:
@@ -278,6 +282,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused_and_nothing_stays(
     assert_the_group_works(group)
 
 
+@pytest.mark.chaos
 def test_a_draft_model_without_weights_is_refused_and_nothing_stays(group: Group, tmp_path: Path) -> None:
     draft = write_model(tmp_path / "no-weights")
     (draft / "model.safetensors").unlink()

@@ -76,6 +76,7 @@ def lines(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
             {"words": "Creating the queue pair failed with 'Resource busy (16)'."},
             "Resource busy (16)",
             id="no queue pairs left",
+            marks=pytest.mark.chaos,
         ),
         pytest.param({"fault": "wait"}, "did not form the group in time", id="hang", marks=pytest.mark.chaos),
     ],
@@ -116,6 +117,7 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
     assert "ring within one machine of 2 serves instead" in line
 
 
+@pytest.mark.chaos
 def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +220,7 @@ def test_a_group_that_loaded_beside_another_one_takes_over_with_all_its_ranks(tm
     asyncio.run(story())
 
 
+@pytest.mark.chaos
 def test_where_memory_forbids_two_models_the_group_is_proven_before_the_other_one_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,6 +238,7 @@ def test_where_memory_forbids_two_models_the_group_is_proven_before_the_other_on
     assert line.endswith("serves")
 
 
+@pytest.mark.chaos
 def test_whichever_mac_coordinates_a_newcomer_s_group_loads_beside_what_serves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,7 +29,7 @@ from ..cluster import LIMITS, SLOWNESS, Cluster, rank_processes, until
 from .fake_rank import SPARE, Orders
 from .scenes import run, sees, within
 
-pytestmark = pytest.mark.group
+pytestmark = pytest.mark.slow
 
 HOST = "a" * 32
 TOLD = Bootstrap(1, 2, "ring", ("127.0.0.1:1", "127.0.0.1:2"), "127.0.0.1:3", bytes(32), 5, 5, 1)
@@ -412,6 +412,7 @@ def rests(process: psutil.Process) -> bool:
     return bool(process.cpu_times() == worked)
 
 
+@pytest.mark.group
 def test_after_a_kill_the_group_is_made_of_spares_and_answers_as_before(tmp_path: Path) -> None:
     with Cluster(tmp_path, ranks=2, spare=True) as cluster:
         prompt = "Repeat exactly: FALCON-MERCURY-7749"

@@ -249,7 +249,7 @@ class ReasoningParser:
         self._markup = plan.markup
         self._reader = plan.calls
         self._dropped = plan.dropped
-        self._stops = stops
+        self._shown = _ShownParts(stops, plan.dropped)
         #: Length of the pieces that the finder holds, and whether they are special tokens.
         self._pieces: deque[tuple[int, bool]] = deque()
         self._finder = StopFinder(())
@@ -259,8 +259,6 @@ class ReasoningParser:
         self._first_words = ""  #: the same without the white space before them
         self._leading = _Held()  #: white space at the beginning, shown if text comes after it
         self._bare = False  #: The next text is shown without the white space before it.
-        self._trailing = _Held()  #: White space that is shown if more of the kind of the last part comes.
-        self._last = PartKind.SAID
         self._spoken = False  #: Text came since the beginning, the last call or the last header.
         self._header = _Held()
         self._opened = ""  #: Text before the call that is read: white space and its marker.
@@ -270,7 +268,7 @@ class ReasoningParser:
     @property
     def held(self) -> int:
         """Number of characters that wait for further text."""
-        return self._finder.held + len(self._beginning) + len(self._leading) + len(self._trailing)
+        return self._finder.held + len(self._beginning) + len(self._leading) + self._shown.held
 
     @property
     def thinking(self) -> bool:
@@ -284,16 +282,12 @@ class ReasoningParser:
 
     def push(self, text: str, special: bool = False) -> Iterator[AnswerPart]:
         """Yield the parts that are certain now. `special`: this is one special token."""
-        yield from self._trimmed(self._stopping(self._begin(text, special)))
-        if self._stops is not None and self._stops.found:
-            yield from self._let_go()
+        yield from self._shown.pass_on(self._begin(text, special))
 
     def finish(self, cut: bool) -> Iterator[AnswerPart]:
         """Yield the rest, up to a stop string. `cut`: the budget was used up, not the answer complete."""
-        yield from self._trimmed(self._stopping(self._rest(cut)))
-        yield from self._let_go()
-
-    # --- kinds of parts -----------------------------------------------------------------------------------
+        yield from self._shown.pass_on(self._rest(cut))
+        yield from self._shown.finish()
 
     def _opening(self) -> Callable[[str], bool | None] | None:
         if self._markup.headers:
@@ -455,7 +449,31 @@ class ReasoningParser:
             count -= length
         return taken
 
-    # --- shown text ---------------------------------------------------------------------------------------
+
+class _ShownParts:
+    """Filter of parts: up to the first stop string, without white space around markers."""
+
+    def __init__(self, stops: StopFinder | None, dropped: bool) -> None:
+        self._stops = stops
+        self._dropped = dropped
+        self._trailing = _Held()  #: White space that is shown if more of the kind of the last part comes.
+        self._last = PartKind.SAID
+
+    @property
+    def held(self) -> int:
+        return len(self._trailing)
+
+    def pass_on(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
+        yield from self._trimmed(self._stopping(parts))
+        if self._stops is not None and self._stops.found:
+            yield from self.finish()
+
+    def finish(self) -> Iterator[AnswerPart]:
+        """Yield the text that was held back and may be shown, at the end of the answer."""
+        yield from self._trimmed(self._released())
+        space = self._trailing.take()
+        if space and self._last is PartKind.SAID:
+            yield AnswerPart(PartKind.SAID, space)
 
     def _stopping(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
         """Yield the parts up to a stop string in the text of the answer."""
@@ -475,13 +493,6 @@ class ReasoningParser:
         held = "" if self._stops is None or self._stops.found else self._stops.finish()
         if held:
             yield AnswerPart(PartKind.SAID, held)
-
-    def _let_go(self) -> Iterator[AnswerPart]:
-        """Yield the text that was held back and may be shown, at the end of the answer."""
-        yield from self._trimmed(self._released())
-        space = self._trailing.take()
-        if space and self._last is PartKind.SAID:
-            yield AnswerPart(PartKind.SAID, space)
 
     def _trimmed(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
         for part in parts:

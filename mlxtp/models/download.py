@@ -27,6 +27,8 @@ CLOSE_S = 2.0  #: Seconds that the end of a program waits for threads that wait 
 T = TypeVar("T")
 Connect = Callable[[], peer_copy.PeerConnection]
 Work = Callable[[], None]
+#: Gets the bytes that are here, and those of all files (0: not known yet).
+OnProgress = Callable[[int, int], None]
 
 
 def begin(work: Callable[[], T]) -> Future[T]:
@@ -54,17 +56,12 @@ async def apart(work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(begin(work))
 
 
-async def download(name: str, on_progress: Callable[[int, int], None]) -> Path:
+async def download(name: str, on_progress: OnProgress) -> Path:
     """Download OWNER/NAME[@REVISION] as the Hub has it now, or its missing files, in this process.
 
-    `on_progress` gets the bytes that are here, and those of all files (0: not known yet). Returns the folder.
-    Raises ModelError. A cluster downloads by its `TransferCoordinator`, so that it does so once.
+    Returns the folder. Raises ModelError. A cluster downloads by its `TransferCoordinator`, and so once.
     """
-    repo, revision = hub_name(name)
-    fetch = Fetch(repo, revision)
-    return await fetch.run(
-        lambda: on_progress(fetch.held_bytes, fetch.manifest.size if fetch.manifest is not None else 0)
-    )
+    return await Fetch(*hub_name(name)).run(on_progress)
 
 
 class Fetch:
@@ -105,9 +102,7 @@ class Fetch:
             return 0
         return self.manifest.size - sum(part.file.size - part.held_bytes for part in self._parts)
 
-    async def run(
-        self, on_progress: Callable[[], None], connect: Connect | None = None, model: str = ""
-    ) -> Path:
+    async def run(self, on_progress: OnProgress, connect: Connect | None = None, model: str = "") -> Path:
         """Download all of it, from the Hub or from the seeder behind `connect`; return the folder.
 
         `on_progress` is called once a second. Raises as `from_hub` and `from_member` do.
@@ -117,7 +112,7 @@ class Fetch:
         try:
             while not running.done():
                 await asyncio.wait({running}, timeout=PROGRESS_S)
-                on_progress()
+                on_progress(self.held_bytes, self.manifest.size if self.manifest is not None else 0)
             return running.result()
         except asyncio.CancelledError:
             self.stop()

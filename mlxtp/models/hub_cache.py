@@ -7,9 +7,11 @@
         refs/REVISION                 the commit of a branch or tag, as reported by the Hub
         .mlxtp/refs/REVISION          the same as reported by a member, for mlxtp alone
         .mlxtp/COMMIT.json            the manifest, once it is known
-        .mlxtp/lock                   held by the process that adds or removes
+    .locks/models--OWNER--NAME/mlxtp.lock   held by the process that adds or removes
 
-Only content with the right hash gets a name that other programs read.
+Only content with the right hash gets a name that other programs read. The Hub's own `scan_cache_dir` and
+`delete_revisions` are not used: they leave out models that are damaged or begun, pick one of two models with
+the same commit, and do not follow a folder that is a link.
 """
 
 from __future__ import annotations
@@ -271,22 +273,18 @@ class Repo:
         """Return a lock that is held until it is closed; None if another process has it. Raises ModelError,
         OSError.
         """
-        path = self.folder / FOLDER / "lock"
+        path = self.cache / ".locks" / self.folder.name / "mlxtp.lock"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = path.open("wb")
-        except FileNotFoundError:  # another process is removing the whole model
-            return None
         except OSError as error:
             raise ModelError(f"{self.name}: {why_not_written(error, self.cache)}") from None
         with contextlib.ExitStack() as unless_taken:
             unless_taken.callback(lock.close)
-            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # A process that removes the model removes this file, too: then it no longer locks anything.
-                if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                    unless_taken.pop_all()
-                    return lock
+                unless_taken.pop_all()
+                return lock
         return None
 
     def keep(self, manifest: Manifest) -> None:
@@ -382,7 +380,9 @@ class Repo:
             for commit in commits:
                 _remove(self.folder / "snapshots" / commit)
             if not (others := self.commits() - commits):
-                self._remove_all()
+                if self.folder.exists():
+                    shutil.rmtree(self.folder.resolve())
+                self.folder.unlink(missing_ok=True)  # a link to a folder elsewhere
                 return before
             used = {name for commit in others for name in self._blobs_of(commit)}
             for path in (self.folder / "blobs").glob("*"):
@@ -398,22 +398,6 @@ class Repo:
         links = (path for path in (self.folder / "snapshots" / commit).rglob("*") if path.is_symlink())
         kept = self._kept(commit)
         return {path.readlink().name for path in links} | {file.hash for file in (kept.files if kept else ())}
-
-    def _remove_all(self) -> None:
-        """Remove the folder, the lock last: the next process that takes it begins with an empty folder."""
-        folder = self.folder.resolve()
-        for path in folder.iterdir():
-            if path.name != FOLDER:
-                _remove(path)
-        for path in (folder / FOLDER).iterdir():
-            if path.name != "lock":
-                _remove(path)
-        (folder / FOLDER / "lock").unlink()
-        with contextlib.suppress(OSError):  # another process begins again
-            (folder / FOLDER).rmdir()
-            folder.rmdir()
-            if self.folder.is_symlink():
-                self.folder.unlink()
 
     def refs(self) -> dict[str, str]:
         """Return the commit of each branch and tag that is known here."""

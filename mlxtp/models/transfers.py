@@ -317,7 +317,7 @@ class TransferCoordinator:
             log.info("%s is copied from %s", job.model, self._node.name_of(lender))
             connect = self._connect(job, lender)
 
-        def on_progress() -> None:
+        def on_progress(_held: int, _total: int) -> None:
             self._look_at(job)
             if job.lender not in (named, None):
                 fetch.stop()  # there is another seeder

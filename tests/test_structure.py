@@ -434,7 +434,6 @@ PURE = (
     "mlxtp.placement.advice",
     "mlxtp.placement.probe_output",
     "mlxtp.placement.probe_macos",
-    "mlxtp.placement.probe_linux",
     "mlxtp.placement.probe_machine",
     "mlxtp.diagnostics.cluster_checks",
     "mlxtp.diagnostics.facts",

@@ -15,14 +15,13 @@ from ..discovery.addresses import host_and_port
 from ..discovery.mdns import addresses_up
 from ..errors import ConfigError, LinkError, MlxtpError, UserError
 from ..identity.join_network import answer_joiner
-from ..identity.join_protocol import Host, redirect
-from ..identity.join_token import TokenIssuer, read_token
+from ..identity.join_protocol import Host, TokenIssuer, read_token, redirect
 from ..wire.blocking import listen
 from ..wire.certificates import NodeIdentity, authority_hash
 from ..wire.cluster_messages import TokenIssued, TokenWanted
 from ..wire.peer_messages import MAX_ADDRESS, MAX_ADDRESSES, MAX_PEERS, NONCE_BYTES, JoinOffer
+from ..wire.streams import TlsAcceptor
 from ..wire.tls import ALPN_CONTROL, ALPN_REQUESTS, Credentials, Peer, member_context_server
-from ..wire.tls_acceptor import TlsAcceptor
 from .links import ControlLink
 from .node import ClusterNode
 

@@ -13,8 +13,8 @@ from ..discovery.addresses import MAX_KNOWN, Advert, DiscoveredPeer, explain
 from ..discovery.mdns import Addresses, Discovery, addresses_up
 from ..errors import Code, MlxtpError
 from ..wire.messages import PROTOCOL_VERSION
+from ..wire.streams import open_tls
 from ..wire.tls import ALPN_CONTROL, Credentials, member_context_client, peer_identity
-from ..wire.tls_acceptor import open_tls
 from .links import Rejected
 from .node import ClusterNode
 

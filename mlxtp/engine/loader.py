@@ -21,14 +21,17 @@ from .group import Group, alone, uncounted
 from .mlx_compat import code_of
 from .sharding import (
     Config,
+    ShardedEmbedding,
+    ShardedHead,
+    Vocabulary,
     check_divisible,
     check_shardable,
     compiles_collectives,
     context_length,
+    shard,
     text_config,
 )
 from .tensor_files import Folder, StoredTensor, is_plain, read_header, read_share, share_of
-from .vocabulary import ShardedEmbedding, ShardedHead, Vocabulary, shard
 
 _BRIEF = 200
 #: Raised for missing and surplus tensors, wrong shapes, broken files, layers that do not divide, no memory.

@@ -1,4 +1,4 @@
-"""Checks whether a model divides among a number of ranks. Pure: a configuration in, a refusal out."""
+"""Division of a model among ranks: whether it divides, and the rows of its embedding and output head."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import contextlib
 import importlib.util
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_unflatten
+
 from ..errors import Code, ModelError
+from .group import Group
+
+# --- checks: a configuration in, a refusal out -----------------------------------------------------------
+
 
 Config = Mapping[str, Any]
 
@@ -55,7 +63,7 @@ def _indivisible(config: Config, world_size: int) -> list[str]:
     if config.get("model_type") in _COPIES_KV_HEADS and world_size % sizes["KV heads"] == 0:
         del sizes["KV heads"]
     if config.get("model_type") in _KEEPS_MLP_WHOLE and sizes["expert intermediate size"]:
-        del sizes["intermediate size"]  # see `_whole_mlps` in vocabulary.py
+        del sizes["intermediate size"]  # see `_whole_mlps`
     problems = [f"{size} {what} ({size} / {world_size})" for what, size in sizes.items() if size % world_size]
     group = (
         _number(_table(config, "quantization") or _table(config, "quantization_config"), "group_size") or 1
@@ -172,3 +180,296 @@ def context_length(config: Config) -> int:
     """Return the tokens that the model was made for, prompt and answer together."""
     length = text_config(config).get("max_position_embeddings")
     return int(length) if isinstance(length, int) and length > 0 else 4096
+
+
+# --- token embedding and output head, of which each rank holds an equal run of rows ----------------------
+# A forward embeds tokens with one sum over the ranks and ends in the logits of this rank's own rows. Then
+# either one small gather finds the winners of all rows, or a larger one combines the logits. A group of
+# one uses the same code: its share is everything, and no collective runs.
+
+
+#: Names of the module that embeds tokens, in the families of mlx-lm.
+EMBEDDINGS = (
+    "embed_tokens",
+    "word_embeddings",
+    "tok_embeddings",
+    "token_embeddings",
+    "embeddings",
+    "embedding",
+    "embed",
+    "embed_in",
+    "wte",
+)
+HEADS = ("lm_head",)
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+#: (tensor, the last two parts of its name, first row, rows) -> those rows, zeros beyond the end.
+Cut = Callable[[mx.array, str, int, int], mx.array]
+
+
+def cut_rows(array: mx.array, _name: str, first: int, rows: int) -> mx.array:
+    """Return `rows` rows of `array` from `first` on; lazily, and zeros beyond its end."""
+    if (first, rows) == (0, array.shape[0]):
+        return array
+    part = array[min(first, array.shape[0]) : first + rows]
+    if part.shape[0] < rows:
+        padding = mx.zeros((rows - part.shape[0], *array.shape[1:]), dtype=array.dtype)
+        part = mx.concatenate([part, padding])
+    return mx.contiguous(part)
+
+
+class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
+    """This rank's rows of a token embedding, plain or quantized."""
+
+    def __init__(self, rows: Any, first: int, share: int, group: Group) -> None:
+        super().__init__()
+        self.rows = rows
+        self._first = first
+        self._share = share
+        self._group = group
+        self._given: mx.array | None = None
+        self._last_only = False
+
+    @property
+    def weight(self) -> mx.array:
+        """Weight from which models take the type of their numbers."""
+        weight: mx.array = self.rows.weight
+        return weight
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Embed tokens, [.., L] int -> [.., L, hidden]; zeros for tokens that are not in the vocabulary.
+
+        Every rank adds its own rows and negative zeros for the others, which change no number, not even its
+        sign.
+        """
+        if self._given is not None:
+            return self._given
+        if self._group.size == 1:
+            return self.local(tokens)
+        index = tokens - self._first
+        mine = (index >= 0) & (index < self._share)
+        return self._group.total(mx.where(mine[..., None], self.local(mx.where(mine, index, 0)), -0.0))
+
+    def local(self, rows: mx.array) -> mx.array:
+        """Return rows of this rank's share by their index in it, [..] int -> [.., hidden]; no collective."""
+        found: mx.array = self.rows(rows)
+        return found
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Act as the head of a model whose embedding is also its head, [.., L, hidden] -> [.., L, share]."""
+        logits: mx.array = self.rows.as_linear(x[..., -1:, :] if self._last_only else x)
+        return logits
+
+
+class ShardedHead(nn.Module):  # type: ignore[misc]
+    """This rank's rows of an output head, plain or quantized."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__()
+        self.rows = rows
+        self._last_only = False
+
+    @property
+    def weight(self) -> mx.array:
+        """Weight from which models take the type of their numbers."""
+        weight: mx.array = self.rows.weight
+        return weight
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Compute logits, [.., L, hidden] -> [.., L, share], or [.., 1, share] while `_last_only` is set."""
+        logits: mx.array = self.rows(x[..., -1:, :] if self._last_only else x)
+        return logits
+
+
+class Vocabulary:
+    """Division of one loaded model's vocabulary among the ranks.
+
+    size   tokens in the vocabulary
+    share  rows on each rank, the size divided and rounded up; the last ranks' rows beyond it are padding
+    first  the token of this rank's first row
+
+    `embedding` and `head` are None for a model whose modules have unknown names, which runs on a group of one
+    only. Then `given` is not used and the embeddings of `winners` are empty.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        group: Group,
+        embedding: ShardedEmbedding | None = None,
+        head: ShardedEmbedding | ShardedHead | None = None,
+    ) -> None:
+        self.size = size
+        self.group = group
+        self.share = _share(size, group)
+        self.first = group.rank * self.share
+        self.embedding = embedding
+        self.head = head
+        self._real = size
+        self._padded = self.first + self.share > size
+
+    def limit(self, tokens: int) -> None:
+        """Treat ids from `tokens` on as padding, because the tokenizer has none of them.
+
+        Does nothing if at least half of the vocabulary would be padding, because such a count belongs to
+        another tokenizer.
+        """
+        if 2 * tokens > self.size:
+            self._real = min(tokens, self.size)
+            self._padded = self.first + self.share > self._real
+
+    def forward(
+        self,
+        model: Any,
+        tokens: mx.array,
+        cache: list[Any],
+        *,
+        given: mx.array | None = None,
+        last_only: bool = False,
+    ) -> mx.array:
+        """Run one forward: tokens [B, L] int32 -> this rank's logits [B, L, share], -inf for padding.
+
+        given      embeddings [B, L, hidden] of these tokens, so that no rank computes them; the tokens must
+                   still be right, because some models read them elsewhere, too
+        last_only  logits of the last position only: [B, 1, share]
+        """
+        if self.embedding is not None:
+            self.embedding._given = given
+        if self.head is not None:
+            self.head._last_only = last_only
+        try:
+            logits: mx.array = model(tokens, cache=cache)
+        finally:
+            if self.embedding is not None:
+                self.embedding._given = None
+            if self.head is not None:
+                self.head._last_only = False
+        if last_only:
+            logits = logits[:, -1:]
+        if self._padded:
+            # Here and not in the head, because some models transform logits, and -inf would become a number.
+            rows = mx.arange(logits.shape[-1]) < self._real - self.first
+            logits = mx.where(rows, logits, mx.array(-mx.inf, dtype=logits.dtype))
+        return logits
+
+    def gather(self, local: mx.array) -> mx.array:
+        """Combine [.., share] of each rank into [.., size] on all, in vocabulary order, by one collective."""
+        if self.group.size == 1:
+            return local
+        parts = mx.moveaxis(self.group.gather(local), 0, -2)
+        return parts.reshape(*local.shape[:-1], -1)[..., : self.size]
+
+    def winners(self, local: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the greedy choice of each row: (tokens int32 [..], their embeddings [.., hidden]).
+
+        Takes [.., share] of each rank and returns the same bits on all ranks, with one collective. The choice
+        is the argmax of the gathered logits, among equals the smallest token. NaN counts as -inf, so a row of
+        nothing else gives token 0. The embeddings equal those of an embedding forward.
+        """
+        values = mx.where(mx.isnan(local), mx.array(-mx.inf, dtype=local.dtype), local)
+        index = mx.argmax(values, axis=-1, keepdims=True)
+        best = mx.take_along_axis(values, index, axis=-1)
+        index = index.astype(mx.int32)
+        tokens = (index + self.first)[..., 0]
+        if self.embedding is None:
+            return tokens, mx.zeros((*tokens.shape, 0), dtype=local.dtype)
+        embeddings = self.embedding.local(index[..., 0])
+        if self.group.size == 1:
+            return tokens, embeddings
+        # Bits of all three in one array, because conversions between their types would change numbers.
+        bits = {2: mx.uint16, 4: mx.uint32}[embeddings.dtype.size]
+        mine = [best.astype(mx.float32).view(bits), tokens[..., None].view(bits), embeddings.view(bits)]
+        offers = self.group.gather(mx.concatenate(mine, axis=-1))
+        word = 4 // embeddings.dtype.size
+        best, ids, rows = mx.split(offers, [word, 2 * word], axis=-1)
+        # The first of equal ranks has the smallest tokens.
+        winner = mx.argmax(best.view(mx.float32), axis=0, keepdims=True)
+        chosen = mx.take_along_axis(ids.view(mx.int32), winner, axis=0)[0, ..., 0]
+        return chosen, mx.take_along_axis(rows, winner, axis=0)[0].view(embeddings.dtype)
+
+
+def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vocabulary:
+    """Divide `model` among the ranks: embedding and head over the vocabulary, the layers as mlx-lm does it.
+
+    Only `cut` evaluates anything. `size` is the vocabulary's for modules with unknown names. Raises
+    ModelError (MODEL_UNSUPPORTED) when a group of several ranks finds no known embedding or head.
+    """
+    modules = dict(model.named_modules())
+    embeddings = [
+        p for p, m in modules.items() if _is(p, m, EMBEDDINGS, (nn.Embedding, nn.QuantizedEmbedding))
+    ]
+    heads = [p for p, m in modules.items() if _is(p, m, HEADS, (nn.Linear, nn.QuantizedLinear))]
+    vocabularies = {modules[path].weight.shape[0] for path in embeddings + heads}
+    if len(embeddings) != 1 or len(heads) > 1 or len(vocabularies) != 1:
+        if group.size > 1:
+            raise ModelError(
+                f"{model.model_type}: found {embeddings} and {heads} instead of one token embedding and one "
+                f"head; on more than one rank these work: {', '.join(sorted(shardable_families()))}",
+                Code.MODEL_UNSUPPORTED,
+            )
+        return Vocabulary(size, group)
+    size = vocabularies.pop()
+    share = _share(size, group)
+    first = group.rank * share
+    for path in embeddings + heads:
+        module, leaf = modules[path], path.rpartition(".")[2]
+        for name, array in module.parameters().items():
+            if array.ndim and array.shape[0] == size:
+                module[name] = cut(array, f"{leaf}.{name}", first, share)
+    embedding = ShardedEmbedding(modules[embeddings[0]], first, share, group)
+    _put(model, embeddings[0], embedding)
+    head = ShardedHead(modules[heads[0]]) if heads else None
+    if group.size > 1:
+        # Some families cut and gather their head themselves, and get this one.
+        owner = modules[heads[0].rpartition(".")[0]] if heads else model
+        if heads:
+            _put(model, heads[0], nn.Linear(1, group.size, bias=False))
+        with divided_vocabulary(owner, share * group.size), _whole_mlps(model, group.size):
+            model.shard(group.handle)
+        if heads and getattr(owner, "sharding_group", None) is not None:
+            owner.sharding_group = None
+    if head is not None:
+        _put(model, heads[0], head)
+    return Vocabulary(size, group, embedding, head or embedding)
+
+
+@contextlib.contextmanager
+def _whole_mlps(model: Any, ranks: int) -> Iterator[None]:
+    """Replace dense MLPs that `ranks` ranks cannot share, while the layers are cut.
+
+    Such an MLP stays whole on each rank, which computes all of it from inputs that all ranks have, so that it
+    needs no sum. Stand-ins that can be cut take its place meanwhile.
+    """
+    kept = []
+    for layer in model.layers:
+        mlp: Any = getattr(layer, "mlp", None)
+        parts = [getattr(mlp, name, None) for name in _MLP]
+        dense = all(isinstance(part, nn.Linear | nn.QuantizedLinear) for part in parts)
+        if dense and not _divide(parts, ranks):
+            kept.append((mlp, dict(zip(_MLP, parts, strict=True))))
+    for mlp, _ in kept:
+        mlp.update_modules({name: nn.Linear(ranks, ranks, bias=False) for name in _MLP})
+    try:
+        yield
+    finally:
+        for mlp, modules in kept:
+            mlp.update_modules(modules)
+
+
+def _divide(parts: list[Any], ranks: int) -> bool:
+    """Return True if ranks can share the rows of the first two, and the groups of columns of the last."""
+    gate, up, down = parts
+    columns = down.scales if isinstance(down, nn.QuantizedLinear) else down.weight
+    return not any(n % ranks for n in (gate.weight.shape[0], up.weight.shape[0], columns.shape[-1]))
+
+
+def _share(size: int, group: Group) -> int:
+    return -(-size // group.size)
+
+
+def _is(path: str, module: Any, names: tuple[str, ...], kinds: tuple[type, ...]) -> bool:
+    return path.rpartition(".")[2] in names and isinstance(module, kinds)
+
+
+def _put(model: Any, path: str, module: Any) -> None:
+    model.update_modules(tree_unflatten([(path, module)]))

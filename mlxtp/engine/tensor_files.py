@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
 
-from .vocabulary import cut_rows
+from .sharding import cut_rows
 
 # --- headers, checked before MLX reads them --------------------------------------------------------------
 # MLX multiplies a shape without an overflow check, and reads beyond the array where the product wraps.

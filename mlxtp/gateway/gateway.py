@@ -57,8 +57,16 @@ from .admission import (
     refusal,
     short_of_memory,
 )
-from .request import ClientRequest, ForwardedRequest, RequestBackend
-from .retry_policy import PROVEN_TOKENS, SUSPECT, ended, strikes_after, struck
+from .request import (
+    PROVEN_TOKENS,
+    SUSPECT,
+    ClientRequest,
+    ForwardedRequest,
+    RequestBackend,
+    ended,
+    strikes_after,
+    struck,
+)
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from ..errors import Code, GroupError, MlxtpError
 from ..gateway.remote_backend import RemoteBackend
 from ..models.local_model import LocalModel
 from ..wire.cluster_messages import Serving
+from ..wire.streams import open_tls
 from ..wire.tls import ALPN_REQUESTS, Credentials, member_context_client
-from ..wire.tls_acceptor import open_tls
 from .health import ServingState
 from .lifecycle import Supervisor
 from .process_group import EpochGroup

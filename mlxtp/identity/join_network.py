@@ -21,11 +21,19 @@ from ..errors import Code, ConfigError, LinkError, ProtocolError, RemoteProtocol
 from ..wire.messages import PROTOCOL_VERSION, Error, Message
 from ..wire.peer_messages import NONCE_BYTES, JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from ..wire.session import LinkKind, Session, Side
-from ..wire.streams import StreamLink
+from ..wire.streams import StreamLink, open_tls
 from ..wire.tls import ALPN_JOIN, join_context
-from ..wire.tls_acceptor import open_tls
-from .join_protocol import Admitted, AskElsewhere, Denied, Granted, Host, Joiner, spoken
-from .join_token import JoinToken, read_token
+from .join_protocol import (
+    Admitted,
+    AskElsewhere,
+    Denied,
+    Granted,
+    Host,
+    Joiner,
+    JoinToken,
+    read_token,
+    spoken,
+)
 from .store import Identity, Store
 
 log = logging.getLogger(__name__)

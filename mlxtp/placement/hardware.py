@@ -17,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..wire.reports import Machine
-from .probe_linux import InterfaceRow, Sight
-from .probe_machine import elsewhere, mac, mac_again
+from .probe_machine import InterfaceRow, Sight, elsewhere, mac, mac_again
 from .probe_macos import COMMANDS
 from .probe_output import NOT_INSTALLED, Output, printable
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from ipaddress import IPv4Network
 
 from ..wire.codecs import U63
 from ..wire.reports import MAX_NOTES, Machine, Port
-from . import probe_linux, probe_macos
+from . import probe_macos
 from .advice import MAC_STUDIO, THUNDERBOLT_5_GBPS, findings
 from .probe_macos import COMMANDS, Bus, HardwarePorts, Profile, parse_profile
 from .probe_output import (
+    MAX_ADDRESSES,
+    MAX_LINKS,
     NOT_INSTALLED,
     NOT_RUN,
     NetworkDevice,
@@ -206,17 +210,17 @@ class _Network:
 # --- elsewhere --------------------------------------------------------------------------------------------
 
 
-def elsewhere(sight: probe_linux.Sight, address: str = "") -> Machine:
+def elsewhere(sight: Sight, address: str = "") -> Machine:
     """Return a machine that is no Mac: no Thunderbolt ports, no GPU, no memory that counts as wired.
 
     `build` is its kernel, `chip` its architecture if the processor has no name.
     """
     machine = Machine(
         system="linux" if sight.system == "linux" else "other",
-        release=probe_linux.parse_os_release(sight.os_release).value or printable(sight.system, 60),
+        release=parse_os_release(sight.os_release).value or printable(sight.system, 60),
         build=printable(sight.kernel, 60),
         model=printable(sight.product, 60),
-        chip=probe_linux.parse_cpuinfo(sight.cpuinfo).value or printable(sight.architecture, 80),
+        chip=parse_cpuinfo(sight.cpuinfo).value or printable(sight.architecture, 80),
         cpu_cores=count(sight.cpu_cores, 4096),
         gpu_cores=0,
         memory_bytes=count(sight.memory_bytes, U63),
@@ -227,7 +231,7 @@ def elsewhere(sight: probe_linux.Sight, address: str = "") -> Machine:
         rdma="unsupported",
         bridge_up=False,
     )
-    return _addressed(machine, probe_linux.links(sight.rows), address, ())
+    return _addressed(machine, links(sight.rows), address, ())
 
 
 # --- both -------------------------------------------------------------------------------------------------
@@ -252,3 +256,104 @@ def _addressed(
             )
         machine = replace(machine, interfaces=named)
     return replace(machine, notes=notes[:MAX_NOTES])
+
+
+# --- linux: texts of /proc and /etc, and rows of psutil, which `hardware.py` reads -----------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceRow:
+    """One IPv4 address as psutil reports it: dotted netmask, flags by commas, speed in Mb/s (0 unknown).
+
+    `wireless` and `bridge` are from /sys/class/net.
+    """
+
+    device: str
+    address: str
+    netmask: str
+    flags: str
+    speed: int
+    up: bool
+    wireless: bool = False
+    bridge: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Readings of a machine that is no Mac. Memory is in bytes; `plugged_in` is None without a battery.
+
+    Texts are empty where their file is missing.
+    """
+
+    system: str
+    cpuinfo: str
+    os_release: str
+    kernel: str
+    architecture: str
+    product: str
+    cpu_cores: int
+    memory_bytes: int
+    free_bytes: int
+    plugged_in: bool | None
+    rows: tuple[InterfaceRow, ...]
+
+
+_CHIP = re.compile(r"^(?:model name|Model|Hardware|cpu model)\s*:(.*)$", re.MULTILINE)
+
+
+def parse_cpuinfo(text: str) -> Reading[str]:
+    """Read the processor's name, which many ARM kernels do not report."""
+    found = _CHIP.search(text[:20_000])
+    chip = printable(found[1], 80) if found else ""
+    return Reading(chip, () if chip else ("chip",))
+
+
+def parse_os_release(text: str) -> Reading[str]:
+    """Read the distribution's name and version for people, such as "Debian GNU/Linux 13 (trixie)"."""
+    for line in text.splitlines()[:100]:
+        name, _, value = line.partition("=")
+        if name.strip() == "PRETTY_NAME" and (release := printable(value.strip().strip("\"'"), 60)):
+            return Reading(release)
+    return Reading("", ("release",))
+
+
+def links(rows: Iterable[InterfaceRow]) -> tuple[NetworkDevice, ...]:
+    """Group the rows by device, in their order."""
+    devices: dict[str, list[InterfaceRow]] = {}
+    for row in rows:
+        devices.setdefault(row.device, []).append(row)
+    return tuple(_link(rows) for rows in list(devices.values())[:MAX_LINKS])
+
+
+def _link(rows: list[InterfaceRow]) -> NetworkDevice:
+    row = rows[0]
+    flags = row.flags.split(",")
+    return NetworkDevice(
+        name=row.device,
+        kind=_kind(row, flags),
+        enabled="up" in flags or row.up,
+        up=row.up,
+        point_to_point="pointopoint" in flags or "pointtopoint" in flags,
+        # A driver that does not know the speed reports 0, -1 or 65535.
+        mbps=0 if row.speed in (-1, 65535) else row.speed,
+        addresses=tuple((row.address, _prefix(row.netmask)) for row in rows[:MAX_ADDRESSES]),
+    )
+
+
+def _kind(row: InterfaceRow, flags: list[str]) -> str:
+    if "loopback" in flags or row.device == "lo":
+        return "loopback"
+    if row.wireless:
+        return "wifi"
+    if row.bridge:
+        return "bridge"
+    if row.device.startswith("thunderbolt"):
+        return "thunderbolt"
+    return "ethernet" if "broadcast" in flags else "other"
+
+
+def _prefix(netmask: str) -> int:
+    try:
+        return IPv4Network((0, netmask)).prefixlen
+    except ValueError:
+        return 32

@@ -1,14 +1,24 @@
-"""A link for asyncio: a `Session` over a pair of streams."""
+"""Links for asyncio: a `Session` over a pair of streams, and TLS streams from an acceptor or a client."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import ipaddress
 import socket
+import ssl
+from collections import Counter
+from collections.abc import Awaitable, Callable
 
-from ..errors import LinkError
+from ..errors import Code, LinkError, ProtocolError
+from .certificates import NodeIdentity
 from .messages import Message
 from .session import Received, Session
+from .tls import GOODBYE_S, HANDSHAKE_S, Peer, explained, judge_client
+
+# --- a link ----------------------------------------------------------------------------------------------
+
 
 _READ_BYTES = 64 * 1024
 
@@ -92,3 +102,170 @@ class StreamLink:
             return await self._reader.read(_READ_BYTES)
         except OSError:
             return b""
+
+
+# --- TLS: an acceptor with limits on unauthenticated peers, and the client's connection ------------------
+# A peer is a stranger until it has shown a certificate of this cluster. Strangers are counted before their
+# handshake begins. Connections beyond the limits are closed at once.
+
+
+MAX_STRANGERS = 32
+MAX_STRANGERS_PER_SOURCE = 2
+#: Seconds before the next attempt to accept when the system had no room for another connection.
+ACCEPT_PAUSE_S = 0.2
+
+_NOT_LISTENING = frozenset((errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP))
+_READ_LIMIT = 256 * 1024
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Peer], Awaitable[None]]
+
+
+class TlsAcceptor:
+    """Acceptor of TLS connections on a listening socket, as long as `run` runs.
+
+    `on_connection(reader, writer, peer)` owns the connection and handles its errors; when it returns, the
+    connection is closed. A joiner counts as a stranger until then, so `on_connection` must be short with one.
+    So does a peer that has a certificate but does not belong (`belongs`).
+
+    handshake_s   time limit of a handshake, in seconds
+    strangers     how many connections may be unauthenticated at one time; more are closed at once
+    per_source    how many of them one address may have; loopback is exempt if `exempt_loopback`
+    turned_away   how many connections were refused, for each reason
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        on_connection: Handler,
+        *,
+        handshake_s: float = HANDSHAKE_S,
+        strangers: int = MAX_STRANGERS,
+        per_source: int = MAX_STRANGERS_PER_SOURCE,
+        exempt_loopback: bool = True,
+        belongs: Callable[[NodeIdentity], bool] = lambda _identity: True,
+    ) -> None:
+        sock.setblocking(False)
+        self.turned_away: Counter[str] = Counter()
+        self._sock = sock
+        self._context = context
+        self._on_connection = on_connection
+        self._handshake_s = handshake_s
+        self._max_strangers = strangers
+        self._max_per_source = per_source
+        self._exempt_loopback = exempt_loopback
+        self._belongs = belongs
+        self._strangers: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def strangers(self) -> int:
+        """Number of connections that are unauthenticated now."""
+        return self._strangers.total()
+
+    async def run(self) -> None:
+        """Accept until cancelled; then close every connection and the listening socket.
+
+        Raises OSError when the socket no longer listens. Other errors do not end it: a system without a free
+        descriptor, a peer that is gone before it was accepted.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    sock, address = await loop.sock_accept(self._sock)
+                except OSError as error:
+                    if error.errno in _NOT_LISTENING:
+                        raise
+                    self.turned_away["no room in the system"] += 1
+                    await asyncio.sleep(ACCEPT_PAUSE_S)  # no event reports that there is room again
+                    continue
+                self._let_in(sock, str(address[0]))
+                await asyncio.sleep(0)  # a flood of connections leaves the loop to others, too
+        finally:
+            self._sock.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _let_in(self, sock: socket.socket, source: str) -> None:
+        crowded = self._strangers[source] >= self._max_per_source and not self._is_exempt(source)
+        if crowded or self.strangers >= self._max_strangers:
+            self.turned_away["too many from one address" if crowded else "too many"] += 1
+            sock.close()
+            return
+        self._strangers[source] += 1
+        task = asyncio.create_task(self._attend(sock, source))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _attend(self, sock: socket.socket, source: str) -> None:
+        writer: asyncio.StreamWriter | None = None
+        is_stranger = True
+        try:
+            try:
+                reader, writer = await self._handshake(sock)
+                peer = judge_client(writer.get_extra_info("ssl_object"), source)
+            except (OSError, ProtocolError):
+                self.turned_away["no handshake" if writer is None else "not authentic"] += 1
+                return
+            if peer.identity is not None and self._belongs(peer.identity):
+                is_stranger = False
+                self._forget(source)
+            await self._on_connection(reader, writer, peer)
+            writer.close()
+        finally:
+            if is_stranger:
+                self._forget(source)
+            if writer is not None and not writer.is_closing():
+                writer.transport.abort()
+
+    async def _handshake(self, sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=_READ_LIMIT, loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol,
+            sock,
+            ssl=self._context,
+            ssl_handshake_timeout=self._handshake_s,
+            ssl_shutdown_timeout=GOODBYE_S,
+        )
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+    def _forget(self, source: str) -> None:
+        self._strangers[source] -= 1
+        if not self._strangers[source]:
+            del self._strangers[source]
+
+    def _is_exempt(self, source: str) -> bool:
+        return self._exempt_loopback and ipaddress.ip_address(source.partition("%")[0]).is_loopback
+
+
+async def open_tls(
+    host: str, port: int, context: ssl.SSLContext, alpn: str, deadline_s: float
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a TLS connection to `host` that speaks `alpn`, which `context` was made for.
+
+    Only the server's first reply shows that it accepts our certificate. Raises ProtocolError (NOT_AUTHENTIC)
+    when its certificate is not of this cluster or it does not speak `alpn`. Raises LinkError: LINK_TIMEOUT
+    after `deadline_s` seconds, LINK_LOST when there is no way to it.
+    """
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        async with asyncio.timeout(deadline_s):
+            reader, writer = await asyncio.open_connection(
+                host,
+                port,
+                limit=_READ_LIMIT,
+                ssl=context,
+                server_hostname="",
+                ssl_handshake_timeout=deadline_s,
+                ssl_shutdown_timeout=GOODBYE_S,
+            )
+    except OSError as error:
+        raise explained(error, where, deadline_s) from None
+    if writer.get_extra_info("ssl_object").selected_alpn_protocol() != alpn:
+        writer.transport.abort()
+        raise ProtocolError(f"{where} does not speak {alpn}", Code.NOT_AUTHENTIC)
+    return reader, writer

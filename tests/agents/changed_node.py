@@ -15,7 +15,7 @@ from typing import Any
 import mlxtp.admin.handlers
 import mlxtp.cluster.introduction
 import mlxtp.groups.lifecycle
-import mlxtp.identity.join_token
+import mlxtp.identity.join_protocol
 import mlxtp.service.watchdog
 from mlxtp.cli.main import main
 from mlxtp.cluster.control_port import TokenIssuing
@@ -34,7 +34,7 @@ def change(thing: str, value: str) -> None:
             for module in (mlxtp.cluster.introduction, mlxtp.admin.handlers):
                 module.versions_here = lambda: told  # type: ignore[attr-defined]
         case "token_life":
-            mlxtp.identity.join_token.LIFE_S = float(value)
+            mlxtp.identity.join_protocol.LIFE_S = float(value)
         case "issues":
             made = TokenIssuing._made
             TokenIssuing._made = (  # type: ignore[method-assign]

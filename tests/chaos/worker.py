@@ -33,8 +33,8 @@ from mlxtp.engine.mailbox import Mailbox
 from mlxtp.engine.runner import Chosen, Runner
 from mlxtp.engine.sampler import Sampler
 from mlxtp.engine.scheduler import Scheduler
+from mlxtp.engine.sharding import Vocabulary
 from mlxtp.engine.steps import Decode, Move, StopSequence
-from mlxtp.engine.vocabulary import Vocabulary
 from mlxtp.wire.blocking import BlockingLink
 from mlxtp.wire.frames import MAX_FRAME, encode
 from mlxtp.wire.messages import (

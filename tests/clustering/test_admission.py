@@ -16,15 +16,26 @@ import pytest
 
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError, RemoteProtocolError, UserError
 from mlxtp.identity.join_network import answer_joiner, ask_to_join
-from mlxtp.identity.join_protocol import Admitted, AskElsewhere, Granted, Host, Joiner, redirect
-from mlxtp.identity.join_token import LIFE_S, MAX_FAILURES, JoinToken, TokenIssuer, read_token
+from mlxtp.identity.join_protocol import (
+    LIFE_S,
+    MAX_FAILURES,
+    Admitted,
+    AskElsewhere,
+    Granted,
+    Host,
+    Joiner,
+    JoinToken,
+    TokenIssuer,
+    read_token,
+    redirect,
+)
 from mlxtp.identity.store import Identity, Store
 from mlxtp.wire.certificates import authority_hash, certificates_to_pem, found, key_to_pem, new_key
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Message, Ping
 from mlxtp.wire.peer_messages import JoinOffer
 from mlxtp.wire.session import LinkKind, Session, Side
-from mlxtp.wire.streams import StreamLink
+from mlxtp.wire.streams import StreamLink, TlsAcceptor, open_tls
 from mlxtp.wire.tls import (
     ALPN_CONTROL,
     ALPN_JOIN,
@@ -34,7 +45,6 @@ from mlxtp.wire.tls import (
     member_context_client,
     member_context_server,
 )
-from mlxtp.wire.tls_acceptor import TlsAcceptor, open_tls
 
 from ..wire.members import Member, founder, member_of
 

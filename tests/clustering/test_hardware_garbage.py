@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.placement import probe_linux, probe_macos
+from mlxtp.placement import probe_machine, probe_macos
 from mlxtp.placement.probe_machine import elsewhere, mac, mac_again
 from mlxtp.placement.probe_macos import COMMANDS, parse_profile
 from mlxtp.placement.probe_output import MAX_LINKS, Output, Reading, interfaces, only
@@ -115,7 +115,7 @@ def test_whatever_was_said_the_machine_fits_into_its_message(
 
 LONG = st.text(min_size=0, max_size=200)
 ROWS = st.builds(
-    probe_linux.InterfaceRow,
+    probe_machine.InterfaceRow,
     device=LONG,
     address=st.sampled_from(["10.0.0.1", "127.0.0.1", "::1"]) | LONG,
     netmask=st.sampled_from(["255.255.255.0", "255.0.255.0"]) | LONG,
@@ -128,22 +128,24 @@ ROWS = st.builds(
 @settings(max_examples=40)
 @given(
     st.builds(
-        probe_linux.Sight,
+        probe_machine.Sight,
         *(LONG for _ in range(6)),
         *(st.integers() for _ in range(3)),
         st.none() | st.booleans(),
         st.lists(ROWS, max_size=8).map(tuple),
     )
 )
-def test_whatever_linux_says_the_machine_fits_into_its_message(sight: probe_linux.Sight) -> None:
+def test_whatever_linux_says_the_machine_fits_into_its_message(sight: probe_machine.Sight) -> None:
     found = elsewhere(sight)
     assert over_the_wire(found) == found
 
 
 @settings(max_examples=30)
 @given(st.lists(ROWS, max_size=8), LONG)
-def test_an_address_selects_at_most_one_interface(rows: list[probe_linux.InterfaceRow], address: str) -> None:
-    links = probe_linux.links(rows)
+def test_an_address_selects_at_most_one_interface(
+    rows: list[probe_machine.InterfaceRow], address: str
+) -> None:
+    links = probe_machine.links(rows)
     assert len(only(links, address)) <= 1
     assert len(interfaces(links)) <= len(rows)
 

@@ -6,8 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.placement.probe_linux import InterfaceRow, Sight, links, parse_cpuinfo, parse_os_release
-from mlxtp.placement.probe_machine import elsewhere
+from mlxtp.placement.probe_machine import (
+    InterfaceRow,
+    Sight,
+    elsewhere,
+    links,
+    parse_cpuinfo,
+    parse_os_release,
+)
 from mlxtp.placement.probe_output import NetworkDevice, interfaces, ipv4, only
 from mlxtp.wire.reports import Interface
 

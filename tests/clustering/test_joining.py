@@ -8,8 +8,20 @@ from dataclasses import replace
 import pytest
 
 from mlxtp.errors import Code, ProtocolError, UserError
-from mlxtp.identity.join_protocol import Admitted, AskElsewhere, Granted, Host, Joiner, redirect, spoken
-from mlxtp.identity.join_token import LIFE_S, MAX_FAILURES, RESEND_S, JoinToken, TokenIssuer
+from mlxtp.identity.join_protocol import (
+    LIFE_S,
+    MAX_FAILURES,
+    RESEND_S,
+    Admitted,
+    AskElsewhere,
+    Granted,
+    Host,
+    Joiner,
+    JoinToken,
+    TokenIssuer,
+    redirect,
+    spoken,
+)
 from mlxtp.wire.certificates import (
     Authority,
     authority_hash,

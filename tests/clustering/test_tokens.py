@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code, ConfigError, UserError
-from mlxtp.identity.join_token import (
+from mlxtp.identity.join_protocol import (
     LIFE_S,
     MAX_FAILURES,
     MAX_OPEN,
@@ -90,7 +90,7 @@ def test_two_letters_in_the_wrong_order_are_noticed() -> None:
 
 
 def test_a_token_of_a_later_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxtp.identity.join_token.VERSION", 2)
+    monkeypatch.setattr("mlxtp.identity.join_protocol.VERSION", 2)
     later = TOKEN.text()
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"is of version 2 and this mlxtp reads version 1"):

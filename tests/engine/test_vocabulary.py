@@ -13,7 +13,7 @@ from mlx import nn
 
 from mlxtp.engine.group import LoneGroup
 from mlxtp.engine.loader import ModelShare, load, make_cache
-from mlxtp.engine.vocabulary import ShardedEmbedding, ShardedHead, Vocabulary, cut_rows, shard
+from mlxtp.engine.sharding import ShardedEmbedding, ShardedHead, Vocabulary, cut_rows, shard
 from mlxtp.errors import Code, ModelError
 
 from .small_models import write_model

@@ -34,8 +34,7 @@ from mlxtp.discovery.addresses import SERVICE, Advert, DiscoveredPeer, host_and_
 from mlxtp.discovery.mdns import info_of
 from mlxtp.engine.tensor_files import MAX_LENGTH, check_header
 from mlxtp.errors import ConfigError, LinkError, ProtocolError, RemoteProtocolError, RequestError, UserError
-from mlxtp.identity.join_protocol import Host, Joiner
-from mlxtp.identity.join_token import TokenIssuer, read_token
+from mlxtp.identity.join_protocol import Host, Joiner, TokenIssuer, read_token
 from mlxtp.models import manifest as manifests
 from mlxtp.placement import measurements
 from mlxtp.placement.machines_file import read_machines

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code
-from mlxtp.gateway.retry_policy import PROVEN_TOKENS, SUSPECT, RequestRecord, ended, strikes_after
+from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT, RequestRecord, ended, strikes_after
 
 NEW = RequestRecord(0, 0, 10)
 ONCE = RequestRecord(1, 3, 10)

@@ -18,7 +18,7 @@ from mlxtp.cluster.state_file import load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError
 from mlxtp.gateway.admission import SystemMemory
-from mlxtp.identity.join_token import JoinToken, TokenIssuer
+from mlxtp.identity.join_protocol import JoinToken, TokenIssuer
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement import hardware
 from mlxtp.wire.certificates import authority_hash

@@ -18,14 +18,21 @@ from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, MlxtpError, UserError
 from mlxtp.gateway.remote_backend import RemoteBackend, serve_requests
 from mlxtp.identity.join_network import ask_to_join
-from mlxtp.identity.join_protocol import AskElsewhere, Denied, Granted, Joiner
-from mlxtp.identity.join_token import JoinToken, TokenIssuer, read_token
+from mlxtp.identity.join_protocol import (
+    AskElsewhere,
+    Denied,
+    Granted,
+    Joiner,
+    JoinToken,
+    TokenIssuer,
+    read_token,
+)
 from mlxtp.wire.certificates import authority_hash, new_key
 from mlxtp.wire.cluster_messages import TokenIssued, TokenWanted
 from mlxtp.wire.messages import Cancel, Generate
 from mlxtp.wire.peer_messages import MAX_ADDRESS, MAX_PEERS, NONCE_BYTES
+from mlxtp.wire.streams import open_tls
 from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS, member_context_client
-from mlxtp.wire.tls_acceptor import open_tls
 
 from ..wire.members import Member, founder, member_of
 from .one_node import CLOCK, A, Node, by_hand

@@ -16,8 +16,7 @@ from mlxtp.discovery.addresses import DiscoveredPeer
 from mlxtp.errors import ConfigError, UserError
 from mlxtp.identity import join_network
 from mlxtp.identity.join_network import JoinResult, enter
-from mlxtp.identity.join_protocol import Denied, Host
-from mlxtp.identity.join_token import TokenIssuer
+from mlxtp.identity.join_protocol import Denied, Host, TokenIssuer
 from mlxtp.identity.store import Store
 from mlxtp.wire.certificates import Authority, authority_hash, new_key
 

@@ -27,8 +27,8 @@ from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.blocking import listen
 from mlxtp.wire.cluster_messages import Serving
 from mlxtp.wire.messages import Cancel, Delta, Finished, Generate
+from mlxtp.wire.streams import TlsAcceptor
 from mlxtp.wire.tls import Peer, member_context_server
-from mlxtp.wire.tls_acceptor import TlsAcceptor
 
 from ..wire.members import founder, member_of
 from .scenes import run, sees, within

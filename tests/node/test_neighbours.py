@@ -21,9 +21,8 @@ from mlxtp.wire.codecs import Message
 from mlxtp.wire.frames import MAX_FRAME, encode
 from mlxtp.wire.messages import Error, Generate, Hello, SessionEnd
 from mlxtp.wire.session import LinkKind, Session, Side
-from mlxtp.wire.streams import StreamLink
+from mlxtp.wire.streams import StreamLink, TlsAcceptor, open_tls
 from mlxtp.wire.tls import ALPN_CONTROL, Peer, member_context_client, member_context_server, peer_identity
-from mlxtp.wire.tls_acceptor import TlsAcceptor, open_tls
 
 from ..wire.members import Member, founder, member_of
 from .scenes import run, sees, within

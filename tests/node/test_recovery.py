@@ -12,7 +12,7 @@ import pytest
 from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError
 from mlxtp.gateway import gateway as gateway_module
-from mlxtp.gateway.retry_policy import PROVEN_TOKENS, SUSPECT
+from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Sampling, Shaping
 
 from .test_gateway import MODEL, TEXT, FakeRanks, Stage, everything, play

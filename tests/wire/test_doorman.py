@@ -17,10 +17,17 @@ from typing import Any
 import pytest
 
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
-from mlxtp.wire import tls_acceptor as module
+from mlxtp.wire import streams as module
 from mlxtp.wire.messages import Delta, Generate, SessionEnd
 from mlxtp.wire.session import LinkKind, LinkState, Session, Side
-from mlxtp.wire.streams import StreamLink
+from mlxtp.wire.streams import (
+    MAX_STRANGERS,
+    MAX_STRANGERS_PER_SOURCE,
+    Handler,
+    StreamLink,
+    TlsAcceptor,
+    open_tls,
+)
 from mlxtp.wire.tls import (
     ALPN_CONTROL,
     ALPN_DECODE,
@@ -32,7 +39,6 @@ from mlxtp.wire.tls import (
     member_context_client,
     member_context_server,
 )
-from mlxtp.wire.tls_acceptor import MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE, Handler, TlsAcceptor, open_tls
 
 from .members import Member, founder, member_of
 from .test_tls import careless

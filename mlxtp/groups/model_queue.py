@@ -1,6 +1,6 @@
 """Queue of requests for models that are not loaded: this node's part in changing the model for them.
 
-`models/queue_policy.py` decides, on the coordinator. Here its announcements are received, sent and carried
+`groups/queue_policy.py` decides, on the coordinator. Here its announcements are received, sent and carried
 out, and the requests of this node's clients wait.
 """
 
@@ -23,11 +23,11 @@ from ..config import EMBEDDED_MODEL
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from ..models.inspect import inspect, stored_models, stored_name
 from ..models.local_model import LocalModel
-from ..models.queue_policy import AnnounceModel, LoadModel, ModelQueues
 from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
 from .health import ServingState, of_the_model
 from .lifecycle import Supervisor
+from .queue_policy import AnnounceModel, LoadModel, ModelQueues
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.models.queue_policy import AnnounceModel, LoadModel, ModelQueues
+from mlxtp.groups.queue_policy import AnnounceModel, LoadModel, ModelQueues
 from mlxtp.wire.cluster_messages import DesiredState, ModelQueue, ModelTurn
 
 TERM = 5

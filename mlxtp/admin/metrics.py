@@ -205,14 +205,14 @@ class OwnProcess(Collector):
 
 
 def _gauge(name: str, says: str, labels: Labels, samples: Samples) -> Metric:
-    family = GaugeMetricFamily(name, says, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+    return _filled(GaugeMetricFamily(name, says, labels=labels), samples)
 
 
 def _counter(name: str, says: str, labels: Labels, samples: Samples) -> Metric:
-    family = CounterMetricFamily(name, says, labels=labels)
+    return _filled(CounterMetricFamily(name, says, labels=labels), samples)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
     for values, value in samples:
         family.add_metric(values, value)
     return family

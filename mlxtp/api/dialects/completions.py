@@ -25,7 +25,7 @@ from ..generation import MAX_CHOICES, Generation, Handler
 from ..http_errors import error_body_of
 from ..request_body import in_range, not_supported, parsed, shown, wrong
 from ..streaming import COMMENT
-from .openai import LEAST_LOGPROB, TOO_LONG, finishes, first_open, sse, usage
+from .openai import TOO_LONG, bounded, end_of_stream, finishes, first_open, head, sse, usage
 from .openai_request import StreamOptions
 from .request_parts import MOST_TOKENS, Tuning
 
@@ -157,26 +157,13 @@ class Logprobs:
         names = self._about.names
         for token, score in scores:
             name, bytes_ = names(token)
-            others = {names(other)[0]: _bounded(logprob) for other, logprob in reversed(score.top)}
+            others = {names(other)[0]: bounded(logprob) for other, logprob in reversed(score.top)}
             tokens.append(name)
-            own.append(_bounded(score.logprob))
+            own.append(bounded(score.logprob))
             top.append(others | {name: own[-1]})
             offsets.append(self._offset)
             self._offset += len(self._utf8.decode(bytes(bytes_ or ())))
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
-
-
-def _bounded(logprob: float) -> float:
-    return min(max(logprob, LEAST_LOGPROB), 0.0)
-
-
-def _head(about: About) -> Json:
-    return {
-        "id": f"cmpl-{about.id}",
-        "object": "text_completion",
-        "created": int(about.created),
-        "model": about.model,
-    }
 
 
 def _choice(index: int, text: str, scores: Json | None, reason: str | None) -> Json:
@@ -196,13 +183,16 @@ def whole_body(about: About, wholes: Sequence[WholeAnswer]) -> Json:
     for index, (whole, end) in enumerate(zip(wholes, ends, strict=True)):
         scores = Logprobs(about).of(whole.scores) if scored else None
         choices.append(_choice(index, _echo(about, index) + whole.text, scores, end.reason))
-    return _head(about) | {"choices": choices, "usage": usage(about, [end.end for end in ends])}
+    return head(about, "cmpl", "text_completion") | {
+        "choices": choices,
+        "usage": usage(about, [end.end for end in ends]),
+    }
 
 
 class CompletionWriter:
     def __init__(self, about: About) -> None:
         self._about = about
-        self._head = _head(about)
+        self._head = head(about, "cmpl", "text_completion")
         self._include_usage = about.ask.dialect.include_usage
         self._logprobs = [Logprobs(about) for _ in range(about.choices)]
         self._ends: dict[int, StreamEnd] = {}
@@ -226,11 +216,7 @@ class CompletionWriter:
                 return b""
 
     def close(self) -> bytes:
-        trailer = b""
-        if self._include_usage:
-            ends = [self._ends[choice] for choice in range(self._about.choices)]
-            trailer = sse(self._head | {"choices": [], "usage": usage(self._about, ends)})
-        return trailer + b"data: [DONE]\n\n"
+        return end_of_stream(self._about, self._head, self._ends, self._include_usage)
 
     def fail(self, error: MlxtpError) -> bytes:
         return sse(error_body_of(error))

@@ -43,13 +43,12 @@ from .ollama_request import (
     parse_generate,
     served_name,
 )
+from .openai import bounded
 
 # --- answers ----------------------------------------------------------------------------------------------
 
 
 FOREVER = "9999-12-31T23:59:59Z"  # Expiry of a loaded model as shown to clients: no `keep_alive` ends it.
-
-_LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 # --- from events to lines ---------------------------------------------------------------------------------
@@ -209,7 +208,7 @@ def _logprobs(scores: Sequence[Scored], about: About) -> Json:
 
 def _logprob(token: int, logprob: float, about: About) -> Json:
     name, bytes_ = about.names(token)
-    row: Json = {"token": name, "logprob": min(max(logprob, _LEAST_LOGPROB), 0.0)}
+    row: Json = {"token": name, "logprob": bounded(logprob)}
     return row if bytes_ is None else row | {"bytes": list(bytes_)}
 
 

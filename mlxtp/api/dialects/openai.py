@@ -88,7 +88,7 @@ def completion_body(about: About, wholes: Sequence[WholeAnswer], custom: Collect
         for index, (whole, end) in enumerate(zip(wholes, ends, strict=True))
     ]
     counts = usage(about, [end.end for end in ends])
-    return _head(about, "chat.completion") | {"choices": rows, "usage": counts}
+    return head(about, "chatcmpl", "chat.completion") | {"choices": rows, "usage": counts}
 
 
 def _message(whole: WholeAnswer, custom: Collection[str]) -> Json:
@@ -121,7 +121,31 @@ def logprobs(scores: Sequence[Scored], names: Names) -> Json:
 
 def _logprob(token: int, logprob: float, names: Names) -> Json:
     name, bytes_ = names(token)
-    return {"token": name, "logprob": min(max(logprob, LEAST_LOGPROB), 0.0), "bytes": bytes_}
+    return {"token": name, "logprob": bounded(logprob), "bytes": bytes_}
+
+
+def bounded(logprob: float) -> float:
+    """Return a logprob that JSON has."""
+    return min(max(logprob, LEAST_LOGPROB), 0.0)
+
+
+def head(about: About, prefix: str, object_: str) -> Json:
+    """Return the fields that an answer and its chunks begin with."""
+    return {
+        "id": f"{prefix}-{about.id}",
+        "object": object_,
+        "created": int(about.created),
+        "model": about.model,
+    }
+
+
+def end_of_stream(about: About, head: Json, ends: Mapping[int, StreamEnd], include_usage: bool) -> bytes:
+    """Return the usage of all choices if the request includes it, and `[DONE]`."""
+    last = b""
+    if include_usage:
+        in_order = [ends[index] for index in range(about.choices)]
+        last = sse(head | {"choices": [], "usage": usage(about, in_order)})
+    return last + b"data: [DONE]\n\n"
 
 
 class ChunkWriter:
@@ -131,7 +155,7 @@ class ChunkWriter:
         self._about = about
         self._custom = custom
         self._texts: dict[tuple[int, int], TextReader] = {}  # of the custom calls, by choice and number
-        self._head = _head(about, "chat.completion.chunk")
+        self._head = head(about, "chatcmpl", "chat.completion.chunk")
         self._before = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
         self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._include_usage = include_usage
@@ -157,12 +181,7 @@ class ChunkWriter:
         return self._role(event.choice) + self._rest(event)
 
     def close(self) -> bytes:
-        """Return the usage if the request includes it, and `[DONE]`."""
-        trailer = b""
-        if self._include_usage:
-            ends = [self._ends[index] for index in range(self._about.choices)]
-            trailer = sse(self._head | {"choices": [], "usage": usage(self._about, ends)})
-        return trailer + b"data: [DONE]\n\n"
+        return end_of_stream(self._about, self._head, self._ends, self._include_usage)
 
     def fail(self, error: MlxtpError) -> bytes:
         return sse(error_body_of(error))
@@ -249,15 +268,6 @@ def health_body(health: Health) -> Json:
         "ready": health.ready,
         "open_requests": health.open_requests,
         "ranks": [dict(rank) for rank in health.ranks],
-    }
-
-
-def _head(about: About, object_: str) -> Json:
-    return {
-        "id": f"chatcmpl-{about.id}",
-        "object": object_,
-        "created": int(about.created),
-        "model": about.model,
     }
 
 

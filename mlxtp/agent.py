@@ -51,12 +51,13 @@ from .groups.warm_pool import WarmPool
 from .groups.worker_output import log_lines
 from .identity.join_network import enter
 from .identity.store import Store
-from .models.download import download
+from .models.download import apart, download
 from .models.inspect import (
     ModelSource,
     find_model,
     hub_folder,
     in_folders,
+    inspect,
     is_hub_id,
     lasting_name,
     open_model,
@@ -146,9 +147,13 @@ async def running_agent(
 
 
 async def _download(name: str) -> None:
-    """Download a model of the Hub that is not here, and log the progress. Raises ModelError."""
+    """Download a model of the Hub that is not here, and log the progress.
+
+    Raises ModelError, for a model that cannot be served before it is downloaded.
+    """
     if not is_hub_id(name) or await asyncio.to_thread(hub_folder, name) is not None:
         return
+    servable = await apart(partial(inspect, name, ask_hub=True))
     reported = 0
 
     def on_progress(held: int, total: int) -> None:
@@ -158,7 +163,7 @@ async def _download(name: str) -> None:
             log.info("%s: %s of %s are here", name, gigabytes(held), gigabytes(total))
 
     log.info("%s comes from the Hub", name)
-    await download(name, on_progress)
+    await download(name, on_progress, servable.manifest)
 
 
 @asynccontextmanager

@@ -56,12 +56,13 @@ async def apart(work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(begin(work))
 
 
-async def download(name: str, on_progress: OnProgress) -> Path:
+async def download(name: str, on_progress: OnProgress, known: Manifest | None = None) -> Path:
     """Download OWNER/NAME[@REVISION] as the Hub has it now, or its missing files, in this process.
 
+    `known`: the Hub's answer about the name, if it was asked just now.
     Returns the folder. Raises ModelError. A cluster downloads by its `TransferCoordinator`, and so once.
     """
-    return await Fetch(*hub_name(name)).run(on_progress)
+    return await Fetch(*hub_name(name), known=known).run(on_progress)
 
 
 class Fetch:

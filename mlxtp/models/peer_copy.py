@@ -53,7 +53,7 @@ IDLE_S = 60  #: Seconds that the other end may be silent, or not read.
 #: Seconds that a seeder may take for each STEP_BYTES, or get nothing new itself.
 STEP_S = 300
 STEP_BYTES = 4 << 20
-AGAIN_S = 0.25  #: Seconds between two requests for the files that a seeder has by now.
+AGAIN_S = 1.0  #: Seconds between two requests for the files that a seeder has by now.
 _BLOCK_BYTES = 1 << 18
 _LENGTH = struct.Struct(">I")
 

@@ -131,7 +131,16 @@ def test_an_agent_alone_reports_the_progress_of_its_download(
     size = gigabytes(sum(map(len, embedded().values())))
     assert caplog.messages[:1] == ["o/tiny comes from the Hub"]
     assert f"o/tiny: {size} of {size} are here" in caplog.messages
+    assert len([each for each in hub.asked if "/api/models/o/tiny" in each]) == 1
     caplog.clear()
     hub.close()
     run(within(start_and_stop(replace(settings, model="o/tiny"))))
     assert not [each for each in caplog.messages if "o/tiny" in each]
+
+
+@pytest.mark.parametrize("settings", [False], ids=["alone"], indirect=True)
+def test_an_agent_alone_downloads_nothing_that_it_cannot_serve(settings: Settings, hub: Hub) -> None:
+    hub.models["o/labels"] = Model(embedded() | {"config.json": b'{"model_type": "bert"}'})
+    with pytest.raises(ModelError, match="mlx-lm has no model family 'bert'"):
+        asyncio.run(start_and_stop(replace(settings, model="o/labels")))
+    assert "model.safetensors" not in hub.models["o/labels"].sent

@@ -68,6 +68,7 @@ BIG = "model-extra-0.safetensors"
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(hub_client, "_BLOCK_BYTES", 4096)
     monkeypatch.setattr(hub_client, "AGAIN_S", 0.05)
+    monkeypatch.setattr(peer_copy, "AGAIN_S", 0.05)
     with running_hub() as running:
         running.models[NAME] = Model(with_weights(EXTRA))
         put(running.url, tmp_path / "cache", monkeypatch)

@@ -400,7 +400,7 @@ def drain_on_signal(drain: Drain, within_s: float) -> None:
     def first(number: signal.Signals) -> None:
         for each in _SIGNALS:
             loop.add_signal_handler(each, task.cancel)
-        drain.begin(within_s)
+        drain.start(within_s)
         if number == signal.SIGINT and drain.now()["open_requests"]:
             log.info("open requests get %g s to end; a second Ctrl-C ends at once", within_s)
 

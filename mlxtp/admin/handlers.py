@@ -87,12 +87,12 @@ class StandaloneAdmin:
 
     def drain(self, within: str) -> Json:
         """Drain the agent: finish open requests, take no new ones, and end, `within` some seconds."""
-        self.draining.begin(parse_seconds(within, "--within") if within else None)
+        self.draining.start(parse_seconds(within, "--within") if within else None)
         return self.draining.now()
 
-    async def progress(self) -> Json:
+    async def drain_progress(self) -> Json:
         """Return the drain's progress, once it has changed or a while has passed."""
-        return await self.draining.progress()
+        return await self.draining.drain_progress()
 
     def keys(self) -> Json:
         """Return the time of each API key's last use since this agent started, in seconds since 1970."""

@@ -78,7 +78,7 @@ class Administration(ModelCommands, MemberCommands, Protocol):
 
     def drain(self, within: str) -> Json: ...
 
-    async def progress(self) -> Json: ...
+    async def drain_progress(self) -> Json: ...
 
     def keys(self) -> Json: ...
 
@@ -109,7 +109,7 @@ def admin_routes(admin: Administration) -> list[Route]:
     return [
         route("status", "GET", lambda _: admin.status()),
         route("drain", "POST", lambda body: admin.drain(_text(body, "within", ""))),
-        route("progress", "GET", lambda _: admin.progress()),
+        route("progress", "GET", lambda _: admin.drain_progress()),
         route("keys", "GET", lambda _: admin.keys()),
         route("settings", "GET", lambda _: admin.settings()),
         route("plan", "GET", lambda _: admin.plan()),

@@ -176,7 +176,7 @@ class ChatScreen:
             import readline  # noqa: F401  # enables line editing, and the arrow keys for earlier lines
         while True:
             try:
-                line = self._read()
+                line = self._ask_line()
                 self._stopped = False
                 if not self._turn(line):
                     return
@@ -198,7 +198,7 @@ class ChatScreen:
             self._answer(text)
         return True
 
-    def _read(self) -> str:
+    def _ask_line(self) -> str:
         """Read what the user types."""
         line = input(PROMPT)
         if line.startswith(QUOTES):

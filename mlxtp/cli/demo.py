@@ -64,7 +64,7 @@ class DemoView:
         self._settings = settings
         self.stages: dict[str, float] = {}
 
-    def begin(self) -> None:
+    def start(self) -> None:
         s = self._settings
         how = "a ring over loopback" if s.ranks > 1 else "no group"
         ranks = f"{s.ranks} ranks" if s.ranks > 1 else "1 rank"
@@ -111,7 +111,7 @@ async def run(settings: Settings, prompt: str | None, view: DemoView, *, once: b
     """
     question = prompt or (EMBEDDED_PROMPT if settings.model == EMBEDDED_MODEL else OTHER_PROMPT)
     began = time.monotonic()
-    view.begin()
+    view.start()
     async with running_agent(settings, view.stage) as agent:
         try:
             await agent.wait_ready()

@@ -136,7 +136,7 @@ class DecodeLoop:
         status, size = self._rank.status, self._rank.loaded.vocabulary.size
         status.enter("loading")  # again: this folder's disk may hang, too
         try:
-            return DraftModel(Path(command.draft_path), size, status.progress)
+            return DraftModel(Path(command.draft_path), size, status.advance)
         finally:
             status.enter("idle")
 

@@ -28,7 +28,7 @@ class Emitter:
         self._clock = clock
         self._open: dict[int, float] = {}  # by uid: when the next Prefilled may go out
 
-    def begin(self, uid: int) -> None:
+    def admit(self, uid: int) -> None:
         self._open[uid] = 0.0
 
     def emit(self, outcomes: tuple[StepResult, ...]) -> None:
@@ -61,7 +61,7 @@ class Emitter:
                     )
                 )
             elif isinstance(outcome, SequenceFailed) and outcome.uid in self._open:
-                self.fail(outcome.uid, outcome.code, outcome.detail)
+                self.send_error(outcome.uid, outcome.code, outcome.detail)
 
     def _emit_scored(self, tokens: list[SampledToken]) -> None:
         for uid, group in groupby(tokens, key=lambda token: token.uid):
@@ -90,13 +90,13 @@ class Emitter:
             self._open[uid] = now + PROGRESS_S
             self._pipe.send(Prefilled(uid, computed, cached))
 
-    def fail(self, uid: int, code: Code, detail: str) -> None:
+    def send_error(self, uid: int, code: Code, detail: str) -> None:
         self._open.pop(uid, None)
         self._pipe.send(Error(code, detail, uid))
 
     def fail_all(self, code: Code, detail: str) -> None:
         for uid in sorted(self._open):
-            self.fail(uid, code, detail)
+            self.send_error(uid, code, detail)
 
 
 def _finite(logprob: float) -> float:

@@ -237,7 +237,7 @@ class RankExecutor:
 
     def _time(self, command: TimeCollectives) -> CollectivesTimed:
         self.status.enter("measuring")
-        kind, progress = cast(Timed, command.kind), self.status.progress
+        kind, progress = cast(Timed, command.kind), self.status.advance
         try:
             seconds = self._group.timed(kind, command.size, command.rounds, progress)
         except RuntimeError as error:
@@ -249,7 +249,7 @@ class RankExecutor:
         self.status.enter("loading")
         path = command.paths[self.bootstrap.rank] if command.paths else command.path
         try:
-            self.loaded = load(Path(path), self._group, self.status.progress)
+            self.loaded = load(Path(path), self._group, self.status.advance)
             self.caches = CacheKind(self.loaded.model, command.kv_bits)
             if self._group.size > 1 and mx.metal.is_available():
                 first = partial(self._first_forwards, command.prefill_chunk)

@@ -199,7 +199,7 @@ class Grammars:
         Without a usable tokenizer, the first grammar is refused.
         """
         with contextlib.suppress(RequestError):
-            self._read()
+            self._tokenizer_and_hints()
 
     def compile(self, kind: str, text: str) -> Grammar:
         """Return the grammar, compiled unless it is cached.
@@ -241,7 +241,7 @@ class Grammars:
 
     def _compile(self, kind: str, text: str) -> Grammar:
         self._trial.start()
-        tokenizer, hints = self._read()
+        tokenizer, hints = self._tokenizer_and_hints()
         size = max(self._trial.run(kind, text), len(text))
         if size > self._max_kept_bytes:
             raise refused(kind, f"it takes {size >> 20} MiB; the limit is {self._max_kept_bytes >> 20} MiB")
@@ -251,7 +251,7 @@ class Grammars:
             hints = _with_suffixes(hints, text, tokenizer, self._vocabulary)
         return Grammar(kind, text, size, start, tokenizer.vocab_size, self._vocabulary, hints, length)
 
-    def _read(self) -> tuple[LLTokenizer, Hints]:
+    def _tokenizer_and_hints(self) -> tuple[LLTokenizer, Hints]:
         if self._known is None:
             tokenizer = read_tokenizer(self._folder, self._vocabulary, self._eos)
             self._known = (tokenizer, _hints(tokenizer, self._vocabulary))

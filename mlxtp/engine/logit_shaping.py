@@ -85,7 +85,7 @@ class RequestShaping(LogitShaping):
         self._vocabulary = 0
         self._eos: tuple[int, ...] = ()
 
-    def open(self, vocabulary: int, eos: frozenset[int]) -> None:
+    def prepare(self, vocabulary: int, eos: frozenset[int]) -> None:
         """Prepare for a loaded model."""
         self.clear()
         self._vocabulary, self._eos = vocabulary, tuple(sorted(eos))
@@ -112,7 +112,7 @@ class RequestShaping(LogitShaping):
         if (order := self._orders.pop(request, None)) is not None:
             self._sequences = {uid: other for uid, other in self._sequences.items() if other is not order}
 
-    def begin(self, uid: int, request: int) -> None:
+    def assign(self, uid: int, request: int) -> None:
         """Assign a sequence to a request."""
         if (order := self._orders.get(request)) is not None:
             self._sequences[uid] = order

@@ -106,7 +106,7 @@ class Requests:
         )
         self._begin_anew()
         size = rank.loaded.vocabulary.size
-        self._shaping.open(size, rank.eos)
+        self._shaping.prepare(size, rank.eos)
         self._grammars = Grammars(Path(command.path), size, rank.eos)
         self._grammars.read()
         return kv_cache.fitting(self._policy.kv_tokens)
@@ -145,18 +145,18 @@ class Requests:
         """Check a request and start it. Its grammar is compiled first, while other requests continue."""
         loaded = self._rank.loaded
         assert loaded is not None, "the pipe's protocol admits requests to a loaded model only"
-        self._emitter.begin(request.uid)
+        self._emitter.admit(request.uid)
         size, context = loaded.vocabulary.size, self._context
         largest = max(*request.tokens, *request.shaping.bias_tokens, 0)
         if largest >= size:
             detail = f"token {largest} is not in the model's vocabulary of {size}"
-            self._emitter.fail(request.uid, Code.BAD_REQUEST, detail)
+            self._emitter.send_error(request.uid, Code.BAD_REQUEST, detail)
         elif (prompt := len(request.tokens) - request.answered) + request.max_tokens > context:
             detail = (
                 f"{prompt} prompt tokens and {request.max_tokens} new ones exceed "
                 f"the model's context of {context}"
             )
-            self._emitter.fail(request.uid, Code.CONTEXT_OVERFLOW, detail)
+            self._emitter.send_error(request.uid, Code.CONTEXT_OVERFLOW, detail)
         elif request.shaping.grammar_kind:
             self._compile(request)
         else:
@@ -177,7 +177,7 @@ class Requests:
                 why = f"{MAX_COMPILING} grammars"
             if why and not request.answered:
                 detail = f"{why} wait to be compiled, which is the limit"
-                self._emitter.fail(request.uid, Code.OVERLOADED, detail)
+                self._emitter.send_error(request.uid, Code.OVERLOADED, detail)
                 return
             self._lined_up[kind, text] = self._turns.following(request.client, own), request.client
         self._compiling[request.uid] = request
@@ -189,7 +189,7 @@ class Requests:
             return
         kind, text = self._compiles = min(self._lined_up, key=lambda each: self._lined_up[each][0])
         turn, client = self._lined_up.pop(self._compiles)
-        self._turns.begin(client, turn)
+        self._turns.record(client, turn)
         mail, grammars = self._mail, self._grammars
         assert grammars is not None
         grammars.submit(kind, text, lambda outcome: mail.post(COMPILER, (grammars, kind, text, outcome)))
@@ -203,7 +203,7 @@ class Requests:
         for request in self._who_waits_for(kind, text):
             del self._compiling[request.uid]
             if isinstance(outcome, RequestError):
-                self._emitter.fail(request.uid, outcome.code, outcome.detail)
+                self._emitter.send_error(request.uid, outcome.code, outcome.detail)
             else:
                 self._start(request, outcome)
 
@@ -221,7 +221,7 @@ class Requests:
             try:
                 guide = Guided(grammar.matcher(), loaded.vocabulary.size, request.max_tokens, begun)
             except MlxtpError as error:
-                self._emitter.fail(request.uid, error.code, error.detail)
+                self._emitter.send_error(request.uid, error.code, error.detail)
                 return
             if guide.finished:  # the answer is complete except for its end
                 self.emit((SequenceEnd(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
@@ -238,7 +238,7 @@ class Requests:
             whose = {"client": request.client, "user": request.user}
             self.scheduler.add(request.uid, request.tokens, wants, request.answered, **whose)
         except MlxtpError as error:
-            self._emitter.fail(request.uid, error.code, error.detail)
+            self._emitter.send_error(request.uid, error.code, error.detail)
             return
         self._shaping.enter(request, guide)
         if not request.answered:  # an answer that has begun is not ended for lack of room
@@ -264,7 +264,7 @@ class Requests:
             return
         self.scheduler.cancel(uid)
         self._forget(uid)
-        self._emitter.fail(uid, Code.OVERLOADED, f"no room for this request within {waited_s:.0f} s")
+        self._emitter.send_error(uid, Code.OVERLOADED, f"no room for this request within {waited_s:.0f} s")
 
     def _forget(self, uid: int) -> None:
         self._shaping.leave(uid)
@@ -285,7 +285,7 @@ class Requests:
         if isinstance(move, Prefill | PrefillTogether):
             for prompt in (move,) if isinstance(move, Prefill) else move.prompts:
                 self._waiting_since.pop(prompt.request, None)
-                self._shaping.begin(prompt.uid, prompt.request)
+                self._shaping.assign(prompt.uid, prompt.request)
         elif isinstance(move, Decode) and move.agreement == "broadcast" and move.widths:
             at = 0
             for uid, width in zip(move.rows, move.widths, strict=True):

@@ -329,9 +329,9 @@ class Scheduler:
         if not sequence.uid:
             self.last_uid += 1
             sequence.uid = self.last_uid
-            self._turns.begin(sequence.client, sequence.turn)
+            self._turns.record(sequence.client, sequence.turn)
             if (users := self._user_turns.get(sequence.client)) is not None:
-                users.begin(sequence.user, sequence.user_turn)
+                users.record(sequence.user, sequence.user_turn)
             source, take = self._start_from(sequence, may_take=may_take)
         offset = sequence.prefilled
         tokens = tuple(sequence.tokens[offset : min(offset + limit, sequence.prompt)])

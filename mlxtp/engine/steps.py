@@ -275,7 +275,7 @@ class FairQueue:
         own = max(waiting, default=-1)
         return max(self._now, own + 1, self._begun.get(client, -1) + 1)
 
-    def begin(self, client: int, turn: int) -> None:
+    def record(self, client: int, turn: int) -> None:
         """Record that a client's request has begun."""
         self._now = max(self._now, turn)
         self._begun[client] = max(turn, self._begun.get(client, 0))

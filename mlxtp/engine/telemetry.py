@@ -162,9 +162,9 @@ class RankTelemetry:
         """Change the phase; its clock starts again."""
         self.phase = phase
         self.recorder.entered(phase)
-        self.progress()
+        self.advance()
 
-    def progress(self) -> None:
+    def advance(self) -> None:
         """Record progress, which restarts the clock for stalls."""
         self._since = time.monotonic()
 

@@ -139,7 +139,7 @@ class RankProcessLinks:
             with contextlib.suppress(MlxtpError, OSError):
                 link.send(word)
 
-    def fail(self, error: MlxtpError) -> None:
+    def abort(self, error: MlxtpError) -> None:
         """Report the failure and end the main thread, unless it ends already. For all other threads."""
         if self._exit_status:
             return
@@ -213,7 +213,7 @@ class RankProcessLinks:
             else:
                 self.mail.post(AGENT, received)
 
-        read_in_background(self.pipe, AGENT, deliver, self.fail)
+        read_in_background(self.pipe, AGENT, deliver, self.abort)
 
     def listen_to_rank(self, link: BlockingLink, rank: int) -> None:
         """Start reading a decode link. A rank that reports a failure ends this process, too."""
@@ -225,11 +225,11 @@ class RankProcessLinks:
                 detail = detail if detail.startswith("rank ") else f"rank {rank}: {detail}"
                 code = Code(received.message.code)
                 self._finishes = code is Code.DESYNC
-                self.fail(GroupError(detail, code))
+                self.abort(GroupError(detail, code))
             else:
                 self.mail.post(rank, received)
 
-        read_in_background(link, rank, deliver, self.fail, self._over)
+        read_in_background(link, rank, deliver, self.abort, self._over)
 
 
 @contextlib.contextmanager

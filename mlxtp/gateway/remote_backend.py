@@ -48,10 +48,10 @@ class RemoteBackend:
         self._on_event = on_event
         self._lost = lost
         self._background = Background(self._failed)
-        self._task = self._background.start(self._read(), "reading a requests link")
+        self._task = self._background.start(self._read_all(), "reading a requests link")
 
     @classmethod
-    async def open(
+    async def greet(
         cls,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -68,7 +68,7 @@ class RemoteBackend:
         """Send a message. Raises LinkError when the link has ended."""
         self._connection.send(message)
 
-    async def _read(self) -> None:
+    async def _read_all(self) -> None:
         error: MlxtpError = LinkError("the agent with rank 0 closed its link", Code.LINK_LOST)
         try:
             while batch := await self._connection.receive():

@@ -45,7 +45,7 @@ class Drain:
         """Seconds that open requests may still take; None for as long as they need."""
         return None if self._until is None else max(self._until - self._clock(), 0.0)
 
-    def begin(self, within_s: float | None = None) -> None:
+    def start(self, within_s: float | None = None) -> None:
         """Take no new requests, and end within this time even with open ones. The earliest time holds."""
         if within_s is not None:
             until = self._clock() + within_s
@@ -82,7 +82,7 @@ class Drain:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def progress(self) -> Json:
+    async def drain_progress(self) -> Json:
         """Return the open requests once they changed, or after NEWS_S."""
         if not self.over.is_set():
             with contextlib.suppress(TimeoutError):

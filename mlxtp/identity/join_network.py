@@ -238,9 +238,9 @@ class _JoinSearch:
         nonce = secrets.token_bytes(NONCE_BYTES)
         joiner = Joiner(self._token, identity.node_id, identity.key, self._settings.name, nonce)
         try:
-            self._end(await ask_to_join(*where, joiner, patience_s))
+            self._settle(await ask_to_join(*where, joiner, patience_s))
         except Denied as denied:
-            self._end(denied)
+            self._settle(denied)
         except AskElsewhere as elsewhere:
             self._problem = elsewhere.detail
             self._queue.add(announcer, elsewhere.addresses, first=True)
@@ -252,7 +252,7 @@ class _JoinSearch:
         finally:
             self._queue.asked(address, time.monotonic())
 
-    def _end(self, outcome: Granted | Denied) -> None:
+    def _settle(self, outcome: Granted | Denied) -> None:
         if self._outcome.done():  # a Mac may have several addresses
             return
         if isinstance(outcome, Denied):

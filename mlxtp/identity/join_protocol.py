@@ -217,7 +217,7 @@ class TokenIssuer:
         for slip in self._slips.values():
             slip.void |= bool(slip.requested_by) and slip.requested_by not in members
 
-    def fail(self, token_id: bytes, address: str = "") -> None:
+    def count_wrong_proof(self, token_id: bytes, address: str = "") -> None:
         """Count a wrong proof: a Mac at this address named this token without having it."""
         slip = self._slips.get(token_id)
         if slip is not None and (address in slip.failures or len(slip.failures) < MAX_REMEMBERED):
@@ -427,11 +427,11 @@ class Host:
         token_key = self._issuer.key(request.token_id)
         proven = hmac.compare_digest(_proof(_REQUEST, token_key, transcript), request.proof)
         if not proven or not self._issuer.knows(request.token_id):
-            self._issuer.fail(request.token_id, self._address)
+            self._issuer.count_wrong_proof(request.token_id, self._address)
             return self._refusal(transcript, _UNKNOWN)
         key = _signer(request, transcript)
         if key is None:
-            self._issuer.fail(request.token_id, self._address)
+            self._issuer.count_wrong_proof(request.token_id, self._address)
             return self._refusal(transcript, "this Mac does not hold the key that it showed")
         holder, node_id = fingerprint(key), request.node_id.hex()
         if reason := self._issuer.why_not(request.token_id, holder, now, self._address):

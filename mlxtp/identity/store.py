@@ -98,7 +98,7 @@ class Store:
         """
         check_private_folder(self.folder)
         node_id = self._node_id()
-        key = self._read(NODE_KEY, key_from_pem)
+        key = self._parsed(NODE_KEY, key_from_pem)
         if key is None:
             self._refuse(f"{NODE_KEY} is missing")
         identity = Identity(node_id, key, self._membership(), self._authority())
@@ -196,7 +196,7 @@ class Store:
         return node_id
 
     def _membership(self) -> MemberCertificates | None:
-        certificates = self._read(MEMBER, certificates_from_pem)
+        certificates = self._parsed(MEMBER, certificates_from_pem)
         if certificates is None:
             return None
         if len(certificates) != 2:
@@ -204,8 +204,8 @@ class Store:
         return MemberCertificates(*certificates)
 
     def _authority(self) -> Authority | None:
-        certificates = self._read(AUTHORITY, certificates_from_pem)
-        key = self._read(AUTHORITY, key_from_pem)
+        certificates = self._parsed(AUTHORITY, certificates_from_pem)
+        key = self._parsed(AUTHORITY, key_from_pem)
         if certificates is None or key is None:
             return None
         authority = Authority(certificates[0], key)
@@ -224,7 +224,7 @@ class Store:
         if authority is not None and authority.certificate != membership.authority:
             self._refuse(f"{AUTHORITY} is of another cluster than {MEMBER}")
 
-    def _read(self, name: str, parse: Callable[[bytes], T]) -> T | None:
+    def _parsed(self, name: str, parse: Callable[[bytes], T]) -> T | None:
         data = read_private(self.folder / name)
         if data is None:
             return None

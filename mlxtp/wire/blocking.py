@@ -76,7 +76,7 @@ class BlockingLink:
                 raise LinkError(
                     f"{self.protocol.link}: nothing came within {timeout_s:g} s", Code.LINK_TIMEOUT
                 )
-            data = self._read()
+            data = self._received_bytes()
             with self._protocol_lock:
                 if self._closed:
                     return []
@@ -107,7 +107,7 @@ class BlockingLink:
         poll.register(descriptor, select.POLLIN)
         return bool(poll.poll(max(timeout_s, 0.0) * 1000))
 
-    def _read(self) -> bytes | None:
+    def _received_bytes(self) -> bytes | None:
         """Return received bytes, b"" at any end of the stream, None when no whole record has come."""
         try:
             return self._sock.recv(_READ_BYTES)

@@ -128,8 +128,8 @@ class RequestLedger(PipeLedger):
             Prefilled: self._live,
             Delta: self._delta,
             ScoredDelta: self._scored,
-            Finished: self._end,
-            RequestFailed: self._end,
+            Finished: self._finish,
+            RequestFailed: self._finish,
         }
         return super().rules() | requests
 
@@ -187,7 +187,7 @@ class RequestLedger(PipeLedger):
             )
         self.tokens[uid] = index + 1
 
-    def _end(self, end: Finished | Error, seq: int) -> None:
+    def _finish(self, end: Finished | Error, seq: int) -> None:
         if self.tokens.pop(end.uid, None) is None:
             raise Violation(Code.WRONG_UID, f"{type(end).__name__} for uid {end.uid}, which is not live")
 

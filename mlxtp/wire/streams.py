@@ -65,7 +65,7 @@ class StreamLink:
         when the waiting task is cancelled.
         """
         while True:
-            data = await self._read()
+            data = await self._received_bytes()
             if self._closed:
                 return []
             if not data:
@@ -97,7 +97,7 @@ class StreamLink:
         with contextlib.suppress(OSError):  # it may have broken before it closed
             await self._writer.wait_closed()
 
-    async def _read(self) -> bytes:
+    async def _received_bytes(self) -> bytes:
         try:
             return await self._reader.read(_READ_BYTES)
         except OSError:

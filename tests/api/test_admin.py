@@ -97,7 +97,7 @@ class FakeAdmin:
     def drain(self, within: str) -> Any:
         return self._do("drain", within)
 
-    async def progress(self) -> Any:
+    async def drain_progress(self) -> Any:
         await asyncio.sleep(0)
         return self._do("progress")
 

@@ -157,16 +157,16 @@ def test_five_failures_are_the_end_of_a_token_and_of_no_other() -> None:
     here = desk()
     token, other = here.issue(secret(1), NOW), here.issue(secret(2), NOW)
     for _ in range(MAX_FAILURES - 1):
-        here.fail(token.id)
+        here.count_wrong_proof(token.id)
     assert here.why_not(token.id, "mini", NOW) == ""
-    here.fail(token.id)
+    here.count_wrong_proof(token.id)
     assert "blocked after 5 wrong attempts" in here.why_not(token.id, "mini", NOW)
     assert here.why_not(other.id, "mini", NOW) == ""
 
 
 def test_a_token_that_nobody_issued() -> None:
     here = desk()
-    here.fail(TOKEN.id)
+    here.count_wrong_proof(TOKEN.id)
     assert not here.knows(TOKEN.id)
     assert here.key(TOKEN.id) != TOKEN.key
     assert len(here.key(TOKEN.id)) == 32
@@ -181,7 +181,7 @@ def test_sixteen_may_be_open() -> None:
     here.use(tokens[3].id, "mini", NOW + 20)
     here.issue(secret(99), NOW + 20)
     for _ in range(MAX_FAILURES):
-        here.fail(tokens[4].id)
+        here.count_wrong_proof(tokens[4].id)
     with pytest.raises(UserError, match="which is the limit"):
         here.issue(secret(98), NOW + 20)
     void = desk()

@@ -282,12 +282,12 @@ def test_progress_is_reported_now_and_then_and_of_open_requests_alone(tmp_path: 
     now, said = [5.0], list[Message]()
     pipe: Any = SimpleNamespace(send=said.append)
     voice = Emitter(pipe, RankTelemetry(), lambda: now[0])
-    voice.begin(1)
+    voice.admit(1)
     for computed in range(10):
         voice.prefilled(1, computed, 0)
         voice.prefilled(2, computed, 0)
         now[0] += emitter.PROGRESS_S / 4
-    voice.fail(1, Code.INTERNAL, "")
+    voice.send_error(1, Code.INTERNAL, "")
     now[0] += 1
     voice.prefilled(1, 10, 0)
     assert said[:-1] == [Prefilled(1, computed, 0) for computed in (0, 4, 8)]

@@ -30,9 +30,9 @@ def grammars() -> Iterator[Grammars]:
 
 def desk_for(shaping: Shaping, guide: Guided | None = None, **fields: int) -> RequestShaping:
     desk = RequestShaping()
-    desk.open(VOCABULARY, EOS)
+    desk.prepare(VOCABULARY, EOS)
     desk.enter(Generate(UID, PROMPT, 20, shaping=shaping, **fields), guide)  # type: ignore[arg-type]
-    desk.begin(SEQUENCE, UID)
+    desk.assign(SEQUENCE, UID)
     return desk
 
 
@@ -138,7 +138,7 @@ def test_a_second_sequence_of_a_request_goes_on_counting() -> None:
     """A sequence that was taken out and starts again under another uid."""
     desk = desk_for(Shaping(presence_penalty=5.0))
     desk.chosen(SEQUENCE, mx.array([9]))
-    desk.begin(SEQUENCE + 1, UID)
+    desk.assign(SEQUENCE + 1, UID)
     row = desk.shape(SEQUENCE + 1, logits(1))
     assert row[0, 9].item() == pytest.approx(logits(1)[0, 9].item() - 5.0)
 

@@ -86,7 +86,7 @@ def test_an_error_that_is_passed_on_names_its_rank_once(
         lambda _link, _rank, deliver, *_: deliver(SimpleNamespace(message=Error(Code.FORM_FAILED, told, 0))),
     )
     process: Any = worker.RankProcessLinks.__new__(worker.RankProcessLinks)
-    process._decode, process.mail, process.fail = [], SimpleNamespace(post=lambda *_: None), failed.append
+    process._decode, process.mail, process.abort = [], SimpleNamespace(post=lambda *_: None), failed.append
     link: Any = SimpleNamespace(protocol=SimpleNamespace(state=LinkState.FAILED))
     process.listen_to_rank(link, 1)
     assert [error.detail for error in failed] == [passed_on]

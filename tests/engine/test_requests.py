@@ -42,7 +42,7 @@ def refused() -> dict[int, Code]:
 
 @pytest.fixture
 def requests(refused: dict[int, Code]) -> Requests:
-    emitter = SimpleNamespace(fail=lambda uid, code, _detail: refused.update({uid: code}))
+    emitter = SimpleNamespace(send_error=lambda uid, code, _detail: refused.update({uid: code}))
     made = Requests(*cast(Any, (None, None, None, emitter)))
     made._grammars = cast(Any, NeverDone())
     return made

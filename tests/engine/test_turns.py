@@ -25,7 +25,7 @@ class Line:
         """Number and client of the next one."""
         self.waiting.sort()
         turn, number, client = self.waiting.pop(0)
-        self.turns.begin(client, turn)
+        self.turns.record(client, turn)
         return number, client
 
 

@@ -129,7 +129,7 @@ def test_giving_memory_back_is_bounded(place: str) -> None:
 
 
 def test_a_failure_that_another_thread_finds_gives_memory_back_of_an_idle_rank() -> None:
-    story = "elsewhere(lambda: (process.fail(LOST), process._over()))\nidle(process)"
+    story = "elsewhere(lambda: (process.abort(LOST), process._over()))\nidle(process)"
     status, done = ended(story)
     assert status == exit_status(Code.RANK_LOST)
     assert done == ["no frame holds them", "give back"]
@@ -138,13 +138,13 @@ def test_a_failure_that_another_thread_finds_gives_memory_back_of_an_idle_rank()
 def test_a_rank_in_a_dead_collective_ends_at_once() -> None:
     """Its main thread cannot come back, so the patience that it has is not used up."""
     story = "process.status.in_flight = 1\nprocess.status.patience_s = lambda: 1e6"
-    story += "\nelsewhere(lambda: (process.fail(LOST), process._over()))\nwedged()"
+    story += "\nelsewhere(lambda: (process.abort(LOST), process._over()))\nwedged()"
     assert ended(story) == (exit_status(Code.RANK_LOST), [])
 
 
 def test_a_rank_whose_peer_reports_waits_for_its_own_forward_and_then_ends() -> None:
     """The peer is still there, so the forward that both run comes to its end."""
-    story = "process.status.in_flight = 1\nelsewhere(lambda: process.fail(desync()))\nidle(process)"
+    story = "process.status.in_flight = 1\nelsewhere(lambda: process.abort(desync()))\nidle(process)"
     assert ended(story) == (exit_status(Code.DESYNC), FREED)
 
 

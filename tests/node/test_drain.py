@@ -97,7 +97,7 @@ def test_an_agent_is_draining_until_its_last_request_is_done(tmp_path: Path, sou
         admin = StandaloneAdmin(stage.supervisor, "studio")
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await answer.accepted()
-        assert not (await admin.progress())["draining"]
+        assert not (await admin.drain_progress())["draining"]
         assert admin.drain("") == {"draining": True, "over": False, "open_requests": 1, "left_s": None}
         assert stage.supervisor.state is ServingState.DRAINING
         assert refused(stage.gateway).code is Code.SHUTTING_DOWN
@@ -112,7 +112,7 @@ def test_an_agent_is_draining_until_its_last_request_is_done(tmp_path: Path, sou
         assert not admin.draining.over.is_set()
         await answer.aclose()
         await admin.draining.over.wait()
-        assert (await admin.progress())["over"]
+        assert (await admin.drain_progress())["over"]
 
     test_supervisor.play(tmp_path, source, story)
 
@@ -145,7 +145,7 @@ def test_a_group_that_fails_meanwhile_is_formed_again_and_is_draining(
         drain = Drain(stage.supervisor)
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await anext(answer)
-        drain.begin()
+        drain.start()
         stage.supervisor.end_epoch(GroupError("a better group is there", Code.REPLANNED))
         await sees(lambda: stage.asked == 2)
         assert stage.gateway.health().state == "draining"
@@ -166,10 +166,10 @@ def test_the_earliest_limit_holds_whatever_is_open(tmp_path: Path, source: Model
         drain = Drain(stage.supervisor, clock=lambda: now)
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await answer.accepted()
-        drain.begin(60.0)
-        drain.begin(10.0)
-        drain.begin(30.0)
-        drain.begin()
+        drain.start(60.0)
+        drain.start(10.0)
+        drain.start(30.0)
+        drain.start()
         assert drain.left_s == 10.0
         now = 109.9
         await asyncio.sleep(0.3)
@@ -285,7 +285,7 @@ def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path:
             reading = asyncio.ensure_future(client.read())
             await sees(lambda: client.tokens)
             epoch = first.supervisor.epoch
-            second.drain.begin()
+            second.drain.start()
             over = asyncio.ensure_future(second.drain.over.wait())
             await sees(lambda: first.supervisor.state is ServingState.DRAINING)
             assert refused(first.supervisor.gateway).detail.startswith("b is about to stop")
@@ -306,9 +306,9 @@ def test_whoever_is_asked_to_stop_twice_is_told_once(tmp_path: Path, member: Mem
         b = node.meet(B)
         node.follow(b)
         drain = Administration(node.parts, member.store).draining
-        drain.begin()
+        drain.start()
         told = len(b.heard(Beat))
-        drain.begin(5.0)
+        drain.start(5.0)
         assert len(b.heard(Beat)) == told
 
     one_node.play(tmp_path, member, story)

@@ -66,7 +66,7 @@ class Stage:
 
     async def open(self) -> None:
         reader, self.writer = await self.connect()
-        self.desk = await RemoteBackend.open(reader, self.writer, self.ours.on_event, self.lost.append)
+        self.desk = await RemoteBackend.greet(reader, self.writer, self.ours.on_event, self.lost.append)
         self.ours.serve(self.desk, MODEL, TEXT, here=False)
 
     async def asked(self, count: int = 1) -> list[Generate]:
@@ -421,7 +421,7 @@ def test_an_agent_whose_rank_0_is_elsewhere_passes_nothing_on() -> None:
         )
         reader, writer = await asyncio.open_connection(sock=one)
         third = gateway()
-        desk = await RemoteBackend.open(reader, writer, third.on_event, stage.lost.append)
+        desk = await RemoteBackend.greet(reader, writer, third.on_event, stage.lost.append)
         third.serve(desk, MODEL, TEXT, here=False)
         [refused] = await stage.read(third.generate(Request((1,), 9)))
         assert (refused.code, refused.status) == (Code.NOT_READY, 503)

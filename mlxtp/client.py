@@ -17,7 +17,6 @@ from .errors import Code, GroupError, MlxtpError, UserError
 
 # --- one chat request to the endpoint, with its reply as a stream ----------------------------------------
 
-
 _CODES = frozenset(map(str, Code))
 
 
@@ -149,7 +148,6 @@ def _code(error: Mapping[str, Any]) -> Code:
 
 
 # --- client for the agent of a home ----------------------------------------------------------------------
-
 
 FILE = "agent.json"
 LOCK = "lock"

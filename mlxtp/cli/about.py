@@ -26,7 +26,6 @@ from .printing import print_json
 
 # --- version; imports nothing heavy ----------------------------------------------------------------------
 
-
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -69,7 +68,6 @@ def _installed(name: str) -> str:
 
 
 # --- settings, and the place of each; reads only ---------------------------------------------------------
-
 
 Home = Annotated[
     Path | None,

@@ -24,7 +24,6 @@ from .printing import home_of, print_answer
 
 # --- the command -----------------------------------------------------------------------------------------
 
-
 #: Seconds that a measurement may take, on the Mac of any rank 0.
 _BENCH_S = 60.0
 
@@ -61,7 +60,6 @@ def bench(
 
 
 # --- the speed of the served model at its endpoint -------------------------------------------------------
-
 
 READ_TOKENS = (512, 4096)
 WRITE_TOKENS = 128

@@ -20,7 +20,6 @@ from .printing import typed, when_started
 
 # --- programs: the settings of each one, as a pure function of what is served ----------------------------
 
-
 NO_KEY = "none"  # sent where the endpoint needs no key, because clients insist on one
 KEY_VARIABLE = "MLXTP_API_KEY"  # holds a program's key; MLXTP_KEY is read by mlxtp's own commands
 PATIENCE_MS = 3_600_000  # a long prompt takes minutes before its first token
@@ -225,7 +224,6 @@ PROGRAMS: Mapping[str, Program] = {
 
 
 # --- the command -----------------------------------------------------------------------------------------
-
 
 FOLDER = "launch"  # of a home: files for the programs
 

@@ -25,7 +25,6 @@ from .printing import home_of, print_answer
 
 # --- the table -------------------------------------------------------------------------------------------
 
-
 _STATES = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red", "failed": "red"}
 
 
@@ -159,7 +158,6 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
 
 
 # --- --watch: `picture` is pure, the others poll -----------------------------------------------------------
-
 
 #: Seconds between two polls of the agent.
 LOOK_S = 1.0

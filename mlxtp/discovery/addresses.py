@@ -15,7 +15,6 @@ from ..background import Backoff
 # can announce anything. So every sighting is checked, their number is limited, and they expire.
 # `discovery/mdns.py` passes the records; time is in seconds of any clock that only goes forward.
 
-
 SERVICE = "_mlxtp._tcp.local."
 TXT_VERSION = "1"
 
@@ -306,7 +305,6 @@ def _put(group: dict[str, _Entry], name: str, entry: _Entry, most: int) -> None:
 #
 # Addresses come from the user (`--peer`), from links of earlier runs, and from sightings on the network.
 # Only the link itself shows which node is there. Addresses are "host:port", compared as text.
-
 
 V = TypeVar("V")
 

@@ -33,7 +33,6 @@ from .addresses import (
 
 # --- multicast DNS on this machine's interfaces, by python-zeroconf --------------------------------------
 
-
 RESOLVE_S = 3.0
 #: Seconds. The check that a name is free takes 0.7 s, unless other devices claim one name after the other.
 REGISTER_S = 5.0
@@ -186,7 +185,6 @@ class Network:
 
 
 # --- announcing and browsing -----------------------------------------------------------------------------
-
 
 REFRESH_S = 2.0  #: Seconds between two checks of this machine's interfaces.
 #: Seconds between two queries for all nodes, besides listening: an announcement may have been lost.

@@ -324,7 +324,6 @@ def _whole(tokenizer: LLTokenizer, vocabulary: int) -> NDArray[np.uint32]:
 # Only the model itself ends a string or an array without a bound, or text up to a suffix. Near the end of
 # the budget, `AnswerBudget` allows only tokens after which the shortest known ending still fits.
 
-
 LEAST_MARGIN, MOST_MARGIN = 32, 512  # tokens; between them, the length of the grammar itself
 ESCAPE = 16  # tokens that an escape in a string adds at most
 SLACK = 3  # tokens that plain text adds at most: the rest of a character, a digit behind a point

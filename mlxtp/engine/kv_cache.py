@@ -10,7 +10,6 @@ from dataclasses import dataclass
 # Sizes grow in steps of a half and a third (64, 96, 128, 192, ...). So an array that grows with its
 # sequence is copied seldom, and at most a third of it is empty.
 
-
 SMALLEST = 64
 
 
@@ -53,7 +52,6 @@ def batch_tokens(lengths: Sequence[int]) -> int:
 # --- index of kept caches: the longest shared beginning with a new prompt, and evictions -----------------
 # Only rank 0 has it, and sends its decisions in frames. It holds tokens, not caches. A uid here is the
 # cache's sequence: one that has ended and is kept, or one that runs and shares its cache.
-
 
 SHORTEST_HIT = 16  # tokens that a hit must save
 

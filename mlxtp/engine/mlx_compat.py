@@ -12,7 +12,6 @@ from ..errors import Code
 # `import mlx_lm` loads transformers and huggingface-hub, which takes 2.2 of its 2.7 s of processor time
 # (Linux, one core) whenever a rank starts. A recovering group waits for that.
 
-
 #: Names that mlx-lm imports from modules that it needs only to tokenize and to download.
 _ABSENT = {
     "transformers": ("PreTrainedTokenizer",),
@@ -62,7 +61,6 @@ class _Absent:
 # --- MLX's errors by their text: out of memory, and a GPU that took too long -----------------------------
 # On Linux a lack of memory is a MemoryError. On Metal it is a RuntimeError like any other, from MLX's
 # allocator or from a command buffer. A command that the system ended because it took too long is one, too.
-
 
 _CODES = (
     (re.compile(r"^\[(?:metal::)?malloc\] |\[METAL\] .*Insufficient Memory"), Code.OUT_OF_MEMORY),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -101,8 +102,28 @@ def keep_top_k(logprobs: mx.array, top_k: mx.array, leaders: mx.array) -> mx.arr
 
 # --- choosing -------------------------------------------------------------------------------------------
 
-
 LEAST_TOP_P = 1e-30  # smaller ones would be 0 as 32-bit numbers, and keep nothing
+
+
+def _column(values: list[float] | list[int] | list[bool]) -> mx.array:
+    return mx.array(values)[:, None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Xtc:
+    """XTC's settings of the rows that draw, a column each, and the tokens that it never removes."""
+
+    probability: mx.array
+    threshold: mx.array
+    special: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: list[Sampling], special: tuple[int, ...]) -> _Xtc | None:
+        """Return the settings; None if no row has any."""
+        if not any(row.xtc_probability for row in rows):
+            return None
+        probability = _column([row.xtc_probability for row in rows])
+        return cls(probability, _column([row.xtc_threshold for row in rows]), special)
 
 
 class Sampler:
@@ -112,30 +133,25 @@ class Sampler:
     """
 
     def __init__(self, rows: tuple[Sampling, ...], xtc_special: tuple[int, ...] = ()) -> None:
-        self._special = xtc_special
         self._rows = len(rows)
         self._drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
         drawn = [rows[i] for i in self._drawn]
         self.greedy = not drawn  # every row takes its most likely token
         if not drawn:
             return
-
-        def column(values: list[float] | list[int] | list[bool]) -> mx.array:
-            return mx.array(values)[:, None, None]
-
         self._keys = stream_keys([row.seed for row in drawn])
-        self._sharpness = column([min(1.0 / row.temperature, _COLDEST) for row in drawn])
+        self._sharpness = _column([min(1.0 / row.temperature, _COLDEST) for row in drawn])
         # A setting that keeps everything must not lose a token to rounding.
-        self._top_p = column([max(row.top_p, LEAST_TOP_P) if 0.0 < row.top_p < 1.0 else 2.0 for row in drawn])
-        self._log_min_p = column([math.log(row.min_p) if row.min_p else -math.inf for row in drawn])
-        self._xtc_probability = column([row.xtc_probability for row in drawn])
-        self._xtc_threshold = column([row.xtc_threshold for row in drawn])
-        self._all_k = column([row.top_k == 0 for row in drawn])
-        self._top_k = column([row.top_k for row in drawn])
+        self._top_p = _column(
+            [max(row.top_p, LEAST_TOP_P) if 0.0 < row.top_p < 1.0 else 2.0 for row in drawn]
+        )
+        self._log_min_p = _column([math.log(row.min_p) if row.min_p else -math.inf for row in drawn])
+        self._xtc = _Xtc.of(drawn, xtc_special)
+        self._all_k = _column([row.top_k == 0 for row in drawn])
+        self._top_k = _column([row.top_k for row in drawn])
         self._largest_k = max(row.top_k for row in drawn)
         self._some_top_p = any(0.0 < row.top_p < 1.0 for row in drawn)
         self._some_min_p = any(row.min_p for row in drawn)
-        self._some_xtc = any(row.xtc_probability for row in drawn)
 
     def choose(self, logits: mx.array, positions: mx.array) -> mx.array:
         """Return the chosen tokens, int32 [R, L], of `logits` [R, L, V].
@@ -167,13 +183,13 @@ class Sampler:
             kept = keep_top_p(kept, self._top_p, leaders)
         if self._some_min_p:
             kept = keep_min_p(kept, self._log_min_p)
-        if self._some_xtc:
-            kept = exclude_top(kept, coins < self._xtc_probability, self._xtc_threshold, self._special)
+        if self._xtc:
+            kept = exclude_top(kept, coins < self._xtc.probability, self._xtc.threshold, self._xtc.special)
         if self._largest_k:
             vocabulary = logits.shape[-1]
             top_k = mx.where(self._all_k, vocabulary, mx.clip(self._top_k, 1, vocabulary))
             largest_k = vocabulary if self._largest_k >= vocabulary else self._largest_k
-            if not self._some_top_p or self._some_xtc:  # XTC removes the most likely ones
+            if not self._some_top_p or self._xtc:  # XTC removes the most likely ones
                 leaders = mx.sort(mx.topk(kept, largest_k, axis=-1), axis=-1)
             kept = mx.where(self._all_k, kept, keep_top_k(kept, mx.minimum(top_k, largest_k), leaders))
         return kept

@@ -20,7 +20,6 @@ from .group import Group
 
 # --- checks: a configuration in, a refusal out -----------------------------------------------------------
 
-
 Config = Mapping[str, Any]
 
 
@@ -186,7 +185,6 @@ def context_length(config: Config) -> int:
 # A forward embeds tokens with one sum over the ranks and ends in the logits of this rank's own rows. Then
 # either one small gather finds the winners of all rows, or a larger one combines the logits. A group of
 # one uses the same code: its share is everything, and no collective runs.
-
 
 #: Names of the module that embeds tokens, in the families of mlx-lm.
 EMBEDDINGS = (

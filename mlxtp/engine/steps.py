@@ -212,7 +212,6 @@ class Policy:
 
 # --- sizes of a prompt's chunks: large alone, about a quarter of a second's work beside decoding rows ----
 
-
 LEAST, MOST = 64, 2048  #: tokens of a chunk beside others; times of smaller ones do not count
 USUAL = 2048  #: tokens of a chunk without others; a GPU reads the weights once for all of them
 ON_CPU = 512  #: the same without a GPU, where attention over a larger chunk costs more than it saves
@@ -258,7 +257,6 @@ class Chunks:
 # Start-time fair queueing (Goyal, Vin and Cheng, 1996), with every request as large as every other. A
 # client's requests get successive start numbers, and a new client gets the number that is being served. If
 # one client has 136 requests waiting, at most one of them goes before a new client's.
-
 
 MAX_CLIENTS = 1024  # clients whose last number is remembered
 

@@ -36,7 +36,6 @@ from ..wire.recording import (
 # process need not write anything. It holds counts, times and digests, no token and no text of a request. A
 # step costs about a microsecond.
 
-
 PROMPT, PROMPTS, STEP = (KINDS.index(kind) for kind in ("prompt", "prompts", "step"))
 _PHASES = {phase: place for place, phase in enumerate(PHASES)}
 _FIRST = HEADER_BYTES // WORD_BYTES
@@ -112,7 +111,6 @@ class Recorder:
 
 # --- current state, written by the MLX thread and read by the thread that replies to Pings ---------------
 
-
 Phase = Literal[
     "starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing"
 ]
@@ -127,6 +125,34 @@ _SLOWER, _FASTER = 0.05, 0.3
 #: Part of one row's time that is expected of each row of a step. On a GPU more rows take hardly longer, on a
 #: CPU as many times as long; the time limit of a step allows many times the expected time.
 _ROWS = 0.2
+
+
+class _ForwardTimes:
+    """Times of a rank's forwards, and what they let expect of the next one."""
+
+    def __init__(self) -> None:
+        #: Phase and tokens of the forwards in flight. The device runs them in order.
+        self.flying: deque[tuple[Phase, int]] = deque()
+        self.began = 0.0  # when the oldest of these began
+        self.step_us = 0.0
+        self.wait_us = 0.0
+        self._step_s: float | None = None  # time of a decode step with any number of rows
+        self._token_s: dict[Phase, float] = {}  # time of a forward for each of its tokens
+
+    def settled(self, now: float) -> float:
+        """Record the end of the oldest forward in flight, and return the seconds it took."""
+        phase, tokens = self.flying.popleft()
+        took_s = now - self.began
+        self.began = now
+        self._token_s[phase] = _followed(self._token_s.get(phase), took_s / max(tokens, 1))
+        if phase == "decode":
+            self._step_s = _followed(self._step_s, took_s)
+        return took_s
+
+    def expected_s(self, phase: Phase, tokens: int) -> float:
+        """Return the seconds that a forward is expected to take."""
+        expected_s = self._token_s.get(phase, 0.0) * tokens
+        return max(self._step_s or 0.0, expected_s * _ROWS) if phase == "decode" else expected_s
 
 
 class RankTelemetry:
@@ -148,15 +174,9 @@ class RankTelemetry:
         self.load_peak_bytes = 0
         self.kv_bytes = 0
         self.expected_us = 0
-        self.step_us = 0.0
-        self.wait_us = 0.0
         self.collective_us = 0
         self._since = time.monotonic()
-        #: Phase and tokens of the forwards in flight. The device runs them in order.
-        self._flying: deque[tuple[Phase, int]] = deque()
-        self._began = 0.0
-        self._step_s: float | None = None  # time of a decode step with any number of rows
-        self._token_s: dict[Phase, float] = {}  # time of a forward for each of its tokens
+        self._times = _ForwardTimes()
 
     def enter(self, phase: Phase) -> None:
         """Change the phase; its clock starts again."""
@@ -170,38 +190,31 @@ class RankTelemetry:
 
     def launched(self, phase: Phase, tokens: int, now: float) -> None:
         """Record that a forward is about to be queued. `now` is time.monotonic()."""
-        self._flying.append((phase, tokens))
+        self._times.flying.append((phase, tokens))
         self.in_flight += 1
         if self.in_flight == 1:
-            self._since = self._began = now  # the time since the last forward was idling
+            self._since = self._times.began = now  # the time since the last forward was idling
             self._runs(phase, tokens)
 
     def settled(self, now: float) -> float:
         """Record the end of the oldest forward in flight. Returns the seconds it took; 0 without one."""
-        if not self._flying:  # it failed in flight; the ledgers show what is wrong
+        if not self._times.flying:  # it failed in flight; the ledgers show what is wrong
             return 0.0
-        phase, tokens = self._flying.popleft()
         self.in_flight -= 1
-        took_s = now - self._began
-        self._since = self._began = now
-        self._token_s[phase] = _followed(self._token_s.get(phase), took_s / max(tokens, 1))
-        if phase == "decode":
-            self._step_s = _followed(self._step_s, took_s)
-        if self._flying:
-            self._runs(*self._flying[0])
+        took_s = self._times.settled(now)
+        self._since = now
+        if self._times.flying:
+            self._runs(*self._times.flying[0])
         return took_s
 
     def _runs(self, phase: Phase, tokens: int) -> None:
         self.phase = phase
-        expected_s = self._token_s.get(phase, 0.0) * tokens
-        if phase == "decode":
-            expected_s = max(self._step_s or 0.0, expected_s * _ROWS)
-        self.expected_us = int(expected_s * 1e6)
+        self.expected_us = int(self._times.expected_s(phase, tokens) * 1e6)
 
     def took(self, step_us: int, wait_us: int) -> None:
         """Average the times of forwards, in microseconds, over about the newest ten."""
-        self.step_us += (step_us - self.step_us) * RECENT
-        self.wait_us += (wait_us - self.wait_us) * RECENT
+        self._times.step_us += (step_us - self._times.step_us) * RECENT
+        self._times.wait_us += (wait_us - self._times.wait_us) * RECENT
 
     @property
     def in_collective(self) -> bool:
@@ -239,8 +252,8 @@ class RankTelemetry:
             weight_bytes=self.weight_bytes,
             load_peak_bytes=self.load_peak_bytes,
             kv_bytes=self.kv_bytes,
-            step_us=int(self.step_us),
-            wait_us=int(self.wait_us),
+            step_us=int(self._times.step_us),
+            wait_us=int(self._times.wait_us),
             collective_us=self.collective_us,
             expected_us=self.expected_us,
         )

@@ -20,7 +20,6 @@ from .sharding import cut_rows
 # MLX multiplies a shape without an overflow check, and reads beyond the array where the product wraps.
 # Only headers that the format allows pass here: contiguous tensors that fill the file.
 
-
 MAX_HEADER_BYTES = 1 << 25  #: enough for some 200,000 tensors in one file; models have a few thousand
 MAX_AXES = 16
 MAX_LENGTH = 2**31 - 1  #: of an axis; MLX counts in 32 bits
@@ -111,7 +110,6 @@ def _without_doubles(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
 
 # --- rows of a tensor ------------------------------------------------------------------------------------
 # MLX reads a tensor whole before it cuts it. For the largest ones that would be most of a load's memory.
-
 
 #: Types of the safetensors format for weights and their scales; tensors of other types are read whole.
 TYPES = {

@@ -47,7 +47,6 @@ from .telemetry import LEAST_PATIENCE_S, RankTelemetry, Recorder
 # Nothing here may depend on an epoch, form a group, or touch the GPU. MLX reads its environment at its
 # first use, and `Bootstrap` sets some of it.
 
-
 #: Modules that every rank imports, which take nearly all of its start.
 _IMPORTS = (
     *(f"mlxtp.engine.{name}" for name in ("group", "agreement", "logit_shaping", "executor")),
@@ -78,7 +77,6 @@ def wait_for_arguments(fd: int) -> list[str]:
 
 
 # --- the rank --------------------------------------------------------------------------------------------
-
 
 #: Seconds that rank 0 waits for an agent that does not read. A stalled agent may continue; the end of one is
 #: noticed at once.

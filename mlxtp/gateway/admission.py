@@ -145,7 +145,6 @@ def _full(detail: str, status: int = 429) -> RequestError:
 
 # --- free memory of this machine, read when a request arrives --------------------------------------------
 
-
 FRESH_S = 0.5  #: Seconds that a reading counts, so that a crowd of requests reads once.
 #: Of 1 (normal), 2 (warning) and 4: `kern.memorystatus_vm_pressure_level`, as <dispatch/source.h> has it.
 CRITICAL = 4

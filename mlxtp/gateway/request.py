@@ -21,7 +21,6 @@ from ..wire.messages import Accepted, Delta, Error, Finished, Generate, Prefille
 # is ended. Several are sent again one at a time, and the one under which the group fails once more is
 # ended.
 
-
 #: A request that got so many tokens from a group is not why that group failed, or not for certain.
 PROVEN_TOKENS = 16
 SUSPECT = 2  #: Failures in a row that make a suspect.
@@ -87,9 +86,7 @@ def ended(code: Code, detail: str) -> GroupError:
 
 # --- requests --------------------------------------------------------------------------------------------
 
-
 # --- of another agent's gateway; the events of rank 0 go back under the uid it has there -----------------
-
 
 ForwardedItem = TokenEvent | MlxtpError
 
@@ -176,12 +173,48 @@ def _scored(uid: int, index: int, tokens: tuple[int, ...], scores: tuple[TokenSc
 
 # --- of a local client: its tokens so far, and those that the client has yet to read ---------------------
 
-
 #: Tokens, more or less, that may wait for a client. The request of a client further behind ends.
 MAX_UNREAD = 16_384
 
 
 _QUEUED = Progress("queued")
+
+
+class _Attempt:
+    """Work of the present group on a request: the tokens from groups before it, and its prefill."""
+
+    def __init__(self, got_before: int = 0) -> None:
+        self.got_before = got_before
+        self.progress = _QUEUED
+        self._began = 0.0
+
+    def advance(self, event: Prefilled, prompt: int) -> None:
+        """Record progress of the prefill of `prompt` tokens and those from groups before."""
+        now = time.monotonic()
+        if self.progress is _QUEUED:
+            self._began = now
+        time_ms = round(1000 * (now - self._began))
+        self.progress = Progress("prefill", prompt + self.got_before, event.cached, event.computed, time_ms)
+
+
+class _Verdict:
+    """Acceptance or refusal of a request, for which its client waits."""
+
+    def __init__(self) -> None:
+        self._out = asyncio.Event()
+        self._refusal: MlxtpError | None = None
+
+    def is_out(self) -> bool:
+        return self._out.is_set()
+
+    def give(self, refusal: MlxtpError | None = None) -> None:
+        self._refusal = self._refusal or refusal
+        self._out.set()
+
+    async def wait(self) -> MlxtpError | None:
+        """Wait for the verdict and return the refusal, if it is one."""
+        await self._out.wait()
+        return self._refusal
 
 
 class ClientRequest:
@@ -202,21 +235,17 @@ class ClientRequest:
         self.deadline: asyncio.TimerHandle | None = None  #: Ends the request, unless it is complete before.
         self.watch: SequenceMeter = UNWATCHED  #: Counts its tokens and its end.
         self._got: list[int] = []
-        self._got_before = 0
-        self._prefill = _QUEUED
-        self._prefill_began = 0.0
+        self._attempt = _Attempt()
         self._items: asyncio.Queue[ForwardedItem] = asyncio.Queue()
         self._abandon = abandon
-        self._judged = asyncio.Event()
-        self._refusal: MlxtpError | None = None
+        self._verdict = _Verdict()
         self._ended = False
 
     # --- called by the gateway -----------------------------------------------------------------------
 
     def again(self, uid: int) -> Generate:
         """Return the message for the part that is missing, under a new uid."""
-        self._got_before = len(self._got)
-        self._prefill = _QUEUED
+        self._attempt = _Attempt(len(self._got))
         self.times += 1
         tokens = (*self.generate.tokens, *self._got) if self._got else self.generate.tokens
         return replace(self.generate, uid=uid, tokens=tokens, answered=len(self._got), strikes=self.strikes)
@@ -230,7 +259,7 @@ class ClientRequest:
     def record(self) -> RequestRecord:
         """State of the request, should the group fail now."""
         return RequestRecord(
-            self.strikes, len(self._got) - self._got_before, self.length, running=self.uid != 0
+            self.strikes, len(self._got) - self._attempt.got_before, self.length, running=self.uid != 0
         )
 
     @property
@@ -239,9 +268,9 @@ class ClientRequest:
         return len(self.generate.tokens) + len(self._got)
 
     def accept(self) -> None:
-        if not self._judged.is_set():
+        if not self._verdict.is_out():
             self.watch.accepted()
-        self._judged.set()
+        self._verdict.give()
         self.wait_no_more()
 
     def advance(self, event: Accepted | Prefilled) -> None:
@@ -249,12 +278,7 @@ class ClientRequest:
         if isinstance(event, Accepted):
             self.accept()
             return
-        now = time.monotonic()
-        if self._prefill is _QUEUED:
-            self._prefill_began = now
-        total = len(self.generate.tokens) + self._got_before
-        time_ms = round(1000 * (now - self._prefill_began))
-        self._prefill = Progress("prefill", total, event.cached, event.computed, time_ms)
+        self._attempt.advance(event, len(self.generate.tokens))
 
     def wait_no_more(self) -> None:
         """End the wait for a group: one has taken the request, or none has to."""
@@ -270,10 +294,9 @@ class ClientRequest:
         else:
             self._no_deadline()
             self._end_watch(item)
-            if isinstance(item, MlxtpError) and not self._judged.is_set():
-                self._refusal = item
-                self._judged.set()
-        if self.pending is not None or not self._judged.is_set():
+            if isinstance(item, MlxtpError) and not self._verdict.is_out():
+                self._verdict.give(item)
+        if self.pending is not None or not self._verdict.is_out():
             self.accept()
         self._items.put_nowait(item)
         if behind:
@@ -285,18 +308,18 @@ class ClientRequest:
 
     async def accepted(self) -> None:
         try:
-            await self._judged.wait()
+            refusal = await self._verdict.wait()
         except asyncio.CancelledError:
             await self.aclose()
             raise
-        if self._refusal is not None:
+        if refusal is not None:
             self._ended = True
-            raise self._refusal
+            raise refusal
 
     def progress(self) -> Progress:
         if self.pending is not None:
             return Progress("restarting")
-        return Progress() if len(self._got) > self._got_before else self._prefill
+        return Progress() if len(self._got) > self._attempt.got_before else self._attempt.progress
 
     def __aiter__(self) -> TokenStream:
         return self

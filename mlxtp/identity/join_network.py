@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 
 # --- the two ends of `join_protocol.py`, each on a TLS connection of its own -----------------------------
 
-
 JOIN_S = 10.0  #: seconds that one exchange may take, connecting included
 _EPOCH = 0
 
@@ -119,7 +118,6 @@ async def _next(connection: StreamLink) -> Message:
 
 
 # --- membership of this Mac ------------------------------------------------------------------------------
-
 
 FIND_S = 30.0  #: seconds for which a Mac of the token's cluster is searched
 TICK_S = 0.1
@@ -273,7 +271,6 @@ def _advert(settings: Settings, identity: Identity) -> Advert:
 
 
 # --- the order of the requests --------------------------------------------------------------------------
-
 
 #: Seconds that an address may take to answer: the first time, the second, and later.
 PATIENCE_S = (1.0, 2.0, 5.0)

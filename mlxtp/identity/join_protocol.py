@@ -62,7 +62,6 @@ from ..wire.peer_messages import (
 # As text: 45 bytes in base32, 72 characters: version (1), cluster id (8), hash of the authority (16),
 # secret (16), checksum (4).
 
-
 VERSION = 1
 SECRET_BYTES = 16
 LIFE_S = 15 * 60.0  #: seconds from issue to expiry
@@ -259,7 +258,6 @@ class TokenIssuer:
 
 
 # --- the exchange, with its two ends: messages in, messages out ------------------------------------------
-
 
 _REQUEST = b"mlxtp join request\0"
 _GRANT = b"mlxtp join grant\0"

@@ -37,7 +37,6 @@ from .topology import ETHERNET, LOOPBACK, NETWORKS, THUNDERBOLT, WIFI, MemberMac
 # Cables make thin graphs, which have far fewer extensions, because a Mac has few ports. A network that all
 # nodes share makes a thick graph, in which the first try fits.
 
-
 STEPS = 20_000
 
 Graph = Mapping[str, frozenset[str]]  #: The neighbours of each node.
@@ -94,7 +93,6 @@ class _Search:
 
 
 # --- fabrics of a group: the members they join, what ranks need for them, what is missing ----------------
-
 
 #: The network under each TCP ring, the fastest first.
 RINGS: Mapping[str, str] = {
@@ -215,7 +213,6 @@ def _frozen(peers: Mapping[str, set[str]]) -> Graph:
 
 
 # --- candidates ------------------------------------------------------------------------------------------
-
 
 GB = 1e9
 TENSOR_PARALLEL = "tensor parallel"
@@ -460,7 +457,6 @@ class CandidateFinder:
 
 # --- parts of a group that can be tried while other groups use RDMA devices ------------------------------
 # One RDMA device cannot serve two groups at once.
-
 
 Device = tuple[str, str]  #: A node id, and one of its RDMA devices.
 

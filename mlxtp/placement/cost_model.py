@@ -255,7 +255,6 @@ def _prefill_s(shape: ModelShape, ranks: Sequence[RankHardware], reading: float)
 
 # --- memory: the room for a rank's share of a model on a machine -----------------------------------------
 
-
 #: Bytes that a rank needs beside weights and caches: Python, MLX, the arrays of one chunk.
 HEADROOM_BYTES = 512 * 1024**2
 HEADROOM_SHARE = 0.07  #: Share of a rank's weights that loading takes on top at its peak.

@@ -296,7 +296,6 @@ def explain_crash(message: str) -> Trouble | None:
 # A cable in the wrong port, a device without an address or queue pairs that are used up fail again at each
 # try. The group is left out of planning for a while, or until its Macs change.
 
-
 RETRY_S = 600.0  #: Until a group that failed to form may be tried again.
 SOON_S = 60.0  #: The same after the loss of a process or link, which may not happen again.
 ADDRESS_RETRY_S = 20.0  #: The same while an RDMA port may still get its address.

@@ -299,7 +299,6 @@ def _kernels(config: Config, parts: tuple[WeightKind, ...]) -> int:
 # Families name the same things differently; the tables below have the names. Small weights that only
 # a few families have (norms, biases, convolutions) are left out: they are less than 2 % of any model.
 
-
 Config = Mapping[str, Any]
 
 _MOST = 1 << 48  #: Above any size of a model.

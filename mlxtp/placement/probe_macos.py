@@ -232,7 +232,6 @@ def _parted(text: str, separator: str) -> Iterator[tuple[str, str, str]]:
 # The keys are Apple's and the same in every language. Values may be translated ("Up to 120 Gb/s"), so only
 # keys, numbers, UUIDs and Apple's own constants are read.
 
-
 _MAX_ITEMS = 64  #: Devices that are read behind one port; a chain of hubs has a handful.
 _GIB = 2**30
 
@@ -363,7 +362,6 @@ def _maps(told: object) -> Iterator[dict[str, Any]]:
 # --- commands that only the doctor runs ------------------------------------------------------------------
 # Those above report what a machine is; these report how it is set. A command that a system
 # lacks is not installed there, which is a result, too.
-
 
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"  #: Its path in macOS; no PATH leads there.
 NTP_CONF = "/etc/ntp.conf"  #: The file that names a Mac's time server.

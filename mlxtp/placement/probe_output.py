@@ -82,7 +82,6 @@ def count(value: object, high: int) -> int:
 # loopback    only when nothing else is up
 # named       an address named with `--interface` counts in any case, and then no other does
 
-
 MAX_LINKS = 256  #: Network devices that are read; a machine with many containers has some dozens.
 MAX_ADDRESSES = 32  #: IPv4 addresses that are read for each device.
 MAX_MBPS = 10**7

@@ -154,7 +154,6 @@ def _generation(key: str) -> int:
 # Only the fields that count are here. The quantizations are those of the usual MLX conversions. Where a
 # conversion quantizes module by module, one module of each kind is enough.
 
-
 Config = Mapping[str, Any]
 
 

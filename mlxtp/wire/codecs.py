@@ -214,7 +214,6 @@ def _strings(max_items: int, one: FieldCodec) -> FieldCodec:
 
 # --- messages: frozen dataclasses whose fields declare their limits --------------------------------------
 
-
 U32 = 2**32 - 1
 U63 = 2**63 - 1
 

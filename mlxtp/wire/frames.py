@@ -23,7 +23,6 @@ from .peer_messages import COPY_MESSAGES, JOIN_MESSAGES
 
 # --- table of all messages by their number, which also packs and checks their bodies ---------------------
 
-
 M = TypeVar("M", bound=Message)
 
 MESSAGES: dict[int, type[Message]] = {
@@ -103,7 +102,6 @@ def check_body(message_type: type[Message], body: Wire) -> list[Any]:
 
 
 # --- frames ----------------------------------------------------------------------------------------------
-
 
 MAX_OPENING_FRAME: Final = 4 * 1024  #: bytes of one frame, without its length, until the link is open
 MAX_FRAME: Final = 8 * 1024 * 1024  #: bytes of one frame, without its length, from then on

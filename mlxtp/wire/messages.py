@@ -233,7 +233,6 @@ class Gathered(Message):
 
 # --- decoding ---------------------------------------------------------------------------------------
 
-
 _exchange = choice("winners", "logits")
 _agreement = choice("verify", "broadcast")
 

@@ -12,7 +12,6 @@ from .codecs import holding as _f
 # They travel on a link of their own (`LinkKind.JOIN`), where one end has no certificate yet. Each fits a
 # frame of 4 KiB, the limit on that link.
 
-
 NODE_ID_BYTES = 16
 POINT_BYTES = 65  #: a P-256 public key as an uncompressed point (SEC 1)
 MAX_CERTIFICATE_BYTES = 1500  #: more than twice the size of ours
@@ -92,7 +91,6 @@ JOIN_MESSAGES: tuple[type[Message], ...] = (JoinOffer, JoinRequest, JoinGrant, J
 # They use the usual frames, with epoch and seq 0. `size` bytes of the file follow a FileHeld. The copying
 # Mac requests, the other replies to each request. Files are named by their index in the manifest, never by
 # a path.
-
 
 MAX_FILE_NAME = 400
 MAX_MANIFEST = 1 << 20

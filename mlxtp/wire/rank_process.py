@@ -15,7 +15,6 @@ from ..errors import LinkError
 # arguments of a worker, with the listening socket for decode links if there is one. The warm process
 # replies TAKEN, and is that rank from then on.
 
-
 READY = b"r"
 TAKEN = b"t"
 MAX_ARGUMENTS = 8000  #: Bytes of all arguments. A socket pair of macOS holds 8192 at once.
@@ -74,7 +73,6 @@ def _size(data: bytes) -> int:
 
 
 # --- end: time limits, the same for a rank and its agent -------------------------------------------------
-
 
 PATIENCE_S = 10.0  #: seconds for the main thread to return from its work
 PATIENCE_FORWARDS = 4  #: forwards that the main thread may take instead, if that is longer

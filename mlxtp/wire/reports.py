@@ -9,7 +9,6 @@ from .codecs import U63, boolean, choice, holding, integer, integers, number, nu
 # --- a Mac: chip, memory, addresses, cables --------------------------------------------------------------
 # `placement/hardware.py` fills it in, `MachineReport` carries it, `placement/planner.py` judges it.
 
-
 MAX_INTERFACES = 32
 MAX_PORTS = 16
 MAX_NOTES = 16
@@ -81,7 +80,6 @@ class Machine:
 # --- measurements of the collectives of one group of ranks -----------------------------------------------
 # `groups/fabric_bench.py` measures them, `FabricReport` carries them, `placement/measurements.py` keeps
 # and judges them.
-
 
 MAX_SIZES = 16
 _NODES = 8

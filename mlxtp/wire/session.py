@@ -48,7 +48,6 @@ __all__ = ["LinkKind", "LinkState", "Received", "Session", "Side"]
 # its rules with a message that the table in `protocol.py` allows and the seq of its frame. They raise
 # `Violation`.
 
-
 Rules = dict[type[Message], Callable[[Any, int], None]]
 
 
@@ -390,7 +389,6 @@ LEDGERS: dict[LinkKind, type[Ledger]] = {
 
 # --- one end of one link ---------------------------------------------------------------------------------
 
-
 #: The reply to the command of one of these states ends every earlier sequence or request.
 _FORGETTING = frozenset((LinkState.UNLOADING, LinkState.CLOSING))
 
@@ -419,7 +417,6 @@ class Session:
         self.dropped = 0  #: frames of other epochs that came and were ignored
         self.ledger: Ledger = LEDGERS[link]()
         self._peer = side.peer
-        self._table = TABLES[link]
         self._rules = self.ledger.rules()
         self._decoder = Decoder()
         self._received_seq = 0
@@ -526,7 +523,7 @@ class Session:
 
     def _enter(self, state: LinkState) -> None:
         self._state = state
-        moves = self._table[state]
+        moves = TABLES[self.link][state]
         self._sendable = moves[self.side]
         self._receivable = moves[self._peer]
         if state not in OPENING:

@@ -19,7 +19,6 @@ from .tls import GOODBYE_S, HANDSHAKE_S, Peer, explained, judge_client
 
 # --- a link ----------------------------------------------------------------------------------------------
 
-
 _READ_BYTES = 64 * 1024
 
 
@@ -107,7 +106,6 @@ class StreamLink:
 # --- TLS: an acceptor with limits on unauthenticated peers, and the client's connection ------------------
 # A peer is a stranger until it has shown a certificate of this cluster. Strangers are counted before their
 # handshake begins. Connections beyond the limits are closed at once.
-
 
 MAX_STRANGERS = 32
 MAX_STRANGERS_PER_SOURCE = 2

@@ -200,6 +200,106 @@ MAX_REST_S = 60.0
 _MAX_COPIES_TOLD = 16
 
 
+class _PeerSearch:
+    """Search for the other nodes: looks up what is announced, judges it, and reports what is accepted."""
+
+    def __init__(
+        self,
+        on_change: Callable[[tuple[DiscoveredPeer, ...]], None],
+        say: Callable[[str], None],
+        background: Background,
+    ) -> None:
+        self.sightings = PeerCache()
+        self.network: Network | None = None  #: The one that this node is on now.
+        self.advert: Advert  #: This node's own.
+        self._on_change = on_change
+        self._announce = say
+        self._background = background
+        self._asking: set[str] = set()
+        self._news = asyncio.Event()
+        self._changed = False
+        self._told_at = 0.0
+        self._copies_reported: dict[str, None] = {}
+
+    def heard(self, service: str, there: bool) -> None:
+        """Record a change."""
+        if there:
+            self.sightings.announced(service, _now())
+        else:
+            self._changed |= self.sightings.withdrawn(service)
+        self._news.set()
+
+    def doubt(self) -> None:
+        """Check all sightings again, because this machine's addresses changed."""
+        self.sightings.doubt(_now())
+        self._news.set()
+
+    async def run(self) -> None:
+        """Look names up as they come due, and report changes, until the task is cancelled."""
+        while True:
+            self._news.clear()
+            self._check_records()
+            due = self.sightings.next_due()
+            pause_s = None if due is None else max(due - _now(), RETRY_LOOK_S)
+            if self._changed and _now() - self._told_at >= CHANGE_S:
+                self._changed, self._told_at = False, _now()
+                self._on_change(self.sightings.believed)
+            elif self._changed:
+                pause_s = CHANGE_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._news.wait()
+
+    def _check_records(self) -> None:
+        """Check names whose records are here, and request the records of others."""
+        for service in self.sightings.due(_now()):
+            if self.network is None:
+                self._changed |= self.sightings.failed(service, _now())
+            elif service not in self._asking:
+                info = info_of(service)
+                if info is None:
+                    self._changed |= self.sightings.resolved(service, Refused("no service"), _now())
+                elif self.network.knows(info):
+                    self._judge(service, info)
+                elif len(self._asking) < RESOLVE_AT_ONCE:
+                    self._asking.add(service)
+                    self._background.start(self._ask(self.network, service, info), f"asking for {service}")
+
+    async def _ask(self, network: Network, service: str, info: AsyncServiceInfo) -> None:
+        try:
+            with contextlib.suppress(ZeroconfError):  # it was closed meanwhile
+                if await network.resolve(info):
+                    self._judge(service, info)
+                else:
+                    self._changed |= self.sightings.failed(service, _now())
+        finally:
+            self._asking.discard(service)
+            self._news.set()
+
+    def _judge(self, service: str, info: AsyncServiceInfo) -> None:
+        """Accept or refuse a sighting."""
+        own = self.network.addresses if self.network else {}
+        loopback = bool(own) and all(ipaddress.ip_address(address).is_loopback for address in own)
+        verdict = validate(service, info.properties, info.addresses, info.port, loopback=loopback)
+        if isinstance(verdict, Refused) or verdict.node_id != self.advert.node_id:
+            self._changed |= self.sightings.resolved(service, verdict, _now())
+        elif self.network is None or not self.network.service:  # our own name is not known yet
+            self._changed |= self.sightings.failed(service, _now())
+        else:
+            if is_copy(service, verdict, self.network.service, own):
+                self._report_copy(verdict)
+            self._changed |= self.sightings.resolved(service, Refused("our own"), _now())
+
+    def _report_copy(self, sighting: DiscoveredPeer) -> None:
+        where = ", ".join(sighting.addresses)
+        if where not in self._copies_reported and len(self._copies_reported) < _MAX_COPIES_TOLD:
+            self._copies_reported[where] = None
+            self._announce(
+                f"{sighting.name!r} at {where} announces the id of this node, {sighting.node_id}: was the "
+                "folder of mlxtp copied from one Mac to the other? Remove it on one of them."
+            )
+
+
 class Discovery:
     """Announcer and browser of this node. After a failure it reports the problem and tries again.
 
@@ -215,28 +315,20 @@ class Discovery:
         read_addresses: Callable[[], Addresses] = addresses_up,
     ) -> None:
         self.problem = ""
-        self._on_change = on_change
         self._announce = say
         self._read_addresses = read_addresses
-        self._sightings = PeerCache()
-        self._advert: Advert
         self._only: tuple[str, ...] = ()
         self._background = Background()
-        self._asking: set[str] = set()
+        self._search = _PeerSearch(on_change, say, self._background)
         self._hurry = asyncio.Event()
-        self._news = asyncio.Event()
-        self._changed = False
-        self._told_at = 0.0
-        self._network: Network | None = None
         self._until_flooded: asyncio.Timeout
         self._leaving = False
         self._rests = 0
-        self._copies_reported: dict[str, None] = {}
 
     @property
     def sightings(self) -> tuple[DiscoveredPeer, ...]:
         """Sightings that are accepted now."""
-        return self._sightings.believed
+        return self._search.sightings.believed
 
     async def start(self, advert: Advert, addresses: Sequence[str] = ()) -> None:
         """Begin to announce and to listen, in the background.
@@ -244,14 +336,14 @@ class Discovery:
         `addresses` restricts it to these addresses of this machine. Without, it uses all that are up except
         loopback.
         """
-        self._advert = advert
+        self._search.advert = advert
         self._only = tuple(addresses)
         self._background.start(self._keep_open(), "discovery")
-        self._background.start(self._keep_looking(), "the search for other Macs")
+        self._background.start(self._search.run(), "the search for other Macs")
 
     def update(self, advert: Advert) -> None:
         """Announce something else from now on, for example after this node joined a cluster."""
-        self._advert = advert
+        self._search.advert = advert
         self._hurry.set()
 
     def refresh(self) -> None:
@@ -263,8 +355,6 @@ class Discovery:
         self._leaving = True
         await self._background.close()
         await self._shut()
-
-    # --- being on the network
 
     async def _keep_open(self) -> None:
         while True:
@@ -298,23 +388,23 @@ class Discovery:
         if not usable:
             wanted = " or ".join(self._only) or "an IPv4 address"
             raise OSError(f"no network interface of this machine that is up has {wanted}")
-        if self._network is None:
+        network = self._search.network
+        if network is None:
             send_something(usable)
-            self._network = Network(usable, self._heard)
-            await self._network.ask()
-            await self._network.announce(self._advert)
-        elif self._network.addresses != usable:
+            network = self._search.network = Network(usable, self._heard)
+            await network.ask()
+            await network.announce(self._search.advert)
+        elif network.addresses != usable:
             send_something(usable)
-            await self._network.move(usable)
-            self._sightings.doubt(_now())
-            self._news.set()
-            await self._network.ask()
-            await self._network.announce(self._advert)
-        elif self._network.advert != self._advert:
-            await self._network.announce(self._advert)
-        elif _now() - self._network.asked_at >= ASK_AGAIN_S:
+            await network.move(usable)
+            self._search.doubt()
+            await network.ask()
+            await network.announce(self._search.advert)
+        elif network.advert != self._search.advert:
+            await network.announce(self._search.advert)
+        elif _now() - network.asked_at >= ASK_AGAIN_S:
             send_something(usable)
-            await self._network.ask()
+            await network.ask()
             self._rests = 0
 
     async def _rest(self) -> None:
@@ -329,94 +419,25 @@ class Discovery:
         await asyncio.sleep(pause_s)
 
     async def _shut(self, *, goodbye: bool = True) -> None:
-        network, self._network = self._network, None
+        network, self._search.network = self._search.network, None
         if network is not None:
             # A goodbye fails on a network that is gone.
             with contextlib.suppress(OSError, ZeroconfError):
                 async with asyncio.timeout(CLOSE_S):
                     await network.close(goodbye=goodbye)
 
+    def _heard(self, service: str, there: bool) -> None:
+        """Record a change. zeroconf calls this from its own work, so nothing may take long here."""
+        self._search.heard(service, there)
+        network = self._search.network
+        if network is not None and network.names >= MAX_NAMES and not self._leaving:
+            self._leaving = True
+            self._until_flooded.reschedule(_now())
+
     def _report(self, problem: str) -> None:
         if problem != self.problem:
             self._announce(problem or "other Macs can be found by multicast again")
             self.problem = problem
-
-    # --- the other nodes
-
-    def _heard(self, service: str, there: bool) -> None:
-        """Record a change. zeroconf calls this from its own work, so nothing may take long here."""
-        if there:
-            self._sightings.announced(service, _now())
-        else:
-            self._changed |= self._sightings.withdrawn(service)
-        self._news.set()
-        if self._network is not None and self._network.names >= MAX_NAMES and not self._leaving:
-            self._leaving = True
-            self._until_flooded.reschedule(_now())
-
-    async def _keep_looking(self) -> None:
-        while True:
-            self._news.clear()
-            self._check_records()
-            due = self._sightings.next_due()
-            pause_s = None if due is None else max(due - _now(), RETRY_LOOK_S)
-            if self._changed and _now() - self._told_at >= CHANGE_S:
-                self._changed, self._told_at = False, _now()
-                self._on_change(self.sightings)
-            elif self._changed:
-                pause_s = CHANGE_S
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._news.wait()
-
-    def _check_records(self) -> None:
-        """Check names whose records are here, and request the records of others."""
-        for service in self._sightings.due(_now()):
-            if self._network is None:
-                self._changed |= self._sightings.failed(service, _now())
-            elif service not in self._asking:
-                info = info_of(service)
-                if info is None:
-                    self._changed |= self._sightings.resolved(service, Refused("no service"), _now())
-                elif self._network.knows(info):
-                    self._judge(service, info)
-                elif len(self._asking) < RESOLVE_AT_ONCE:
-                    self._asking.add(service)
-                    self._background.start(self._ask(self._network, service, info), f"asking for {service}")
-
-    async def _ask(self, network: Network, service: str, info: AsyncServiceInfo) -> None:
-        try:
-            with contextlib.suppress(ZeroconfError):  # it was closed meanwhile
-                if await network.resolve(info):
-                    self._judge(service, info)
-                else:
-                    self._changed |= self._sightings.failed(service, _now())
-        finally:
-            self._asking.discard(service)
-            self._news.set()
-
-    def _judge(self, service: str, info: AsyncServiceInfo) -> None:
-        """Accept or refuse a sighting."""
-        own = self._network.addresses if self._network else {}
-        loopback = bool(own) and all(ipaddress.ip_address(address).is_loopback for address in own)
-        verdict = validate(service, info.properties, info.addresses, info.port, loopback=loopback)
-        if isinstance(verdict, Refused) or verdict.node_id != self._advert.node_id:
-            self._changed |= self._sightings.resolved(service, verdict, _now())
-        elif self._network is None or not self._network.service:  # our own name is not known yet
-            self._changed |= self._sightings.failed(service, _now())
-        else:
-            if is_copy(service, verdict, self._network.service, own):
-                self._report_copy(verdict)
-            self._changed |= self._sightings.resolved(service, Refused("our own"), _now())
-
-    def _report_copy(self, sighting: DiscoveredPeer) -> None:
-        where = ", ".join(sighting.addresses)
-        if where not in self._copies_reported and len(self._copies_reported) < _MAX_COPIES_TOLD:
-            self._copies_reported[where] = None
-            self._announce(
-                f"{sighting.name!r} at {where} announces the id of this node, {sighting.node_id}: was the "
-                "folder of mlxtp copied from one Mac to the other? Remove it on one of them."
-            )
 
 
 def _now() -> float:

@@ -77,6 +77,7 @@ def test_the_demo_asks_also_where_a_key_is_needed_and_https_spoken(tmp_path: Pat
     assert (tmp_path / "https-cert.pem").exists()
 
 
+@pytest.mark.chaos
 def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
     done = mlxtp(
         "demo",
@@ -130,10 +131,22 @@ def test_a_mistake_is_answered_in_the_words_of_whoever_made_it(
     ("args", "words"),
     [
         (("node", "--http", "192.0.2.1:0"), "192.0.2.1 is not an address of this Mac"),
-        (("node", "--http-cert", "x.pem", "--http-key", "y.pem"), "--http-cert x.pem: No such file"),
-        (("node", "--model", "/no/such/folder"), "neither a folder nor an id on the Hub"),
         (("demo", "--model", "[/no]/such"), "[/no]/such is neither a folder"),
-        (("node", "--draft-model", "/no/such/draft"), "/no/such/draft is neither a folder nor an id"),
+        pytest.param(
+            ("node", "--http-cert", "x.pem", "--http-key", "y.pem"),
+            "--http-cert x.pem: No such file",
+            marks=pytest.mark.chaos,
+        ),
+        pytest.param(
+            ("node", "--model", "/no/such/folder"),
+            "neither a folder nor an id on the Hub",
+            marks=pytest.mark.chaos,
+        ),
+        pytest.param(
+            ("node", "--draft-model", "/no/such/draft"),
+            "/no/such/draft is neither a folder nor an id",
+            marks=pytest.mark.chaos,
+        ),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_served(
@@ -166,7 +179,11 @@ def test_a_mistake_in_a_variable_is_named_after_it(
     ("args", "words"),
     [
         (("--max-context", "15"), "exceed the model's context of 15"),
-        (("--kv-bytes", "10KB"), "the rank with the least memory has room for"),
+        pytest.param(
+            ("--kv-bytes", "10KB"),
+            "the rank with the least memory has room for",
+            marks=pytest.mark.chaos,
+        ),
     ],
 )
 def test_what_the_model_cannot_do_is_said_at_once_and_not_tried_again(
@@ -247,7 +264,13 @@ def node(home: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(each, marks=pytest.mark.chaos) for each in (signal.SIGINT, signal.SIGHUP)),
+    ],
+)
 def test_a_node_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     with node(tmp_path, "--ranks", "2" if number is signal.SIGTERM else "1") as (process, url):
         body = {"messages": [{"role": "user", "content": f"Repeat exactly: {ORACLE}"}], "temperature": 0}

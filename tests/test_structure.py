@@ -677,6 +677,7 @@ def asserts(function: ast.AST) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_make_chaos_runs_every_file_with_cases_for_it() -> None:
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     (run,) = (line.split()[2:] for line in text.splitlines() if line.startswith("FAULTS :="))
@@ -691,6 +692,7 @@ def test_make_chaos_runs_every_file_with_cases_for_it() -> None:
     assert [path for path in marked if not path.startswith(tuple(run))] == []
 
 
+@pytest.mark.slow
 def test_every_test_can_fail() -> None:
     assert toothless(TESTS) == []
     assert len(TESTS) > 10

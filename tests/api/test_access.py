@@ -40,6 +40,8 @@ from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, says
 from .test_admin import KEY as ADMIN_KEY
 from .test_admin import FakeAdmin
 
+pytestmark = pytest.mark.slow
+
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 BODY = {"model": "default", "messages": HELLO}
 PAGE = "http://localhost:3000"

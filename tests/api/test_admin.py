@@ -16,6 +16,8 @@ from mlxtp.api.app import create_app
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.errors import Code, LinkError, UserError
 
+pytestmark = pytest.mark.slow
+
 KEY = "the key in the home"
 ROUTES = {
     "status": "GET",

@@ -44,6 +44,8 @@ from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Genera
 from ..cluster import Cluster
 from .conftest import BYTE_LEVEL, VOCABULARY, WAIT_S, Loaded
 
+pytestmark = pytest.mark.slow
+
 MODEL = "org/tiny"
 CHAT = "/v1/chat/completions"
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "mlxtp.json"

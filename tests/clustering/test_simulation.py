@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,8 @@ from mlxtp.cluster.state_file import SavedState, to_text
 from .desks import unsealed
 from .simulated_node import TICK_S, Journal
 from .simulation import World
+
+pytestmark = pytest.mark.slow
 
 NAMES = "abcdef"
 QUIET_S = 45.0

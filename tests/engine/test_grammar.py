@@ -26,6 +26,8 @@ from mlxtp.errors import Code, MlxtpError, RequestError
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
 from mlxtp.wire.messages import MAX_GRAMMAR
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(embedded_model_path())
 VOCABULARY = 512
 EOS = frozenset((5, 1))

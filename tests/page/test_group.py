@@ -19,7 +19,7 @@ from .conftest import DESK
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.chaos]
 
 ROOT = Path(__file__).parents[2]
 LAST = "#turns > li:last-child"

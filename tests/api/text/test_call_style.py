@@ -29,6 +29,8 @@ from mlxtp.text.tool_calls import Separators
 
 from ..conftest import byte_level, save
 
+pytestmark = pytest.mark.slow
+
 HEAD = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.tool_calls %}{% for c in m.tool_calls %}{% set f = c.function %}{{ CALL }}{% endfor %}"

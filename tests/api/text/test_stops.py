@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.text.reasoning import StopFinder
+
+pytestmark = pytest.mark.slow
 
 quick = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 letters = st.text("ab", max_size=30)

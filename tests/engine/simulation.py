@@ -253,7 +253,7 @@ class Ranks:
             assert self._requests[self.request_of[stop.uid]].begins(self.kept[stop.uid])
 
     def occupied(self) -> int:
-        """Positions of all KV caches, as `kv.py` has them grow."""
+        """Positions of all KV caches, as `kv_cache.py` has them grow."""
         kept = sum(kv_cache.capacity(len(tokens)) for tokens in self.kept.values())
         prompts = sum(kv_cache.capacity(total) for total in self.prefilling.values())
         return kept + prompts + kv_cache.batch_tokens([len(self.contents[uid]) for uid in self.rows])

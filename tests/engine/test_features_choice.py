@@ -163,6 +163,7 @@ def test_everything_is_right_in_company(cluster: Cluster, folder: Path) -> None:
     assert work.forwards[0] < sum(outcome.whole().generated for outcome in outcomes) / 3
 
 
+@pytest.mark.chaos
 def test_groups_of_a_kind_are_right(cluster: Cluster, folder: Path) -> None:
     for kind in kinds(folder):
         assert_right(cluster.ask_all(kind, at_once=5), kind, folder)

@@ -105,6 +105,7 @@ def test_four_choices_over_http(cluster: Cluster) -> None:
     assert details["cached_tokens"] == again["usage"]["prompt_tokens"] - 1
 
 
+@pytest.mark.chaos
 def test_branches_of_one_beginning_do_not_disturb_each_other(cluster: Cluster) -> None:
     """A running sequence, copies of it while it runs, and kept ones that are taken over."""
     random = Random(50)

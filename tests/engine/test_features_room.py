@@ -100,6 +100,7 @@ def test_who_outgrows_the_room_is_put_off_and_comes_back_right(cluster: Cluster,
     assert len(set(work.forwards)) == 1
 
 
+@pytest.mark.chaos
 def test_kept_caches_give_way(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, kv_bytes=room_for(cluster, 400))
     first = Wanted(prompt(10, 60), 4)
@@ -137,6 +138,7 @@ def test_a_context_longer_than_the_models_own_changes_nothing(cluster: Cluster, 
 # --- quantized --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.chaos
 def test_quantized_caches_answer_one_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
     """This model's most likely tokens are so by far: 8 bits are enough for them."""
     folder = write_model(tmp_path / "wide", head_dim=64)
@@ -164,7 +166,10 @@ def test_keys_that_cannot_be_quantized_are_refused_at_load(cluster: Cluster, fol
 # --- other kinds of caches --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["gpt_oss", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("qwen3_5", "deepseek_v3"))],
+)
 def test_families_with_other_caches_serve_many_at_once(cluster: Cluster, tmp_path: Path, family: str) -> None:
     """Windows of 8 tokens that rotate, recurrent states, latent attention."""
     folder = write_model(tmp_path / family, model_type=family, **FAMILIES[family])

@@ -185,6 +185,22 @@ def test_openais_library_with_a_key_and_without(backend: FakeBackend, tmp_path: 
         assert len(backend.requests) == 2
 
 
+def test_a_conversation_is_of_the_key_that_began_it(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as server:
+        own, other = (server.openai(server.key(name)) for name in ("laptop", "phone"))
+        first = own.responses.create(input="hello")
+        named: Any = [{"type": "item_reference", "id": first.output[0].id}]
+        asked: Any = [{"role": "user", "content": "go on"}]
+        for going_on in (
+            {"input": asked + named + asked},
+            {"input": asked, "previous_response_id": first.id},
+        ):
+            assert own.responses.create(**going_on).output
+            with pytest.raises((openai.BadRequestError, openai.NotFoundError), match="is not known here"):
+                other.responses.create(**going_on)
+        assert len(backend.requests) == 3
+
+
 def test_anthropics_library_sends_its_key_in_a_header_of_its_own(
     backend: FakeBackend, tmp_path: Path
 ) -> None:

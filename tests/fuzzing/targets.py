@@ -216,7 +216,7 @@ def _chat(data: bytes) -> None:
 def responses(data: bytes) -> None:
     """The same, and what the answer repeats of it."""
     try:
-        asked = responses_request.parse(data, _STORE)
+        asked = responses_request.parse(data, _STORE, "")
         _asked(asked)
         about = About("0" * 32, 1.0, "tiny", (2,), (), lambda token: (str(token), None), asked)
         json.dumps(response_body(about, "in_progress", ()), allow_nan=False).encode()
@@ -228,6 +228,7 @@ def responses(data: bytes) -> None:
 
 
 _STORE = ResponseStore()
+_STORE.put("", "resp_0", b"[]", [{"type": "message", "id": "msg_0_0", "role": "assistant", "content": []}])
 
 
 def continued(data: bytes) -> None:
@@ -515,6 +516,7 @@ _ITEMS = (
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
             {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "1", "output": "2"},
+            {"type": "item_reference", "id": "msg_0_0"},
         ],
         "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
         "tool_choice": {"type": "function", "name": "f"},

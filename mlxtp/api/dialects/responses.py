@@ -29,6 +29,7 @@ from ..adapter import SSE, About, Json, Operation
 from ..dialects import openai as answers
 from ..generation import Generation
 from ..http_errors import error_body_of, error_status
+from ..request_context import current
 from .openai import TOO_LONG, finishes, sse
 from .request_parts import ClientTool, TextReader, called
 from .responses_items import CALLS, call_item, object_in, search_call
@@ -521,9 +522,10 @@ class Responses:
         return error_body_of(error)
 
     def _parse(self, body: bytes) -> GenerationRequest:
-        return parse(body, self._store)
+        account = current()
+        return parse(body, self._store, account.key if account is not None else "")
 
     def _keep(self, about: About, response: Json) -> None:
         wanted: ResponsesAnswerOptions = about.ask.dialect
         if wanted.input is not None:
-            self._store.put(response["id"], wanted.input, response["output"])
+            self._store.put(wanted.client, response["id"], wanted.input, response["output"])

@@ -75,11 +75,18 @@ class _Reasoning(Schema):
     content: list[Any] | None = None
 
 
+class _Reference(Schema):
+    id: str
+
+
 # --- items from clients -----------------------------------------------------------------------------------
 
 
-def items_of(given: str | list[Any]) -> list[Json]:
-    """Return the items of `input`. Raises RequestError that names the place."""
+def items_of(given: str | list[Any], find: Callable[[str, str], Json]) -> list[Json]:
+    """Return the items of `input`. Raises RequestError that names the place.
+
+    `find` returns the item with an id, for a reference to it at a place.
+    """
     if isinstance(given, str):
         return [_spoken("user", [given])]
     items: list[Json] = []
@@ -93,7 +100,7 @@ def items_of(given: str | list[Any]) -> list[Json]:
             log_left_out("items", str(kind))
             left_out.add(str(call_id))
         elif kind not in OUTPUTS or call_id is None or str(call_id) not in left_out:
-            items.append(_item(each, where))
+            items.append(_item(each, where, find))
     return items
 
 
@@ -108,7 +115,7 @@ def _foreign(item: Json) -> bool:
             return False
 
 
-def _item(item: Json, where: str) -> Json:
+def _item(item: Json, where: str, find: Callable[[str, str], Json]) -> Json:
     kind = item.get("type")
     if kind is None:  # the two types that need not be named
         kind = "message" if "role" in item else "item_reference"
@@ -116,15 +123,11 @@ def _item(item: Json, where: str) -> Json:
         case str() if kind in _READ:
             return _READ[kind](item, where)
         case "item_reference":
-            raise not_supported(
-                f"{where}: item references are not supported; send the item itself, or the answer's id as "
-                "previous_response_id. A client that makes references by itself sends items with store false",
-                f"{where}.type",
-            )
+            return find(checked(_Reference, item, where).id, f"{where}.id")
         case str():
+            known = ", ".join((*_READ, "item_reference"))
             raise not_supported(
-                f"{where}: items of type {shown(kind)} are not supported, only {', '.join(_READ)}",
-                f"{where}.type",
+                f"{where}: items of type {shown(kind)} are not supported, only {known}", f"{where}.type"
             )
         case _:
             raise wrong(f"{where}.type", "a string", kind)

@@ -72,7 +72,8 @@ def json_bytes(value: Any) -> bytes:
 class ResponseStore:
     """Memory-only store of at most `most` answers and `most_bytes`, each for `age_s` seconds.
 
-    The oldest make room. Shared parts of answers count for each of them. May be used from any thread.
+    The oldest make room. Shared parts of answers count for each of them. An answer is kept for one client,
+    the name of its key or "". May be used from any thread.
     """
 
     def __init__(
@@ -87,37 +88,51 @@ class ResponseStore:
         self._age_s = age_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._kept: dict[str, StoredResponse] = {}
+        self._kept: dict[tuple[str, str], StoredResponse] = {}
         self.size = 0  # bytes of all stored answers
 
-    def put(self, id_: str, input_: bytes, output: Sequence[Json]) -> None:
+    def put(self, client: str, id_: str, input_: bytes, output: Sequence[Json]) -> None:
         """Keep an answer with its whole input, a JSON list. One that is too large by itself is not kept."""
         kept = StoredResponse(input_, json_bytes(output), self._clock() + self._age_s)
         with self._lock:
             if kept.size > self._most_bytes:
                 return
-            self._kept[id_] = kept
+            self._kept[client, id_] = kept
             self.size += kept.size
             self._make_room()
 
-    def items(self, id_: str) -> list[Json]:
+    def items(self, client: str, id_: str) -> list[Json]:
         """Return the first items of a request that continues an answer.
 
         Raises RequestError 404 that says how long answers are kept.
         """
-        with self._lock:
-            self._make_room()
-            kept = self._kept.get(id_)
-        if kept is None:
+        if (kept := self._find(client, id_)) is None:
             raise RequestError(
-                f"the response {shown(id_)} is not known here: answers are kept in the memory of the Mac "
-                f"that received the request for {self._age_s / 3600:g} hours, at most {self._most} of them "
-                f"and {self._most_bytes} bytes, not with store false; send the whole conversation as input",
+                f"the response {shown(id_)} is not known here: {self.bounds}",
                 Code.NOT_FOUND,
                 status=404,
                 param="previous_response_id",
             )
         return [*json.loads(kept.input), *json.loads(kept.output)]
+
+    def output(self, client: str, id_: str) -> list[Json]:
+        """Return the output of an answer. One that is not known has none."""
+        kept = self._find(client, id_)
+        return [] if kept is None else json.loads(kept.output)
+
+    @property
+    def bounds(self) -> str:
+        """The limits of this store and the remedy, for refusals."""
+        return (
+            f"answers are kept in the memory of the Mac that received the request for "
+            f"{self._age_s / 3600:g} hours, at most {self._most} of them and {self._most_bytes} bytes, "
+            "for the same API key, not with store false; send the whole conversation as input"
+        )
+
+    def _find(self, client: str, id_: str) -> StoredResponse | None:
+        with self._lock:
+            self._make_room()
+            return self._kept.get((client, id_))
 
     def _make_room(self) -> None:
         now = self._clock()
@@ -195,10 +210,11 @@ class ResponsesAnswerOptions:
     """A checked request, for its answer, without unknown fields.
 
     `input` is a JSON list that includes the items of earlier answers; None where it is not to be kept.
-    `tools` by the model's names.
+    `client`: name of its key. `tools` by the model's names.
     """
 
     request: ResponseRequest
+    client: str
     input: bytes | None
     tools: Tools
     repeated_tools: Sequence[Json]
@@ -206,16 +222,16 @@ class ResponsesAnswerOptions:
     format: Json
 
 
-def parse(body: bytes, store: ResponseStore) -> GenerationRequest:
-    """Return the request. Raises RequestError that names the field, the reason and the value."""
+def parse(body: bytes, store: ResponseStore, client: str) -> GenerationRequest:
+    """Return the request of a client. Raises RequestError that names the field, the reason and the value."""
     request = parsed(ResponseRequest, body)
     _check_supported(request)
     _check_metadata(request.metadata or {})
     _check_finite(request)
     logprobs = _logprobs(request)
-    before = _before(request, store)
+    before = _before(request, store, client)
     _check_count(len(before), len(request.input) if isinstance(request.input, list) else 1)
-    items = [*before, *_items(request)]
+    items = [*before, *_items(request, store, client)]
     _check_count(sum(map(pieces, before)), sum(map(pieces, items[len(before) :])))
     given_tools, repeated = read_tools(request.tools or (), "tools")
     tools = unfold([*given_tools, *tools_of_items(items, len(before), given_tools)])
@@ -235,6 +251,7 @@ def parse(body: bytes, store: ResponseStore) -> GenerationRequest:
     )
     wanted = ResponsesAnswerOptions(
         request,
+        client,
         json_bytes(worth_keeping(items)) if request.kept else None,
         tools,
         repeated,
@@ -300,11 +317,11 @@ def _logprobs(request: ResponseRequest) -> int:
     return -1
 
 
-def _before(request: ResponseRequest, store: ResponseStore) -> list[Json]:
+def _before(request: ResponseRequest, store: ResponseStore, client: str) -> list[Json]:
     """Return the items of the previous answer, if the request continues one."""
     if request.previous_response_id is None:
         return []
-    return store.items(request.previous_response_id)
+    return store.items(client, request.previous_response_id)
 
 
 def _check_count(before: int, given: int) -> None:
@@ -317,10 +334,25 @@ def _check_count(before: int, given: int) -> None:
         )
 
 
-def _items(request: ResponseRequest) -> list[Json]:
+def _items(request: ResponseRequest, store: ResponseStore, client: str) -> list[Json]:
+    unnamed: dict[str, dict[str, Json]] = {}  # items of answers, each of which is read once
+
+    def find(id_: str, where: str) -> Json:
+        """Take the item, so that a short body cannot name a long one many times."""
+        answer = f"resp_{id_.partition('_')[2].rpartition('_')[0]}"  # an item's id contains its answer's
+        if answer not in unnamed:
+            unnamed[answer] = {item["id"]: item for item in store.output(client, answer)}
+        if id_ not in unnamed[answer]:
+            raise RequestError(
+                f"{where}: the item {shown(id_)} is not known here, or is named twice: {store.bounds}. "
+                "A client that makes references by itself sends items with store false",
+                param=where,
+            )
+        return unnamed[answer].pop(id_)
+
     match request.input:
         case str() | list():
-            return items_of(request.input)
+            return items_of(request.input, find)
         case None:
             raise RequestError("input is missing", param="input")
         case other:

@@ -499,7 +499,7 @@ def test_thoughts_that_lead_nowhere_and_calls_that_were_cut_off_are_not_kept(thi
         thought,
     ]
     first = post(thinker, input=given).json()["id"]
-    kept: Any = parse(json.dumps({"input": given}).encode(), ResponseStore()).dialect
+    kept: Any = parse(json.dumps({"input": given}).encode(), ResponseStore(), "").dialect
     assert [item["type"] for item in json.loads(kept.input)] == [
         "reasoning",
         "function_call",
@@ -567,6 +567,67 @@ def test_three_turns_that_go_on_from_each_other(server: Server, stream: bool) ->
     assert (last.output_text, last.instructions) == ("three", "be 2")
 
 
+def reference(item: Any) -> dict[str, Any]:
+    return {"type": "item_reference", "id": item["id"]}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "input_text", "text": text}]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_that_names_earlier_items_by_their_ids(thinker: Server, stream: bool) -> None:
+    """The AI SDK sends chats in this shape: thoughts and text of each earlier turn as references."""
+    words = ("<think>hm</think>one", "<think>so</think>two", "three")
+    thinker.backend.scripts = [says(thinker.ids(each)) for each in words * 2]
+    chat: list[Any] = []
+    for text in ("a", "b", "c"):
+        chat.append(user(text))
+        reply = post(thinker, input=chat, stream=stream)
+        body = events_of(reply)[-1]["response"] if stream else reply.json()
+        chat += map(reference, body["output"])
+    assert [item.get("type") for item in chat] == [None, *["item_reference"] * 2] * 2 + [
+        None,
+        "item_reference",
+    ]
+    last = create(thinker, input=[user("a")])
+    for text in ("b", "c"):
+        last = create(thinker, input=[user(text)], previous_response_id=last.id)
+    assert prompts(thinker)[:3] == prompts(thinker)[3:]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_loop_of_tools_that_names_earlier_items_by_their_ids(thinker: Server, named: bool) -> None:
+    """The AI SDK names thoughts by their ids. It repeats or names a call, by the kind of its tool."""
+    thinker.backend.scripts = [says(thinker.ids(each)) for each in (f"<think>hm</think>{CALL}", "warm", "ok")]
+    thought, call = post(thinker, tools=[WEATHER]).json()["output"]
+    repeated = {key: call[key] for key in ("type", "call_id", "name", "arguments")}
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "21"}
+    steps = [user("hello"), reference(thought), reference(call) if named else repeated, result]
+    [answer] = post(thinker, tools=[WEATHER], input=steps).json()["output"]
+    post(thinker, tools=[WEATHER], input=[*steps, reference(answer), user("thanks")])
+    post(thinker, tools=[WEATHER], input=[user("hello"), thought, call, result, answer, user("thanks")])
+    *_, by_ids, whole = prompts(thinker)
+    assert "hm" in whole
+    assert by_ids == whole
+
+
+@pytest.mark.parametrize(
+    ("store", "times", "why"), [(False, 1, "is not known here"), (True, 2, "is named twice")]
+)
+def test_an_item_is_named_once_and_only_while_it_is_kept(
+    server: Server, store: bool, times: int, why: str
+) -> None:
+    """A short body would otherwise name one long item many times."""
+    [item] = post(server, store=store).json()["output"]
+    error = assert_error(
+        post(server, input=[user("hello"), *[reference(item)] * times]), 400, "invalid_request"
+    )
+    assert error["param"] == f"input[{times}].id"
+    assert why in error["message"]
+    assert "sends items with store false" in error["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_shall_not_be_kept_is_not(server: Server, stream: bool) -> None:
     answer = create(server, store=False, stream=stream)
@@ -602,9 +663,9 @@ def test_what_takes_long_is_not_done_where_others_tokens_are_sent(
     """A body is checked, and a conversation that was kept is read, in another thread than the server's."""
     threads: list[str] = []
 
-    def noting(body: bytes, store: ResponseStore) -> GenerationRequest:
+    def noting(body: bytes, store: ResponseStore, client: str) -> GenerationRequest:
         threads.append(threading.current_thread().name)
-        return parse(body, store)
+        return parse(body, store, client)
 
     monkeypatch.setattr(responses_module, "parse", noting)
     server.client.responses.input_tokens.count(model="tiny", input="hello")
@@ -640,7 +701,7 @@ def test_a_conversation_has_an_end() -> None:
 
     def refused(**fields: Any) -> str:
         with pytest.raises(RequestError) as told:
-            parse(json.dumps(fields).encode(), store)
+            parse(json.dumps(fields).encode(), store, "")
         assert (told.value.param, told.value.status) == ("input", 400)
         return told.value.detail
 
@@ -649,10 +710,10 @@ def test_a_conversation_has_an_end() -> None:
         "input has 20001 items and parts of them, and at most 20000 are taken"
     )
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}] * 11_998}
-    kept: Any = parse(json.dumps({"input": [parts, user]}).encode(), store).dialect
-    store.put("resp_1", kept.input, [])
+    kept: Any = parse(json.dumps({"input": [parts, user]}).encode(), store, "").dialect
+    store.put("", "resp_1", kept.input, [])
     going_on: Any = {"previous_response_id": "resp_1"}
-    parse(json.dumps(going_on | {"input": [user]}).encode(), store)
+    parse(json.dumps(going_on | {"input": [user]}).encode(), store, "")
     assert refused(**going_on, input=[user, parts]) == (
         "input has 12001 items and parts of them, after 12001 of previous_response_id, "
         "and at most 20000 are taken"
@@ -675,9 +736,10 @@ def says_part(kind: str) -> dict[str, Any]:
         ({"input": []}, "input", "empty"),
         ({"input": 3}, "input", "got 3"),
         ({"input": ["a"]}, "input[0]", 'got "a"'),
-        ({"input": [{}]}, "input[0].type", "previous_response_id"),
-        ({"input": [{"id": "msg_x"}]}, "input[0].type", "send the item itself"),
-        ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "input[0].type", "store false"),
+        ({"input": [{}]}, "input[0].id", "missing"),
+        ({"input": [{"id": "msg_x"}]}, "input[0].id", 'the item "msg_x" is not known here'),
+        ({"input": [{"type": "item_reference", "id": "msg_a_0"}]}, "input[0].id", "store false"),
+        ({"input": [{"type": "item_reference", "id": 3}]}, "input[0].id", "got 3"),
         ({"input": [{"type": "message", "content": "x"}]}, "input[0].role", "missing"),
         ({"input": [{"role": "king", "content": "x"}]}, "input[0].role", '"king"'),
         ({"input": [{"role": "user"}]}, "input[0].content", "got null"),

@@ -23,14 +23,14 @@ def item(id_: str, text: Any = "") -> dict[str, Any]:
 
 
 def put(store: ResponseStore, id_: str, given: Any) -> None:
-    store.put(id_, json.dumps([item("in", given)]).encode(), [item(id_)])
+    store.put("", id_, json.dumps([item("in", given)]).encode(), [item(id_)])
 
 
 def known(store: ResponseStore, *ids: str) -> list[str]:
     found = []
     for id_ in ids:
         try:
-            store.items(id_)
+            store.items("", id_)
         except RequestError:
             continue
         found.append(id_)
@@ -40,7 +40,15 @@ def known(store: ResponseStore, *ids: str) -> list[str]:
 def test_what_is_put_is_found_with_all_that_went_before_it() -> None:
     store = ResponseStore()
     put(store, "a", "hello")
-    assert store.items("a") == [item("in", "hello"), item("a")]
+    assert store.items("", "a") == [item("in", "hello"), item("a")]
+
+
+def test_an_answer_is_of_its_client_only() -> None:
+    store = ResponseStore()
+    store.put("phone", "a", b"[]", [item("a")])
+    assert store.items("phone", "a") == store.output("phone", "a") == [item("a")]
+    assert known(store, "a") == []
+    assert store.output("", "a") == []
 
 
 def test_the_oldest_makes_room() -> None:
@@ -48,6 +56,8 @@ def test_the_oldest_makes_room() -> None:
     for id_ in "abc":
         put(store, id_, "x")
     assert known(store, "a", "b", "c") == ["b", "c"]
+    assert store.output("", "a") == []
+    assert store.output("", "b") == [item("b")]
 
 
 def test_size_counts_and_is_given_back() -> None:
@@ -102,7 +112,7 @@ def test_an_answer_is_kept_for_a_time() -> None:
 def test_the_refusal_of_an_unknown_answer_says_how_long_answers_are_kept() -> None:
     store = ResponseStore(most=3, most_bytes=500, age_s=5400)
     with pytest.raises(RequestError) as caught:
-        store.items("x")
+        store.items("", "x")
     assert (caught.value.status, caught.value.code) == (404, Code.NOT_FOUND)
     assert caught.value.param == "previous_response_id"
     for word in ('"x"', "1.5 hours", "3 of them", "500 bytes", "store false"):

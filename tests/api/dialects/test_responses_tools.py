@@ -72,7 +72,7 @@ def answered(server: Server, stream: bool, words: str, **fields: Any) -> dict[st
 
 
 def parsed(**fields: Any) -> GenerationRequest:
-    return parse(json.dumps({"input": "hello"} | fields).encode(), ResponseStore())
+    return parse(json.dumps({"input": "hello"} | fields).encode(), ResponseStore(), "")
 
 
 def offered(ask: GenerationRequest) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def test_a_recorded_request_of_codex_is_answered(
 
 def test_a_schema_of_codex_is_read() -> None:
     body = json.loads((RECORDINGS / "codex_schema.json").read_text())
-    ask = parse(json.dumps(body).encode(), ResponseStore())
+    ask = parse(json.dumps(body).encode(), ResponseStore(), "")
     assert ask.options.format is not None
     assert ask.options.format["json_schema"]["schema"]["required"] == ["answer"]
     assert SHELL in offered(ask)

@@ -16,12 +16,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
 from .admin.checkup import AgentCheckup
-from .admin.handlers import ClusterAdmin, StandaloneAdmin, announce, announced
+from .admin.handlers import Admin, announce, announced
 from .admin.metrics import observed
 from .admin.parts import AgentParts
 from .api.app import create_app
@@ -32,7 +33,7 @@ from .cluster.dialer import Dialer
 from .cluster.node import ClusterNode
 from .cluster.peer_reports import MachineReports, RoundTripTimes
 from .config import Settings, told
-from .errors import Code, ConfigError, GroupError, MlxtpError
+from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError
 from .gateway.remote_backend import serve_requests
 from .groups.controller import GroupController
 from .groups.drain import Drain
@@ -50,17 +51,15 @@ from .groups.sleep import KeepAwake, watch_sleep
 from .groups.warm_pool import WarmPool
 from .groups.worker_output import log_lines
 from .identity.join_network import enter
-from .identity.store import Store
+from .identity.store import Identity, Store
 from .models.download import apart, download
 from .models.inspect import (
-    ModelSource,
     find_model,
     hub_folder,
     in_folders,
     inspect,
     is_hub_id,
     lasting_name,
-    open_model,
 )
 from .models.local_model import LocalModel
 from .models.manifest import gigabytes
@@ -75,38 +74,49 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MANY_FILES = 4096
+LOOK_S = 0.1  #: Seconds between two looks at a model that is not ready.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A running agent. One that runs alone has no `parts`; `founded`: it founded its cluster."""
+    """A running agent. `founded`: it founded its cluster."""
 
     supervisor: Supervisor
     #: URL of the endpoint for programs of this Mac, such as http://127.0.0.1:52415.
     url: str
     warm_pool: WarmPool
     drain: Drain
-    #: Done when this agent has nothing left to do: it has left its cluster, or a bug ended it (as an error).
-    over: asyncio.Future[None]
-    parts: AgentParts | None = None
+    parts: AgentParts
     founded: bool = False
     #: The endpoint's HTTPS certificate (PEM); empty for HTTP.
     certificate: str = ""
     #: The key of this Mac's own commands, which the endpoint always accepts.
     key: str = field(default="", repr=False)
 
+    @property
+    def over(self) -> asyncio.Future[None]:
+        """Done when this agent has nothing left to do: it has left its cluster, or a bug ended it."""
+        return self.parts.node.over
+
     async def wait_ready(self) -> None:
         """Wait until the model is ready, or this agent has nothing left to do.
 
-        Raises the MlxtpError that keeps the model from becoming ready.
+        Raises the MlxtpError that keeps the model from becoming ready. In a cluster, a missing model may
+        still come.
         """
         waiting = asyncio.ensure_future(
             self.supervisor.wait_until(ServingState.READY, ServingState.FAILED, ServingState.STOPPED)
         )
         either: set[asyncio.Future[Any]] = {waiting, self.over}
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            ended: set[asyncio.Future[Any]] = set()
+            while not ended:
+                ended, _ = await asyncio.wait(either, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if self.parts.node.alone and (
+                    why := self.parts.model.problem or self.parts.reconciler.unplanned
+                ):
+                    raise ModelError(why)
         finally:
             waiting.cancel()
         if self.over.done():
@@ -125,25 +135,50 @@ async def running_agent(
 
     Raises ConfigError and ModelError before anything is started.
     """
-    if settings.load_on_request and not settings.cluster:
-        raise ConfigError(
-            "--load-on-request needs an agent that is part of a cluster, even of one Mac: omit --alone "
-            "and --ranks"
-        )
+    heard = log_lines if settings.log_file or settings.log_format == "json" else None
     with watched_loop(), _own_home(settings.home), open_endpoint(settings) as endpoint:
         wanted = settings.ranks if settings.spare else 0
-        heard = log_lines if settings.log_file or settings.log_format == "json" else None
-        async with WarmPool(worker, settings.home / "run", wanted, heard) as warm_pool:
-            if settings.cluster:
-                async with _among_others(settings, endpoint, on_stage, warm_pool) as agent:
-                    yield agent
-                return
-            name = in_folders(settings.model, settings.model_folders)
-            for each in filter(None, (name, settings.draft_model)):
-                await _download(each)
-            model = await open_model(name, settings.draft_model)
-            async with _running(settings, endpoint, model, on_stage, warm_pool) as agent:
-                yield agent
+        async with (
+            WarmPool(worker, settings.home / "run", wanted, heard) as warm_pool,
+            _entered(settings) as entered,
+            _running(entered, endpoint, on_stage, warm_pool) as agent,
+        ):
+            yield agent
+
+
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """Cluster that this agent is in. `sock` is its control port; an agent that runs alone has none."""
+
+    settings: Settings
+    store: Store
+    identity: Identity
+    sock: socket.socket | None = None
+    founded: bool = False
+    joined: bool = False
+
+
+@asynccontextmanager
+async def _entered(settings: Settings) -> AsyncIterator[_Entered]:
+    """Enter the cluster: a joined or founded one, or one of this Mac alone, which ends with the agent.
+
+    Raises UserError when that is not possible, and ModelError for models that cannot be found.
+    """
+    settings = replace(settings, name=settings.name or socket.gethostname().partition(".")[0])
+    await _check_folders(settings)
+    if not settings.cluster:
+        for name in filter(None, (in_folders(settings.model, settings.model_folders), settings.draft_model)):
+            await _download(name)
+        with TemporaryDirectory(prefix="mlxtp-") as folder:
+            store = Store(Path(folder))
+            yield _Entered(settings, store, store.found_cluster())
+        return
+    store = Store(settings.home)
+    check_interface(settings.interface)
+    with contextlib.closing(bind_control(settings.control_host, settings.control_port)) as sock:
+        joined = await enter(settings, store)
+        settings = replace(settings, peers=(*settings.peers, *joined.peers))
+        yield _Entered(settings, store, joined.identity, sock, joined.founded, joined.joined)
 
 
 async def _download(name: str) -> None:
@@ -168,25 +203,53 @@ async def _download(name: str) -> None:
 
 @asynccontextmanager
 async def _running(
-    settings: Settings,
-    endpoint: Endpoint,
-    model: ModelSource,
-    on_stage: StageListener,
-    warm_pool: WarmPool,
+    entered: _Entered, endpoint: Endpoint, on_stage: StageListener, warm_pool: WarmPool
 ) -> AsyncIterator[Agent]:
+    settings, store = entered.settings, entered.store
+    machine = await hardware.probe(settings.interface)
     supervisor = Supervisor(settings, on_stage, warm_pool)
+    gateway, port = supervisor.gateway, entered.sock.getsockname()[1] if entered.sock is not None else 0
+    node = ClusterNode(
+        settings,
+        entered.identity,
+        machine,
+        home=store.folder.parent,
+        http=endpoint.summary,
+        listens_at=partial(_control_addresses, settings, port),
+        short=lambda: gateway.short,
+    )
+    parts = build_parts(node, supervisor, store.credentials, warm_pool)
+    dialer: Dialer | None = None
+    work = [node.live()]
+    if entered.sock is not None:
+        requests = partial(serve_requests, gateway=gateway)
+        control_port = ControlPort(entered.sock, store.credentials, node, parts.tokens, requests)
+        dialer = Dialer(node, store.credentials, port, parts.machines.rewired)
+        work += [control_port.run(), dialer.run()]
+    if entered.joined and settings.model_given:
+        log.warning("--model is ignored: `mlxtp serve` sets the model of a cluster")
+    elif settings.model_given or entered.founded or node.alone:
+        node.desired.set(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
     stop = asyncio.Event()
-    admin = StandaloneAdmin(supervisor, settings.name or socket.gethostname().partition(".")[0])
-    admin.checkup = AgentCheckup(settings, supervisor, endpoint)
+    admin = Admin(parts, store)
+    admin.checkup = AgentCheckup(settings, endpoint, parts, dialer)
     app = _app(supervisor, admin, endpoint, settings)
     serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
-    supervising = asyncio.create_task(supervisor.run(model))
-    sleeping = asyncio.create_task(
-        watch_sleep(supervisor.woke, lambda: supervisor.in_epoch, _keep_awake(settings))
-    )
-    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    for task in (supervising, sleeping):
-        task.add_done_callback(partial(_report_bug, partial(_end, over)))
+
+    def woke(slept_s: float) -> None:
+        parts.reconciler.woke(slept_s)
+        parts.machines.rewired()
+        if dialer is not None:
+            dialer.woke()
+
+    def has_rank() -> bool:
+        return supervisor.in_epoch or parts.hosted.serving.epoch > 0
+
+    work.append(watch_sleep(woke, has_rank, _keep_awake(settings)))
+    supervising = asyncio.create_task(supervisor.run(parts.controller))
+    tasks = [asyncio.create_task(each) for each in work]
+    for task in (supervising, *tasks):
+        task.add_done_callback(partial(_report_bug, node.end))
     try:
         certificate = endpoint.certificate
         with announced(settings.home, endpoint.url, admin.key, certificate):
@@ -195,98 +258,21 @@ async def _running(
                 endpoint.url,
                 warm_pool,
                 admin.draining,
-                over,
-                certificate=certificate,
-                key=admin.key,
+                parts,
+                entered.founded,
+                certificate,
+                admin.key,
             )
     finally:
         admin.close()
         supervising.cancel()
-        sleeping.cancel()
-        await asyncio.gather(sleeping, return_exceptions=True)
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(supervising, return_exceptions=True)
+        await asyncio.gather(supervising, return_exceptions=True)
+        await parts.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         stop.set()
         await serving
-
-
-@asynccontextmanager
-async def _among_others(
-    settings: Settings, endpoint: Endpoint, on_stage: StageListener, warm_pool: WarmPool
-) -> AsyncIterator[Agent]:
-    """Run an agent that belongs to a cluster. Raises UserError when it cannot."""
-    started_with = settings
-    settings = replace(settings, name=settings.name or socket.gethostname().partition(".")[0])
-    store = Store(settings.home)
-    await _check_folders(settings)
-    check_interface(settings.interface)
-    control = bind_control(settings.control_host, settings.control_port)
-    with contextlib.closing(control):
-        entered = await enter(settings, store)
-        settings = replace(settings, peers=(*settings.peers, *entered.peers))
-        machine = await hardware.probe(settings.interface)
-        supervisor = Supervisor(settings, on_stage, warm_pool)
-        gateway, port = supervisor.gateway, control.getsockname()[1]
-        listens_at = partial(_control_addresses, settings, port)
-        node = ClusterNode(
-            settings,
-            entered.identity,
-            machine,
-            http=endpoint.summary,
-            listens_at=listens_at,
-            short=lambda: gateway.short,
-        )
-        parts = build_parts(node, supervisor, store.credentials, warm_pool)
-        control_port = ControlPort(
-            control, store.credentials, node, parts.tokens, partial(serve_requests, gateway=gateway)
-        )
-        dialer = Dialer(node, store.credentials, port, parts.machines.rewired)
-        if entered.joined and settings.model_given:
-            log.warning("--model is ignored: `mlxtp serve` sets the model of a cluster")
-        elif settings.model_given or entered.founded:
-            node.desired.set(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
-        stop = asyncio.Event()
-        admin = ClusterAdmin(parts, store)
-        admin.checkup = AgentCheckup(settings, supervisor, endpoint, parts, dialer)
-        app = _app(supervisor, admin, endpoint, started_with)
-        serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
-
-        def woke(slept_s: float) -> None:
-            parts.reconciler.woke(slept_s)
-            parts.machines.rewired()
-            dialer.woke()
-
-        sleep = watch_sleep(
-            woke, lambda: supervisor.in_epoch or parts.hosted.serving.epoch > 0, _keep_awake(settings)
-        )
-        tasks = [asyncio.create_task(work) for work in (control_port.run(), dialer.run(), node.live(), sleep)]
-        supervising = asyncio.create_task(supervisor.run(None, parts.controller))
-        for task in (*tasks, supervising):
-            task.add_done_callback(partial(_report_bug, node.end))
-        try:
-            certificate = endpoint.certificate
-            with announced(settings.home, endpoint.url, admin.key, certificate):
-                yield Agent(
-                    supervisor,
-                    endpoint.url,
-                    warm_pool,
-                    admin.draining,
-                    node.over,
-                    parts,
-                    entered.founded,
-                    certificate,
-                    admin.key,
-                )
-        finally:
-            admin.close()
-            supervising.cancel()
-            await asyncio.gather(supervising, return_exceptions=True)
-            await parts.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            stop.set()
-            await serving
 
 
 def build_parts(
@@ -329,7 +315,7 @@ async def _check_folders(settings: Settings) -> None:
             await find_model(in_folders(name, settings.model_folders))
 
 
-def _app(supervisor: Supervisor, admin: StandaloneAdmin, endpoint: Endpoint, settings: Settings) -> ASGIApp:
+def _app(supervisor: Supervisor, admin: Admin, endpoint: Endpoint, settings: Settings) -> ASGIApp:
     admin.api_keys = endpoint.keys
     admin.started_with = told(settings)
     access = endpoint.access(admin.key)
@@ -369,12 +355,6 @@ def _report_bug(end: Callable[[MlxtpError], None], task: asyncio.Task[None]) -> 
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("a part of this agent ended", exc_info=error)
         end(GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL))
-
-
-def _end(over: asyncio.Future[None], error: MlxtpError) -> None:
-    if not over.done():
-        over.set_exception(error)
-        over.exception()  # it was logged; nothing awaits it if the agent is being stopped
 
 
 async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, bool]:

@@ -23,12 +23,12 @@ from mlxtp.agent import Agent, running_agent
 from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import StreamEnd, TokenEvent, Tokens, TokenScore
 from mlxtp.config import Limits, Settings
-from mlxtp.errors import MlxtpError
+from mlxtp.errors import Code, GroupError, MlxtpError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.local_rank import WORKER
 from mlxtp.models.inspect import open_model
-from mlxtp.wire.messages import Pong
+from mlxtp.wire.messages import Pong, Unload
 
 SLOWNESS = float(os.environ.get("MLXTP_TEST_SLOWNESS", "1"))
 """How many times slower than a free machine this one is. Every real-time deadline is multiplied by it."""
@@ -341,18 +341,38 @@ class Cluster:
         return [(outcome.tokens, outcome.whole()) for outcome in outcomes]
 
     def load(self, model: str | Path, draft: str | Path = "", **settings: Any) -> None:
-        """Serve another model in the same epoch; `settings` are those of `Settings` that loading goes by."""
+        """Serve another model in the same epoch; `settings` are those of `Settings` that loading goes by.
+
+        An agent does that by another epoch. Here it saves the start of the ranks.
+        """
 
         async def work() -> None:
-            ranks = self.supervisor.ranks
+            ranks, supervisor = self.supervisor.ranks, self.supervisor
             assert ranks is not None
+            source = await open_model(str(model), str(draft))
+            if supervisor.gateway.models():
+                await self._unload()
             ranks._settings = dataclasses.replace(self.settings, **settings)
-            await self.supervisor.load(await open_model(str(model), str(draft)))
+            try:
+                await supervisor._load(ranks, source)
+            except GroupError as error:
+                ranks.give_up(error)
+                raise
 
         self.call(work())
 
     def unload(self) -> None:
-        self.call(self.supervisor.unload())
+        """Serve no model; the group stays."""
+        self.call(self._unload())
+
+    async def _unload(self) -> None:
+        ranks, supervisor = self.supervisor.ranks, self.supervisor
+        assert ranks is not None
+        supervisor._enter(ServingState.LOADING)
+        supervisor.gateway.fail_all(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
+        supervisor.recoveries.rested()
+        await ranks.do(Unload())
+        supervisor._enter(ServingState.IDLE)
 
 
 @dataclass(frozen=True)

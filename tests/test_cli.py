@@ -333,7 +333,10 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
         never = asyncio.Event()
         supervisor: Any = SimpleNamespace(state=None, wait_until=lambda *_: never.wait())
         other: Any = SimpleNamespace(over=never)
-        yield Agent(supervisor, "", other, other, over, other)
+        node = SimpleNamespace(over=over, alone=False)
+        searched = SimpleNamespace(problem="", unplanned="")
+        parts: Any = SimpleNamespace(node=node, model=searched, reconciler=searched)
+        yield Agent(supervisor, "", other, other, parts)
 
     monkeypatch.setattr("mlxtp.agent.running_agent", ended)
     settings = resolve_settings({"home": tmp_path}, {})

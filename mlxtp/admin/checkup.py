@@ -15,25 +15,18 @@ from ..diagnostics.checkup import Checkup
 from ..diagnostics.facts import AgentFacts, IdentityFacts, MemberFacts, ModelFacts, PortFacts
 from ..diagnostics.local_facts import attempts
 from ..groups import sleep
-from ..groups.lifecycle import Supervisor
 from ..wire.cluster_messages import ModelStatus
 from ..wire.reports import Machine
 from .parts import AgentParts
 
 
 class AgentCheckup(Checkup):
-    """Facts visible to an agent. An agent that runs alone has no `parts` and no `dialer`."""
+    """Facts visible to an agent. An agent that runs alone has no `dialer`."""
 
     def __init__(
-        self,
-        settings: Settings,
-        supervisor: Supervisor,
-        endpoint: Endpoint,
-        parts: AgentParts | None = None,
-        dialer: Dialer | None = None,
+        self, settings: Settings, endpoint: Endpoint, parts: AgentParts, dialer: Dialer | None = None
     ) -> None:
         super().__init__(settings)
-        self._supervisor = supervisor
         self._endpoint = endpoint
         self._parts = parts
         self._dialer = dialer
@@ -44,19 +37,20 @@ class AgentCheckup(Checkup):
             return await super().report()
 
     def _agent(self) -> AgentFacts:
-        supervisor, parts = self._supervisor, self._parts
+        parts = self._parts
+        supervisor = parts.supervisor
         health = supervisor.gateway.health()
         model = next(iter(supervisor.gateway.models()), None)
-        hosted = parts is not None and parts.hosted.serving.epoch > 0
+        hosted = parts.hosted.serving.epoch > 0
         return AgentFacts(
             runs_here=True,
             url=self._endpoint.url,
             pid=os.getpid(),
             state=str(health.state),
             reason=health.reason or "",
-            problem_of_cluster=parts.node.introduction.problem if parts is not None else "",
-            waiting=parts.node.leadership.waiting if parts is not None else "",
-            left_out=tuple(parts.controller.left_out_lines()) if parts is not None else (),
+            problem_of_cluster=parts.node.introduction.problem,
+            waiting=parts.node.leadership.waiting,
+            left_out=tuple(parts.controller.left_out_lines()),
             proof=supervisor.proof,
             model=model.id if model is not None else "",
             has_rank=supervisor.in_epoch or hosted,
@@ -66,15 +60,13 @@ class AgentCheckup(Checkup):
         )
 
     def _model(self) -> ModelFacts:
-        if self._parts is None:
-            return ModelFacts()
         here = self._parts.model
         return ModelFacts(self._parts.node.leadership.desired.model, here.fingerprint, here.problem)
 
     async def _identity(self) -> IdentityFacts:
         found = await super()._identity()
         parts = self._parts
-        if parts is None:
+        if parts.node.alone:
             return replace(found, cluster_id="")
         founder = parts.node.peer_info.authority
         return replace(
@@ -100,8 +92,6 @@ class AgentCheckup(Checkup):
 
     async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
         parts = self._parts
-        if parts is None:
-            return ()
         others = [each for each in parts.node.leadership.roster.members() if each != parts.node.node_id]
         remembered = parts.node.dialing.remembered()
         found = [parts.node.peer_info.addresses.get(each) or remembered.get(each, ()) for each in others]

@@ -20,7 +20,6 @@ from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError
 from ..groups import sleep
 from ..groups.drain import Drain
-from ..groups.lifecycle import Supervisor
 from ..identity.store import Store
 from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import is_hub_id, models_here
@@ -37,21 +36,26 @@ COMING = "it is being copied or downloaded; try again when that has finished"
 Json = Mapping[str, Any]
 
 
-class StandaloneAdmin:
-    """Handlers of an agent without a parts."""
+class Admin:
+    """Handlers of commands. An agent that runs alone has no members to speak of."""
 
-    def __init__(self, supervisor: Supervisor, name: str) -> None:
+    def __init__(self, parts: AgentParts, store: Store) -> None:
         self.key = secrets.token_urlsafe(24)
-        self.draining = Drain(supervisor)
+        self.draining = Drain(parts.supervisor, parts.reconciler)
         self.api_keys: KeyRing | None = None
         self.checkup: Checkup | None = None
         self.started_with: Json = {}
-        self.observer = Observer(supervisor, name)
-        self._supervisor = supervisor
-        self._name = name
+        self.observer = Observer(parts)
+        self.selection = parts.selection
+        self._supervisor = parts.supervisor
+        self._parts = parts
+        self._store = store
 
     def status(self) -> Json:
-        """Return a snapshot of this agent."""
+        """Return a snapshot of this agent, and of its cluster as it sees it."""
+        return self._here() if self._parts.node.alone else {**self._here(), **self._cluster()}
+
+    def _here(self) -> Json:
         supervisor = self._supervisor
         group = supervisor.group
         model = next(iter(supervisor.gateway.models()), None)
@@ -61,7 +65,7 @@ class StandaloneAdmin:
         health = supervisor.gateway.health()
         return {
             "versions": list(versions_here()),
-            "name": self._name,
+            "name": self._parts.node.name,
             "pid": os.getpid(),
             "state": health.state,
             "reason": health.reason or "",
@@ -112,16 +116,6 @@ class StandaloneAdmin:
         assert self.checkup is not None
         return await self.checkup.report()
 
-    async def pull(self, model: str, everywhere: str) -> Json:
-        raise self._alone()
-
-    def pulling(self, model: str) -> Json:
-        raise self._alone()
-
-    def stored(self) -> Json:
-        """Return the folder of this agent's models, and the models on other members' disks."""
-        return {"folder": str(cache_folder()), "elsewhere": []}
-
     def removable(self, model: str, repair: str) -> Json:
         """Check that OWNER/NAME may be removed from this Mac's disk, or its damaged files (`repair`).
 
@@ -132,95 +126,25 @@ class StandaloneAdmin:
             raise UserError(f"{repo.name} cannot be {'repaired now' if repair else 'removed'}: {why}")
         return {"removable": repo.name}
 
-    def _in_use(self, repo: Repo) -> str:
-        """Return the reason to keep the files as they are now; empty when there is none."""
-        source = self._supervisor.source if self._supervisor.in_epoch else None
-        paths = (source.path, source.draft_path) if source is not None else ()
-        return "a rank of this Mac has it open; `mlxtp unload` first" if _has_one(repo, paths) else ""
-
-    def removed(self, model: str) -> Json:
-        """Check files of OWNER/NAME again, after a command has removed or downloaded some on this Mac."""
-        return {"model": model}
-
-    def _needed(self, repo: Repo) -> str:
-        """Return the reason that this agent needs a model of the Hub; empty when there is none."""
-        source = self._supervisor.source
-        paths = (source.path, source.draft_path) if source is not None else ()
-        in_use = _has_one(repo, paths)
-        return "it is served here; `mlxtp unload`, or stop `mlxtp node`, first" if in_use else ""
-
     def close(self) -> None:
         """Stop observing, and end all event streams."""
         self.draining.close()
         self.observer.over.set()
 
-    def plan(self) -> Json:
-        raise self._alone()
+    def _check_cluster(self) -> None:
+        """Raise UserError in an agent that runs alone."""
+        if self._parts.node.alone:
+            raise UserError(
+                "this agent keeps to this Mac (--alone, or several --ranks), so there is no cluster; start "
+                "`mlxtp node` without them",
+                Code.NOT_SUPPORTED,
+            )
 
-    async def token(self) -> Json:
-        raise self._alone()
-
-    async def bench_fabric(self) -> Json:
-        """Measure collectives between the ranks of this machine. The result is not kept."""
-        group, times = self._supervisor.group, await self._supervisor.measure_fabric()
-        assert group is not None
-        return {
-            "nodes": [],
-            "names": [f"rank {rank}" for rank in range(group.world_size)],
-            "backend": group.backend,
-            "kind": group.kind or RING_LOOPBACK,
-            "fast_fences": self._supervisor.fast_fences,
-            "at": int(time.time()),
-            **asdict(times),
-        }
-
-    async def records(self, epoch: str, epoch_id: str) -> Json:
-        raise self._alone()
-
-    async def serve(self, model: str, nodes: str) -> Json:
-        raise self._alone()
-
-    def unload(self) -> Json:
-        raise self._alone()
-
-    def members(self) -> Json:
-        raise self._alone()
-
-    def let_in(self, node: str) -> Json:
-        raise self._alone()
-
-    async def remove(self, node: str, with_admitted: str) -> Json:
-        raise self._alone()
-
-    def leave(self, force: str) -> Json:
-        raise self._alone()
-
-    def _alone(self) -> UserError:
-        return UserError(
-            "this agent keeps to this Mac (--alone, or several --ranks), so there is no cluster; start "
-            "`mlxtp node` without them",
-            Code.NOT_SUPPORTED,
-        )
-
-
-class ClusterAdmin(StandaloneAdmin):
-    """Handlers of an agent in a parts."""
-
-    def __init__(self, parts: AgentParts, store: Store) -> None:
-        super().__init__(parts.supervisor, parts.node.name)
-        self.draining = Drain(parts.supervisor, parts.reconciler)
-        self.observer = Observer(parts.supervisor, parts.node.name, parts)
-        self.selection = parts.selection
-        self._parts = parts
-        self._store = store
-
-    def status(self) -> Json:
-        """Return a snapshot of the cluster as this member sees it."""
+    def _cluster(self) -> Json:
         parts = self._parts
         desired = parts.node.leadership.desired
         claim = parts.node.leadership.claim
         return {
-            **super().status(),
             "problem": parts.node.introduction.problem,
             "waiting": parts.node.leadership.waiting,
             "left_out": parts.controller.left_out_lines(),
@@ -267,12 +191,31 @@ class ClusterAdmin(StandaloneAdmin):
 
     async def token(self) -> Json:
         """Return a new join token."""
+        self._check_cluster()
         return {"token": await self._parts.tokens.token(), "valid_s": 900}
 
     async def bench_fabric(self) -> Json:
-        """Measure collectives in the group that serves, on any Mac that has its rank 0."""
+        """Measure collectives in the group that serves, on any Mac that has its rank 0.
+
+        Between ranks of one machine the result is not kept.
+        """
+        if self._parts.node.alone:
+            return await self._bench_here()
         result = await self._parts.fabric_bench.bench()
         return {**to_json(result), "names": [self._parts.node.name_of(node) for node in result.nodes]}
+
+    async def _bench_here(self) -> Json:
+        group, times = self._supervisor.group, await self._supervisor.measure_fabric()
+        assert group is not None
+        return {
+            "nodes": [],
+            "names": [f"rank {rank}" for rank in range(group.world_size)],
+            "backend": group.backend,
+            "kind": group.kind or RING_LOOPBACK,
+            "fast_fences": self._supervisor.fast_fences,
+            "at": int(time.time()),
+            **asdict(times),
+        }
 
     async def serve(self, model: str, nodes: str) -> Json:
         """Set the model that the cluster serves, once it is on disk."""
@@ -301,7 +244,7 @@ class ClusterAdmin(StandaloneAdmin):
         parts = self._parts
         parts.transfers.report_stored()
         return {
-            **super().stored(),
+            "folder": str(cache_folder()),
             "elsewhere": [
                 {"node": parts.node.name_of(node), "node_id": node, **asdict(model)}
                 for node, models in sorted(parts.transfers.stored.items())
@@ -318,7 +261,10 @@ class ClusterAdmin(StandaloneAdmin):
             )
         if parts.transfers.is_getting(repo.name):
             return COMING
-        return super()._needed(repo)
+        source = self._supervisor.source
+        paths = (source.path, source.draft_path) if source is not None else ()
+        in_use = _has_one(repo, paths)
+        return "it is served here; `mlxtp unload`, or stop `mlxtp node`, first" if in_use else ""
 
     def _in_use(self, repo: Repo) -> str:
         parts = self._parts
@@ -326,12 +272,14 @@ class ClusterAdmin(StandaloneAdmin):
             return COMING
         if parts.hosted.serving.epoch and _has_one(repo, (parts.hosted.serving.model,)):
             return "a rank of this Mac has it open; `mlxtp unload` first"
-        return super()._in_use(repo)
+        source = self._supervisor.source if self._supervisor.in_epoch else None
+        paths = (source.path, source.draft_path) if source is not None else ()
+        return "a rank of this Mac has it open; `mlxtp unload` first" if _has_one(repo, paths) else ""
 
     def removed(self, model: str) -> Json:
         """Check files of OWNER/NAME again, after a command has changed them, and report to the others."""
         self._parts.transfers.changed(hub_name(model)[0].name)
-        return super().removed(model)
+        return {"model": model}
 
     def unload(self) -> Json:
         """Serve no model."""
@@ -341,10 +289,12 @@ class ClusterAdmin(StandaloneAdmin):
 
     def members(self) -> Json:
         """Return all members of the parts."""
+        self._check_cluster()
         return {"cluster": self._parts.node.identity.cluster_id, "members": self._members()}
 
     def let_in(self, node: str) -> Json:
         """Return the members that `node` admitted by a token, and in turn those that they admitted."""
+        self._check_cluster()
         node_id = self._other(node)
         return {"name": self._parts.node.name_of(node_id), "let_in": self._admitted(node_id)}
 
@@ -353,6 +303,7 @@ class ClusterAdmin(StandaloneAdmin):
 
         Returns when another member has it on its disk, or after some seconds.
         """
+        self._check_cluster()
         parts, node_id = self._parts, self._other(node)
         name, let_in = parts.node.name_of(node_id), self._admitted(node_id)
         parts.node.enrolment.remove(node_id, *(each["node_id"] for each in let_in if with_admitted))
@@ -393,6 +344,7 @@ class ClusterAdmin(StandaloneAdmin):
 
     def leave(self, force: str) -> Json:
         """Leave the cluster; the agent ends. The founder's leaving requires `force`."""
+        self._check_cluster()
         parts = self._parts
         others = [each for each in parts.node.leadership.roster.members() if each != parts.node.node_id]
         if others and parts.node.identity.authority is not None and not force:

@@ -10,13 +10,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ..api.admin import Json
 from ..cluster.introduction import versions_here
 from ..groups.health import ServingState
 from ..groups.history import RateMeter, to_json
-from ..groups.lifecycle import Supervisor
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import Serving
@@ -27,16 +24,14 @@ from .parts import AgentParts
 _RANK = (
     "phase", "memory_bytes", "weight_bytes", "kv_bytes", "step_us", "wait_us", "collective_us", "in_flight",
 )  # fmt: skip
-ALONE = "here"  # node id of an agent without a cluster
 
 
 class Observer:
-    """Source of snapshots: `api.admin.Observed` for an agent in a `cluster`, or for one without."""
+    """Source of snapshots: `api.admin.Observed` for one agent. One that runs alone names no cluster."""
 
-    def __init__(self, supervisor: Supervisor, name: str, parts: AgentParts | None = None) -> None:
+    def __init__(self, parts: AgentParts) -> None:
         self.over = asyncio.Event()
-        self._supervisor = supervisor
-        self._name = name
+        self._supervisor = parts.supervisor
         self._parts = parts
         self._meter = RateMeter()
 
@@ -47,7 +42,7 @@ class Observer:
         participants = self._participants()
         return {
             "versions": list(versions_here()),
-            "self": ALONE if self._parts is None else self._parts.node.node_id,
+            "self": self._parts.node.node_id,
             "state": health.state,
             "ready": health.ready,
             "reason": health.reason,
@@ -61,21 +56,22 @@ class Observer:
             "tokens_per_second": self._speed(),
             "requests": {"open": health.open_requests, **supervisor.gateway.queue},
             "history": to_json(supervisor.history.stories),
-            **(self._alone() if self._parts is None else self._of(self._parts)),
+            **self._nodes(),
         }
 
     # --- the group ---------------------------------------------------------------------------------------
 
     def _participants(self) -> tuple[str, ...]:
         """Return node ids in rank order; () while there is no group."""
-        supervisor, parts = self._supervisor, self._parts
-        if parts is None:
-            return (ALONE,) * (supervisor.group.world_size if supervisor.group is not None else 0)
-        serving = self._serving(parts)
+        group, node = self._supervisor.group, self._parts.node
+        if node.alone:
+            return (node.node_id,) * (group.world_size if group is not None else 0)
+        serving = self._serving()
         return serving.participants if serving is not None else ()
 
-    def _serving(self, parts: AgentParts) -> Serving | None:
+    def _serving(self) -> Serving | None:
         """Return a report of the group whose epoch this node shows."""
+        parts = self._parts
         mine = parts.controller.serving()
         told = [*([mine] if mine is not None else []), *parts.node.peer_info.servings.values()]
         mentioned = [each for each in told if each.epoch == self._supervisor.epoch and each.participants]
@@ -97,7 +93,7 @@ class Observer:
     def _fabric(self, participants: Sequence[str], kind: str) -> Json | None:
         """Return the best known time of a collective: measured for this group, or from the last proof."""
         parts = self._parts
-        if parts is not None and (found := parts.results.of(tuple(participants), kind)) is not None:
+        if (found := parts.results.of(tuple(participants), kind)) is not None:
             return _measured(found)
         pongs = self._supervisor.ranks.pongs if self._supervisor.ranks is not None else {}
         slowest_us = max((pong.collective_us for pong in pongs.values()), default=0)
@@ -117,7 +113,7 @@ class Observer:
 
     def _model_bytes(self) -> int | None:
         """Return the disk size of the weights of the model that is served, or about to be."""
-        source = self._parts.model.source if self._parts is not None else self._supervisor.desired
+        source = self._parts.model.source
         return _weights(source.path) if source is not None else None
 
     def _speed(self) -> Json:
@@ -131,43 +127,26 @@ class Observer:
 
     # --- nodes and links ---------------------------------------------------------------------------------
 
-    def _alone(self) -> Json:
-        memory, wanted = psutil.virtual_memory(), self._supervisor.desired
-        desired = {"model": wanted.id, "nodes": None} if wanted is not None else None
-        node = {
-            "node_id": ALONE,
-            "name": self._name,
-            "state": "alive",
-            "self": True,
-            "coordinator": False,
-            "draining": False,
-            "address": None,
-            "chip": None,
-            "memory_bytes": int(memory.total),
-            "notes": [],
-            "model_problem": None,
-            "model_progress": None,
-        }
-        return {"cluster": None, "coordinator": None, "problem": None, "waiting": None,
-                "desired": desired, "coming": [], "links": [], "nodes": [node]}  # fmt: skip
-
-    def _of(self, parts: AgentParts) -> Json:
+    def _nodes(self) -> Json:
+        parts = self._parts
         desired, claim = parts.node.leadership.desired, parts.node.leadership.claim
+        alone = parts.node.alone
         return {
-            "cluster": parts.node.identity.cluster_id,
-            "coordinator": claim.node_id or None,
+            "cluster": None if alone else parts.node.identity.cluster_id,
+            "coordinator": None if alone else claim.node_id or None,
             "problem": parts.node.introduction.problem or None,
             "waiting": parts.node.leadership.waiting or None,
             "desired": {"model": desired.model, "nodes": desired.nodes},
             "coming": parts.selection.progress(),
-            "nodes": [self._node(parts, node_id) for node_id in parts.node.leadership.roster.members()],
-            "links": links(parts.controller.topology(), self._present(parts), parts.round_trips.between),
+            "nodes": [self._node(node_id) for node_id in parts.node.leadership.roster.members()],
+            "links": links(parts.controller.topology(), self._present(), parts.round_trips.between),
         }
 
-    def _present(self, parts: AgentParts) -> list[str]:
-        return [member.node_id for member in parts.controller.members()]
+    def _present(self) -> list[str]:
+        return [member.node_id for member in self._parts.controller.members()]
 
-    def _node(self, parts: AgentParts, node_id: str) -> Json:
+    def _node(self, node_id: str) -> Json:
+        parts = self._parts
         machine = parts.node.peer_info.machines.get(node_id)
         here = node_id == parts.node.node_id
         model = parts.model.status if here else parts.node.peer_info.models.get(node_id)
@@ -177,7 +156,7 @@ class Observer:
             "name": parts.node.name_of(node_id),
             "state": str(parts.node.membership.status_of(node_id).state),
             "self": here,
-            "coordinator": node_id == parts.node.leadership.claim.node_id,
+            "coordinator": not parts.node.alone and node_id == parts.node.leadership.claim.node_id,
             "draining": node_id in parts.node.leadership.draining,
             "address": link.remote if link is not None else None,
             "chip": machine.chip or None if machine is not None else None,

@@ -187,11 +187,10 @@ async def _serve(agent: Agent, settings: Settings) -> None:
     """Run until the agent has nothing left to do. Raises MlxtpError when it had nothing from the start."""
     import asyncio
 
-    from ..groups.health import ServingState
     from ..identity.store import Store
 
     log = logging.getLogger("mlxtp")
-    if agent.founded and agent.parts is not None:
+    if agent.founded:
         # A log file has more readers than a terminal.
         token = "TOKEN, from `mlxtp token`" if settings.log_file else await agent.parts.tokens.token()
         log.info("another Mac joins with: mlxtp node --join %s", token)
@@ -200,13 +199,9 @@ async def _serve(agent: Agent, settings: Settings) -> None:
     except MlxtpError as error:
         # The agent outlives its ranks, and continues to report why there is no model. An agent that runs
         # alone, and whose first model cannot be loaded, has nothing else to do.
-        if agent.parts is None and not isinstance(error, GroupError):
+        if agent.parts.node.alone and not isinstance(error, GroupError):
             raise
         log.error("%s; %s/health tells more", error.detail, agent.url)
-    if agent.supervisor.state is ServingState.READY and agent.parts is None:
-        group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)
-        size = group.world_size if group is not None else 0
-        log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, agent.url)
     await asyncio.shield(agent.over)
     if Store(settings.home).load().membership is not None:
         log.error(REMOVED)

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from ..config import Settings
 from ..discovery.addresses import Dialing
@@ -22,6 +23,7 @@ from ..wire.reports import Machine
 from .desired_model import DesiredModel
 from .failure_detector import Change, Duplicate, MemberState
 from .introduction import Introduction
+from .leadership import Debounce
 from .links import ControlLink, PeerLinks
 from .membership import Membership
 from .peer_info import PeerInfo
@@ -32,6 +34,8 @@ from .state_file import SavedState, Saving, load
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
+#: Where no other Mac can come, no change is waited for.
+AT_ONCE = Debounce(settle_s=0.0, settle_most_s=0.0, start_s=0.0)
 
 REMOVED = (
     "this Mac was removed from its cluster; "
@@ -43,7 +47,8 @@ class ClusterNode:
     """Implements `links.LinkGate`. Everything runs in one event loop; `live` is its main task.
 
     `http` is the URL of this node's endpoint; `listens_at` returns the addresses of its control port; `short`
-    returns True while this Mac is short of memory for new requests.
+    returns True while this Mac is short of memory for new requests. `home` has the node's state, by default
+    the home of the settings.
     """
 
     def __init__(
@@ -52,12 +57,14 @@ class ClusterNode:
         identity: Identity,
         machine: Machine,
         *,
+        home: Path | None = None,
         http: str = "",
         listens_at: Callable[[Machine], tuple[str, ...]] = lambda _machine: (),
         short: Callable[[], bool] = lambda: False,
     ) -> None:
         now = time.monotonic()
-        kept, trouble = load(settings.home)
+        self.home = home or settings.home
+        kept, trouble = load(self.home)
         if trouble:
             log.error("%s", trouble)
         self.settings = settings
@@ -72,7 +79,8 @@ class ClusterNode:
             lambda: self.leadership.roster,
         )
         proofs = RosterProofs(identity)
-        self.leadership = restored(proofs, identity, self.name, kept.beliefs, now)
+        calm = None if settings.cluster else AT_ONCE
+        self.leadership = restored(proofs, identity, self.name, kept.beliefs, now, calm=calm)
         others = [node for node in self.leadership.roster.members() if node != self.node_id]
         self.membership = Membership(self.node_id, self.boot_id, others, now)
         introduction = self.introduction
@@ -83,7 +91,7 @@ class ClusterNode:
         self.rounds = Rounds()
         self.enrolment = Enrolment(proofs, self.leadership, self.name_of)
         self.desired = DesiredModel(self.leadership, self.links, self.changed)
-        self._saving = Saving(settings.home, self.links.broadcast)
+        self._saving = Saving(self.home, self.links.broadcast)
         #: Done when this agent must end: this node is no longer a member, or there was a bug, as an error.
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over.add_done_callback(_retrieved)
@@ -111,6 +119,11 @@ class ClusterNode:
     def boot_id(self) -> str:
         """Id of this start of the agent."""
         return self.introduction.boot_id
+
+    @property
+    def alone(self) -> bool:
+        """True for a cluster of one Mac that no other can join."""
+        return not self.settings.cluster
 
     def name_of(self, node_id: str) -> str:
         """Return the name of a node, for users."""

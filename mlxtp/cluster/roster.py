@@ -18,7 +18,7 @@ from ..identity.store import Identity
 from ..wire.certificates import PublicKey, authority_key, fingerprint, is_signed, key_at, point_of, sign
 from ..wire.cluster_messages import MAX_MEMBERS, Members, RosterEntry
 from .cluster_state import ClusterState, Roster, admission_of, is_founder, removal_of
-from .leadership import Leadership
+from .leadership import Debounce, Leadership
 from .links import ControlLink
 
 log = logging.getLogger(__name__)
@@ -173,11 +173,17 @@ def _holds(key: PublicKey, signature: str, label: bytes, parts: list[bytes]) -> 
 
 
 def restored(
-    proofs: RosterProofs, identity: Identity, name: str, kept: ClusterState, now: float
+    proofs: RosterProofs,
+    identity: Identity,
+    name: str,
+    kept: ClusterState,
+    now: float,
+    *,
+    calm: Debounce | None = None,
 ) -> Leadership:
     """Restore the kept state, signed where this node can sign, and with this node as a member."""
     beliefs = replace(kept, roster=proofs.completed(kept.roster))
-    found = Leadership(identity.node_id, beliefs, now, founder=identity.authority is not None)
+    found = Leadership(identity.node_id, beliefs, now, calm, founder=identity.authority is not None)
     if identity.node_id not in found.roster.members():
         found.admit(identity.node_id, name, identity.fingerprint, proofs.own)
     return found

@@ -70,7 +70,7 @@ class _OwnedEpoch:
 
 
 class GroupController:
-    """Implements `lifecycle.PlanSource`."""
+    """Implements `lifecycle.EpochOwner`."""
 
     def __init__(
         self,
@@ -85,7 +85,6 @@ class GroupController:
         self._model = model
         self._results = results
         self._machines = machines
-        self._ready_for: asyncio.Future[EpochPlan] | None = None
         self._owned: _OwnedEpoch | None = None
         self._endpoints: dict[tuple[str, int], RemoteRank] = {}  #: By node id and epoch.
         self._failed = FailedGroups()
@@ -105,19 +104,14 @@ class GroupController:
 
     # --- for the supervisor --------------------------------------------------------------------------
 
-    async def next(self) -> EpochPlan:
-        """Wait until this node has to form an epoch."""
+    async def prepare(self) -> None:
+        """Make room for the next epoch: the last one is over, and no group is tried beside it."""
         if self._owned is not None and self._owned.placement.backend == "jaccl":
             # JACCL forms even with a cable out, between any ranks.
             await self._machines.read_machine_now(self._owned.form.plan.ranks)
         self._let_go()
         await self._trials.stop()
-        self._ready_for = asyncio.get_running_loop().create_future()
         self._node.changed()
-        try:
-            return await self._ready_for
-        finally:
-            self._ready_for = None
 
     async def changed(self) -> None:
         """Wait until the members or the desired state are different from now."""
@@ -263,7 +257,7 @@ class GroupController:
         """Have the supervisor form this epoch, unless it is still busy with the last one."""
         placement, _ = self.placement()
         source = self._model.source
-        if self._ready_for is None or self._ready_for.done() or placement is None or source is None:
+        if not self._supervisor.waits_for_plan or placement is None or source is None:
             return
         if self._trials.busy:
             return  # the memory and ports of a trial must be free again
@@ -280,7 +274,7 @@ class GroupController:
             log.info("%s", note)
         if ahead is not None and (serving := self.serving()) is not None:
             node.links.broadcast(serving)  # its hosted ranks are no longer beside another group
-        self._ready_for.set_result(ahead or EpochPlan(form.number, source, self.group(form.number, chosen)))
+        self._supervisor.start_epoch(ahead or EpochPlan(form.number, source, self.group(form.number, chosen)))
 
     def try_out(self, action: TryGroup) -> None:
         """Form the group beside the serving one, in the background."""
@@ -298,6 +292,8 @@ class GroupController:
         """Return the ranks of epoch `number`. `trial`: they run beside those that serve."""
         node = self._node
         world = len(chosen.ranks)
+        if (here := node.settings.ranks) > 1:
+            return EpochGroup(here, here, node.settings.local_backend)
         if world == 1:
             return EpochGroup(1, 1, "none", kind=chosen.kind, machines=(self._machine(node.node_id),))
         fabric = chosen.ring_addresses or ("",) * world
@@ -677,7 +673,7 @@ class GroupController:
         mine, supervisor = self._owned, self._supervisor
         if mine is None:
             return self._nothing() if self._node.leadership.leading else None
-        if supervisor.in_epoch:
+        if supervisor.has_ranks:
             state, requests = supervisor.state, supervisor.gateway.open_requests
             info = next(iter(supervisor.gateway.models()), None)
         else:  # it is about to begin, or is over; the supervisor shows the node that this one follows

@@ -24,7 +24,7 @@ class Drain:
     def __init__(
         self,
         supervisor: Supervisor,
-        reconciler: Reconciler | None = None,
+        reconciler: Reconciler,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.over = asyncio.Event()
@@ -54,8 +54,7 @@ class Drain:
         log.info("draining: open requests: %d%s", self._supervisor.gateway.open_requests, limit)
         if self._looking is not None:
             return
-        if self._reconciler is not None:
-            self._reconciler.drain()
+        self._reconciler.drain()
         self._supervisor.drain(ABOUT_TO_STOP)
         self._looking = asyncio.ensure_future(self._check())
 
@@ -73,7 +72,7 @@ class Drain:
         if self.left_s == 0.0:
             log.info("the time to drain is over; open requests: %d", left)
             return True
-        if left or not (self._reconciler is None or self._reconciler.may_leave):
+        if left or not self._reconciler.may_leave:
             return False
         log.info("drained")
         return True

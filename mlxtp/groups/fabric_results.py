@@ -81,7 +81,7 @@ class FabricResults:
     """All results. The file is this node's own; others get reports."""
 
     def __init__(self, node: ClusterNode) -> None:
-        self._path = node.settings.home / FILE
+        self._path = node.home / FILE
         self._fast_fences = node.settings.fast_fences
         self.results = _load(self._path)
         self._reported: dict[str, FabricResult] = {}  #: The last report of each node.

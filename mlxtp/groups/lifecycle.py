@@ -76,11 +76,11 @@ class EpochPlan:
     loaded: LoadedModel | None = None
 
 
-class PlanSource(Protocol):
-    """Source of epochs in a cluster of several Macs."""
+class EpochOwner(Protocol):
+    """Owner of the epochs: it passes each plan to `Supervisor.start_epoch`."""
 
-    async def next(self) -> EpochPlan:
-        """Wait until an epoch should begin."""
+    async def prepare(self) -> None:
+        """Make room for the next epoch. Then the supervisor waits for its plan."""
 
     async def changed(self) -> None:
         """Wait until something has changed since the last epoch failed for good."""
@@ -114,6 +114,7 @@ class Supervisor:
         #: True while the next epoch has to wait after a failure: then the state is about the failed one.
         self.resting = False
         self.ranks: ProcessGroup | None = None
+        self._plan: asyncio.Future[EpochPlan] | None = None  #: Of the next epoch, or of the present one.
         self._current: ProcessGroup | None = None
         #: Ranks that are formed, and perhaps loaded, beside the present epoch.
         self.beside: ProcessGroup | None = None
@@ -142,30 +143,44 @@ class Supervisor:
         """Model that is served here, or is to be."""
         return self._desired
 
-    async def run(self, model: ModelSource | None, plans: PlanSource | None = None) -> None:
-        """Keep the group up until cancelled, or until it cannot be: then `state` is FAILED and this returns.
+    async def run(self, owner: EpochOwner) -> None:
+        """Run the epochs that `owner` plans, one after the other, until cancelled.
 
-        Where there are `plans`, they give the next epoch, and after a failure it waits for them to change.
-        Cancelling ends the ranks in order; no process is left when this returns.
+        After a failure for good it waits for the owner to change. Cancelling ends the ranks in order; no
+        process is left when this returns.
         """
-        self._desired = model
-        self.wanted = model.id if model is not None else ""
         try:
-            await self._keep_up(plans)
+            await self._keep_up(owner)
         except asyncio.CancelledError:
             if self.state is not ServingState.STOPPED:
                 self._enter(ServingState.STOPPED)
                 self.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
             raise
 
-    async def _keep_up(self, plans: PlanSource | None) -> None:
+    @property
+    def waits_for_plan(self) -> bool:
+        """True while no epoch runs and none is planned."""
+        return self._plan is not None and not self._plan.done()
+
+    def start_epoch(self, plan: EpochPlan) -> None:
+        """Start the next epoch. Call it only while `waits_for_plan`."""
+        assert self._plan is not None
+        self._plan.set_result(plan)
+
+    async def _keep_up(self, owner: EpochOwner) -> None:
         while True:
-            error = await self._one_epoch(plans)
+            await owner.prepare()
+            self._plan = asyncio.get_running_loop().create_future()
+            try:
+                plan = await self._plan
+                error = await self._run_epoch(plan)
+            finally:
+                self._plan = None
             if error.code is Code.REPLANNED:
                 log.info("epoch %d ended: %s", self.epoch, error.detail, extra=self._where)
                 continue
             self.resting = True
-            instead = plans is not None and not self._served and plans.failed(error, self._formed)
+            instead = not self._served and owner.failed(error, self._formed)
             delay_s = self._policy.delay_s(time.monotonic(), error, self._served, at_ring=self._at_ring)
             if delay_s is None and instead and not self._formed:
                 delay_s = BACKOFF_S[-1]  # it loaded nothing, and another plan may form
@@ -178,9 +193,7 @@ class Supervisor:
                 log.error("epoch %d: %s; giving up", self.epoch, error.detail, extra=self._where)
                 self._enter(ServingState.FAILED)
                 self.gateway.fail_all(error)
-                if plans is None:
-                    return
-                await plans.changed()
+                await owner.changed()
                 self._policy = RestartPolicy()
             self.resting = False
 
@@ -192,28 +205,6 @@ class Supervisor:
         return self.state
 
     # --- the model -----------------------------------------------------------------------------------
-
-    async def load(self, model: ModelSource) -> None:
-        """Serve another model in the same epoch; requests that are open on the old one end with an error.
-
-        Raises ModelError when it does not load on every rank; then nothing is loaded and the group is up.
-        Raises GroupError when the ranks then compute wrong values; that ends the epoch.
-        """
-        async with self._busy:
-            ranks = self._require_ranks()
-            if self.gateway.models():
-                await self._unload(ranks)
-            try:
-                await self._load(ranks, model)
-            except GroupError as error:
-                ranks.give_up(error)
-                raise
-
-    async def unload(self) -> None:
-        """Serve no model; the group stays."""
-        async with self._busy:
-            await self._unload(self._require_ranks())
-            self._desired = None
 
     async def measure_fabric(self) -> fabric_results.Times:
         """Time collectives on the idle group; requests that come meanwhile must be retried.
@@ -359,31 +350,12 @@ class Supervisor:
                     return False
         return True
 
-    async def _unload(self, ranks: ProcessGroup) -> None:
-        self._enter(ServingState.LOADING)
-        self.gateway.fail_all(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
-        self.recoveries.rested()
-        self.kv_room = 0
-        await ranks.do(Unload())
-        self._enter(ServingState.IDLE)
-
-    def _require_ranks(self) -> ProcessGroup:
-        if self.ranks is None:
-            raise GroupError("there is no group right now", Code.NOT_READY)
-        return self.ranks
-
     # --- epochs --------------------------------------------------------------------------------------
 
-    async def _one_epoch(self, plans: PlanSource | None) -> MlxtpError:
+    async def _run_epoch(self, plan: EpochPlan) -> MlxtpError:
         """Run one epoch to its end, and return why it ended."""
-        if plans is None:
-            ranks_here = self._settings.ranks
-            group = EpochGroup(ranks_here, ranks_here, self._settings.local_backend)
-            plan = EpochPlan(self.epoch + 1, self._desired, group)
-        else:
-            plan = await plans.next()
-            # This group will finish the requests that another Mac has served so far.
-            self.gateway.park_open_requests(GroupError("another group is formed", Code.REPLANNED))
+        # This group will finish the requests that another Mac has served so far.
+        self.gateway.park_open_requests(GroupError("another group is formed", Code.REPLANNED))
         self.epoch, self.group, self._desired = plan.epoch, plan.group, plan.model
         self._formed = self._served = self._at_ring = False
         self.history.began(
@@ -487,6 +459,11 @@ class Supervisor:
     @property
     def in_epoch(self) -> bool:
         """True while this agent owns ranks, is about to, or still ends them."""
+        return self.has_ranks or (self._plan is not None and self._plan.done())
+
+    @property
+    def has_ranks(self) -> bool:
+        """True while this agent owns ranks, or still ends them."""
         return self._current is not None
 
     def end_epoch(self, error: MlxtpError) -> None:

@@ -162,6 +162,8 @@ class Reconciler:
         if desired.model != before.model:
             why = f"{desired.model} is wanted now" if desired.model else f"{before.model} was unloaded"
             self._supervisor.gateway.fail_all(GroupError(why, Code.SHUTTING_DOWN))
+        if not desired.model:
+            self._supervisor.recoveries.rested()
 
     def _serving(self, link: ControlLink, serving: Serving) -> None:
         node, node_id = self._node, link.node_id

@@ -20,8 +20,9 @@ from mlxtp.cli.main import app
 from mlxtp.config import Settings
 from mlxtp.diagnostics import local_facts
 from mlxtp.diagnostics.rows import MAC, ROWS, show
-from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.identity.store import Store
+
+from ..node.one_node import alone
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
@@ -105,7 +106,14 @@ def test_a_home_that_an_agent_holds_without_answering_is_an_error(
 def test_an_agent_that_keeps_to_itself_looks_from_within(tmp_path: Path) -> None:
     settings = Settings(tmp_path, "127.0.0.1", 0, 1, "tiny", alone=True)
     with open_endpoint(settings) as endpoint:
-        found = asyncio.run(AgentCheckup(settings, Supervisor(settings), endpoint).report())
+
+        async def look() -> Any:
+            parts = alone(tmp_path)
+            found = await AgentCheckup(settings, endpoint, parts).report()
+            await parts.close()
+            return found
+
+        found = asyncio.run(look())
     assert found["looked"] == "agent"
     told = {row["id"]: row["findings"][0]["what"] for row in found["rows"]}
     assert told["ports"] == f"endpoint {endpoint.url.rpartition('/')[2]} is ours"

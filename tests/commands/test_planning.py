@@ -209,9 +209,10 @@ def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
 def test_a_plan_and_a_cluster_take_the_same_wish_alike(tmp_path: Path, model: str, nodes: str | int) -> None:
     settings = resolve_settings({"home": tmp_path}, {})
     nobody = SimpleNamespace(machines={})
-    parts = {"settings": settings, "node_id": "", "peer_info": nobody, "measured": Measured}
-    conductor = GroupController(cast(Any, SimpleNamespace(**parts)))
-    served = conductor._options(str(nodes), model)
+    controller = GroupController.__new__(GroupController)
+    controller._node = cast(Any, SimpleNamespace(settings=settings, node_id="", peer_info=nobody))
+    controller._results = cast(Any, SimpleNamespace(measured=Measured))
+    served = controller._options(str(nodes), model)
     assert plan.as_served(model, PlacementOptions(nodes=nodes)).nodes == served.nodes
 
 

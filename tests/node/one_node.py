@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.admin.parts import AgentParts
 from mlxtp.agent import build_parts
 from mlxtp.cluster import node as cluster_module
 from mlxtp.cluster import roster
@@ -25,7 +26,7 @@ from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Error
 from mlxtp.wire.reports import Interface, Machine
 
-from ..wire.members import Member
+from ..wire.members import Member, founder
 from .scenes import run, within
 
 MACHINE = Machine(
@@ -159,6 +160,14 @@ class Node:
         self.parts.node.leadership.hand_over(self.parts.node.node_id, CLOCK.now)
         self.tick()
         assert self.parts.node.leadership.leading
+
+
+def alone(home: Path, supervisor: Supervisor | None = None) -> AgentParts:
+    """The parts of an agent that runs alone. Nothing runs them."""
+    member = founder(home / "member")
+    settings = Settings(home, "", 0, 1, "tiny", name="studio")
+    node = ClusterNode(settings, member.identity, MACHINE, home=member.store.folder.parent)
+    return build_parts(node, supervisor or Supervisor(settings), member.credentials)
 
 
 @contextmanager

@@ -6,11 +6,11 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from mlxtp.admin.handlers import ClusterAdmin, StandaloneAdmin
+from mlxtp.admin.handlers import Admin
 from mlxtp.cluster import state_file
 from mlxtp.cluster.introduction import flags_of, versions_here
 from mlxtp.cluster.roster import RosterProofs
@@ -18,7 +18,6 @@ from mlxtp.cluster.state_file import load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, UserError
 from mlxtp.groups.health import ServingState
-from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.models.hub_cache import Repo
 from mlxtp.models.inspect import ModelSource
 from mlxtp.text.tokenizer import Text
@@ -32,7 +31,7 @@ from mlxtp.wire.cluster_messages import (
 
 from ..hub import COMMIT, Hub
 from ..wire import members
-from .one_node import A, B, Node, play
+from .one_node import A, B, Node, alone, play
 from .scenes import run
 
 NAME = "some-body/tiny"
@@ -40,7 +39,7 @@ NAME = "some-body/tiny"
 
 def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: members.Member) -> None:
     async def story(node: Node) -> None:
-        admin, a = ClusterAdmin(node.parts, member.store), node.meet(A)
+        admin, a = Admin(node.parts, member.store), node.meet(A)
         assert await admin.serve("tiny", "2") == {
             **{"model": "tiny", "nodes": "2", "version": 1},
             **{"coming": False, "until_then": ""},
@@ -113,7 +112,7 @@ def test_a_wish_that_makes_no_sense_changes_nothing(
     async def story(node: Node) -> None:
         a = node.meet(A)
         with pytest.raises(UserError):
-            await ClusterAdmin(node.parts, member.store).serve(model, nodes)
+            await Admin(node.parts, member.store).serve(model, nodes)
         node.tick()
         assert node.parts.node.leadership.desired.version == 0
         assert node.parts.node.links.nodes() == {A}
@@ -129,7 +128,7 @@ def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
     sign = RosterProofs(first.identity).admission
 
     async def story(node: Node) -> None:
-        admin, cluster = ClusterAdmin(node.parts, member.store), node.parts
+        admin, cluster = Admin(node.parts, member.store), node.parts
         a, _ = node.meet(A), node.meet(B)
         twins = [
             RosterEntry(f"{i}" * 32, name, f"{i}" * 64, False, 9) for i, name in ((1, "mini"), (2, "mini"))
@@ -164,7 +163,7 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
         return proofs.admission(entry, by, "10.0.0.7", 1_780_000_000)
 
     async def story(node: Node) -> None:
-        admin, cluster = ClusterAdmin(node.parts, member.store), node.parts
+        admin, cluster = Admin(node.parts, member.store), node.parts
         a = node.meet(A)
         mini, air, max_, other = (f"{number}" * 32 for number in range(1, 5))
         node.hear(a, Members((joined(1, "mini", A), joined(2, "air", mini), joined(3, "max", air))))
@@ -199,7 +198,7 @@ def test_leaving_is_told_to_the_others_and_ends_the_agent(tmp_path: Path) -> Non
 
     async def story(node: Node) -> None:
         a = node.meet(A)
-        assert ClusterAdmin(node.parts, second.store).leave("") == {
+        assert Admin(node.parts, second.store).leave("") == {
             "left": second.identity.cluster_id,
             "members": 1,
         }
@@ -215,7 +214,7 @@ def test_a_founder_leaves_only_by_force_unless_it_is_alone(tmp_path: Path) -> No
     first = members.founder(tmp_path)
 
     async def story(node: Node) -> None:
-        admin = ClusterAdmin(node.parts, first.store)
+        admin = Admin(node.parts, first.store)
         node.meet(A)
         with pytest.raises(UserError, match="founded the cluster and alone can let others in"):
             admin.leave("")
@@ -231,7 +230,7 @@ def test_whoever_is_alone_may_always_leave(tmp_path: Path) -> None:
     first = members.founder(tmp_path)
 
     async def story(node: Node) -> None:
-        assert ClusterAdmin(node.parts, first.store).leave("")["members"] == 0
+        assert Admin(node.parts, first.store).leave("")["members"] == 0
         assert node.parts.node.over.done()
 
     play(tmp_path, first, story)
@@ -241,7 +240,7 @@ def test_what_is_told_about_the_cluster_can_be_told_as_json(
     tmp_path: Path, member: members.Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        admin = ClusterAdmin(node.parts, member.store)
+        admin = Admin(node.parts, member.store)
         node.meet(A)
         node.lead(weights)
         status = json.loads(json.dumps(admin.status()))
@@ -264,24 +263,22 @@ def test_what_is_told_about_the_cluster_can_be_told_as_json(
 
 def test_an_agent_that_keeps_to_itself_says_so(tmp_path: Path) -> None:
     async def scene() -> None:
-        admin = StandaloneAdmin(Supervisor(Settings(tmp_path, "", 0, 1, "tiny")), "studio")
-        assert json.loads(json.dumps(admin.status()))["state"] == "starting"
-        for ask in (
-            admin.plan,
-            admin.unload,
-            admin.members,
-            lambda: admin.let_in("x"),
-            lambda: admin.leave(""),
-        ):
+        parts = alone(tmp_path)
+        admin = Admin(parts, cast(Any, None))
+        status = json.loads(json.dumps(admin.status()))
+        assert status["state"] == "starting"
+        assert "members" not in status
+        for ask in (admin.members, lambda: admin.let_in("x"), lambda: admin.leave("")):
             with pytest.raises(UserError, match="keeps to this Mac") as refused:
                 ask()
             assert refused.value.code is Code.NOT_SUPPORTED
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match="keeps to this Mac"):
             await admin.token()
-        with pytest.raises(UserError):
-            await admin.serve("tiny", "")
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match="keeps to this Mac"):
             await admin.remove("x", "")
+        assert [each["name"] for each in admin.plan()["nodes"]] == ["studio"]
+        assert admin.unload()["model"] == ""
+        await parts.close()
 
     run(scene())
 
@@ -305,7 +302,7 @@ def test_files_are_repaired_while_no_rank_here_has_them_open(
     name = f"{NAME}@{COMMIT}"
 
     async def story(node: Node) -> None:
-        cluster, admin = node.parts, ClusterAdmin(node.parts, member.store)
+        cluster, admin = node.parts, Admin(node.parts, member.store)
         cluster.model.resolve = lambda _: None  # type: ignore[method-assign]
         cluster.node.desired.set(NAME)
         with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is about to"):

@@ -38,7 +38,7 @@ def test_a_member_is_seen_by_tries_and_links(tmp_path: Path, member: Member) -> 
         cluster = node.parts
         dialer = SimpleNamespace(sightings=(DiscoveredPeer(A, "", "mac-a", (), False, 1),), trouble="")
         endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
-        agent = AgentCheckup(cluster.node.settings, cluster.supervisor, endpoint, cluster, cast(Any, dialer))
+        agent = AgentCheckup(cluster.node.settings, endpoint, cluster, cast(Any, dialer))
         a, b = node.meet(A), node.meet(B)
         node.hear(a, report(MACHINE), ModelStatus(0, "ab" * 32, ""))
         node.hear(b, ModelStatus(0, "", "it is gated"))

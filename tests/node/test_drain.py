@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from mlxtp.admin.handlers import ClusterAdmin as Administration
-from mlxtp.admin.handlers import StandaloneAdmin
+from mlxtp.admin.handlers import Admin as Administration
 from mlxtp.agent import Agent, drain_on_signal
 from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
@@ -28,6 +28,9 @@ from .scenes import run, sees, within
 from .test_gateway import MODEL, TEXT, FakeRanks, everything
 from .test_requests_go_on import COUNT, Client
 from .two_agents import two_agents
+
+FREE: Any = SimpleNamespace(drain=lambda: None, may_leave=True)
+"""A reconciler that no other Mac needs."""
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +97,8 @@ def test_a_draining_agent_is_not_the_last_to_be_asked_for_what_had_begun() -> No
 def test_an_agent_is_draining_until_its_last_request_is_done(tmp_path: Path, source: ModelSource) -> None:
     async def story(stage: test_supervisor.Stage) -> None:
         await stage.serves(1)
-        admin = StandaloneAdmin(stage.supervisor, "studio")
+        admin = Administration(one_node.alone(tmp_path, stage.supervisor), cast(Any, None))
+        admin.draining = Drain(stage.supervisor, FREE)
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await answer.accepted()
         assert not (await admin.drain_progress())["draining"]
@@ -124,7 +128,7 @@ def test_ctrl_c_says_how_long_open_requests_take_and_what_a_second_one_does(
 
     async def story(stage: test_supervisor.Stage) -> None:
         await stage.serves(1)
-        drain = Drain(stage.supervisor)
+        drain = Drain(stage.supervisor, FREE)
         drain_on_signal(drain, 60.0)
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await answer.accepted()
@@ -142,7 +146,7 @@ def test_a_group_that_fails_meanwhile_is_formed_again_and_is_draining(
 ) -> None:
     async def story(stage: test_supervisor.Stage) -> None:
         await stage.serves(1)
-        drain = Drain(stage.supervisor)
+        drain = Drain(stage.supervisor, FREE)
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await anext(answer)
         drain.start()
@@ -163,7 +167,7 @@ def test_the_earliest_limit_holds_whatever_is_open(tmp_path: Path, source: Model
     async def story(stage: test_supervisor.Stage) -> None:
         await stage.serves(1)
         now = 100.0
-        drain = Drain(stage.supervisor, clock=lambda: now)
+        drain = Drain(stage.supervisor, FREE, clock=lambda: now)
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await answer.accepted()
         drain.start(60.0)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.admin.handlers import ClusterAdmin as Administration
+from mlxtp.admin.handlers import Admin as Administration
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import UserError
 from mlxtp.groups.fabric_results import FILE, measure, row_bytes
@@ -262,7 +262,7 @@ def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
     async def story(node: Node) -> None:
         a, conductor = node.meet(A), node.parts.controller
         node.lead(weights, desk())
-        conductor._ready_for = asyncio.get_running_loop().create_future()
+        node.parts.supervisor._plan = asyncio.get_running_loop().create_future()
         node.live(a)
         before = conductor.serving()
         assert before is not None

@@ -16,10 +16,8 @@ import httpx
 import pytest
 from huggingface_hub import constants
 
-from mlxtp.agent import Agent, running_agent
+from mlxtp.agent import Agent
 from mlxtp.api import generation
-from mlxtp.config import Settings
-from mlxtp.errors import ConfigError
 from mlxtp.groups.health import ServingState
 
 from ..cluster import START_S
@@ -238,15 +236,5 @@ def test_a_mac_that_lacks_what_is_served_says_so_at_once(tmp_path: Path, other: 
             url = f"{second.agent.url}/v1/chat/completions"
             stream = await second.http.post(url, json=body("house", TOKENS) | {"stream": True})
             assert stream.status_code == 503, "nothing is streamed before"
-
-    timed(story)
-
-
-def test_an_agent_that_keeps_to_itself_has_one_model(tmp_path: Path) -> None:
-    async def story() -> None:
-        settings = Settings(tmp_path, "127.0.0.1", 0, 1, "tiny", load_on_request=True)
-        with pytest.raises(ConfigError, match="--load-on-request needs an agent that is part of a cluster"):
-            async with running_agent(settings):
-                pass
 
     timed(story)

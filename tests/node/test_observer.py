@@ -7,19 +7,17 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 from rich.console import Console
 
-from mlxtp.admin.handlers import StandaloneAdmin
-from mlxtp.admin.snapshot import ALONE, Observer, links, pairs
+from mlxtp.admin.handlers import Admin
+from mlxtp.admin.snapshot import Observer, links, pairs
 from mlxtp.cli.status import picture
-from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState
-from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.topology import MemberMachine, Topology
@@ -27,7 +25,7 @@ from mlxtp.wire.cluster_messages import Serving
 from mlxtp.wire.reports import Interface, Machine
 
 from ..wire import members
-from .one_node import MACHINE, A, B, Node, play
+from .one_node import MACHINE, A, B, Node, alone, play
 from .scenes import run, sees
 from .test_supervisor import Stage
 from .test_supervisor import play as play_epochs
@@ -42,16 +40,18 @@ def moment(observer: Observer) -> dict[str, Any]:
 
 def test_an_agent_that_has_just_begun_knows_little_and_says_so(tmp_path: Path) -> None:
     async def story() -> None:
-        found = moment(Observer(Supervisor(Settings(tmp_path, "", 0, 1, "tiny")), "studio"))
+        parts = alone(tmp_path)
+        found = moment(Observer(parts))
         assert (found["state"], found["ready"], found["epoch"]) == ("starting", False, 0)
-        nothing = ("model", "model_bytes", "context", "group", "cluster", "coordinator", "desired")
+        nothing = ("model", "model_bytes", "context", "group", "cluster", "coordinator")
         assert {name: found[name] for name in nothing} == dict.fromkeys(nothing)
         assert (found["ranks"], found["links"], found["history"]) == ([], [], [])
         assert found["tokens_per_second"] == {"value": None, "of": "group"}
         [node] = found["nodes"]
-        assert (node["node_id"], node["name"], node["chip"]) == (ALONE, "studio", None)
-        assert found["self"] == ALONE
-        assert node["memory_bytes"] > 0
+        assert (node["node_id"], node["name"], node["chip"]) == (found["self"], "studio", "a chip")
+        assert not node["coordinator"]
+        assert node["memory_bytes"] == 64 << 30
+        await parts.close()
 
     run(story())
 
@@ -59,20 +59,23 @@ def test_an_agent_that_has_just_begun_knows_little_and_says_so(tmp_path: Path) -
 @pytest.mark.slow
 def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSource) -> None:
     async def story(stage: Stage) -> None:
-        observer = Observer(stage.supervisor, "studio")
+        parts = alone(tmp_path / "alone", stage.supervisor)
+        parts.node.leadership.set_desired("tiny")
+        parts.model.source = source
+        observer = Observer(parts)
         await stage.serves(41)
         await sees(lambda: moment(observer)["ranks"][0]["phase"] is not None)
         found = moment(observer)
         assert (found["state"], found["model"], found["desired"]) == (
             "ready",
             "tiny",
-            {"model": "tiny", "nodes": None},
+            {"model": "tiny", "nodes": "auto"},
         )
         assert found["model_bytes"] > 1_000_000
         assert found["context"] == 4096
         assert (found["group"]["world_size"], found["group"]["pairs"]) == (1, [])
-        assert found["ranks"][0]["node"] == ALONE
-        [rank] = StandaloneAdmin(stage.supervisor, "studio").status()["ranks"]
+        assert found["ranks"][0]["node"] == found["self"]
+        [rank] = Admin(parts, cast(Any, None)).status()["ranks"]
         assert "fake_rank" in " ".join(psutil.Process(rank["pid"]).cmdline())
         assert found["history"][0]["epoch"] == 41
         assert found["history"][0]["ready_s"] > 0
@@ -100,7 +103,7 @@ def test_a_cluster_before_anything_is_served(tmp_path: Path, member: members.Mem
     async def story(node: Node) -> None:
         node.meet(A)
         node.tick()
-        found = moment(Observer(node.parts.supervisor, "studio", node.parts))
+        found = moment(Observer(node.parts))
         rows = {each["name"]: each for each in found["nodes"]}
         assert rows["studio"]["self"]
         assert rows["studio"]["chip"] == "a chip"
@@ -123,7 +126,7 @@ def test_a_group_on_other_macs_is_shown_as_it_is_told(
         a, b = node.meet(A), node.meet(B)
         node.live(a, b)
         node.follow(a)
-        observer = Observer(node.parts.supervisor, "studio", node.parts)
+        observer = Observer(node.parts)
         told = Serving(
             9, "ready", "", "ring", "ring over Ethernet", (A, B), (0.0, 5.0), 0, "x", 0, 4096, 9, (1,)
         )
@@ -153,14 +156,15 @@ def test_a_group_on_other_macs_is_shown_as_it_is_told(
 
 def test_tokens_are_counted_and_the_rate_is_of_now(tmp_path: Path) -> None:
     async def story() -> None:
-        supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
-        observer = Observer(supervisor, "studio")
+        parts = alone(tmp_path)
+        supervisor, observer = parts.supervisor, Observer(parts)
         supervisor.follow(ServingState.READY, 3, "", EpochGroup(0, 2, "ring"))
         assert moment(observer)["tokens_per_second"] == {"value": None, "of": "here"}
         await asyncio.sleep(0.5)
         supervisor.gateway.confirmed_tokens += 50
         value = moment(observer)["tokens_per_second"]["value"]
         assert 10 < value <= 100
+        await parts.close()
 
     run(story())
 

@@ -59,9 +59,10 @@ class Stage:
         enter = self.supervisor._enter
         self.supervisor._enter = lambda state: (self.states.append(state), enter(state))[1]  # type: ignore[method-assign, func-returns-value]
 
-    async def next(self) -> EpochPlan:
+    async def prepare(self) -> None:
         self.asked += 1
-        return await self._plans.get()
+        plan = await self._plans.get()
+        asyncio.get_running_loop().call_soon(self.supervisor.start_epoch, plan)
 
     async def changed(self) -> None:
         await self._changes.get()
@@ -99,7 +100,7 @@ def source() -> ModelSource:
 def play(tmp_path: Path, source: ModelSource, story: Callable[[Stage], Awaitable[None]]) -> None:
     async def scene() -> None:
         stage = Stage(tmp_path, source)
-        stage.running = asyncio.ensure_future(stage.supervisor.run(None, stage))
+        stage.running = asyncio.ensure_future(stage.supervisor.run(stage))
         try:
             await within(story(stage))
         finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.admin.handlers import ClusterAdmin
+from mlxtp.admin.handlers import Admin
 from mlxtp.errors import UserError
 from mlxtp.groups import selection
 from mlxtp.groups.health import ServingState
@@ -83,7 +83,7 @@ def test_what_nobody_can_get_leaves_what_is_served(tmp_path: Path, member: membe
     (tmp_path / "half" / "config.json").write_bytes(embedded()["config.json"])
 
     async def story(node: Node) -> None:
-        admin, a = ClusterAdmin(node.parts, member.store), node.meet(A)
+        admin, a = Admin(node.parts, member.store), node.meet(A)
         served(node)
         for model, why in (
             ("org/typo", "the Hub knows no such model"),
@@ -110,7 +110,7 @@ def test_what_has_no_place_leaves_what_is_served(
     tmp_path: Path, member: members.Member, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(node: Node) -> None:
-        admin = ClusterAdmin(node.parts, member.store)
+        admin = Admin(node.parts, member.store)
         served(node)
         for model in ("tiny", MODEL):
             with pytest.raises(UserError, match=r"all stays as it is: .*3 nodes"):
@@ -127,7 +127,7 @@ def test_what_has_no_place_leaves_what_is_served(
 
 def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: members.Member, hub: Hub) -> None:
     async def story(node: Node) -> None:
-        admin, coming = ClusterAdmin(node.parts, member.store), Coming(node)
+        admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
         said = await admin.serve(MODEL, "")
         assert (said["coming"], said["until_then"], said["version"]) == (True, "tiny", 1)
@@ -146,7 +146,7 @@ def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: memb
 @pytest.mark.parametrize("later", ["serve", "unload", "elsewhere"])
 def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: Hub, later: str) -> None:
     async def story(node: Node) -> None:
-        admin, coming = ClusterAdmin(node.parts, member.store), Coming(node)
+        admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
         await admin.serve(MODEL, "")
         if later == "serve":
@@ -166,7 +166,7 @@ def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: 
 
 def test_what_does_not_come_is_told(tmp_path: Path, member: members.Member, hub: Hub) -> None:
     async def story(node: Node) -> None:
-        admin, coming = ClusterAdmin(node.parts, member.store), Coming(node)
+        admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
         await admin.serve(MODEL, "")
         coming.end("it is gated")
@@ -182,7 +182,7 @@ def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
     tmp_path: Path, member: members.Member, hub: Hub
 ) -> None:
     async def story(node: Node) -> None:
-        admin, coming, a = ClusterAdmin(node.parts, member.store), Coming(node), node.meet(A)
+        admin, coming, a = Admin(node.parts, member.store), Coming(node), node.meet(A)
         node.hear(a, report(MACHINE))
         served(node)
         await admin.serve(MODEL, "2")
@@ -205,7 +205,7 @@ def test_what_was_said_while_the_hub_was_asked_counts(
     tmp_path: Path, member: members.Member, hub: Hub
 ) -> None:
     async def story(node: Node) -> None:
-        admin = ClusterAdmin(node.parts, member.store)
+        admin = Admin(node.parts, member.store)
         asking = asyncio.ensure_future(admin.serve(MODEL, ""))
         await asyncio.sleep(0)
         await admin.serve("tiny", "")
@@ -221,7 +221,7 @@ def test_the_hub_is_asked_once_for_one_serve(
     tmp_path: Path, member: members.Member, hub: Hub, before: str
 ) -> None:
     async def story(node: Node) -> None:
-        admin = ClusterAdmin(node.parts, member.store)
+        admin = Admin(node.parts, member.store)
         node.parts.node.leadership.hand_over(node.parts.node.node_id, CLOCK.now)
         if before:
             served(node)

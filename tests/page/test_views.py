@@ -198,28 +198,12 @@ def test_serving_and_unloading(site: Site, visiting: Any) -> None:
     assert asked == [("serve", "org/big", ""), ("serve", "org/other", "2"), ("unload",)]
 
 
-@pytest.mark.parametrize("fragment", ["#models", "#key=" + KEY.replace(" ", "%20")], ids=["no key", "key"])
-def test_a_machine_that_cannot_switch_models_says_so_and_offers_nothing(
-    site: Site, visiting: Any, fragment: str
-) -> None:
-    """As with `--ranks 2` or `--alone`."""
-    site.show(**nodes(1), cluster=None, coordinator=None, desired={"model": "tiny", "nodes": None})
-    visit: Visit = visiting(fragment)
-    visit.page.wait_for_selector("#fixed:not([hidden])")
-    shown = visit.text("#models")
-    assert "This machine serves the model it was started with" in shown
-    assert "mlxtp node --model OWNER/NAME" in shown
-    assert visit.page.locator("#models :is(button, input):visible").count() == 0
-    assert site.admin.asked == []
-
-
 def test_the_keys_button_stands_beside_its_field(visiting: Any) -> None:
     visit: Visit = visiting("#models")
     visit.state("Ready")
     field = visit.page.locator("#admin-key").bounding_box()
     button = visit.page.locator("#admin-form button").bounding_box()
     assert (field["y"], field["height"]) == (button["y"], button["height"])  # type: ignore[index]
-    assert not visit.page.is_visible("#fixed")
 
 
 def test_the_header_stays_on_a_phone_in_one_line(visiting: Any) -> None:

@@ -42,10 +42,8 @@ export function showModels({ now, connected }) {
 }
 
 function access() {
-  const fixed = cluster.now?.cluster === null; // an agent without a cluster loads no other model
-  const has = Boolean(keys.admin()) && !fixed;
-  by("fixed").hidden = !fixed;
-  by("admin-form").hidden = has || fixed;
+  const has = Boolean(keys.admin());
+  by("admin-form").hidden = has;
   by("manage").hidden = !has;
   if (has && cluster.now && !disk && performance.now() - lookedAt > AGAIN_MS) look();
 }

@@ -309,8 +309,12 @@ def build_parts(
 
 
 async def _check_folders(settings: Settings) -> None:
-    """Check the folders that the user named, so that a wrong one is refused at once. Raises ModelError."""
-    for name in (settings.model if settings.model_given else "", settings.draft_model):
+    """Check the folders that the user named, so that a wrong one is refused at once. Raises ModelError.
+
+    An agent alone needs the default model, too.
+    """
+    named = settings.model_given or not settings.cluster
+    for name in (settings.model if named else "", settings.draft_model):
         if name and not is_hub_id(name):
             await find_model(in_folders(name, settings.model_folders))
 

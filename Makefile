@@ -1,5 +1,5 @@
 # make demo     set up, start two ranks on the embedded model, answer a prompt, serve until Ctrl-C
-# make quick    pure modules and fakes, under a minute, for while you write
+# make quick    pure modules and fakes, about a minute, for while you write
 # make test     one story for each promise       make chaos   the whole fault matrix
 # make lint     ruff and strict types            make bench   benchmarks, one table
 # make fuzz     inputs that reach new code of everything that reads what others wrote (Linux)

@@ -117,6 +117,27 @@ def play(tmp_path: Path, source: ModelSource, story: Callable[[Stage], Awaitable
     run(scene())
 
 
+def test_a_planned_epoch_counts_before_its_ranks_exist(tmp_path: Path, source: ModelSource) -> None:
+    """Otherwise this agent would show, or follow, a group elsewhere for a moment."""
+
+    async def scene() -> None:
+        async def prepare() -> None:
+            pass
+
+        supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny", limits=LIMITS))
+        running = asyncio.ensure_future(supervisor.run(cast(Any, SimpleNamespace(prepare=prepare))))
+        await sees(lambda: supervisor.waits_for_plan)
+        assert not supervisor.in_epoch
+        supervisor.start_epoch(EpochPlan(1, source, EpochGroup(1, 1, "none")))
+        planned = (supervisor.in_epoch, supervisor.has_ranks, supervisor.waits_for_plan)
+        running.cancel()  # before its task has seen the plan
+        await asyncio.wait({running})
+        assert planned == (True, False, False)
+        assert not supervisor.in_epoch
+
+    run(scene())
+
+
 def test_each_epoch_has_the_number_and_the_group_that_were_planned(
     tmp_path: Path, source: ModelSource
 ) -> None:

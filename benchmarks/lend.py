@@ -27,7 +27,7 @@ def _main() -> None:
     context = member_context_server(credentials, (ALPN_MODELS,))
     listening = socket.create_server(("127.0.0.1", 0))
     print(json.dumps({"lender": lender.port, "plain": listening.getsockname()[1]}), flush=True)
-    path = repo.blob(max(manifest.files, key=lambda file: file.size))
+    path = repo.blobs.path(max(manifest.files, key=lambda file: file.size))
     while True:
         sock, _ = listening.accept()
         threading.Thread(target=_send, args=(context.wrap_socket(sock, server_side=True), path)).start()

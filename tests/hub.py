@@ -224,7 +224,7 @@ def poison(repo: Repo, files: Mapping[str, bytes]) -> None:
     assert manifest is not None
     added = tuple(ModelFile(path, len(body), blob_name(path, body)) for path, body in files.items())
     for file, body in zip(added, files.values(), strict=True):
-        repo.blob(file).write_bytes(body)
+        repo.blobs.path(file).write_bytes(body)
     whole = replace(manifest, files=(*added, *manifest.files))
     repo.keep(whole)
     repo.publish(whole, "main", by_hub=True)

@@ -114,7 +114,7 @@ def remove(model: Model, home: Home = None, as_json: AsJson = False) -> None:
     repo, revision = _here(model, home)
     _check_removable(model, home)
     here = repo.commits()
-    chosen = frozenset({repo.commit(revision)}) if "@" in model else here
+    chosen = frozenset({repo.refs.commit(revision)}) if "@" in model else here
     if not chosen & here and not (repo.folder.exists() and "@" not in model):
         raise ModelError(
             f"{model} is not on this Mac, in {repo.cache}; `mlxtp list` shows the models here",
@@ -139,7 +139,7 @@ def verify(
 ) -> None:
     """Read a model's files on this Mac and compare each with its hash."""
     repo, revision = _here(model, home)
-    commit = repo.commit(revision)
+    commit = repo.refs.commit(revision)
     manifest = repo.manifest(commit)
     if manifest is None:
         raise ModelError(
@@ -316,7 +316,7 @@ def _damaged(repo: Repo, manifest: Manifest, *, quiet: bool) -> tuple[dict[str, 
 
         for file in manifest.files:
             try:
-                found = hash_of(repo.readable(file), file, read) if repo.has(file) else None
+                found = hash_of(repo.blobs.readable(file), file, read) if repo.blobs.has(file) else None
             except OSError as error:
                 unread[file.path] = f"it cannot be read: {error.strerror}"
                 continue

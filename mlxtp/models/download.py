@@ -175,18 +175,18 @@ class Fetch:
         manifest: Manifest,
         work: Callable[[Sequence[PartialFile], Callable[[], bool]], list[Work]],
     ) -> Path:
-        repo = self.repo
+        repo, blobs = self.repo, self.repo.blobs
         try:
             found = repo.snapshot(manifest.revision)
-            if found is not None and repo.commit(self.revision) == manifest.revision:
+            if found is not None and repo.refs.commit(self.revision) == manifest.revision:
                 self.manifest, self._parts = manifest, ()
                 return found
-            with repo.locked(self._stop.is_set):
+            with repo.lock.wait(self._stop.is_set):
                 self._parts, self.manifest = None, manifest
                 for file in manifest.blobs:
                     if self._stop.is_set():
                         raise Stopped
-                    repo.drop_if_wrong(file)
+                    blobs.drop_if_wrong(file)
                 repo.check_room(manifest)
                 repo.keep(manifest)
                 ended = threading.Event()
@@ -194,7 +194,7 @@ class Fetch:
                 def stopped() -> bool:
                     return self._stop.is_set() or ended.is_set()
 
-                parts = [PartialFile(repo, file, stopped) for file in manifest.blobs if not repo.has(file)]
+                parts = [PartialFile(blobs, file, stopped) for file in manifest.blobs if not blobs.has(file)]
                 self._parts = parts
                 try:
                     for part in parts:

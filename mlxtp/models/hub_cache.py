@@ -9,9 +9,10 @@
         .mlxtp/COMMIT.json            the manifest, once it is known
     .locks/models--OWNER--NAME/mlxtp.lock   held by the process that adds or removes
 
-Only content with the right hash gets a name that other programs read. The Hub's own `scan_cache_dir` and
-`delete_revisions` are not used: they leave out models that are damaged or begun, pick one of two models with
-the same commit, and do not follow a folder that is a link.
+Only content with the right hash gets a name that other programs read. Three functions of the Hub's client are
+not used. `scan_cache_dir` leaves out models that are damaged or begun. `delete_revisions` deletes only one of
+two models with the same commit, and no folder that is a link. `verify_repo_checksums` needs the Hub and
+reports no progress; the manifests here have the hashes.
 """
 
 from __future__ import annotations
@@ -101,6 +102,155 @@ def lacks(folder: Path) -> str:
     return " and ".join(missing)
 
 
+class Blobs:
+    """Contents of a model's files, by hash, complete or not. Reads and writes the disk: use it in threads."""
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self._folder = folder
+        self._cache = cache
+
+    def path(self, file: ModelFile) -> Path:
+        """Return the path of a file's content."""
+        return self._folder / "blobs" / file.hash
+
+    def part(self, file: ModelFile) -> Path:
+        """Return the path of its content until that is complete."""
+        return self._folder / "blobs" / f"{file.hash}.mlxtp-part"
+
+    def has(self, file: ModelFile) -> bool:
+        """Return True if its content is complete."""
+        return _has_size(self.path(file), file.size)
+
+    def held(self, file: ModelFile) -> int:
+        """Return the bytes of a file that are here."""
+        if self.has(file):
+            return file.size
+        try:
+            return min(self.part(file).stat().st_size, file.size)
+        except OSError:
+            return 0
+
+    def held_bytes(self, manifest: Manifest) -> int:
+        """Return the bytes of a manifest's files that are here."""
+        return sum(self.held(file) for file in manifest.blobs)
+
+    def readable(self, file: ModelFile) -> Path:
+        """Return the path from which its content can be read. Raises OSError if that is outside the cache.
+
+        All of a model may lie elsewhere: its folder may be a link, to another disk for example.
+        """
+        path = self.path(file)
+        found = path.resolve(strict=True)
+        if not any(found.is_relative_to(each.resolve()) for each in (self._folder, self._cache)):
+            raise OSError(errno.EPERM, f"{path} is a link to what lies outside the cache")
+        return found
+
+    def check(self, file: ModelFile, path: Path) -> None:
+        """Check that `path` is a link to its content, with its hash.
+
+        Raises Damaged if it is something else, which is then deleted, and OSError.
+        """
+        if hash_of(path, file, lambda _: None) != file.hash:
+            path.unlink(missing_ok=True)
+            self.path(file).unlink(missing_ok=True)
+            raise Damaged(file)
+
+    def drop_if_wrong(self, file: ModelFile) -> None:
+        """Delete a small file's content that does not have its hash: other programs write without hashing.
+        Raises OSError.
+        """
+        if file.size <= SMALL_BYTES and self.has(file):
+            with contextlib.suppress(Damaged):
+                self.check(file, self.path(file))
+
+
+class Refs:
+    """Commits of a model's branches and tags: from the Hub, which other programs read, and from members."""
+
+    def __init__(self, folder: Path) -> None:
+        self._hubs, self._members = folder / "refs", folder / FOLDER / "refs"
+
+    def commit(self, revision: str) -> str:
+        """Return the commit of a revision when it was last looked up; empty if unknown."""
+        if is_commit(revision):
+            return revision
+        latest, commit = 0, ""
+        for folder in (self._hubs, self._members):
+            with contextlib.suppress(OSError, ValueError):
+                path = folder / revision
+                written, found = path.stat().st_mtime_ns, path.read_text().strip()
+                if is_commit(found) and written > latest:
+                    latest, commit = written, found
+        return commit
+
+    def commits(self) -> dict[str, str]:
+        """Return the commit of each branch and tag that is known here."""
+        found = {path.relative_to(folder).as_posix() for folder, path in self._files()}
+        return {name: self.commit(name) for name in sorted(found)}
+
+    def point(self, ref: str, commit: str, *, by_hub: bool) -> None:
+        """Point a branch or tag at a commit, as reported by the Hub or by a member. Raises OSError."""
+        _write((self._hubs if by_hub else self._members) / ref, commit.encode())
+        if by_hub:
+            (self._members / ref).unlink(missing_ok=True)
+
+    def forget(self, commits: frozenset[str]) -> None:
+        """Delete all branches and tags that point at one of these commits. Raises OSError."""
+        for _, path in self._files():
+            if path.read_text().strip() in commits:
+                path.unlink()
+
+    def _files(self) -> list[tuple[Path, Path]]:
+        both = (self._hubs, self._members)
+        return [(each, path) for each in both for path in each.rglob("*") if path.is_file()]
+
+
+class RepoLock:
+    """Lock that keeps other mlxtp programs from changing a model here."""
+
+    def __init__(self, name: str, cache: Path, folder: str) -> None:
+        self._name = name
+        self._cache = cache
+        self._path = cache / ".locks" / folder / "mlxtp.lock"
+
+    @contextlib.contextmanager
+    def wait(self, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Hold it as soon as no other program does.
+
+        Raises ModelError if nothing can be written here, Stopped if `stopped` returns True.
+        """
+        while (lock := self._taken()) is None:
+            if stopped():
+                raise Stopped
+            threading.Event().wait(_LOOK_S)
+        with lock:
+            yield
+
+    def take(self) -> IO[bytes]:
+        """Return the lock, held until it is closed. Raises ModelError if another program has it."""
+        if (lock := self._taken()) is None:
+            raise ModelError(
+                f"another process is adding to {self._name}; stop it, or wait until it is done",
+                Code.NOT_READY,
+            )
+        return lock
+
+    def _taken(self) -> IO[bytes] | None:
+        """Return the lock; None if another program has it. Raises ModelError, OSError."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lock = self._path.open("wb")
+        except OSError as error:
+            raise ModelError(f"{self._name}: {why_not_written(error, self._cache)}") from None
+        with contextlib.ExitStack() as unless_taken:
+            unless_taken.callback(lock.close)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                unless_taken.pop_all()
+                return lock
+        return None
+
+
 class Repo:
     """One model of the cache, complete or not. Reads and writes the disk: use it in threads."""
 
@@ -111,30 +261,15 @@ class Repo:
         self.name = name
         self.cache = cache or cache_folder()
         self.folder = self.cache / f"models--{name.replace('/', '--')}"
+        self.blobs = Blobs(self.folder, self.cache)
+        self.refs = Refs(self.folder)
+        self.lock = RepoLock(name, self.cache, self.folder.name)
 
     # --- what is here
 
-    def commit(self, revision: str) -> str:
-        """Return the commit of a revision when it was last looked up; empty if unknown."""
-        if is_commit(revision):
-            return revision
-        latest, commit = 0, ""
-        for folder in self._ref_folders:
-            with contextlib.suppress(OSError, ValueError):
-                path = folder / revision
-                written, found = path.stat().st_mtime_ns, path.read_text().strip()
-                if is_commit(found) and written > latest:
-                    latest, commit = written, found
-        return commit
-
-    @property
-    def _ref_folders(self) -> tuple[Path, Path]:
-        """Folders of the refs from the Hub, which other programs read, and of those from members."""
-        return self.folder / "refs", self.folder / FOLDER / "refs"
-
     def snapshot(self, revision: str) -> Path | None:
         """Return the folder of a revision if all of it is here, else None."""
-        if not (commit := self.commit(revision)):
+        if not (commit := self.refs.commit(revision)):
             return None
         folder = self.folder / "snapshots" / commit
         if (kept := self._kept(commit)) is None:
@@ -177,42 +312,6 @@ class Repo:
         found = (self.manifest(path.stem) for path in reversed(kept))
         return next((each for each in found if each and self.snapshot(each.revision) is None), None)
 
-    def held_bytes(self, manifest: Manifest) -> int:
-        """Return the bytes of it that are here."""
-        return sum(self.held(file) for file in manifest.blobs)
-
-    def held(self, file: ModelFile) -> int:
-        """Return the bytes of a file that are here."""
-        if self.has(file):
-            return file.size
-        try:
-            return min(self.part(file).stat().st_size, file.size)
-        except OSError:
-            return 0
-
-    def has(self, file: ModelFile) -> bool:
-        """Return True if its blob is complete."""
-        return _has_size(self.blob(file), file.size)
-
-    def blob(self, file: ModelFile) -> Path:
-        """Return the path of its content."""
-        return self.folder / "blobs" / file.hash
-
-    def part(self, file: ModelFile) -> Path:
-        """Return the path of its content until that is complete."""
-        return self.folder / "blobs" / f"{file.hash}.mlxtp-part"
-
-    def readable(self, file: ModelFile) -> Path:
-        """Return the path from which its content can be read. Raises OSError if that is outside the cache.
-
-        All of a model may lie elsewhere: its folder may be a link, to another disk for example.
-        """
-        path = self.blob(file)
-        found = path.resolve(strict=True)
-        if not any(found.is_relative_to(each.resolve()) for each in (self.folder, self.cache)):
-            raise OSError(errno.EPERM, f"{path} is a link to what lies outside the cache")
-        return found
-
     def as_here(self) -> Repo:
         """Return the same model, by the name that its folder has on this disk: macOS ignores case."""
         try:
@@ -236,56 +335,7 @@ class Repo:
         except OSError:
             return False
 
-    def check(self, file: ModelFile, path: Path) -> None:
-        """Check that `path` is a link to its blob, with its hash.
-
-        Raises Damaged if it is something else, which is then deleted, and OSError.
-        """
-        if hash_of(path, file, lambda _: None) != file.hash:
-            path.unlink(missing_ok=True)
-            self.blob(file).unlink(missing_ok=True)
-            raise Damaged(file)
-
-    def drop_if_wrong(self, file: ModelFile) -> None:
-        """Delete a small blob that does not have its hash: other programs write blobs without hashing them.
-        Raises OSError.
-        """
-        if file.size <= SMALL_BYTES and self.has(file):
-            with contextlib.suppress(Damaged):
-                self.check(file, self.blob(file))
-
     # --- downloads
-
-    @contextlib.contextmanager
-    def locked(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Keep other mlxtp programs from changing this model here. Waits for one that does.
-
-        Raises ModelError if nothing can be written here, Stopped if `stopped` returns True.
-        """
-        while (lock := self._lock()) is None:
-            if stopped():
-                raise Stopped
-            threading.Event().wait(_LOOK_S)
-        with lock:
-            yield
-
-    def _lock(self) -> IO[bytes] | None:
-        """Return a lock that is held until it is closed; None if another process has it. Raises ModelError,
-        OSError.
-        """
-        path = self.cache / ".locks" / self.folder.name / "mlxtp.lock"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = path.open("wb")
-        except OSError as error:
-            raise ModelError(f"{self.name}: {why_not_written(error, self.cache)}") from None
-        with contextlib.ExitStack() as unless_taken:
-            unless_taken.callback(lock.close)
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                unless_taken.pop_all()
-                return lock
-        return None
 
     def keep(self, manifest: Manifest) -> None:
         """Store the manifest of files that are to come. Raises OSError."""
@@ -295,7 +345,7 @@ class Repo:
 
     def check_room(self, manifest: Manifest) -> None:
         """Raise ModelError, with the numbers, if the disk has no room for the rest of it."""
-        missing, free = manifest.size - self.held_bytes(manifest), free_bytes(self.cache)
+        missing, free = manifest.size - self.blobs.held_bytes(manifest), free_bytes(self.cache)
         if missing + ROOM_BYTES > free:
             raise ModelError(
                 f"{self.name} needs {gigabytes(missing)} more, and {self.cache} has {gigabytes(free)} free, "
@@ -309,7 +359,7 @@ class Repo:
         `by_hub`: the Hub itself reported that `revision` is this commit.
         """
         for file in manifest.files:
-            if not self.has(file):
+            if not self.blobs.has(file):
                 raise OSError(errno.ENOENT, f"{file.path} is not complete")
         folder = self.folder / "snapshots" / manifest.revision
         draft = self.folder / FOLDER / f"{manifest.revision}.draft"
@@ -330,38 +380,25 @@ class Repo:
                 (draft / file.path).replace(folder / file.path)
             shutil.rmtree(draft)
         if not is_commit(revision):
-            self._point(revision, manifest.revision, by_hub=by_hub)
+            self.refs.point(revision, manifest.revision, by_hub=by_hub)
         return folder
-
-    def _point(self, ref: str, commit: str, *, by_hub: bool) -> None:
-        hubs, members = self._ref_folders
-        _write((hubs if by_hub else members) / ref, commit.encode())
-        if by_hub:
-            (members / ref).unlink(missing_ok=True)
 
     def refer(self, refs: Iterable[str], commit: str, stopped: Callable[[], bool], *, by_hub: bool) -> None:
         """Point these branches and tags at that commit, as reported by the Hub or by a member.
 
-        Raises ModelError, OSError, and Stopped as `locked` does.
+        Raises ModelError, OSError, and Stopped as `RepoLock.wait` does.
         """
-        with self.locked(stopped):
+        with self.lock.wait(stopped):
             for ref in refs:
-                self._point(ref, commit, by_hub=by_hub)
+                self.refs.point(ref, commit, by_hub=by_hub)
 
     # --- removal
 
     def drop(self, hashes: Iterable[str]) -> None:
         """Remove these blobs, even of a complete model. Raises as `remove` does."""
-        with self._lock_now():
+        with self.lock.take():
             for each in hashes:
                 (self.folder / "blobs" / each).unlink(missing_ok=True)
-
-    def _lock_now(self) -> IO[bytes]:
-        if (lock := self._lock()) is None:
-            raise ModelError(
-                f"another process is adding to {self.name}; stop it, or wait until it is done", Code.NOT_READY
-            )
-        return lock
 
     def remove(self, commits: frozenset[str]) -> int:
         """Remove these commits, and the blobs that no other commit here uses. Returns the number of bytes
@@ -370,13 +407,11 @@ class Repo:
         Nothing outside this model's folder is touched. Raises ModelError while another process adds to it,
         OSError.
         """
-        with self._lock_now():
+        with self.lock.take():
             before = _disk_bytes(self.folder)
             commits &= self.commits()
             gone = {name for commit in commits for name in self._blobs_of(commit)}
-            for _, path in self._ref_files():
-                if path.read_text().strip() in commits:
-                    path.unlink()
+            self.refs.forget(commits)
             for commit in commits:
                 _remove(self.folder / "snapshots" / commit)
             if not (others := self.commits() - commits):
@@ -399,14 +434,6 @@ class Repo:
         kept = self._kept(commit)
         return {path.readlink().name for path in links} | {file.hash for file in (kept.files if kept else ())}
 
-    def refs(self) -> dict[str, str]:
-        """Return the commit of each branch and tag that is known here."""
-        found = {path.relative_to(folder).as_posix() for folder, path in self._ref_files()}
-        return {name: self.commit(name) for name in sorted(found)}
-
-    def _ref_files(self) -> list[tuple[Path, Path]]:
-        return [(each, path) for each in self._ref_folders for path in each.rglob("*") if path.is_file()]
-
     def commits(self) -> frozenset[str]:
         """Return the commits of which something is here."""
         snapshots, kept = self.folder / "snapshots", self.folder / FOLDER
@@ -417,10 +444,10 @@ class Repo:
 class PartialFile:
     """File that comes in order, from one thread, and is hashed as it comes. An earlier beginning counts."""
 
-    def __init__(self, repo: Repo, file: ModelFile, stopped: Callable[[], bool]) -> None:
+    def __init__(self, blobs: Blobs, file: ModelFile, stopped: Callable[[], bool]) -> None:
         self.file = file
-        self.held_bytes = repo.held(file)
-        self._repo = repo
+        self.held_bytes = blobs.held(file)
+        self._blobs = blobs
         self._stopped = stopped
         self._lock = threading.Lock()
         self._data = -1
@@ -433,7 +460,7 @@ class PartialFile:
         with self._lock:
             self._check_open()
             if self._data < 0:
-                self._data = os.open(self._repo.part(self.file), os.O_RDWR | os.O_CREAT, 0o644)
+                self._data = os.open(self._blobs.part(self.file), os.O_RDWR | os.O_CREAT, 0o644)
             if os.fstat(self._data).st_size > self.file.size:
                 os.ftruncate(self._data, 0)
         while data := self._next():
@@ -474,12 +501,12 @@ class PartialFile:
         """Give the file its name, once all of it is here. Raises Damaged, Stopped, OSError."""
         with self._lock:
             self._check_open()
-            part = self._repo.part(self.file)
+            part = self._blobs.part(self.file)
             if self._digest.hexdigest() != self.file.hash:
                 part.unlink()
                 raise Damaged(self.file)
             to_disk(self._data)
-            part.replace(self._repo.blob(self.file))
+            part.replace(self._blobs.path(self.file))
 
     def close(self) -> None:
         """End all writes, even those of an abandoned thread. May be repeated."""

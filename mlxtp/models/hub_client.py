@@ -203,7 +203,7 @@ def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
 def _check_hash(repo: Repo, file: ModelFile, path: Path) -> None:
     """Check a file's hash. Raises ModelError, OSError."""
     try:
-        repo.check(file, path)
+        repo.blobs.check(file, path)
     except Damaged as error:
         raise ModelError(f"cannot get {repo.name}: {error}; try again", Code.MODEL_NOT_FOUND) from None
 

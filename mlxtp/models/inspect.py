@@ -344,12 +344,12 @@ def revisions_here(cache: Path | None = None) -> list[Revision]:
     """
     found = []
     for repo in repos_here(cache):
-        refs = repo.refs()
+        refs = repo.refs.commits()
         for commit in sorted(repo.commits()):
             manifest, folder = repo.manifest(commit), repo.snapshot(commit)
             named = tuple(ref for ref, at in refs.items() if at == commit)
             if manifest is not None:
-                held = manifest.size if folder is not None else repo.held_bytes(manifest)
+                held = manifest.size if folder is not None else repo.blobs.held_bytes(manifest)
                 if folder is None and not held:
                     continue
                 found.append(Revision(repo.name, commit, named, held, manifest.size, folder is not None))

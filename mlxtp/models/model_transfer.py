@@ -129,7 +129,7 @@ def look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Holding]:
         free = 0
     if folder is None:
         begun = repo.begun()
-        return None, Holding("", repo.held_bytes(begun) if begun is not None else 0, 0, free, wants)
+        return None, Holding("", repo.blobs.held_bytes(begun) if begun is not None else 0, 0, free, wants)
     manifest = repo.manifest(folder.name)
     if manifest is None:  # from a program with other file names: usable, but not for copies
         return folder, Holding(folder.name, 0, 0, free, wants=False)

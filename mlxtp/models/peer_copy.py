@@ -344,8 +344,8 @@ def _held(lent: tuple[Repo, Manifest] | None) -> FilesHeld:
     if lent is None:
         return FilesHeld(b"", b"", 0)
     repo, manifest = lent
-    complete = bytes(repo.has(file) for file in manifest.blobs)
-    return FilesHeld(to_bytes(manifest), complete, repo.held_bytes(manifest))
+    complete = bytes(repo.blobs.has(file) for file in manifest.blobs)
+    return FilesHeld(to_bytes(manifest), complete, repo.blobs.held_bytes(manifest))
 
 
 def _lend(
@@ -356,9 +356,9 @@ def _lend(
         raise RemoteProtocolError(f"no file has the number {place} and a byte {at}", Code.FIELD_INVALID)
     file, block = files[place], memoryview(bytearray(_BLOCK_BYTES))
     try:
-        if not repo.has(file):
+        if not repo.blobs.has(file):
             raise FileNotFoundError
-        source = repo.readable(file).open("rb", buffering=0)
+        source = repo.blobs.readable(file).open("rb", buffering=0)
     except OSError:
         connection.send(FileHeld(0))
         return

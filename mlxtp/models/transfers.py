@@ -282,7 +282,7 @@ class TransferCoordinator:
     async def _refer(self, job: ModelTransfer, here: Path) -> None:
         """Point the requested branches and tags at this commit. Raises ModelError."""
         repo, seen = job.repo, set[str]()
-        while wrong := {ref for ref in job.refs - seen if repo.commit(ref) != here.name}:
+        while wrong := {ref for ref in job.refs - seen if repo.refs.commit(ref) != here.name}:
             seen |= wrong
             try:
                 for refs, by_hub in ((wrong & job.of_hub, True), (wrong - job.of_hub, False)):
@@ -540,7 +540,7 @@ class TransferCoordinator:
             return None
         manifest = job.fetch.manifest if job.fetch is not None else None
         if manifest is None:
-            manifest = job.repo.manifest(job.repo.commit(job.revision))
+            manifest = job.repo.manifest(job.repo.refs.commit(job.revision))
         return (job.repo, manifest) if manifest is not None else None
 
     def _may_copy(self, identity: NodeIdentity) -> bool:

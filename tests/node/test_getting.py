@@ -236,16 +236,16 @@ def test_a_branch_is_the_commit_that_was_asked_for_last(tmp_path: Path, member: 
     async def story(node: Node) -> None:
         getting = leads(node)
         await getting.get(f"{NAME}@{COMMIT}")
-        assert repo.refs() == {}
+        assert repo.refs.commits() == {}
         for commit in (COMMIT, NEWER, COMMIT):
             hub.models[NAME].commits["main"] = commit
             name = await getting.pull(NAME, everywhere=False)
             await asyncio.wait_for(getting.get(name), 30)
-            assert repo.refs() == {"main": commit}
+            assert repo.refs.commits() == {"main": commit}
         await getting.pull(f"{NAME}@v1", everywhere=False)
-        await sees(lambda: repo.commit("v1") == COMMIT)
+        await sees(lambda: repo.refs.commit("v1") == COMMIT)
         await getting.get(f"{NAME}@{NEWER}")
-        assert repo.refs() == {"main": COMMIT, "v1": COMMIT}, "a commit moves nothing"
+        assert repo.refs.commits() == {"main": COMMIT, "v1": COMMIT}, "a commit moves nothing"
 
     play(tmp_path, member, story)
 

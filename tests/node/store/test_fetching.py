@@ -104,7 +104,7 @@ def test_it_comes_in_the_layout_that_other_programs_read(hub: Hub, tmp_path: Pat
 def test_what_a_plan_has_fetched_is_no_model_and_not_in_the_way(hub: Hub) -> None:
     folder = find_config(NAME)
     assert {path.name for path in folder.iterdir()} == {"config.json"}
-    assert Repo(NAME).commit("main") == ""
+    assert Repo(NAME).refs.commit("main") == ""
     assert Repo(NAME).snapshot(COMMIT) is None
     assert fetch().from_hub() == folder
     assert same(folder, dict(hub.models[NAME].files))
@@ -133,8 +133,8 @@ def test_a_small_file_that_others_left_wrong_is_not_published(hub: Hub) -> None:
     model, repo = hub.models[NAME], Repo(NAME)
     config = next(file for file in look_up(NAME, "main").files if file.path == "config.json")
     find_config(NAME)
-    repo.blob(config).write_bytes(changed(model.files["config.json"]))
-    assert repo.has(config)
+    repo.blobs.path(config).write_bytes(changed(model.files["config.json"]))
+    assert repo.blobs.has(config)
     folder = fetch().from_hub()
     assert same(folder, dict(model.files))
 
@@ -177,7 +177,7 @@ def test_a_break_costs_nothing_that_has_come(hub: Hub) -> None:
     worker.join(20)
     assert stopped
     assert Repo(NAME).snapshot("main") is None, "what is half there is no model"
-    held = Repo(NAME).held_bytes(Repo(NAME).begun() or pytest.fail("nothing was kept"))
+    held = Repo(NAME).blobs.held_bytes(Repo(NAME).begun() or pytest.fail("nothing was kept"))
     model.pace, model.sent = 0.0, {}
     folder = fetch().from_hub()
     assert same(folder, dict(model.files))
@@ -391,7 +391,7 @@ def test_a_newer_revision_costs_what_differs_and_removing_one_frees_that(hub: Hu
     assert set(model.sent) == {"model-extra-1.safetensors"}
     repo = Repo(NAME)
     assert repo.commits() == {COMMIT, NEWER}
-    assert repo.commit("main") == NEWER
+    assert repo.refs.commit("main") == NEWER
     freed = repo.remove(frozenset({NEWER}))
     assert 5 * CHUNK <= freed < 6 * CHUNK
     older = repo.snapshot(COMMIT)
@@ -422,7 +422,7 @@ class Pair:
 
     def _lent(self, name: str) -> tuple[Repo, manifests.Manifest] | None:
         self.asked.append(name)
-        manifest = self.theirs.manifest(self.theirs.commit("main"))
+        manifest = self.theirs.manifest(self.theirs.refs.commit("main"))
         return (self.theirs, manifest) if name == NAME and manifest is not None else None
 
     def _may(self, identity: object) -> bool:
@@ -448,7 +448,7 @@ def test_a_copy_is_the_same_and_the_hub_is_asked_for_the_list_of_files_alone(hub
     folder = pair.copy()
     assert same(folder, with_weights(EXTRA))
     assert folder.is_relative_to(pair.cache)
-    assert Repo(NAME, pair.cache).commit("main") == COMMIT
+    assert Repo(NAME, pair.cache).refs.commit("main") == COMMIT
     assert (pair.cache / "models--some-body--llama" / "refs" / "main").read_text() == COMMIT
     assert hub.asked
     assert all("/api/models/" in asked for asked in hub.asked)
@@ -468,10 +468,10 @@ def test_a_copy_without_the_hub_is_found_here_by_name_and_moves_nothing_that_oth
     without_the_hub(hub)
     folder = pair.copy()
     assert ours.snapshot("main") == folder
-    assert ours.refs() == {"main": COMMIT}
+    assert ours.refs.commits() == {"main": COMMIT}
     assert (refs / "main").read_text() == NEWER
     ours.remove(frozenset({COMMIT}))
-    assert not ours.folder.exists() or ours.refs() == {"main": NEWER}
+    assert not ours.folder.exists() or ours.refs.commits() == {"main": NEWER}
 
 
 def test_the_later_word_of_the_hub_replaces_that_of_a_member(hub: Hub, pair: Pair) -> None:
@@ -544,10 +544,10 @@ def big(pair: Pair) -> manifests.ModelFile:
 
 
 def test_a_copy_takes_each_file_as_soon_as_the_lender_itself_has_it(pair: Pair) -> None:
-    whole, file = pair.theirs.blob(big(pair)), big(pair)
+    whole, file = pair.theirs.blobs.path(big(pair)), big(pair)
     body = whole.read_bytes()
     whole.unlink()
-    part = hub_cache.PartialFile(pair.theirs, file, lambda: False)
+    part = hub_cache.PartialFile(pair.theirs.blobs, file, lambda: False)
     part.open()
     ours = fetch(pair.cache)
     done: list[Path] = []
@@ -576,7 +576,7 @@ def test_a_lender_that_breaks_off_in_a_file_is_asked_for_the_rest_of_it(
             wanted.append(asked.at)
             if len(wanted) == 1:
                 channel.send(FileHeld(EXTRA))
-                channel.send_bytes(lent[0].blob(big(pair)).read_bytes()[: EXTRA // 2])
+                channel.send_bytes(lent[0].blobs.path(big(pair)).read_bytes()[: EXTRA // 2])
                 raise LinkError("broken")
         lend(channel, lent, asked, may)
 
@@ -590,15 +590,15 @@ def test_a_lender_that_breaks_off_in_a_file_is_asked_for_the_rest_of_it(
 
 def test_damage_on_the_lenders_disk_is_noticed_and_stays_there(pair: Pair) -> None:
     file = big(pair)
-    with pair.theirs.blob(file).open("r+b") as blob:
+    with pair.theirs.blobs.path(file).open("r+b") as blob:
         blob.seek(3 * CHUNK)
         blob.write(b"\0\0\0\0")
     with pytest.raises(Damaged, match=BIG):
         pair.copy()
     repo = Repo(NAME, pair.cache)
     assert repo.snapshot("main") is None
-    assert not repo.has(file)
-    assert not repo.part(file).exists()
+    assert not repo.blobs.has(file)
+    assert not repo.blobs.part(file).exists()
 
 
 def test_a_lender_that_goes_leaves_what_has_come(
@@ -620,7 +620,7 @@ def test_a_lender_that_goes_leaves_what_has_come(
     repo = Repo(NAME, pair.cache)
     begun = repo.begun()
     assert begun is not None
-    assert 0 < repo.held_bytes(begun) < begun.size
+    assert 0 < repo.blobs.held_bytes(begun) < begun.size
     hub.models[NAME].sent = {}
     assert same(fetch(pair.cache).from_hub(), with_weights(EXTRA)), "and the Hub brings the rest"
     assert sum(hub.models[NAME].sent.values()) < begun.size
@@ -681,17 +681,17 @@ def test_a_lender_that_gets_nothing_new_is_not_waited_for_all_day(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_copy, "STEP_S", 0.5)
-    pair.theirs.blob(big(pair)).unlink()
+    pair.theirs.blobs.path(big(pair)).unlink()
     with pytest.raises(LinkError, match=r"nothing new has come for 0\.5 s") as late:
         pair.copy()
     assert late.value.code is Code.LINK_TIMEOUT
 
 
 def test_one_that_gets_a_large_file_slowly_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = pair.theirs.blob(big(pair))
+    whole = pair.theirs.blobs.path(big(pair))
     body = whole.read_bytes()
     whole.unlink()
-    part = hub_cache.PartialFile(pair.theirs, big(pair), lambda: False)
+    part = hub_cache.PartialFile(pair.theirs.blobs, big(pair), lambda: False)
     part.open()
     now_s = 0.0
     held = peer_copy._held
@@ -700,7 +700,7 @@ def test_one_that_gets_a_large_file_slowly_is_waited_for(pair: Pair, monkeypatch
         nonlocal now_s
         now_s += 0.9 * peer_copy.STEP_S
         part.write(body[part.held_bytes :][: EXTRA // 5 + 1])
-        if part.held_bytes == EXTRA and not pair.theirs.has(part.file):
+        if part.held_bytes == EXTRA and not pair.theirs.blobs.has(part.file):
             part.finish()
         return held(lent)
 
@@ -808,8 +808,8 @@ def test_a_link_out_of_the_cache_is_not_followed(pair: Pair, tmp_path: Path) -> 
     secret = tmp_path / "secret"
     file = big(pair)
     secret.write_bytes(bytes(file.size))
-    pair.theirs.blob(file).unlink()
-    pair.theirs.blob(file).symlink_to(secret)
+    pair.theirs.blobs.path(file).unlink()
+    pair.theirs.blobs.path(file).symlink_to(secret)
     with pytest.raises(LinkError, match="is not there any more"):
         pair.copy()
 

@@ -26,7 +26,7 @@ def put(cache: Path, name: str = NAME, commit: str = COMMIT, *more: ModelFile) -
     for path, body in embedded().items():
         (repo.folder / "blobs" / blob_name(path, body)).write_bytes(body)
     for file in more:
-        repo.blob(file).write_bytes(b"note")
+        repo.blobs.path(file).write_bytes(b"note")
     repo.publish(manifest, "main", by_hub=True)
     return manifest
 
@@ -51,8 +51,8 @@ def test_of_two_revisions_the_one_that_stays_loses_nothing(tmp_path: Path) -> No
     assert 0 < repo.remove(frozenset({NEWER})) < 1 << 16
     assert repo.snapshot(COMMIT) is not None
     assert repo.commits() == {COMMIT}
-    assert repo.refs() == {}
-    assert not repo.blob(NOTE).exists()
+    assert repo.refs.commits() == {}
+    assert not repo.blobs.path(NOTE).exists()
     assert foreign.exists()
 
 
@@ -60,7 +60,7 @@ def test_a_model_that_somebody_adds_to_is_not_removed(tmp_path: Path) -> None:
     put(tmp_path)
     repo, other = Repo(NAME, tmp_path), Repo(NAME, tmp_path)
     with (
-        other.locked(lambda: False),
+        other.lock.wait(lambda: False),
         pytest.raises(ModelError, match=f"another process is adding to {NAME}; stop it, or wait"),
     ):
         repo.remove(frozenset({COMMIT}))
@@ -81,7 +81,7 @@ def test_who_waited_for_a_model_that_is_removed_locks_the_new_one(
 
     monkeypatch.setattr(fcntl, "flock", flock_after_remove)
     with (
-        repo.locked(lambda: False),
+        repo.lock.wait(lambda: False),
         pytest.raises(ModelError, match="another process is adding"),
     ):
         Repo(NAME, tmp_path).remove(frozenset({COMMIT}))
@@ -94,13 +94,13 @@ def test_a_model_whose_folder_is_elsewhere_is_read_and_removed_there(tmp_path: P
     cache.mkdir()
     repo.folder.symlink_to(disk / repo.folder.name)
     for file in manifest.files:
-        assert hash_of(repo.readable(file), file, lambda _: None) == file.hash
+        assert hash_of(repo.blobs.readable(file), file, lambda _: None) == file.hash
     secret, file = tmp_path / "secret", manifest.files[0]
     secret.write_bytes(bytes(file.size))
-    repo.blob(file).unlink()
-    repo.blob(file).symlink_to(secret)
+    repo.blobs.path(file).unlink()
+    repo.blobs.path(file).symlink_to(secret)
     with pytest.raises(OSError, match="outside the cache"):
-        repo.readable(file)
+        repo.blobs.readable(file)
     assert repo.remove(frozenset({COMMIT})) > 0
     assert secret.exists()
     assert [each.name for folder in (cache, disk) for each in folder.iterdir()] == [".locks"]
@@ -126,34 +126,34 @@ def test_a_name_in_other_letters_is_the_model_where_the_disk_says_so(
 def test_bytes_that_come_after_the_end_are_left_out(tmp_path: Path) -> None:
     repo = Repo(NAME, tmp_path)
     repo.keep(Manifest(NAME, COMMIT, (NOTE,)))
-    part = PartialFile(repo, NOTE, lambda: False)
+    part = PartialFile(repo.blobs, NOTE, lambda: False)
     assert part.open() == 0
     part.write(b"no")
     part.close()
     for late in (part.open, lambda: part.write(b"te"), part.restart, part.finish):
         with pytest.raises(Stopped):
             late()
-    assert repo.part(NOTE).read_bytes() == b"no"
-    done = PartialFile(repo, NOTE, lambda: False)
+    assert repo.blobs.part(NOTE).read_bytes() == b"no"
+    done = PartialFile(repo.blobs, NOTE, lambda: False)
     assert (done.open(), done.held_bytes) == (2, 2)
     with pytest.raises(ValueError, match="more than the 4 bytes"):
         done.write(b"te of it")
     done.write(b"te")
     done.finish()
     done.close()
-    assert repo.blob(NOTE).read_bytes() == b"note"
-    assert not repo.part(NOTE).exists()
+    assert repo.blobs.path(NOTE).read_bytes() == b"note"
+    assert not repo.blobs.part(NOTE).exists()
 
 
 def test_a_beginning_that_is_longer_than_the_file_or_another_one_is_forgotten(tmp_path: Path) -> None:
     repo = Repo(NAME, tmp_path)
     repo.keep(Manifest(NAME, COMMIT, (NOTE,)))
-    repo.part(NOTE).write_bytes(b"longer")
-    part = PartialFile(repo, NOTE, lambda: False)
+    repo.blobs.part(NOTE).write_bytes(b"longer")
+    part = PartialFile(repo.blobs, NOTE, lambda: False)
     assert part.open() == 0
     part.write(b"other"[:4])
     with pytest.raises(Damaged):
         part.finish()
     part.close()
-    assert not repo.part(NOTE).exists()
-    assert not repo.has(NOTE)
+    assert not repo.blobs.part(NOTE).exists()
+    assert not repo.blobs.has(NOTE)

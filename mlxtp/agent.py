@@ -45,6 +45,8 @@ from .groups.hosted_rank import HostedRanks
 from .groups.lifecycle import StageListener, Supervisor
 from .groups.local_rank import WORKER, Worker
 from .groups.model_queue import ModelSwitcher
+from .groups.owned_epoch import ServingReports
+from .groups.placer import Placer
 from .groups.reconciler import Reconciler
 from .groups.selection import ModelSelection
 from .groups.sleep import KeepAwake, watch_sleep
@@ -284,10 +286,14 @@ def build_parts(
     model = LocalModel(node, transfers)
     hosted = HostedRanks(node, model.folder, node.leadership.epoch, worker)
     results = FabricResults(node)
-    controller = GroupController(node, supervisor, model, results, machines)
-    reconciler = Reconciler(node, supervisor, model, controller, hosted)
+    servings = ServingReports(node, supervisor, model)
+    placer = Placer(node, model, results, servings.held_bytes)
+    controller = GroupController(
+        node, supervisor, model, reports=servings, placer=placer, results=results, machines=machines
+    )
+    reconciler = Reconciler(node, supervisor, model, controller, reports=servings, hosted=hosted)
     forwarding = ForwardingBackend(node, supervisor, model, credentials)
-    switcher = ModelSwitcher(node, supervisor, model, lambda: reconciler.unplanned, controller.no_place)
+    switcher = ModelSwitcher(node, supervisor, model, lambda: reconciler.unplanned, placer.no_place)
     model.resolve(node.desired.now)
     return AgentParts(
         node,
@@ -299,12 +305,14 @@ def build_parts(
         supervisor,
         hosted,
         results,
+        servings,
+        placer,
         controller,
-        FabricBench(node, supervisor, controller, results),
+        FabricBench(node, supervisor, servings, results),
         reconciler,
         forwarding,
         switcher,
-        ModelSelection(node, supervisor, transfers, controller.no_place),
+        ModelSelection(node, supervisor, transfers, placer.no_place),
     )
 
 

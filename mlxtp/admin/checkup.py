@@ -50,7 +50,7 @@ class AgentCheckup(Checkup):
             reason=health.reason or "",
             problem_of_cluster=parts.node.introduction.problem,
             waiting=parts.node.leadership.waiting,
-            left_out=tuple(parts.controller.left_out_lines()),
+            left_out=tuple(parts.placer.left_out_lines()),
             proof=supervisor.proof,
             model=model.id if model is not None else "",
             has_rank=supervisor.in_epoch or hosted,

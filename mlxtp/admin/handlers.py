@@ -25,7 +25,6 @@ from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
 from ..placement.measurements import to_json
-from ..wire.cluster_messages import Serving
 from .parts import AgentParts
 from .snapshot import Observer
 
@@ -147,7 +146,7 @@ class Admin:
         return {
             "problem": parts.node.introduction.problem,
             "waiting": parts.node.leadership.waiting,
-            "left_out": parts.controller.left_out_lines(),
+            "left_out": parts.placer.left_out_lines(),
             "cluster": parts.node.identity.cluster_id,
             "node_id": parts.node.node_id,
             "coordinator": parts.node.name_of(claim.node_id) if claim.node_id else "",
@@ -166,7 +165,7 @@ class Admin:
     def _fabric(self) -> Json | None:
         """Return the measurement of the group that serves; None without one."""
         parts = self._parts
-        for serving in self._servings():
+        for serving in self._parts.servings.all():
             found = parts.results.of(serving.participants, serving.kind)
             if serving.state == "ready" and found is not None:
                 return to_json(found)
@@ -185,7 +184,7 @@ class Admin:
                     "machine": asdict(parts.node.peer_info.machines[member.node_id]),
                     "held_bytes": member.held_bytes,
                 }
-                for member in parts.controller.members()
+                for member in parts.placer.members()
             ],
         }
 
@@ -358,16 +357,11 @@ class Admin:
         parts.node.end()
         return {"left": parts.node.identity.cluster_id, "members": len(others)}
 
-    def _servings(self) -> list[Serving]:
-        """Return this node's and other nodes' reports of their groups."""
-        mine = self._parts.controller.serving()
-        return [*([mine] if mine is not None else []), *self._parts.node.peer_info.servings.values()]
-
     def _members(self) -> list[Json]:
         parts = self._parts
         ranks = {
             node_id: rank
-            for serving in self._servings()
+            for serving in self._parts.servings.all()
             if serving.state == "ready"
             for rank, node_id in enumerate(serving.participants)
         }

@@ -14,6 +14,8 @@ from ..groups.forwarding import ForwardingBackend
 from ..groups.hosted_rank import HostedRanks
 from ..groups.lifecycle import Supervisor
 from ..groups.model_queue import ModelSwitcher
+from ..groups.owned_epoch import ServingReports
+from ..groups.placer import Placer
 from ..groups.reconciler import Reconciler
 from ..groups.selection import ModelSelection
 from ..models.local_model import LocalModel
@@ -33,6 +35,8 @@ class AgentParts:
     supervisor: Supervisor
     hosted: HostedRanks
     results: FabricResults
+    servings: ServingReports
+    placer: Placer
     controller: GroupController
     fabric_bench: FabricBench
     reconciler: Reconciler

@@ -71,10 +71,8 @@ class Observer:
 
     def _serving(self) -> Serving | None:
         """Return a report of the group whose epoch this node shows."""
-        parts = self._parts
-        mine = parts.controller.serving()
-        told = [*([mine] if mine is not None else []), *parts.node.peer_info.servings.values()]
-        mentioned = [each for each in told if each.epoch == self._supervisor.epoch and each.participants]
+        told, epoch = self._parts.servings.all(), self._supervisor.epoch
+        mentioned = [each for each in told if each.epoch == epoch and each.participants]
         return mentioned[0] if mentioned else None
 
     def _group(self, participants: Sequence[str]) -> Json | None:
@@ -139,11 +137,11 @@ class Observer:
             "desired": {"model": desired.model, "nodes": desired.nodes},
             "coming": parts.selection.progress(),
             "nodes": [self._node(node_id) for node_id in parts.node.leadership.roster.members()],
-            "links": links(parts.controller.topology(), self._present(), parts.round_trips.between),
+            "links": links(parts.placer.topology(), self._present(), parts.round_trips.between),
         }
 
     def _present(self) -> list[str]:
-        return [member.node_id for member in self._parts.controller.members()]
+        return [member.node_id for member in self._parts.placer.members()]
 
     def _node(self, node_id: str) -> Json:
         parts = self._parts

@@ -14,10 +14,10 @@ from ..errors import Code, LinkError, MlxtpError, UserError
 from ..placement import measurements
 from ..wire.cluster_messages import FabricAnswer, FabricWanted
 from ..wire.reports import FabricResult
-from .controller import GroupController
 from .fabric_results import FabricResults, report
 from .health import ServingState
 from .lifecycle import Supervisor
+from .owned_epoch import ServingReports
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +28,11 @@ class FabricBench:
     """Measures the group that serves, here or where its rank 0 is."""
 
     def __init__(
-        self, node: ClusterNode, supervisor: Supervisor, controller: GroupController, results: FabricResults
+        self, node: ClusterNode, supervisor: Supervisor, reports: ServingReports, results: FabricResults
     ) -> None:
         self._node = node
         self._supervisor = supervisor
-        self._controller = controller
+        self._reports = reports
         self._results = results
         self._background = Background()
         node.links.on(self._received, FabricWanted)
@@ -49,7 +49,7 @@ class FabricBench:
         return await self._bench_at(coordinator if coordinator in owners else min(owners))
 
     async def _bench_here(self) -> FabricResult:
-        serving = self._controller.serving()
+        serving = self._reports.serving()
         times = await self._supervisor.measure_fabric()
         assert serving is not None
         result = FabricResult(

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from ..background import Background
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
+from ..cluster.reconcile import RunningEpoch
 from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError
@@ -40,19 +40,125 @@ MAX_ORDERS = 64  #: Orders carried out at one time. Two or three are usual; furt
 ModelFolder = Callable[[int], Path]
 
 
-@dataclass(slots=True, eq=False)
 class _HostedProcess:
-    """One epoch's rank here, from its Prepare on. There is no process yet while earlier ones end."""
+    """One epoch's rank here, from its Prepare on; implements `Watcher` of its process.
 
-    order: Prepare
-    host: str
-    process: RankProcess | None = None
-    folder: Path | None = None
-    model: Path | None = None  #: The model that it loads, or has loaded.
-    heart: asyncio.Task[None] | None = None
-    silenced: bool = False
-    failure: str = ""  #: Reason of its end, unless it ended in order.
-    reports: list[FailureReport] = field(default_factory=list)
+    There is no process yet while earlier ones end. Its reports go to its coordinator until it is `silenced`.
+    """
+
+    def __init__(
+        self, order: Prepare, host: str, settings: Settings, send: Callable[[str, Message], None]
+    ) -> None:
+        self.order = order
+        self.host = host
+        self.process: RankProcess | None = None
+        self.model: Path | None = None  #: The model that it loads, or has loaded.
+        self.silenced = False
+        self.failure = ""  #: Reason of its end, unless it ended in order.
+        self._settings = settings
+        self._send = send
+        self._folder: Path | None = None
+        self._heart: asyncio.Task[None] | None = None
+        self._reports: list[FailureReport] = []
+
+    def is_of(self, host: str, epoch: int) -> bool:
+        """Return True for the coordinator and the epoch of this rank."""
+        return (self.order.epoch, self.host) == (epoch, host)
+
+    async def spawn(self, model: Path, worker: Worker) -> None:
+        """Start the process. Raises MlxtpError, OSError or TimeoutError."""
+        order, home = self.order, self._settings.home
+        self.model, self._folder = model, epoch_folder(home, order.epoch)
+        async with asyncio.timeout(self._settings.limits.spawn_s):
+            make_epoch_folder(self._folder, needed=True)
+            self.process = RankProcess(
+                order.rank, order.epoch, self._folder, self, self._settings.limits, worker=worker
+            )
+            await self.process.spawn(identity=home / "identity")
+            await self.process.greet()
+        ring = f"{order.fabric}:{free_port(order.fabric)}" if order.fabric else ""
+        if not self.silenced:
+            self.reply(Prepared(order.epoch, ring, str(model)))
+
+    async def start(self, order: StartRank) -> None:
+        """Have the process join its group. Raises MlxtpError or TimeoutError."""
+        assert self.process is not None
+        async with asyncio.timeout(self._settings.limits.form_s):
+            jaccl = await self.process.join(order.bootstrap)
+        if not self.silenced and self._heart is None:
+            self._heart = asyncio.create_task(self._beat(self.process))
+            self.reply(RankStarted(order.epoch, jaccl))
+
+    async def _beat(self, process: RankProcess) -> None:
+        while True:
+            process.ping()
+            await asyncio.sleep(self._settings.limits.heartbeat_s)
+
+    def gathered(self, message: RankGathered) -> None:
+        """Pass the reply of a round of JACCL's side channel on to the process."""
+        if self.process is not None and not self.silenced:
+            with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
+                self.process.send(message.gathered)
+
+    async def shut_down(self, order: EndEpoch) -> None:
+        """Take its coordinator's order to end. A rank that ends in order gets time to do so."""
+        if not self.silenced:  # a host that does not wait for an end in order has no failure to keep
+            self.failure = "" if order.in_order else f"epoch {order.epoch} failed: its host knows why"
+        self.silenced = True
+        if order.in_order and self._heart is not None and self.process is not None:
+            with contextlib.suppress(MlxtpError, TimeoutError):
+                async with asyncio.timeout(self._settings.limits.shutdown_s):
+                    await self.process.shut_down()
+
+    async def remove(self) -> None:
+        """End the process, and remove all that it has left but the records of a failure."""
+        self.silenced = True
+        if self._heart is not None:
+            self._heart.cancel()
+        if self.process is not None:
+            await self._keep(await self.process.kill())
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _keep(self, end: failure_store.RankEnd) -> None:
+        """Keep the records of a rank that failed, or whose epoch failed, unless it never started."""
+        if not self.failure or (self._heart is None and end.by_agent):
+            return
+        epoch, home, cause = self.order.epoch, self._settings.home, GroupError(self.failure, Code.RANK_LOST)
+        failed = failure_store.FailedEpoch(epoch, self._settings.name, cause, reports=tuple(self._reports))
+        self.failure = ""
+        try:
+            folder = await asyncio.to_thread(failure_store.keep, home, failed, (end,))
+        except MlxtpError as error:
+            words = "epoch %d: nothing of its failure is kept: %s"
+            log.warning(words, epoch, error.detail, extra={"epoch": epoch})
+        else:
+            words = "epoch %d: what led to it: mlxtp doctor --postmortem '%s'"
+            log.warning(words, epoch, folder, extra={"epoch": epoch})
+
+    # --- reports of the process ----------------------------------------------------------------------
+
+    def received_pong(self, _rank: int, pong: Pong) -> None:
+        if not self.silenced:
+            self.reply(RankPong(self.order.epoch, self.order.rank, pong))
+
+    def report(self, report: FailureReport) -> None:
+        if not self.silenced:
+            self._reports.append(report)
+            error, outside = report.error, report.seen_from_outside
+            self.reply(RankTrouble(self.order.epoch, self.order.rank, error.code, error.detail, outside))
+
+    def emitted(self, event: RequestEvent) -> None:
+        """Ignore it: only rank 0 emits, and rank 0 is never hosted."""
+
+    def side(self, _rank: int, message: SideChannel) -> None:
+        if not self.silenced:
+            self.reply(RankSide(self.order.epoch, self.order.rank, message))
+
+    def reply(self, message: Message) -> None:
+        """Send a message to its coordinator, unless the link is gone: `HostedRank.lost` does the rest."""
+        with contextlib.suppress(MlxtpError):
+            self._send(self.host, message)
 
 
 class HostedRank:
@@ -74,7 +180,7 @@ class HostedRank:
         self._alive: set[_HostedProcess] = set()  #: Ranks that may have a process.
         self._closed = False
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     @property
     def epoch(self) -> int:
@@ -96,22 +202,23 @@ class HostedRank:
 
         The epoch that counts is set before this returns.
         """
-        if self._closed or len(self._tasks) >= MAX_ORDERS:
+        if self._closed or len(self._background.tasks) >= MAX_ORDERS:
             return
+        hosted, order = self._hosted, "an order of the coordinator"
         match message:
             case RankGathered():
-                hosted = self._of(message.epoch)
-                if hosted is not None and hosted.host == host and hosted.process is not None:
-                    with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
-                        hosted.process.send(message.gathered)
+                if hosted is not None and hosted.is_of(host, message.epoch):
+                    hosted.gathered(message)
             case Prepare():
-                before, self._hosted = self._hosted, _HostedProcess(message, host)
+                if hosted is not None:
+                    hosted.silenced = True
+                self._hosted = _HostedProcess(message, host, self._settings, self._send)
                 self.last_epoch = message.epoch
-                self._background(self._prepare(self._hosted, before))
+                self._background.start(self._prepare(self._hosted, hosted), order)
             case StartRank():
-                self._background(self._start(host, message))
+                self._background.start(self._start(host, message), order)
             case EndEpoch():
-                self._background(self._end(host, message))
+                self._background.start(self._end(host, message), order)
 
     def lost(self, host: str) -> None:
         """Clear the rank of a node whose last control link is gone."""
@@ -123,90 +230,52 @@ class HostedRank:
         if (hosted := self._hosted) is not None:
             hosted.failure = why
             error = GroupError(f"its agent ended it: {why}", Code.RANK_LOST)
-            self._report(hosted, FailureReport(hosted.order.rank, error, seen_from_outside=True))
-            self._background(self._leave(hosted, why))
+            hosted.report(FailureReport(hosted.order.rank, error, seen_from_outside=True))
+            self._background.start(self._leave(hosted, why), "the end of a hosted rank")
 
     async def close(self) -> None:
         """End the running rank; no order counts from now on."""
         self._closed = True
         if self._hosted is not None:
             await self._leave(self._hosted, "the agent ends")
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.close()
         for hosted in list(self._alive):  # their end was cut short
             await self._remove(hosted)
 
     # --- orders --------------------------------------------------------------------------------------
 
     async def _prepare(self, hosted: _HostedProcess, before: _HostedProcess | None) -> None:
-        order = hosted.order
         if before is not None:
-            await self._leave(before, f"epoch {order.epoch} comes")
+            await self._leave(before, f"epoch {hosted.order.epoch} comes")
         async with self._turn:
             if self._hosted is not hosted:
                 return
+            self._alive.add(hosted)
             try:
-                path = hosted.model = self._model(order.desired)
-                async with asyncio.timeout(self._settings.limits.spawn_s):
-                    await self._spawn(hosted)
-                ring = f"{order.fabric}:{free_port(order.fabric)}" if order.fabric else ""
+                await hosted.spawn(self._model(hosted.order.desired), self._worker)
             except (MlxtpError, OSError, TimeoutError) as error:
-                self._report(hosted, FailureReport(order.rank, _named(error)))
-                return
+                hosted.report(FailureReport(hosted.order.rank, _named(error)))
             finally:
                 if self._hosted is not hosted:  # it was ended before there was a process to end
                     await self._remove(hosted)
-            if self._hosted is hosted:
-                self._reply_to(hosted.host, Prepared(order.epoch, ring, str(path)))
-
-    async def _spawn(self, hosted: _HostedProcess) -> None:
-        order, home = hosted.order, self._settings.home
-        self._alive.add(hosted)
-        hosted.folder = epoch_folder(home, order.epoch)
-        make_epoch_folder(hosted.folder, needed=True)
-        hosted.process = process = RankProcess(
-            order.rank,
-            order.epoch,
-            hosted.folder,
-            _Watcher(self, order.epoch),
-            self._settings.limits,
-            worker=self._worker,
-        )
-        await process.spawn(identity=home / "identity")
-        await process.greet()
 
     async def _start(self, host: str, order: StartRank) -> None:
         async with self._turn:
             hosted = self._hosted
-            if (
-                hosted is None
-                or (hosted.order.epoch, hosted.host) != (order.epoch, host)
-                or hosted.process is None
-            ):
+            if hosted is None or not hosted.is_of(host, order.epoch) or hosted.process is None:
                 return  # it has ended meanwhile, which was reported
             try:
-                async with asyncio.timeout(self._settings.limits.form_s):
-                    jaccl = await hosted.process.join(order.bootstrap)
+                await hosted.start(order)
             except (MlxtpError, TimeoutError) as error:
-                self._report(hosted, FailureReport(hosted.order.rank, _named(error)))
-                return
-            if self._hosted is hosted and hosted.heart is None:
-                hosted.heart = asyncio.ensure_future(self._beat(hosted.process))
-                self._reply_to(host, RankStarted(order.epoch, jaccl))
+                hosted.report(FailureReport(hosted.order.rank, _named(error)))
 
     async def _end(self, host: str, order: EndEpoch) -> None:
         hosted = self._hosted
-        if hosted is not None and (hosted.order.epoch, hosted.host) == (order.epoch, host):
-            if not hosted.silenced:  # a host that does not wait for an end in order has no failure to keep
-                hosted.failure = "" if order.in_order else f"epoch {order.epoch} failed: its host knows why"
-            hosted.silenced = True
-            if order.in_order and hosted.heart is not None and hosted.process is not None:
-                with contextlib.suppress(MlxtpError, TimeoutError):
-                    async with asyncio.timeout(self._settings.limits.shutdown_s):
-                        await hosted.process.shut_down()
+        if hosted is not None and hosted.is_of(host, order.epoch):
+            await hosted.shut_down(order)
             await self._leave(hosted, "its epoch ended")
-        self._reply_to(host, EpochEnded(order.epoch))
+        with contextlib.suppress(MlxtpError):  # its link is gone, and it knows
+            self._send(host, EpochEnded(order.epoch))
 
     async def _leave(self, hosted: _HostedProcess, why: str) -> None:
         """End this rank; a later one stays."""
@@ -217,96 +286,8 @@ class HostedRank:
         await self._remove(hosted)
 
     async def _remove(self, hosted: _HostedProcess) -> None:
-        hosted.silenced = True
-        if hosted.heart is not None:
-            hosted.heart.cancel()
-        if hosted.process is not None:
-            await self._keep(hosted, await hosted.process.kill())
-        if hosted.folder is not None:
-            shutil.rmtree(hosted.folder, ignore_errors=True)
+        await hosted.remove()
         self._alive.discard(hosted)
-
-    async def _keep(self, hosted: _HostedProcess, end: failure_store.RankEnd) -> None:
-        """Keep the records of a rank that failed, or whose epoch failed, unless it never started."""
-        if not hosted.failure or (hosted.heart is None and end.by_agent):
-            return
-        cause = GroupError(hosted.failure, Code.RANK_LOST)
-        failed = failure_store.FailedEpoch(
-            hosted.order.epoch, self._settings.name, cause, reports=tuple(hosted.reports)
-        )
-        hosted.failure = ""
-        try:
-            folder = await asyncio.to_thread(failure_store.keep, self._settings.home, failed, (end,))
-        except MlxtpError as error:
-            words = "epoch %d: nothing of its failure is kept: %s"
-            log.warning(words, failed.epoch, error.detail, extra={"epoch": failed.epoch})
-        else:
-            words = "epoch %d: what led to it: mlxtp doctor --postmortem '%s'"
-            log.warning(words, failed.epoch, folder, extra={"epoch": failed.epoch})
-
-    # --- reports of the rank -------------------------------------------------------------------------
-
-    def received_pong(self, epoch: int, pong: Pong) -> None:
-        if (hosted := self._of(epoch)) is not None:
-            self._reply_to(hosted.host, RankPong(epoch, hosted.order.rank, pong))
-
-    def reported(self, epoch: int, report: FailureReport) -> None:
-        if (hosted := self._of(epoch)) is not None:
-            self._report(hosted, report)
-
-    def _report(self, hosted: _HostedProcess, report: FailureReport) -> None:
-        if not hosted.silenced:
-            hosted.reports.append(report)
-            error, outside = report.error, report.seen_from_outside
-            trouble = RankTrouble(hosted.order.epoch, hosted.order.rank, error.code, error.detail, outside)
-            self._reply_to(hosted.host, trouble)
-
-    def side(self, epoch: int, message: SideChannel) -> None:
-        if (hosted := self._of(epoch)) is not None:
-            self._reply_to(hosted.host, RankSide(epoch, hosted.order.rank, message))
-
-    def _of(self, epoch: int) -> _HostedProcess | None:
-        hosted = self._hosted
-        return hosted if hosted is not None and hosted.order.epoch == epoch and not hosted.silenced else None
-
-    async def _beat(self, process: RankProcess) -> None:
-        while True:
-            process.ping()
-            await asyncio.sleep(self._settings.limits.heartbeat_s)
-
-    def _reply_to(self, host: str, message: Message) -> None:
-        with contextlib.suppress(MlxtpError):  # its link is gone, and `lost` does the rest
-            self._send(host, message)
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("an order of the coordinator failed", exc_info=error)
-
-
-class _Watcher:
-    """Adds the epoch to the reports of a hosted rank."""
-
-    def __init__(self, hosted_rank: HostedRank, epoch: int) -> None:
-        self._hosted_rank = hosted_rank
-        self._epoch = epoch
-
-    def received_pong(self, rank: int, pong: Pong) -> None:
-        self._hosted_rank.received_pong(self._epoch, pong)
-
-    def report(self, report: FailureReport) -> None:
-        self._hosted_rank.reported(self._epoch, report)
-
-    def emitted(self, event: RequestEvent) -> None:
-        """Ignore it: only rank 0 emits, and rank 0 is never hosted."""
-
-    def side(self, rank: int, message: SideChannel) -> None:
-        self._hosted_rank.side(self._epoch, message)
 
 
 def _named(error: Exception) -> MlxtpError:
@@ -323,6 +304,9 @@ class HostedRanks:
     def __init__(
         self, node: ClusterNode, model: ModelFolder, kept_epoch: int, worker: Worker = WORKER
     ) -> None:
+        self._node = node
+        #: The epoch of the rank that serves, and the boot id that its host had when it came.
+        self._host_boot = (0, "")
         self.serving = HostedRank(node.settings, model, node.links.send, worker)
         self.trial = HostedRank(node.settings, model, node.links.send, worker)
         self.serving.last_epoch = kept_epoch
@@ -333,6 +317,17 @@ class HostedRanks:
     def last_epoch(self) -> int:
         """Number of the last epoch for which this machine hosted a rank."""
         return max(self.serving.last_epoch, self.trial.last_epoch)
+
+    def running(self) -> RunningEpoch | None:
+        """Return the epoch of the rank that serves, for decisions: of its group two nodes are known here."""
+        hosted, node = self.serving, self._node
+        if not hosted.epoch:
+            self._host_boot = (0, "")
+            return None
+        if self._host_boot[0] != hosted.epoch:
+            self._host_boot = (hosted.epoch, node.membership.status_of(hosted.host).boot_id)
+        ranks, boots = (hosted.host, node.node_id), (self._host_boot[1], node.boot_id)
+        return RunningEpoch(hosted.epoch, ranks, boots, (), "", 0, False)
 
     def prepare(self, host: str, order: Prepare) -> None:
         """Take in a coordinator's order to prepare a rank."""

@@ -473,13 +473,7 @@ class ModelSwitcher:
 
     def _all_have_looked(self) -> bool:
         """Return True if every member with a link has reported on its search for the desired model."""
-        told = [self._node.peer_info.models.get(each) for each in self._node.links.nodes()]
-        return all(
-            each is not None
-            and each.desired == self._model.version
-            and bool(each.fingerprint or each.problem)
-            for each in told
-        )
+        return all(map(self._model.reported_by, self._node.links.nodes()))
 
     def _go_back(self, error: MlxtpError, now: float) -> None:
         """Give up the desired model. If a request brought it, serve the model before it."""

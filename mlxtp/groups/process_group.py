@@ -93,7 +93,7 @@ class EpochGroup:
     `endpoints` makes the ranks of other machines; rank i finds rank 0's machine at `decode_hosts[i]`. `pins`
     are the agents' key fingerprints, in rank order. `rdma` and `jaccl_ring` are for JACCL, as in Bootstrap;
     `without_jaccl` returns the error for ranks that have none. `machines`: chip and system build of each
-    rank's Mac, if known.
+    rank's Mac, if known. `nodes`: its agents' node ids; one for all ranks of one machine.
     """
 
     local: int
@@ -107,6 +107,7 @@ class EpochGroup:
     rdma: tuple[str, ...] = ()
     jaccl_ring: bool = False
     machines: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
     without_jaccl: Callable[[list[int]], GroupError] = lambda ranks: GroupError(
         f"MLX has no JACCL where ranks {ranks} run", Code.FORM_FAILED
     )

@@ -28,6 +28,7 @@ from .controller import GroupController
 from .health import ServingState
 from .hosted_rank import HostedRanks
 from .lifecycle import ABOUT_TO_STOP, Supervisor
+from .owned_epoch import ServingReports
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +48,15 @@ class Reconciler:
         supervisor: Supervisor,
         model: LocalModel,
         controller: GroupController,
+        *,
+        reports: ServingReports,
         hosted: HostedRanks,
     ) -> None:
         self._node = node
         self._supervisor = supervisor
         self._model = model
         self._controller = controller
+        self._reports = reports
         self._hosted = hosted
         supervisor.gateway.mind_memory(self.short)
         node.links.on(self._prepare, Prepare)
@@ -63,12 +67,8 @@ class Reconciler:
 
     def short(self) -> str:
         """Return a Mac that runs a rank of a ready group and is short of memory; empty for none."""
-        info = self._node.peer_info
-        servings = [self._controller.serving(), *info.servings.values()]
-        groups = [
-            each.participants for each in servings if each is not None and each.state == ServingState.READY
-        ]
-        short = [node_id for nodes in groups for node_id in nodes if node_id in info.short]
+        groups = [each.participants for each in self._reports.all() if each.state == ServingState.READY]
+        short = [node for nodes in groups for node in nodes if node in self._node.peer_info.short]
         return self._node.name_of(short[0]) if short else ""
 
     def drain(self) -> None:
@@ -89,7 +89,7 @@ class Reconciler:
     def decide(self, now: float) -> float:
         """Decide and act. Return the time of the next decision, if nothing changes before."""
         node, leadership = self._node, self._node.leadership
-        situation = self._controller.situation(self._hosted.serving)
+        situation = self._controller.situation(self._hosted.running())
         view = leadership.view(node.membership, situation, now)
         self.may_leave = may_leave(view)
         action = leadership.decide(node.membership, situation, now)

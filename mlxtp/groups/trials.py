@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..cluster.node import ClusterNode
 from ..errors import Code, GroupError, MlxtpError
@@ -13,34 +12,11 @@ from ..models.inspect import ModelSource
 from ..models.local_model import LocalModel
 from ..placement.candidates import Candidate, Device, devices_of, parts
 from ..placement.cost_model import JACCL_RING, fits_beside
-from ..placement.topology import Topology
-from ..wire.cluster_messages import Serving
 from .lifecycle import EpochPlan, Supervisor
-from .process_group import EpochGroup
+from .owned_epoch import GroupBuilder, ServingReports
+from .placer import Placer
 
 log = logging.getLogger(__name__)
-
-
-class TrialHost(Protocol):
-    """Part of the `GroupController` that a trial needs."""
-
-    def group(self, number: int, chosen: Candidate, *, trial: bool = False) -> EpochGroup:
-        """Return the ranks of epoch `number`."""
-
-    def release_endpoints(self, number: int) -> None:
-        """Drop the endpoints of epoch `number`, which has ended."""
-
-    def serving(self) -> Serving | None:
-        """Return the group of this coordinator, as others know it."""
-
-    def held_bytes(self, node_id: str) -> int:
-        """Return the bytes that ranks hold of that Mac's memory."""
-
-    def topology(self) -> Topology:
-        """Return the connections between the members that are present."""
-
-    def leave_out(self, chosen: Candidate, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
-        """Note that a group failed. Return whether another one takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +36,21 @@ class Trials:
     """
 
     def __init__(
-        self, node: ClusterNode, supervisor: Supervisor, model: LocalModel, groups: TrialHost
+        self,
+        node: ClusterNode,
+        supervisor: Supervisor,
+        model: LocalModel,
+        *,
+        builder: GroupBuilder,
+        reports: ServingReports,
+        placer: Placer,
     ) -> None:
-        self.ranks: tuple[str, ...] = ()  #: Node ids of the group beside, in rank order.
         self._node = node
         self._supervisor = supervisor
         self._model = model
-        self._groups = groups
+        self._builder = builder
+        self._reports = reports
+        self._placer = placer
         self._task: asyncio.Task[None] | None = None
         self._ahead: _TrialGroup | None = None
         self._proven: set[object] = set()  #: Groups that formed and proved themselves, see `_identity`.
@@ -110,13 +94,13 @@ class Trials:
             words = "%s would be better, but no free cable of %s joins it: the present group goes on"
             log.info(words, chosen.title, self._node.name_of(chosen.ranks[0]))
 
-    def take(self, chosen: Candidate) -> EpochPlan | None:
+    def take_over(self, chosen: Candidate) -> EpochPlan | None:
         """Return the epoch of the group that is formed next, if its model is loaded already."""
         ahead = self._ahead
         self._loaded.clear()
         if ahead is None or ahead.identity != self._identity(chosen):
             return None
-        self._ahead, self.ranks = None, ()
+        self._ahead = None
         return ahead.plan
 
     def end_stale(self, chosen: Candidate | None) -> None:
@@ -151,9 +135,8 @@ class Trials:
         names = " + ".join(map(node.name_of, tried.ranks))
         also = ", with the model" if model is not None else ""
         log.info("epoch %d: trying %s on %s beside what serves%s", number, tried.title, names, also)
-        self.ranks = tried.ranks
         try:
-            group = self._groups.group(number, tried, trial=True)
+            group = self._builder.group(number, tried, trial=True)
             plan = await self._supervisor.try_out(EpochPlan(number, model, group), stages.append)
             if plan.ranks is not None:
                 self._ahead = _TrialGroup(identity, tried, plan)
@@ -166,8 +149,7 @@ class Trials:
         finally:
             self._task = None
             if self._ahead is None:
-                self.ranks = ()
-                self._groups.release_endpoints(number)
+                self._builder.release(number)
         left_out = False
         if error is None or (model is not None and error.code is Code.OUT_OF_MEMORY):
             self._proven.add(identity)
@@ -181,8 +163,8 @@ class Trials:
         try:
             await self._supervisor.end_beside(error)
         finally:
-            self._task, self.ranks = None, ()
-            self._groups.release_endpoints(ahead.plan.epoch)
+            self._task = None
+            self._builder.release(ahead.plan.epoch)
         if error is not None:
             self._leave_out(ahead.chosen, error, formed=True)
         self._node.changed()
@@ -192,7 +174,7 @@ class Trials:
         self.failed(chosen)
         if not all(self._node.membership.status_of(each).present for each in chosen.ranks):
             return True
-        return self._groups.leave_out(chosen, error, formed=formed)
+        return self._placer.leave_out(chosen, error, formed=formed)
 
     def _may_load(self, chosen: Candidate) -> bool:
         """Return True when a group can load the model while the present one serves, and has not yet."""
@@ -201,7 +183,7 @@ class Trials:
         others = self._node.peer_info.servings.values()
         if any(not each.held_mib and set(each.participants) & set(chosen.ranks) for each in others):
             return False  # their reports do not include the memory that their ranks hold
-        return fits_beside(chosen.memory, {node: self._groups.held_bytes(node) for node in chosen.ranks})
+        return fits_beside(chosen.memory, {node: self._reports.held_bytes(node) for node in chosen.ranks})
 
     def _untried(self, chosen: Candidate) -> list[Candidate] | None:
         """Return the parts of a group that have yet to prove themselves; None where they cannot."""
@@ -213,11 +195,10 @@ class Trials:
         return [part for part in found if self._identity(part) not in self._proven]
 
     def _devices_in_use(self) -> set[Device]:
-        servings = [self._groups.serving(), *self._node.peer_info.servings.values()]
-        over_jaccl = [each for each in servings if each is not None and each.backend == "jaccl"]
+        over_jaccl = [each for each in self._reports.all() if each.backend == "jaccl"]
         if not over_jaccl:
             return set()
-        topology = self._groups.topology()
+        topology = self._placer.topology()
         return {
             device
             for each in over_jaccl

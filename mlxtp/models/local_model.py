@@ -110,6 +110,11 @@ class LocalModel:
             each.desired == self.version and each.problem for each in self._node.peer_info.models.values()
         )
 
+    def reported_by(self, node_id: str) -> bool:
+        """Return True if a member has reported what its search for the desired model found."""
+        told = self._node.peer_info.models.get(node_id)
+        return told is not None and told.desired == self.version and bool(told.fingerprint or told.problem)
+
     def _report(self) -> None:
         self._node.links.broadcast(self.status)
         self._node.changed()

@@ -7,8 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,8 +17,8 @@ from mlxtp.cli import planning as plan
 from mlxtp.cli.main import app
 from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError, ModelError
-from mlxtp.groups.controller import GroupController
-from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_THUNDERBOLT, Measured
+from mlxtp.groups.placer import placement_options
+from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_THUNDERBOLT
 from mlxtp.placement.planner import PlacementOptions
 from mlxtp.placement.tables import KNOWN
 from mlxtp.placement.topology import MemberMachine
@@ -208,11 +207,7 @@ def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
 @pytest.mark.parametrize("nodes", ["auto", "all", 1, 2])
 def test_a_plan_and_a_cluster_take_the_same_wish_alike(tmp_path: Path, model: str, nodes: str | int) -> None:
     settings = resolve_settings({"home": tmp_path}, {})
-    nobody = SimpleNamespace(machines={})
-    controller = GroupController.__new__(GroupController)
-    controller._node = cast(Any, SimpleNamespace(settings=settings, node_id="", peer_info=nobody))
-    controller._results = cast(Any, SimpleNamespace(measured=Measured))
-    served = controller._options(str(nodes), model)
+    served = placement_options(settings, str(nodes), model)
     assert plan.as_served(model, PlacementOptions(nodes=nodes)).nodes == served.nodes
 
 

@@ -124,7 +124,7 @@ class Node:
         """What `live` does, twice a second, but for writing to the disk."""
         CLOCK.now += seconds
         self.parts.node.links.broadcast(self.parts.node.leadership.beat(healthy=True))
-        if (serving := self.parts.controller.serving()) is not None:
+        if (serving := self.parts.servings.serving()) is not None:
             self.parts.node.links.broadcast(serving)
         self.parts.node.rounds.step(CLOCK.now)
 

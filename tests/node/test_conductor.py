@@ -45,7 +45,7 @@ def formed(node: Node, *links: FakeLink) -> EpochGroup:
     future = node.parts.supervisor._plan
     assert future is not None
     assert future.done(), node.parts.node.leadership.waiting
-    node.parts.controller._owned = node.parts.supervisor._plan = None
+    node.parts.servings.owned = node.parts.supervisor._plan = None
     group: EpochGroup = future.result().group
     return group
 
@@ -64,6 +64,7 @@ def test_a_group_of_two_and_where_its_ranks_find_each_other(
         assert group.decode_hosts == ("127.0.0.1", "192.168.7.1")
         assert group.pins == (node.parts.node.identity.fingerprint, a.fingerprint)
         assert group.fabric == "192.168.7.1"
+        assert group.nodes == (node.parts.node.node_id, A)
 
     play(tmp_path, member, story, machine=machines[""], nodes="2")
 
@@ -106,7 +107,7 @@ def test_who_lacks_the_model_is_left_out_and_named(
         a = node.meet(A)
         node.lead(weights, machines)
         node.hear(a, status)
-        placement, _ = node.parts.controller.placement()
+        placement, _ = node.parts.placer.placement()
         assert placement is not None
         assert placement.ranks == (node.parts.node.node_id,)
         assert placement.notes[0] == f"mac-a is left out: {words}"
@@ -126,7 +127,7 @@ def test_who_has_another_revision_is_left_out_and_told_what_to_do(
         model._model, model._path = "org/one", tmp_path / ("c" * 40)
         for revision, left_out in (("c" * 40, False), ("", False), ("d" * 40, True)):
             node.hear(a, ModelStatus(1, FINGERPRINT, "", revision))
-            placement, _ = node.parts.controller.placement()
+            placement, _ = node.parts.placer.placement()
             assert placement is not None
             words = "mac-a is left out: it has the model at commit dddddddddddd, studio at cccccccccccc; "
             assert any(note.startswith(words) for note in placement.notes) is left_out
@@ -138,14 +139,28 @@ def test_memory_that_ranks_of_another_coordinator_hold_counts_as_held(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        conductor, a = node.parts.controller, node.meet(A)
+        servings, a = node.parts.servings, node.meet(A)
         node.lead(weights)
         node.hear(a, serving("ring", A, B))
-        assert conductor.held_bytes(A) == 0
+        assert servings.held_bytes(A) == 0
         node.hear(a, replace(serving("ring", A, B), held_mib=(3072, 1024)))
-        assert [conductor.held_bytes(each) >> 30 for each in (A, B, node.parts.node.node_id)] == [3, 1, 0]
-        [member] = [each for each in conductor.members() if each.node_id == A]
+        assert [servings.held_bytes(each) >> 30 for each in (A, B, node.parts.node.node_id)] == [3, 1, 0]
+        [member] = [each for each in node.parts.placer.members() if each.node_id == A]
         assert member.held_bytes >> 30 == 3
+
+    play(tmp_path, member, story)
+
+
+def test_memory_of_a_group_beside_the_serving_one_counts_as_held(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        group = EpochGroup(1, 2, "ring", nodes=(node.parts.node.node_id, A))
+        pongs = {1: SimpleNamespace(memory_bytes=3 << 30)}
+        node.parts.supervisor.beside = cast(Any, SimpleNamespace(group=group, pongs=pongs))
+        assert [node.parts.servings.held_bytes(each) >> 30 for each in (A, B)] == [3, 0]
+        node.parts.supervisor.beside = None
+        assert node.parts.servings.held_bytes(A) == 0
 
     play(tmp_path, member, story)
 
@@ -160,7 +175,7 @@ def test_a_group_that_fails_after_it_served_is_proven_no_longer(
         node.lead(weights, machines)
         node.live(a)
         conductor = node.parts.controller
-        placement, _ = conductor.placement()
+        placement, _ = node.parts.placer.placement()
         assert placement is not None
         chosen = placement.chosen
         assert chosen is not None
@@ -169,9 +184,9 @@ def test_a_group_that_fails_after_it_served_is_proven_no_longer(
         conductor._trials._loaded.add(conductor._trials._identity(chosen))
         assert conductor._trials.is_over(chosen)
         form = SimpleNamespace(plan=SimpleNamespace(ranks=chosen.ranks))
-        conductor._owned = cast(Any, SimpleNamespace(placement=placement, form=form))
+        node.parts.servings.owned = cast(Any, SimpleNamespace(placement=placement, form=form))
         conductor.failed(GroupError("it hangs", Code.FORM_FAILED), formed=False)
-        conductor._owned = None
+        node.parts.servings.owned = None
         assert not conductor._trials.is_over(chosen)
 
     play(tmp_path, member, story, machine=machines[""], nodes="all")
@@ -187,14 +202,14 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
         conductor, looked = node.parts.controller, []
 
         async def look(nodes: tuple[str, ...]) -> None:
-            looked.append((conductor._owned, nodes))
+            looked.append((node.parts.servings.owned, nodes))
 
         node.parts.machines.read_machine_now = look  # type: ignore[method-assign]
         ranks = (node.parts.node.node_id, A, B)
         form = SimpleNamespace(number=1, plan=SimpleNamespace(ranks=ranks))
         mine = SimpleNamespace(placement=SimpleNamespace(backend=backend), form=form)
-        conductor._owned = cast(Any, mine)
-        conductor.serving = lambda: None  # type: ignore[method-assign]
+        node.parts.servings.owned = cast(Any, mine)
+        node.parts.servings.serving = lambda: None  # type: ignore[method-assign]
         await conductor.prepare()
         assert looked == [(mine, ranks)] * looks
 
@@ -237,7 +252,7 @@ def test_what_no_number_of_macs_can_serve_names_no_way_out(
 ) -> None:
     async def story(node: Node) -> None:
         node.lead(weights)
-        _, why = node.parts.controller.placement()
+        _, why = node.parts.placer.placement()
         assert "needs 2 nodes" in why
         assert "--nodes auto" not in why
 
@@ -274,7 +289,7 @@ def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> N
     async def story(node: Node) -> None:
         shutil.rmtree(folder)
         node.lead(source)
-        placement, why = node.parts.controller.placement()
+        placement, why = node.parts.placer.placement()
         assert placement is None
         assert f"{folder} cannot be read" in why
         node.live()
@@ -291,7 +306,7 @@ def test_files_of_the_hub_that_differ_are_repaired_by_a_command(
         node.lead(weights, desk())
         node.parts.node.desired.set("org/model")
         node.hear(a, ModelStatus(node.parts.model.version, "6" * 64, ""))
-        placement, _ = node.parts.controller.placement()
+        placement, _ = node.parts.placer.placement()
         assert placement is not None
         assert "; `mlxtp verify org/model --repair` on mac-a, then on studio, gets" in placement.notes[0]
 
@@ -307,7 +322,7 @@ def test_a_configuration_that_makes_no_sense_ends_nobody(tmp_path: Path, member:
 
     async def story(node: Node) -> None:
         node.lead(source)
-        assert node.parts.controller.placement()[0] is None
+        assert node.parts.placer.placement()[0] is None
         node.live()
         assert node.parts.node.leadership.waiting
 
@@ -399,7 +414,7 @@ def test_a_name_counts_more_than_the_beginning_of_an_id(tmp_path: Path, member: 
         for node_id in (A, B):
             node.hear(node.meet(node_id), report(desk()[A]))
         node.parts.node.introduction.name = "aa"
-        found = node.parts.controller._overrides(node.parts.node.settings)
+        found = node.parts.placer.devices_by_hand()
         assert set(found) == {node.parts.node.node_id}, "and not that of the Mac whose id begins so"
 
     jaccl(tmp_path, member, story, rdma=("aa=en3",))
@@ -409,7 +424,7 @@ def test_a_device_may_be_for_one_cable_of_many(tmp_path: Path, member: Member) -
     async def story(node: Node) -> None:
         for node_id in (A, B):
             node.hear(node.meet(node_id), report(desk()[A]))
-        found = node.parts.controller._overrides(node.parts.node.settings)
+        found = node.parts.placer.devices_by_hand()
         assert found == {node.parts.node.node_id: {A: "en3"}, A: {node.parts.node.node_id: "en5", B: "en5"}}
 
     jaccl(tmp_path, member, story, rdma=("studio/mac-a=en3", "mac-a=en5", "nobody=en6", "mac-a/nobody=en7"))

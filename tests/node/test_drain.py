@@ -213,7 +213,7 @@ def test_a_coordinator_plans_without_itself_and_hands_over(
         node.lead(weights)
         node.parts.reconciler.drain()
         assert not node.parts.reconciler.may_leave
-        placement, _ = node.parts.controller.placement()
+        placement, _ = node.parts.placer.placement()
         assert placement is not None
         assert placement.ranks == (A,)
         node.live(a)
@@ -232,7 +232,7 @@ def test_a_coordinator_without_anybody_to_hand_over_to_just_leaves(
         node.lead(weights)
         node.hear(a, Beat(0, "", 0, 0, 0, True, 0, draining=True))
         node.parts.reconciler.drain()
-        assert node.parts.controller.placement() == (None, "every Mac here is about to stop")
+        assert node.parts.placer.placement() == (None, "every Mac here is about to stop")
         node.tick()
         assert node.parts.node.leadership.leading
         assert node.parts.reconciler.may_leave
@@ -263,7 +263,7 @@ def test_what_drains_elsewhere_is_shown_and_not_asked(tmp_path: Path, member: Me
         node.tick()
         health = node.parts.supervisor.gateway.health()
         assert (health.state, health.reason, health.ready) == ("draining", why, False)
-        [running] = node.parts.controller.situation(node.parts.hosted.serving).others
+        [running] = node.parts.controller.situation(node.parts.hosted.running()).others
         assert (running.ready, running.draining, running.open_requests) == (False, True, 2)
 
     one_node.play(tmp_path, member, story)

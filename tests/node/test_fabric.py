@@ -235,7 +235,7 @@ def test_what_was_measured_changes_the_next_group(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        a, conductor = node.meet(A), node.parts.controller
+        a, conductor = node.meet(A), node.parts.placer
         node.lead(weights, desk())
         before, _ = conductor.placement()
         assert before is not None
@@ -260,7 +260,7 @@ def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        a, conductor = node.meet(A), node.parts.controller
+        a, conductor = node.meet(A), node.parts.servings
         node.lead(weights, desk())
         node.parts.supervisor._plan = asyncio.get_running_loop().create_future()
         node.live(a)

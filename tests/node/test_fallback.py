@@ -106,7 +106,7 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
             assert (group.backend, group.world_size) == ("ring", 2)
             assert await say(first) == await say(second)
             assert leader.parts is not None
-            [line] = leader.parts.controller.left_out_lines()
+            [line] = leader.parts.placer.left_out_lines()
             assert line.startswith("JACCL mesh on a + b is left out: it did not form: ")
 
     asyncio.run(story())
@@ -154,7 +154,7 @@ def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_nobody(
             assert first.parts is not None
             leader = first if first.parts.node.leadership.leading else second
             assert leader.parts is not None
-            ((failed, left_s),) = leader.parts.controller.left_out()
+            ((failed, left_s),) = leader.parts.placer.left_out()
             assert "errno 22" in failed.reason
             assert left_s > 0
 
@@ -264,8 +264,8 @@ def test_a_newcomer_that_cannot_load_the_model_interrupts_nobody(tmp_path: Path)
         async with joined(tmp_path, (sys.executable, "-c", BROKEN_LOADER)) as (first, second, client):
             assert first.parts is not None
             epoch = first.supervisor.epoch
-            await sees(first.parts.controller.left_out)
-            ((failed, _),) = first.parts.controller.left_out()
+            await sees(first.parts.placer.left_out)
+            ((failed, _),) = first.parts.placer.left_out()
             assert failed.reason.startswith("it formed, and failed then: ")
             assert "model.safetensors ends too early" in failed.reason
             await second.wait_ready()

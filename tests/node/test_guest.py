@@ -387,7 +387,7 @@ def test_a_coordinator_that_never_stops_ordering_costs_no_memory(tmp_path: Path)
         await stage.started()
         for _ in range(10_000):
             stage.guest.received(HOST, start())
-        assert len(stage.guest._tasks) <= MAX_ORDERS
+        assert len(stage.guest._background.tasks) <= MAX_ORDERS
         stage.guest.lost(HOST)
         await sees(lambda: stage.pids() == [])
 

@@ -73,15 +73,20 @@ class Stage:
         supervisor = SimpleNamespace(try_out=self.try_out, end_beside=self.end_beside)
         groups = SimpleNamespace(
             group=lambda number, tried, **_: self.groups.append((number, tried.ranks)),
-            release_endpoints=self.forgotten.append,
+            release=self.forgotten.append,
             held_bytes=lambda _node: self.held,
             leave_out=self.leave_out,
-            serving=lambda: self.serving,
+            all=self.servings,
             topology=lambda: TOPOLOGY,
         )
         self.trials = Trials(
-            cast(Any, self.node), cast(Any, supervisor), cast(Any, self.here), cast(Any, groups)
+            *cast(Any, (self.node, supervisor, self.here)),
+            **cast(Any, dict.fromkeys(("builder", "reports", "placer"), groups)),
         )
+
+    def servings(self) -> list[Serving]:
+        mine = [self.serving] if self.serving is not None else []
+        return [*mine, *self.node.peer_info.servings.values()]
 
     def leave_out(self, _chosen: Candidate, error: MlxtpError, *, formed: bool) -> bool:
         self.left_out.append(error)
@@ -123,15 +128,14 @@ def test_a_loaded_group_waits_until_it_is_taken_over() -> None:
         await stage.tries()
         assert [plan.model for plan in stage.tried] == [MODEL]
         assert trials.is_over(PAIR)
-        assert trials.ranks == PAIR.ranks
         trials.end_stale(PAIR)
         other = Candidate(RING_ETHERNET, 3, ranks=("a", "b", "c"))
         assert not trials.is_over(other)
-        assert trials.take(other) is None
-        taken = trials.take(PAIR)
+        assert trials.take_over(other) is None
+        taken = trials.take_over(PAIR)
         assert taken is not None
         assert taken.epoch == 5
-        assert trials.take(PAIR) is None
+        assert trials.take_over(PAIR) is None
         assert (stage.ended, stage.forgotten) == ([], [])
 
     play(story)
@@ -143,7 +147,7 @@ def test_without_memory_for_both_a_group_is_proven_alone() -> None:
         await stage.tries()
         assert [plan.model for plan in stage.tried] == [None]
         assert stage.trials.is_over(PAIR)
-        assert stage.trials.take(PAIR) is None
+        assert stage.trials.take_over(PAIR) is None
         assert stage.forgotten == [5]
         stage.held = 0
         assert not stage.trials.is_over(PAIR), "it can load by now"
@@ -158,7 +162,6 @@ def test_a_group_that_fails_is_left_out(code: Code) -> None:
         await stage.tries()
         assert stage.left_out == [stage.error]
         assert not stage.trials.is_over(PAIR)
-        assert stage.trials.ranks == ()
 
     play(story)
 
@@ -243,7 +246,7 @@ def test_a_loaded_group_that_fails_is_ended_and_left_out() -> None:
         lost = GroupError("rank 1 is gone", Code.RANK_LOST)
         ahead.plan.ranks.failed.set_result(lost)
         stage.trials.end_stale(PAIR)
-        assert stage.trials.take(PAIR) is None
+        assert stage.trials.take_over(PAIR) is None
         await sees(lambda: not stage.trials.busy)
         assert (stage.ended, stage.left_out, stage.forgotten) == ([lost], [lost], [5])
 
@@ -328,6 +331,6 @@ def test_a_group_loads_beside_another_coordinator_s_where_memory_permits_both() 
         assert not stage.trials.is_over(PAIR)
         await stage.tries(6)
         assert [plan.model for plan in stage.tried] == [None, MODEL]
-        assert stage.trials.take(PAIR) is not None
+        assert stage.trials.take_over(PAIR) is not None
 
     play(story)

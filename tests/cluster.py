@@ -31,7 +31,7 @@ from mlxtp.models.inspect import open_model
 from mlxtp.wire.messages import Pong, Unload
 
 SLOWNESS = float(os.environ.get("MLXTP_TEST_SLOWNESS", "1"))
-"""How many times slower than a free machine this one is. Every real-time deadline is multiplied by it."""
+"""Times that this machine is slower than a free one. Every real-time deadline is multiplied by it."""
 
 WAIT_S = 60 * SLOWNESS
 """For what ends by itself: a test that waits this long has found a hang."""
@@ -61,7 +61,7 @@ def until(condition: Callable[[], T], what: str, within_s: float = WAIT_S, *, ev
 
 
 def assert_marked() -> None:
-    """What starts a group has nothing running beside it."""
+    """Assert that a test that starts a group has nothing running beside it."""
     assert "PYTEST_XDIST_WORKER" not in os.environ, "a test that starts a group is marked `group`"
 
 
@@ -78,7 +78,7 @@ def rank_processes(home: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the ranks counted, at a moment when none of them had anything to do."""
+    """Counts of the ranks, at a time when none of them had anything to do."""
 
     forwards: tuple[int, ...]
     collectives: tuple[int, ...]
@@ -243,7 +243,7 @@ class Cluster:
         return body
 
     def content(self, text: str, **fields: object) -> str:
-        """What the model said."""
+        """Return the text of the model's answer."""
         content: str = self.chat(text, **fields)["choices"][0]["message"]["content"]
         return content
 
@@ -268,7 +268,7 @@ class Cluster:
         return body
 
     def idle(self) -> Snapshot:
-        """What the ranks have counted, once they all report that they are idle and count the same."""
+        """Return the counts of the ranks, once they all report that they are idle and count the same."""
 
         def settled() -> Snapshot | None:
             self._hear_from_all()
@@ -377,7 +377,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a request: its tokens, their scores where it asked for them, and its end or its error."""
+    """Results of a request: its tokens, their scores where it asked for them, and its end or its error."""
 
     tokens: tuple[int, ...]
     scores: tuple[TokenScore, ...]

@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 TESTS = Path(__file__).parent
 OF_GROUPS = (TESTS / "agents", TESTS / "chaos")
-"""Where every test is one with a real group."""
+"""Folders in which every test has a real group."""
 SLOW_FOLDERS = (TESTS / "apps", TESTS / "page")
 SLOW_FIXTURES = frozenset({"browser", "one_rank", "running", "keep_alive_running", "roomy_running"})
 """Processes, and servers that answer HTTP."""

@@ -80,7 +80,7 @@ class Host:
         _enter(self.namespace)
 
     def inside(self, function: Callable[[], T]) -> T:
-        """What `function` returns, or raises, when a thread on this host calls it."""
+        """Return, or raise, what `function` does when a thread on this host calls it."""
         return _in_thread(self.enter, function)
 
     def ip(self, *commands: str) -> None:
@@ -214,7 +214,7 @@ class Hosts:
 
 
 class Capture:
-    """What hosts sent, each frame once."""
+    """Frames that hosts sent, each once."""
 
     def __init__(self, listening: socket.socket) -> None:
         self.frames: list[bytes] = []
@@ -244,7 +244,7 @@ class Capture:
             each.close()
 
     def streams(self) -> Mapping[tuple[str, str], bytes]:
-        """What each "ip:port" sent to each, over TCP or UDP over IPv4, in the order it was sent.
+        """Return the bytes that each "ip:port" sent to each, over TCP or UDP over IPv4, in their order.
 
         What TCP sent twice is in it twice.
         """
@@ -359,7 +359,7 @@ def _clear_away_the_dead() -> None:
 
 @functools.cache
 def why_no_namespaces() -> str:
-    """Why hosts cannot be made here, found out by making one; empty where they can."""
+    """Return why hosts cannot be made here, found out by making one; empty where they can."""
     try:
         with Hosts(1) as net:
             net.hosts[0].inside(lambda: None)

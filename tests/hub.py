@@ -27,10 +27,10 @@ _BLOCK = 64 * 1024
 
 @dataclass
 class Model:
-    """What the Hub has under a name. `cut` ends the first answer for a path after so many bytes; `pace` is in
-    bytes per second; `lies` are sent instead of a file's bytes, and `anew`, from the beginning, to whoever
-    asks for the rest of one. `answer` is what the API says instead of the truth; `stalls` is a part of the
-    addresses for which nothing comes until `goes_on` is set."""
+    """A model of the Hub under a name. `cut` ends the first answer for a path after so many bytes; `pace` is
+    in bytes per second. `lies` are sent instead of a file's bytes, and `anew`, from the beginning, to a
+    client that asks for the rest of one. `answer` is what the API says instead of the truth; `stalls` is a
+    part of the addresses for which nothing comes until `goes_on` is set."""
 
     files: Mapping[str, bytes]
     commits: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
@@ -71,7 +71,7 @@ def blob_name(path: str, body: bytes) -> str:
 
 
 class Hub:
-    """Where it is (`url`), and what it has, by name."""
+    """A Hub's address (`url`), and its models by name."""
 
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}

@@ -25,7 +25,7 @@ class Block:
 
     @property
     def commands(self) -> tuple[tuple[str, ...], ...]:
-        """What is typed there: all of an `sh` block, the lines of a `console` block that have a prompt."""
+        """Return commands: all of an `sh` block, the lines of a `console` block that have a prompt."""
         whole = self.text.replace("\\\n", " ")
         if self.info == "sh":
             lines = whole.splitlines()

@@ -1,4 +1,4 @@
-"""What the answer must be: the same weights in this one process, by mlx-lm's own models and loop."""
+"""Right answers: the same weights in this one process, by mlx-lm's own models and loop."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Expected(Answer):
 
 @cache
 def expected(wanted: Request, folder: Path = TINY) -> Expected:
-    """What a request must get, grammars apart: one sequence, one token a forward, the project's sampler."""
+    """Return a request's right answer, without grammars: one sequence, one token a forward, our sampler."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 

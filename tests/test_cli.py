@@ -114,7 +114,7 @@ MISTYPED = (
     ("node --kv-bytes lots", "--kv-bytes: 'lots' is not an amount of memory, such as 500MB"),
     ("node --speculation --no-speculation=x", "--no-speculation"),
 )
-"""What is refused before anything starts."""
+"""Commands that are refused before anything starts."""
 
 
 @pytest.mark.parametrize(("typed", "words"), MISTYPED)

@@ -319,7 +319,7 @@ def test_a_file_is_read_in_a_time_that_grows_with_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_number_of_thousands_of_digits(tmp_path: Path, key: str, value: str) -> None:
-    """Which Python does not turn into one."""
+    """Python does not make a number of it."""
     name = f"MLXTP_{key.upper()}"
     assert name in refusal(tmp_path, **{name: value})
 
@@ -532,7 +532,7 @@ def test_a_value_of_the_wrong_type(tmp_path: Path, key: str, value: str, expecte
 
 
 def test_every_setting_has_a_type_and_a_test_of_it() -> None:
-    """Whoever adds a key says what it is in the file."""
+    """A new key needs a line that explains it in the file."""
     assert {key for key, _, _ in WRONG_TYPES} == BY_KEY.keys()
     assert len({setting.variable for setting in SETTINGS}) == len(SETTINGS)
 

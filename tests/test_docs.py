@@ -1,4 +1,4 @@
-"""What the documents say of the program is so."""
+"""Claims of the documents about the program."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ OTHERS: Mapping[str, str] = {
     "make": "tests/test_docs.py::test_make_is_told_what_it_understands",
     "source .venv/bin/activate": "tests/test_docs.py::test_an_activated_environment_has_the_command",
 }
-"""What the documents have typed besides `mlxtp`, by its first words, and what runs it."""
+"""Commands of the documents besides `mlxtp`, by their first words, and what runs them."""
 UNCHECKED = {"text", "json", "toml", "python", "mermaid"}
 """Blocks in which nothing is typed."""
 READERS: Mapping[str, str] = {
@@ -119,7 +119,7 @@ READERS: Mapping[str, str] = {
     "FUZZ_ARGS": "tests/fuzzing/__main__.py",
     "SOAK_ARGS": "tests/soak/__main__.py",
 }
-"""Which file reads what `make` passes on."""
+"""The file that reads what `make` passes on."""
 
 
 def understand(words: Sequence[str], home: Path) -> None:
@@ -139,7 +139,7 @@ def understand(words: Sequence[str], home: Path) -> None:
 
 
 def why_not(words: Sequence[str], home: Path, all_right: tuple[type[typer.TyperException], ...] = ()) -> str:
-    """What is wrong with a command; nothing where it is one of the errors that are all right."""
+    """Return what is wrong with a command; nothing for one of the errors that are all right."""
     try:
         understand(words, home)
     except all_right:

@@ -24,7 +24,7 @@ def udp(host: Host) -> socket.socket:
 
 
 def reaches(one: Host, other: Host, address: str = "") -> bool:
-    """Whether datagrams of one host get to an address of the other."""
+    """Return whether datagrams of one host get to an address of the other."""
     with udp(other) as target, udp(one) as source:
         target.bind((address or other.address, 0))
         target.settimeout(TRY_S)
@@ -87,7 +87,7 @@ def test_what_processes_started_ends_with_the_host() -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether it ended; nobody may have waited for it yet."""
+    """Return whether it ended, even if its parent has not waited for it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -54,7 +54,7 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
 
 
 def how(end: StreamEnd) -> tuple[str, int]:
-    """Why it ended and after how many tokens."""
+    """Return why it ended and after how many tokens."""
     return end.reason, end.generated
 
 
@@ -65,7 +65,7 @@ def said(cluster: Cluster, prompt: tuple[int, ...], max_tokens: int) -> tuple[tu
 
 
 def counted(cluster: Cluster, prompt: tuple[int, ...], max_tokens: int) -> tuple[Snapshot, int]:
-    """What one request, alone, made the ranks do, and how many tokens came of it, the end token among them.
+    """Return what one request, alone, made the ranks do, and its number of tokens, the end token among them.
 
     Fails unless the tokens are the reference's.
     """

@@ -1,4 +1,4 @@
-"""That what is installed has everything, and that what is pinned is what is asked for."""
+"""Completeness of what is installed, and of what is pinned."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ BRANCHES = (
 
 
 def collectives_in_branches(source: Source) -> list[str]:
-    """Where ranks could part ways, or could have left already, no collective stands."""
+    """Return collectives that stand where ranks could part ways, or could have left already."""
     found = []
     for module, tree in trees(source):
         for function in ast.walk(tree):
@@ -448,7 +448,7 @@ IMPURE_CALLS = frozenset(("open", "print", "input"))
 
 
 def impurities(source: Source) -> list[str]:
-    """What reads a clock, a socket or a file, or computes with MLX, in modules that only decide."""
+    """Return what reads a clock, a socket or a file, or computes with MLX, in modules that only decide."""
     found = []
     for module, tree in trees(source):
         if module not in PURE:
@@ -600,7 +600,7 @@ ONLY_IN = {
 }
 """Rank 0 alone decides and speaks, the others alone acknowledge, and each process has one way out."""
 SAID_AGAIN = frozenset((call, "mlxtp.gateway.request") for call in ("Delta", "ScoredDelta", "Finished"))
-"""What rank 0 said, an agent says again to the agent whose client asked."""
+"""Calls by which an agent repeats rank 0's messages to the agent whose client asked."""
 WEDGED = frozenset({("os._exit", "mlxtp.service.watchdog")})
 """An agent whose main thread stands still has no other way out."""
 
@@ -671,7 +671,7 @@ def calls(function: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def asserts(function: ast.AST) -> bool:
-    """Whether it asserts or expects an error."""
+    """Return whether it asserts or expects an error."""
     return any(isinstance(node, ast.Assert) for node in ast.walk(function)) or any(
         name.startswith(("assert", "raises")) for name, _ in calls(function)
     )

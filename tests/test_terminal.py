@@ -1,4 +1,4 @@
-"""How a command ends that cannot go on: in words, as JSON, or by Ctrl-C before it has begun."""
+"""Ends of a command that cannot go on: in words, as JSON, or by Ctrl-C before it has begun."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_ctrl_c_while_a_command_runs_is_quiet(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_installed_command_starts_there_too() -> None:
-    """What it imports first is the only part of the package that Ctrl-C may not meet."""
+    """Its first import is the only part of the package that Ctrl-C may not meet."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"mlxtp": "mlxtp.__main__:main"}
 
@@ -293,7 +293,7 @@ def test_the_installed_command_starts_there_too() -> None:
 def test_a_long_line_of_the_log_is_one_line_of_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is copied from a narrow terminal is the whole command."""
+    """A copy from a narrow terminal is the whole command."""
     monkeypatch.setenv("COLUMNS", "40")
     log = logging.Logger("mlxtp.test")
     log.addHandler(TerminalLog())

@@ -1,4 +1,4 @@
-"""What the embedded model promises, through two ranks and HTTP: it repeats, it finds codes, it counts."""
+"""Promises of the embedded model, through two ranks and HTTP: it repeats, it finds codes, it counts."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Agent:
 
     @property
     def address(self) -> str:
-        """Where other hosts find it."""
+        """Its address for other hosts."""
         return self.host.address if self.host is not None else "127.0.0.1"
 
     # --- its life ------------------------------------------------------------------------------------
@@ -139,17 +139,17 @@ class Agent:
 
     @property
     def log(self) -> str:
-        """What it has said since it was started last."""
+        """Its log since it was started last."""
         with self._log.open("rb") as file:
             file.seek(self._log_begins)
             return file.read().decode(errors="replace")
 
     def said(self, *words: str) -> bool:
-        """Whether one line of its log has all of these."""
+        """Return whether one line of its log has all of these."""
         return any(all(word in line for word in words) for line in self.log.splitlines())
 
     def said_at(self, *words: str) -> float:
-        """When it said so first, in seconds as `time.time` counts them."""
+        """Return the time of the first such line, in seconds as `time.time` counts them."""
         line = next(line for line in self.log.splitlines() if all(word in line for word in words))
         stamp, milliseconds = line[:23].split(",")
         return time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S")) + int(milliseconds) / 1000
@@ -169,14 +169,14 @@ class Agent:
         return self._inside(lambda: AgentClient(self.home).post(what, **body))
 
     def status(self) -> dict[str, Any]:
-        """What `mlxtp status --json` says; empty while nobody answers."""
+        """Return the object of `mlxtp status --json`; empty while no agent replies."""
         try:
             return self._inside(lambda: AgentClient(self.home).get("status"))
         except UserError:
             return {}
 
     def member(self, other: Agent) -> dict[str, Any]:
-        """What it says about a member."""
+        """Return its row for a member."""
         rows = [row for row in self.status().get("members", ()) if row["name"] == other.name]
         return rows[0] if rows else {}
 

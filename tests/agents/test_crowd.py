@@ -24,7 +24,7 @@ MAX_ROWS = 64
 
 @dataclass
 class Heard:
-    """What a client got until its connection was closed."""
+    """A client's reply until its connection was closed."""
 
     status: int = 0
     body: bytes = b""

@@ -108,7 +108,7 @@ print(json.dumps(sorted(seen)))
 
 @contextlib.contextmanager
 def watching(host: Host) -> Iterator[set[tuple[str, int]]]:
-    """What listens on a host for TCP, address and port, at any moment of the context; filled at its end."""
+    """Yield what listens on a host for TCP, address and port, during the context; filled at its end."""
     seen: set[tuple[str, int]] = set()
     watcher = host.start(
         [sys.executable, "-c", OPEN_MEANWHILE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

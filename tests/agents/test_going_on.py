@@ -1,4 +1,4 @@
-"""What happens to Macs: cables, power, restarts. Afterwards they serve again, and nobody has lent a hand."""
+"""Faults of Macs: cables, power, restarts. Afterwards they serve again without help."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_partition_heals(pair: Pair) -> None:
 
 
 def text_of(body: bytes) -> str:
-    """What a streamed answer says. It has come to its end, and no error."""
+    """Return the text of a streamed answer, which has come to its end without an error."""
     *events, done = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
     assert done == "[DONE]", done
     deltas = [choice["delta"] for event in events for choice in json.loads(event)["choices"]]
@@ -134,7 +134,7 @@ def text_of(body: bytes) -> str:
 
 
 def goes_on(gateway: Agent, case: str, break_it: Callable[[], None]) -> None:
-    """What happens under a stream is a pause in it: the client gets the answer that it would have got."""
+    """Break something under a stream. It is a pause: the client gets the answer that it would have got."""
     expected = text_of(gateway.stream(COUNT, max_tokens=400))
     with gateway.open_stream(COUNT, max_tokens=400) as answer:
         body = answer.read(1000)
@@ -153,7 +153,7 @@ def goes_on(gateway: Agent, case: str, break_it: Callable[[], None]) -> None:
 @pytest.mark.chaos
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_rank_is_killed_under_a_stream(pair: Pair, rank: int) -> None:
-    """Whichever Mac it is on: the client's is the one that does not coordinate."""
+    """On either Mac: the client's is the one that does not coordinate."""
     first, other = pair.whole()
     epoch = first.status()["epoch"]
     (owner,) = (agent for agent in pair.agents if first.member(agent)["rank"] == rank)

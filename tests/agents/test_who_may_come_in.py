@@ -1,4 +1,4 @@
-"""Who is let in, who is not, and what they are told; two clusters beside each other on one network."""
+"""Admission and refusal of Macs, with the reasons given; two clusters beside each other on one network."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Lan:
         return Agent(self.anna.home.parent, name, self.free, called=called, program=program)
 
     def names(self) -> set[str]:
-        """Who belongs to Anna's cluster, as she sees it."""
+        """Return the members of Anna's cluster, as she sees it."""
         return {member["name"] for member in self.anna.status()["members"]}
 
 
@@ -76,7 +76,7 @@ def test_two_clusters_with_one_name_do_not_mix(lan: Lan) -> None:
 
 
 def refused(agent: Agent, *flags: str) -> str:
-    """What an agent says that ends because it may not come in."""
+    """Return the last words of an agent that ends because it may not come in."""
     agent.start(*flags)
     assert agent.ended() == 1, agent.log
     last = agent.log.splitlines()[-1]
@@ -99,7 +99,7 @@ def test_tokens_that_open_nothing(lan: Lan) -> None:
 
 
 def knock(lan: Lan, alpn: str, *files: Path) -> bytes:
-    """What Anna's control port says to somebody who shows this certificate and key, or none."""
+    """Return the reply of Anna's control port to a client with this certificate and key, or none."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols([alpn])

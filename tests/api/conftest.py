@@ -136,7 +136,7 @@ def says(tokens: list[int], reason: str = "stop", step: int = 1, **end: int) -> 
 
 
 def score(at: int, top: int = 0) -> TokenScore:
-    """That of token number `at`: no two are alike."""
+    """Return the score of token number `at`: no two are alike."""
     return TokenScore(-0.25 * at, tuple((60 + i, -0.5 * i) for i in range(top)))
 
 

@@ -115,7 +115,7 @@ def backend(loaded: dict[str, Loaded]) -> FakeBackend:
 
 
 def status(server: Door, target: str, host: str = "localhost", key: str = "") -> int:
-    """What a request of one line, with this target, is answered with."""
+    """Return the status of the reply to a request of one line, with this target."""
     with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as sock:
         shown = f"x-api-key: {key}\r\n" if key else ""
         head = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{shown}\r\n"
@@ -517,7 +517,7 @@ def test_any_page(backend: FakeBackend, tmp_path: Path) -> None:
 
 
 def test_a_browsers_library_streams_from_a_page(backend: FakeBackend, tmp_path: Path) -> None:
-    """What is sent in a browser on top of what a program sends."""
+    """A browser sends more than a program does."""
     with door(backend, tmp_path, origins=(PAGE,)) as server:
         client = server.openai(server.key(), default_headers={"Origin": PAGE})
         with client.chat.completions.with_streaming_response.create(**BODY, stream=True) as stream:

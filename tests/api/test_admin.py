@@ -1,4 +1,4 @@
-"""What commands may ask of an agent, and who else may not: the real application, without a network."""
+"""Requests of commands, and clients that may not make them: the real application, without a network."""
 
 from __future__ import annotations
 

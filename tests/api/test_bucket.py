@@ -1,4 +1,4 @@
-"""How often something may happen, by a clock of the test's own."""
+"""Rates of events, by a clock of the test's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat request may ask for: the real client library, a real server; only the model is played."""
+"""Options of chat requests: the real client library, a real server; only the model is played."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_who_reads_slowly_but_steadily_gets_everything(
 
 
 def test_slow_is_not_deaf(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits is not taken within the limit, but some of it is, each time."""
+    """Not all that waits is taken within the limit, but some of it is, each time."""
     monkeypatch.setattr(http_server, "UNREAD_BYTES", 4096)
     backend.script = says([60] * 300_000, step=10_000)
 

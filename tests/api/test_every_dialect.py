@@ -1,4 +1,4 @@
-"""What holds for every endpoint that takes a body, in whatever dialect."""
+"""Laws of every endpoint that takes a body, in each dialect."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def words_of(refused: httpx.Response) -> str:
 
 
 def plain(path: str) -> dict[str, Any]:
-    """What a request has to have and no more."""
+    """The required fields of a request alone."""
     least = ("messages", "input", "prompt", "max_tokens")
     body = {name: value for name, value in BODIES[path][0].items() if name in least}
     return body if path.startswith("/v1/") else body | {"model": "default"}
 
 
 def asked(server: Server, path: str, body: dict[str, Any]) -> list[Request]:
-    """What reaches the backend, but for the seed that was drawn."""
+    """The backend's request, but for the seed that was drawn."""
     server.backend.requests.clear()
     response = post(server, path, body)
     assert response.status_code == 200, response.text

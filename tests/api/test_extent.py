@@ -33,7 +33,7 @@ def test_a_million_token_ids_are_not_too_much() -> None:
 
 @pytest.mark.parametrize("text", ["[{:,", '\\"[', "\\\\[{", '"[\\\\"[{\\"', '\\\\\\"{'])
 def test_what_stands_in_strings_does_not_count(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the pieces are cut: through strings, escapes and runs of backslashes."""
+    """The pieces are cut anywhere: through strings, escapes and runs of backslashes."""
     monkeypatch.setattr(json_limits, "SHORT", 0)
     body = json.dumps({"a": text, text: [text]}).encode()
     for size in range(1, len(body) + 2):

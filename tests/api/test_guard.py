@@ -1,4 +1,4 @@
-"""Who may ask at all, decided from what stands in a request; no server, no clock."""
+"""Access, decided from what stands in a request; no server, no clock."""
 
 from __future__ import annotations
 

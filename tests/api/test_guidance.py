@@ -1,4 +1,4 @@
-"""What an answer is held to: formats, and JSON schemas as they are enforced."""
+"""Formats that answers are held to, and JSON schemas as they are enforced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `/metrics` says after requests whose course is known, before a rank 0 that is played by hand."""
+"""The text of `/metrics` after requests whose course is known, before a rank 0 that is played by hand."""
 
 from __future__ import annotations
 

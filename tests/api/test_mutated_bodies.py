@@ -203,14 +203,14 @@ OPERATIONS: Mapping[str, Operation] = {
     if operation.method == "POST" and operation.body is not None
 }
 ANSWERED = [path for path, operation in OPERATIONS.items() if operation.stream]
-"""What a model answers; of the others, something is only told."""
+"""Paths that a model answers; of the others, something is only reported."""
 REFUSING: Mapping[str, Operation] = {
     operation.path: operation
     for adapter in adapters()
     for operation in adapter.operations
     if operation.method == "POST" and operation.body is None
 }
-"""What takes a body and refuses it, whatever it is."""
+"""Operations that take a body and refuse any."""
 
 
 # --- ways to spoil a body ---------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ CONTENT_TYPES = (
 
 
 def places(value: object, at: Place = ()) -> Iterator[Place]:
-    """Where each part of a body stands."""
+    """Return the place of each part of a body."""
     inside: Iterator[tuple[str | int, object]] = iter(())
     if isinstance(value, dict):
         inside = iter(value.items())

@@ -101,7 +101,7 @@ def as_it_is(_case: schemathesis.Case) -> None:
 
 
 def with_something_to_say(case: schemathesis.Case) -> None:
-    """What is random in it are numbers and flags; conversations of random words are all refused."""
+    """Random are numbers and flags only; conversations of random words are all refused."""
     assert isinstance(case.body, dict)
     simple = {name: value for name, value in case.body.items() if isinstance(value, bool | int | float)}
     simple.pop("deadline_s", None)  # it may be too short for any answer

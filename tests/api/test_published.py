@@ -51,7 +51,7 @@ PUBLISHED: Mapping[str, tuple[Any, type[BaseModel], dict[str, Any]]] = {
     "/api/chat": (ChatRequest, ChatResponse, OLLAMA),
     "/api/generate": (GenerateRequest, GenerateResponse, OLLAMA),
 }
-"""What may be asked, what is answered, and how it is refused."""
+"""Requests, replies and refusals."""
 STREAM: dict[str, Any] = {"application/x-ndjson": {}}
 """Ollama's, of which its types say nothing; OpenAI's and Anthropic's are other operations."""
 REFERENCE = "#/components/schemas/{model}"

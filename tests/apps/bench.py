@@ -73,7 +73,7 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What library scripts are told."""
+        """Return the environment of library scripts."""
         engine = "node" if self.stage is None else "actor"
         return {
             "APPS_URL": self.url,

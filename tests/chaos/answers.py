@@ -1,4 +1,4 @@
-"""What clients ask of an endpoint, and what they get."""
+"""Requests of clients to an endpoint, and the answers they get."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CALL: Fields = {
 """A tool call that takes a while to write."""
 
 UNSURE: Fields = {"prompt": "Tell me a story about the sea.", "temperature": 2.0, "ignore_eos": True}
-"""What the model makes of it depends on the draw; with penalties on almost every one."""
+"""The answer depends on the draw; with penalties on almost every one."""
 
 KINDS: dict[str, Fields] = {
     "a stream": {},
@@ -60,7 +60,7 @@ KINDS: dict[str, Fields] = {
 
 @dataclass
 class Answer:
-    """What a client got, until its end. Times are time.time()."""
+    """A client's answer, until its end. Times are time.time()."""
 
     text: str = ""
     finish: str | None = None
@@ -74,7 +74,7 @@ class Answer:
     scores: list[tuple[str, float]] = field(default_factory=list)
     """Each token and its logprob, where they were asked for."""
     idle: list[float] = field(default_factory=list)
-    """When an empty chunk came, in seconds since 1970."""
+    """The times of empty chunks, in seconds since 1970."""
 
     @property
     def code(self) -> str | None:
@@ -150,7 +150,7 @@ def read_whole(body: dict[str, Any], answers: list[Answer]) -> None:
 
 
 def said(message: dict[str, Any]) -> str:
-    """What a message, or a part of one, has to say and to call."""
+    """Return the text and the calls of a message, or of a part of one."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     called = "".join((call.get("name") or "") + call["arguments"] for call in calls)
     return (message.get("content") or "") + called

@@ -100,7 +100,7 @@ FOR_CHAOS = frozenset((
 
 
 ROUNDS = 3
-"""How many seeds a story with a random moment is told with, unless it is said otherwise."""
+"""The number of seeds of a story with a random moment, unless an option changes it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

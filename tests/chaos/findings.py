@@ -1,4 +1,4 @@
-"""What every injected fault came to, and the table and the file that a run makes of it.
+"""Results of every injected fault, and the table and the file that a run makes of them.
 
 `FOUND` collects them in the order in which they happened, those of tests that fail as well.
 """

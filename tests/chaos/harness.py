@@ -46,11 +46,11 @@ NOTICED_S = 2.5 * SLOWNESS
 """For what is seen at once: a child's death, the end of a pipe, a frame that cannot be right; then one tenth
 of a second for other reports. A busy machine takes longer for that, but less than silence would."""
 SILENCE_S = FAULT_LIMITS.silence_s + NOTICED_S
-"""When silence must have been noticed."""
+"""The deadline for noticing silence."""
 STALL_S = 2 * FAULT_LIMITS.decode_stall_s + 2 * FAULT_LIMITS.heartbeat_s + NOTICED_S
-"""When a stuck decode must have been noticed: twice its limit, which a watch that was late itself allows."""
+"""The deadline for noticing a stuck decode: twice its limit, which a watch that was late itself allows."""
 ACK_S = FAULT_LIMITS.ack_s + NOTICED_S
-"""When an acknowledgement that does not come must have been noticed."""
+"""The deadline for noticing that an acknowledgement does not come."""
 
 RESTART_S = WAIT_S
 """For reaping an epoch, a rank that hears no SIGTERM included, the backoff and forming the next: whatever
@@ -90,7 +90,7 @@ class FaultyCluster(Cluster):
         orders.mkdir()
         self.book = OrderBook(orders)
         self.later: list[Order] = []
-        """What is ordered when a group begins to serve, then when the next one does, and so on."""
+        """Orders for the time when a group begins to serve, then when the next one does, and so on."""
         self.first_orders = settings.pop("orders", ())
         self.book.give(*self.first_orders)
         worker = (sys.executable, "-m", "tests.chaos.worker", str(orders))
@@ -221,13 +221,13 @@ class FaultyCluster(Cluster):
         return until(lambda: self.ends(epoch), f"epoch {epoch} ended", within_s)[0]
 
     def ready_at(self, epoch: int) -> float:
-        """When that epoch began to serve."""
+        """Return the time at which that epoch began to serve."""
         began = [m.at for m in self.moments if (m.epoch, m.state) == (epoch, ServingState.READY)]
         assert began, f"epoch {epoch} served nobody: {[m.error and m.error.detail for m in self.ends(epoch)]}"
         return began[0]
 
     def postmortem(self, epoch: int) -> Postmortem:
-        """What is kept of a failed epoch: a file of each rank, and nothing that anybody asked or was told."""
+        """Return the records of a failed epoch: a file of each rank, without text of requests and answers."""
         (folder,) = (self.home / "failures").glob(f"*-epoch-{epoch}")
         assert sorted(path.name for path in folder.iterdir()) == ["epoch.json", "rank-0.json", "rank-1.json"]
         for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""What a test orders a rank to do wrong, and what the ranks write down; both through files in one folder.
+"""Faults that a test orders of a rank, and notes of the ranks; both through files in one folder.
 
 The test replaces `orders.json` as a whole, ranks look at it at every occasion, so a fault can be ordered
 while a group runs. Notes are lines of JSON, each appended by one write.
@@ -26,7 +26,7 @@ class Order:
     at: int = 1
     """The first occasion that counts, from 1."""
     times: int = 1
-    """How many occasions from there on; 0 for all of them."""
+    """The number of occasions from there on; 0 for all of them."""
     on: str = ""
     """The message, or the place, whose occasions count; empty for any."""
     how: str = ""
@@ -72,7 +72,7 @@ class Orders:
         self._occasions: dict[str, int] = {}
 
     def order(self, fault: str) -> Order | None:
-        """What is ordered of this rank now."""
+        """Return the order that this rank has now."""
         state = self._file.stat()
         if (version := (state.st_mtime_ns, state.st_ino)) != self._version:
             self._version = version

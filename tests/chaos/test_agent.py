@@ -295,7 +295,7 @@ def test_told_to_stop_while_it_decodes(agents: Agents, number: signal.Signals) -
     ("drain_s", "signals"), [("600", 2), pytest.param("0.2", 1, marks=chaos)], ids=["twice", "too long"]
 )
 def test_told_to_stop_twice_or_for_too_long(agents: Agents, drain_s: str, signals: int) -> None:
-    """What is open then ends with an error that says so."""
+    """A request that is open then ends with an error that says so."""
     agent = agents.start("--drain", drain_s)
     agent.wait_ready()
     expected = agent.content(COUNT)

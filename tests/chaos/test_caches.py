@@ -57,7 +57,7 @@ def cached(cluster: FaultyCluster, prompt: str) -> tuple[str, int]:
 
 
 def test_a_second_time_starts_from_what_was_kept(whole: FaultyCluster) -> None:
-    """What the faults below rely on."""
+    """The faults below rely on it."""
     prompt, expected = fresh(1)
     assert cached(whole, prompt) == (expected, 0)
     text, tokens = cached(whole, prompt)
@@ -66,7 +66,7 @@ def test_a_second_time_starts_from_what_was_kept(whole: FaultyCluster) -> None:
 
 
 def test_a_cache_that_rank_1_has_not_kept(whole: FaultyCluster) -> None:
-    """Whoever starts from it finds nothing there."""
+    """A request that starts from it finds nothing there."""
     prompt, expected = fresh(2)
     was = before(whole)
     whole.order("keep_otherwise", 1, how=str(-(1 << 20)))

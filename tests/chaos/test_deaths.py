@@ -32,7 +32,7 @@ from .orders import Order
 chaos = pytest.mark.chaos
 
 HELD_S = 60 * SLOWNESS
-"""How long a rank is held at the point where it shall die: longer than any test waits."""
+"""Seconds for which a rank is held at the point where it must die: longer than any test waits."""
 
 LOST = {Code.RANK_LOST}
 KILLED = "killed from outside"

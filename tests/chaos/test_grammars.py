@@ -43,7 +43,7 @@ def helper(cluster: FaultyCluster) -> int:
 
 
 def test_the_helper_is_killed_while_it_compiles(cluster: FaultyCluster) -> None:
-    """That request fails; others go on meanwhile, and the same grammar can be asked for again."""
+    """Its request fails; others go on meanwhile, and the same grammar can be asked for again."""
     cluster.right(SHORT)
     was = before(cluster)
     cluster.order("record", 0)

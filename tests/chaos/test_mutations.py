@@ -222,7 +222,7 @@ def test_a_bit_flipped_in_the_logits_that_rank_1_gathered_changes_nothing(cluste
 def test_a_bit_flipped_before_ranks_exchange_logits_is_everybodys(
     cluster: FaultyCluster, on: str, fields: dict[str, Any]
 ) -> None:
-    """What a rank computes of its share is nowhere else to compare with: all ranks agree on what came of it.
+    """There is nothing to compare a rank's share with: all ranks agree on what came of it.
 
     It takes the golden proof to notice a rank that does this more than once.
     """

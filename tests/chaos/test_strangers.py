@@ -11,7 +11,7 @@ from ..cluster import WAIT_S
 from .harness import NOTICED_S, FaultyCluster, assert_recovered, assert_sound, before, kill
 
 HANDSHAKE_S = 3.0
-"""What a connection gets to say who it is; production has no setting for it."""
+"""Seconds that a connection has to introduce itself; production has no setting for it."""
 
 
 def test_strangers_at_the_decode_port_are_turned_away(cluster: FaultyCluster) -> None:

@@ -187,7 +187,7 @@ def die(
 
 
 prompts: dict[int, tuple[int, ...]] = {}
-"""What this rank has got of each prompt."""
+"""This rank's part of each prompt."""
 
 
 @around(RankExecutor, "launch")
@@ -248,7 +248,7 @@ def take_another_token(original: Wrapped, runner: Runner, frame: StepToken, know
 
 @around(Sampler, "choose")
 def draw_another_token(original: Wrapped, sampler: Sampler, logits: mx.array, at: mx.array) -> mx.array:
-    """What this rank draws from the gathered logits is one too high."""
+    """This rank draws a token from the gathered logits that is one too high."""
     tokens: mx.array = original(sampler, logits, at)
     if orders.due("draw_another_token"):
         wrong = (tokens + 1) % logits.shape[-1]
@@ -302,7 +302,7 @@ def flip_after_gather(
 def misread_step(
     original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
 ) -> Forward:
-    """What this rank runs is not what the frame says. It counts frames of one row, or of several."""
+    """This rank runs something else than the frame says. It counts frames of one row, or of several."""
     rows = "one row" if isinstance(frame, StepToken) and len(frame.rows) == 1 else "several rows"
     if isinstance(frame, StepToken) and (order := orders.due("misread_step", rows)):
         match order.how:

@@ -37,7 +37,7 @@ def asked(text: str, **fields: Any) -> dict[str, Any]:
 
 
 def final(client: anthropic.Anthropic, **fields: Any) -> Any:
-    """What the library makes of a stream."""
+    """Return the library's message of a stream."""
     with client.messages.stream(**fields) as stream:
         return stream.get_final_message()
 

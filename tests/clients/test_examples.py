@@ -49,14 +49,14 @@ SAID = {
         "structured": r"wet=(True|False)",
     },
 }  # fmt: skip
-"""What stands below each heading."""
+"""The text below each heading."""
 
 
 # --- scripts ----------------------------------------------------------------------------------------------
 
 
 def sections(command: list[str], url: str) -> dict[str, str]:
-    """What a script printed, by its headings. Fails unless it went well."""
+    """Return the output of a script, by its headings. Fails unless it went well."""
     done = subprocess.run(
         command,
         env={**os.environ, "MLXTP_URL": url},
@@ -215,7 +215,7 @@ def test_the_settings_of_continue() -> None:
 
 
 def test_the_settings_of_open_webui() -> None:
-    """Which are the same in the file and in the guide."""
+    """They are the same in the file and in the guide."""
     compose = yaml.safe_load((CLIENTS / "open_webui.compose.yaml").read_text())
     service = compose["services"]["open-webui"]
     docker = HERE.replace("127.0.0.1", "host.docker.internal")

@@ -25,7 +25,7 @@ ULTRA, MAX, MINI, BOOK, OLD_BOOK = MACS = (
 
 
 def recorded(name: str) -> dict[str, str]:
-    """What each command of that Mac printed."""
+    """Return the output of each command of that Mac."""
     texts: dict[str, str] = {}
     command = ""
     for line in (FOLDER / f"{name}.txt").read_text().splitlines(keepends=True):
@@ -56,7 +56,7 @@ def port(of: Machine, receptacle: int) -> Port:
 
 
 def profile(name: str, **parts: Any) -> str:
-    """What `system_profiler` says, with some of its three parts replaced."""
+    """Return the output of `system_profiler`, with some of its three parts replaced."""
     return json.dumps(json.loads(recorded(name)["system_profiler"]) | parts)
 
 
@@ -69,6 +69,6 @@ _CODEC = record(Machine)
 
 
 def over_the_wire(sent: Machine) -> Machine:
-    """What another machine receives of it; raises what its codecs refuse."""
+    """Return another machine's copy of it; raises what its codecs refuse."""
     received: Machine = _CODEC.from_wire(msgpack.unpackb(msgpack.packb(_CODEC.to_wire(sent))))
     return received

@@ -75,7 +75,7 @@ class Fin:
 
 @dataclass
 class Journal:
-    """What one node saw, over all its starts."""
+    """Events that one agent saw, over all its starts."""
 
     changes: list[tuple[float, Change]] = field(default_factory=list)
     duplicates: list[Duplicate] = field(default_factory=list)

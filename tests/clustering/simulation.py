@@ -225,13 +225,13 @@ class World:
         return found
 
     def reach(self, one: str, other: str) -> bool:
-        """Whether they run, take each other for members, and nothing stands between them."""
+        """Return whether they run, take each other for members, and nothing stands between them."""
         if not {one, other} <= self.nodes.keys() or self.is_cut(one, other):
             return False
         return all(b in self.nodes[a].leadership.roster.members() for a, b in ((one, other), (other, one)))
 
     def complaint(self) -> str:
-        """What is not as it should be once everything has calmed down; empty when all is well."""
+        """Return what is wrong once everything has calmed down; empty when all is well."""
         if paused := [name for name, node in self.nodes.items() if node.paused_until > self.now]:
             return f"{paused} stand still"
         for component in self.components():

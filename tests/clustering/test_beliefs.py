@@ -1,4 +1,4 @@
-"""What members believe: whoever hears the same, in whatever order, believes the same."""
+"""Members' knowledge of each other: the same reports, in any order, make the same knowledge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two Macs may compute together."""
+"""Compatibility of two Macs that want to compute together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who coordinates: claims, pulses, the time to wait before one claims. Time is an argument."""
+"""Election of the coordinator: claims, pulses, the time to wait before one claims. Time is an argument."""
 
 from __future__ import annotations
 

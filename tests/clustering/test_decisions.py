@@ -1,4 +1,4 @@
-"""What the coordinator does next, case by case, and what others refuse. One view, one action."""
+"""Decisions of the coordinator, case by case, and refusals by others. One view, one action."""
 
 from __future__ import annotations
 

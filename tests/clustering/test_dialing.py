@@ -1,4 +1,4 @@
-"""Which address is dialled when."""
+"""Order and times of addresses to dial."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dialing(*static: str) -> Dialing:
 
 
 def dialled(policy: Dialing, until: float, start: float = 0.0, linked: Iterable[str] = ()) -> list[float]:
-    """When addresses were dialled, each of which failed at once."""
+    """Return the times at which addresses were dialled, each of which failed at once."""
     times, now, linked = [], start, set(linked)
     while now <= until:
         for address in policy.tick(now, linked):
@@ -333,7 +333,7 @@ def test_a_node_links_with_all_of_its_cluster(flood: int) -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whatever is told in whatever order, the promises hold."""
+    """The promises hold for any reports in any order."""
 
     addresses = Bundle("addresses")
 
@@ -375,7 +375,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.dial(later, linked)
 
     def dial(self, later: float, linked: set[str]) -> set[str]:
-        """What a tick after some time dials, which is checked."""
+        """Check what a tick after some time dials."""
         self.now += later
         self.in_flight = {a: at for a, at in self.in_flight.items() if self.now - at < DIAL_S}
         chosen = self.policy.tick(self.now, linked)
@@ -423,7 +423,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def the_user_is_not_forgotten(self) -> None:
-        """However long it was silent, an address of the user has its turn when nobody is linked."""
+        """An address of the user is dialled when no agent is linked, however long it was silent."""
         dialled: set[str] = set()
         # One node may be behind all of them, of which two are dialled at once.
         for _ in range(len(self.known) // AT_ONCE_A_NODE + 1):

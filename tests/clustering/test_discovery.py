@@ -79,7 +79,7 @@ class Member:
 
 
 def sighting(advert: Advert, *addresses: str) -> DiscoveredPeer:
-    """What others should make of it."""
+    """Return the sighting that others make of it."""
     return DiscoveredPeer(
         advert.node_id,
         advert.cluster_id,
@@ -242,7 +242,7 @@ def test_without_any_network_it_says_so_and_goes_on(net: Hosts) -> None:
 def announcement(
     service: str, txt: bytes, *, address: str = "10.87.0.2", port: int = 7, ttl: int = 4500
 ) -> bytes:
-    """What a responder multicasts to announce a service."""
+    """Return the packet that a responder multicasts to announce a service."""
     out = DNSOutgoing(0x8400)
     out.add_answer_at_time(DNSPointer(SERVICE, 12, 1, ttl, service), 0)
     out.add_answer_at_time(DNSService(service, 33, 0x8001, ttl, 0, 0, port, service), 0)

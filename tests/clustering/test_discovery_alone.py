@@ -1,4 +1,4 @@
-"""What discovery makes of a network, in a network that is made up."""
+"""Discovery in a network that is made up."""
 
 from __future__ import annotations
 

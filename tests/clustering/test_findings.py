@@ -1,4 +1,4 @@
-"""What people are told about their cables and settings, and what to type."""
+"""Advice to users about their cables and settings, with the commands to type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever commands print, every parser answers, and what it answers fits into its message."""
+"""Parsers of commands' output: each replies to any output, and its reply fits into its message."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RECORDED = {
 
 @st.composite
 def garbled(draw: st.DrawFn, command: str) -> str:
-    """What a command printed once, with parts lost, doubled, or replaced by anything."""
+    """Output of a command, with parts lost, doubled, or replaced by anything."""
     text = draw(st.sampled_from(RECORDED[command]))
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(text)))
@@ -86,7 +86,7 @@ def test_no_text_makes_a_parser_fail(command: str) -> None:
 
 
 def size(value: Any) -> int:
-    """How many values a reading holds, all in all."""
+    """Count the values that a reading holds, all in all."""
     if isinstance(value, (str, bool, int)):
         return 1
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Which addresses count, and what Linux tells of them."""
+"""Addresses that count, and what Linux reports of them."""
 
 from __future__ import annotations
 

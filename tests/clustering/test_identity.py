@@ -1,4 +1,4 @@
-"""Who a Mac is, on the disk: nothing is lost by a crash, nothing foreign or half is taken for an identity."""
+"""A Mac's identity on the disk: a crash loses nothing, and nothing foreign or half is taken for one."""
 
 from __future__ import annotations
 

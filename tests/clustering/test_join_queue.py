@@ -1,4 +1,4 @@
-"""Whom a joiner asks next, whoever else announces what. Time by hand."""
+"""Order of the Macs that a joiner asks, beside announcements of others. Time by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def addresses(announcer: int, count: int) -> list[str]:
 
 
 def until_asked(queue: JoinQueue, right: str, now: float = 0.0) -> float:
-    """When the right address is asked, if none of the others ever answers."""
+    """Return the time at which the right address is asked, if none of the others ever replies."""
     running: list[tuple[float, str]] = []
     while True:
         while len(running) < MAX_ASKED and (taken := queue.take(now)) is not None:
@@ -31,7 +31,7 @@ def until_asked(queue: JoinQueue, right: str, now: float = 0.0) -> float:
 def test_beside_16_liars_with_16_addresses_each_the_right_mac_is_asked_within_10_s(
     count: int, honest_first: bool
 ) -> None:
-    """Whichever of its addresses is the one that this Mac reaches."""
+    """For each of the addresses by which this Mac may reach it."""
     for right in addresses(200, count):
         queue = JoinQueue()
         announcers = [(f"liar {number}", addresses(number, 16)) for number in range(16)]

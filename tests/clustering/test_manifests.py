@@ -1,4 +1,4 @@
-"""Which files of a repository are wanted."""
+"""Files of a repository that are wanted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured, what is kept of it, and what placement makes of it."""
+"""Measurements of fabrics: what is kept, and what placement makes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is here: silence, broken links, restarts, returns, copies. Time is an argument."""
+"""Presence of members: silence, broken links, restarts, returns, copies. Time is an argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank may take, and what it takes."""
+"""Memory that a rank may take, and that it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every plan, whatever the desk looks like."""
+"""Laws of every plan, for any set of Macs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAULTS: Mapping[str, Callable[[MemberMachine], MemberMachine]] = {
     ),
     "only itself": lambda m: changed(m, ports=(), interfaces=(LOOP,)),
 }
-"""What can be wrong, or otherwise, with one Mac."""
+"""Faults, or other differences, of one Mac."""
 LOOP = Interface("lo0", "127.0.0.1", 8, "loopback", 0, True)
 
 

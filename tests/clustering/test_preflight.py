@@ -1,4 +1,4 @@
-"""Why JACCL would not form, from what a machine tells of itself; and what its errors mean."""
+"""Reasons why JACCL would not form, from a machine's own report; and the meaning of its errors."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_device_that_is_not_there() -> None:
 
 
 def test_what_a_person_named_is_believed() -> None:
-    """What it takes the probe for is not asked; the rest of the machine is, as long as it is needed."""
+    """Its probe is left out; the rest of the machine is read, as long as it is needed."""
     matrix = (("", "mlx5_0", "rdma_en4"), *THREE[1:])
     assert preflight(0, STUDIO, matrix, named={"mlx5_0"}) is None
     assert "is down" in refuse(with_port(4, active=False), matrix=matrix, named={"mlx5_0"}).what

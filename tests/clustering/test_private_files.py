@@ -20,7 +20,7 @@ F_FULLFSYNC = 51
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of the system, as on a Mac: "full" or "sync", and renames."""
+    """Calls of the system, as on a Mac: "full" or "sync", and renames."""
     found: list[str] = []
     fsync, replace = os.fsync, Path.replace
 

@@ -43,11 +43,11 @@ class Desk:
         return roster.removing(mac.identity.node_id, self.proofs[by.identity.node_id].removal)
 
     def hears(self, held: Roster, told: Roster) -> Roster:
-        """What the mini holds after it was told another roster."""
+        """Return the roster that the mini holds after it got another one."""
         return held.merged(self.proofs[self.mini.identity.node_id].proven(told.entries, held))
 
     def removes(self, held: Roster, mac: Member, by: Member) -> bool:
-        """Whether the others take that one's word for it."""
+        """Return whether the others accept that member's removal."""
         return mac.identity.node_id not in self.hears(held, self.removed(held, mac, by)).members()
 
 

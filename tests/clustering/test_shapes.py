@@ -1,4 +1,4 @@
-"""What placement knows of a model, against what a load would check and what files weigh."""
+"""Placement's knowledge of a model, against what a load would check and what files weigh."""
 
 from __future__ import annotations
 

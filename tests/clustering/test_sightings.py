@@ -1,4 +1,4 @@
-"""What is believed of what is announced, and for how long."""
+"""Sightings of announcements, and how long they count."""
 
 from __future__ import annotations
 

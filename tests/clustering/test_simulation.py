@@ -399,7 +399,7 @@ def test_whatever_happens_it_calms_down_and_everybody_agrees(
 
 
 def assert_lawful(name: str, journal: Journal) -> None:
-    """What must hold at every moment, read from what a node noted down."""
+    """Assert the laws that hold at any time, read from an agent's notes."""
     assert journal.duplicates == []
     states: dict[str, MemberState] = {}
     youngest: dict[str, int] = {}
@@ -433,7 +433,7 @@ def test_the_same_story_goes_the_same_way_twice(story: Story, seed: int, strengt
 
 
 def states_of(world: World, name: str) -> list[MemberState]:
-    """What the others went through with this node since the beginning."""
+    """Return the states through which the others saw this agent since the beginning."""
     journals = [journal for other, journal in world.journals.items() if other != name]
     return [change.after for journal in journals for _, change in journal.changes if change.node_id == name]
 

@@ -1,4 +1,4 @@
-"""Which member the others copy a model from."""
+"""Choice of the member that the others copy a model from."""
 
 from __future__ import annotations
 

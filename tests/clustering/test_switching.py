@@ -1,4 +1,4 @@
-"""Whose turn it is: first come first served, nothing unloaded under a request, a pinned model stays."""
+"""Order of models: first come first served, nothing unloaded under a request, a pinned model stays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Story:
     now: float = 0.0
 
     def queue(self, node: str, *waiting: str, running: int = 0, behind: bool = False) -> None:
-        """What `node` tells; `behind`: before it has heard of the present turn."""
+        """Deliver the queue of `node`; `behind`: before it has the present turn."""
         self.now += 1
         turn = self.turns.current
         number = turn.number - 1 if behind else turn.number

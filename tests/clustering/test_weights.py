@@ -1,4 +1,4 @@
-"""What a configuration implies is what mlx-lm builds from it."""
+"""Weights implied by a configuration, against what mlx-lm builds from it."""
 
 from __future__ import annotations
 

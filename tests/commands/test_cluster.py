@@ -355,7 +355,7 @@ def test_the_page_is_where_the_agent_is_and_has_its_key(
 
 
 def test_a_drain_is_watched_to_the_end_of_the_agent(agent: Agent) -> None:
-    """Which lets go of its home when it ends; until then the command waits."""
+    """The agent lets go of its home when it ends; until then the command waits."""
     with ExitStack() as holding:
         holding.enter_context(_own_home(agent.home))
         done = threading.Event()

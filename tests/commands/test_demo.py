@@ -1,4 +1,4 @@
-"""What the demo says when its question is not answered."""
+"""Words of the demo when its question gets no answer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_ctrl_c_while_a_process_is_starting(tmp_path: Path, process: int) -> Non
     started: set[int] = set()
 
     def begun() -> bool:
-        """Whether the process runs. Imports that look for a library start others, which are soon gone."""
+        """Return whether the process runs. Imports that look for a library start short-lived others."""
         for child in psutil.Process(demo_.pid).children():
             with contextlib.suppress(psutil.Error):
                 if "mlxtp.engine.worker" in child.cmdline():
@@ -124,7 +124,7 @@ def test_an_answer_that_breaks_off(answer: bytes) -> None:
 
 
 def test_whoever_reads_the_output_may_leave() -> None:
-    """That is no fault of the answer's."""
+    """The answer is not at fault."""
     chunk = b'data: {"choices": [{"delta": {"content": "x"}}]}\n'
 
     def leave(_: str) -> None:

@@ -64,7 +64,7 @@ class Backend:
 class Admin(FakeAdmin):
     said: Mapping[str, object] = STATUS
     starting: tuple[str, ...] = ()
-    """What it says first, one after the other."""
+    """Its first words, one after the other."""
 
     def status(self) -> Mapping[str, object]:
         if not self.starting:
@@ -133,7 +133,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 
 def refusal(done: subprocess.CompletedProcess[str], status: int = 1) -> str:
-    """What it said, once it is clear that it refused and started nothing."""
+    """Return its words, once it is clear that it refused and started nothing."""
     assert (done.returncode, done.stdout) == (status, ""), done
     return " ".join(done.stderr.split())
 

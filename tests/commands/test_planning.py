@@ -1,4 +1,4 @@
-"""What `mlxtp plan` reads and prints."""
+"""Input and output of `mlxtp plan`."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_a_model_that_comes_stands_once_with_the_mac_that_it_comes_to() -> None:
 
 
 class Observed:
-    """What an agent would let be seen."""
+    """An agent's state as it shows it."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()

@@ -20,7 +20,7 @@ FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 
 
 def said(name: str) -> dict[str, str]:
-    """What each command of that file printed, by the whole command."""
+    """Return the output of each command of that file, by the whole command."""
     texts: dict[str, str] = {}
     command = ""
     for line in (FOLDER / f"{name}.txt").read_text().splitlines(keepends=True):
@@ -56,7 +56,7 @@ class Machine:
 def facts(
     home: Path, machine: Machine, system: str = "darwin", problem: str = "", **settings: Any
 ) -> MachineFacts:
-    """What a command finds out on such a machine. Its network is this one's loopback."""
+    """Return the facts that a command finds on such a machine. Its network is this one's loopback."""
     chosen: dict[str, Any] = {"interface": "127.0.0.1", "discovery": False, "cluster": True} | settings
     here = Settings(home, "127.0.0.1", 0, 1, "tiny", control_port=0, **chosen)
     checkup = Checkup(here, problem, run=machine.run, run_as_self=machine.run, system=system)

@@ -1,4 +1,4 @@
-"""What is read from the commands that only the doctor asks."""
+"""Readings of the commands that only the doctor runs."""
 
 from __future__ import annotations
 

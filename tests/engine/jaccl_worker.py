@@ -33,7 +33,7 @@ ADDRESS_BYTES = 32
 
 @dataclass(frozen=True)
 class Script:
-    """What goes otherwise than it should, and when: just before round `at`, counted from 1.
+    """A fault of the bootstrap and its time: just before round `at`, counted from 1.
 
     `fault`: "raise" as JACCL does, "die", "wait" for somebody to open FOLDER/gate, "retry" after a round
     that failed, or nothing. `whole`: all of a rank process, with a real group over the ring in the end.
@@ -44,7 +44,7 @@ class Script:
     sizes: tuple[int, ...] = SIZES
     whole: bool = False
     words: str = "Changing queue pair to RTR failed with errno 22"
-    """What JACCL says when it raises."""
+    """JACCL's words when it raises."""
     variables: tuple[str, ...] = ()
     """JACCL's variables that may be set, beside the file and the rank."""
 
@@ -112,7 +112,7 @@ class NoGroup:
 
 
 def part(rank: int, number: int, n: int) -> bytes:
-    """What a rank says in a round: unlike what others say, and unlike itself in another round."""
+    """Return a rank's part of a round: unlike those of others, and unlike its own in another round."""
     return bytes((rank * 70 + number * 11 + at) % 256 for at in range(n))
 
 

@@ -136,7 +136,7 @@ class FakeGuide(Guide):
 
 
 class Ranks:
-    """What every rank would hold, `contents[uid]` token by token, and what it would choose."""
+    """The tokens that every rank would hold, `contents[uid]`, and those it would choose."""
 
     def __init__(self, requests: dict[int, Request], kv_tokens: int) -> None:
         self._requests = requests
@@ -235,7 +235,7 @@ class Ranks:
         return self._inside[uid]
 
     def _check_guide(self, uid: int) -> None:
-        """What a row chooses last, its grammar must be prepared for."""
+        """Assert that a row's grammar is prepared for the token that it chooses last."""
         request = self._requests[self.request_of[uid]]
         if request.guide is not None and not (request.ends or request.failures):
             assert request.guide.prepared == len(self.contents[uid]) - len(request.prompt)

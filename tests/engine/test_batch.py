@@ -32,7 +32,7 @@ from .families import FAMILIES
 from .small_models import write_model
 
 MARGIN = 1e-3
-"""What other shapes of the same sums may differ by; logits here are of the order of 10."""
+"""The most by which other shapes of the same sums may differ; logits here are of the order of 10."""
 VOCABULARY = 512
 MOST_ROWS = 5
 
@@ -93,7 +93,7 @@ class Course:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     alone: dict[int, Caches] = field(default_factory=dict)
     detached: list[tuple[list[int], Caches]] = field(default_factory=list)
-    """What was copied out of the batch, or kept when a row left."""
+    """Caches copied out of the batch, or kept when a row left."""
     uid: int = 0
     counts: set[int] = field(default_factory=set)
 

@@ -99,7 +99,7 @@ def test_a_draw_goes_by_position_whatever_column_it_stands_in(logits: mx.array) 
 
 
 def test_other_rows_have_other_settings(logits: mx.array) -> None:
-    """What is kept from step to step belongs to these rows only."""
+    """State that is kept from step to step belongs to these rows only."""
     chooser = Chooser(LoneGroup(), NoLogitShaping())
     first, _ = choose(chooser, logits, (HOT, GREEDY))
     second, _ = choose(chooser, logits, (GREEDY, HOT))

@@ -109,7 +109,7 @@ def hello(rank: int = 1, key: bytes = KEY, epoch: int = EPOCH) -> Hello:
 
 
 def closed(sock: socket.socket) -> bool:
-    """Whether the other end hangs up, without a word before."""
+    """Return whether the other end hangs up without a message."""
     try:
         return sock.recv(1) == b""
     except TimeoutError:
@@ -205,7 +205,7 @@ def test_another_member_of_the_cluster_is_no_rank_though_it_knows_everything(gro
 
 
 def test_a_rank_gives_its_proof_to_nobody_but_rank_0(group: Group) -> None:
-    """Who listens in rank 0's place is a member, too; it hears not one frame."""
+    """A process that listens in rank 0's place is a member, too; it gets not one frame."""
     outsider = group.outsider
     context = member_context_server(outsider.credentials, (ALPN_DECODE,))
     one = group.rank(1)

@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Arrived:
-    """What a reader thread hands over."""
+    """A message handed over by a reader thread."""
 
     message: Message
 
@@ -297,7 +297,7 @@ def test_progress_is_reported_now_and_then_and_of_open_requests_alone(tmp_path: 
 def test_a_disk_that_hangs_under_the_draft_model_is_noticed(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """Whoever watches judges a load by its phase, and by what it says of its progress."""
+    """The watch judges a load by its phase, and by its reports of progress."""
     story = Story(tmp_path, LoadShard(str(folder), 512, (), draft_path=str(folder)))
     phases, progress = [], []
 

@@ -1,4 +1,4 @@
-"""What rank 0 does with the logits of its rows, in one process: masks, forced tokens, counts."""
+"""Rank 0's work on the logits of its rows, in one process: masks, forced tokens, counts."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ FOUR: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Group:
-    """What the members of a group wrote down, in rank order, and the folders of their models."""
+    """Notes of the members of a group, in rank order, and the folders of their models."""
 
     facts: list[dict[str, Any]]
     arrays: list[dict[str, Any]]

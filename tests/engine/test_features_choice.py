@@ -1,4 +1,4 @@
-"""How tokens are chosen, on two real ranks and on one, against one process: every parameter, every way.
+"""Choice of tokens, on two real ranks and on one, against one process: every parameter, every way.
 
 The model has random weights in 32-bit numbers. Sums of other shapes (two ranks, several rows, several tokens
 at once) differ from one process's in the last bits, so that a choice between two as good as equal could tip:

@@ -1,4 +1,4 @@
-"""Whatever comes, in whatever order: all ranks have done the same, and a rank that has not is found."""
+"""Requests of any kind in any order: all ranks have done the same, and a rank that has not is found."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def fresh(seed: int, length: int = 30) -> str:
 
 
 def ask(cluster: Cluster, prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> int:
-    """How many tokens of the prompt were cached. Fails unless the answer is the right one."""
+    """Return the number of cached tokens of the prompt. Fails unless the answer is the right one."""
     tokens, end = cluster.complete(prompt, max_tokens)
     assert tokens == reference(prompt, max_tokens)
     return end.cached

@@ -60,7 +60,7 @@ def ended(matcher: Matcher) -> bool:
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
-    """Whether `text`, token by token, is allowed and may end."""
+    """Return whether `text`, token by token, is allowed and may end."""
     matcher = grammar.matcher()
     for token in tokens_of(text):
         if token not in allowed(matcher):
@@ -78,7 +78,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def valid(value: Any, schema: dict[str, Any], root: dict[str, Any] | None = None) -> bool:
-    """Whether a value is valid for a schema of the few keywords that these tests use."""
+    """Return whether a value is valid for a schema of the few keywords that these tests use."""
     root = root or schema
     if "$ref" in schema:
         return valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
@@ -643,7 +643,7 @@ def test_what_looks_explosive_but_is_not_can_be_used(hasty: Grammars, name: str)
 
 
 def counted(busy: Callable[[Callable[[], None]], object]) -> int:
-    """How often this thread comes round while `busy` has not called what it was given."""
+    """Count the rounds of this thread while `busy` has not called what it was given."""
     done = threading.Event()
     busy(done.set)
     rounds = 0

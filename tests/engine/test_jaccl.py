@@ -156,7 +156,7 @@ class Formed:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What forming changes in it is undone."""
+    """Undo what forming changes in it."""
     monkeypatch.setenv("MLX_RANK", "7")
     monkeypatch.setenv("MLX_IBV_DEVICES", "/nowhere")
 

@@ -145,7 +145,7 @@ class Ranks:
                 self.links[rank].send(answer)
 
     def fails(self, rank: int, code: Code) -> str:
-        """What that rank says of itself before it exits with the status that names the reason."""
+        """Return that rank's own reason before it exits with the status that names the reason."""
         error = self.hear(rank, Error)
         assert error.code == code, error
         assert self.processes[rank].wait(WAIT_S) == exit_status(code)

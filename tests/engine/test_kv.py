@@ -1,4 +1,4 @@
-"""How much room KV caches take: enough, seldom another size, and little of it empty."""
+"""Room for KV caches: enough, seldom another size, and little of it empty."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_quantized_weights_load(tmp_path: Path) -> None:
 
 
 def test_the_largest_numbers_are_numbers(folder: Path) -> None:
-    """What lies next to infinity, in each type, and below zero as well."""
+    """The numbers next to infinity, in each type, and below zero as well."""
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
         weight = mx.zeros((64,), dtype=dtype)
         weight[:2] = mx.array([mx.finfo(dtype).max, mx.finfo(dtype).min])

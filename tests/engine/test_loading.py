@@ -23,7 +23,7 @@ pytestmark = pytest.mark.group
 ANSWER = "FALCON-MERCURY-7749"
 QUESTION = f"Repeat exactly: {ANSWER}"
 EMPTY_BYTES = 100_000
-"""What a rank without a model may still hold."""
+"""The most that a rank without a model may hold."""
 
 
 class Group:

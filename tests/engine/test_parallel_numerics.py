@@ -30,7 +30,7 @@ DIGEST = 4_000_000_000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What both members of the group saw, and the folders of their models."""
+    """Results of both members of the group, and the folders of their models."""
 
     facts: list[dict[str, Any]]
     logits: list[dict[str, Any]]

@@ -42,7 +42,7 @@ standing_here()
 
 
 def recorded(path: Path, number: int) -> tuple[Recording, int]:
-    """What a process left that was ended by a signal in the midst of a step, and its exit status."""
+    """Return the recording and the exit status of a process that a signal ended in the midst of a step."""
     memory = recording_file(path)
     try:
         process = subprocess.Popen([sys.executable, "-c", RANK, str(path)], stdout=subprocess.PIPE, text=True)

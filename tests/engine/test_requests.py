@@ -1,4 +1,4 @@
-"""Whose grammar is compiled, and who has to come again."""
+"""Requests whose grammar is compiled, and those that have to come again."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ SPECIAL = (3, 17)
 
 
 def mlx_lm_filtered(logits: mx.array, row: Sampling, *, coin: bool) -> mx.array:
-    """What mlx-lm's chain leaves of `logits` [V], with XTC applied if the `coin` says so."""
+    """Return what mlx-lm's chain leaves of `logits` [V], with XTC applied if the `coin` says so."""
     x = (logits - mx.logsumexp(logits, keepdims=True))[None]
     if 0 < row.top_p < 1:
         x = theirs.apply_top_p(x, row.top_p)

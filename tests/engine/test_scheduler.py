@@ -977,7 +977,7 @@ def test_whoever_is_preempted_may_have_no_way_on() -> None:
 
 
 def opcodes(think: Callable[[], object]) -> int:
-    """How many instructions of Python it takes: a measure that does not depend on the machine's load."""
+    """Count the instructions of Python it takes: a measure that does not depend on the machine's load."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

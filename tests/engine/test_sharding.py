@@ -1,4 +1,4 @@
-"""What does not divide is refused before anything is loaded, with the number that does not fit."""
+"""Refusals of what does not divide, before anything is loaded, with the number that does not fit."""
 
 from __future__ import annotations
 

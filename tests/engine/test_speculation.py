@@ -30,7 +30,7 @@ FEW_TOKENS = st.lists(st.integers(0, 2), max_size=60)
 
 
 def matched_at(tokens: Sequence[int], place: int) -> int:
-    """How many tokens before `place` are the last ones of `tokens`."""
+    """Count the tokens before `place` that are the last ones of `tokens`."""
     length = 0
     while length < min(place, LONGEST_MATCH) and tokens[place - 1 - length] == tokens[-1 - length]:
         length += 1
@@ -217,7 +217,7 @@ def markov(seed: int, order: int, vocabulary: int) -> Model:
 )
 @settings(max_examples=60)
 def test_drafts_change_no_token(seed: int, order: int, vocabulary: int, prompt: list[int]) -> None:
-    """Whatever the model, whatever the drafts: greedy output is the same with and without."""
+    """Greedy output is the same with and without drafts, for any model and any drafts."""
     model = markov(seed, order, vocabulary)
     assert decode(model, prompt, 80).tokens == plain(model, prompt, 80)
 

@@ -1,4 +1,4 @@
-"""What a rank says of the forward that runs: which phase it is, since when, and how long it should take."""
+"""A rank's report of the forward that runs: its phase, since when, and how long it should take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank process ends: with its memory given back wherever its main thread still comes back."""
+"""Ends of a rank process, which gives its memory back if its main thread still comes back."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def bits(array: mx.array) -> mx.array:
 
 
 def reads_own_bytes(loaded: ModelShare, folder: Path, group: Group) -> tuple[int, bool]:
-    """How many tensors were read by this rank's rows alone, and whether all are as if read whole."""
+    """Count the tensors that were read by this rank's rows alone; return whether all are as if read whole."""
     calls = 0
 
     def counted(stored: StoredTensor, rank: int, ranks: int) -> mx.array:

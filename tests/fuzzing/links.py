@@ -32,7 +32,7 @@ def _states(link: LinkKind) -> list[LinkState]:
 
 
 def _kinds(link: LinkKind) -> list[type[Message]]:
-    """What may travel on it at some time, and one message that may not."""
+    """Return the messages that may travel on it at some time, and one that may not."""
     may = {kind for moves in TABLES[link].values() for side in moves.values() for kind in side}
     alien = next(kind for _, kind in sorted(MESSAGES.items()) if kind not in may)
     return [*sorted(may, key=lambda kind: kind.__name__), alien]

@@ -1,4 +1,4 @@
-"""What is fuzzed: each function, the errors it may raise, and inputs to begin with."""
+"""Targets of fuzzing: each function, the errors it may raise, and inputs to begin with."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Target:
     seeds: tuple[bytes, ...]
 
     def broken_by(self, data: bytes) -> Exception | None:
-        """What this input raises that it may not."""
+        """Return the error that this input raises and must not."""
         try:
             self.run(data)
         except self.allowed:
@@ -172,7 +172,7 @@ def _joiner() -> Joiner:
 
 
 def joining(data: bytes) -> None:
-    """What a stranger says at either end of the exchange."""
+    """Messages of a stranger at either end of the exchange."""
     decoder = Decoder()
     decoder.feed(data)
     host, joiner, admitted = _host(), _joiner(), None
@@ -304,7 +304,7 @@ _OFFERED = (Tool("f", "", {"type": "object", "properties": {"a": {"type": "integ
 
 
 def tool_output(data: bytes) -> None:
-    """What a model says when it was offered tools: first the format, then text in pieces. Nothing is lost."""
+    """Output of a model that was offered tools: first the format, then text in pieces. Nothing is lost."""
     format_ = _FORMATS[data[0] % len(_FORMATS)] if data else _FORMATS[0]
     markup = Markup(("<think>", "</think>")).with_calls(format_)
     reader = CallReader(format_, _OFFERED)
@@ -388,7 +388,7 @@ _COMMANDS = sorted(PARSERS)
 
 
 def hardware(data: bytes) -> None:
-    """What a command prints: the parser answers, and the machine fits into its message."""
+    """Output of a command: the parser replies, and the machine fits into its message."""
     command = _COMMANDS[data[0] % len(_COMMANDS)] if data else _COMMANDS[0]
     PARSERS[command](text(data[1:]))
     found = mac(outputs(MACS[0], **{command: text(data[1:])}), "192.168.1.10")
@@ -538,7 +538,7 @@ _PROMPTS = (
 
 
 def tensor_header(data: bytes) -> None:
-    """What passes fills the file, and no shape overflows."""
+    """A header that passes fills the file, and no shape overflows."""
     extra, text = data[:1], data[1:]
     file_bytes = 8 + len(text) + (extra[0] if extra else 0)
     tensors = check_header(text, file_bytes)

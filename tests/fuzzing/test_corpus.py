@@ -1,4 +1,4 @@
-"""What once broke a parser breaks it no more, nor does what the search for more (`make fuzz`) begins with."""
+"""Inputs that once broke a parser, and those that the search for more (`make fuzz`) begins with."""
 
 from __future__ import annotations
 

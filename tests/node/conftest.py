@@ -36,7 +36,7 @@ def weights() -> ModelSource:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Whose client does not wait long before it tries again, and has a cache of its own."""
+    """A Hub whose client does not wait long before it tries again, and has a cache of its own."""
     monkeypatch.setattr("time.sleep", lambda s: threading.Event().wait(min(s, 0.05)))
     with running_hub() as running:
         put(running.url, tmp_path / "cache", monkeypatch)

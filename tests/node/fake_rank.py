@@ -60,7 +60,7 @@ SPARE = -1
 
 
 class Orders:
-    """What ranks of a test shall do, and what they did. Keys of an order:
+    """Orders for ranks of a test, and notes of what they did. Keys of an order:
 
     silent   never say hello; a spare: never become ready
     broken   a spare that ends before it is ready
@@ -84,7 +84,7 @@ class Orders:
         return (sys.executable, str(Path(__file__)), str(self.folder))
 
     def give(self, rank: int, **order: Any) -> None:
-        """What rank `rank`, or `SPARE`, does from its next start on; nothing out of the ordinary without."""
+        """Order what rank `rank`, or `SPARE`, does from its next start on; without keys nothing special."""
         (self.folder / f"order-{rank}").write_text(json.dumps(order))
 
     def of(self, rank: int) -> dict[str, Any]:

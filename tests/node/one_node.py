@@ -121,7 +121,7 @@ class Node:
                 link.close()
 
     def tick(self, seconds: float = 0.5) -> None:
-        """What `live` does, twice a second, but for writing to the disk."""
+        """Do what `live` does, twice a second, but for writing to the disk."""
         CLOCK.now += seconds
         self.parts.node.links.broadcast(self.parts.node.leadership.beat(healthy=True))
         if (serving := self.parts.servings.serving()) is not None:

@@ -1,4 +1,4 @@
-"""What several stories of this folder need."""
+"""Helpers of several stories of this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people ask of one member of a cluster, and what it refuses."""
+"""Requests of users to one member of a cluster, and its refusals."""
 
 from __future__ import annotations
 

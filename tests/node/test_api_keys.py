@@ -253,7 +253,7 @@ def test_what_is_said_to_whoever_has_no_good_key(tmp_path: Path) -> None:
 
 
 def test_the_hash_of_a_key_is_none(tmp_path: Path) -> None:
-    """Whoever reads the file has nothing that opens anything."""
+    """A reader of the file has nothing that opens anything."""
     agent = Ring(tmp_path, "always")
     key = told(agent.file, "laptop")
     digest = hashlib.sha256(key.encode())

@@ -1,4 +1,4 @@
-"""Who is asked again after a group has failed, and who is not."""
+"""Requests that are asked again after a group has failed, and those that are not."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_one_that_kills_is_found_and_no_other_is_ended(others: list[bool], at: i
 
 
 def _round(strikes: list[int | None], killer: int) -> set[int]:
-    """Who runs when the killer does: no suspect beside another; those before it have proven harmless."""
+    """Return the requests beside the killer: no suspect beside another; those before it are harmless."""
     plain = {i for i, count in enumerate(strikes) if count is not None and count < SUSPECT}
     if killer in plain:
         return plain

@@ -235,7 +235,7 @@ def test_who_was_removed_is_heard_no_more(tmp_path: Path, member: Member) -> Non
 
 
 def removed_by(first: Member, *entries: RosterEntry) -> Members:
-    """What the founder tells when it has removed these members; it is one itself."""
+    """Return the founder's message when it has removed these members; it is one itself."""
     proofs, mine = RosterProofs(first.identity), first.identity
     own = proofs.own(RosterEntry(mine.node_id, "first", mine.fingerprint, False, 1))
     gone = [proofs.removal(replace(proofs.admission(each), removed=True, removed_in=60)) for each in entries]
@@ -261,7 +261,7 @@ def test_a_node_that_was_removed_ends_and_says_what_brings_it_back(
 def test_more_members_than_there_can_be_displace_nobody(
     tmp_path: Path, member: Member, first: Member, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However old they are, and though the authority signed them. It is told once."""
+    """It holds for members of any age, and though the authority signed them. It is logged once."""
     proofs = RosterProofs(first.identity)
 
     def told(start: int, version: int) -> Members:

@@ -1,4 +1,4 @@
-"""Which group a coordinator plans, with members that lack something: the model, JACCL, a cable."""
+"""Groups that a coordinator plans, with members that lack something: the model, JACCL, a cable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a word to another agent takes: measured here, and told by the others of their links."""
+"""Latency of messages to another agent: measured here, and reported by the others of their links."""
 
 from __future__ import annotations
 

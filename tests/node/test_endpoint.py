@@ -32,7 +32,7 @@ def a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(home: Path, host: str = "127.0.0.1", **settings: Any) -> Endpoint:
-    """What it is while it is open."""
+    """The endpoint while it is open."""
     plain = Settings(home=home, http_host=host, http_port=0, ranks=1, model="tiny")
     with open_endpoint(replace(plain, **settings)) as found:
         assert found.sock.getsockname()[1] > 0

@@ -1,4 +1,4 @@
-"""How a Mac finds the one that lets it in, whoever else announces what on the network. Real TLS."""
+"""A Mac's search for the one that lets it in, beside announcements of others. Real TLS."""
 
 from __future__ import annotations
 

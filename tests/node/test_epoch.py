@@ -1,4 +1,4 @@
-"""When to try again, who is silent, who is stuck, and whose fault it was. Time is an argument."""
+"""Times to try again, silent and stuck ranks, and the rank at fault. Time is an argument."""
 
 from __future__ import annotations
 

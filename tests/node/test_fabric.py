@@ -1,4 +1,4 @@
-"""What is known of fabrics: who measures, who is told, what is kept, and which group is planned then."""
+"""Knowledge of fabrics: measuring, reporting, keeping, and the group that is planned then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a failed epoch: who may read it, how much of it there is, and what is not in it."""
+"""Records of a failed epoch: their readers, their size, and what is not in them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FAILED = FailedEpoch(7, "studio", GroupError("rank 1 is gone"), ("studio", "mini
 
 
 def memory(*digests: int, words: tuple[str, str] | None = None) -> bytes:
-    """What a rank's recorder leaves that finished a step for each digest, and began one more."""
+    """Return the memory of a rank's recorder that finished a step for each digest, and began one more."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recording"
         descriptor, recorder = recording_file(path), Recorder.at(path)

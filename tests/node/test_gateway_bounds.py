@@ -1,4 +1,4 @@
-"""What a gateway refuses and what it ends, before ranks that only remember what they were sent."""
+"""Requests that a gateway refuses or ends, before ranks that only remember what they were sent."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def play(
 
 
 async def heard(answer: Any) -> tuple[int, Code]:
-    """How many tokens came, and the code of the error after them."""
+    """Return the number of tokens that came, and the code of the error after them."""
     tokens = 0
     try:
         async for event in answer:

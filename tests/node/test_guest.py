@@ -105,7 +105,7 @@ class Story:
 
 
 def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], **limits: float) -> None:
-    """Whatever happens in it, in the end nothing of it is left."""
+    """Play a story at whose end nothing of the guest is left."""
 
     async def scene() -> None:
         stage = Story(tmp_path / "home", **limits)

@@ -1,4 +1,4 @@
-"""What is kept of the last epochs, and how fast tokens come. No clock runs here."""
+"""Records of the last epochs, and the rate of tokens. No clock runs here."""
 
 from __future__ import annotations
 

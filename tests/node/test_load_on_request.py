@@ -41,7 +41,7 @@ def put_into_the_hub_cache(cache: Path, name: str) -> Path:
 
 
 def right(folder: Path | None = None, tokens: int = TOKENS) -> str:
-    """What the model in this folder answers: the embedded one's is known."""
+    """Return the answer of the model in this folder; without one, of the embedded model."""
     folders = () if folder is None else (folder,)
     return spoken(reference(prompt_ids(QUESTION), tokens, *folders))
 

@@ -1,4 +1,4 @@
-"""What is said of a model that ranks cannot load."""
+"""Messages about a model that ranks cannot load."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ DESIRED = DesiredState(3, "a", "org/model", "auto")
 
 @dataclass
 class Events:
-    """What one agent was told, in order."""
+    """Events of one agent, in order."""
 
     welcome: bool = True
     links: list[ControlLink] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Agent:
         self.events = Events()
         self.refusal: MlxtpError | None = None
         self.in_one_breath = b""
-        """What is said to whoever calls, instead of what should be."""
+        """Bytes for each caller, instead of the right ones."""
         self.neighbours = PeerLinks(self.node_id, lambda: self.hello, self._judge, self.events)
         self.neighbours.on(self.events.received, Beat, DesiredState, Members, Prepare, Error)
         sock = listen("127.0.0.1")

@@ -43,7 +43,7 @@ class Lan:
 
     @property
     def trust(self) -> ssl.SSLContext | bool:
-        """What a client trusts that was given the certificate."""
+        """Return the trust of a client that was given the certificate."""
         if self.scheme == "http":
             return True
         return ssl.create_default_context(cafile=str(self.agent.home / "https-cert.pem"))

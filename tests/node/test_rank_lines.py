@@ -1,4 +1,4 @@
-"""What rank processes write, as lines of the agent's log: real processes, which only write."""
+"""Output of rank processes, as lines of the agent's log: real processes, which only write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Said = list[tuple[str, Mapping[str, int]]]
 
 
 def said_by(program: str, about: Mapping[str, int], *, close_early: bool = False) -> Said:
-    """What a process with this program wrote, by the time that it is gone."""
+    """Return the output of a process with this program, by the time that it is gone."""
     said: Said = []
 
     async def run() -> None:

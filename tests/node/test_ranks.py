@@ -135,7 +135,7 @@ class Story:
         asyncio.get_running_loop().call_later(0.2, self.beat)
 
     async def fails(self) -> MlxtpError:
-        """Why it ended, on its way up or later."""
+        """Return the reason of its end, on its way up or later."""
         async with asyncio.timeout(WAIT_S):
             try:
                 await self.serve()
@@ -395,7 +395,7 @@ def test_memory_is_compared_once_when_an_epoch_is_over(
 
 
 def kept(home: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the one failure left: of the epoch, and of each rank of this machine."""
+    """Return the files of the one failure: of the epoch, and of each rank of this machine."""
     [folder] = (home / failure_store.FOLDER).iterdir()
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
     return json.loads((folder / "epoch.json").read_text()), ranks

@@ -70,7 +70,7 @@ class Stage:
         self.ours.serve(self.desk, MODEL, TEXT, here=False)
 
     async def asked(self, count: int = 1) -> list[Generate]:
-        """What has reached rank 0."""
+        """Return the requests that have reached rank 0."""
         await sees(lambda: len(self.ranks.sent_of(Generate)) >= count)
         return self.ranks.sent_of(Generate)
 
@@ -79,7 +79,7 @@ class Stage:
             self.theirs.on_event(event)
 
     async def read(self, answer: Any) -> list[Any]:
-        """What the client gets; the error that ended it comes last."""
+        """Return the client's tokens; the error that ended the answer comes last."""
         found = []
         try:
             async for event in answer:
@@ -109,7 +109,7 @@ def play(story: Callable[[Stage], Awaitable[None]]) -> None:
 
 
 def test_an_answer_is_the_same_here_as_there() -> None:
-    """Whatever rank 0 says, in whatever portions, reaches the client as if it were on this Mac."""
+    """Rank 0's messages, in any portions, reach the client as if it were on this Mac."""
 
     async def story(stage: Stage) -> None:
         request = Request((1, 2, 3), 9, shaping=Shaping(min_tokens=2))

@@ -140,7 +140,7 @@ class Story:
             await self.ranks.kill()
 
     def starts(self) -> int:
-        """How many spares were started so far."""
+        """Count the spares that were started so far."""
         return len(self.orders.notes_of(SPARE, "started"))
 
 
@@ -392,7 +392,7 @@ def test_a_pipe_holds_more_than_a_plain_socket_pair() -> None:
 
 
 def frames_held(ends: tuple[socket.socket, socket.socket]) -> int:
-    """How many small frames a rank can send to an agent that reads none."""
+    """Count the small frames that a rank can send to an agent that reads none."""
     ours, theirs = ends
     sent = 0
     with ours, theirs, contextlib.suppress(BlockingIOError):
@@ -406,7 +406,7 @@ def frames_held(ends: tuple[socket.socket, socket.socket]) -> int:
 
 
 def rests(process: psutil.Process) -> bool:
-    """Whether it does nothing at all for a while."""
+    """Return whether it does nothing at all for a while."""
     worked = process.cpu_times()
     time.sleep(0.3)
     return bool(process.cpu_times() == worked)

@@ -1,4 +1,4 @@
-"""What an agent remembers: written whole, read strictly, never lost in silence."""
+"""An agent's memory: written whole, read strictly, never lost in silence."""
 
 from __future__ import annotations
 

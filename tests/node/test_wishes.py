@@ -1,4 +1,4 @@
-"""What is known to fail is refused, and what has to come comes first, while something else is served."""
+"""Refusals of what is known to fail, and models that are fetched while another one is served."""
 
 from __future__ import annotations
 

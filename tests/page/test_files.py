@@ -117,7 +117,7 @@ def test_pages_from_elsewhere_may_not_look(site: Site) -> None:
 
 
 def test_it_is_packaged() -> None:
-    """What setuptools is told to take along covers every file."""
+    """The files that setuptools takes along are all of them."""
     listed = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert '"api/page/*"' in listed
     assert all(path.is_file() for path in FILES)

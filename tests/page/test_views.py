@@ -20,7 +20,7 @@ VIEWS = ("chat", "cluster", "models")
 WIDE = """() => [...document.querySelectorAll('main *')]
     .filter(each => each.getBoundingClientRect().right > innerWidth)
     .map(each => `${each.tagName} ${each.id} ${each.className}`)"""
-"""What reaches beyond the window."""
+"""Elements that reach beyond the window."""
 
 
 def nodes(count: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which cause the records of an epoch point to. What is cheap to bring about is in `tests/chaos` too."""
+"""Causes to which the records of an epoch point. `tests/chaos` brings about the cheap ones, too."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_rank_that_never_began_the_step_another_waits_in() -> None:
 
 
 def test_a_rank_that_has_not_looked_at_the_step_before_either() -> None:
-    """That one is queued on both; its device may have done it long ago."""
+    """The step is queued on both; its device may have done it long ago."""
     ahead = replace(WAITING, steps=(FINISHED, QUEUED, replace(QUEUED, seq=8)))
     found = cause(ahead, replace(HEALTHY, steps=(FINISHED, QUEUED)), by=STALLED)
     assert (found.kind, found.rank) == ("stuck", 1)
@@ -163,7 +163,7 @@ def test_a_rank_that_has_not_looked_at_the_step_before_either() -> None:
 
 
 def test_a_rank_that_cannot_queue_a_step_because_another_does_not_come() -> None:
-    """Where too much is queued already, building the next graph waits for the device."""
+    """If too much is queued already, building the next graph waits for the device."""
     blocked = replace(WAITING, steps=(FINISHED, QUEUED, replace(BEGUN, seq=8)))
     found = cause(blocked, replace(HEALTHY, steps=(FINISHED, QUEUED)), by=STALLED)
     assert (found.kind, found.rank) == ("stuck", 1)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def service(manager: type[Launchd] | type[Systemd], home: str, *, login: bool) -> Service:
-    """That of a user with the usual folders."""
+    """Return the service of a user with the usual folders."""
     owner = Owner("me", 501, home)
     folder = "Library/Application Support/mlxtp" if manager is Launchd else ".local/share/mlxtp"
     return describe(
@@ -30,7 +30,7 @@ def service(manager: type[Launchd] | type[Systemd], home: str, *, login: bool) -
 
 
 def examples() -> Mapping[Path, str]:
-    """What stands in which file."""
+    """Return the text of each file."""
     found = {}
     for login, name in ((False, "daemon"), (True, "agent")):
         mac = Launchd(Owner("me", 501, "/Users/me"), login=login)

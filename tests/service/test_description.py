@@ -1,4 +1,4 @@
-"""What launchd and systemd are given, and how their answers are read."""
+"""Input of launchd and systemd, and the reading of their replies."""
 
 from __future__ import annotations
 

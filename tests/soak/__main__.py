@@ -130,7 +130,7 @@ def kill_a_spare(pair: Pair, chance: random.Random) -> None:
 
 
 def _a_rank(pair: Pair, chance: random.Random) -> int:
-    """What tells it from a spare is that it is connected to others."""
+    """Return whether it is a rank: unlike a spare it is connected to others."""
     return chance.choice([pid for pid in _processes(pair) if psutil.Process(pid).net_connections()])
 
 

@@ -58,7 +58,7 @@ def questions(random: Random) -> list[Question]:
 
 
 def judged(answers: Sequence[Answer], expected: Sequence[Answer], *, cut: bool = False) -> str:
-    """What became of a request. `cut`: whether its connection ended before it did."""
+    """Return the outcome of a request. `cut`: whether its connection ended before it did."""
     first = answers[0]
     if first.status in (429, 503) and not cut:
         return REFUSED if first.retry_after is not None else WRONG

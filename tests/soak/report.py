@@ -1,4 +1,4 @@
-"""What a soak came to, as numbers, as a table, and as a list of what is wrong with it."""
+"""Results of a soak, as numbers, as a table, and as a list of what is wrong with it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Fault:
 
 @dataclass
 class Asked:
-    """What became of the requests to one agent."""
+    """Outcomes of the requests to one agent."""
 
     agent: str
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -93,9 +93,9 @@ class Soak:
     asked: list[Asked] = field(default_factory=list)
     processes: list[Watched] = field(default_factory=list)
     cut_short_at: float | None = None
-    """When somebody ended it, in seconds since it began."""
+    """The time at which a user ended it, in seconds since it began."""
     left_over: list[str] = field(default_factory=list)
-    """What is there although everything has ended."""
+    """Left-overs after everything has ended."""
 
     @property
     def problems(self) -> list[str]:
@@ -181,7 +181,7 @@ def tables(soak: Soak) -> list[Table]:
 
 
 def _counts(process: Watched, what: str) -> tuple[int, int]:
-    """When it was idle, or else the least and the most."""
+    """Return the counts of the idle time, or else the least and the most."""
     if process.idle is not None:
         return getattr(process.idle[0], what), getattr(process.idle[1], what)
     values = [getattr(sample, what) for sample in process.warm]

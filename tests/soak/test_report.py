@@ -1,4 +1,4 @@
-"""What counts as a bad run, and what does not; and a short run."""
+"""Criteria of a bad run; and a short run."""
 
 from __future__ import annotations
 

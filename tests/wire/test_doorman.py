@@ -124,7 +124,7 @@ def play(story: Callable[[], Coroutine[None, None, None]]) -> None:
 
 
 async def gone(reader: asyncio.StreamReader) -> bool:
-    """Whether the other end hangs up without a word."""
+    """Return whether the other end hangs up without a message."""
     try:
         return await reader.read(1) == b""
     except OSError:

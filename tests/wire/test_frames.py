@@ -248,7 +248,7 @@ def test_what_would_steer_a_terminal_is_no_name(name: str) -> None:
     ],
 )
 def test_a_reason_comes_as_one_line_that_can_be_printed(said: str, heard: str) -> None:
-    """Whether its sender saw to that or not."""
+    """The receiver sees to that itself."""
     error = Error(Code.INTERNAL, said, 0)
     as_it_is = msgpack.packb([Error.TYPE, 0, 1, to_body(error) | {"detail": said}])
     for data in (encode(error, 0, 1), framed(as_it_is)):

@@ -1,4 +1,4 @@
-"""What a spare rank process is told, over real socket pairs."""
+"""Messages to a spare rank process, over real socket pairs."""
 
 from __future__ import annotations
 

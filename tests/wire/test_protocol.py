@@ -268,7 +268,7 @@ def test_every_legal_move_leads_where_the_table_says(link: LinkKind, state: Link
 
 
 def prepare(pair: Pair, kind: type[Message]) -> None:
-    """What must have been said before, other than what the state tells."""
+    """Send what must have come before, other than what the state tells."""
     if kind is Pong:
         pair.up(Ping())
     if kind is Ack:

@@ -68,7 +68,7 @@ def test_steps_are_in_order_wherever_the_oldest_stands() -> None:
 def test_a_step_that_did_not_come_to_its_end(
     queued: float, finished: float, expected: tuple[int, int]
 ) -> None:
-    """What the step before it in this slot left does not count as its own."""
+    """The earlier step in this slot leaves nothing that counts as its own."""
     recording = decode(bytes(memory((0, slot(5, 1.0, queued, finished)))))
     assert recording is not None
     (step,) = recording.steps

@@ -394,7 +394,7 @@ def test_what_came_with_the_handshake_is_still_to_be_read(wire: Wire) -> None:
 
 
 def record_to_server(wire: Wire, data: bytes) -> bytes:
-    """What `data` looks like on its way from client to server, where nothing else is."""
+    """Return what `data` looks like on its way from client to server, if nothing else is there."""
     assert wire.server.recv(100) == b"early"
     wire.client.sendall(data)
     return wire.taken(wire.to_client)

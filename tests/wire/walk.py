@@ -22,7 +22,7 @@ USUAL = {
     LinkKind.REQUESTS: LinkState.OPEN,
     LinkKind.JOIN: LinkState.OFFERED,
 }
-"""Where a link stands most of its time, unless that is LOADED."""
+"""The usual state of a link, unless that is LOADED."""
 
 
 def example(kind: type[Message]) -> Message:
@@ -100,7 +100,7 @@ def pair_in(link: LinkKind, target: LinkState) -> Pair:
 
 
 def start_uid_1(pair: Pair) -> None:
-    """Where requests or sequences may live: one request, or one sequence with its prompt complete."""
+    """Start one request, or one sequence with its prompt complete."""
     link, state = pair.upper.link, pair.upper.state
     if state is USUAL.get(link, LinkState.LOADED) and Generate in TABLES[link][state][Side.UPPER]:
         pair.up(Generate(1, (5, 6), 10))

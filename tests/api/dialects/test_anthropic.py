@@ -97,7 +97,7 @@ class AnthropicServer(Server):
         return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=WAIT_S)
 
     def prompt(self, number: int = -1) -> str:
-        """What the model was given last."""
+        """Return the model's last prompt."""
         prompt = self.backend.requests[number].prompt
         return str(self.tokenizer.decode(list(prompt), skip_special_tokens=False))
 

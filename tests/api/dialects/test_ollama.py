@@ -152,7 +152,7 @@ def get(server: Server, path: str) -> httpx.Response:
 
 
 def prompt(server: Server) -> str:
-    """What the model was asked."""
+    """Return the model's prompt."""
     return str(server.tokenizer.decode(server.backend.request.prompt, skip_special_tokens=False))
 
 

@@ -42,7 +42,7 @@ def chunks_of(written: bytes) -> list[Any]:
 
 
 def deltas(event: AnswerEvent) -> Any:
-    """What a choice that has spoken before adds to its message."""
+    """Return what a choice that has begun adds to its message."""
     writer = ChunkWriter(about(event.choice + 1), False)
     writer.write(ContentDelta(event.choice, ""))
     (chunk,) = chunks_of(writer.write(event))

@@ -57,7 +57,7 @@ def post(server: Server, **fields: Any) -> httpx.Response:
 
 
 def prompts(server: Server) -> list[str]:
-    """What the model was given, in the order of the requests."""
+    """Return the model's prompts, in the order of the requests."""
     return [
         server.tokenizer.decode(request.prompt, skip_special_tokens=False)
         for request in server.backend.requests

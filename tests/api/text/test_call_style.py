@@ -150,7 +150,7 @@ def held(text: Text, end: int, choice: str, format_: Any = None, tools: tuple[To
 
 
 def rest_of_prompt(text: Text, answer: ChatMessage) -> str:
-    """What the next turn's prompt has in place of an answer."""
+    """Return what the next turn's prompt has in place of an answer."""
     asked = (ChatMessage("user", "go"),)
     prompt = text.rendered(Conversation(asked, TOOLS, thinking=False))
     written = text.rendered(Conversation((*asked, answer), TOOLS, thinking=False), False)

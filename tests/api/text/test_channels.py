@@ -29,7 +29,7 @@ def plan(format_: ToolFormat | None = None, thinking: bool = False, forced: bool
 
 
 def read(parts: Sequence[str | tuple[str]], how: ReadingPlan, cut_off: bool = False) -> list[tuple[str, str]]:
-    """What comes of pieces of text; a tuple is a special token. Neighbours of one kind are joined."""
+    """Return what comes of pieces of text; a tuple is a special token. Neighbours of one kind are joined."""
     channels, found = ReasoningParser(how), []
     for part in parts:
         found += channels.push(part) if isinstance(part, str) else channels.push(part[0], special=True)

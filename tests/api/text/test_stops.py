@@ -25,7 +25,7 @@ def cut(text: str, sizes: Sequence[int]) -> list[str]:
 
 
 def shown(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """What a search in the whole text says: the stop string that ends first, of several the longest."""
+    """Search in the whole text: for the stop string that ends first, of several for the longest."""
     ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(ends)[1]], True) if ends else (text, False)
 

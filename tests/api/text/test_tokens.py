@@ -48,7 +48,7 @@ cuts = st.lists(st.integers(1, 5), max_size=60)
 
 
 def push_all(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> list[str]:
-    """What each push says, the ids given in pieces of `sizes` and then one by one."""
+    """Return the result of each push, the ids given in pieces of `sizes` and then one by one."""
     said, at = [], 0
     for size in [*sizes, *[1] * len(ids)]:
         said.append(detokenizer.push(ids[at : at + size]))

@@ -64,7 +64,7 @@ answers = st.lists(st.sampled_from(["a", "b", "ab", "ba", "", "~~"]), max_size=2
 def play(
     pieces: list[str], stops: Sequence[str], steps: Sequence[int], scored: bool = True
 ) -> tuple[list[tuple[str, list[Scored]]], Transcript]:
-    """What each push of a stream says; the tokens are 0, 1, 2 … and token i has score i."""
+    """Return the result of each push of a stream; the tokens are 0, 1, 2 … and token i has score i."""
     stream, at, said = Transcript(Pieces(pieces), finder_of(stops), scored), 0, []
     for size in [*steps, *[1] * len(pieces)]:
         tokens = tuple(range(at, min(at + size, len(pieces))))

@@ -1,4 +1,4 @@
-"""What a user may call a model: the embedded one, a folder, an id on the Hub (here a local server)."""
+"""Names of models by users: the embedded one, a folder, an id on the Hub (here a local server)."""
 
 from __future__ import annotations
 

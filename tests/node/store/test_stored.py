@@ -1,4 +1,4 @@
-"""Which models are on this Mac's disk, and what counts as complete: nothing is downloaded for a request."""
+"""Models on this Mac's disk, and what counts as complete: nothing is downloaded for a request."""
 
 from __future__ import annotations
 

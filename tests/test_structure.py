@@ -396,6 +396,7 @@ PURE = (
     "mlxtp.diagnostics.causes",
     "mlxtp.wire.recording",
     "mlxtp.engine.scheduler",
+    "mlxtp.engine.sequence",
     "mlxtp.engine.kv_cache",
     "mlxtp.engine.speculation",
     "mlxtp.api.request_context",

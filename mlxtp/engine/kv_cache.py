@@ -1,10 +1,15 @@
-"""KV caches on paper: the room that they take, and the index of the kept ones. Pure."""
+"""KV caches on paper: the room that they take, the index of the kept ones, and evictions. Pure."""
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ..wire.messages import MAX_WIDTH
+from .sequence import SequenceState
+from .steps import EvictKept, StopReason, StopSequence
 
 # --- room; the same on every rank, and the basis of rank 0's budget --------------------------------------
 # Sizes grow in steps of a half and a third (64, 96, 128, 192, ...). So an array that grows with its
@@ -171,12 +176,6 @@ class PrefixCache:
         self._positions -= capacity(words)
         return words
 
-    def drop(self, uid: int) -> None:
-        """Remove the cache, kept or running, if there is one."""
-        self.unshare(uid)
-        if uid in self._kept:
-            self.take(uid)
-
     def evict(self, positions: int) -> tuple[int, ...]:
         """Evict the least recently used until `positions` are freed or none is kept; returns their uids."""
         enough = self._positions - positions
@@ -184,13 +183,6 @@ class PrefixCache:
         while self._kept and self._positions > enough:
             freed.append(self._evict_one())
         return tuple(freed)
-
-    def clear(self) -> None:
-        """Remove everything, including running sequences."""
-        self._kept.clear()
-        self._running.clear()
-        self._positions = 0
-        self.changes += 1
 
     def _evict_one(self) -> int:
         uid = next(iter(self._kept))
@@ -223,3 +215,125 @@ def _common(one: bytes, other: bytes) -> int:
         else:
             differs = middle
     return same
+
+
+# --- room for running sequences, which kept caches make way for ------------------------------------------
+
+#: Tokens that a prompt must share with one that is being computed, beyond a kept cache, to wait for it.
+SHARED_BEGINNING = 32
+
+
+class KVCacheManager:
+    """Room for the KV caches of `running` and `waiting` sequences, and of kept ones in `prefixes`.
+
+    `moves` has the moves that free caches. They come before any other.
+    """
+
+    def __init__(
+        self,
+        kv_tokens: int,
+        prefixes: PrefixCache | None,
+        running: Sequence[SequenceState],
+        waiting: Sequence[SequenceState],
+    ) -> None:
+        self.moves: deque[StopSequence | EvictKept] = deque()
+        self._kv_tokens = kv_tokens
+        self._prefixes = prefixes
+        self._running = running
+        self._waiting = waiting
+        #: Rows, rows with started prompts, and capacity that were last found to fit.
+        self._fits: tuple[int, int, int] = (0, 0, 0)
+
+    def hit_length(self, sequence: SequenceState) -> int:
+        """Return the tokens of its prompt that a kept or running KV cache holds."""
+        if self._prefixes is None:
+            return 0
+        if sequence.asked_at != self._prefixes.changes:
+            sequence.asked_at = self._prefixes.changes
+            hit = self._prefixes.find(sequence.tokens[: sequence.prompt])
+            sequence.hit_length = 0 if hit is None else hit.length
+        return sequence.hit_length
+
+    def is_being_computed(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
+        """Return True if one of `others` will soon have more of this prompt's beginning than caches have.
+
+        Soon means before both prompts could be computed alternately.
+        """
+        if self._prefixes is None or not others:
+            return False
+        beginning = sequence.tokens[: self.hit_length(sequence) + SHARED_BEGINNING]
+        return len(beginning) < sequence.prompt and any(
+            other.prompt - other.prefilled <= sequence.prompt + len(beginning)
+            and other.tokens[: len(beginning)] == beginning
+            for other in others
+        )
+
+    def start_from(self, sequence: SequenceState, *, may_take: bool) -> tuple[int, bool]:
+        """Find a KV cache that begins like this prompt.
+
+        Returns its uid and True if it may be taken over; (0, False) for none.
+        """
+        if self._prefixes is None:
+            return 0, False
+        hit = self._prefixes.find(sequence.tokens[: sequence.prompt])
+        if hit is None:
+            return 0, False
+        take = may_take and hit.whole
+        if take:
+            self._prefixes.take(hit.uid)
+        else:
+            self._prefixes.touch(hit.uid)
+        sequence.prefilled = sequence.reused = hit.length
+        if not sequence.generated:
+            sequence.cached = hit.length
+        return hit.uid, take
+
+    def share(self, sequence: SequenceState) -> None:
+        """Let other prompts start from the complete prompt of a sequence that runs."""
+        if self._prefixes is not None:
+            self._prefixes.share(sequence.uid, sequence.tokens[: sequence.prompt])
+
+    def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
+        """Queue a sequence's last move, and keep or evict the first `held` tokens of its KV cache."""
+        self._fits = (0, 0, 0)
+        keep = 0
+        evicted: tuple[int, ...] = ()
+        if self._prefixes is not None:
+            self._prefixes.unshare(sequence.uid)
+            if reason != "preempt" and held:
+                evicted = self._prefixes.keep(sequence.uid, sequence.tokens[:held])
+                if (beyond := self._occupied() - self._kv_tokens) > 0:
+                    evicted += self._prefixes.evict(beyond)
+                keep = 0 if sequence.uid in evicted else held
+        self.moves.append(StopSequence(sequence.uid, reason, sequence.forwards, keep))
+        if others := tuple([uid for uid in evicted if uid != sequence.uid]):
+            self.moves.append(EvictKept(others))
+        sequence.all_forwards += sequence.forwards
+
+    def make_room(self, joining: Sequence[SequenceState] = ()) -> bool:
+        """Return True if all fit beside each other, after evicting kept caches where needed."""
+        live = len(self._running) + sum([1 for sequence in self._waiting if sequence.uid])
+        longest = max([max(s.position, s.prompt) for s in (*self._running, *joining)])
+        shape = (len(self._running), live, capacity(longest + MAX_WIDTH))
+        if not joining and shape == self._fits:
+            return True
+        beyond = self._occupied(joining) - self._kv_tokens
+        if beyond > 0 and self._prefixes is not None and (evicted := self._prefixes.evict(beyond)):
+            self.moves.append(EvictKept(evicted))
+            beyond = self._occupied(joining) - self._kv_tokens
+        if beyond > 0 and live + len(joining) > 1:
+            return False  # a sequence alone fits: `Scheduler.add` checked it
+        if not joining:
+            self._fits = shape
+        return True
+
+    def _occupied(self, joining: Sequence[SequenceState] = ()) -> int:
+        """Return the positions of all KV caches once the started prompts and `joining` run as well."""
+        started = [sequence for sequence in self._waiting if sequence.uid]
+        rows = [*self._running, *started, *joining]
+        lengths = [max(sequence.position, sequence.prompt) + MAX_WIDTH for sequence in rows]
+        # A prompt that is prefilled alone has its own cache until it runs, unless no other sequence does.
+        apart = [*started, *joining] if len(joining) == 1 else started
+        own = sum([capacity(sequence.prompt) for sequence in apart]) if len(rows) > 1 else 0
+        kept = self._prefixes.positions if self._prefixes is not None else 0
+        return batch_tokens(lengths) + own + kept

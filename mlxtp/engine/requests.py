@@ -22,9 +22,9 @@ from .kv_cache import PrefixCache
 from .logit_shaping import Guided, RequestShaping
 from .mailbox import COMPILER, Mailbox
 from .scheduler import Scheduler
+from .sequence import FairQueue
 from .steps import (
     Decode,
-    FairQueue,
     Move,
     Policy,
     Prefill,

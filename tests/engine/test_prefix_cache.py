@@ -150,7 +150,7 @@ def test_evicting_frees_as_much_as_asked_or_all() -> None:
     assert (kept.evict(1), kept.positions) == ((), 0)
 
 
-def test_taking_and_dropping() -> None:
+def test_taking_and_unsharing() -> None:
     kept = cache()
     kept.keep(1, A)
     kept.share(2, B)
@@ -158,22 +158,13 @@ def test_taking_and_dropping() -> None:
     for unknown in (kept.take, kept.touch):
         with pytest.raises(KeyError):
             unknown(1)
-    kept.drop(1)
-    kept.drop(2)
+    kept.unshare(2)
     assert kept.find(B + QUESTION) is None
     kept.keep(1, A)
     with pytest.raises(ValueError, match="uid 1"):
         kept.keep(1, B)
-    kept.drop(1)
+    kept.take(1)
     assert (kept.find(A + QUESTION), kept.positions) == (None, 0)
-
-
-def test_clearing_forgets_everything() -> None:
-    kept = cache()
-    kept.keep(1, A)
-    kept.share(2, B)
-    kept.clear()
-    assert (kept.find(A + QUESTION), kept.find(B + QUESTION), kept.positions, len(kept)) == (None, None, 0, 0)
 
 
 # --- against a plain model -------------------------------------------------------------------------------

@@ -929,7 +929,7 @@ def test_what_does_not_fit_beside_those_who_go_on_is_not_kept() -> None:
     while not isinstance(move := simulation.tick(), StopSequence):
         assert move is not None
     assert (move.uid, move.keep) == (2, 0), "three rows still take the room of four"
-    assert simulation.scheduler.kv_tokens == 4 * 384
+    assert simulation.ranks.occupied() == 4 * 384
     simulation.drain()
     check_answers(simulation)
 

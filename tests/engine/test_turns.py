@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.engine import steps
-from mlxtp.engine.steps import FairQueue
+from mlxtp.engine import sequence
+from mlxtp.engine.sequence import FairQueue
 
 
 class Line:
@@ -58,14 +58,14 @@ def test_memory_of_clients_is_bounded_and_forgetting_favours_nobody() -> None:
     first = line.come(0)
     assert line.begin() == (first, 0)
     waiting = line.come(0)
-    for client in range(1, 3 * steps.MAX_CLIENTS):
+    for client in range(1, 3 * sequence.MAX_CLIENTS):
         line.come(client)
         line.begin()
         if (waiting, 0) not in [(number, who) for _, number, who in line.waiting]:
             break
     else:
         raise AssertionError("newcomers starve it")
-    for client in range(10_000, 10_000 + 3 * steps.MAX_CLIENTS):
+    for client in range(10_000, 10_000 + 3 * sequence.MAX_CLIENTS):
         line.come(client)
         line.begin()
-    assert len(line.turns._begun) <= steps.MAX_CLIENTS
+    assert len(line.turns._begun) <= sequence.MAX_CLIENTS

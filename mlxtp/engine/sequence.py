@@ -1,0 +1,211 @@
+"""Sequences, and the queue in which they wait for their prefill, fair to clients and users. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .speculation import Adaptive, Lookup
+from .steps import EndReason, ExchangeKind, SampledToken, Score, SequenceEnd, SequenceParams, StepResult
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """State of one request from admission to its end."""
+
+    request: int
+    wants: SequenceParams
+    tokens: list[int]  # prompt and answer, as far as the host knows it
+    prompt: int  # tokens to prefill; after a preemption the answer so far is among them
+    uid: int = 0  # its name in frames, assigned when it starts
+    generated: int = 0  # tokens of the answer that are known
+    #: Tokens of the answer for which forwards have been queued; drafts count when they are right.
+    scheduled: int = 0
+    prefilled: int = 0
+    reused: int = 0  # tokens of the current prefill that a kept KV cache held
+    position: int = 0  # length of its KV cache before its next step
+    forwards: int = 0
+    all_forwards: int = 0
+    in_flight: int = 0  # forwards that will choose a token and have not been recorded
+    drafting: bool = False
+    fed_inside: bool = True  # the ranks hold its next input in their graphs
+    #: Value of `PrefixCache.changes` at which `hit_length` of its prompt's tokens were found in a cache.
+    asked_at: int = -1
+    hit_length: int = 0
+    cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    stopped: bool = False
+    lookup: Lookup | None = None
+    adaptive: Adaptive = field(default_factory=Adaptive)
+    forced: tuple[int, ...] = ()
+    known_at: int = 0  # tokens of the answer that must be known before its next step
+    client: int = 0
+    user: int = 0
+    turn: int = 0  # its client's number in FairQueue; `user_turn` is its user's among those of the client
+    user_turn: int = 0
+    #: As in `wants`, which computes them each time; every step reads them for each row.
+    shaped: bool = field(init=False)
+    exchange: ExchangeKind = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shaped, self.exchange = self.wants.shaped, self.wants.exchange
+
+    def verify(self, fed: FedRow, chosen: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the new tokens of a forward that was fed `fed` and chose `chosen`: up to a wrong draft."""
+        drafts = fed.drafts
+        if not drafts:
+            self.adaptive.report(0, 0)
+            return (*fed.forced, chosen[-1])
+        right = 0
+        while right < len(drafts) and drafts[right] == chosen[right]:
+            right += 1
+        self.drafting = False
+        self.fed_inside = right == len(drafts)
+        self.position += 1 + right
+        self.scheduled += right
+        self.adaptive.report(len(drafts), right)
+        return chosen[: right + 1]
+
+    def extend(
+        self,
+        new: tuple[int, ...],
+        drafted: int,
+        scores: Sequence[Score] | None,
+        eos: frozenset[int],
+        outcomes: list[StepResult],
+    ) -> EndReason | None:
+        """Extend the answer by `new`, the first `drafted` of which were drafts. Appends them to `outcomes`.
+
+        Returns the reason when the answer ends here. Raises MlxtpError when its grammar does not continue.
+        """
+        wants = self.wants
+        guide, lookup = wants.guide, self.lookup
+        for i, token in enumerate(new):
+            self.tokens.append(token)
+            self.generated += 1
+            self.accepted += i < drafted
+            if token in eos and not wants.ignore_eos:
+                return self._ended()
+            if lookup is not None:
+                lookup.append(token)
+            if guide is not None:
+                guide.accept(token)  # a token that it refuses never leaves
+            score = scores[i] if scores is not None else None
+            outcomes.append(SampledToken(self.request, self.generated - 1, token, score))
+            if guide is not None and guide.finished:
+                return self._ended()
+            if self.generated == wants.max_tokens:
+                return "length"
+        return None
+
+    def _ended(self) -> EndReason:
+        """Return the reason of an answer that ended by itself, or under a guide that cut it."""
+        return "length" if self.wants.guide is not None and self.wants.guide.cut else "stop"
+
+    def drop_forced(self) -> None:
+        """Drop forced tokens, so that the next one follows the known ones. Raises MlxtpError if none can."""
+        if self.forced and self.wants.guide is not None:
+            self.forced = ()
+            self.wants.guide.forced(0)
+
+    def start_again(self) -> None:
+        """Wait once more after a preemption, with the answer so far as part of the prompt."""
+        self.uid = self.forwards = self.prefilled = self.reused = self.position = 0
+        self.prompt = len(self.tokens)
+        self.fed_inside = True
+
+    def end(self, reason: EndReason) -> SequenceEnd:
+        return SequenceEnd(
+            self.request,
+            reason,
+            self.generated,
+            self.all_forwards,
+            self.cached,
+            self.drafted,
+            self.accepted,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FedRow:
+    """Drafts or forced tokens that one row of a queued forward was fed besides the previous token."""
+
+    sequence: SequenceState
+    drafts: tuple[int, ...]
+    forced: tuple[int, ...]
+
+
+# --- fair order of requests when several clients wait ----------------------------------------------------
+# Start-time fair queueing (Goyal, Vin and Cheng, 1996), with every request as large as every other. A
+# client's requests get successive start numbers, and a new client gets the number that is being served. If
+# one client has 136 requests waiting, at most one of them goes before a new client's.
+
+MAX_CLIENTS = 1024  # clients whose last number is remembered
+
+
+class FairQueue:
+    """Start numbers that order waiting requests: lower ones first, equal ones as they came."""
+
+    def __init__(self) -> None:
+        self._now = 0  # the highest number that has begun
+        self._begun: dict[int, int] = {}  # by client, its highest number that has begun
+
+    def following(self, client: int, waiting: Iterable[int]) -> int:
+        """Return the number of a client's new request. `waiting`: those of its others that wait."""
+        own = max(waiting, default=-1)
+        return max(self._now, own + 1, self._begun.get(client, -1) + 1)
+
+    def record(self, client: int, turn: int) -> None:
+        """Record that a client's request has begun."""
+        self._now = max(self._now, turn)
+        self._begun[client] = max(turn, self._begun.get(client, 0))
+        if len(self._begun) > MAX_CLIENTS:  # from the next number on, none of these is ahead of the others
+            self._now += 1
+            self._begun.clear()
+
+
+class WaitingQueue(deque[SequenceState]):
+    """Sequences whose prefill is not complete: those that wait to start, and those with a started prompt.
+
+    FairQueue orders clients, and then the users of each client.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns = FairQueue()
+        self._user_turns: dict[int, FairQueue] = {}  # by client, while one of its requests waits
+
+    def line_up(self, sequence: SequenceState) -> None:
+        """Add a new sequence."""
+        waiting = [other for other in self if not other.uid]
+        own = [other for other in waiting if other.client == sequence.client]
+        sequence.turn = self._turns.following(sequence.client, [other.turn for other in own])
+        if not own:
+            self._user_turns.pop(sequence.client, None)
+            while len(self._user_turns) >= MAX_CLIENTS:
+                del self._user_turns[next(iter(self._user_turns))]
+        users = self._user_turns.setdefault(sequence.client, FairQueue())
+        same = (other.user_turn for other in own if other.user == sequence.user)
+        sequence.user_turn = users.following(sequence.user, same)
+        later = next((other for other in waiting if other.turn > sequence.turn), None)
+        self.insert(len(self) if later is None else self.index(later), sequence)
+        if any(other.user_turn > sequence.user_turn for other in own):
+            self._give_turns([*own, sequence])
+
+    def _give_turns(self, own: list[SequenceState]) -> None:
+        """Assign the numbers and places of one client's waiting sequences to its users in order."""
+        ids = {id(each) for each in own}
+        places = [place for place, each in enumerate(self) if id(each) in ids]
+        turns = sorted(each.turn for each in own)
+        own.sort(key=lambda each: each.user_turn)
+        for place, turn, each in zip(places, turns, own, strict=True):
+            self[place] = each
+            each.turn = turn
+
+    def begun(self, sequence: SequenceState) -> None:
+        """Record that a sequence's prompt has started."""
+        self._turns.record(sequence.client, sequence.turn)
+        if (users := self._user_turns.get(sequence.client)) is not None:
+            users.record(sequence.user, sequence.user_turn)

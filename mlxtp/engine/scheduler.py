@@ -54,7 +54,7 @@ class Speculation:
         self._running = running
         self._payoff, self._forced_payoff = Payoff(), Payoff(MAX_WIDTH)
 
-    def begin(self, sequence: SequenceState) -> None:
+    def join(self, sequence: SequenceState) -> None:
         """Prepare for a row whose prompt is complete."""
         may_draft = self._policy.wide and self._policy.drafts and not sequence.shaped
         if may_draft and sequence.lookup is None:
@@ -314,7 +314,7 @@ class Scheduler:
         sequence.position = sequence.prompt
         self._running.append(sequence)
         self._kv.share(sequence)
-        self._speculation.begin(sequence)
+        self._speculation.join(sequence)
 
     def _next_decode(self) -> Decode | None:
         running = self._running

@@ -91,7 +91,8 @@ def expected(wanted: Request, folder: Path = TINY) -> Expected:
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
-    from mlxtp.engine.sampler import Sampler, Shaper
+    from mlxtp.engine.logit_shaping import Shaper
+    from mlxtp.engine.sampler import Sampler
 
     model, eos = model_of(folder)
     ends = frozenset[int]() if wanted.ignore_eos else eos

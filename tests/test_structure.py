@@ -585,11 +585,11 @@ def test_evaluating_an_array_is_not_that() -> None:
 
 
 ONLY_IN = {
-    "Accepted": "mlxtp.engine.emitter",
-    "Prefilled": "mlxtp.engine.emitter",
-    "Delta": "mlxtp.engine.emitter",
-    "ScoredDelta": "mlxtp.engine.emitter",
-    "Finished": "mlxtp.engine.emitter",
+    "Accepted": "mlxtp.engine.requests",
+    "Prefilled": "mlxtp.engine.requests",
+    "Delta": "mlxtp.engine.requests",
+    "ScoredDelta": "mlxtp.engine.requests",
+    "Finished": "mlxtp.engine.requests",
     "StepToken": "mlxtp.engine.decode_loop",
     "PromptTokens": "mlxtp.engine.decode_loop",
     "PromptBatch": "mlxtp.engine.decode_loop",

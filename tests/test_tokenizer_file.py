@@ -14,7 +14,7 @@ import regex
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from mlxtp.engine import loader
-from mlxtp.engine.grammar_sandbox import build, read_tokenizer
+from mlxtp.engine.grammar import build, read_tokenizer
 from mlxtp.errors import ModelError, RequestError
 from mlxtp.groups.fabric_results import row_bytes
 from mlxtp.models import hub_client, inspect, self_test

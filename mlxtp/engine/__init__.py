@@ -2,5 +2,5 @@
 
 Read `scheduler`, `decode_loop` (rank 0) and `serve_loop` (every other rank) first. `worker` is the process,
 `group` the collectives, `loader` the weights. `executor` carries out commands, `runner` the forwards over a
-`batch`; `sampler` and `agreement` choose tokens. `requests` leads from Generate to the scheduler and back.
+`batch`; `sampler` chooses tokens. `requests` leads from Generate to the scheduler and back.
 """

@@ -17,6 +17,7 @@ import mlx.core as mx
 from ..errors import Code, ModelError
 from .group import uncounted
 from .kv_cache import SMALLEST, capacity, slots
+from .loader import make_cache
 
 #: Numbers that share a scale, the best first. A head's keys and values must divide by it.
 QUANTIZATION_GROUPS = (64, 32)
@@ -344,22 +345,16 @@ class CacheKind:
 
     def new(self) -> Caches:
         """Return empty caches for one sequence."""
-        caches = self._plain()
+        caches = make_cache(self._model)
         if not self._kv_bits:
             return caches
         return [cache.to_quantized(group_size=self.group_size, bits=self._kv_bits) for cache in caches]
-
-    def _plain(self) -> Caches:
-        from mlx_lm.models.cache import make_prompt_cache
-
-        caches: Caches = make_prompt_cache(self._model)
-        return caches
 
     def _find_group_size(self) -> int:
         """Return the group size, from the shapes of a forward that is built and never run."""
         from mlx_lm.models.cache import KVCache
 
-        caches = self._plain()
+        caches = make_cache(self._model)
         if not all(type(cache) is KVCache for cache in caches):
             kinds = ", ".join(sorted({type(cache).__name__ for cache in caches}))
             raise self._refusal(f"this model's caches ({kinds}) cannot be quantized")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 
 from ..errors import Code, ModelError
 from .batch import KVCACHE_STEP, Caches, cut
 from .group import LoneGroup
-from .loader import load
+from .loader import load, make_cache
 
 MAX_CACHES = 4  # sequences whose caches it keeps
 CACHES_SHARE = 8  # one part in so many of the room for KV caches
@@ -30,7 +30,7 @@ class DraftModel:
 
         Raises ModelError when the folder holds no model, or one whose vocabulary has another size.
         """
-        from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
+        from mlx_lm.models.cache import can_trim_prompt_cache
 
         loaded = load(folder, LoneGroup(), progress)
         if loaded.vocabulary.size != vocabulary:
@@ -43,8 +43,7 @@ class DraftModel:
         self.room_bytes = 1 << 62  # bytes that its caches may take
         self._token_bytes = max(loaded.kv_token_bytes, 1)
         self._model = loaded.model
-        self._new: Any = make_prompt_cache
-        if not can_trim_prompt_cache(self._new(self._model)):
+        if not can_trim_prompt_cache(make_cache(self._model)):
             raise ModelError(
                 f"draft model {folder.name}: its caches cannot be rolled back, so it cannot draft",
                 Code.MODEL_UNSUPPORTED,
@@ -92,7 +91,7 @@ class DraftModel:
             if shared > length:
                 best, length = i, shared
         if best < 0 or 2 * length < len(self._fed[best][0]):
-            return [], self._new(self._model)  # mostly another sequence, whose caches may be used again
+            return [], make_cache(self._model)  # mostly another sequence, whose caches may be used again
         fed, caches = self._fed.pop(best)
         length = min(length, len(tokens) - 1)
         return fed[:length], cut(caches, length)

@@ -35,13 +35,13 @@ from ..wire.messages import (
     TimeCollectives,
     Unload,
 )
-from .agreement import Chooser, LogitShaping
 from .batch import CacheKind
 from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form
 from .jaccl import JacclFabric, SideChannelExchange
 from .loader import ModelShare, load, run_alone
 from .mlx_compat import code_of
 from .runner import Chosen, Runner
+from .sampler import Chooser, LogitShaping
 from .steps import Score
 from .telemetry import PROMPT, PROMPTS, STEP, Phase, RankTelemetry
 

@@ -13,7 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,8 +29,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import Code, MlxtpError, RequestError, is_library_error
-from .grammar_sandbox import GrammarSandbox, build, read_tokenizer, readable, refused
+from ..errors import Code, MlxtpError, ModelError, RequestError, is_library_error
+from ..tokenizer_file import tokenizer_json
+from ..wire.messages import MAX_GRAMMAR
+from ..wire.rank_process import without_secrets
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -320,169 +326,230 @@ def _whole(tokenizer: LLTokenizer, vocabulary: int) -> NDArray[np.uint32]:
     return np.packbits(whole, bitorder="little").view("<u4").astype(np.uint32, copy=False)
 
 
-# --- complete answers: JSON closes before its budget ends ------------------------------------------------
-# Only the model itself ends a string or an array without a bound, or text up to a suffix. Near the end of
-# the budget, `AnswerBudget` allows only tokens after which the shortest known ending still fits.
-
-LEAST_MARGIN, MOST_MARGIN = 32, 512  # tokens; between them, the length of the grammar itself
-ESCAPE = 16  # tokens that an escape in a string adds at most
-SLACK = 3  # tokens that plain text adds at most: the rest of a character, a digit behind a point
-MOST_TRIED = 24  # candidates that are tried one by one; where more are allowed, text is free
-MOST_STEPS = 1000  # of all candidates' endings together, because other requests wait for this step
-LONGEST_ENDING = 1024  # tokens
-SAME = 4  # times in a row that an ending may repeat a token
-GROWTH = 8  # tokens by which the ending grows at most for each token of the answer, beyond the margin
+# --- process that compiles each client's grammar first, with a deadline, where it can do no harm ---------
+# The cost of a grammar shows only when it is compiled and computes its first mask. Some take minutes and
+# gigabytes, and a thread cannot be stopped; some overflow the stack, which ends the process. This process
+# may end: it has a deadline and a smaller stack than rank 0, and is started again for the next grammar. A
+# grammar that passes is compiled again in rank 0 by the same `build`, and known to be quick.
+#
+# `python -m mlxtp.engine.grammar FOLDER VOCABULARY DEADLINE_S EOS...` reads one JSON line `[kind, text]`
+# for each grammar and replies to each with one line `[error or null, bytes]`. Its first line is the reply
+# for the tokenizer.
 
 
-class AnswerBudget:
-    """The room that one answer has left. `left` counts tokens."""
+START_S = 60.0  # seconds to read a tokenizer; large ones need about one
+#: Stack of the compiling thread. The threads of rank 0 have at least four times as much.
+STACK_BYTES = 2 << 20
+MAX_WORDS = 300  # characters of an explanation
 
-    def __init__(self, matcher: Matcher, left: int) -> None:
-        self.cut = False  #: The ending left the model no choice.
-        # One token lengthens the ending by an object at most, whose names and braces are in the grammar.
-        self._margin = min(max(LEAST_MARGIN, matcher.grammar_tokens), MOST_MARGIN)
-        self._check_at = left  # tokens left
-        self._planned: tuple[tuple[int, ...], int] = (), 0  # the last ending, and the room at its start
+_SEPARATORS = {"item_separator": ", ", "key_separator": ": "}  # unless the schema's `x-guidance` has others
+_JSON = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 
-    def fitting(self, matcher: Matcher, left: int) -> NDArray[np.uint32]:
-        """Return the mask of tokens that may come next, with `left` tokens for them and the rest.
-
-        An answer that cannot be complete in time keeps the mask of its grammar. Raises as `Matcher.mask`.
-        """
-        words = matcher.mask()
-        if not self.watched(left):
-            return words
-        found = _ending(matcher, left)
-        ending = self._continued(matcher, left, found)
-        spare = 0 if ending is None else left - len(ending)
-        if ending is None or spare > self._margin:  # without an ending: perhaps there is one later
-            self._check_at = left - max(1, (left if ending is None else spare - self._margin) // GROWTH)
-            return words
-        allowed = [int(token) for token in np.flatnonzero(unpack(words, 32 * len(words)))]
-        if len(allowed) <= min(MOST_TRIED, MOST_STEPS // max(len(ending), 1)):
-            kept = [each for each in allowed if each in ending[:1] or _fits(matcher, each, left - 1)]
-            self.cut = self.cut or len(kept) == 1 < len(allowed)
-            return _mask(kept, len(words))
-        if not ending:
-            return words
-        # Any other token than the ending's makes the ending begin again.
-        free = words & _text(matcher, words, 0 if found is None else left - len(found))
-        self.cut = self.cut or (ending is found and not free.any())
-        return free | _mask(ending[:1], len(words))
-
-    def watched(self, left: int) -> bool:
-        """Return True where `fitting` may leave tokens out."""
-        return left <= self._check_at
-
-    def _continued(
-        self, matcher: Matcher, left: int, found: tuple[int, ...] | None
-    ) -> tuple[int, ...] | None:
-        """Return the rest of the last ending if it is shorter than `found`, else `found`; remember it."""
-        last, room = self._planned
-        rest = last[room - left :] if room > left else ()
-        shorter = rest and (found is None or len(rest) < len(found)) and _completes(matcher, rest)
-        ending = rest if shorter else found
-        self._planned = ending or (), left
-        return ending
+_SUBJECT = {
+    "json_schema": "the JSON schema",
+    "regex": "the regular expression",
+    "lark": "the grammar",
+}
 
 
-def _text(matcher: Matcher, words: NDArray[np.uint32], spare: int) -> NDArray[np.uint32]:
-    """Return the mask of tokens that lengthen the shortest ending by less than `spare` tokens."""
-    hints = matcher.hints
-    if spare <= 0:
-        return np.zeros_like(words)
-    if spare > SLACK:
-        if _in_text(matcher, words):
-            return hints.text
-        return hints.inside if spare > ESCAPE and _in_string(matcher, words) else hints.plain
-    if _in_text(matcher, words):
-        return hints.text & hints.whole
-    return hints.plain & hints.whole if _in_string(matcher, words) else np.zeros_like(words)
+def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLTokenizer:
+    """Return the tokenizer of the model in `folder`, whose logits have `vocabulary` entries.
 
-
-def _fits(matcher: Matcher, token: int, left: int) -> bool:
-    """Return True if the answer can still be complete after `token`."""
-    state = matcher.copy()
-    try:
-        state.accept(token)
-    except MlxtpError:
-        return False
-    return _ending(state, left) is not None
-
-
-def _completes(matcher: Matcher, tokens: tuple[int, ...]) -> bool:
-    state = matcher.copy()
-    try:
-        for token in tokens:
-            state.accept(token)
-    except MlxtpError:
-        return False
-    return state.complete
-
-
-def _ending(matcher: Matcher, most: int) -> tuple[int, ...] | None:
-    """Return tokens that complete the text, as few as a greedy search finds; None if they exceed `most`."""
-    state, found = matcher.copy(), list[int]()
-    most = min(most, LONGEST_ENDING)
-    try:
-        while not state.complete:
-            tokens = state.forced(most + 1) or _closing(state, found[-SAME:])
-            found += tokens
-            if not tokens or len(found) > most:
-                return None
-            for token in tokens:
-                state.accept(token)
-    except MlxtpError:  # no way on
-        return None
-    return tuple(found)
-
-
-def _closing(state: Matcher, last: list[int]) -> tuple[int, ...]:
-    """Return tokens that bring JSON or a text closest to its end; for anything else, one that is allowed.
-
-    A token that all of `last` repeat leads nowhere. Empty where nothing known ends a text.
+    A tokenizer with more tokens than that is read whole. Holds the GIL throughout, about a second for
+    128,000 tokens. Raises RequestError (NOT_SUPPORTED) without a usable tokenizer.
     """
-    words, hints = state.mask(), state.hints
-    stale = last[0] if len(last) == SAME and len(set(last)) == 1 else -1
-    if _in_text(state, words):
-        ends = (*hints.suffixes, (hints.quote,))
-        return next((end for end in ends if _leads_out(state, end)), ())
-    if _in_string(state, words):
-        return () if hints.quote == stale else (hints.quote,)
-    for token in hints.closing:
-        if token != stale and _has(words, token):
-            return (token,)
-    allowed = np.flatnonzero(unpack(words, 32 * len(words)))
-    return (next((int(token) for token in allowed if token != stale), int(allowed[0])),)
+    from llguidance import LLTokenizer
 
+    def refusal(why: object) -> RequestError:
+        return RequestError(f"this model does not support grammars: {why}", Code.NOT_SUPPORTED)
 
-def _leads_out(state: Matcher, end: tuple[int, ...]) -> bool:
-    """Return True if `end` ends the text at `state`."""
-    after = state.copy()
     try:
-        for token in end:
-            after.accept(token)
-        return after.complete or not _in_text(after, after.mask())
-    except MlxtpError:
-        return False
+        content = tokenizer_json(folder)
+    except OSError:
+        raise refusal("it has no tokenizer.json") from None
+    except ModelError as error:
+        raise refusal(error.detail) from None
+    try:
+        # Most models: the tokenizer fits the vocabulary and knows every end token.
+        return LLTokenizer(content, n_vocab=vocabulary, eos_token=sorted(eos))
+    except ValueError:
+        pass
+    try:
+        size = LLTokenizer(content).vocab_size
+        known = sorted(token for token in eos if token < min(size, vocabulary))
+        return LLTokenizer(content, n_vocab=max(size, vocabulary), eos_token=known)
+    except ValueError as error:
+        raise refusal(error) from None
 
 
-def _in_string(state: Matcher, words: NDArray[np.uint32]) -> bool:
-    """Return True in a string of JSON without a pattern: it may end or continue with any letter."""
-    return _has(words, state.hints.quote) and _has(words, state.hints.letter)
+def build(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
+    """Return a matcher at its start, with its first mask computed. Releases the GIL while it works.
+
+    Raises RequestError that explains `text`: it is wrong, too big, or nothing can match it.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    if kind not in _SUBJECT:
+        raise RequestError(f"unknown grammar kind {kind!r}; use one of {', '.join(_SUBJECT)}")
+    if len(text) > MAX_GRAMMAR:
+        raise refused(kind, f"it has {len(text)} characters; the limit is {MAX_GRAMMAR}")
+    limits = LLParserLimits(initial_lexer_fuel=300_000, max_lexer_states=50_000, verbose_errors=False)
+    try:
+        match kind:
+            case "json_schema":
+                grammar = LLMatcher.grammar_from_json_schema(text, _SEPARATORS, _JSON)  # type: ignore[arg-type]
+            case "regex":
+                grammar = LLMatcher.grammar_from_regex(text)
+            case _:
+                grammar = LLMatcher.grammar_from_lark(text)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+    except UnicodeEncodeError:
+        raise refused(kind, "it holds half characters (lone surrogates)") from None
+    except ValueError as error:  # not JSON
+        raise refused(kind, readable(str(error))) from None
+    if matcher.is_error():
+        raise refused(kind, readable(matcher.get_error()))
+    return matcher
 
 
-def _in_text(state: Matcher, words: NDArray[np.uint32]) -> bool:
-    """Return True in text that is no JSON: no string of JSON has a line break in it."""
-    return _in_string(state, words) and _has(words, state.hints.newline)
+def refused(kind: str, why: str) -> RequestError:
+    """Return the error of a refused grammar."""
+    return RequestError(f"{_SUBJECT.get(kind, kind)} cannot be used: {why}")
 
 
-def _has(words: NDArray[np.uint32], token: int) -> bool:
-    return token >= 0 and bool(int(words[token >> 5]) >> (token & 31) & 1)
+def readable(message: str) -> str:
+    """Return a compiler's message for the grammar's author: one line, at most MAX_WORDS characters."""
+    message = re.sub(r"^at \d+\(\d+\): ", "", re.split(r"\n<|\n *\d+ \| ", message, maxsplit=1)[0])
+    if "NoExtension" in message:
+        return "nothing can match it"
+    if message.startswith("panic"):
+        return "it is too big"
+    if "Expecting object schema" in message:
+        return "it must be a JSON object"
+    inner = re.findall(r"^error: (.+)$", message, re.MULTILINE)
+    words = " ".join((inner[-1] if inner else message).split())
+    return words if len(words) <= MAX_WORDS else f"{words[:MAX_WORDS]}…"
 
 
-def _mask(tokens: list[int] | tuple[int, ...], length: int) -> NDArray[np.uint32]:
-    words = np.zeros(length, np.uint32)
-    for token in tokens:
-        words[token >> 5] |= np.uint32(1 << (token & 31))
-    return words
+class GrammarSandbox:
+    """Process in which grammars are compiled first, one at a time. For one thread."""
+
+    def __init__(self, folder: Path, vocabulary: int, eos: frozenset[int], deadline_s: float) -> None:
+        self._command = [
+            sys.executable, "-m", __name__,
+            str(folder.absolute()), str(vocabulary), str(deadline_s), *map(str, sorted(eos)),
+        ]  # fmt: skip
+        self._deadline_s = deadline_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._greeted = False
+
+    def start(self) -> None:
+        """Start the process without waiting for it, unless it runs. Raises RequestError (INTERNAL)."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env=without_secrets(os.environ),
+            )
+        except OSError as error:
+            raise RequestError(
+                f"the process that compiles grammars did not start: {error}", Code.INTERNAL, status=500
+            ) from None
+        self._greeted = False
+
+    def run(self, kind: str, text: str) -> int:
+        """Compile a grammar there; returns the bytes by which the process's memory grew.
+
+        Raises RequestError: the one of `build`, or one for a grammar that took too long or ended the process.
+        """
+        self.start()
+        assert self._process is not None
+        if not self._greeted:
+            error, _ = self._answer() or ("the process that compiles grammars did not start", 0)
+            if error is not None:
+                self.close()
+                raise RequestError(error, Code.NOT_SUPPORTED)
+            self._greeted = True
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
+            self._process.stdin.flush()
+        answer = self._answer()
+        if answer is None:
+            if self.close() == -signal.SIGALRM:
+                raise refused(kind, f"compiling it takes longer than {self._deadline_s:g} s; make it simpler")
+            raise refused(kind, "it is nested too deep or too big to be compiled")
+        error, size = answer
+        if error is not None:
+            raise RequestError(error)
+        return size
+
+    def close(self) -> int:
+        """End the process; returns its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        process.kill()
+        with contextlib.suppress(BrokenPipeError), process:  # its end closes the pipes and waits
+            pass
+        return process.returncode
+
+    def kill(self) -> None:
+        """End the process, from any thread. A thread that waits for its reply continues."""
+        if (process := self._process) is not None:
+            process.kill()
+
+    def _answer(self) -> tuple[str | None, int] | None:
+        """Read the next reply of the process; None when it ended. The process enforces its own deadline."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            return None
+        error, size = json.loads(line)
+        return error, size
+
+
+def main(arguments: list[str]) -> None:
+    """Run the process itself. Its deadline is a signal, which ends it even in C code."""
+    import psutil
+
+    signal.setitimer(signal.ITIMER_REAL, START_S)
+    folder, vocabulary, deadline_s, *eos = arguments
+
+    def answer(error: RequestError | None, size: int = 0) -> None:
+        sys.stdout.write(json.dumps([error and error.detail, size]) + "\n")
+        sys.stdout.flush()
+
+    try:
+        tokenizer = read_tokenizer(Path(folder), int(vocabulary), frozenset(map(int, eos)))
+    except RequestError as error:
+        answer(error)
+        return
+    answer(None)
+    memory = psutil.Process().memory_info
+    threading.stack_size(STACK_BYTES)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for line in sys.stdin:
+            signal.setitimer(signal.ITIMER_REAL, float(deadline_s))
+            before = memory().rss
+            kind, text = json.loads(line)
+            try:
+                matcher = thread.submit(build, tokenizer, kind, text).result()
+                answer(None, max(0, memory().rss - before))
+                del matcher
+            except RequestError as error:
+                answer(error)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -19,10 +19,10 @@ from mlx.utils import tree_flatten
 from ..errors import Code, GroupError
 from ..wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
 from . import kv_cache
-from .agreement import Chooser, Scores
 from .batch import Batch, CacheKind, Caches, ForwardShape, LayerView, MergedBatch, SlotBatch, cut, share
 from .group import CollectiveCounter
 from .loader import ModelShare
+from .sampler import Chooser, Scores
 
 #: Forwards after which buffers that MLX keeps for reuse go back to the system, as in mlx-lm.
 CLEAR_EVERY = 256

@@ -1,19 +1,21 @@
-"""Lazy choice of tokens from logits: filters, seeded draws, penalties, log-probabilities.
+"""Lazy choice of tokens from logits: filters, seeded draws, log-probabilities, and agreement of all ranks.
 
 Everything here builds a graph and evaluates nothing. A `Sampler` needs only logits and positions, so that
-every rank can choose alike. A `Shaper` changes one row's logits before that, on rank 0 alone.
+every rank can choose alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from ..wire.messages import Sampling, Shaping
+from ..wire.messages import Sampling
+from .group import Group
 
 _BLOCK = 256  # tokens of one block of the cumulative sum that a token is drawn from
 #: Largest 1 / temperature: finite in float32, and enough to separate any two different logits.
@@ -234,100 +236,6 @@ def _first_past(weights: mx.array, ends: mx.array, target: mx.array) -> mx.array
     return mx.argmax(past, axis=-1, keepdims=True).astype(mx.int32)
 
 
-# --- shaping --------------------------------------------------------------------------------------------
-
-
-class Shaper:
-    """Changes to one row's logits by its request, from its prompt and its answer so far.
-
-    In this order: logit bias is added; tokens of prompt and answer have positive logits divided and negative
-    ones multiplied by the repetition penalty; each token of the answer loses the presence penalty once and
-    the frequency penalty for each occurrence; end tokens wait for `min_tokens`; a mask is last.
-    """
-
-    def __init__(
-        self,
-        shaping: Shaping,
-        prompt_tokens: Sequence[int],
-        vocabulary: int,
-        eos: Sequence[int],
-        answer_tokens: Sequence[int] = (),
-    ) -> None:
-        self._shaping = shaping
-        self._ids = mx.arange(vocabulary, dtype=mx.int32)
-        self._ends = np.zeros(vocabulary, dtype=bool)
-        self._ends[[token for token in eos if token < vocabulary]] = True
-        self._bias = np.zeros(vocabulary, dtype=np.float32)
-        for token, value in zip(shaping.bias_tokens, shaping.bias_values, strict=True):
-            if token < vocabulary:
-                self._bias[token] += value
-        #: Tokens of prompt and answer, bool [V]; None where no penalty needs them.
-        self._seen: mx.array | None = None
-        #: Occurrences of each token in the answer, float32 [V]; None where no penalty needs them.
-        self._counts: mx.array | None = None
-        if shaping.repetition_penalty != 1.0:
-            seen = np.zeros(vocabulary, dtype=bool)
-            seen[np.array([*prompt_tokens, *answer_tokens], dtype=np.int64)] = True
-            self._seen = mx.array(seen)
-        if shaping.presence_penalty or shaping.frequency_penalty:
-            came = np.bincount(np.array(answer_tokens, dtype=np.int64), minlength=vocabulary)
-            self._counts = mx.array(came.astype(np.float32))
-
-    def advance(self, token: mx.array | int) -> None:
-        """Count a chosen token, which may still be being computed."""
-        is_token = self._ids == token
-        if self._seen is not None:
-            self._seen = self._seen | is_token
-        if self._counts is not None:
-            self._counts = self._counts + is_token
-
-    def apply(
-        self,
-        row_logits: mx.array,
-        *,
-        generated: int,
-        mask: np.ndarray | None,
-        ahead: Sequence[int] = (),
-    ) -> mx.array:
-        """Return logits float32 [L, V] of `row_logits` [L, V]. The answer has `generated` tokens before them.
-
-        `mask` has the tokens that the grammar allows, bool [V] for every column or [L, V]. `ahead` are the
-        L - 1 tokens between the columns when drafts are verified. Penalties see them, the kept counts do not.
-        End tokens do not wait for `min_tokens` where the grammar allows no others.
-        """
-        shaping, logits = self._shaping, row_logits.astype(mx.float32)
-        columns = logits.shape[0]
-        if shaping.bias_tokens:
-            logits = logits + mx.array(self._bias)
-        between = self._between(ahead)
-        if self._seen is not None:
-            seen = self._seen if between is None else self._seen | (between > 0)
-            penalty = shaping.repetition_penalty
-            logits = mx.where(seen, mx.where(logits < 0, logits * penalty, logits / penalty), logits)
-        if self._counts is not None:
-            counts = self._counts if between is None else self._counts + between
-            logits = logits - shaping.presence_penalty * (counts > 0) - shaping.frequency_penalty * counts
-        forbidden = self._forbidden(columns, generated, mask)
-        return logits if forbidden is None else mx.where(mx.array(forbidden), -mx.inf, logits)
-
-    def _between(self, ahead: Sequence[int]) -> mx.array | None:
-        """Return the occurrences of each token in `ahead` before each column, int32 [L, V]."""
-        if not ahead or (self._seen is None and self._counts is None):
-            return None
-        came = self._ids == mx.array([-1, *ahead], dtype=mx.int32)[:, None]
-        return mx.cumsum(came.astype(mx.int32), axis=0)
-
-    def _forbidden(self, columns: int, generated: int, mask: np.ndarray | None) -> np.ndarray | None:
-        """Return the tokens that all columns, or each column, may not choose: bool [V] or [L, V]."""
-        early = np.arange(generated, generated + columns) < self._shaping.min_tokens
-        if not early.any():
-            return None if mask is None else ~mask
-        waiting = early[:, None] & self._ends
-        if mask is None:
-            return waiting
-        return ~mask | (waiting & (mask & ~self._ends).any(axis=-1, keepdims=True))
-
-
 # --- log-probabilities ----------------------------------------------------------------------------------
 
 
@@ -349,3 +257,93 @@ def scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.a
         top_logprobs.append(mx.take_along_axis(logprobs, best, axis=-1))
         rest = mx.where(ids == best, -mx.inf, rest)
     return chosen, mx.concatenate(top_tokens, axis=-1), mx.concatenate(top_logprobs, axis=-1)
+
+
+# --- agreement of all ranks on each token, from the logits that every rank gathered ----------------------
+# `verify`: every rank samples alike; the digests in the Acks are compared before the token leaves.
+# `broadcast`: rank 0 samples, and one small sum in the graph carries its choice to all. What only rank 0
+# knows about a request (penalties, grammars) is in its `LogitShaping`; the other ranks have none.
+
+
+Scores = Mapping[int, tuple[mx.array, mx.array, mx.array]]
+
+
+class LogitShaping(Protocol):
+    """Changes to the logits of its rows that rank 0 alone makes."""
+
+    def shape(self, uid: int, logits: mx.array) -> mx.array:
+        """Return the row's logits [width, V] with penalties, biases and its grammar's mask."""
+        ...
+
+    def chosen(self, uid: int, tokens: mx.array) -> None:
+        """Take the row's new tokens, int32 [width], perhaps not computed yet."""
+        ...
+
+    def top(self, uid: int) -> int:
+        """Return the number of alternatives to score for the row; -1 for no scores at all."""
+        ...
+
+
+class NoLogitShaping:
+    """Shaping of ranks above 0, and of a rank 0 whose rows need none."""
+
+    def shape(self, uid: int, logits: mx.array) -> mx.array:
+        return logits
+
+    def chosen(self, uid: int, tokens: mx.array) -> None:
+        pass
+
+    def top(self, uid: int) -> int:
+        return -1
+
+
+class Chooser:
+    """Choice of tokens from gathered logits on one rank."""
+
+    def __init__(self, group: Group, shaping: LogitShaping, special: tuple[int, ...] = ()) -> None:
+        self._group = group
+        self._shaping = shaping
+        self._special = special
+        self._sampler = Sampler(())
+        self._samplings: tuple[Sampling, ...] = ()
+
+    def agree(self, tokens: mx.array) -> mx.array:
+        """Return rank 0's `tokens` (int32, any shape) on every rank."""
+        return self._group.agree(tokens.reshape(-1)).reshape(tokens.shape)
+
+    def choose(
+        self,
+        logits: mx.array,
+        rows: tuple[int, ...],
+        widths: tuple[int, ...],
+        samplings: tuple[Sampling, ...],
+        at: mx.array,
+        *,
+        broadcast: bool,
+    ) -> tuple[mx.array, Scores]:
+        """Return tokens int32 [rows, width] from `logits` [rows, width, V], and the scores by uid.
+
+        `at` (int32 [rows]) is the position of the token that each row's first column chooses. Under
+        `broadcast` rank 0's choice counts. The others sample too, so that every rank's result depends on the
+        same collectives.
+        """
+        if samplings != self._samplings:
+            self._sampler, self._samplings = Sampler(samplings, self._special), samplings
+        shaping = self._shaping
+        shaped = logits
+        if broadcast:
+            shaped = mx.stack(
+                [shaping.shape(uid, logits[i]).astype(mx.float32) for i, uid in enumerate(rows)]
+            )
+        tokens = self._sampler.choose(shaped, at)
+        if broadcast:
+            tokens = self.agree(tokens)
+        found: dict[int, tuple[mx.array, mx.array, mx.array]] = {}
+        for i, uid in enumerate(rows):
+            if broadcast:
+                shaping.chosen(uid, tokens[i, : widths[i]])
+            if (top := shaping.top(uid)) >= 0:
+                found[uid] = scores(logits[i], tokens[i], top)
+        if found:
+            mx.async_eval(tokens, [array for arrays in found.values() for array in arrays])
+        return tokens, found

@@ -49,8 +49,7 @@ from .telemetry import LEAST_PATIENCE_S, RankTelemetry, Recorder
 
 #: Modules that every rank imports, which take nearly all of its start.
 _IMPORTS = (
-    *(f"mlxtp.engine.{name}" for name in ("group", "agreement", "logit_shaping", "executor")),
-    *(f"mlxtp.engine.{name}" for name in ("decode_loop", "followers", "serve_loop")),
+    *(f"mlxtp.engine.{name}" for name in ("group", "logit_shaping", "executor", "decode_loop", "serve_loop")),
     "mlx_lm.models.llama",
 )
 
@@ -257,9 +256,9 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
         process.listen_to_rank(link, other)
     counter = CollectiveCounter()
     counter.install()
-    from .agreement import NoLogitShaping
     from .executor import RankExecutor
     from .logit_shaping import RequestShaping
+    from .sampler import NoLogitShaping
 
     shaping = RequestShaping()
     rank = RankExecutor(
@@ -277,8 +276,7 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
     pipe.send(Done(jaccl=is_available("jaccl")))
     process.status.enter("idle")
     if process.rank == 0:
-        from .decode_loop import DecodeLoop
-        from .followers import Followers
+        from .decode_loop import DecodeLoop, Followers
 
         DecodeLoop(rank, mail, pipe, Followers(links, mail), shaping).run()
     else:

@@ -34,7 +34,8 @@ from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo, Request, StreamEnd, TokenEvent, Tokens
 from mlxtp.api.server import bind, serve
 from mlxtp.client import FILE as AGENT_FILE
-from mlxtp.engine.grammar import AnswerBudget, Grammars, Matcher, unpack
+from mlxtp.engine.grammar import Grammars, Matcher, unpack
+from mlxtp.engine.logit_shaping import AnswerBudget
 from mlxtp.text.tokenizer import Text
 
 from ..api.conftest import FakeAnswer, FakeBackend, score

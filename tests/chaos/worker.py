@@ -24,14 +24,13 @@ import msgpack
 
 from mlxtp.engine import decode_links, worker
 from mlxtp.engine import executor as rank_module
-from mlxtp.engine.agreement import Chooser, Scores
 from mlxtp.engine.executor import Forward, RankExecutor
-from mlxtp.engine.grammar_sandbox import GrammarSandbox
+from mlxtp.engine.grammar import GrammarSandbox
 from mlxtp.engine.group import Proof, RingGroup
 from mlxtp.engine.loader import ModelShare
 from mlxtp.engine.mailbox import Mailbox
 from mlxtp.engine.runner import Chosen, Runner
-from mlxtp.engine.sampler import Sampler
+from mlxtp.engine.sampler import Chooser, Sampler, Scores
 from mlxtp.engine.scheduler import Scheduler
 from mlxtp.engine.sharding import Vocabulary
 from mlxtp.engine.steps import Decode, Move, StopSequence

@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtp.engine.agreement import Chooser, LogitShaping, NoLogitShaping
 from mlxtp.engine.group import LoneGroup
+from mlxtp.engine.sampler import Chooser, LogitShaping, NoLogitShaping
 from mlxtp.wire.messages import Sampling
 
 VOCABULARY = 32

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from mlxtp.engine.grammar import AnswerBudget, Grammars, Matcher
-from mlxtp.engine.logit_shaping import Guided
+from mlxtp.engine.grammar import Grammars, Matcher
+from mlxtp.engine.logit_shaping import AnswerBudget, Guided
 from mlxtp.text.conversation import Tool
 from mlxtp.text.tool_calls import CallStyle, tool_format, tool_json
 from mlxtp.text.tool_grammar import call_grammar, marked_call_grammar

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 
-from mlxtp.engine import decode_loop, emitter, grammar, requests
-from mlxtp.engine.agreement import Chooser
-from mlxtp.engine.decode_loop import DecodeLoop
+from mlxtp.engine import decode_loop, grammar, requests
+from mlxtp.engine.decode_loop import DecodeLoop, Followers
 from mlxtp.engine.draft_model import DraftModel
-from mlxtp.engine.emitter import Emitter
 from mlxtp.engine.executor import Forward, RankExecutor, Result
-from mlxtp.engine.followers import Followers
 from mlxtp.engine.group import CollectiveCounter
 from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.mailbox import AGENT, Mailbox, Terminated
+from mlxtp.engine.requests import Emitter
+from mlxtp.engine.sampler import Chooser
 from mlxtp.engine.steps import Policy
 from mlxtp.engine.telemetry import RankTelemetry
 from mlxtp.errors import Code, GroupError, ModelError
@@ -117,7 +116,7 @@ PROMPT = tuple(range(5, 25))
 def test_each_chunk_of_a_prompt_reports_what_is_computed(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, run_ahead: int
 ) -> None:
-    monkeypatch.setattr(emitter, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(requests, "PROGRESS_S", 0.0)
     load = LoadShard(str(folder), 8, ())
     again = Generate(2, (*PROMPT, *PROMPT), 1)
     said = Story(tmp_path, load, Generate(1, PROMPT, 1), again, run_ahead=run_ahead).play()
@@ -286,7 +285,7 @@ def test_progress_is_reported_now_and_then_and_of_open_requests_alone(tmp_path: 
     for computed in range(10):
         voice.prefilled(1, computed, 0)
         voice.prefilled(2, computed, 0)
-        now[0] += emitter.PROGRESS_S / 4
+        now[0] += requests.PROGRESS_S / 4
     voice.send_error(1, Code.INTERNAL, "")
     now[0] += 1
     voice.prefilled(1, 10, 0)

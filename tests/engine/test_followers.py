@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.engine.followers import Followers
+from mlxtp.engine.decode_loop import Followers
 from mlxtp.engine.mailbox import Mailbox
 from mlxtp.errors import Code, LinkError
 from mlxtp.wire.blocking import BlockingLink

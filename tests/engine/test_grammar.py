@@ -20,8 +20,7 @@ from tokenizers import Tokenizer
 
 from mlxtp.config import embedded_model_path
 from mlxtp.engine import grammar as grammar_module
-from mlxtp.engine.grammar import Grammar, Grammars, Matcher, unpack
-from mlxtp.engine.grammar_sandbox import MAX_WORDS, build, read_tokenizer
+from mlxtp.engine.grammar import MAX_WORDS, Grammar, Grammars, Matcher, build, read_tokenizer, unpack
 from mlxtp.errors import Code, MlxtpError, RequestError
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
 from mlxtp.wire.messages import MAX_GRAMMAR

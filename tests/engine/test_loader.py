@@ -40,7 +40,6 @@ def test_the_embedded_model_says_what_it_is() -> None:
     assert loaded.context == config["max_position_embeddings"]
     assert loaded.vocabulary.size == config["vocab_size"]
     assert loaded.eos == frozenset(config["eos_token_id"])
-    assert loaded.batches
 
 
 def test_every_weight_is_in_memory_and_counted(folder: Path) -> None:

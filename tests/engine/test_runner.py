@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.engine.agreement import Chooser, NoLogitShaping
 from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
 from mlxtp.engine.runner import STEPS_BEFORE_TRACE, Chosen, Runner, _arrays
+from mlxtp.engine.sampler import Chooser, NoLogitShaping
 from mlxtp.errors import Code, GroupError
 from mlxtp.wire.messages import PromptTokens, Sampling, StepToken
 

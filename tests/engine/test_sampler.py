@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils as theirs
 
-from mlxtp.engine.sampler import Sampler, Shaper, draw, scores, stream_keys, uniforms
+from mlxtp.engine.logit_shaping import Shaper
+from mlxtp.engine.sampler import Sampler, draw, scores, stream_keys, uniforms
 from mlxtp.wire.messages import Sampling, Shaping
 
 VOCABULARY = 512

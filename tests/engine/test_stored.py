@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxtp.engine.loader import Folder, read_share, share_of
 from mlxtp.engine.sharding import cut_rows
-from mlxtp.engine.tensor_files import Folder, read_share, share_of
 
 from .small_models import split_weights, write_model
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.engine.tensor_files import BITS, MAX_HEADER_BYTES, check_header, read_header
+from mlxtp.engine.loader import BITS, MAX_HEADER_BYTES, check_header, read_header
 
 GOOD: dict[str, Any] = {
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},

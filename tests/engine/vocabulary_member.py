@@ -19,9 +19,8 @@ from mlx.utils import tree_flatten
 
 from mlxtp.engine import loader
 from mlxtp.engine.group import CollectiveCounter, Group, form
-from mlxtp.engine.loader import ModelShare, load, make_cache, run_alone
+from mlxtp.engine.loader import ModelShare, StoredTensor, load, make_cache, read_share, run_alone
 from mlxtp.engine.sharding import Vocabulary
-from mlxtp.engine.tensor_files import StoredTensor, read_share
 from mlxtp.errors import ModelError
 
 PROMPT = (3, 43, 38, 49, 40, 52, 51, 18, 50, 42, 55, 300, 41, 77, 5, 9)

@@ -32,7 +32,7 @@ from mlxtp.diagnostics.failure_store import RankEnd, about_rank
 from mlxtp.diagnostics.postmortem import as_json, postmortems, show
 from mlxtp.discovery.addresses import SERVICE, Advert, DiscoveredPeer, host_and_port, validate
 from mlxtp.discovery.mdns import info_of
-from mlxtp.engine.tensor_files import MAX_LENGTH, check_header
+from mlxtp.engine.loader import MAX_LENGTH, check_header
 from mlxtp.errors import ConfigError, LinkError, ProtocolError, RemoteProtocolError, RequestError, UserError
 from mlxtp.identity.join_protocol import Host, Joiner, TokenIssuer, read_token
 from mlxtp.models import manifest as manifests

@@ -129,7 +129,7 @@ async def _gap_ms(agent: Agent, work: Callable[[], Awaitable[None]], batches: in
 
 def _steps(agent: Agent) -> list[int]:
     """When each step of the newest batch with all rows began, in microseconds."""
-    ranks = agent.supervisor.ranks
+    ranks = agent.supervisor.status.ranks
     if ranks is None:
         raise Unmeasured("the agent has no ranks right now")
     recording = ranks.leader.recording()

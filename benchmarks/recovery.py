@@ -48,12 +48,12 @@ async def _spare_memory(agent: Agent) -> float:
 async def _recover(agent: Agent) -> float:
     """Seconds."""
     supervisor = agent.supervisor
-    ranks, (pid, _) = supervisor.ranks, rank_pids(agent)[1]
+    ranks, (pid, _) = supervisor.status.ranks, rank_pids(agent)[1]
     assert ranks is not None
     began = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
     await ranks.failed
-    await supervisor.wait_until(ServingState.RESTARTING)
-    if await supervisor.wait_until(ServingState.READY, ServingState.FAILED) is ServingState.FAILED:
+    await supervisor.status.wait_until(ServingState.RESTARTING)
+    if await supervisor.status.wait_until(ServingState.READY, ServingState.FAILED) is ServingState.FAILED:
         raise Unmeasured("the group did not come back")
     return time.perf_counter() - began

@@ -155,7 +155,7 @@ def require(*settings: str) -> None:
 
 def rank_pids(agent: Agent) -> list[tuple[int, int]]:
     """(pid, rank) of each rank process."""
-    ranks = agent.supervisor.ranks
+    ranks = agent.supervisor.status.ranks
     if ranks is None:
         raise Unmeasured("the agent has no ranks right now")
     return [(child.pid, child.rank) for child in ranks.processes]

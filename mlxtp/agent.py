@@ -37,8 +37,7 @@ from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError
 from .gateway.remote_backend import serve_requests
 from .groups.controller import GroupController
 from .groups.drain import Drain
-from .groups.fabric_bench import FabricBench
-from .groups.fabric_results import FabricResults
+from .groups.fabric import FabricBench, FabricResults
 from .groups.forwarding import ForwardingBackend
 from .groups.health import ServingState
 from .groups.hosted_rank import HostedRanks
@@ -108,7 +107,7 @@ class Agent:
         still come.
         """
         waiting = asyncio.ensure_future(
-            self.supervisor.wait_until(ServingState.READY, ServingState.FAILED, ServingState.STOPPED)
+            self.supervisor.status.wait_until(ServingState.READY, ServingState.FAILED, ServingState.STOPPED)
         )
         either: set[asyncio.Future[Any]] = {waiting, self.over}
         try:
@@ -124,7 +123,7 @@ class Agent:
         if self.over.done():
             self.over.result()
         elif waiting.result() is not ServingState.READY:
-            raise self.supervisor.reason or GroupError("the ranks were stopped before they were ready")
+            raise self.supervisor.status.reason or GroupError("the ranks were stopped before they were ready")
 
 
 @asynccontextmanager
@@ -245,7 +244,7 @@ async def _running(
             dialer.woke()
 
     def has_rank() -> bool:
-        return supervisor.in_epoch or parts.hosted.serving.epoch > 0
+        return supervisor.status.in_epoch or parts.hosted.serving.epoch > 0
 
     work.append(watch_sleep(woke, has_rank, _keep_awake(settings)))
     supervising = asyncio.create_task(supervisor.run(parts.controller))
@@ -308,7 +307,7 @@ def build_parts(
         servings,
         placer,
         controller,
-        FabricBench(node, supervisor, servings, results),
+        FabricBench(node, supervisor, servings.serving, results),
         reconciler,
         forwarding,
         switcher,

@@ -23,11 +23,12 @@ from mlxtp.agent import Agent, running_agent
 from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import StreamEnd, TokenEvent, Tokens, TokenScore
 from mlxtp.config import Limits, Settings
-from mlxtp.errors import Code, GroupError, MlxtpError
+from mlxtp.errors import Code, GroupError, MlxtpError, ModelError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.loading import weight_bytes
 from mlxtp.groups.local_rank import WORKER
-from mlxtp.models.inspect import open_model
+from mlxtp.models.inspect import ModelSource, open_model
 from mlxtp.wire.messages import Pong, Unload
 
 SLOWNESS = float(os.environ.get("MLXTP_TEST_SLOWNESS", "1"))
@@ -209,7 +210,7 @@ class Cluster:
         self.call(self.agent.wait_ready(), timeout_s)
 
     def wait_state(self, *states: ServingState, timeout_s: float = START_S) -> ServingState:
-        return self.call(self.supervisor.wait_until(*states), timeout_s)
+        return self.call(self.supervisor.status.wait_until(*states), timeout_s)
 
     # --- what can be asked of it ---------------------------------------------------------------------
 
@@ -223,11 +224,11 @@ class Cluster:
 
     @property
     def epoch(self) -> int:
-        return self.supervisor.epoch
+        return self.supervisor.status.epoch
 
     def pids(self) -> list[int]:
         """The rank processes of the present epoch, in rank order."""
-        ranks = self.supervisor.ranks
+        ranks = self.supervisor.status.ranks
         assert ranks is not None, "there is no group right now"
         return [child.pid for child in ranks.processes]
 
@@ -287,7 +288,7 @@ class Cluster:
 
     def _hear_from_all(self) -> list[Pong]:
         """A heartbeat of every rank that is newer than this call, in rank order."""
-        ranks = self.supervisor.ranks
+        ranks = self.supervisor.status.ranks
         assert ranks is not None, "there is no group right now"
         before = dict(ranks.pongs)
 
@@ -347,14 +348,14 @@ class Cluster:
         """
 
         async def work() -> None:
-            ranks, supervisor = self.supervisor.ranks, self.supervisor
+            ranks, supervisor = self.supervisor.status.ranks, self.supervisor
             assert ranks is not None
             source = await open_model(str(model), str(draft))
             if supervisor.gateway.models():
                 await self._unload()
             ranks._settings = dataclasses.replace(self.settings, **settings)
             try:
-                await supervisor._load(ranks, source)
+                await _serve(supervisor, source)
             except GroupError as error:
                 ranks.give_up(error)
                 raise
@@ -366,13 +367,30 @@ class Cluster:
         self.call(self._unload())
 
     async def _unload(self) -> None:
-        ranks, supervisor = self.supervisor.ranks, self.supervisor
+        ranks, supervisor = self.supervisor.status.ranks, self.supervisor
         assert ranks is not None
-        supervisor._enter(ServingState.LOADING)
+        supervisor.status.enter(ServingState.LOADING)
         supervisor.gateway.fail_all(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
-        supervisor.recoveries.rested()
+        supervisor.status.recoveries.rested()
         await ranks.do(Unload())
-        supervisor._enter(ServingState.IDLE)
+        supervisor.status.enter(ServingState.IDLE)
+
+
+async def _serve(supervisor: Supervisor, model: ModelSource) -> None:
+    """Load a model on the ranks that are there, and serve it."""
+    status, ranks = supervisor.status, supervisor.status.ranks
+    assert ranks is not None
+    status.weight_bytes = await asyncio.to_thread(weight_bytes, model.path)
+    status.enter(ServingState.LOADING)
+    try:
+        loaded = await supervisor.loader.bring_up(ranks, model, lambda _: None)
+    except ModelError as error:
+        status.reason = error
+        status.enter(ServingState.IDLE)
+        raise
+    supervisor.source, supervisor.kv_room = model, loaded.kv_room
+    supervisor.gateway.serve(ranks, loaded.info, model.text, load_s=loaded.load_s)
+    status.ready()
 
 
 @dataclass(frozen=True)

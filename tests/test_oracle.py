@@ -307,13 +307,13 @@ def test_what_rank_0_refuses_ends_that_request_alone(
 ) -> None:
     beside = two_ranks.start(prompt_ids(LONG), 40)
     beside.take(1)
-    before = two_ranks.supervisor.epoch
+    before = two_ranks.supervisor.status.epoch
     with pytest.raises(MlxtpError) as refused:
         two_ranks.complete(prompt, max_tokens)
     assert refused.value.code is code
     assert words in refused.value.detail
     assert beside.finish()[0] == reference(prompt_ids(LONG), 40)
-    assert two_ranks.supervisor.epoch == before
+    assert two_ranks.supervisor.status.epoch == before
 
 
 # --- more ranks -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from mlxtp.engine import loader
 from mlxtp.engine.grammar import build, read_tokenizer
 from mlxtp.errors import ModelError, RequestError
-from mlxtp.groups.fabric_results import row_bytes
+from mlxtp.groups.fabric import row_bytes
 from mlxtp.models import hub_client, inspect, self_test
 from mlxtp.models.hub_cache import lacks
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool

@@ -56,9 +56,9 @@ class Admin:
 
     def _here(self) -> Json:
         supervisor = self._supervisor
-        group = supervisor.group
+        group = supervisor.status.group
         model = next(iter(supervisor.gateway.models()), None)
-        ranks = supervisor.ranks
+        ranks = supervisor.status.ranks
         pongs = ranks.pongs if ranks is not None else {}
         pids = {each.rank: each.pid for each in ranks.processes} if ranks is not None and pongs else {}
         health = supervisor.gateway.health()
@@ -69,7 +69,7 @@ class Admin:
             "state": health.state,
             "reason": health.reason or "",
             "starting": health.starting,
-            "epoch": supervisor.epoch,
+            "epoch": supervisor.status.epoch,
             "model": model.id if model is not None else "",
             "world_size": group.world_size if group is not None else 0,
             "backend": group.backend if group is not None else "none",
@@ -204,14 +204,14 @@ class Admin:
         return {**to_json(result), "names": [self._parts.node.name_of(node) for node in result.nodes]}
 
     async def _bench_here(self) -> Json:
-        group, times = self._supervisor.group, await self._supervisor.measure_fabric()
+        group, times = self._supervisor.status.group, await self._parts.fabric_bench.measure()
         assert group is not None
         return {
             "nodes": [],
             "names": [f"rank {rank}" for rank in range(group.world_size)],
             "backend": group.backend,
             "kind": group.kind or RING_LOOPBACK,
-            "fast_fences": self._supervisor.fast_fences,
+            "fast_fences": self._parts.node.settings.fast_fences,
             "at": int(time.time()),
             **asdict(times),
         }
@@ -271,7 +271,7 @@ class Admin:
             return COMING
         if parts.hosted.serving.epoch and _has_one(repo, (parts.hosted.serving.model,)):
             return "a rank of this Mac has it open; `mlxtp unload` first"
-        source = self._supervisor.source if self._supervisor.in_epoch else None
+        source = self._supervisor.source if self._supervisor.status.in_epoch else None
         paths = (source.path, source.draft_path) if source is not None else ()
         return "a rank of this Mac has it open; `mlxtp unload` first" if _has_one(repo, paths) else ""
 

@@ -34,7 +34,7 @@ def observed(app: Starlette, supervisor: Supervisor) -> ASGIApp:
     counted = RequestMetrics(time.perf_counter)
     supervisor.gateway.meter = counted
     app.router.routes.insert(0, metrics_route(Metrics(supervisor, counted).collect))
-    return AccessLog(app, counted, lambda: supervisor.epoch)
+    return AccessLog(app, counted, lambda: supervisor.status.epoch)
 
 
 class Metrics:
@@ -44,7 +44,7 @@ class Metrics:
         self._gateway = supervisor.gateway
         self._counted = counted
         process = ProcessCollector(registry=None) if sys.platform == "linux" else OwnProcess()
-        recoveries = supervisor.recoveries
+        recoveries = supervisor.status.recoveries
         for each in (_Agent(supervisor), recoveries.ended, recoveries.seconds, process):
             counted.registry.register(each)
 
@@ -130,7 +130,7 @@ class _Agent(Collector):
         )
 
     def _ranks(self) -> Iterator[Metric]:
-        ranks = self._supervisor.ranks
+        ranks = self._supervisor.status.ranks
         pongs = dict(sorted(ranks.pongs.items())) if ranks is not None else {}
         yield _gauge(
             "mlxtp_ranks_alive",

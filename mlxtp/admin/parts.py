@@ -8,8 +8,7 @@ from ..cluster.control_port import TokenIssuing
 from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports, RoundTripTimes
 from ..groups.controller import GroupController
-from ..groups.fabric_bench import FabricBench
-from ..groups.fabric_results import FabricResults
+from ..groups.fabric import FabricBench, FabricResults
 from ..groups.forwarding import ForwardingBackend
 from ..groups.hosted_rank import HostedRanks
 from ..groups.lifecycle import Supervisor

@@ -55,7 +55,7 @@ class Observer:
             "ranks": self._ranks(participants),
             "tokens_per_second": self._speed(),
             "requests": {"open": health.open_requests, **supervisor.gateway.queue},
-            "history": to_json(supervisor.history.stories),
+            "history": to_json(supervisor.status.history.stories),
             **self._nodes(),
         }
 
@@ -63,7 +63,7 @@ class Observer:
 
     def _participants(self) -> tuple[str, ...]:
         """Return node ids in rank order; () while there is no group."""
-        group, node = self._supervisor.group, self._parts.node
+        group, node = self._supervisor.status.group, self._parts.node
         if node.alone:
             return (node.node_id,) * (group.world_size if group is not None else 0)
         serving = self._serving()
@@ -71,12 +71,12 @@ class Observer:
 
     def _serving(self) -> Serving | None:
         """Return a report of the group whose epoch this node shows."""
-        told, epoch = self._parts.servings.all(), self._supervisor.epoch
+        told, epoch = self._parts.servings.all(), self._supervisor.status.epoch
         mentioned = [each for each in told if each.epoch == epoch and each.participants]
         return mentioned[0] if mentioned else None
 
     def _group(self, participants: Sequence[str]) -> Json | None:
-        group = self._supervisor.group
+        group = self._supervisor.status.group
         if group is None or group.world_size == 0:
             return None
         kind = group.kind or (RING_LOOPBACK if group.world_size > 1 else "")
@@ -93,13 +93,13 @@ class Observer:
         parts = self._parts
         if (found := parts.results.of(tuple(participants), kind)) is not None:
             return _measured(found)
-        pongs = self._supervisor.ranks.pongs if self._supervisor.ranks is not None else {}
+        pongs = self._supervisor.status.ranks.pongs if self._supervisor.status.ranks is not None else {}
         slowest_us = max((pong.collective_us for pong in pongs.values()), default=0)
         return {"collective_us": slowest_us, "by": "proof", "at": None} if slowest_us else None
 
     def _ranks(self, participants: Sequence[str]) -> list[Json]:
         """Return every rank of the group. Figures are None on an agent that receives no heartbeats of it."""
-        pongs = self._supervisor.ranks.pongs if self._supervisor.ranks is not None else {}
+        pongs = self._supervisor.status.ranks.pongs if self._supervisor.status.ranks is not None else {}
         return [
             {
                 "rank": rank,
@@ -117,11 +117,11 @@ class Observer:
     def _speed(self) -> Json:
         """Return tokens per second of all requests where rank 0 is, elsewhere of this agent's requests."""
         supervisor = self._supervisor
-        if supervisor.state not in (ServingState.READY, ServingState.DRAINING):
+        if supervisor.status.state not in (ServingState.READY, ServingState.DRAINING):
             self._meter.reset()
             return {"value": None, "of": "group"}
         rate = self._meter.rate(supervisor.gateway.confirmed_tokens, time.monotonic())
-        return {"value": rate, "of": "group" if supervisor.ranks is not None else "here"}
+        return {"value": rate, "of": "group" if supervisor.status.ranks is not None else "here"}
 
     # --- nodes and links ---------------------------------------------------------------------------------
 

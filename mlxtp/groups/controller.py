@@ -14,7 +14,7 @@ from ..cluster.reconcile import FormEpoch, RunningEpoch, TryGroup
 from ..errors import Code, MlxtpError
 from ..models.local_model import LocalModel
 from ..wire.cluster_messages import DesiredState
-from .fabric_results import FabricResults
+from .fabric import FabricResults
 from .health import ServingState, of_the_model
 from .lifecycle import EpochPlan, Supervisor
 from .owned_epoch import GroupBuilder, OwnedEpoch, ServingReports
@@ -123,7 +123,7 @@ class GroupController:
         hold_until, hold = self._hold()
         running, mine = self._reports.running(), self._reports.owned
         served = mine.placement.chosen if mine is not None and running is not None else None
-        if served is not None and self._supervisor.state is ServingState.READY:
+        if served is not None and self._supervisor.status.state is ServingState.READY:
             self._trials.served(served)
             self._placer.formed(served)
         return Situation(

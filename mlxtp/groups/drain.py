@@ -55,7 +55,7 @@ class Drain:
         if self._looking is not None:
             return
         self._reconciler.drain()
-        self._supervisor.drain(ABOUT_TO_STOP)
+        self._supervisor.status.drain(ABOUT_TO_STOP)
         self._looking = asyncio.ensure_future(self._check())
 
     async def _check(self) -> None:

@@ -52,13 +52,13 @@ class ForwardingBackend:
     def follow(self) -> None:
         """Follow the group that serves elsewhere, unless this node has an epoch of its own."""
         node = self._node
-        if self._supervisor.in_epoch:
+        if self._supervisor.status.in_epoch:
             self._leave()
             return
         found = self._whom()
         if found is None:
             self._drop("the group is being formed")
-            if not self._supervisor.resting:
+            if not self._supervisor.status.resting:
                 self._show(
                     ServingState.IDLE, 0, node.leadership.waiting or "no node serves a model yet", None
                 )
@@ -116,7 +116,7 @@ class ForwardingBackend:
         backend, kind = (serving.backend, serving.kind) if serving is not None else ("none", "")
         if state in (ServingState.STARTING, ServingState.STOPPED):
             state = ServingState.FORMING
-        self._supervisor.follow(state, epoch, reason, EpochGroup(0, size, backend, kind=kind))
+        self._supervisor.status.follow(state, epoch, reason, EpochGroup(0, size, backend, kind=kind))
 
     async def _open(self, node_id: str, serving: Serving) -> None:
         source = self._model.source
@@ -131,7 +131,7 @@ class ForwardingBackend:
             log.warning("cannot send requests to %s; trying again: %s", self._node.name_of(node_id), error)
             self._retry_later()
             return
-        if self._supervisor.in_epoch:  # an epoch began while this link was being opened
+        if self._supervisor.status.in_epoch:  # an epoch began while this link was being opened
             self._leave()
             return
         assert self._backend is not None

@@ -222,7 +222,7 @@ class ModelSwitcher:
         desired = self._desired.model
         if target != desired or not self._may_begin(target):
             return f"waiting until the requests for {desired} end" if desired else "waiting"
-        return self._supervisor.progress
+        return self._supervisor.status.progress
 
     def _known(self, name: str | None) -> str | None:
         """Return the desired model if that is what the name means; None for another model."""
@@ -328,7 +328,7 @@ class ModelSwitcher:
     def _ready(self) -> bool:
         """True if the desired model is served. The state alone may still be that of the model before it."""
         supervisor = self._supervisor
-        return supervisor.state is ServingState.READY and bool(supervisor.gateway.models())
+        return supervisor.status.state is ServingState.READY and bool(supervisor.gateway.models())
 
     @property
     def _given(self) -> bool:
@@ -356,10 +356,10 @@ class ModelSwitcher:
                 status=404,
                 param="model",
             )
-        supervisor = self._supervisor
-        if desired.pinned and supervisor.state is ServingState.FAILED and supervisor.reason is not None:
+        status = self._supervisor.status
+        if desired.pinned and status.state is ServingState.FAILED and status.reason is not None:
             return RequestError(
-                f"{target} cannot be served: {supervisor.reason.detail}", Code.NOT_READY, status=503
+                f"{target} cannot be served: {status.reason.detail}", Code.NOT_READY, status=503
             )
         if why := self._missing(target):
             return RequestError(f"{target} cannot be served on this Mac: {why}", Code.NOT_READY, status=503)
@@ -456,11 +456,11 @@ class ModelSwitcher:
 
     def _why_not(self, now: float) -> MlxtpError | None:
         """Return the error that prevents serving the desired model, once that is certain."""
-        supervisor, desired = self._supervisor, self._desired
-        if supervisor.resting and supervisor.state is ServingState.FAILED:
+        status, desired = self._supervisor.status, self._desired
+        if status.resting and status.state is ServingState.FAILED:
             if self._failed is None:
                 self._failed = desired
-            return supervisor.reason if self._failed == desired else None  # else it is an older model's
+            return status.reason if self._failed == desired else None  # else it is an older model's
         self._failed = None
         why = self._unplanned()
         if not why or self._placed[0] != desired:

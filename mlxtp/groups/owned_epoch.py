@@ -74,14 +74,14 @@ class ServingReports:
         if mine is None:
             return self._nothing() if self._node.leadership.leading else None
         if supervisor.has_ranks:
-            state, requests = supervisor.state, supervisor.gateway.open_requests
+            state, requests = supervisor.status.state, supervisor.gateway.open_requests
             info = next(iter(supervisor.gateway.models()), None)
         else:  # it is about to begin, or is over; the supervisor shows the node that this one follows
             state, requests, info = ServingState.RESTARTING, 0, None
-        group = supervisor.group
-        reason = supervisor.reason.detail if supervisor.reason is not None else ""
+        group, error = supervisor.status.group, supervisor.status.reason
+        reason = error.detail if error is not None else ""
         if state is ServingState.LOADING:
-            reason = supervisor.progress
+            reason = supervisor.status.progress
         loaded = state in (ServingState.READY, ServingState.DRAINING)
         return Serving(
             mine.form.number,
@@ -103,15 +103,15 @@ class ServingReports:
 
     def _nothing(self) -> Serving:
         """Return the report of a coordinator without a group, with the reason."""
-        supervisor, why = self._supervisor, self._node.leadership.waiting
+        status, why = self._supervisor.status, self._node.leadership.waiting
         state = ServingState.IDLE
-        if supervisor.resting and supervisor.state is ServingState.FAILED:
+        if status.resting and status.state is ServingState.FAILED:
             state, why = (
                 ServingState.FAILED,
-                supervisor.reason.detail if supervisor.reason is not None else "",
+                status.reason.detail if status.reason is not None else "",
             )
         version = self._model.version
-        return Serving(supervisor.epoch, str(state), why, "none", "", (), (), 0, "", version, 0, 0, ())
+        return Serving(status.epoch, str(state), why, "none", "", (), (), 0, "", version, 0, 0, ())
 
     def held_bytes(self, node_id: str) -> int:
         """Return the bytes that ranks hold of that Mac's memory, and free for a group of this node."""
@@ -123,15 +123,15 @@ class ServingReports:
         """Return the bytes that ranks of this node's groups hold of that Mac's memory."""
         pongs = [
             ranks.pongs.get(ranks.group.nodes.index(node_id))
-            for ranks in (self._supervisor.ranks, self._supervisor.beside)
+            for ranks in (self._supervisor.status.ranks, self._supervisor.beside.ranks)
             if ranks is not None and node_id in ranks.group.nodes
         ]
         return sum(pong.memory_bytes for pong in pongs if pong is not None)
 
     def running(self) -> RunningEpoch | None:
         """Return the epoch that this node owns, for decisions; None while it has none."""
-        mine, state = self.owned, self._supervisor.state
-        if mine is None or not self._supervisor.in_epoch:
+        mine, state = self.owned, self._supervisor.status.state
+        if mine is None or not self._supervisor.status.in_epoch:
             return None
         return RunningEpoch(
             mine.form.number,

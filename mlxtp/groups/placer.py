@@ -20,7 +20,7 @@ from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine, Topology
 from ..wire.cluster_messages import ModelStatus
 from ..wire.rdma import Matrix
-from .fabric_results import FabricResults
+from .fabric import FabricResults
 
 log = logging.getLogger(__name__)
 

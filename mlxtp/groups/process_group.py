@@ -411,6 +411,8 @@ class ProcessGroup:
 
     async def stop(self) -> None:
         """End in order: rank 0 ends the others' loops, then every process leaves by itself. Then `kill`."""
+        if self._over:
+            return
         self._ending = True
         try:
             async with asyncio.timeout(self._limits.shutdown_s):

@@ -62,7 +62,7 @@ class Reconciler:
         node.links.on(self._prepare, Prepare)
         node.links.on(self._serving, Serving)
         node.desired.on_change(self._desired)
-        node.desired.retry_if(lambda: supervisor.state is ServingState.FAILED)
+        node.desired.retry_if(lambda: supervisor.status.state is ServingState.FAILED)
         node.rounds.add(self.decide)
 
     def short(self) -> str:
@@ -95,10 +95,10 @@ class Reconciler:
         action = leadership.decide(node.membership, situation, now)
         self.unplanned = self._why_unplanned(situation, action, now)
         prevented = self._model.problem or self.unplanned
-        self._supervisor.wanted = "" if prevented else leadership.desired.model
+        self._supervisor.status.wanted = "" if prevented else leadership.desired.model
         self._log_reason()
         self._act(action, now)
-        self._supervisor.drain(self._why_draining(view))
+        self._supervisor.status.drain(self._why_draining(view))
         self._announce()
         return min(action.until, now + BEAT_S) if isinstance(action, Wait) else now + BEAT_S
 
@@ -109,7 +109,7 @@ class Reconciler:
             case TryGroup():
                 self._controller.try_out(action)
             case StopEpoch(reason, lost):
-                if self._hosted.serving.epoch and not self._supervisor.in_epoch:
+                if self._hosted.serving.epoch and not self._supervisor.status.in_epoch:
                     self._hosted.serving.clear(reason)
                 else:
                     code = Code.RANK_LOST if lost else Code.REPLANNED
@@ -129,7 +129,7 @@ class Reconciler:
     def _log_reason(self) -> None:
         """Log each reason for not serving once. A model that is not here has had its own line."""
         found = (self._node.leadership.desired.model, re.sub(r"\d+", "", self.unplanned))
-        if self._supervisor.in_epoch:
+        if self._supervisor.status.in_epoch:
             self._logged_reason = ("", "")
         elif self.unplanned and not self._model.problem and found != self._logged_reason:
             self._logged_reason = found
@@ -145,11 +145,11 @@ class Reconciler:
 
     def _announce(self) -> None:
         """Log one line for each group that becomes ready here."""
-        supervisor = self._supervisor
-        ready = (supervisor.epoch, supervisor.state is ServingState.READY)
+        status = self._supervisor.status
+        ready = (status.epoch, status.state is ServingState.READY)
         if ready != self._announced and ready[1]:
-            model = next(iter(supervisor.gateway.models()), None)
-            size = supervisor.group.world_size if supervisor.group is not None else 0
+            model = next(iter(self._supervisor.gateway.models()), None)
+            size = status.group.world_size if status.group is not None else 0
             at = self._node.introduction.http
             log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, at)
         self._announced = ready
@@ -163,7 +163,7 @@ class Reconciler:
             why = f"{desired.model} is wanted now" if desired.model else f"{before.model} was unloaded"
             self._supervisor.gateway.fail_all(GroupError(why, Code.SHUTTING_DOWN))
         if not desired.model:
-            self._supervisor.recoveries.rested()
+            self._supervisor.status.recoveries.rested()
 
     def _serving(self, link: ControlLink, serving: Serving) -> None:
         node, node_id = self._node, link.node_id
@@ -183,7 +183,7 @@ class Reconciler:
         no = refusal(node_id, order.epoch, node.leadership.claim, self._hosted.last_epoch)
         if no is None and node.node_id in node.leadership.draining:
             no = f"{node.name} is about to stop"
-        if no is None and self._supervisor.in_epoch and not order.trial:
+        if no is None and self._supervisor.status.in_epoch and not order.trial:
             no = f"{node.name} still ends an epoch of its own"
             # The coordinator waited for that epoch's requests. Its order holds, or neither would give in.
             self._supervisor.end_epoch(

@@ -90,7 +90,7 @@ class ModelSelection:
         servable = await self._inspect(found)
         if number != self._progress or node.leadership.desired.version != present.version:
             raise UserError(f"another request changed the model meanwhile, so {model} is not served")
-        if present.model and self._supervisor.state in _SERVES:
+        if present.model and self._supervisor.status.state in _SERVES:
             self._check_place(model, servable, over)
             if is_hub_id(found) and not await self._can_begin(servable, over):
                 self._next = (model, model)

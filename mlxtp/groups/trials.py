@@ -125,7 +125,7 @@ class Trials:
         """End everything."""
         await self.stop()
         self._ahead = None
-        await self._supervisor.end_beside()
+        await self._supervisor.beside.end()
 
     async def _try(self, number: int, tried: Candidate, model: ModelSource | None) -> None:
         node, identity = self._node, self._identity(tried)
@@ -137,7 +137,7 @@ class Trials:
         log.info("epoch %d: trying %s on %s beside what serves%s", number, tried.title, names, also)
         try:
             group = self._builder.group(number, tried, trial=True)
-            plan = await self._supervisor.try_out(EpochPlan(number, model, group), stages.append)
+            plan = await self._supervisor.beside.try_out(EpochPlan(number, model, group), stages.append)
             if plan.ranks is not None:
                 self._ahead = _TrialGroup(identity, tried, plan)
                 plan.ranks.failed.add_done_callback(lambda _: node.changed())
@@ -161,7 +161,7 @@ class Trials:
 
     async def _end(self, ahead: _TrialGroup, error: MlxtpError | None) -> None:
         try:
-            await self._supervisor.end_beside(error)
+            await self._supervisor.beside.end(error)
         finally:
             self._task = None
             self._builder.release(ahead.plan.epoch)

@@ -78,7 +78,7 @@ class Machine:
 
 
 # --- measurements of the collectives of one group of ranks -----------------------------------------------
-# `groups/fabric_bench.py` measures them, `FabricReport` carries them, `placement/measurements.py` keeps
+# `groups/fabric.py` measures them, `FabricReport` carries them, `placement/measurements.py` keeps
 # and judges them.
 
 MAX_SIZES = 16

@@ -171,7 +171,7 @@ def serving(loaded: Loaded, home: Path, access: Access | None = None) -> Iterato
     desk = Desk(supervisor.gateway.on_event)
     model = ModelInfo(MODEL, ("tiny", "default"), home, 200, 1234, (1,), VOCABULARY)
     supervisor.gateway.serve(desk, model, loaded.text)
-    supervisor.state = ServingState.READY
+    supervisor.status.state = ServingState.READY
     app = observed(create_app(supervisor.gateway, access=access), supervisor)
     sock = bind("127.0.0.1", 0)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
@@ -514,7 +514,7 @@ def test_two_ids_are_none(stage: Stage) -> None:
 def test_a_finished_request_has_one_line_without_its_words(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage.supervisor.epoch = 7
+    stage.supervisor.status.epoch = 7
     count = stage.says(SECRET, lambda uid: Finished(uid, "stop", 4, 4, cached=2))
     with caplog.at_level(logging.DEBUG, "mlxtp"):
         stage.ask(messages=[{"role": "user", "content": "the end"}], headers={"x-request-id": "mine"})
@@ -590,7 +590,7 @@ def test_each_rank_has_its_figures(stage: Stage) -> None:
         1: pong(memory_bytes=22, peak_memory_bytes=33, weight_bytes=4, kv_bytes=5, forwards=6),
         0: pong(memory_bytes=11, step_us=1500, wait_us=500, collective_us=40),
     }
-    stage.supervisor.ranks = cast(Any, SimpleNamespace(pongs=pongs))
+    stage.supervisor.status.ranks = cast(Any, SimpleNamespace(pongs=pongs))
     found = stage.scrape()
     assert found("mlxtp_ranks_alive") == 2
     assert found("mlxtp_rank_memory_bytes", rank="0") == 11
@@ -602,14 +602,14 @@ def test_each_rank_has_its_figures(stage: Stage) -> None:
     assert found("mlxtp_rank_step_seconds", rank="0") == 0.0015
     assert found("mlxtp_rank_wait_seconds", rank="0") == 0.0005
     assert found("mlxtp_rank_collective_seconds", rank="0") == 0.00004
-    stage.supervisor.ranks = None
+    stage.supervisor.status.ranks = None
     found = stage.scrape()
     assert not [key for key in found.samples if key[0].startswith("mlxtp_rank")]
 
 
 def test_one_state_is_true(stage: Stage) -> None:
     for state in (ServingState.READY, ServingState.RESTARTING, ServingState.FAILED):
-        stage.supervisor.state = state
+        stage.supervisor.status.state = state
         found = stage.scrape()
         assert {s: found("mlxtp_state", state=s) for s in ServingState} == {
             s: float(s is state) for s in ServingState
@@ -618,10 +618,10 @@ def test_one_state_is_true(stage: Stage) -> None:
 
 
 def test_epochs_and_recoveries_are_told(stage: Stage) -> None:
-    stage.supervisor.epoch = 3
-    stage.supervisor.recoveries.serving(1.0)
-    stage.supervisor.recoveries.over(Code.RANK_LOST, 2.0)
-    stage.supervisor.recoveries.serving(4.5)
+    stage.supervisor.status.epoch = 3
+    stage.supervisor.status.recoveries.serving(1.0)
+    stage.supervisor.status.recoveries.over(Code.RANK_LOST, 2.0)
+    stage.supervisor.status.recoveries.serving(4.5)
     found = stage.scrape()
     assert found("mlxtp_epoch") == 3
     assert found("mlxtp_epochs_ended_total", code="rank_lost") == 1

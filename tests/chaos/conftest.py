@@ -165,7 +165,7 @@ class _Shelf:
         self.cluster: FaultyCluster | None = None
 
     def sound_cluster(self) -> FaultyCluster:
-        if self.cluster is not None and self.cluster.supervisor.state is not ServingState.READY:
+        if self.cluster is not None and self.cluster.supervisor.status.state is not ServingState.READY:
             self.close()
         if self.cluster is None:
             self.cluster = FaultyCluster(self._factory.mktemp("faulty"))

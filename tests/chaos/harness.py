@@ -105,16 +105,16 @@ class FaultyCluster(Cluster):
 
     def _observe(self) -> None:
         supervisor, gateway = self.supervisor, self.supervisor.gateway
-        enter, pause, generate = supervisor._enter, gateway.park_open_requests, gateway.generate
+        enter, pause, generate = supervisor.status.enter, gateway.park_open_requests, gateway.generate
 
         def observed_enter(state: ServingState) -> None:
-            self.moments.append(Moment(time.time(), supervisor.epoch, state))
+            self.moments.append(Moment(time.time(), supervisor.status.epoch, state))
             if state is ServingState.READY and self.later:
-                self.book.give(dataclasses.replace(self.later.pop(0), epoch=supervisor.epoch))
+                self.book.give(dataclasses.replace(self.later.pop(0), epoch=supervisor.status.epoch))
             enter(state)
 
         def observed_pause(error: MlxtpError) -> None:
-            self.moments.append(Moment(time.time(), supervisor.epoch, error=error))
+            self.moments.append(Moment(time.time(), supervisor.status.epoch, error=error))
             pause(error)
 
         def observed_generate(wanted: Request) -> Any:
@@ -122,7 +122,7 @@ class FaultyCluster(Cluster):
             self.asked += 1
             return answer
 
-        supervisor._enter, gateway.park_open_requests = observed_enter, observed_pause  # type: ignore[method-assign]
+        supervisor.status.enter, gateway.park_open_requests = observed_enter, observed_pause  # type: ignore[method-assign]
         gateway.generate = observed_generate  # type: ignore[method-assign]
 
     # --- ordering faults -----------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class FaultyCluster(Cluster):
 
     def tighten(self, **limits: float) -> None:
         """Other limits for the watch over the present epoch: shorter than coming up would allow."""
-        ranks = self.supervisor.ranks
+        ranks = self.supervisor.status.ranks
         assert ranks is not None
         assert ranks._watch is not None
         ranks._watch._limits = dataclasses.replace(self.settings.limits, **limits)

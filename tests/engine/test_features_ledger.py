@@ -174,10 +174,10 @@ def test_what_rank_1_does_differently_is_found_before_a_token_leaves_and_the_ans
     (orders / fault).touch()
     try:
         request = erring.ask(wanted)
-        until(lambda: erring.supervisor.state is not ServingState.READY, "it was found")
+        until(lambda: erring.supervisor.status.state is not ServingState.READY, "it was found")
     finally:
         (orders / fault).unlink()
-    reason = erring.supervisor.reason
+    reason = erring.supervisor.status.reason
     assert reason is not None
     assert reason.code is Code.DESYNC
     assert request.finish()[0] == right

@@ -56,7 +56,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
 def group(shared: Group) -> Iterator[Group]:
     """A group that serves the embedded model, and must do so again when a test is over, in the same epoch."""
     shared.mislead()
-    if shared.cluster.supervisor.state is not ServingState.READY:
+    if shared.cluster.supervisor.status.state is not ServingState.READY:
         shared.cluster.load("tiny")
     yield shared
     shared.mislead()
@@ -90,12 +90,12 @@ def refusal(group: Group, model: Path, draft: str | Path = "") -> ModelError:
 
 
 def assert_nothing_is_loaded(cluster: Cluster) -> None:
-    assert cluster.supervisor.state is ServingState.IDLE
+    assert cluster.supervisor.status.state is ServingState.IDLE
     assert cluster.post(QUESTION).status_code == 503
     assert cluster.health()["model"] is None
 
     def empty() -> bool:
-        ranks = cluster.supervisor.ranks
+        ranks = cluster.supervisor.status.ranks
         assert ranks is not None
         return all(
             (p.model, p.weight_bytes, p.kv_bytes) == ("", 0, 0) and p.memory_bytes < EMPTY_BYTES
@@ -116,7 +116,7 @@ def assert_the_group_works(group: Group) -> None:
 
 def test_each_rank_loads_from_the_folder_of_its_own_mac(group: Group, small: Path, lacking: Path) -> None:
     cluster = group.cluster
-    ranks = cluster.supervisor.ranks
+    ranks = cluster.supervisor.status.ranks
     assert ranks is not None
     elsewhere = small.with_name("elsewhere")
     shutil.copytree(small, elsewhere)
@@ -298,7 +298,7 @@ def test_a_draft_model_that_is_nowhere_is_refused_before_anything_is_let_go(
     error = refusal(group, TINY, tmp_path / "nowhere")
     assert error.code is Code.MODEL_NOT_FOUND
     assert "nowhere is neither a folder nor an id on the Hub" in error.detail
-    assert group.cluster.supervisor.state is ServingState.READY
+    assert group.cluster.supervisor.status.state is ServingState.READY
     assert group.cluster.content(QUESTION) == ANSWER
 
 
@@ -313,7 +313,7 @@ def test_an_agent_whose_model_does_not_divide_says_so_and_does_not_try_again(
         with pytest.raises(ModelError, match=r"odd cannot be loaded: .* 3 attention heads"):
             cluster.wait_ready()
         assert cluster.epoch == 1
-        assert cluster.supervisor.state is ServingState.FAILED
+        assert cluster.supervisor.status.state is ServingState.FAILED
         health = cluster.health()
         assert health["ready"] is False
         assert "3 attention heads (3 / 2)" in health["reason"]

@@ -20,7 +20,7 @@ from mlxtp.engine import group as group_module
 from mlxtp.engine.decode_loop import _combined
 from mlxtp.engine.group import RingGroup
 from mlxtp.errors import Code, UserError
-from mlxtp.groups.fabric_results import Times
+from mlxtp.groups.fabric import Times
 from mlxtp.groups.health import ServingState
 from mlxtp.placement.measurements import SIZES
 from mlxtp.wire.messages import CollectivesTimed, Message
@@ -91,11 +91,11 @@ def test_the_slowest_rank_counts() -> None:
 
 
 def measure(cluster: Cluster) -> Times:
-    return cluster.call(cluster.supervisor.measure_fabric())
+    return cluster.call(cluster.parts.fabric_bench.measure())
 
 
 def is_measuring(cluster: Cluster) -> bool:
-    ranks = cluster.supervisor.ranks
+    ranks = cluster.supervisor.status.ranks
     return ranks is not None and any(pong.phase == "measuring" for pong in ranks.pongs.values())
 
 

@@ -46,7 +46,7 @@ def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: me
         }
         assert (await admin.serve("tiny", "02"))["version"] == 1
         assert (await admin.serve("tiny", ""))["version"] == 1
-        node.parts.supervisor.state = ServingState.FAILED
+        node.parts.supervisor.status.state = ServingState.FAILED
         assert (await admin.serve("tiny", ""))[
             "version"
         ] == 2  # asking again is how a failed group is tried again
@@ -63,12 +63,12 @@ def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_nobody(
     async def story(node: Node) -> None:
         cluster, a = node.parts, node.meet(A)
         node.hear(a, DesiredState(7, A, "org/model", "2", 7))
-        cluster.supervisor.state = ServingState.STARTING
+        cluster.supervisor.status.state = ServingState.STARTING
         assert cluster.node.desired.set("org/model", "2").version == 7
         assert cluster.node.desired.set("org/model").version == 7
         assert [desired.version for desired in a.heard(DesiredState)] == [0, 7]
         assert cluster.node.desired.set("org/model", "auto").version == 8
-        cluster.supervisor.state = ServingState.FAILED
+        cluster.supervisor.status.state = ServingState.FAILED
         assert cluster.node.desired.set("org/model", "auto").version == 9
 
     play(tmp_path, member, story)
@@ -80,7 +80,7 @@ def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_again(
     async def story(node: Node) -> None:
         cluster, a = node.parts, node.meet(A)
         node.hear(a, DesiredState(7, A, "org/model", "2", 7))
-        cluster.supervisor.state = ServingState.READY
+        cluster.supervisor.status.state = ServingState.READY
         node.hear(a, ModelStatus(6, "", "no room for what was wanted before"), ModelStatus(7, "f", ""))
         assert cluster.node.desired.set("org/model", "2").version == 7
         node.hear(a, ModelStatus(7, "", "no room"))
@@ -316,11 +316,10 @@ def test_files_are_repaired_while_no_rank_here_has_them_open(
             with pytest.raises(UserError, match="a rank of this Mac has it open; `mlxtp unload` first"):
                 admin.removable(name, "yes")
         source = ModelSource(NAME, snapshot, cast(Text, None))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(cluster.supervisor), "source", source)
-            assert admin.removable(name, "yes") == {"removable": NAME}, "it is no longer open"
-            patch.setattr(type(cluster.supervisor), "in_epoch", True)
-            with pytest.raises(UserError, match="a rank of this Mac has it open"):
-                admin.removable(name, "yes")
+        cluster.supervisor.source = source
+        assert admin.removable(name, "yes") == {"removable": NAME}, "it is no longer open"
+        cluster.supervisor.status.in_epoch = True
+        with pytest.raises(UserError, match="a rank of this Mac has it open"):
+            admin.removable(name, "yes")
 
     play(tmp_path, member, story)

@@ -86,13 +86,12 @@ def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Pa
             node.hear(a, Prepare(epoch, 1, "", 1))
             assert "is not newer than epoch 7" in a.heard(RankTrouble)[-1].detail
         ended: list[MlxtpError] = []
-        node.parts.supervisor._current = cast(
-            Any, type("Ranks", (), {"give_up": lambda _, why: ended.append(why)})()
-        )
+        node.parts.supervisor.status.in_epoch = True
+        node.parts.supervisor.end_epoch = ended.append  # type: ignore[method-assign]
         node.hear(a, Prepare(8, 1, "", 1))
         assert "still ends an epoch of its own" in a.heard(RankTrouble)[-1].detail
         assert [error.code for error in ended] == [Code.REPLANNED]
-        node.parts.supervisor._current = None
+        node.parts.supervisor.status.in_epoch = False
         node.hear(a, Prepare(9, 1, "", 1))
         assert [order.epoch for _, order in cast(Any, node.orders)] == [9]
 
@@ -107,7 +106,7 @@ def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Me
         node.follow(a)
         orders: list[Any] = []
         cluster.hosted.trial.received = lambda _, order: orders.append(order)  # type: ignore[method-assign]
-        cluster.supervisor._current = cast(Any, object())
+        cluster.supervisor.status.in_epoch = True
         trial = Prepare(8, 1, "", 1, trial=True)
         node.hear(a, trial)
         assert (orders, node.orders, a.heard(RankTrouble)) == ([trial], [], [])
@@ -117,7 +116,7 @@ def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Me
         node.hear(a, EndEpoch(8, in_order=True), EndEpoch(7, in_order=True))
         assert orders[1:] == [EndEpoch(8, in_order=True)]
         assert [order for _, order in node.orders] == [EndEpoch(7, in_order=True)]
-        cluster.supervisor._current = None
+        cluster.supervisor.status.in_epoch = False
         node.hear(a, Prepare(9, 1, "", 1))
         assert cleared == ["epoch 9 comes"]
         cluster.hosted.trial._hosted = None

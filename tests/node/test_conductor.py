@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -35,19 +34,17 @@ def desk(cables: bool = True) -> dict[str, Machine]:
 
 def ready(node: Node) -> None:
     """As if the supervisor waited for a plan."""
-    node.parts.supervisor._plan = asyncio.get_running_loop().create_future()
+    node.parts.supervisor.waits_for_plan = True
 
 
 def formed(node: Node, *links: FakeLink) -> EpochGroup:
     """The next group that is formed, and nothing more becomes of it."""
     ready(node)
     node.live(*links)
-    future = node.parts.supervisor._plan
-    assert future is not None
-    assert future.done(), node.parts.node.leadership.waiting
-    node.parts.servings.owned = node.parts.supervisor._plan = None
-    group: EpochGroup = future.result().group
-    return group
+    supervisor = node.parts.supervisor
+    assert not supervisor.waits_for_plan, node.parts.node.leadership.waiting
+    node.parts.servings.owned, supervisor.status.in_epoch = None, False
+    return supervisor._plans.get_nowait().group
 
 
 def test_a_group_of_two_and_where_its_ranks_find_each_other(
@@ -157,9 +154,9 @@ def test_memory_of_a_group_beside_the_serving_one_counts_as_held(
     async def story(node: Node) -> None:
         group = EpochGroup(1, 2, "ring", nodes=(node.parts.node.node_id, A))
         pongs = {1: SimpleNamespace(memory_bytes=3 << 30)}
-        node.parts.supervisor.beside = cast(Any, SimpleNamespace(group=group, pongs=pongs))
+        node.parts.supervisor.beside.ranks = cast(Any, SimpleNamespace(group=group, pongs=pongs))
         assert [node.parts.servings.held_bytes(each) >> 30 for each in (A, B)] == [3, 0]
-        node.parts.supervisor.beside = None
+        node.parts.supervisor.beside.ranks = None
         assert node.parts.servings.held_bytes(A) == 0
 
     play(tmp_path, member, story)
@@ -272,11 +269,11 @@ def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_mode
         ready(node)
         for _ in range(int(TELL_S / 0.5) - 2):
             node.live_once(a)
-        assert not cast(Any, node.parts.supervisor._plan).done()
+        assert node.parts.supervisor.waits_for_plan
         assert node.parts.node.leadership.waiting == "mac-a has not yet reported whether it has the model"
         for _ in range(4):
             node.live_once(a)
-        assert cast(Any, node.parts.supervisor._plan).result().group.world_size == 1
+        assert node.parts.supervisor._plans.get_nowait().group.world_size == 1
 
     play(tmp_path, member, story, machine=machines[""])
 
@@ -389,7 +386,7 @@ def test_what_would_keep_jaccl_from_forming_is_said_before(
         if backend is None:
             ready(node)
             node.live(a)
-            assert not cast(Any, node.parts.supervisor._plan).done()
+            assert node.parts.supervisor.waits_for_plan
             assert "bridge0" in node.parts.node.leadership.waiting
         else:
             assert formed(node, a).backend == backend

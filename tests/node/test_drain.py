@@ -103,7 +103,7 @@ def test_an_agent_is_draining_until_its_last_request_is_done(tmp_path: Path, sou
         await answer.accepted()
         assert not (await admin.drain_progress())["draining"]
         assert admin.drain("") == {"draining": True, "over": False, "open_requests": 1, "left_s": None}
-        assert stage.supervisor.state is ServingState.DRAINING
+        assert stage.supervisor.status.state is ServingState.DRAINING
         assert refused(stage.gateway).code is Code.SHUTTING_DOWN
         health = stage.gateway.health()
         assert (health.state, health.ready, health.reason) == (
@@ -288,10 +288,10 @@ def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path:
             client = Client(first, Request(COUNT, 300))
             reading = asyncio.ensure_future(client.read())
             await sees(lambda: client.tokens)
-            epoch = first.supervisor.epoch
+            epoch = first.supervisor.status.epoch
             second.drain.start()
             over = asyncio.ensure_future(second.drain.over.wait())
-            await sees(lambda: first.supervisor.state is ServingState.DRAINING)
+            await sees(lambda: first.supervisor.status.state is ServingState.DRAINING)
             assert refused(first.supervisor.gateway).detail.startswith("b is about to stop")
             assert refused(second.supervisor.gateway).code is Code.SHUTTING_DOWN
             await asyncio.wait({reading, over}, return_when=asyncio.FIRST_COMPLETED)
@@ -299,7 +299,7 @@ def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path:
             assert client.end is not None
             assert client.end.reason == "stop"
             await over
-            assert first.supervisor.epoch == epoch
+            assert first.supervisor.status.epoch == epoch
             assert of_cluster(first).node.leadership.draining == {of_cluster(second).node.node_id}
 
     run(within(story()))

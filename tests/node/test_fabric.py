@@ -16,7 +16,7 @@ import pytest
 from mlxtp.admin.handlers import Admin as Administration
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import UserError
-from mlxtp.groups.fabric_results import FILE, measure, row_bytes
+from mlxtp.groups.fabric import FILE, measure, row_bytes
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET
 from mlxtp.placement.measurements import to_text
@@ -262,7 +262,7 @@ def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
     async def story(node: Node) -> None:
         a, conductor = node.meet(A), node.parts.servings
         node.lead(weights, desk())
-        node.parts.supervisor._plan = asyncio.get_running_loop().create_future()
+        node.parts.supervisor.waits_for_plan = True
         node.live(a)
         before = conductor.serving()
         assert before is not None

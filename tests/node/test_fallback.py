@@ -54,11 +54,9 @@ class Client:
         self._agent = agent
 
     async def run(self) -> None:
-        supervisor = self._agent.supervisor
-        while not (
-            supervisor.state is ServingState.READY and supervisor.group and supervisor.group.world_size == 2
-        ):
-            self.states.add(supervisor.state)
+        status = self._agent.supervisor.status
+        while not (status.state is ServingState.READY and status.group and status.group.world_size == 2):
+            self.states.add(status.state)
             self.answers.append(await say(self._agent))
             await asyncio.sleep(self.pause_s)
         self.answers.append(await say(self._agent))
@@ -101,7 +99,7 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
             await first.wait_ready()
             await second.wait_ready()
             leader = first if first.parts and first.parts.node.leadership.leading else second
-            group = leader.supervisor.group
+            group = leader.supervisor.status.group
             assert group is not None
             assert (group.backend, group.world_size) == ("ring", 2)
             assert await say(first) == await say(second)
@@ -146,7 +144,7 @@ def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_nobody(
             assert asking is not None
             await asking
             await second.wait_ready()
-            group = first.supervisor.group
+            group = first.supervisor.status.group
             assert group is not None
             assert (group.backend, group.world_size) == ("ring", 2)
             assert client.states.isdisjoint({ServingState.FAILED, ServingState.LOADING})
@@ -193,7 +191,9 @@ async def joined(
 
 
 async def serve_together(first: Agent, second: Agent) -> None:
-    await sees(lambda: first.supervisor.group is not None and first.supervisor.group.world_size == 2)
+    await sees(
+        lambda: first.supervisor.status.group is not None and first.supervisor.status.group.world_size == 2
+    )
     await first.wait_ready()
     await second.wait_ready()
 
@@ -205,14 +205,14 @@ def test_a_group_that_loaded_beside_another_one_takes_over_with_all_its_ranks(tm
             assert ServingState.LOADING not in client.states
             assert first.parts is not None
             assert second.parts is not None
-            epoch = first.supervisor.epoch
+            epoch = first.supervisor.status.epoch
             assert second.parts.hosted.serving.epoch == epoch
             assert second.parts.hosted.trial.epoch == 0
             before = await say(second)
             [stay] = second.parts.hosted.serving._alive
             assert stay.process is not None
             os.kill(stay.process.pid, signal.SIGKILL)
-            await sees(lambda: first.supervisor.epoch > epoch)
+            await sees(lambda: first.supervisor.status.epoch > epoch)
             await first.wait_ready()
             await second.wait_ready()
             assert await say(second) == before
@@ -230,7 +230,7 @@ def test_where_memory_forbids_two_models_the_group_is_proven_before_the_other_on
     async def story() -> None:
         async with joined(tmp_path) as (first, second, client):
             await serve_together(first, second)
-            assert first.supervisor.beside is None
+            assert first.supervisor.beside.ranks is None
             assert len(set(client.answers)) == 1
 
     asyncio.run(story())
@@ -251,7 +251,7 @@ def test_whichever_mac_coordinates_a_newcomer_s_group_loads_beside_what_serves(
             assert second.parts is not None
             first.parts.node.leadership.hand_over(second.parts.node.node_id, time.monotonic())
             await serve_together(first, second)
-            assert first.supervisor.in_epoch != second.supervisor.in_epoch
+            assert first.supervisor.status.in_epoch != second.supervisor.status.in_epoch
             assert ServingState.LOADING not in client.states
             assert len(set(client.answers)) == 1
 
@@ -263,7 +263,7 @@ def test_a_newcomer_that_cannot_load_the_model_interrupts_nobody(tmp_path: Path)
     async def story() -> None:
         async with joined(tmp_path, (sys.executable, "-c", BROKEN_LOADER)) as (first, second, client):
             assert first.parts is not None
-            epoch = first.supervisor.epoch
+            epoch = first.supervisor.status.epoch
             await sees(first.parts.placer.left_out)
             ((failed, _),) = first.parts.placer.left_out()
             assert failed.reason.startswith("it formed, and failed then: ")
@@ -271,6 +271,6 @@ def test_a_newcomer_that_cannot_load_the_model_interrupts_nobody(tmp_path: Path)
             await second.wait_ready()
             assert await say(second) == await say(first)
             assert client.states == {ServingState.READY}
-            assert first.supervisor.epoch == epoch
+            assert first.supervisor.status.epoch == epoch
 
     asyncio.run(story())

@@ -101,7 +101,7 @@ class Stage:
     def shows(self, state: ServingState) -> Callable[[], bool]:
         def look() -> bool:
             self.follower.follow()
-            return self.supervisor.state is state
+            return self.supervisor.status.state is state
 
         return look
 
@@ -245,7 +245,7 @@ def test_a_group_of_its_own_is_not_disturbed_by_the_one_it_followed(tmp_path: Pa
     async def story(stage: Stage) -> None:
         await stage.follows()
         mine = FakeRanks()
-        stage.supervisor._current = cast(Any, object())
+        stage.supervisor.status.in_epoch = True
         stage.supervisor.gateway.fail_all(MlxtpError("another group is formed"))
         stage.supervisor.gateway.serve(cast(Any, mine), MODEL, TEXT)
         answer = stage.ask()
@@ -253,7 +253,7 @@ def test_a_group_of_its_own_is_not_disturbed_by_the_one_it_followed(tmp_path: Pa
         await sees(lambda: stage.connections == 0)
         stage.supervisor.gateway.on_event(Finished(1, "stop", 0, 0))
         assert await everything(answer) == [StreamEnd("stop", 0)]
-        stage.supervisor._current = None
+        stage.supervisor.status.in_epoch = False
 
     play(tmp_path, story)
 
@@ -261,10 +261,10 @@ def test_a_group_of_its_own_is_not_disturbed_by_the_one_it_followed(tmp_path: Pa
 def test_a_group_of_its_own_that_begins_while_the_link_is_opened(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.hears(READY)
-        stage.supervisor._current = cast(Any, object())
+        stage.supervisor.status.in_epoch = True
         await sees(lambda: stage.follower._opening is None or stage.follower._opening.done())
         assert stage.supervisor.gateway.models() == ()
-        stage.supervisor._current = None
+        stage.supervisor.status.in_epoch = False
         await sees(lambda: stage.connections == 0)
 
     play(tmp_path, story)
@@ -305,7 +305,7 @@ def test_a_model_that_is_not_here_yet_is_waited_for(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         source, stage.model.source = stage.model.source, None
         stage.hears(READY)
-        assert stage.supervisor.state is ServingState.LOADING
+        assert stage.supervisor.status.state is ServingState.LOADING
         stage.model.problem = "/models/x is not here"
         stage.hears(READY)
         health = stage.supervisor.gateway.health()
@@ -328,7 +328,10 @@ def test_a_model_that_is_not_here_yet_is_waited_for(tmp_path: Path) -> None:
 def test_the_state_of_the_group_is_shown(tmp_path: Path, said: str, shown: ServingState) -> None:
     async def story(stage: Stage) -> None:
         stage.hears(replace(READY, state=said, reason="rank 1 is gone"))
-        assert (stage.supervisor.state, stage.supervisor.gateway.health().reason) == (shown, "rank 1 is gone")
+        assert (stage.supervisor.status.state, stage.supervisor.gateway.health().reason) == (
+            shown,
+            "rank 1 is gone",
+        )
 
     play(tmp_path, story)
 
@@ -337,7 +340,7 @@ def test_a_failure_elsewhere_is_not_kept_as_one_s_own(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.hears(replace(READY, state="failed", reason="it is broken"))
         stage.hears(None)
-        assert stage.supervisor.state is ServingState.IDLE
+        assert stage.supervisor.status.state is ServingState.IDLE
         assert stage.supervisor.gateway.health().reason == "members come and go"
 
     play(tmp_path, story)
@@ -345,10 +348,10 @@ def test_a_failure_elsewhere_is_not_kept_as_one_s_own(tmp_path: Path) -> None:
 
 def test_a_failure_of_its_own_stays_until_there_is_something_new(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
-        stage.supervisor.resting = True
-        stage.supervisor._enter(ServingState.FAILED)
+        stage.supervisor.status.resting = True
+        stage.supervisor.status.enter(ServingState.FAILED)
         stage.hears(None)
-        assert stage.supervisor.state is ServingState.FAILED
+        assert stage.supervisor.status.state is ServingState.FAILED
 
     play(tmp_path, story)
 
@@ -358,9 +361,9 @@ def test_of_several_groups_the_coordinators_counts(tmp_path: Path) -> None:
         stage.knowledge.servings[OTHER] = replace(READY, epoch=9)
         stage.knowledge.servings[HOST] = replace(READY, state="loading")
         stage.follower.follow()
-        assert (stage.supervisor.state, stage.supervisor.epoch) == (ServingState.LOADING, 7)
+        assert (stage.supervisor.status.state, stage.supervisor.status.epoch) == (ServingState.LOADING, 7)
         stage.present = False
         stage.follower.follow()
-        assert stage.supervisor.state is ServingState.IDLE
+        assert stage.supervisor.status.state is ServingState.IDLE
 
     play(tmp_path, story)

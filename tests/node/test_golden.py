@@ -13,7 +13,7 @@ import pytest
 from mlxtp.config import Settings
 from mlxtp.engine.kv_cache import SHORTEST_HIT
 from mlxtp.errors import Code, GroupError
-from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.loading import ModelLoader
 from mlxtp.groups.process_group import EpochGroup, agreement
 from mlxtp.models import self_test
 from mlxtp.placement.cost_model import RING_ETHERNET
@@ -45,10 +45,9 @@ class Answering:
 
 def judged(tmp_path: Path, gateway: Answering) -> str:
     """Return what is said of a group that answers OTHER for the first time."""
-    supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
-    supervisor.gateway = cast(Any, gateway)
-    asyncio.run(supervisor._judge(cast(Any, None), PROMPTS, KEPT, OTHER))
-    return supervisor.proof
+    loader = ModelLoader(Settings(tmp_path, "", 0, 1, "tiny"), cast(Any, gateway))
+    asyncio.run(loader.judge(cast(Any, None), PROMPTS, KEPT, OTHER))
+    return loader.proof
 
 
 @pytest.mark.parametrize("again", [OTHER, KEPT])

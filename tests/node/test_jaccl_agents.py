@@ -46,7 +46,7 @@ def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
             await second.wait_ready()
             assert first.parts is not None
             leader = first if first.parts.node.leadership.leading else second
-            group = leader.supervisor.group
+            group = leader.supervisor.status.group
             assert group is not None
             assert (group.backend, group.world_size) == ("jaccl", 2)
             assert group.rdma[0] == group.rdma[3] == ""
@@ -75,8 +75,8 @@ def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
             two_agents(tmp_path, worker, fabric="jaccl", rdma=DEVICES) as (first, second),
         ):
             leader = first if first.parts and first.parts.node.leadership.leading else second
-            await leader.supervisor.wait_until(ServingState.RESTARTING)
-            reason = leader.supervisor.reason
+            await leader.supervisor.status.wait_until(ServingState.RESTARTING)
+            reason = leader.supervisor.status.reason
             assert reason is not None
             assert words in reason.detail
 
@@ -96,7 +96,7 @@ def test_without_jaccl_anywhere_the_ring_is_used_and_a_line_says_so(
         ):
             await first.wait_ready()
             await second.wait_ready()
-            group = first.supervisor.group
+            group = first.supervisor.status.group
             assert group is not None
             assert (group.backend, group.world_size) == ("ring", 2)
             assert await say(first) == await say(second)

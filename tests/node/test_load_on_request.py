@@ -182,7 +182,7 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             assert await first.answer("tiny") == ("tiny", right())
 
             assert second.agent.parts is not None
-            epoch = second.agent.supervisor.epoch
+            epoch = second.agent.supervisor.status.epoch
             second.agent.parts.node.desired.set("tiny")  # as `mlxtp serve tiny` on the other Mac
             cluster = first.agent.parts
             assert cluster is not None
@@ -193,7 +193,9 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             assert "tiny is pinned" in refused.json()["error"]["message"]
             assert await first.models() == ["tiny"]
             assert await first.answer("tiny") == ("tiny", right())
-            assert second.agent.supervisor.epoch == epoch, "to pin what is served already disturbs nobody"
+            assert second.agent.supervisor.status.epoch == epoch, (
+                "to pin what is served already disturbs nobody"
+            )
 
             second.agent.parts.node.desired.set("")  # and `mlxtp unload`
             await sees(lambda: not cluster.node.leadership.desired.model)
@@ -220,7 +222,9 @@ def test_a_mac_that_lacks_what_is_served_says_so_at_once(tmp_path: Path, other: 
             first.agent.parts.node.desired.set("house")  # as `mlxtp serve house`
             supervisor = second.agent.supervisor
             await sees(
-                lambda: first.agent.supervisor.gateway.models() and supervisor.state is ServingState.IDLE
+                lambda: (
+                    first.agent.supervisor.gateway.models() and supervisor.status.state is ServingState.IDLE
+                )
             )
             model, said = await first.answer("house")
             assert (model, said) == ("house", right(other))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxtp.errors import Code, ModelError
-from mlxtp.groups.load_errors import refusal
+from mlxtp.groups.loading import refusal
 
 COMMIT = "a" * 40
 

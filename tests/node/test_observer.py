@@ -158,7 +158,7 @@ def test_tokens_are_counted_and_the_rate_is_of_now(tmp_path: Path) -> None:
     async def story() -> None:
         parts = alone(tmp_path)
         supervisor, observer = parts.supervisor, Observer(parts)
-        supervisor.follow(ServingState.READY, 3, "", EpochGroup(0, 2, "ring"))
+        supervisor.status.follow(ServingState.READY, 3, "", EpochGroup(0, 2, "ring"))
         assert moment(observer)["tokens_per_second"] == {"value": None, "of": "here"}
         await asyncio.sleep(0.5)
         supervisor.gateway.confirmed_tokens += 50

@@ -54,14 +54,14 @@ class Pair:
     other: Agent
 
     def epoch(self) -> int:
-        return self.leader.supervisor.epoch
+        return self.leader.supervisor.status.epoch
 
     def kill_rank(self, agent: Agent) -> None:
         """Of the two that are of this process: the rank whose pipe this agent holds."""
         supervisor, cluster = agent.supervisor, agent.parts
         assert cluster is not None
-        if supervisor.ranks is not None:
-            pid = supervisor.ranks.leader.pid
+        if supervisor.status.ranks is not None:
+            pid = supervisor.status.ranks.leader.pid
         else:
             assert cluster.hosted.serving._hosted is not None
             assert cluster.hosted.serving._hosted.process is not None

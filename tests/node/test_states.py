@@ -61,12 +61,12 @@ def test_a_move_that_is_not_legal_is_logged_and_made(
 ) -> None:
     supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
     with caplog.at_level(logging.ERROR):
-        supervisor._enter(ServingState.LOADING)
+        supervisor.status.enter(ServingState.LOADING)
         assert caplog.records == []
-        supervisor._enter(ServingState.FAILED)
+        supervisor.status.enter(ServingState.FAILED)
     [record] = caplog.records
     assert record.getMessage() == "epoch 0 went from loading to failed, which is a bug"
-    assert supervisor.state is ServingState.FAILED
+    assert supervisor.status.state is ServingState.FAILED
 
 
 def test_what_another_mac_goes_through_is_not_judged(
@@ -75,6 +75,6 @@ def test_what_another_mac_goes_through_is_not_judged(
     supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
     with caplog.at_level(logging.ERROR):
         for state in (ServingState.READY, ServingState.FAILED, ServingState.LOADING):
-            supervisor._show(state)
-        supervisor._enter(ServingState.STARTING)
+            supervisor.status.show(state)
+        supervisor.status.enter(ServingState.STARTING)
     assert caplog.records == []

@@ -56,8 +56,8 @@ class Stage:
         self.formed: list[bool] = []
         self.running: asyncio.Future[None]
         self.states: list[ServingState] = []
-        enter = self.supervisor._enter
-        self.supervisor._enter = lambda state: (self.states.append(state), enter(state))[1]  # type: ignore[method-assign, func-returns-value]
+        enter = self.supervisor.status.enter
+        self.supervisor.status.enter = lambda state: (self.states.append(state), enter(state))[1]  # type: ignore[method-assign, func-returns-value]
 
     async def prepare(self) -> None:
         self.asked += 1
@@ -83,7 +83,8 @@ class Stage:
 
     async def until(self, state: ServingState, epoch: int | None = None) -> None:
         await sees(
-            lambda: self.supervisor.state is state and epoch in (None, self.supervisor.epoch), f"{state}"
+            lambda: self.supervisor.status.state is state and epoch in (None, self.supervisor.status.epoch),
+            f"{state}",
         )
 
     async def error_of(self, answer: Any) -> MlxtpError:
@@ -108,7 +109,7 @@ def play(tmp_path: Path, source: ModelSource, story: Callable[[Stage], Awaitable
             async with asyncio.timeout(WAIT_S):
                 await asyncio.wait({stage.running})
         assert stage.running.cancelled(), stage.running.exception()
-        assert (stage.supervisor.state, stage.gateway.open_requests) == (ServingState.STOPPED, 0)
+        assert (stage.supervisor.status.state, stage.gateway.open_requests) == (ServingState.STOPPED, 0)
         assert all(is_legal(before, after) for before, after in pairwise(stage.states)), stage.states
         assert stage.gateway.models() == ()
         assert rank_processes(stage.home) == []
@@ -127,13 +128,13 @@ def test_a_planned_epoch_counts_before_its_ranks_exist(tmp_path: Path, source: M
         supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny", limits=LIMITS))
         running = asyncio.ensure_future(supervisor.run(cast(Any, SimpleNamespace(prepare=prepare))))
         await sees(lambda: supervisor.waits_for_plan)
-        assert not supervisor.in_epoch
+        assert not supervisor.status.in_epoch
         supervisor.start_epoch(EpochPlan(1, source, EpochGroup(1, 1, "none")))
-        planned = (supervisor.in_epoch, supervisor.has_ranks, supervisor.waits_for_plan)
+        planned = (supervisor.status.in_epoch, supervisor.has_ranks, supervisor.waits_for_plan)
         running.cancel()  # before its task has seen the plan
         await asyncio.wait({running})
         assert planned == (True, False, False)
-        assert not supervisor.in_epoch
+        assert not supervisor.status.in_epoch
 
     run(scene())
 
@@ -148,7 +149,7 @@ def test_each_epoch_has_the_number_and_the_group_that_were_planned(
         stage.supervisor.end_epoch(GroupError("a better group is there", Code.REPLANNED))
         await sees(lambda: stage.asked == 2)
         assert stage.orders.notes("shut down"), "it was to end in order"
-        assert not stage.supervisor.in_epoch
+        assert not stage.supervisor.status.in_epoch
         await stage.serves(50)
         assert [note["epoch"] for note in stage.orders.notes("started")] == [41, 50]
         assert ServingState.FAILED not in stage.states
@@ -180,7 +181,7 @@ def test_requests_go_on_in_the_next_epoch(tmp_path: Path, source: ModelSource, c
         first = await anext(answer)
         stage.supervisor.end_epoch(GroupError("epoch 1 lost mini (rank 1): it is dead", code))
         stage.supervisor.end_epoch(GroupError("again"))  # there is none now
-        await sees(lambda: not stage.supervisor.in_epoch)
+        await sees(lambda: not stage.supervisor.status.in_epoch)
         assert stage.gateway.open_requests == 1
         assert bool(stage.gateway.models()) is (code is Code.REPLANNED)
         await stage.serves(2)
@@ -196,7 +197,7 @@ def test_an_end_is_taken_at_any_time_on_the_way_up(tmp_path: Path, source: Model
     async def story(stage: Stage) -> None:
         stage.orders.give(0, deaf=True)
         stage.plan(1)
-        await sees(lambda: stage.supervisor.in_epoch)
+        await sees(lambda: stage.supervisor.status.in_epoch)
         stage.supervisor.end_epoch(GroupError("members come and go", Code.REPLANNED))
         await sees(lambda: stage.asked == 2)
         stage.plan(2)
@@ -221,20 +222,20 @@ def test_after_too_many_failures_it_waits_for_something_to_change(
         stage.orders.give(0, die_on="Init", code="forward_failed")
         stage.plan(1)
         await sees(lambda: stage.asked == 2)
-        assert not stage.supervisor.resting
+        assert not stage.supervisor.status.resting
         stage.gateway.serve(cast(Any, FakeRanks()), MODEL, TEXT, here=False)
         answer = stage.gateway.generate(Request((1,), 9))
         stage.orders.give(0, die_on="Init", code="out_of_memory")
         stage.plan(2)
         await stage.until(ServingState.FAILED)
         assert (await stage.error_of(answer)).code is Code.OUT_OF_MEMORY
-        assert stage.supervisor.resting
+        assert stage.supervisor.status.resting
         assert stage.gateway.health().reason == "rank 0 ended with out_of_memory"
-        assert not stage.supervisor.in_epoch
+        assert not stage.supervisor.status.in_epoch
         stage.orders.give(0)
         stage.change()
         await sees(lambda: stage.asked == 3)
-        assert not stage.supervisor.resting
+        assert not stage.supervisor.status.resting
         await stage.serves(3)
 
     play(tmp_path, source, story)
@@ -252,8 +253,8 @@ def test_groups_that_formed_and_failed_are_counted_although_other_plans_are_left
         for number in range(1, MAX_FAILURES + 2):
             stage.plan(number)
         await sees(lambda: ServingState.FAILED in stage.states or stage.asked > MAX_FAILURES)
-        assert stage.supervisor.state is ServingState.FAILED
-        assert stage.supervisor.epoch == MAX_FAILURES
+        assert stage.supervisor.status.state is ServingState.FAILED
+        assert stage.supervisor.status.epoch == MAX_FAILURES
         assert stage.formed == [True] * MAX_FAILURES
 
     play(tmp_path, source, story)
@@ -289,9 +290,9 @@ def test_a_home_that_takes_no_files_fails_the_epoch_and_not_the_agent(
         (stage.home / "run").write_text("in the way")
         stage.plan(1)
         await sees(lambda: stage.asked == 2)
-        assert stage.supervisor.reason is not None
-        assert stage.supervisor.reason.code is Code.FORM_FAILED
-        assert str(stage.home) in stage.supervisor.reason.detail
+        assert stage.supervisor.status.reason is not None
+        assert stage.supervisor.status.reason.code is Code.FORM_FAILED
+        assert str(stage.home) in stage.supervisor.status.reason.detail
         (stage.home / "run").unlink()
         await stage.serves(2)
 
@@ -364,10 +365,12 @@ def test_what_another_mac_says_is_shown_until_there_is_a_group_here(
     tmp_path: Path, source: ModelSource
 ) -> None:
     async def story(stage: Stage) -> None:
-        stage.supervisor.follow(ServingState.READY, 7, "", EpochGroup(0, 3, "jaccl", kind="JACCL mesh"))
+        stage.supervisor.status.follow(
+            ServingState.READY, 7, "", EpochGroup(0, 3, "jaccl", kind="JACCL mesh")
+        )
         health = stage.gateway.health()
         assert (health.state, health.epoch, health.world_size, health.backend) == ("ready", 7, 3, "jaccl")
-        assert not stage.supervisor.in_epoch
+        assert not stage.supervisor.status.in_epoch
         await stage.serves(8)
         health = stage.gateway.health()
         assert (health.state, health.epoch, health.world_size) == ("ready", 8, 1)
@@ -378,15 +381,15 @@ def test_what_another_mac_says_is_shown_until_there_is_a_group_here(
 def test_how_far_a_load_is_can_be_told_in_per_cent(tmp_path: Path) -> None:
     async def story() -> None:
         supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
-        assert supervisor.progress == "starting"
-        supervisor.follow(ServingState.LOADING, 3, "loading 7 %", EpochGroup(0, 2, "ring"))
-        assert supervisor.progress == "loading 7 %"
-        supervisor._own, supervisor._weight_bytes = ServingState.LOADING, 1000
+        assert supervisor.status.progress == "starting"
+        supervisor.status.follow(ServingState.LOADING, 3, "loading 7 %", EpochGroup(0, 2, "ring"))
+        assert supervisor.status.progress == "loading 7 %"
+        supervisor.status._own, supervisor.status.weight_bytes = ServingState.LOADING, 1000
         for held, shown in ((0, 0), (204, 40), (900, 99)):  # of each rank; and the rest of it is not the load
             pongs = {rank: Pong("loading", 0.0, 0, 0, 0, 0, 0, held, held, "") for rank in range(2)}
-            supervisor._current = supervisor.ranks = cast(Any, SimpleNamespace(pongs=pongs))
-            assert supervisor.progress == f"loading {shown} %"
-            supervisor.wanted = "org/m"
+            supervisor.status.ranks = cast(Any, SimpleNamespace(pongs=pongs))
+            assert supervisor.status.progress == f"loading {shown} %"
+            supervisor.status.wanted = "org/m"
             assert supervisor.gateway.health().starting == f"org/m is loading ({shown} %)"
 
     run(story())
@@ -395,11 +398,11 @@ def test_how_far_a_load_is_can_be_told_in_per_cent(tmp_path: Path) -> None:
 def test_what_is_on_its_way_until_it_is_served_or_prevented(tmp_path: Path, source: ModelSource) -> None:
     async def story(stage: Stage) -> None:
         def starting(state: ServingState, reason: str) -> str:
-            stage.supervisor.follow(state, 0, reason, EpochGroup(0, 0, "none"))
+            stage.supervisor.status.follow(state, 0, reason, EpochGroup(0, 0, "none"))
             return stage.gateway.health().starting
 
         assert starting(ServingState.IDLE, "no model is configured") == ""
-        stage.supervisor.wanted = "org/m"
+        stage.supervisor.status.wanted = "org/m"
         assert starting(ServingState.IDLE, "members come and go") == "org/m is about to load"
         assert (
             starting(ServingState.IDLE, "org/m is on its way: 1 of 2 GB") == "org/m is on its way: 1 of 2 GB"

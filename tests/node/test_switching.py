@@ -127,7 +127,7 @@ def test_a_request_waits_until_the_coordinator_has_its_model_loaded(tmp_path: Pa
         node.tick(0.01)
         assert last(link) == ModelQueue(TERM, 1, (WANTED, LOADED), 0)
         desires(node, link, WANTED)
-        node.parts.supervisor.reason = GroupError("loading 40 %")
+        node.parts.supervisor.status.reason = GroupError("loading 40 %")
         await sees(lambda: "loading 40 %" in waiting.told)
         served(node, WANTED)
         await waiting.has_come()
@@ -332,7 +332,7 @@ def leading(node: Node) -> FakeLink:
     unplanned(node, "")
     node.parts.node.desired.set(LOADED, by_person=False)
     node.parts.forwarding.follow = lambda: None  # type: ignore[method-assign]
-    node.parts.supervisor.state = ServingState.READY
+    node.parts.supervisor.status.state = ServingState.READY
     served(node, LOADED)
     return link
 
@@ -434,8 +434,8 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
         await loads(node)
         served(node, "")
         supervisor = cluster.supervisor
-        supervisor.resting, supervisor.state = True, ServingState.FAILED
-        supervisor.reason = why
+        supervisor.status.resting, supervisor.status.state = True, ServingState.FAILED
+        supervisor.status.reason = why
         node.tick(0.01)
         error = await waiting.refused()
         assert error.detail.startswith(f"{WANTED} could not be loaded: {why.detail}")
@@ -454,7 +454,7 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
         for _ in range(3):  # the state is still that of the failure
             node.tick(1.0)
         if behind is not None:
-            supervisor.resting, supervisor.state = False, ServingState.READY
+            supervisor.status.resting, supervisor.status.state = False, ServingState.READY
             served(node, before)
             await behind.has_come()
         assert cluster.node.leadership.desired.version == version
@@ -474,8 +474,8 @@ def test_what_a_person_unloaded_does_not_come_back_in_place_of_what_cannot_be_se
         waiting = await ask(node, WANTED)  # before anybody has looked
         await loads(node)
         supervisor = cluster.supervisor
-        supervisor.resting, supervisor.state = True, ServingState.FAILED
-        supervisor.reason = GroupError("no weights")
+        supervisor.status.resting, supervisor.status.state = True, ServingState.FAILED
+        supervisor.status.reason = GroupError("no weights")
         node.tick(0.01)
         assert "no weights" in (await waiting.refused()).detail
         assert cluster.node.leadership.desired.model == ""
@@ -491,8 +491,8 @@ def test_who_waits_for_the_only_model_there_was_is_told_why_it_is_not_there(
         cluster = node.parts
         cluster.switcher._before = None
         supervisor = cluster.supervisor
-        supervisor.resting, supervisor.state = True, ServingState.FAILED
-        supervisor.reason = GroupError("no weights")
+        supervisor.status.resting, supervisor.status.state = True, ServingState.FAILED
+        supervisor.status.reason = GroupError("no weights")
         served(node, "")
         error = await (await ask(node, LOADED)).refused()
         assert "no weights" in error.detail
@@ -508,7 +508,7 @@ def test_a_model_that_has_no_place_for_a_while_has_none(tmp_path: Path, member: 
         tell(node, link)
         await loads(node)
         served(node, "")
-        cluster.supervisor.state = ServingState.IDLE
+        cluster.supervisor.status.state = ServingState.IDLE
         unplanned(node, "64 GB are too little")
         for _ in range(11):
             node.live_once(link)
@@ -527,7 +527,7 @@ def test_what_is_pinned_and_has_no_place_is_not_waited_for(tmp_path: Path, membe
     async def story(node: Node) -> None:
         link, cluster = leading(node), node.parts
         served(node, "")
-        cluster.supervisor.state = ServingState.IDLE
+        cluster.supervisor.status.state = ServingState.IDLE
         unplanned(node, "64 GB are too little")
         waiting = await ask(node, "default")
         cluster.node.desired.set(LOADED)
@@ -542,15 +542,15 @@ def test_what_is_pinned_and_has_no_place_is_not_waited_for(tmp_path: Path, membe
         tell(node, link, LOADED)
         assert len(link.heard(ModelTurn)) == told + 1, "who waits elsewhere is told, too"
         assert cluster.node.leadership.desired.pinned
-        cluster.supervisor.resting, cluster.supervisor.state = True, ServingState.FAILED
-        cluster.supervisor.reason = ModelError("no weights")
+        cluster.supervisor.status.resting, cluster.supervisor.status.state = True, ServingState.FAILED
+        cluster.supervisor.status.reason = ModelError("no weights")
         tell(node, link, LOADED)
         told_last = link.heard(ModelTurn)[-1]
         assert (told_last.why, told_last.broken) == ("no weights", False), "no client chose it"
-        cluster.supervisor.resting = False
+        cluster.supervisor.status.resting = False
         unplanned(node, "")
         node.live_once(link)
-        cluster.supervisor.state = ServingState.READY
+        cluster.supervisor.status.state = ServingState.READY
         served(node, LOADED)
         assert (await ask(node, LOADED)).turn.come
 
@@ -609,7 +609,7 @@ def test_what_is_not_on_the_coordinators_disk_may_be_on_another_one(tmp_path: Pa
         tell(node, link)
         await loads(node)
         served(node, "")
-        cluster.supervisor.state = ServingState.IDLE
+        cluster.supervisor.status.state = ServingState.IDLE
         cluster.model.problem = "tiny is not here"
         unplanned(node, cluster.model.problem)
         node.tick(1.0)
@@ -638,7 +638,7 @@ def test_what_is_too_large_is_refused_before_anything_is_unloaded_for_it(
         error = await waiting.refused()
         assert (error.status, error.code) == (503, Code.NOT_READY)
         assert "(studio) has 0.0 GB for 0.6 GB" in error.detail
-        assert (cluster.node.leadership.desired.model, cluster.supervisor.state) == (
+        assert (cluster.node.leadership.desired.model, cluster.supervisor.status.state) == (
             LOADED,
             ServingState.READY,
         )

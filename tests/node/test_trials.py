@@ -70,7 +70,7 @@ class Stage:
             changed=lambda: None,
         )
         self.here = SimpleNamespace(source=self.model)
-        supervisor = SimpleNamespace(try_out=self.try_out, end_beside=self.end_beside)
+        supervisor = SimpleNamespace(beside=SimpleNamespace(try_out=self.try_out, end=self.end_beside))
         groups = SimpleNamespace(
             group=lambda number, tried, **_: self.groups.append((number, tried.ranks)),
             release=self.forgotten.append,

@@ -1,0 +1,267 @@
+"""Times of a group's collectives: one measurement, the results that all members keep, and the bench."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..background import Background
+from ..cluster.links import ControlLink
+from ..cluster.node import ClusterNode
+from ..errors import Code, LinkError, MlxtpError, UserError
+from ..identity.private_files import read_private, write_private
+from ..placement import measurements
+from ..placement.cost_model import Measured
+from ..wire.cluster_messages import FabricAnswer, FabricReport, FabricWanted, Serving
+from ..wire.messages import CollectivesTimed
+from ..wire.reports import FabricResult
+from .health import ServingState
+from .lifecycle import Supervisor
+from .loading import row_bytes
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 50.0  #: Seconds that another agent may take to measure its group.
+
+#: Times collectives on all ranks: kind, bytes of each rank, how many.
+Time = Callable[[str, int, int], Awaitable[CollectivesTimed]]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds, as in FabricResult."""
+
+    metal: bool
+    collective_s: float
+    sizes: tuple[int, ...]
+    sums_s: tuple[float, ...]
+    gathers_s: tuple[float, ...]
+
+
+async def measure(clock: Time, row_bytes: int) -> Times:
+    """Time collectives of all sizes, small ones first. Sizes that would take too long are left out.
+
+    This node decides how many of each to run, after one of them was timed; all ranks get the same number.
+    """
+
+    async def timed(kind: str, size: int) -> float:
+        once = (await clock(kind, size, 1)).seconds
+        count = measurements.rounds(once)
+        return (await clock(kind, size, count)).seconds if count > 1 else once
+
+    first = await clock("chain", measurements.CHAIN_BYTES, 1)
+    count = measurements.rounds(first.seconds)
+    chain = await clock("chain", measurements.CHAIN_BYTES, count)
+    sizes, sums, gathers = [], [], []
+    for size in measurements.sizes(row_bytes):
+        sizes.append(size)
+        sums.append(await timed("sum", size))
+        gathers.append(await timed("gather", size))
+        if max(sums[-1], gathers[-1]) > measurements.SLOW_S:
+            break
+    return Times(chain.metal, chain.seconds, tuple(sizes), tuple(sums), tuple(gathers))
+
+
+# --- results ---------------------------------------------------------------------------------------------
+
+
+FILE = "fabric.json"
+
+
+class FabricResults:
+    """All results. The file is this node's own; others get reports."""
+
+    def __init__(self, node: ClusterNode) -> None:
+        self._path = node.home / FILE
+        self._fast_fences = node.settings.fast_fences
+        self.results = _load(self._path)
+        self._reported: dict[str, FabricResult] = {}  #: The last report of each node.
+        self._on_change: list[Callable[[], None]] = [node.changed]
+        node.links.on(self._received, FabricReport)
+        node.links.on_up(self._greet)
+        node.links.on_lost(lambda node_id, _why: self._forget(node_id))
+
+    def on_change(self, handler: Callable[[], None]) -> None:
+        """Have `handler` called when a measurement was added."""
+        self._on_change.append(handler)
+
+    def measured(self) -> Measured:
+        """Return measurements that placement prefers to its assumptions, for the fences that ranks use."""
+        return measurements.measured(self.results, fast_fences=self._fast_fences)
+
+    def of(self, nodes: tuple[str, ...], kind: str) -> FabricResult | None:
+        """Return the measurement of such a group."""
+        return measurements.find(self.results, nodes, kind, fast_fences=self._fast_fences)
+
+    def reported(self, node_id: str) -> FabricResult | None:
+        """Return the last report of a node with a link."""
+        return self._reported.get(node_id)
+
+    def keep(self, result: FabricResult) -> None:
+        """Add a measurement, and write it to the disk."""
+        try:
+            kept = measurements.merged(self.results, [measurements.check(result)])
+        except ValueError as error:
+            log.warning("a reported fabric measurement is left aside: %s", error)
+            return
+        if kept == self.results:
+            return
+        self.results = kept
+        try:
+            write_private(self._path, measurements.to_text(kept).encode())
+        except MlxtpError as error:
+            log.error("the fabric measurement is lost when this agent ends: %s", error.detail)
+        for handler in self._on_change:
+            handler()
+
+    def _greet(self, link: ControlLink) -> None:
+        for result in self.results:
+            link.send(report(result))
+
+    def _received(self, link: ControlLink, message: FabricReport) -> None:
+        result = FabricResult(*(getattr(message, name) for name in FabricResult.__match_args__))
+        self._reported[link.node_id] = result
+        self.keep(result)
+
+    def _forget(self, node_id: str) -> None:
+        self._reported.pop(node_id, None)
+
+
+def report(result: FabricResult) -> FabricReport:
+    """Return the report of a measurement for other members."""
+    return FabricReport(*(getattr(result, name) for name in FabricResult.__match_args__))
+
+
+def _load(path: Path) -> tuple[FabricResult, ...]:
+    """Return the saved measurements; for an unusable file log a line and return none."""
+    try:
+        data = read_private(path)
+        return measurements.from_text(data.decode()) if data is not None else ()
+    except (MlxtpError, ValueError, RecursionError) as error:
+        log.warning("%s is left aside, so fabric speeds are assumed: %s", path, error)
+        return ()
+
+
+# --- the bench -------------------------------------------------------------------------------------------
+
+
+class FabricBench:
+    """Measures the group that serves, here or where its rank 0 is."""
+
+    def __init__(
+        self,
+        node: ClusterNode,
+        supervisor: Supervisor,
+        serving: Callable[[], Serving | None],
+        results: FabricResults,
+    ) -> None:
+        self._node = node
+        self._supervisor = supervisor
+        self._serving = serving
+        self._results = results
+        self._measuring = False
+        self._background = Background()
+        node.links.on(self._received, FabricWanted)
+
+    async def measure(self) -> Times:
+        """Time collectives on the idle group; requests that come meanwhile must be retried.
+
+        Raises UserError when there is no such group, or it ends meanwhile.
+        """
+        status, gateway = self._supervisor.status, self._supervisor.gateway
+        ranks, model = status.ranks, next(iter(gateway.models()), None)
+        if self._measuring or status.state is ServingState.LOADING:
+            raise UserError("the group is loading or being measured right now; try again", Code.NOT_READY)
+        if ranks is None or model is None:
+            raise UserError(f"there is no group to measure; it is {status.state}", Code.NOT_READY)
+        if ranks.group.world_size == 1:
+            raise UserError(
+                "one rank serves alone and exchanges nothing; `mlxtp serve MODEL --nodes 2` makes a group"
+            )
+        if count := gateway.open_requests:
+            requests = "1 request is" if count == 1 else f"{count} requests are"
+            raise UserError(
+                f"{requests} open; a fabric is measured only without open requests", Code.NOT_READY
+            )
+        self._measuring = True
+        try:
+            with gateway.hold_admission("the fabric is being measured, which takes some seconds; try again"):
+                return await measure(ranks.time, row_bytes(model.path))
+        except MlxtpError as error:
+            raise UserError(f"the group ended while it was measured: {error.detail}") from error
+        finally:
+            self._measuring = False
+
+    async def bench(self) -> FabricResult:
+        """Return a new measurement of the group that serves. Raises UserError when that fails."""
+        if self._supervisor.status.in_epoch:
+            return await self._bench_here()
+        servings = self._node.peer_info.servings.items()
+        owners = [node_id for node_id, serving in servings if serving.state == ServingState.READY]
+        if not owners:
+            raise UserError("no group serves right now; `mlxtp status` shows why", Code.NOT_READY)
+        coordinator = self._node.leadership.claim.node_id
+        return await self._bench_at(coordinator if coordinator in owners else min(owners))
+
+    async def _bench_here(self) -> FabricResult:
+        serving = self._serving()
+        times = await self.measure()
+        assert serving is not None
+        result = FabricResult(
+            serving.participants,
+            serving.backend,
+            serving.kind,
+            self._node.settings.fast_fences,
+            times.metal,
+            int(time.time()),
+            times.collective_s,
+            times.sizes,
+            times.sums_s,
+            times.gathers_s,
+        )
+        try:
+            measurements.check(result)
+        except ValueError as error:
+            raise UserError(f"the measurement is implausible and is not kept: {error}") from None
+        self._results.keep(result)
+        self._node.links.broadcast(report(result))
+        return result
+
+    async def _bench_at(self, node_id: str) -> FabricResult:
+        """Return the measurement of another agent, which reports it before it replies."""
+        name, wanted = self._node.name_of(node_id), FabricWanted(secrets.token_bytes(16))
+        try:
+            answer = await self._node.links.ask(node_id, wanted, FabricAnswer, ANSWER_S)
+        except LinkError as error:
+            if error.code is not Code.LINK_TIMEOUT:
+                raise UserError(f"{name} went while it measured") from None
+            raise UserError(
+                f"{name}, which has rank 0, did not reply; try again, or run this there"
+            ) from None
+        reported = self._results.reported(node_id)
+        if reported is None or answer.problem:
+            raise UserError(answer.problem or "nothing was measured")
+        return reported
+
+    def _received(self, link: ControlLink, wanted: FabricWanted) -> None:
+        self._background.start(self._answer(link.node_id, wanted.nonce), "measuring the fabric")
+
+    async def _answer(self, node_id: str, nonce: bytes) -> None:
+        problem = ""
+        try:
+            if not self._supervisor.status.in_epoch:  # two agents could ping-pong for ever
+                raise UserError(f"rank 0 is no longer on {self._node.name}; try again")
+            await self._bench_here()
+        except MlxtpError as error:
+            problem = error.detail
+        with contextlib.suppress(MlxtpError):  # it is gone
+            self._node.links.send(node_id, FabricAnswer(nonce, problem))
+
+    async def close(self) -> None:
+        """Stop measuring."""
+        await self._background.close()

@@ -1,0 +1,172 @@
+"""From ranks that are proven to a model that serves: load it, warm it up, compare its golden answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..api.backend import ModelInfo
+from ..api.model_card import load_defaults
+from ..config import Settings
+from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
+from ..gateway.gateway import Gateway
+from ..models import self_test
+from ..models.inspect import ModelSource, read_config
+from ..models.manifest import is_commit
+from ..placement.model_shape import shape_of
+from ..wire.messages import Unload
+from .process_group import EpochGroup, ProcessGroup
+
+log = logging.getLogger(__name__)
+
+#: Settings that may change a model's answers.
+_NUMBERS = ("compiled", "kv_bits", "draft_model", "speculation", "prefill_chunk", "agreement")
+_ACTIVATION_BYTES = 2
+_RANK = re.compile(r"(?:^|; )rank (\d+): ")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Model on ranks that are warm and proven. `kv_room` in tokens; it took `load_s` seconds to load."""
+
+    info: ModelInfo
+    kv_room: int
+    load_s: float
+
+
+class ModelLoader:
+    """Brings a model up on ranks, whether they are to serve at once or stand beside those that serve."""
+
+    def __init__(self, settings: Settings, gateway: Gateway) -> None:
+        self.proof = ""  #: The golden proof's finding that is no failure, for users; empty for none.
+        self._settings = settings
+        self._gateway = gateway
+
+    async def bring_up(
+        self, ranks: ProcessGroup, model: ModelSource, reached: Callable[[str], None]
+    ) -> LoadedModel:
+        """Load a model and warm it up; `reached` is called with each stage.
+
+        Raises ModelError if the ranks refuse the model, and GroupError if they fail or answer wrongly.
+        """
+        began = time.monotonic()
+        try:
+            loaded = await ranks.load(str(model.path), model.text.eos, str(model.draft_path or ""))
+        except ModelError as error:
+            raise refusal(model.id, model.path.name, ranks.group.world_size, error) from error
+        reached("loaded")
+        warm_up = self._warm_up(ranks, model.path, loaded.vocabulary)
+        with ranks.warming_up():
+            try:
+                await ranks.unless_failed(warm_up, self._settings.limits.warm_up_s, "run a first forward")
+            except RequestError as error:
+                await ranks.do(Unload())
+                raise ModelError(f"a first forward was refused: {error.detail}", error.code) from error
+        reached("warmed up")
+        info = ModelInfo(
+            id=model.id,
+            aliases=("default",) if model.id != "default" else (),
+            path=model.path,
+            context=loaded.context,
+            created=int(time.time()),
+            eos=loaded.eos,
+            vocabulary=loaded.vocabulary,
+            defaults=await asyncio.to_thread(load_defaults, model.path),
+            features=model.text.features,
+        )
+        kv_room = loaded.kv_bytes // loaded.kv_token_bytes if loaded.kv_token_bytes else 0
+        return LoadedModel(info, kv_room, time.monotonic() - began)
+
+    async def _warm_up(self, ranks: ProcessGroup, folder: Path, vocabulary: int) -> None:
+        """Run the first forwards, the golden proof among them. Raises GroupError where that fails."""
+        row = await asyncio.to_thread(row_bytes, folder)
+        prompts = self_test.prompts(vocabulary, self_test.prompt_tokens(row, mesh=ranks.group.varies))
+        answers = await self._gateway.warm_up(ranks, prompts)
+        kept = answers
+        try:
+            kept = await asyncio.to_thread(self._kept, ranks.group, folder, answers)
+        except OSError as error:  # a full disk proves nothing about the group
+            log.warning("golden proof: %s", error)
+        self.proof = ""
+        if kept != answers:
+            await self.judge(ranks, prompts, kept, answers)
+
+    def _kept(
+        self, group: EpochGroup, folder: Path, answers: self_test.SelfTestTokens
+    ) -> self_test.SelfTestTokens:
+        settings = {name: getattr(self._settings, name) for name in _NUMBERS}
+        about = {"fabric": group.fabric_kind, "machines": group.machines, "world_size": group.world_size}
+        key = self_test.key(folder, about, settings)
+        return self_test.kept(self._settings.home / self_test.FILE, key, answers)
+
+    async def judge(
+        self,
+        ranks: ProcessGroup,
+        prompts: Sequence[tuple[int, ...]],
+        kept: self_test.SelfTestTokens,
+        answers: self_test.SelfTestTokens,
+    ) -> None:
+        """Judge answers that differ from earlier ones. Raises GroupError for wrong ones that come twice."""
+        if await self._only_near_ties(ranks, prompts, kept, answers):
+            log.info("golden proof: near-ties fell differently than before")
+        elif await self._gateway.golden_answers(ranks, prompts) != answers:
+            self.proof = "the group answers fixed prompts differently than before, and differently each time"
+            log.warning("golden proof: %s", self.proof)
+        else:
+            raise GroupError(
+                "golden proof failed: the group answers fixed prompts differently than before with this "
+                "model, twice alike. A link, memory or a build computes wrong values; if the machine was "
+                f"changed on purpose, remove {self._settings.home / self_test.FILE}",
+                Code.PROOF_FAILED,
+            )
+
+    async def _only_near_ties(
+        self,
+        ranks: ProcessGroup,
+        prompts: Sequence[tuple[int, ...]],
+        kept: self_test.SelfTestTokens,
+        answers: self_test.SelfTestTokens,
+    ) -> bool:
+        """Return True if every answer that differs does so where two tokens are about as probable."""
+        for prompt, before, now in zip(prompts, kept, answers, strict=True):
+            at = self_test.difference(before, now)
+            if at >= 0:
+                top = await self._gateway.most_probable(ranks, prompt + before[:at])
+                if not self_test.is_near_tie(top, before[at], now[at]):
+                    return False
+        return True
+
+
+def row_bytes(folder: Path) -> int:
+    """Return the bytes of one token's row in a collective of the model in `folder`; 0 if it is unreadable."""
+    try:
+        shape = shape_of(read_config(folder), name=folder.name)
+    except MlxtpError:
+        return 0
+    return shape.hidden * _ACTIVATION_BYTES
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the bytes of a model's weight files; 0 if they are unreadable."""
+    try:
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    except OSError:
+        return 0
+
+
+def refusal(model: str, folder: str, ranks: int, error: ModelError) -> ModelError:
+    """Return the error, about `model` with its `folder`'s name; equal texts of all `ranks` appear once."""
+    _, *parts = _RANK.split(error.detail)
+    said = [words.removeprefix(f"{folder}: ") for words in parts[1::2]]
+    words = "; ".join(f"rank {rank}: {each}" for rank, each in zip(parts[::2], said, strict=True))
+    if len(said) == ranks and len(set(said)) == 1:
+        words = said[0]
+    words = words or error.detail
+    if is_commit(folder) and error.code in (Code.MODEL_INVALID, Code.MODEL_NOT_FOUND):
+        words += f"; `mlxtp verify {model}` checks its files for damage"
+    return ModelError(f"{model} cannot be loaded: {words}", error.code)

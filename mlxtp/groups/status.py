@@ -1,0 +1,196 @@
+"""State of one group, as this agent shows it: that of its own epoch, else what another agent reports."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from ..api.backend import Health
+from ..config import Settings
+from ..errors import GroupError, MlxtpError
+from ..gateway.gateway import Gateway
+from .health import ServingState, is_legal
+from .history import History, Instant, Recoveries
+from .process_group import EpochGroup, ProcessGroup
+
+log = logging.getLogger(__name__)
+
+#: Fields of each rank's heartbeat that /health shows.
+_SHOWN = (
+    "phase", "step", "forwards", "collectives", "emitted", "memory_bytes", "peak_memory_bytes",
+    "weight_bytes", "load_peak_bytes", "kv_bytes", "step_us", "wait_us", "collective_us",
+)  # fmt: skip
+
+#: States in which an agent takes requests or would; while it drains it shows DRAINING instead.
+_DRAINABLE = frozenset((ServingState.READY, ServingState.IDLE))
+
+#: States before a model is ready.
+_BEFORE_READY = frozenset(
+    (
+        ServingState.STARTING,
+        ServingState.FORMING,
+        ServingState.LOADING,
+        ServingState.IDLE,
+        ServingState.RESTARTING,
+    )
+)
+
+
+class GroupStatus:
+    """The state machine of this agent's epochs, and all that users see of the group."""
+
+    def __init__(self, settings: Settings, gateway: Gateway) -> None:
+        self.state = ServingState.STARTING
+        #: State of this agent's own epochs; `state` may be that of a group elsewhere.
+        self._own = ServingState.STARTING
+        #: True while this agent owns ranks, is about to, or still ends them.
+        self.in_epoch = False
+        self.epoch = 0
+        self.group: EpochGroup | None = None  #: The ranks of the present epoch, or of the last one.
+        self.ranks: ProcessGroup | None = (
+            None  #: This agent's ranks, from when they are proven until they fail.
+        )
+        self.reason: MlxtpError | None = None  #: Reason why it is not ready, or why the last epoch ended.
+        #: The model to serve; empty while something prevents it.
+        self.wanted = ""
+        #: True while the next epoch has to wait after a failure: then the state is about the failed one.
+        self.resting = False
+        self.weight_bytes = 0  #: File bytes of the model that is loaded, or being loaded; 0 if unknown.
+        self.history = History()
+        self.recoveries = Recoveries()
+        self._settings = settings
+        self._gateway = gateway
+        self._changed = asyncio.Event()
+
+    # --- this agent's own epochs ---------------------------------------------------------------------
+
+    def began(self, epoch: int, group: EpochGroup, model: str) -> None:
+        """Note that an epoch of this agent begins."""
+        self.epoch, self.group = epoch, group
+        self.history.began(
+            epoch,
+            _now(),
+            world_size=group.world_size,
+            backend=group.backend,
+            kind=group.kind,
+            model=model,
+        )
+        self.enter(ServingState.STARTING)
+
+    def ready(self) -> None:
+        """Note that the epoch serves."""
+        self.reason = None
+        self.enter(ServingState.READY)
+        self.recoveries.serving(time.monotonic())
+        self.history.ready(_now())
+
+    def failed(self, error: MlxtpError) -> None:
+        """Note that the epoch is over because of `error`."""
+        self.ranks, self.reason = None, error
+        self.recoveries.over(error.code, time.monotonic())
+        self.history.ended(_now(), error.code, error.detail)
+        self.enter(ServingState.RESTARTING)
+
+    def enter(self, state: ServingState) -> None:
+        """Go to another state. A move that is not legal is logged as a bug, and made."""
+        before, self._own = self._own, self.show(state)
+        if not is_legal(before, self._own):
+            words = "epoch %d went from %s to %s, which is a bug"
+            log.error(words, self.epoch, before, self._own, extra={"epoch": self.epoch})
+
+    def show(self, state: ServingState) -> ServingState:
+        """Show a state, and return it; while this agent drains, DRAINING takes the place of some."""
+        self.state = ServingState.DRAINING if self._gateway.closing and state in _DRAINABLE else state
+        self._changed.set()
+        return self.state
+
+    # --- reports and orders --------------------------------------------------------------------------
+
+    def follow(self, state: ServingState, epoch: int, reason: str, group: EpochGroup) -> None:
+        """Show the coordinator's report of the group, while this agent has no epoch of its own."""
+        self.epoch, self.group = epoch, group
+        self.history.remote_epoch(
+            epoch,
+            _now(),
+            state=state,
+            reason=reason,
+            world_size=group.world_size,
+            backend=group.backend,
+            kind=group.kind,
+        )
+        self.reason = GroupError(reason) if reason else None
+        self.show(state)
+
+    def drain(self, why: str) -> None:
+        """Take no new requests, because of `why`; open ones go on. Empty: take requests again."""
+        self._gateway.closing = why
+        if why and self.in_epoch and self._own in _DRAINABLE:
+            self.enter(ServingState.DRAINING)
+        elif why and not self.in_epoch and self.state in _DRAINABLE:
+            self.show(ServingState.DRAINING)
+
+    # --- queries -------------------------------------------------------------------------------------
+
+    async def wait_until(self, *states: ServingState) -> ServingState:
+        """Wait until the state is one of `states`, and return it."""
+        while self.state not in states:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.state
+
+    @property
+    def progress(self) -> str:
+        """Progress of the next group, in a few words, such as "loading 40 %"."""
+        if percent := self._loaded_percent:
+            return f"loading {percent}"
+        if not self.in_epoch and self.reason is not None:
+            return self.reason.detail
+        return str(self.state)
+
+    @property
+    def starting(self) -> str:
+        """The model that is about to serve and its progress, as `Health` has it."""
+        if not self.wanted or self._gateway.models() or self.state not in _BEFORE_READY:
+            return ""
+        if self.state is ServingState.LOADING:
+            percent = self._loaded_percent
+            return f"{self.wanted} is loading" + (f" ({percent})" if percent else "")
+        reason = self.reason.detail if self.reason is not None else ""
+        if self.state is ServingState.RESTARTING and reason:
+            return f"{reason}; {self.wanted} is about to load again"
+        return reason if self.wanted in reason else f"{self.wanted} is about to load"
+
+    @property
+    def _loaded_percent(self) -> str:
+        """Loaded part of the weights, such as "40 %"; empty while no rank of this agent's epoch loads."""
+        if self.ranks is None or self._own is not ServingState.LOADING or not self.weight_bytes:
+            return ""
+        held = sum(pong.memory_bytes for pong in self.ranks.pongs.values())
+        return f"{min(held * 100 // self.weight_bytes, 99)} %"
+
+    def health(self, open_requests: int) -> Health:
+        """Return the health of the group for `/health`."""
+        model = next(iter(self._gateway.models()), None)
+        pongs = self.ranks.pongs if self.ranks is not None else {}
+        rows = [
+            {"rank": rank, **{name: getattr(pong, name) for name in _SHOWN}}
+            for rank, pong in sorted(pongs.items())
+        ]
+        closing = self._gateway.closing
+        return Health(
+            state=str(ServingState.DRAINING if closing else self.state),
+            epoch=self.epoch,
+            world_size=self.group.world_size if self.group is not None else self._settings.ranks,
+            backend=self.group.backend if self.group is not None else self._settings.local_backend,
+            model=model.id if model is not None else None,
+            reason=closing or (self.reason.detail if self.reason is not None else None),
+            ready=self.state is ServingState.READY and not closing,
+            open_requests=open_requests,
+            ranks=tuple(rows),
+            starting="" if closing else self.starting,
+        )
+
+
+def _now() -> Instant:
+    return Instant(time.time(), time.monotonic())

@@ -49,8 +49,7 @@ from .groups.placer import Placer
 from .groups.reconciler import Reconciler
 from .groups.selection import ModelSelection
 from .groups.sleep import KeepAwake, watch_sleep
-from .groups.warm_pool import WarmPool
-from .groups.worker_output import log_lines
+from .groups.warm_pool import WarmPool, log_lines
 from .identity.join_network import enter
 from .identity.store import Identity, Store
 from .models.download import apart, download

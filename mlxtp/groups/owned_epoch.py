@@ -26,7 +26,7 @@ from ..wire.rdma import flat
 from .health import ServingState
 from .lifecycle import Supervisor
 from .placer import Placer, in_steps, matrix
-from .process_group import EpochGroup, ProcessGroup, RankEndpoint
+from .process_group import EpochGroup, ProcessGroup
 from .remote_rank import RankWord, RemoteRank
 
 MIB = 1 << 20
@@ -194,7 +194,7 @@ class GroupBuilder:
         fabric = chosen.ring_addresses or ("",) * world
         members = node.leadership.roster.members()
 
-        def endpoints(ranks: ProcessGroup) -> tuple[RankEndpoint, ...]:
+        def endpoints(ranks: ProcessGroup) -> tuple[RemoteRank, ...]:
             made = {}
             for rank, node_id in enumerate(chosen.ranks[1:], 1):
                 order = Prepare(number, rank, fabric[rank], self._model.version, trial)

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..config import Settings
 from ..diagnostics import failure_store
@@ -21,7 +21,6 @@ from ..wire.messages import (
     Bootstrap,
     CollectivesTimed,
     Done,
-    Gathered,
     Init,
     InitDone,
     Loaded,
@@ -36,6 +35,7 @@ from ..wire.messages import (
 from ..wire.rank_process import FREE_S
 from .health import RankHealth, is_consequence, pick_cause, with_name
 from .local_rank import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port, make_epoch_folder
+from .remote_rank import RankReady, RemoteRank
 from .side_channel import RoundReplies, SideChannelHub
 
 log = logging.getLogger(__name__)
@@ -56,36 +56,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class RankReady:
-    """Rank process after its Hello: its address on MLX's ring ("ip:port") and the model's folder there."""
-
-    ring: str = ""
-    path: str = ""
-
-
-class RankEndpoint(Protocol):
-    """A rank on another Mac, as the coordinator's agent sees it. It reports to its `ProcessGroup`."""
-
-    rank: int
-    name: str  #: Name of its Mac.
-
-    async def prepare(self) -> RankReady:
-        """Have its process started there."""
-
-    async def join(self, bootstrap: Bootstrap) -> bool:
-        """Send it its group. Return True if MLX has JACCL there."""
-
-    def gathered(self, message: Gathered) -> None:
-        """Send the reply to its round of JACCL's all-gather."""
-
-    async def shut_down(self) -> None:
-        """End it in order, after rank 0 has ended its loop."""
-
-    async def kill(self) -> None:
-        """End it at once. May be repeated. Returns also when its agent no longer replies."""
-
-
-@dataclass(frozen=True, slots=True)
 class EpochGroup:
     """Ranks of an epoch. `local` counts those of this machine; rank 0 is one of them.
 
@@ -100,7 +70,7 @@ class EpochGroup:
     world_size: int
     backend: str
     fabric: str = "127.0.0.1"
-    endpoints: Callable[[ProcessGroup], tuple[RankEndpoint, ...]] = lambda _ranks: ()
+    endpoints: Callable[[ProcessGroup], tuple[RemoteRank, ...]] = lambda _ranks: ()
     decode_hosts: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
     kind: str = ""

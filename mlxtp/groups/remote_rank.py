@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import Code, FailureReport, GroupError, MlxtpError, ModelError
@@ -23,7 +24,6 @@ from ..wire.cluster_messages import (
 from ..wire.codecs import Message
 from ..wire.messages import Bootstrap, Gathered
 from .local_rank import Watcher
-from .process_group import RankReady
 
 END_GRACE_S = 4.0  #: Seconds that another agent may take to end its rank before this one stops waiting.
 
@@ -32,8 +32,16 @@ M = TypeVar("M", bound=Message)
 RankWord = Prepared | RankStarted | RankPong | RankTrouble | EpochEnded | RankSide
 
 
+@dataclass(frozen=True, slots=True)
+class RankReady:
+    """Rank process after its Hello: its address on MLX's ring ("ip:port") and the model's folder there."""
+
+    ring: str = ""
+    path: str = ""
+
+
 class RemoteRank:
-    """Implements `RankEndpoint`. The reader of the control link calls `received` and `lost`.
+    """The rank reports to its `ProcessGroup`. The reader of the control link calls `received` and `lost`.
 
     `send` brings a message to the other agent, and raises LinkError when it is gone. `name` is for users.
     """
@@ -57,6 +65,7 @@ class RemoteRank:
         return RankReady(prepared.ring, prepared.path)
 
     async def join(self, bootstrap: Bootstrap) -> bool:
+        """Send it its group. Return True if MLX has JACCL there."""
         return (await self._ask(StartRank(self.epoch, bootstrap), RankStarted)).jaccl
 
     def gathered(self, message: Gathered) -> None:
@@ -65,9 +74,11 @@ class RemoteRank:
             self._send(RankGathered(self.epoch, self.rank, message))
 
     async def shut_down(self) -> None:
+        """End it in order, after rank 0 has ended its loop."""
         await self._end(in_order=True)
 
     async def kill(self) -> None:
+        """End it at once. May be repeated. Returns also when its agent no longer replies."""
         with contextlib.suppress(TimeoutError):  # it ends with its own link, if it has not yet
             async with asyncio.timeout(END_GRACE_S):
                 await self._end(in_order=False)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.groups.warm_pool import WarmPool
-from mlxtp.groups.worker_output import MAX_LINE, log_lines
+from mlxtp.groups.warm_pool import MAX_LINE, WarmPool, log_lines
 
 from ..cluster import WAIT_S
 from .scenes import sees

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -296,8 +297,8 @@ class Visit:
         return self.page.inner_text(selector)
 
 
-@pytest.fixture
-def visiting(browser: Browser, site: Site) -> Iterator[Any]:
+@contextlib.contextmanager
+def visits_of(browser: Browser, site: Site) -> Iterator[Any]:
     """Call it for a new visit; how the context is made may be said. At the end nobody may have complained."""
     visits: list[Visit] = []
 
@@ -321,6 +322,20 @@ def visiting(browser: Browser, site: Site) -> Iterator[Any]:
     assert [line for line in troubles if not any(each in line for each in expected)] == []
     ours = ("http://127.0.0.1:", "blob:", "about:")
     assert [url for each in visits for url in each.requested if not url.startswith(ours)] == []
+
+
+@pytest.fixture
+def visiting(browser: Browser, site: Site) -> Iterator[Any]:
+    """Call it for a new visit, see `visits_of`."""
+    with visits_of(browser, site) as visit:
+        yield visit
+
+
+@pytest.fixture(scope="module")
+def reading(browser: Browser, running_site: Site) -> Iterator[Visit]:
+    """One page for tests that only call its modules."""
+    with visits_of(browser, running_site) as visit:
+        yield visit()
 
 
 @pytest.fixture

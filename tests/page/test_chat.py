@@ -121,7 +121,14 @@ def test_speed_stands_under_every_answer_the_first_and_shortest_included(site: S
         assert " tokens/s overall · " in visit.text(f"{LAST} .numbers")
 
 
-@pytest.mark.parametrize("size", [DESK, SMALL, PHONE], ids=["1280", "390", "360"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(DESK, id="1280"),
+        pytest.param(SMALL, id="390", marks=pytest.mark.chaos),
+        pytest.param(PHONE, id="360"),
+    ],
+)
 def test_the_end_of_an_answer_is_never_under_the_composer(
     site: Site, visiting: Any, size: dict[str, int]
 ) -> None:
@@ -376,8 +383,8 @@ def rendered(visit: Visit, text: str) -> str:
         ("two  \nlines", "<p>two<br />lines</p>"),
     ],
 )  # fmt: skip
-def test_markdown(visit: Visit, text: str, html: str) -> None:
-    assert rendered(visit, text) == html
+def test_markdown(reading: Visit, text: str, html: str) -> None:
+    assert rendered(reading, text) == html
 
 
 def test_hostile_words_stay_words(site: Site, visit: Visit) -> None:
@@ -415,8 +422,8 @@ def test_the_browser_itself_would_refuse_what_slipped_through(visit: Visit) -> N
      "**a *b " * 5_000, "|" * 5_000 + "\n" + "|-" * 5_000, "![](" * 6_000, "<http://" * 4_000],
     ids=lambda text: text[:6].strip() or "x",
 )  # fmt: skip
-def test_no_text_takes_long(visit: Visit, text: str) -> None:
-    took = visit.page.evaluate(
+def test_no_text_takes_long(reading: Visit, text: str) -> None:
+    took = reading.page.evaluate(
         """async text => {
             const { render } = await import('/page/markdown.js');
             const began = performance.now();

@@ -40,9 +40,10 @@ HOSTILE = {
 }
 
 
-def hostile(kind: str) -> str:
-    """A template that does harm where the last message is called `kind`."""
-    return f"{{% if messages[-1].content == {kind!r} %}}{HOSTILE[kind]}{{% endif %}}{TEMPLATE}"
+def hostile(*kinds: str) -> str:
+    """A template that does harm where the last message is called by one of `kinds`."""
+    harm = (f"{{% if messages[-1].content == {kind!r} %}}{HOSTILE[kind]}{{% endif %}}" for kind in kinds)
+    return f"{''.join(harm)}{TEMPLATE}"
 
 
 def saying(words: str) -> Conversation:
@@ -59,17 +60,35 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "ROOM_BYTES", 64 << 20)
 
 
-def test_it_writes_what_the_same_code_writes_in_this_process(loaded: dict[str, Loaded]) -> None:
-    for each in loaded.values():
-        text = Text(SandboxedRenderer(each.folder))
-        for words in ("hello wide world", "日本語 😀", "x" * 100_000, 'quotes " and \\ and \u2028'):
-            assert conversation_ids(text, saying(words)) == conversation_ids(each.text, saying(words))
-            assert text.encoded(words, special=True) == each.text.encoded(words, special=True)
-        assert text.eos == each.text.eos
-        with pytest.raises(RequestError, match="half a character"):
-            text.encoded("\ud800", special=True)
-        with pytest.raises(RequestError, match="first word is the user's"):
-            chat_ids(text, [{"role": "assistant", "content": "I"}])
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    """One model for all hostile requests, each of which must leave it to the others."""
+    folder = save(byte_level(), tmp_path_factory.mktemp("attacked"), hostile(*HOSTILE))
+    return Text(SandboxedRenderer(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [
+        ("byte_level", 100_000),
+        ("byte_fallback", 1_000),
+        ("metaspace", 1_000),
+        *(pytest.param(name, 100_000, marks=pytest.mark.chaos) for name in ("byte_fallback", "metaspace")),
+    ],
+)
+def test_it_writes_what_the_same_code_writes_in_this_process(
+    loaded: dict[str, Loaded], name: str, longest: int
+) -> None:
+    each = loaded[name]
+    text = Text(SandboxedRenderer(each.folder))
+    for words in ("hello wide world", "日本語 😀", "x" * longest, 'quotes " and \\ and \u2028'):
+        assert conversation_ids(text, saying(words)) == conversation_ids(each.text, saying(words))
+        assert text.encoded(words, special=True) == each.text.encoded(words, special=True)
+    assert text.eos == each.text.eos
+    with pytest.raises(RequestError, match="half a character"):
+        text.encoded("\ud800", special=True)
+    with pytest.raises(RequestError, match="first word is the user's"):
+        chat_ids(text, [{"role": "assistant", "content": "I"}])
 
 
 @pytest.mark.parametrize(
@@ -84,14 +103,14 @@ def test_it_writes_what_the_same_code_writes_in_this_process(loaded: dict[str, L
 )
 @pytest.mark.usefixtures("quick")
 def test_a_hostile_template_fails_the_request_alone(
-    tmp_path: Path, kind: str, status: int, words: str
+    attacked: Text, caplog: pytest.LogCaptureFixture, kind: str, status: int, words: str
 ) -> None:
-    text = Text(SandboxedRenderer(save(byte_level(), tmp_path, hostile(kind))))
-    usual = conversation_ids(text, saying("hello"))
+    usual = conversation_ids(attacked, saying("hello"))
     with pytest.raises(RequestError, match=words) as caught:
-        conversation_ids(text, saying(kind))
+        conversation_ids(attacked, saying(kind))
     assert caught.value.status == status
-    assert conversation_ids(text, saying("hello")) == usual
+    assert conversation_ids(attacked, saying("hello")) == usual
+    assert not caplog.records
 
 
 def change_tokenizer(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -216,11 +235,6 @@ def test_a_process_that_was_killed_leaves_one_line_in_the_log(
             conversation_ids(text, saying("endless"))
     assert caught.value.status == 422
     assert caplog.text.count("was ended by signal 9") == len(caplog.records) == 1
-
-    caplog.clear()
-    with pytest.raises(RequestError, match="it takes more than"):
-        conversation_ids(text, saying("endless"))
-    assert not caplog.records
 
 
 def test_short_texts_pass_long_ones_and_both_processes_end_with_the_text(loaded: dict[str, Loaded]) -> None:

@@ -100,7 +100,7 @@ class ClusterNode:
         self.links.on(self.enrolment.received, Members)
         self.links.on(self._saving.received, RosterSaved)
         self.links.on(introduction.received_error, Error)
-        self.rounds.every(BEAT_S, lambda _now: self.send_beat())
+        self.rounds.every(BEAT_S, lambda _now: self.send_beat(), needed=self.links.nodes)
         self.rounds.add(self._tick)
 
     # --- queries ------------------------------------------------------------------------------------

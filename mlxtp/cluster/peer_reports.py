@@ -151,7 +151,7 @@ class RoundTripTimes:
         self._took: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self._reported: dict[str, Mapping[str, int]] = {}
         node.links.on(lambda link, echo: self.received(link, echo, time.monotonic()), Echo)
-        node.rounds.every(ASK_S, self.measure)
+        node.rounds.every(ASK_S, self.measure, needed=node.links.nodes)
 
     def measure(self, now: float) -> None:
         """Send a request to every node that has a link."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 LEAST_S = 0.02  #: Seconds between two rounds that only the time causes.
+AGAIN_S = 0.5  #: Seconds until the round after one whose own steps changed something.
 
 
 @dataclass(slots=True)
@@ -16,6 +18,7 @@ class _Interval:
     seconds: float
     act: Callable[[float], None]
     at: float
+    needed: Callable[[], object]
 
 
 class Rounds:
@@ -27,9 +30,19 @@ class Rounds:
         self._steps: list[Callable[[float], float | None]] = []
         self._wake = asyncio.Event()
 
-    def every(self, seconds: float, act: Callable[[float], None], *, first_s: float = 0.0) -> None:
-        """Have `act` called with the time every so many seconds, the first time in `first_s`."""
-        self._intervals.append(_Interval(seconds, act, self._clock() + first_s))
+    def every(
+        self,
+        seconds: float,
+        act: Callable[[float], None],
+        *,
+        first_s: float = 0.0,
+        needed: Callable[[], object] = lambda: True,
+    ) -> None:
+        """Have `act` called with the time every so many seconds, the first time in `first_s`.
+
+        It is not called, and begins no round, while `needed` returns something false.
+        """
+        self._intervals.append(_Interval(seconds, act, self._clock() + first_s, needed))
 
     def add(self, step: Callable[[float], float | None]) -> None:
         """Have `step` called with the time in each round. It may return a time of the next round."""
@@ -42,22 +55,28 @@ class Rounds:
     def step(self, now: float) -> float:
         """Run all steps once. Return the latest time of the next round."""
         found = [step(now) for step in self._steps]
-        return min((each for each in found if each is not None), default=float("inf"))
+        return min((each for each in found if each is not None), default=math.inf)
+
+    def due(self, now: float) -> float:
+        """Run the intervals that are due, then all steps. Return the latest time of the next round."""
+        self._wake.clear()
+        for each in self._intervals:
+            if now >= each.at and each.needed():
+                following = each.at + each.seconds
+                each.at = following if following > now else now + each.seconds
+                each.act(now)
+        until = max(self.step(now), now + LEAST_S)
+        if self._wake.is_set():
+            until = min(until, now + AGAIN_S)
+            self._wake.clear()
+        return min([until, *(each.at for each in self._intervals if each.needed())])
 
     async def run(self, after: Callable[[], Awaitable[None]]) -> None:
         """Run until cancelled. `after` ends each round; a change during it begins another one."""
         while True:
-            now = self._clock()
-            for each in self._intervals:
-                if now >= each.at:
-                    each.at = max(each.at + each.seconds, now)
-                    each.act(now)
-            until = self.step(now)
-            self._wake.clear()
+            until = self.due(self._clock())
             await after()
-            soonest = min((each.at for each in self._intervals), default=float("inf"))
-            wait_s = min(soonest, max(until, now + LEAST_S)) - self._clock()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(wait_s, 0.0)):
+                async with asyncio.timeout(max(until - self._clock(), 0.0)):
                     await self._wake.wait()
             await asyncio.sleep(0)

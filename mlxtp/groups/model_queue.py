@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -162,7 +163,7 @@ class ModelSwitcher:
         self._placed = (NOTHING, 0.0)  #: The desired state, and when it last had a place.
         node.links.on(self._received, ModelTurn, ModelQueue)
         node.links.on_up(self._greet)
-        node.rounds.every(BEAT_S, self._remind)
+        node.rounds.every(BEAT_S, self._remind, needed=node.links.nodes)
         node.rounds.add(self.advance)
 
     # --- for requests --------------------------------------------------------------------------------
@@ -289,8 +290,8 @@ class ModelSwitcher:
 
     # --- advancing -----------------------------------------------------------------------------------
 
-    def advance(self, now: float) -> None:
-        """Advance the queue. Called after each change, and twice a second."""
+    def advance(self, now: float) -> float:
+        """Advance the queue. Return the time of the next advance, if nothing changes before."""
         self._refused = {model: said for model, said in self._refused.items() if said[1] > now}
         if not self._desired.model or self._ready:
             self._before = self._desired
@@ -299,6 +300,9 @@ class ModelSwitcher:
             self._lead(now)
         self._admit()
         self._report_queue()
+        if self._waiting or self._pending:
+            return now + BEAT_S
+        return min((until for _, until in self._refused.values()), default=math.inf)
 
     def _remember(self) -> None:
         """Keep a served folder's short name, which clients see, for the time after it is served."""

@@ -52,7 +52,7 @@ class ServingReports:
         self._supervisor = supervisor
         self._model = model
         node.links.on_up(self._greet)
-        node.rounds.every(BEAT_S, lambda _now: self.broadcast())
+        node.rounds.every(BEAT_S, lambda _now: self.broadcast(), needed=node.links.nodes)
 
     def broadcast(self) -> None:
         """Send the present report to all members."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 
 from ..cluster.leadership import Situation
@@ -100,7 +101,14 @@ class Reconciler:
         self._act(action, now)
         self._supervisor.status.drain(self._why_draining(view))
         self._announce()
-        return min(action.until, now + BEAT_S) if isinstance(action, Wait) else now + BEAT_S
+        until = action.until if isinstance(action, Wait) else math.inf
+        return until if self._idle else min(until, now + BEAT_S)
+
+    @property
+    def _idle(self) -> bool:
+        """True while only a change, which begins a round, calls for a decision: no member can fall silent."""
+        settled = self._supervisor.status.state in (ServingState.READY, ServingState.IDLE)
+        return self._node.alone and settled and not self.unplanned
 
     def _act(self, action: Action, now: float) -> None:
         match action:

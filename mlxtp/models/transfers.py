@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.links import ControlLink
-from ..cluster.node import ClusterNode
+from ..cluster.node import BEAT_S, ClusterNode
 from ..errors import Code, LinkError, MlxtpError, ModelError, ProtocolError, why_not_written
 from ..placement.topology import MemberMachine, Topology
 from ..wire.certificates import NodeIdentity
@@ -113,6 +113,7 @@ class TransferCoordinator:
                 job.of_hub = set()
             job.task = asyncio.ensure_future(self._get(job))
             job.task.add_done_callback(job.ended)
+            self._node.changed()
         job.refs |= {ref for ref in (job.revision, *refs) if not is_commit(ref)}
         return job.task
 
@@ -483,11 +484,12 @@ class TransferCoordinator:
 
     # --- advancing -----------------------------------------------------------------------------------
 
-    def _advance(self, _now: float) -> None:
-        """Advance all transfers. Called a few times a second."""
+    def _advance(self, now: float) -> float | None:
+        """Advance all transfers. Return the time of the next advance while one runs."""
         for job in list(self._jobs.values()):
             self._decide(job)
         self._lend()
+        return now + BEAT_S if any(job.runs for job in self._jobs.values()) else None
 
     def _decide(self, job: ModelTransfer) -> None:
         """Choose and broadcast the seeder, if this node is the coordinator."""

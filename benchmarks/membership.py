@@ -8,9 +8,8 @@ import time
 from dataclasses import replace
 
 from mlxtp.cluster.cluster_state import ClusterState, Roster
-from mlxtp.cluster.failure_detector import Timeouts
 from mlxtp.cluster.leadership import Leadership, Situation
-from mlxtp.cluster.membership import Membership
+from mlxtp.cluster.membership import Membership, Timeouts
 from mlxtp.cluster.reconcile import GroupPlan
 from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.model_shape import shape_of

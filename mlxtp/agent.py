@@ -32,6 +32,7 @@ from .cluster.control_port import ControlPort, TokenIssuing, bind_control, check
 from .cluster.dialer import Dialer
 from .cluster.node import ClusterNode
 from .cluster.peer_reports import MachineReports, RoundTripTimes
+from .cluster.state_file import forget
 from .config import Settings, told
 from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError
 from .gateway.remote_backend import serve_requests
@@ -176,7 +177,7 @@ async def _entered(settings: Settings) -> AsyncIterator[_Entered]:
     store = Store(settings.home)
     check_interface(settings.interface)
     with contextlib.closing(bind_control(settings.control_host, settings.control_port)) as sock:
-        joined = await enter(settings, store)
+        joined = await enter(settings, store, partial(forget, settings.home))
         settings = replace(settings, peers=(*settings.peers, *joined.peers))
         yield _Entered(settings, store, joined.identity, sock, joined.founded, joined.joined)
 

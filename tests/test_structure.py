@@ -286,7 +286,6 @@ ALSO = frozenset(
         # types that stand one package too high
         ("mlxtp.gateway.gateway", "mlxtp.groups.local_rank"),
         ("mlxtp.gateway.remote_backend", "mlxtp.groups.local_rank"),
-        ("mlxtp.identity.join_network", "mlxtp.cluster.state_file"),
         ("mlxtp.text.transcript", "mlxtp.api.backend"),
     }
 )
@@ -426,12 +425,10 @@ PURE = (
     "mlxtp.groups.health",
     "mlxtp.settings",
     "mlxtp.groups.history",
-    "mlxtp.cluster.failure_detector",
     "mlxtp.cluster.membership",
     "mlxtp.cluster.cluster_state",
     "mlxtp.cluster.leadership",
     "mlxtp.cluster.reconcile",
-    "mlxtp.cluster.compatibility",
     "mlxtp.placement.advice",
     "mlxtp.placement.probe_output",
     "mlxtp.placement.probe_macos",

@@ -16,10 +16,61 @@ from ..wire.cluster_messages import AgentHello
 from ..wire.codecs import printable
 from ..wire.messages import PROTOCOL_VERSION, Error
 from .cluster_state import Roster
-from .compatibility import Build, compare
 from .links import ControlLink
 
 log = logging.getLogger(__name__)
+
+# --- what two Macs run: can their ranks compute together? ------------------------------------------------
+
+
+def compare(ours: AgentHello, theirs: AgentHello) -> str | None:
+    """Return the reason why two agents cannot run ranks of one group, and the remedy; None when they can.
+
+    Only the first difference is named, because it makes the others pointless. Either user may read the text.
+    """
+    our_name, their_name = ours.name, theirs.name or theirs.node_id[:8]
+    if ours.version != theirs.version:
+        return (
+            f"{our_name} speaks protocol {ours.version}, {their_name} protocol {theirs.version}: install "
+            "the same mlxtp on both"
+        )
+    our_versions, their_versions = _pairs(ours.versions), _pairs(theirs.versions)
+    for package, same, rule in _RULES:
+        one, other = our_versions.get(package, "none"), their_versions.get(package, "none")
+        if same(one) != same(other):
+            return f"{our_name} runs {package} {one}, {their_name} {package} {other}: {rule}"
+    our_flags, their_flags = _pairs(ours.flags), _pairs(theirs.flags)
+    for flag in sorted(our_flags.keys() | their_flags.keys()):
+        one, other = our_flags.get(flag, _UNSET), their_flags.get(flag, _UNSET)
+        if one != other:
+            return (
+                f"{flag} is {one} on {our_name} and {other} on {their_name}: ranks compute alike only with "
+                "the same; start both with the same flags"
+            )
+    return None
+
+
+_UNSET = "at its default"
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
+
+
+#: Package, the part of its version that must be equal, and the advice when it is not.
+_RULES: tuple[tuple[str, Callable[[str], str], str], ...] = (
+    ("mlxtp", _major, "versions may differ behind the first point only; install the same mlxtp on both"),
+    ("mlx", str, "ranks compute alike only with the same; install one version on both"),
+    ("mlx-lm", str, "ranks compute alike only with the same; install one version on both"),
+)
+
+
+def _pairs(items: tuple[str, ...]) -> Mapping[str, str]:
+    return {name: value for name, _, value in (item.partition("=") for item in items)}
+
+
+# --- hellos ----------------------------------------------------------------------------------------------
+
 
 _PACKAGES = ("mlxtp", "mlx", "mlx-lm")
 #: Settings that decide how ranks compute, or of which the coordinator's value holds for all.
@@ -155,13 +206,7 @@ class Introduction:
 
     def _unlike(self, theirs: AgentHello) -> MlxtpError | None:
         """Return the reason why ranks of a node with this hello could not compute with ours."""
-        ours = self.hello()
-        difference = compare(
-            Build(ours.version, ours.versions, ours.flags),
-            Build(theirs.version, theirs.versions, theirs.flags),
-            theirs.name or theirs.node_id[:8],
-            self.name,
-        )
+        difference = compare(self.hello(), theirs)
         return ProtocolError(difference, Code.MISMATCH) if difference else None
 
     def _copied(self, what: str) -> None:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from ..errors import Code, RemoteProtocolError
 from ..wire.cluster_messages import Beat, DesiredState, RosterEntry
 from .cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Roster, Seal, newer, stronger
-from .failure_detector import Change, ChangeCause, Duplicate, MemberState, MemberStatus
-from .membership import Membership
+from .membership import Change, ChangeCause, Duplicate, Membership, MemberState, MemberStatus
 from .reconcile import Action, ClusterView, GroupPlan, RunningEpoch, Wait, decide
 
 NOTHING_WANTED = "no model is configured; run `mlxtp serve MODEL`"

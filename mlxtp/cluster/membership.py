@@ -1,7 +1,21 @@
 """Presence of the known members. Pure: time comes in as an argument.
 
 A member is away until it is first seen in this run. While it is here, its link and its beats decide. Silence
-or a broken link makes it a suspect; more silence makes it dead. `failure_detector.py` has every legal change.
+or a broken link makes it a suspect; more silence makes it dead. `TRANSITIONS` has every legal change.
+
+A boot id is one start of an agent, an incarnation of its node. This module distinguishes two similar cases:
+
+- a *return*: the same boot id makes a new link after a partition. Only a new link shows that it lives;
+  messages that still come over the link it was given up on are ignored.
+- a *restart*: another boot id makes a link. The incarnation before it is over from then on. It is retired as
+  soon as it has no link of its own. A retired boot id never counts again.
+
+A process that has ended neither beats nor calls again and again. So these are two machines with one identity,
+a copied home folder: two incarnations that both beat over links that are up at the same time, or one that is
+over and keeps making links.
+
+A member is away until it is first seen in this run. While it is here, its link and its beats decide. Silence
+or a broken link makes it a suspect; more silence makes it dead. `membership.py` has every legal change.
 
 A boot id is one start of an agent, an incarnation of its node. This module distinguishes two similar cases:
 
@@ -17,12 +31,125 @@ over and keeps making links.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from ..errors import UserError
 from ..wire.cluster_messages import MAX_MEMBERS
-from .failure_detector import TRANSITIONS, Change, ChangeCause, Duplicate, MemberState, MemberStatus, Timeouts
+
+# --- states of members, and every legal change between them ----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Time limits, in seconds.
+
+    `suspect_s`, `dead_s`  silence after which a member is a suspect, and dead
+    `broken_s`             the time in which a link that broke may come back
+    `lag_s`                how late our own tick may come before we count as unwell
+    """
+
+    beat_s: float = 0.5
+    suspect_s: float = 1.5
+    dead_s: float = 3.0
+    broken_s: float = 1.5
+    lag_s: float = 0.5
+
+
+class MemberState(StrEnum):
+    """State of one member, as this node sees it."""
+
+    AWAY = "away"
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    LEFT = "left"
+    REMOVED = "removed"
+
+
+class ChangeCause(StrEnum):
+    """Cause of a change of a member's state."""
+
+    LINKED = "linked"
+    RETURNED = "the same start of its agent is back"
+    RESTARTED = "its agent was restarted"
+    HEARD = "its beats are back"
+    SILENT = "silent"
+    BROKEN = "its link broke"
+    GIVEN_UP = "did not come back in time"
+    ENDED = "that start of its agent is over"
+    TWINS = "two machines have its identity"
+    GOODBYE = "its agent stopped"
+    REMOVED = "removed from the cluster"
+    ADMITTED = "admitted to the cluster"
+
+
+#: (state, cause) -> next state. A pair that is missing here does not happen.
+TRANSITIONS: Mapping[tuple[MemberState, ChangeCause], MemberState] = {
+    (MemberState.AWAY, ChangeCause.LINKED): MemberState.ALIVE,
+    (MemberState.SUSPECT, ChangeCause.LINKED): MemberState.ALIVE,
+    (MemberState.SUSPECT, ChangeCause.HEARD): MemberState.ALIVE,
+    (MemberState.DEAD, ChangeCause.RETURNED): MemberState.ALIVE,
+    (MemberState.DEAD, ChangeCause.RESTARTED): MemberState.ALIVE,
+    (MemberState.LEFT, ChangeCause.RESTARTED): MemberState.ALIVE,
+    (MemberState.ALIVE, ChangeCause.SILENT): MemberState.SUSPECT,
+    (MemberState.ALIVE, ChangeCause.BROKEN): MemberState.SUSPECT,
+    (MemberState.SUSPECT, ChangeCause.GIVEN_UP): MemberState.DEAD,
+    **{
+        (state, why): after
+        for state in (MemberState.ALIVE, MemberState.SUSPECT)
+        for why, after in (
+            (ChangeCause.ENDED, MemberState.DEAD),
+            (ChangeCause.TWINS, MemberState.DEAD),
+            (ChangeCause.GOODBYE, MemberState.LEFT),
+        )
+    },
+    **{
+        (state, ChangeCause.REMOVED): MemberState.REMOVED
+        for state in MemberState
+        if state is not MemberState.REMOVED
+    },
+    (MemberState.REMOVED, ChangeCause.ADMITTED): MemberState.AWAY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Change of a member's state. `boot_id` is the incarnation it is about, empty for none."""
+
+    node_id: str
+    before: MemberState
+    after: MemberState
+    why: ChangeCause
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """Two machines with one identity: their boot ids and addresses, in the order in which they came."""
+
+    node_id: str
+    boot_ids: tuple[str, str]
+    addresses: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """Status of a member. `linked`: its incarnation `boot_id` has a link."""
+
+    state: MemberState
+    boot_id: str
+    linked: bool
+
+    @property
+    def present(self) -> bool:
+        """True when other nodes can count on this member. They cannot count on a suspect whose link broke."""
+        return self.state is MemberState.ALIVE or (self.state is MemberState.SUSPECT and self.linked)
+
+
+# --- the members -----------------------------------------------------------------------------------------
+
 
 #: Boot ids remembered as over for each member. Older ones have no link left that could send a message.
 _RETIRED = 16

@@ -21,11 +21,10 @@ from ..wire.cluster_messages import Beat, Members, RosterSaved
 from ..wire.messages import Error
 from ..wire.reports import Machine
 from .desired_model import DesiredModel
-from .failure_detector import Change, Duplicate, MemberState
 from .introduction import Introduction
 from .leadership import Debounce
 from .links import ControlLink, PeerLinks
-from .membership import Membership
+from .membership import Change, Duplicate, Membership, MemberState
 from .peer_info import PeerInfo
 from .roster import Enrolment, RosterProofs, restored
 from .rounds import Rounds

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..wire.cluster_messages import DesiredState
 from .cluster_state import LeaderClaim
-from .failure_detector import MemberState, MemberStatus
+from .membership import MemberState, MemberStatus
 
 MUCH = 1.05  #: Factor by which a plan must be better to count as better: measurements waver by a few percent.
 

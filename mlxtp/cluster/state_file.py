@@ -3,10 +3,6 @@
 The file holds the desired state, the roster, the last addresses of peers, the last epoch and the last term.
 It is replaced as a whole, so that an agent killed while writing leaves the previous file. An unreadable file
 is set aside under another name and reported, never overwritten.
-
-The file holds the desired state, the roster, the last addresses of peers, the last epoch and the last term.
-It is replaced as a whole, so that an agent killed while writing leaves the previous file. An unreadable file
-is set aside under another name and reported, never overwritten.
 """
 
 from __future__ import annotations

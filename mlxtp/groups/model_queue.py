@@ -17,8 +17,8 @@ from pathlib import Path
 from ..api.backend import AT_ONCE, ModelLease, StoredModelInfo
 from ..api.catalog import UNNAMED
 from ..cluster.cluster_state import NO_CLAIM, NOTHING, LeaderClaim
-from ..cluster.failure_detector import MemberState as Standing
 from ..cluster.links import ControlLink
+from ..cluster.membership import MemberState as Standing
 from ..cluster.node import BEAT_S, ClusterNode
 from ..config import EMBEDDED_MODEL
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 
-from ..cluster.failure_detector import MemberState as Standing
+from ..cluster.membership import MemberState as Standing
 from ..cluster.node import ClusterNode
 from ..config import EMBEDDED_MODEL, Settings
 from ..errors import Code, GroupError, MlxtpError

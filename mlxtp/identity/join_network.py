@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..background import Background
-from ..cluster.state_file import forget
 from ..config import Settings
 from ..discovery.addresses import Advert, DiscoveredPeer, host_and_port
 from ..discovery.mdns import Discovery
@@ -134,8 +133,11 @@ class JoinResult:
     peers: tuple[str, ...] = ()
 
 
-async def enter(settings: Settings, store: Store) -> JoinResult:
-    """Load, found or join a cluster. Raises UserError with a message for the user of `mlxtp node`."""
+async def enter(settings: Settings, store: Store, forget: Callable[[], None]) -> JoinResult:
+    """Load, found or join a cluster. `forget` removes the state of an earlier one.
+
+    Raises UserError with a message for the user of `mlxtp node`.
+    """
     identity = store.load_or_create()
     if not settings.join:
         if identity.membership is not None:
@@ -145,7 +147,7 @@ async def enter(settings: Settings, store: Store) -> JoinResult:
                 "--join without a token is for a Mac that is a member already, and this one is not. Run "
                 "`mlxtp token` on a Mac of the cluster, then here `mlxtp node --join TOKEN`"
             )
-        forget(settings.home)
+        forget()
         return JoinResult(store.found_cluster(), founded=True)
     token = read_token(settings.join)
     if identity.membership is not None:
@@ -156,10 +158,16 @@ async def enter(settings: Settings, store: Store) -> JoinResult:
             f"this Mac is a member of cluster {identity.cluster_id}, the token is for {token.cluster_id}; "
             "run `mlxtp cluster leave`, then use the token"
         )
-    return await _join(settings, store, identity, token)
+    joined = await _join(settings, identity, token)
+    forget()
+    return JoinResult(
+        store.save_membership(joined.membership),
+        joined=True,
+        peers=tuple(filter(host_and_port, joined.peers)),
+    )
 
 
-async def _join(settings: Settings, store: Store, identity: Identity, token: JoinToken) -> JoinResult:
+async def _join(settings: Settings, identity: Identity, token: JoinToken) -> Granted:
     queue = JoinQueue()
     for peer in settings.peers:
         queue.add(peer, (peer,))
@@ -168,13 +176,10 @@ async def _join(settings: Settings, store: Store, identity: Identity, token: Joi
         only = (settings.interface,) if settings.interface else ()
         await discovery.start(_advert(settings, identity), only)
     try:
-        granted = await _JoinSearch(settings, identity, token, queue).run()
+        return await _JoinSearch(settings, identity, token, queue).run()
     finally:
         if settings.discovery:
             await discovery.close()
-    forget(settings.home)
-    joined = store.save_membership(granted.membership)
-    return JoinResult(joined, joined=True, peers=tuple(filter(host_and_port, granted.peers)))
 
 
 class _JoinSearch:

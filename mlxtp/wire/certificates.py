@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -184,26 +183,6 @@ def cluster_of(authority: bytes) -> str:
     if names is None or not signs:
         raise _not_authentic("the certificate is not that of a cluster's authority")
     return names[1]
-
-
-def check_pin(
-    peer: NodeIdentity,
-    pins: Mapping[str, str],
-    removed: Iterable[str] = (),
-    expected: str | None = None,
-) -> None:
-    """Check that the member with this certificate is allowed. Raises ProtocolError (NOT_AUTHENTIC).
-
-    `pins` has the fingerprint of each known member by its node id. `removed` has the fingerprints of keys
-    that may not come back. `expected` is the node id that was dialled. A member that is in neither passes:
-    its certificate shows that the authority admitted it, and the caller pins it from now on.
-    """
-    if expected is not None and peer.node_id != expected:
-        raise _not_authentic(f"node {peer.node_id} answers where node {expected} was expected")
-    if peer.fingerprint in set(removed):
-        raise _not_authentic(f"node {peer.node_id} was removed from this cluster")
-    if pins.get(peer.node_id, peer.fingerprint) != peer.fingerprint:
-        raise _not_authentic(f"node {peer.node_id} shows another key than the one it joined with")
 
 
 def fingerprint(key: PublicKey) -> str:

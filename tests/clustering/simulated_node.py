@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mlxtp.cluster.cluster_state import ClusterState
-from mlxtp.cluster.failure_detector import Change, Duplicate, MemberState
 from mlxtp.cluster.leadership import Leadership, Situation
-from mlxtp.cluster.membership import Membership
+from mlxtp.cluster.membership import Change, Duplicate, Membership, MemberState
 from mlxtp.cluster.reconcile import (
     Action,
     FormEpoch,

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from mlxtp.cluster.cluster_state import ClusterState, Roster
-from mlxtp.cluster.failure_detector import MemberState
+from mlxtp.cluster.membership import MemberState
 from mlxtp.cluster.state_file import SavedState, from_text, to_text
 
 from .desks import unsealed

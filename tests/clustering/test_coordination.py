@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mlxtp.cluster.cluster_state import NO_CLAIM, NOTHING, ClusterState, LeaderClaim, Roster
-from mlxtp.cluster.failure_detector import MemberState, Timeouts
 from mlxtp.cluster.leadership import Debounce, Leadership, Situation
-from mlxtp.cluster.membership import Membership
+from mlxtp.cluster.membership import Membership, MemberState, Timeouts
 from mlxtp.cluster.reconcile import FormEpoch, GroupPlan, HandOver, RunningEpoch, StopEpoch, Wait
 from mlxtp.errors import RemoteProtocolError, UserError
 from mlxtp.wire.cluster_messages import Beat, DesiredState, RosterEntry

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.cluster.cluster_state import NO_CLAIM, LeaderClaim
-from mlxtp.cluster.failure_detector import MemberState, MemberStatus
+from mlxtp.cluster.membership import MemberState, MemberStatus
 from mlxtp.cluster.reconcile import (
     Action,
     ClusterView,

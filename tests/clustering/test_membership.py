@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.failure_detector import (
+from mlxtp.cluster.membership import (
     TRANSITIONS,
     Change,
     ChangeCause,
     Duplicate,
+    Membership,
     MemberState,
     MemberStatus,
     Timeouts,
 )
-from mlxtp.cluster.membership import Membership
 from mlxtp.errors import UserError
 from mlxtp.wire.cluster_messages import MAX_MEMBERS
 

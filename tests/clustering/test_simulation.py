@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.cluster.failure_detector import Change, MemberState
+from mlxtp.cluster.membership import Change, MemberState
 from mlxtp.cluster.reconcile import HandOver
 from mlxtp.cluster.state_file import SavedState, to_text
 

@@ -6,11 +6,13 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlxtp.cluster.state_file import forget
 from mlxtp.config import Settings
 from mlxtp.discovery.addresses import DiscoveredPeer
 from mlxtp.errors import ConfigError, UserError
@@ -70,7 +72,7 @@ class Street:
             self._home(), "", 0, 1, "tiny", cluster=True, name="mini", join=token, discovery=discovery,
             peers=tuple(f"127.0.0.1:{port}" for port in peers),
         )  # fmt: skip
-        return await enter(settings, Store(settings.home))
+        return await enter(settings, Store(settings.home), partial(forget, settings.home))
 
 
 def play(folder: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[Street], Awaitable[None]]) -> None:

@@ -16,7 +16,6 @@ from mlxtp.wire.certificates import (
     certificates_from_pem,
     certificates_to_pem,
     check_node,
-    check_pin,
     cluster_of,
     fingerprint,
     found,
@@ -30,12 +29,11 @@ from mlxtp.wire.certificates import (
 from mlxtp.wire.peer_messages import MAX_CERTIFICATE_BYTES
 
 CLUSTER, OTHER_CLUSTER = "c1" * 8, "c2" * 8
-NODE, OTHER_NODE = "a1" * 16, "a2" * 16
+NODE = "a1" * 16
 
 KEY = new_key()
 AUTHORITY = found(CLUSTER, new_key())
 CERTIFICATE = AUTHORITY.certify(NODE, KEY.public_key())
-PINNED = "f1" * 32
 
 
 def refused(act: Callable[..., object], *arguments: object) -> str:
@@ -116,32 +114,6 @@ def test_any_changed_bit_of_an_authority_changes_its_hash() -> None:
     changed = bytearray(AUTHORITY.certificate)
     changed[-1] ^= 1
     assert authority_hash(bytes(changed)) != expected
-
-
-# --- pins -------------------------------------------------------------------------------------------
-
-
-def test_a_member_with_the_key_that_is_known() -> None:
-    assert check_pin(NodeIdentity(NODE, CLUSTER, PINNED), {NODE: PINNED}, {"f2" * 32}, NODE) is None
-
-
-def test_a_member_that_nobody_has_seen_yet() -> None:
-    assert check_pin(NodeIdentity(NODE, CLUSTER, PINNED), {OTHER_NODE: "f2" * 32}) is None
-
-
-@pytest.mark.parametrize(
-    ("pins", "removed", "expected", "why"),
-    [
-        ({NODE: "f2" * 32}, (), None, "another key than the one it joined with"),
-        ({}, (PINNED,), None, "was removed from this cluster"),
-        ({NODE: PINNED}, (PINNED,), None, "was removed from this cluster"),
-        ({NODE: PINNED}, (), OTHER_NODE, f"where node {OTHER_NODE} was expected"),
-    ],
-)
-def test_a_member_that_may_not_be_spoken_to(
-    pins: dict[str, str], removed: tuple[str, ...], expected: str | None, why: str
-) -> None:
-    assert why in refused(check_pin, NodeIdentity(NODE, CLUSTER, PINNED), pins, removed, expected)
 
 
 # --- as bytes ---------------------------------------------------------------------------------------

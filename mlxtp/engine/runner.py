@@ -46,6 +46,123 @@ class Chosen:
     scores: Scores
 
 
+class InputBatch:
+    """Token that each row's last forward chose and its next one feeds, still being computed."""
+
+    def __init__(self) -> None:
+        self.tokens: mx.array | None = None  # int32 [rows]
+        #: Their embeddings [rows, hidden], where the choice returned them.
+        self._embeddings: mx.array | None = None
+
+    def feed(self, frame: StepToken, width: int) -> tuple[mx.array, mx.array | None]:
+        """Return the tokens that each row feeds, int32 [rows, width], padded with zeros that no row sees.
+
+        Also returns their embeddings [rows, 1, hidden] where these are known.
+        """
+        assert self.tokens is not None
+        if not frame.widths:
+            return self.tokens[:, None], None if self._embeddings is None else self._embeddings[:, None]
+        table, at = [], 0
+        for count in frame.widths:
+            table.append([*frame.tokens[at : at + count], *[0] * (width - count)])
+            at += count
+        known = mx.array(table, dtype=mx.int32)
+        if all(frame.widths):
+            return known, None
+        inside = mx.array([[count == 0] for count in frame.widths])
+        first = mx.where(inside, self.tokens[:, None], known[:, :1])
+        return mx.concatenate([first, known[:, 1:]], axis=1), None
+
+    def update(self, chosen: mx.array, embeddings: mx.array | None, widths: tuple[int, ...]) -> None:
+        """Take the choice of a step, [rows, width] and [rows, width, hidden]."""
+        if chosen.shape[1] == 1:
+            self.tokens = chosen[:, 0]
+            self._embeddings = None if embeddings is None else embeddings[:, 0]
+            return
+        rows = mx.arange(len(widths))
+        last = mx.array([width - 1 for width in widths])
+        self.tokens = chosen[rows, last]
+        self._embeddings = None if embeddings is None else embeddings[rows, last]
+
+    def join(self, chosen: mx.array, embeddings: mx.array | None, *, alone: bool) -> None:
+        """Add joining rows with their first tokens, [rows, 1] and [rows, 1, hidden]."""
+        tokens, embeddings = chosen[:, 0], None if embeddings is None else embeddings[:, 0]
+        if self.tokens is None or alone:
+            self.tokens, self._embeddings = tokens, embeddings
+            return
+        self.tokens = mx.concatenate([self.tokens, tokens])
+        if self._embeddings is None or embeddings is None:
+            self._embeddings = None
+        else:
+            self._embeddings = mx.concatenate([self._embeddings, embeddings])
+
+    def reorder(self, order: list[int]) -> None:
+        """Keep the rows of these numbers, in this order."""
+        if not order:
+            self.tokens = self._embeddings = None
+            return
+        assert self.tokens is not None
+        chosen = mx.array(order)
+        self.tokens = self.tokens[chosen]
+        if self._embeddings is not None:
+            self._embeddings = self._embeddings[chosen]
+
+
+class DecodeGraphs:
+    """Traced graphs of decode steps, by rows, slots and capacity of the batch, view, and `winners`.
+
+    For one row building a graph costs as much as running it. `body` takes `winners` and the inputs.
+    """
+
+    def __init__(self, body: Callable[..., Any], counter: CollectiveCounter, *, traces: bool) -> None:
+        self._body = body
+        self._counter = counter
+        self._traces = traces
+        #: Each graph with the number of its collectives.
+        self._graphs: dict[tuple[int, ...], tuple[Callable[..., Any], int]] = {}
+        #: Number of steps of several rows by the shape of such a key.
+        self._shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: tuple[int, ...], inputs: tuple[Any, ...]) -> Any:
+        """Run the body, by a traced graph if this shape comes again."""
+        winners = bool(key[-1])
+        if self._traces and self._comes_again(key):
+            return self._replay(key, winners, inputs)
+        return self._body(winners, *inputs)
+
+    def _comes_again(self, key: tuple[int, ...]) -> bool:
+        """Return True if a graph for steps of this shape pays, because tracing takes time and rows change."""
+        if key[0] == 1 or key in self._graphs:
+            return True
+        if len(self._shapes) > MAX_SHAPES:
+            self._shapes.clear()
+        self._shapes[key] += 1
+        return self._shapes[key] > STEPS_BEFORE_TRACE
+
+    def _replay(self, key: tuple[int, ...], winners: bool, inputs: tuple[Any, ...]) -> Any:
+        """Run the body by a traced graph, which is traced first where there is none."""
+        graph, collectives = self._graphs.get(key, (None, 0))
+        if graph is not None:
+            self._counter.count += collectives  # a replay bypasses the counter
+            return graph(*inputs)
+        if len(self._graphs) == MAX_GRAPHS:
+            self._graphs.clear()
+        graph = mx.compile(partial(self._body, winners))
+        before = self._counter.count
+        try:
+            outcome = graph(*inputs)
+        except (ValueError, RuntimeError):
+            # A model that reads its own values cannot be traced. Every rank fails here, before anything runs.
+            self._traces = False
+            self._counter.count = before
+            return self._body(winners, *inputs)
+        self._graphs[key] = graph, self._counter.count - before
+        return outcome
+
+
 class Runner:
     """Sequences of one loaded model and their KV caches. `compiled` replays decode graphs."""
 
@@ -61,25 +178,17 @@ class Runner:
         self._caches = caches
         self._model = loaded.model
         self._vocabulary = loaded.vocabulary
-        self._counter = counter
         self._chooser = chooser
-        self._compiled = compiled and caches.slots
         self._prefilling: dict[int, Caches] = {}
-        self._kept: dict[int, Caches] = {}
-        #: Bytes of each of them, because summing all their arrays takes tens of milliseconds.
-        self._kept_bytes: dict[int, int] = {}
+        #: With the bytes of each, because summing all their arrays takes tens of milliseconds.
+        self._kept: dict[int, tuple[Caches, int]] = {}
         self._forwards: dict[int, int] = {}
         self._samplings: dict[int, Sampling] = {}
         #: Possible lengths of each row's KV cache at its next step, depending on how many drafts were wrong.
         self._lengths: dict[int, range] = {}
         self._batch: Batch = caches.empty_batch()
-        #: Token that each row's last forward chose and its next one feeds, int32 [rows].
-        self._tokens: mx.array | None = None
-        #: Their embeddings [rows, hidden], where the choice returned them.
-        self._embeddings: mx.array | None = None
-        self._graphs: dict[tuple[int, ...], tuple[Callable[..., Any], int]] = {}
-        #: Number of steps of several rows by the shape of such a key.
-        self._shapes: Counter[tuple[int, ...]] = Counter()
+        self._inputs = InputBatch()
+        self._graphs = DecodeGraphs(self._body, counter, traces=compiled and caches.slots)
         self.forwards = 0  # forwards of this runner, prefill chunks and steps
 
     # --- forwards ------------------------------------------------------------------------------------
@@ -108,7 +217,8 @@ class Runner:
         mx.async_eval(chosen, _arrays(caches))
         del self._prefilling[frame.uid]
         self._lengths[frame.uid] = range(frame.total, frame.total + 1)
-        self._join(frame.uid, caches, chosen[:, 0], None if embeddings is None else embeddings[:, 0])
+        self._inputs.join(chosen, embeddings, alone=not self._batch.rows)
+        self._batch.join(frame.uid, caches)
         return Chosen(chosen, (frame.uid,), (1,), scores)
 
     def prefill_together(self, frame: PromptBatch) -> Chosen:
@@ -137,7 +247,7 @@ class Runner:
         at = mx.array(frame.totals, dtype=mx.int32)
         chosen, embeddings, scores = self._choose(local, frame.uids, widths, at, frame)
         mx.async_eval(chosen, *batch.arrays)
-        self._remember_more(chosen[:, 0], None if embeddings is None else embeddings[:, 0], alone=not first)
+        self._inputs.join(chosen, embeddings, alone=not first)
         return Chosen(chosen, frame.uids, widths, scores)
 
     def step(self, frame: StepToken, known: Callable[[], object] | None = None) -> Chosen:
@@ -147,7 +257,7 @@ class Runner:
         computed. Raises GroupError (DESYNC) when the frame's rows or their lengths differ from this rank's.
         """
         rows = frame.rows
-        if rows != tuple(self._batch.rows) or self._tokens is None:
+        if rows != tuple(self._batch.rows) or self._inputs.tokens is None:
             raise GroupError(
                 f"a step for rows {rows}, but this rank runs {tuple(self._batch.rows)}", Code.DESYNC
             )
@@ -155,8 +265,7 @@ class Runner:
         self._lengthen(frame, widths)
         self._count(rows)
         width = max(widths)
-        tokens = self._feed(frame, width)
-        given = self._embeddings[:, None] if self._embeddings is not None and not frame.widths else None
+        tokens, given = self._inputs.feed(frame, width)
         positions = mx.array(frame.positions, dtype=mx.int32)
         greedy = frame.exchange == "winners"
         local, winners = self._forward(tokens, given, positions, max(frame.positions) + width, winners=greedy)
@@ -175,7 +284,7 @@ class Runner:
             if frame.agreement == "broadcast":
                 chosen, embeddings = self._chooser.agree(chosen), None
             mx.async_eval(chosen, *self._batch_arrays())
-        self._remember(chosen, embeddings, widths)
+        self._inputs.update(chosen, embeddings, widths)
         return Chosen(chosen, rows, widths, scores)
 
     def first_forwards(self, chunk: int) -> None:
@@ -208,18 +317,17 @@ class Runner:
         elif uid in self._batch.rows:
             kept = self._leave(uid, keep)
         if kept is not None:
-            self._kept[uid] = kept
-            self._kept_bytes[uid] = _bytes(kept)
+            self._kept[uid] = kept, _bytes(kept)
         return self._forwards.pop(uid)
 
     def evict(self, uids: tuple[int, ...]) -> None:
         """Free kept KV caches."""
         for uid in uids:
-            del self._kept[uid], self._kept_bytes[uid]
+            del self._kept[uid]
 
     def kv_bytes(self) -> int:
         """Return the bytes of all sequences' KV caches."""
-        held = sum(self._kept_bytes.values()) + sum(map(_bytes, self._prefilling.values()))
+        held = sum(size for _, size in self._kept.values()) + sum(map(_bytes, self._prefilling.values()))
         return held + sum(array.nbytes for array in self._batch_arrays())
 
     # --- inside --------------------------------------------------------------------------------------
@@ -231,7 +339,7 @@ class Runner:
             return self._caches.new()
         if source in self._batch.rows:
             return self._batch.copy(source, offset)
-        kept = self._kept.get(source)
+        kept, _ = self._kept.get(source, (None, 0))
         held = 0 if kept is None else kept[0].offset
         if kept is None or held < offset:
             raise GroupError(
@@ -240,24 +348,8 @@ class Runner:
             )
         if not take:
             return share(kept, offset)
-        del self._kept_bytes[source]
-        return cut(self._kept.pop(source), offset)
-
-    def _feed(self, frame: StepToken, width: int) -> mx.array:
-        """Return the tokens that each row feeds, int32 [rows, width], padded with zeros that no row sees."""
-        assert self._tokens is not None
-        if not frame.widths:
-            return self._tokens[:, None]
-        table, at = [], 0
-        for count in frame.widths:
-            table.append([*frame.tokens[at : at + count], *[0] * (width - count)])
-            at += count
-        known = mx.array(table, dtype=mx.int32)
-        if all(frame.widths):
-            return known
-        inside = mx.array([[count == 0] for count in frame.widths])
-        first = mx.where(inside, self._tokens[:, None], known[:, :1])
-        return mx.concatenate([first, known[:, 1:]], axis=1)
+        del self._kept[source]
+        return cut(kept, offset)
 
     def _forward(
         self,
@@ -288,8 +380,8 @@ class Runner:
             [],
         )  # no other owner: written in place
         inputs = (tokens, [] if given is None else [given], shape, arrays)
-        if self._compiled and width == 1 and self._comes_again(key := (rows, *room, view, winners)):
-            outcome, self._batch.arrays = self._replay(key, winners, inputs)
+        if width == 1:
+            outcome, self._batch.arrays = self._graphs.run((rows, *room, view, winners), inputs)
         else:
             outcome, self._batch.arrays = self._body(winners, *inputs)
         return outcome[0], (outcome[0], outcome[1]) if winners else None
@@ -309,35 +401,6 @@ class Runner:
         local = self._vocabulary.forward(self._model, tokens, layers, given=embeddings)
         outcome = list(self._vocabulary.winners(local)) if winners else [local]
         return outcome, [array for layer in layers for array in (layer.keys, layer.values)]
-
-    def _comes_again(self, key: tuple[int, ...]) -> bool:
-        """Return True if a graph for steps of this shape pays, because tracing takes time and rows change."""
-        if key[0] == 1 or key in self._graphs:
-            return True
-        if len(self._shapes) > MAX_SHAPES:
-            self._shapes.clear()
-        self._shapes[key] += 1
-        return self._shapes[key] > STEPS_BEFORE_TRACE
-
-    def _replay(self, key: tuple[int, ...], winners: bool, inputs: tuple[Any, ...]) -> Any:
-        """Run the body by a traced graph, because for one row building it costs as much as running it."""
-        graph, collectives = self._graphs.get(key, (None, 0))
-        if graph is not None:
-            self._counter.count += collectives  # a replay bypasses the counter
-            return graph(*inputs)
-        if len(self._graphs) == MAX_GRAPHS:
-            self._graphs.clear()
-        graph = mx.compile(partial(self._body, winners))
-        before = self._counter.count
-        try:
-            outcome = graph(*inputs)
-        except (ValueError, RuntimeError):
-            # A model that reads its own values cannot be traced. Every rank fails here, before anything runs.
-            self._compiled = False
-            self._counter.count = before
-            return self._body(winners, *inputs)
-        self._graphs[key] = graph, self._counter.count - before
-        return outcome
 
     def _choose(
         self,
@@ -368,48 +431,16 @@ class Runner:
         broadcast = frame.agreement == "broadcast"
         return self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)
 
-    def _remember(self, chosen: mx.array, embeddings: mx.array | None, widths: tuple[int, ...]) -> None:
-        if chosen.shape[1] == 1:
-            self._tokens = chosen[:, 0]
-            self._embeddings = None if embeddings is None else embeddings[:, 0]
-            return
-        rows = mx.arange(len(widths))
-        last = mx.array([width - 1 for width in widths])
-        self._tokens = chosen[rows, last]
-        self._embeddings = None if embeddings is None else embeddings[rows, last]
-
-    def _join(self, uid: int, caches: Caches, token: mx.array, embedding: mx.array | None) -> None:
-        self._remember_more(token, embedding, alone=not self._batch.rows)
-        self._batch.join(uid, caches)
-
-    def _remember_more(self, tokens: mx.array, embeddings: mx.array | None, *, alone: bool) -> None:
-        """Add the tokens that joining rows will feed next."""
-        if self._tokens is None or alone:
-            self._tokens, self._embeddings = tokens, embeddings
-            return
-        self._tokens = mx.concatenate([self._tokens, tokens])
-        if self._embeddings is None or embeddings is None:
-            self._embeddings = None
-        else:
-            self._embeddings = mx.concatenate([self._embeddings, embeddings])
-
     def _leave(self, uid: int, keep: int) -> Caches | None:
-        assert self._tokens is not None
         row, last = self._batch.rows.index(uid), len(self._batch.rows) - 1
         longest = max((self._lengths[other].stop for other in self._batch.rows if other != uid), default=0)
         kept = self._batch.leave(uid, keep, longest)
         if kept is not None:
             mx.async_eval(_arrays(kept))
-        if not self._batch.rows:
-            self._tokens = self._embeddings = None
-            return kept
         order = list(range(last))
         if row != last:
             order[row] = last
-        chosen = mx.array(order)
-        self._tokens = self._tokens[chosen]
-        if self._embeddings is not None:
-            self._embeddings = self._embeddings[chosen]
+        self._inputs.reorder(order)
         return kept
 
     def _lengthen(self, frame: StepToken, widths: tuple[int, ...]) -> None:

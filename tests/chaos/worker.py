@@ -29,7 +29,7 @@ from mlxtp.engine.grammar import GrammarSandbox
 from mlxtp.engine.group import Proof, RingGroup
 from mlxtp.engine.loader import ModelShare
 from mlxtp.engine.mailbox import Mailbox
-from mlxtp.engine.runner import Chosen, Runner
+from mlxtp.engine.runner import Chosen, DecodeGraphs, Runner
 from mlxtp.engine.sampler import Chooser, Sampler, Scores
 from mlxtp.engine.scheduler import Scheduler
 from mlxtp.engine.sharding import Vocabulary
@@ -241,7 +241,7 @@ def take_another_token(original: Wrapped, runner: Runner, frame: StepToken, know
     chosen: Chosen = original(runner, frame, known)
     if orders.due("take_another_token"):
         chosen = dataclasses.replace(chosen, tokens=chosen.tokens + 1)
-        runner._tokens = chosen.tokens[:, -1]
+        runner._inputs.tokens = chosen.tokens[:, -1]
     return chosen
 
 
@@ -267,12 +267,12 @@ def flipped(logits: mx.array) -> mx.array:
     return changed.astype(logits.dtype)
 
 
-@around(Runner, "_replay")
-def see_every_forward(original: Wrapped, runner: Runner, key: Any, winners: bool, inputs: Any) -> Any:
+@around(DecodeGraphs, "_replay")
+def see_every_forward(original: Wrapped, graphs: DecodeGraphs, key: Any, winners: bool, inputs: Any) -> Any:
     """A graph that is replayed passes by the functions here; while a logit is to be flipped, none is."""
     if orders.order("flip_logit_bit"):
-        return runner._body(winners, *inputs)
-    return original(runner, key, winners, inputs)
+        return graphs._body(winners, *inputs)
+    return original(graphs, key, winners, inputs)
 
 
 @around(Vocabulary, "winners")

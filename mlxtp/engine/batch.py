@@ -15,9 +15,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..errors import Code, ModelError
-from .group import uncounted
 from .kv_cache import SMALLEST, capacity, slots
-from .loader import make_cache
+from .loader import make_cache, unrun_arrays
 
 #: Numbers that share a scale, the best first. A head's keys and values must divide by it.
 QUANTIZATION_GROUPS = (64, 32)
@@ -337,10 +336,7 @@ class CacheKind:
 
     def _shapes(self) -> list[Empty]:
         """Return shapes and types of an empty row's keys and values, from a forward that is never run."""
-        caches = self.new()
-        with uncounted():
-            self._model(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
-        arrays = [array for cache in caches for array in (cache.keys, cache.values)]
+        arrays = unrun_arrays(self._model, self.new())
         return [((1, array.shape[1], SMALLEST, array.shape[3]), array.dtype) for array in arrays]
 
     def new(self) -> Caches:
@@ -358,9 +354,7 @@ class CacheKind:
         if not all(type(cache) is KVCache for cache in caches):
             kinds = ", ".join(sorted({type(cache).__name__ for cache in caches}))
             raise self._refusal(f"this model's caches ({kinds}) cannot be quantized")
-        with uncounted():
-            self._model(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
-        heads = {array.shape[-1] for cache in caches for array in (cache.keys, cache.values)}
+        heads = {array.shape[-1] for array in unrun_arrays(self._model, caches)}
         for size in QUANTIZATION_GROUPS:
             if not any(head % size for head in heads):
                 return size

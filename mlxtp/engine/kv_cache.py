@@ -69,13 +69,12 @@ class Hit:
 
     `whole`: it is kept and holds only tokens of the prompt, so that it may be taken over. If it holds the
     entire prompt, it must lose its last token, because one is always left to feed. Otherwise its beginning
-    may be copied. `running`: the sequence has not ended.
+    may be copied.
     """
 
     uid: int
     length: int
     whole: bool
-    running: bool = False
 
 
 class PrefixCache:
@@ -157,7 +156,7 @@ class PrefixCache:
                 length = _common(held, usable)
                 whole = not running and packed.startswith(held)
                 if length >= least and (best is None or length > best.length or whole > best.whole):
-                    best = Hit(uid, length, whole, running)
+                    best = Hit(uid, length, whole)
                     least = length
         return best
 

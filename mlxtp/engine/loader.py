@@ -534,17 +534,21 @@ def _broken(looks: dict[str, mx.array]) -> list[str]:
 
 
 def _kv_token_bytes(model: Any) -> int:
-    """Return the bytes of one token's caches, from the shapes of two forwards that are never run."""
+    """Return the bytes of one token's caches."""
     few, many = 256, 512  # mlx-lm's caches grow by 256
+    sizes = [
+        sum(array.nbytes for array in unrun_arrays(model, make_cache(model), tokens))
+        for tokens in (few, many)
+    ]
+    return (sizes[1] - sizes[0]) // (many - few)
+
+
+def unrun_arrays(model: Any, caches: list[Any], tokens: int = 1) -> list[mx.array]:
+    """Return the arrays of `caches` after a forward that is built for their shapes and never run."""
     with uncounted():
-        return (_cache_bytes(model, many) - _cache_bytes(model, few)) // (many - few)
-
-
-def _cache_bytes(model: Any, tokens: int) -> int:
-    cache = make_cache(model)
-    model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
-    states = tree_flatten([c.state for c in cache if not c.empty()])
-    return sum(array.nbytes for _, array in states if isinstance(array, mx.array))
+        model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches)
+    states = tree_flatten([cache.state for cache in caches if not cache.empty()])
+    return [array for _, array in states if isinstance(array, mx.array)]
 
 
 def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> None:

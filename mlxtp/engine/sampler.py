@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -268,32 +267,18 @@ def scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.a
 Scores = Mapping[int, tuple[mx.array, mx.array, mx.array]]
 
 
-class LogitShaping(Protocol):
-    """Changes to the logits of its rows that rank 0 alone makes."""
+class LogitShaping:
+    """Changes to the logits of its rows that rank 0 alone makes. These, of the other ranks, are none."""
 
     def shape(self, uid: int, logits: mx.array) -> mx.array:
         """Return the row's logits [width, V] with penalties, biases and its grammar's mask."""
-        ...
-
-    def chosen(self, uid: int, tokens: mx.array) -> None:
-        """Take the row's new tokens, int32 [width], perhaps not computed yet."""
-        ...
-
-    def top(self, uid: int) -> int:
-        """Return the number of alternatives to score for the row; -1 for no scores at all."""
-        ...
-
-
-class NoLogitShaping:
-    """Shaping of ranks above 0, and of a rank 0 whose rows need none."""
-
-    def shape(self, uid: int, logits: mx.array) -> mx.array:
         return logits
 
     def chosen(self, uid: int, tokens: mx.array) -> None:
-        pass
+        """Take the row's new tokens, int32 [width], perhaps not computed yet."""
 
     def top(self, uid: int) -> int:
+        """Return the number of alternatives to score for the row; -1 for no scores at all."""
         return -1
 
 

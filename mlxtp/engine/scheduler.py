@@ -71,8 +71,6 @@ class Speculation:
         if lookup is None or self._draft_limit(sequence, lookup) <= 0:
             return False
         # With a likely continuation, waiting for the token in flight gains more than run-ahead.
-        if self._drafter is None and not lookup.peek(1):
-            return False
         sequence.known_at = sequence.generated + 1
         return True
 

@@ -72,13 +72,6 @@ class Lookup:
             known += known[: limit - len(known)]
         return tuple(known)
 
-    def peek(self, limit: int) -> tuple[int, ...]:
-        """Return the token that is still being computed and up to `limit` after it, or nothing.
-
-        Once the token is known, the rest holds if the prediction of it was right.
-        """
-        return self.draft(limit + 1) if limit > 0 else ()
-
     def _find(self) -> None:
         self._place = self._matched = 0
         tokens = self._tokens

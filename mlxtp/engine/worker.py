@@ -19,8 +19,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
-from typing import Protocol as Interface
+from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, GroupError, LinkError, MlxtpError, exit_status
 from ..wire.blocking import BlockingLink
@@ -42,6 +41,9 @@ from .jaccl import SideChannelExchange
 from .mailbox import AGENT, LEADER, Mailbox, Terminated, read_in_background
 from .mlx_compat import code_of, import_mlx_lm
 from .telemetry import LEAST_PATIENCE_S, RankTelemetry, Recorder
+
+if TYPE_CHECKING:
+    from .executor import RankExecutor
 
 # --- warm start: everything is imported before the rank's arguments arrive -------------------------------
 # Nothing here may depend on an epoch, form a group, or touch the GPU. MLX reads its environment at its
@@ -84,14 +86,6 @@ PIPE_STALL_S = 60.0
 REPORT_S = 5.0
 
 
-class MemoryHolder(Interface):
-    """Holder of a rank's memory."""
-
-    def finish(self) -> None: ...
-
-    def give_back(self) -> None: ...
-
-
 class RankProcessLinks:
     """Links of this process and its only exit: `leave`, on the main thread, which frees memory.
 
@@ -106,7 +100,7 @@ class RankProcessLinks:
         self.pipe = pipe
         self.mail = Mailbox()
         self.status = RankTelemetry(recorder)
-        self.memory: MemoryHolder | None = None  # the rank, once there is one
+        self.memory: RankExecutor | None = None  # the rank, once there is one
         self._decode: list[BlockingLink] = []
         self._reporting = threading.Lock()
         self._exit_status = 0  # of the reported failure; 0 for none
@@ -258,7 +252,7 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
     counter.install()
     from .executor import RankExecutor
     from .logit_shaping import RequestShaping
-    from .sampler import NoLogitShaping
+    from .sampler import LogitShaping
 
     shaping = RequestShaping()
     rank = RankExecutor(
@@ -267,7 +261,7 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
         process.folder,
         process.status,
         counter,
-        shaping=NoLogitShaping() if process.rank else shaping,
+        shaping=LogitShaping() if process.rank else shaping,
         exchange=_exchange(process, bootstrap),
     )
     process.memory = rank

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlxtp.engine.group import LoneGroup
-from mlxtp.engine.sampler import Chooser, LogitShaping, NoLogitShaping
+from mlxtp.engine.sampler import Chooser, LogitShaping
 from mlxtp.wire.messages import Sampling
 
 VOCABULARY = 32
@@ -51,15 +51,15 @@ def choose(chooser: Chooser, logits: mx.array, samplings: tuple[Sampling, ...], 
 
 
 def test_every_rank_chooses_alike_without_a_desk(logits: mx.array) -> None:
-    tokens, scores = choose(Chooser(LoneGroup(), NoLogitShaping()), logits, (GREEDY, HOT))
-    again, _ = choose(Chooser(Follower(), NoLogitShaping()), logits, (GREEDY, HOT))
+    tokens, scores = choose(Chooser(LoneGroup(), LogitShaping()), logits, (GREEDY, HOT))
+    again, _ = choose(Chooser(Follower(), LogitShaping()), logits, (GREEDY, HOT))
     assert tokens.tolist() == again.tolist()
     assert tokens[0].tolist() == mx.argmax(logits[0], axis=-1).tolist()
     assert scores == {}
 
 
 def test_under_broadcast_rank_0s_choice_counts(logits: mx.array) -> None:
-    tokens, _ = choose(Chooser(Follower(), NoLogitShaping()), logits, (GREEDY, HOT), broadcast=True)
+    tokens, _ = choose(Chooser(Follower(), LogitShaping()), logits, (GREEDY, HOT), broadcast=True)
     assert tokens.tolist() == [[7] * 3] * 2
 
 
@@ -91,7 +91,7 @@ def test_scores_are_for_those_who_asked(logits: mx.array, broadcast: bool) -> No
 
 
 def test_a_draw_goes_by_position_whatever_column_it_stands_in(logits: mx.array) -> None:
-    chooser = Chooser(LoneGroup(), NoLogitShaping())
+    chooser = Chooser(LoneGroup(), LogitShaping())
     same = mx.broadcast_to(logits[:1, :1], (2, 3, VOCABULARY))
     apart = mx.array([10, 11], dtype=mx.int32)
     tokens, _ = chooser.choose(same, (1, 2), (3, 3), (HOT, HOT), apart, broadcast=False)
@@ -100,7 +100,7 @@ def test_a_draw_goes_by_position_whatever_column_it_stands_in(logits: mx.array) 
 
 def test_other_rows_have_other_settings(logits: mx.array) -> None:
     """State that is kept from step to step belongs to these rows only."""
-    chooser = Chooser(LoneGroup(), NoLogitShaping())
+    chooser = Chooser(LoneGroup(), LogitShaping())
     first, _ = choose(chooser, logits, (HOT, GREEDY))
     second, _ = choose(chooser, logits, (GREEDY, HOT))
     assert second[0].tolist() == mx.argmax(logits[0], axis=-1).tolist()

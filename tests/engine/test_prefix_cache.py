@@ -59,11 +59,11 @@ def test_the_longest_prefix_wins() -> None:
 def test_a_running_sequence_shares_its_prompt() -> None:
     kept = cache()
     kept.share(7, A)
-    assert kept.find(A + QUESTION) == Hit(7, 40, whole=False, running=True)
+    assert kept.find(A + QUESTION) == Hit(7, 40, whole=False)
     assert (kept.positions, len(kept)) == (0, 0)
     kept.touch(7)
     kept.share(7, (*A, 5))
-    assert kept.find((*A, 5, 5)) == Hit(7, 41, whole=False, running=True)
+    assert kept.find((*A, 5, 5)) == Hit(7, 41, whole=False)
     kept.unshare(7)
     assert kept.find(A + QUESTION) is None
 
@@ -212,7 +212,7 @@ class Plain:
         ]
         hits.reverse()
         hits += [
-            Hit(uid, common(tokens, prompt[:-1]), whole=False, running=True)
+            Hit(uid, common(tokens, prompt[:-1]), whole=False)
             for uid, tokens in reversed(self.running.items())
         ]
         hits = [hit for hit in hits if hit.length >= max(self.shortest, 1)]
@@ -256,7 +256,7 @@ def test_it_does_what_the_plain_model_does(
             case "find":
                 hit = real.find(tokens)
                 assert hit == plain.find(tokens)
-                if hit and not hit.running:
+                if hit and hit.uid not in plain.running:
                     real.touch(hit.uid)
                     plain.kept.sort(key=lambda entry: entry[0] == hit.uid)
             case "evict":

@@ -14,7 +14,7 @@ from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
 from mlxtp.engine.runner import STEPS_BEFORE_TRACE, Chosen, Runner, _arrays
-from mlxtp.engine.sampler import Chooser, NoLogitShaping
+from mlxtp.engine.sampler import Chooser, LogitShaping
 from mlxtp.errors import Code, GroupError
 from mlxtp.wire.messages import PromptTokens, Sampling, StepToken
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runner_of(folder: Path, *, compiled: bool = True) -> Runner:
     group = LoneGroup()
     loaded = load(folder, group, lambda: None)
-    chooser = Chooser(group, NoLogitShaping())
+    chooser = Chooser(group, LogitShaping())
     return Runner(loaded, CacheKind(loaded.model), CollectiveCounter(), chooser, compiled=compiled)
 
 

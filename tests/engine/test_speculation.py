@@ -74,9 +74,9 @@ def test_a_draft_is_what_a_plain_search_finds(prompt: list[int], answer: list[in
 
 @given(FEW_TOKENS, st.integers(1, 8))
 @settings(max_examples=100)
-def test_peeking_foretells_the_token_in_flight_and_what_follows_it(prompt: list[int], limit: int) -> None:
+def test_a_draft_foretells_the_token_in_flight_and_what_follows_it(prompt: list[int], limit: int) -> None:
     lookup = Lookup(prompt)
-    foretold = lookup.peek(limit)
+    foretold = lookup.draft(limit + 1)
     assert len(foretold) in (0, limit + 1)
     if foretold:
         lookup.append(foretold[0])
@@ -115,13 +115,13 @@ def test_a_match_that_reaches_the_end_goes_round() -> None:
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 9, 9, 1, 2]])
 def test_nothing_is_drafted_from_nothing(tokens: list[int]) -> None:
     lookup = Lookup(tokens)
-    assert lookup.draft(4) == lookup.peek(4) == ()
+    assert lookup.draft(4) == ()
     assert lookup.matched == 0
 
 
 def test_no_limit_no_draft() -> None:
     lookup = Lookup([1, 1, 1, 1, 1])
-    assert lookup.draft(0) == lookup.peek(0) == ()
+    assert lookup.draft(0) == ()
 
 
 @dataclass
@@ -170,7 +170,7 @@ def decode(model: Model, prompt: Sequence[int], count: int, *, use_match: bool =
     run = Run([model(prompt)], steps=1)
     while len(run.tokens) < count:
         limit = adaptive.limit(lookup.matched if use_match else None)
-        foretold = lookup.peek(limit)
+        foretold = lookup.draft(limit + 1)
         in_flight = run.tokens[-1]
         lookup.append(in_flight)
         draft = foretold[1:] if foretold[:1] == (in_flight,) else ()

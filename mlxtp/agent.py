@@ -64,6 +64,7 @@ from .models.inspect import (
 )
 from .models.local_model import LocalModel
 from .models.manifest import gigabytes
+from .models.stored import StoredModels
 from .models.transfers import TransferCoordinator
 from .placement import hardware
 from .service.watchdog import watched_loop
@@ -281,7 +282,7 @@ def build_parts(
 ) -> AgentParts:
     """Build every part of an agent in a cluster. Each registers with the node for what it handles."""
     machines, round_trips, tokens = MachineReports(node), RoundTripTimes(node), TokenIssuing(node)
-    transfers = TransferCoordinator(node, credentials)
+    transfers = TransferCoordinator(node, credentials, StoredModels(node))
     model = LocalModel(node, transfers)
     hosted = HostedRanks(node, model.folder, node.leadership.epoch, worker)
     results = FabricResults(node)

@@ -189,7 +189,18 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "api": frozenset({"config", "errors", "identity", "text", "tokenizer_file"}),
     "cluster": frozenset({"background", "config", "discovery", "errors", "identity", "placement", "wire"}),
     "models": frozenset(
-        {"api", "cluster", "config", "errors", "identity", "placement", "text", "tokenizer_file", "wire"}
+        {
+            "api",
+            "background",
+            "cluster",
+            "config",
+            "errors",
+            "identity",
+            "placement",
+            "text",
+            "tokenizer_file",
+            "wire",
+        }
     ),
     "gateway": frozenset({"api", "background", "cluster", "discovery", "errors", "models", "text", "wire"}),
     "diagnostics": frozenset(
@@ -429,8 +440,6 @@ PURE = (
     "mlxtp.cluster.cluster_state",
     "mlxtp.cluster.leadership",
     "mlxtp.cluster.reconcile",
-    "mlxtp.placement.advice",
-    "mlxtp.placement.probe_output",
     "mlxtp.placement.probe_macos",
     "mlxtp.placement.probe_machine",
     "mlxtp.diagnostics.cluster_checks",

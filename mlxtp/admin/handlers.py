@@ -24,7 +24,6 @@ from ..identity.store import Store
 from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
-from ..placement.measurements import to_json
 from .parts import AgentParts
 from .snapshot import Observer
 
@@ -168,7 +167,7 @@ class Admin:
         for serving in self._parts.servings.all():
             found = parts.results.of(serving.participants, serving.kind)
             if serving.state == "ready" and found is not None:
-                return to_json(found)
+                return asdict(found)
         return None
 
     def plan(self) -> Json:
@@ -176,7 +175,7 @@ class Admin:
         parts = self._parts
         return {
             "coordinator": parts.node.leadership.claim.node_id,
-            "fabric": [to_json(each) for each in parts.results.results],
+            "fabric": [asdict(each) for each in parts.results.results],
             "nodes": [
                 {
                     "node_id": member.node_id,
@@ -201,7 +200,7 @@ class Admin:
         if self._parts.node.alone:
             return await self._bench_here()
         result = await self._parts.fabric_bench.bench()
-        return {**to_json(result), "names": [self._parts.node.name_of(node) for node in result.nodes]}
+        return {**asdict(result), "names": [self._parts.node.name_of(node) for node in result.nodes]}
 
     async def _bench_here(self) -> Json:
         group, times = self._supervisor.status.group, await self._parts.fabric_bench.measure()
@@ -241,12 +240,12 @@ class Admin:
     def stored(self) -> Json:
         """Return the folder of models here, and the models on other members' disks."""
         parts = self._parts
-        parts.transfers.report_stored()
+        parts.transfers.stored.refresh()
         return {
             "folder": str(cache_folder()),
             "elsewhere": [
                 {"node": parts.node.name_of(node), "node_id": node, **asdict(model)}
-                for node, models in sorted(parts.transfers.stored.items())
+                for node, models in sorted(parts.transfers.stored.elsewhere.items())
                 for model in models
             ],
         }
@@ -277,7 +276,7 @@ class Admin:
 
     def removed(self, model: str) -> Json:
         """Check files of OWNER/NAME again, after a command has changed them, and report to the others."""
-        self._parts.transfers.changed(hub_name(model)[0].name)
+        self._parts.transfers.stored.changed(hub_name(model)[0].name)
         return {"model": model}
 
     def unload(self) -> Json:

@@ -120,7 +120,7 @@ class ModelSelection:
                 return None
             return inspect(model, self._node.settings.kv_bits, ask_hub=True)
 
-        elsewhere = is_hub_id(model) and self._transfers.is_elsewhere(model)
+        elsewhere = is_hub_id(model) and self._transfers.stored.is_elsewhere(model)
         try:
             return await apart(look)
         except ModelError as error:
@@ -141,7 +141,7 @@ class ModelSelection:
         return not self._no_place(servable.shape, nodes, have)
 
     def _who_have(self, model: str) -> list[str]:
-        return [node_id for node_id in self._node.links.nodes() if self._transfers.has(node_id, model)]
+        return [node_id for node_id in self._node.links.nodes() if self._transfers.stored.has(node_id, model)]
 
     async def _bring(self, model: str, servable: Servable | None, nodes: str, version: int) -> None:
         node, loop = self._node, asyncio.get_running_loop()

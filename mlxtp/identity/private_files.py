@@ -68,25 +68,29 @@ def read_private(path: Path, if_read: str = "remove this Mac from its cluster") 
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write the whole file, or leave it as it was; it is on the disk on return.
+    """Write the whole file as `write_whole` does, for its owner only. Raises ConfigError if it cannot."""
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def write_whole(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
+    """Write the whole file, or leave it as it was; it is on the disk on return. Raises OSError.
 
     Both flushes make the drive itself write. Without the first, the drive may keep the new name and lose the
     content; without the second, it may lose the new name after the return. One writer at a time. Only a crash
-    leaves a file `.NAME.new`, which the next write replaces. Raises ConfigError when the file cannot be
-    written.
+    leaves a file `.NAME.new`, which the next write replaces.
     """
     fresh = path.with_name(f".{path.name}.new")
-    try:
-        fresh.unlink(missing_ok=True)
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            to_disk(descriptor)
-        fresh.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    fresh.unlink(missing_ok=True)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        to_disk(descriptor)
+    fresh.replace(path)
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -253,11 +254,8 @@ def _hub_work(manifest: Manifest, parts: Sequence[PartialFile]) -> list[Work]:
 
 
 def _asked(connect: Connect, model: str) -> Manifest:
-    connection = connect()
-    try:
+    with closing(connect()) as connection:
         return peer_copy.ask(connection, model)[0]
-    finally:
-        connection.close()
 
 
 def _copy(
@@ -267,8 +265,5 @@ def _copy(
     queue: peer_copy.FileQueue,
     stopped: Callable[[], bool],
 ) -> None:
-    connection = connect()
-    try:
+    with closing(connect()) as connection:
         peer_copy.bring(connection, manifest, model, queue, stopped)
-    finally:
-        connection.close()

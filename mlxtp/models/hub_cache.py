@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import Code, ModelError, why_not_written
-from ..identity.private_files import sync_folder, to_disk
+from ..identity.private_files import to_disk, write_whole
 from ..tokenizer_file import TIKTOKEN_FILE, table
 from .manifest import (
     Manifest,
@@ -78,13 +78,10 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def is_complete(folder: Path) -> bool:
-    """Return True if configuration, tokenizer and all weights are in this folder. Reads the disk."""
-    return not lacks(folder)
-
-
 def lacks(folder: Path) -> str:
-    """Return the missing parts of the model in this folder, in words; empty for none. Reads the disk."""
+    """Return what this folder lacks of configuration, tokenizer and weights, in words; empty for nothing.
+    Reads the disk.
+    """
     try:
         missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
         if (folder / TIKTOKEN_FILE).is_file() and (folder / "tokenizer_config.json").is_file():
@@ -226,7 +223,7 @@ class RepoLock:
         with lock:
             yield
 
-    def take(self) -> IO[bytes]:
+    def now(self) -> IO[bytes]:
         """Return the lock, held until it is closed. Raises ModelError if another program has it."""
         if (lock := self._taken()) is None:
             raise ModelError(
@@ -273,7 +270,7 @@ class Repo:
             return None
         folder = self.folder / "snapshots" / commit
         if (kept := self._kept(commit)) is None:
-            return folder if is_complete(folder) else None
+            return None if lacks(folder) else folder
         return folder if all(_has_size(folder / file.path, file.size) for file in kept.files) else None
 
     def manifest(self, commit: str) -> Manifest | None:
@@ -301,7 +298,7 @@ class Repo:
             manifest = check(Manifest(self.name, commit, wanted(found)))
         except (OSError, ValueError):
             return None
-        return manifest if is_complete(folder) else None
+        return None if lacks(folder) else manifest
 
     def begun(self) -> Manifest | None:
         """Return the newest manifest of which something is missing."""
@@ -396,7 +393,7 @@ class Repo:
 
     def drop(self, hashes: Iterable[str]) -> None:
         """Remove these blobs, even of a complete model. Raises as `remove` does."""
-        with self.lock.take():
+        with self.lock.now():
             for each in hashes:
                 (self.folder / "blobs" / each).unlink(missing_ok=True)
 
@@ -407,13 +404,17 @@ class Repo:
         Nothing outside this model's folder is touched. Raises ModelError while another process adds to it,
         OSError.
         """
-        with self.lock.take():
-            before = _disk_bytes(self.folder)
+        with self.lock.now():
+            before = folder_bytes(self.folder)
             commits &= self.commits()
             gone = {name for commit in commits for name in self._blobs_of(commit)}
             self.refs.forget(commits)
             for commit in commits:
-                _remove(self.folder / "snapshots" / commit)
+                snapshot = self.folder / "snapshots" / commit
+                if snapshot.is_dir() and not snapshot.is_symlink():
+                    shutil.rmtree(snapshot)
+                else:
+                    snapshot.unlink(missing_ok=True)
             if not (others := self.commits() - commits):
                 if self.folder.exists():
                     shutil.rmtree(self.folder.resolve())
@@ -425,8 +426,8 @@ class Repo:
                 if name not in used and (unfinished or name in gone):
                     path.unlink()
             for commit in commits:  # last, so that an interrupted removal can be repeated
-                _remove(self.folder / FOLDER / f"{commit}.json")
-            return before - _disk_bytes(self.folder)
+                (self.folder / FOLDER / f"{commit}.json").unlink(missing_ok=True)
+            return before - folder_bytes(self.folder)
 
     def _blobs_of(self, commit: str) -> set[str]:
         """Return the names of the blobs that a commit's snapshot links to, or its manifest lists."""
@@ -543,31 +544,18 @@ def _has_size(path: Path, size: int) -> bool:
         return False
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
-
-
-def _disk_bytes(folder: Path) -> int:
-    return sum(path.lstat().st_blocks * 512 for path in _files(folder))
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of the files below a folder. Each file counts once; a snapshot has links to them."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    try:
+        return sum(path.stat().st_size for path in files)
+    except OSError:  # it is being deleted
+        return 0
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write all of it or nothing; it is on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        to_disk(file.fileno())
-    draft.replace(path)
-    sync_folder(path.parent)
+    write_whole(path, data, 0o666)
 
 
 _REPO_FOLDER = re.compile(r"models--(.+?)--(.+)")

@@ -136,6 +136,7 @@ def fetch(manifest: Manifest, part: PartialFile) -> None:
 
     _quiet()
     what, at, tries = f"{part.file.path}: ", part.open(), 0
+    failures: tuple[type[Exception], ...] = (*_unreached(), ValueError)
     try:
         while at < part.file.size:
             try:
@@ -151,7 +152,7 @@ def fetch(manifest: Manifest, part: PartialFile) -> None:
             if part.held_bytes > at:
                 tries = 0
             at = part.held_bytes
-    except _errors() as error:
+    except failures as error:
         if isinstance(error, RepositoryNotFoundError):
             what = ""
         raise ModelError(f"cannot get {manifest.name}: {what}{_why(error)}", Code.MODEL_NOT_FOUND) from None
@@ -196,16 +197,12 @@ def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
                 path = Path(hf_hub_download(manifest.name, file.path, revision=manifest.revision))
                 if path.resolve() != (folder / file.path).resolve():
                     raise ValueError(f"{file.path} is of another commit")
-                _check_hash(repo, file, path)
+                try:
+                    repo.blobs.check(file, path)
+                except Damaged as error:
+                    why = f"cannot get {repo.name}: {error}; try again"
+                    raise ModelError(why, Code.MODEL_NOT_FOUND) from None
     return folder
-
-
-def _check_hash(repo: Repo, file: ModelFile, path: Path) -> None:
-    """Check a file's hash. Raises ModelError, OSError."""
-    try:
-        repo.blobs.check(file, path)
-    except Damaged as error:
-        raise ModelError(f"cannot get {repo.name}: {error}; try again", Code.MODEL_NOT_FOUND) from None
 
 
 @contextlib.contextmanager
@@ -271,10 +268,6 @@ def _unreached() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import HfHubHTTPError
 
     return (HfHubHTTPError, OSError, *_broken())
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    return (*_unreached(), ValueError)
 
 
 def _quiet() -> None:

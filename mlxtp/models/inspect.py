@@ -25,7 +25,7 @@ from ..text.tokenizer import Text
 from ..tokenizer_file import MAX_CONFIG_BYTES, text_of
 from ..wire.cluster_messages import MAX_MODEL
 from . import hub_client
-from .hub_cache import Repo, hub_name, is_complete, lacks, repos_here
+from .hub_cache import Repo, folder_bytes, hub_name, lacks, repos_here
 from .manifest import Manifest, split_name
 
 #: Classes for embeddings and labels. Those that write are called ForCausalLM, LMHeadModel or the like.
@@ -54,7 +54,10 @@ async def open_model(name: str, draft: str = "") -> ModelSource:
     `draft` names a second model that proposes tokens for it. Raises ModelError; its message uses the user's
     name of the model.
     """
-    return await asyncio.to_thread(_open_model, name, draft)
+    path = await asyncio.to_thread(folder_of, name)
+    draft_path = await find_model(draft) if draft else None
+    public = name if is_hub_id(name) else path.name
+    return ModelSource(public, path.resolve(), await asyncio.to_thread(Text.load, path), draft_path)
 
 
 async def find_model(name: str) -> Path:
@@ -81,13 +84,6 @@ def hub_folder(name: str) -> Path | None:
     except ValueError:
         return None
     return Repo(repo).snapshot(revision)
-
-
-def _open_model(name: str, draft: str) -> ModelSource:
-    path = folder_of(name)
-    draft_path = folder_of(draft).resolve() if draft else None
-    public = name if is_hub_id(name) else path.name
-    return ModelSource(public, path.resolve(), Text.load(path), draft_path)
 
 
 def _find(name: str) -> Path:
@@ -301,8 +297,8 @@ def models_here() -> tuple[OnDisk, ...]:
 
     Reads the names and sizes of every file in the cache: call it in a thread.
     """
-    embedded = OnDisk(EMBEDDED_MODEL, "embedded", _size(embedded_model_path()), complete=True)
-    sizes = [(repo, _size(repo.folder)) for repo in repos_here()[: MOST - 1]]
+    embedded = OnDisk(EMBEDDED_MODEL, "embedded", folder_bytes(embedded_model_path()), complete=True)
+    sizes = [(repo, folder_bytes(repo.folder)) for repo in repos_here()[: MOST - 1]]
     return (
         embedded,
         *(OnDisk(repo.name, "hub", size, repo.snapshot("main") is not None) for repo, size in sizes if size),
@@ -318,7 +314,7 @@ def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModel
     found = [
         (EMBEDDED_MODEL, embedded_model_path()),
         *((repo.name, repo.snapshot("main")) for repo in repos_here()),
-        *((name, folder if is_complete(folder) else None) for name, folder in folders),
+        *((name, None if lacks(folder) else folder) for name, folder in folders),
     ]
     described = (_described(name, folder) for name, folder in found if folder is not None)
     return tuple(stored for stored in described if stored is not None)
@@ -357,15 +353,6 @@ def revisions_here(cache: Path | None = None) -> list[Revision]:
                 size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
                 found.append(Revision(repo.name, commit, named, size, size, complete=True))
     return found
-
-
-def _size(folder: Path) -> int:
-    """Return the bytes of the files below a folder. Each file counts once; a snapshot has links to them."""
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    try:
-        return sum(path.stat().st_size for path in files)
-    except OSError:  # it is being deleted
-        return 0
 
 
 def _described(name: str, folder: Path) -> StoredModelInfo | None:

@@ -14,7 +14,8 @@ from ..wire.cluster_messages import DesiredState, ModelStatus
 from . import self_test
 from .inspect import ModelSource, find_model, in_folders, is_hub_id, open_model
 from .manifest import is_commit
-from .transfers import REPORT_S, TransferCoordinator
+from .stored import REPORT_S
+from .transfers import TransferCoordinator
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class LocalModel:
         self._node = node
         self._transfers = transfers
         self._task: asyncio.Task[None] | None = None
-        transfers.on_files(self._files_arrived)
+        transfers.stored.on_files(self._files_arrived)
         node.links.on(self._received, ModelStatus)
         node.links.on_up(lambda link: link.send(self.status))
         node.desired.on_change(lambda _before, desired: self.resolve(desired))

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from pathlib import PurePosixPath
 from typing import Any
 
 from ..tokenizer_file import MAX_CONFIG_BYTES, MAX_TEXT_BYTES
@@ -95,7 +96,10 @@ def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
     plain = [each for each in files if "/" not in each.path and each.path.endswith(".safetensors")]
     weights = [each for each in plain if each.path.startswith("model")] or plain
     others = [each for each in files if any(_matches(each.path, pattern) for pattern in _WANTED)]
-    others = [each for each in others if _fits(each.path) and each.size <= _most(each.path)]
+    most = {"config.json": MAX_CONFIG_BYTES}
+    others = [
+        each for each in others if _fits(each.path) and each.size <= most.get(each.path, MAX_TEXT_BYTES)
+    ]
     return tuple(sorted({*weights, *others}, key=lambda file: (file in weights, file.path)))
 
 
@@ -136,7 +140,7 @@ def check(manifest: Manifest) -> Manifest:
     if (size := sum(file.size for file in manifest.files)) > MAX_MODEL_BYTES:
         raise ValueError(f"{size} bytes in all cannot be right; at most {MAX_MODEL_BYTES} are taken")
     paths = {file.path for file in manifest.files}
-    folders = {parent for path in paths for parent in _parents(path)}
+    folders = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
     if len(paths) != len(manifest.files) or folders & paths:
         raise ValueError("two files have one path")
     if len({(file.hash, file.size) for file in manifest.files}) != len({f.hash for f in manifest.files}):
@@ -154,14 +158,5 @@ def _fits(path: str) -> bool:
     return _PATH.fullmatch(path) is not None and ".." not in path
 
 
-def _most(path: str) -> int:
-    return MAX_CONFIG_BYTES if path == "config.json" else MAX_TEXT_BYTES
-
-
 def _matches(path: str, pattern: str) -> bool:
     return fnmatch(path, pattern) and path.count("/") == pattern.count("/")
-
-
-def _parents(path: str) -> list[str]:
-    parts = path.split("/")
-    return ["/".join(parts[:count]) for count in range(1, len(parts))]

@@ -1,21 +1,61 @@
-"""Transfer of one model to this node, and the reports of other members about it."""
+"""Transfers of models to this node: the state of each, and the reports of members about it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import MlxtpError
+from ..errors import Code, MlxtpError, ModelError
 from ..wire.cluster_messages import ModelHeld
 from .download import Fetch
 from .holdings import Holding, TransferRate
 from .hub_cache import Repo, free_bytes, hub_name
 from .manifest import Manifest
+
+MAX_JOBS = 256  #: Models for which a transfer is kept.
+
+
+class MemberReports:
+    """Reports about one model: the last of each other member, and the last that this node sent."""
+
+    def __init__(self) -> None:
+        self.others: dict[str, ModelHeld] = {}
+        self.sent: ModelHeld | None = None
+        self.sent_at = 0.0
+        self.since = time.monotonic()  #: Time from which all present members have some seconds to report.
+        self.rates: defaultdict[str, TransferRate] = defaultdict(TransferRate)
+
+    def receive(self, node_id: str, report: ModelHeld) -> None:
+        """Keep the report of another member."""
+        if node_id not in self.others:
+            self.since = time.monotonic()
+        self.others[node_id] = report
+        self.rates[node_id].add(time.monotonic(), report.held)
+
+    def drop(self, node_id: str) -> None:
+        """Forget a member."""
+        self.others.pop(node_id, None)
+        self.rates.pop(node_id, None)
+
+    def clear_problems(self) -> None:
+        """Forget why others could not get it: they try again."""
+        self.others = {node: replace(report, problem="") for node, report in self.others.items()}
+
+    def last_at(self, node_id: str) -> float:
+        """Return the time of a member's last report, in seconds; 0 if there is none."""
+        seen = self.rates[node_id].seen
+        return seen[-1][0] if seen else 0.0
+
+    @property
+    def needed(self) -> bool:
+        """True if another member is to have the model and lacks some of it."""
+        return any(report.wants and not holding(report).complete for report in self.others.values())
 
 
 class ModelTransfer:
@@ -28,19 +68,15 @@ class ModelTransfer:
         self.of_hub: set[str] = set()  #: Those that the Hub itself mapped to this commit here.
         self.known: Manifest | None = None  #: The Hub's answer about `model` for the next download.
         self.own: Holding | None = None  #: None until a member needs the model.
-        self.reported: ModelHeld | None = None
-        self.reported_at = 0.0
-        self.others: dict[str, ModelHeld] = {}
+        self.reports = MemberReports()
         #: The seeder that the coordinator named; None until it has, "" if no member can be it.
         self.lender: str | None = None
-        self.began = time.monotonic()
         self.fetch: Fetch | None = None
         self.task: asyncio.Task[Path] | None = None
         self.waiting = 0
         self.inspecting = False  #: True while the disk is read for another member's report.
         #: True if it was requested on all Macs. It then starts again when a member has it later.
         self.everywhere = False
-        self.speeds: dict[str, TransferRate] = {}
         self.changed = asyncio.Event()
 
     @property
@@ -72,37 +108,46 @@ class ModelTransfer:
         """True if it was cancelled and has not ended yet."""
         return self.task is not None and not self.task.done() and bool(self.task.cancelling())
 
-    def holdings(self, me: str) -> list[tuple[str, Holding]]:
-        """Return the progress of each member that is to have the model, this node (`me`) first."""
+    def lends(self, me: str) -> bool:
+        """Return True if this node (`me`) is the seeder and another member needs the model."""
+        return self.lender == me and self.reports.needed
+
+    def begins_again(self, wanted: str) -> bool:
+        """Return True if it failed, but starts again when a member has it. `wanted`: the desired model."""
+        failed = not self.runs and self.own is not None and bool(self.own.wants and self.own.problem)
+        return failed and (self.everywhere or self.model == wanted)
+
+    def rows(self, me: str, name_of: Callable[[str], str]) -> list[dict[str, Any]]:
+        """Return the progress of each member that is to have the model, this node (`me`) first, for commands:
+        bytes, bytes per second, seconds left.
+        """
         mine = self.own or (Holding() if self.runs else None)
         if why := self.failure:
             mine = mine or Holding()
             mine = replace(mine, wants=True, problem=mine.problem or why)
         found = [(me, mine)] if mine is not None else []
-        found += [(node, holding(report)) for node, report in sorted(self.others.items())]
-        return [
-            (node, held)
+        found += [(node, holding(report)) for node, report in sorted(self.reports.others.items())]
+        came = {
+            node: held.complete or bool(node == me and self.complete and held.revision and not held.total)
             for node, held in found
-            if held.wants or (self._came(node, held, me) and not held.total)
+        }
+        return [
+            self._row(node, held, node == me, name_of) | {"complete": came[node]}
+            for node, held in found
+            if held.wants or (came[node] and not held.total)
         ]
 
-    def _came(self, node: str, held: Holding, me: str) -> bool:
-        return held.complete or bool(node == me and self.complete and held.revision and not held.total)
-
-    def row(self, node: str, held: Holding, me: str, name_of: Callable[[str], str]) -> dict[str, Any]:
-        """Return the progress of a member for commands: bytes, bytes per second, seconds left."""
-        speed = self.speeds[node].bytes_per_s if node in self.speeds else 0.0
-        left_s = round((held.total - held.held) / speed) if speed and held.total else None
+    def _row(self, node: str, held: Holding, own: bool, name_of: Callable[[str], str]) -> dict[str, Any]:
+        speed = self.reports.rates[node].bytes_per_s
         return {
             "node_id": node,
-            "self": node == me,
+            "self": own,
             "name": name_of(node),
             "lender": name_of(self.lender) if self.lender not in (None, "", node) else "",
             "held_bytes": held.held,
             "total_bytes": held.total,
             "bytes_per_s": round(speed),
-            "left_s": left_s,
-            "complete": self._came(node, held, me),
+            "left_s": round((held.total - held.held) / speed) if speed and held.total else None,
             "problem": held.problem,
         }
 
@@ -113,11 +158,39 @@ class ModelTransfer:
             async with asyncio.timeout(0.5):
                 await self.changed.wait()
 
-    @property
-    def heard_at(self) -> float:
-        """Time of the seeder's last report, in seconds; 0 if there is none."""
-        speed = self.speeds.get(self.lender or "")
-        return speed.seen[-1][0] if speed is not None and speed.seen else 0.0
+
+class TransferTable:
+    """Transfers that this agent keeps, by OWNER/NAME[@REVISION]. `me`: the id of this node."""
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._all: dict[str, ModelTransfer] = {}
+
+    def __iter__(self) -> Iterator[ModelTransfer]:
+        return iter(list(self._all.values()))
+
+    def find(self, model: str) -> ModelTransfer | None:
+        """Return the transfer of a model; None if there is none. May be called from threads."""
+        return self._all.get(model)
+
+    def of(self, model: str) -> ModelTransfer:
+        """Return the transfer of a model, new if needed. Raises ModelError for an invalid name and for too
+        many.
+        """
+        if (found := self._all.get(model)) is not None:
+            return found
+        found = ModelTransfer(model)
+        if len(self._all) >= MAX_JOBS:
+            self._all = {name: job for name, job in self._all.items() if self._is_busy(job)}
+        if len(self._all) >= MAX_JOBS:
+            raise ModelError(
+                f"{MAX_JOBS} models are under way here; request {model} when some are done", Code.NOT_READY
+            )
+        self._all[model] = found
+        return found
+
+    def _is_busy(self, job: ModelTransfer) -> bool:
+        return job.runs or job.inspecting or job.lends(self._me)
 
 
 def look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Holding]:

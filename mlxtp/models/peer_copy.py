@@ -145,7 +145,8 @@ def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) ->
         except OSError as error:
             why = f"{address}: {error}"
             continue
-        if tls.selected_alpn_protocol() != ALPN_MODELS or _identity(tls).node_id != node_id:
+        other = peer_identity(cast(PeerTls, tls)).node_id
+        if tls.selected_alpn_protocol() != ALPN_MODELS or other != node_id:
             tls.close()
             raise ProtocolError(f"{address} is another node than {node_id[:8]}", Code.NOT_AUTHENTIC)
         return PeerConnection(tls, MAX_FRAME)
@@ -283,10 +284,8 @@ class PeerServer:
         with sock:
             try:
                 connection, identity = self._welcome(sock)
-                try:
+                with contextlib.closing(connection):
                     self._serve(connection, identity)
-                finally:
-                    connection.close()
             except (MlxtpError, OSError) as error:
                 log.debug("a copy by %s ended: %s", address, error)
             finally:
@@ -304,7 +303,7 @@ class PeerServer:
             tls = self._context.wrap_socket(copy, server_side=True)
         finally:
             hurry.cancel()
-        identity = _identity(tls)
+        identity = peer_identity(cast(PeerTls, tls))
         if tls.selected_alpn_protocol() != ALPN_MODELS or not self._may_copy(identity):
             tls.close()
             raise ProtocolError(f"{identity.node_id[:8]} may not copy here", Code.NOT_AUTHENTIC)
@@ -380,10 +379,6 @@ def _cut_short(error: OSError) -> LinkError:
     if isinstance(error, TimeoutError):
         return LinkError(f"a copy stood still for {IDLE_S} s", Code.LINK_TIMEOUT)
     return LinkError(f"a copy was cut short: {error}")
-
-
-def _identity(tls: ssl.SSLSocket) -> NodeIdentity:
-    return peer_identity(cast(PeerTls, tls))
 
 
 def _cut(sock: socket.socket) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from ..identity.private_files import write_whole
 from ..tokenizer_file import MAX_CONFIG_BYTES
 
 SelfTestTokens = tuple[tuple[int, ...], ...]  #: Tokens, for each prompt.
@@ -83,9 +84,7 @@ def kept(path: Path, key: str, answers: SelfTestTokens) -> SelfTestTokens:
     found = known.get(key)
     if isinstance(found, list) and list(map(len, found)) == list(map(len, answers)):
         return tuple(map(tuple, found))
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(known | {key: answers}))
-    draft.replace(path)
+    write_whole(path, json.dumps(known | {key: answers}).encode())
     return answers
 
 

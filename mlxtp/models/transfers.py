@@ -19,244 +19,220 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..background import Background, log_failure
 from ..cluster.links import ControlLink
 from ..cluster.node import BEAT_S, ClusterNode
 from ..errors import Code, LinkError, MlxtpError, ModelError, ProtocolError, why_not_written
 from ..placement.topology import MemberMachine, Topology
 from ..wire.certificates import NodeIdentity
-from ..wire.cluster_messages import MAX_STORED, ModelHeld, ModelLender, ModelPull, ModelsHere, StoredModel
+from ..wire.cluster_messages import ModelHeld, ModelLender, ModelPull
 from ..wire.tls import Credentials
 from . import hub_client, peer_copy
 from .download import Fetch, apart
-from .holdings import TransferRate, described, elect_seeder
+from .holdings import described, elect_seeder
 from .hub_cache import Damaged, Repo, Stopped, hub_name
-from .inspect import revisions_here
 from .manifest import Manifest, is_commit
-from .model_transfer import ModelTransfer, holding, look
+from .model_transfer import ModelTransfer, TransferTable, holding, look
+from .stored import StoredModels
 
 log = logging.getLogger(__name__)
 
 TOLD_S = 1.0  #: Seconds between two progress reports to the others.
 #: Seconds that the coordinator waits for the reports of all present members: a sleeping disk takes seconds.
 ALL_SAY_S = 10.0
-REPORT_S = 10.0  #: Seconds between two looks at the models on this disk.
 #: Seconds that a member waits for the coordinator's choice, before it goes to the Hub itself.
 NO_WORD_S = 15.0
 NO_FILES_S = 120.0  #: Seconds that it waits for the seeder to know the files.
 AGAIN_S = 1.0  #: Seconds from an interrupted copy to the next try.
 TRIES = 4  #: Failed copies from a seeder before this Mac goes to the Hub itself.
 AT_ONCE = 4  #: Models that come to this Mac at one time; the next ones wait.
-MAX_JOBS = 256  #: Models for which a transfer is kept.
 MAX_ASKED = 8  #: Models that come to this Mac at one time at the request of one other member.
 CLOSE_S = 2.0  #: Seconds that the end of this agent waits for threads that wait for the network.
 
 
-class TransferCoordinator:
-    """Coordinator of all transfers.
+class Lending:
+    """Server of models on this disk, open while other members copy from here."""
 
-    Everything runs in the agent's event loop, except what reads the disk or waits for the network.
-    """
-
-    def __init__(self, node: ClusterNode, credentials: Credentials) -> None:
-        self.stored: dict[str, tuple[StoredModel, ...]] = {}  #: Models on the disk of each other node.
+    def __init__(self, node: ClusterNode, credentials: Credentials, table: TransferTable) -> None:
         self._node = node
         self._credentials = credentials
-        self._on_files: list[Callable[[str], None]] = []
-        self._jobs: dict[str, ModelTransfer] = {}
-        self._lender: peer_copy.PeerServer | None = None
-        self._here: tuple[StoredModel, ...] = ()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._line: list[ModelTransfer] = []  #: Running transfers (the first AT_ONCE), then those that wait.
-        #: Number of models that come at the request of each other member.
-        self._asked: Counter[str] = Counter()
-        #: Members of which a request was refused, so that the log reports each once.
-        self._failures: set[str] = set()
-        node.links.on(self._received, ModelHeld, ModelLender, ModelPull, ModelsHere)
+        self._table = table
+        self._server: peer_copy.PeerServer | None = None
+
+    def update(self) -> list[ModelTransfer]:
+        """Open or close the server. Return the transfers whose reported port is out of date."""
+        lent = [job for job in self._table if job.lends(self._node.node_id)]
+        if lent and self._server is None:
+            host = self._node.settings.control_host
+            try:
+                self._server = peer_copy.PeerServer(host, self._credentials, self._lent, self._may_copy)
+            except OSError as error:
+                log.error("other Macs cannot copy models from here: %s", error)
+        elif not lent:
+            self.close()
+        port = self._server.port if self._server is not None else 0
+        sent = ((job, job.reports.sent) for job in lent)
+        return [job for job, last in sent if port and last is not None and last.port != port]
+
+    def port(self, job: ModelTransfer) -> int:
+        """Return the port at which a model can be copied from here; 0 for none."""
+        return self._server.port if self._server is not None and job.lends(self._node.node_id) else 0
+
+    def lends(self, job: ModelTransfer) -> bool:
+        """Return True while this node serves copies, and another member needs the model."""
+        return self._server is not None and job.reports.needed
+
+    def _lent(self, model: str) -> tuple[Repo, Manifest] | None:
+        """Return the files to copy for a model; None if there are none. Called from threads."""
+        job = self._table.find(model)
+        if job is None or job.own is None:
+            return None
+        manifest = job.fetch.manifest if job.fetch is not None else None
+        if manifest is None:
+            manifest = job.repo.manifest(job.repo.refs.commit(job.revision))
+        return (job.repo, manifest) if manifest is not None else None
+
+    def _may_copy(self, identity: NodeIdentity) -> bool:
+        """Return True for members with a control link, as with requests. Called from threads."""
+        removed = self._node.leadership.roster.removed(identity.fingerprint)
+        return not removed and identity.node_id in self._node.links.nodes()
+
+    def close(self) -> None:
+        """Stop serving, and cut all copies."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+class SeederElection:
+    """Agreement on the seeder of each model: members report what they have, the coordinator decides."""
+
+    def __init__(
+        self, node: ClusterNode, table: TransferTable, lending: Lending, background: Background
+    ) -> None:
+        self._node = node
+        self._table = table
+        self._lending = lending
+        self._background = background
         node.links.on_up(self._greet)
         node.links.on_lost(self._lost)
-        node.rounds.every(REPORT_S, lambda _now: self.report_stored())
         node.rounds.add(self._advance)
 
-    def on_files(self, handler: Callable[[str], None]) -> None:
-        """Have `handler` called with OWNER/NAME when its files on this disk have changed."""
-        self._on_files.append(handler)
-
-    # --- requests ------------------------------------------------------------------------------------
-
-    async def get(self, model: str) -> Path:
-        """Return OWNER/NAME[@REVISION] on this Mac: from its disk or another member, else from the Hub.
-
-        Raises ModelError if it cannot be had. Cancelling the last waiting caller ends the work.
-        """
-        return await self._had(self._job(model))
-
-    def learned(self, model: str, manifest: Manifest) -> None:
-        """Keep the Hub's answer about a model, so that its next download does not ask again."""
-        self._job(model).known = manifest
-
-    async def _had(self, job: ModelTransfer, *refs: str) -> Path:
-        job.waiting += 1
-        try:
-            while job.task is not None and job.ends:
-                await asyncio.wait({job.task})
-            return await asyncio.shield(self._run(job, *refs))
-        finally:
-            job.waiting -= 1
-            if not job.waiting and job.runs and not job.ends:
-                self._stop(job)
-
-    def _run(self, job: ModelTransfer, *refs: str) -> asyncio.Task[Path]:
-        """Begin, unless it runs."""
-        if job.task is None or job.task.done():
-            job.own, job.refs = None, set()
-            if not is_commit(job.revision):
-                job.of_hub = set()
-            job.task = asyncio.ensure_future(self._get(job))
-            job.task.add_done_callback(job.ended)
-            self._node.changed()
-        job.refs |= {ref for ref in (job.revision, *refs) if not is_commit(ref)}
-        return job.task
-
-    async def pull(self, model: str, *, everywhere: bool, known: Manifest | None = None) -> str:
-        """Begin to get what the Hub has under this name now; returns the name by which `progress` knows it.
-
-        `known`: the Hub's answer, if it was asked just now. If it cannot be reached, the models of members
-        count. Raises ModelError.
-        """
-        repo, revision = hub_name(model)
-        if known is None:
-            with contextlib.suppress(ModelError):
-                known = await apart(partial(hub_client.look_up, repo.name, revision))
-        commit = known.revision if known is not None else ""
-        name = f"{repo.name}@{commit}" if commit else model
-        if known is not None:
-            self._job(name).of_hub.add(revision)
-            self._job(name).known = known
-        self._begin(name, revision, everywhere=everywhere)
-        if everywhere:
-            self._node.links.broadcast(ModelPull(model, commit))
-        return name
-
-    def _begin(self, name: str, *refs: str, everywhere: bool) -> asyncio.Task[Path]:
-        """Begin a transfer, and forget earlier failures of other members. Raises ModelError for too many."""
-        job = self._job(name)
-        job.everywhere = everywhere or job.everywhere
-        if job.ends:
-            job.own = None
-        else:
-            self._run(job, *refs)
-        if everywhere:  # the others try it again as well
-            job.others = {node: replace(word, problem="") for node, word in job.others.items()}
-        task = asyncio.ensure_future(self._had(job, *refs))
-        self._tasks.add(task)
-        task.add_done_callback(partial(self._pulled, job.repo.name))
-        return task
-
-    def _pulled(self, name: str, task: asyncio.Task[Path]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled():
+    def announce(self, job: ModelTransfer) -> None:
+        """Broadcast what this node has of a model."""
+        if job.own is None:
             return
-        if (error := task.exception()) is not None:
-            log.warning("%s", error.detail if isinstance(error, MlxtpError) else error)
-        self.changed(name)
+        report = ModelHeld(model=job.model, port=self._lending.port(job), **asdict(job.own))
+        job.reports.sent, job.reports.sent_at = report, time.monotonic()
+        self._node.links.broadcast(report)
+        job.changed.set()
 
-    def changed(self, name: str) -> None:
-        """Report that files of OWNER/NAME on this disk have changed."""
-        self.report_stored()
-        for handler in self._on_files:
-            handler(name)
+    def send(self, node_id: str, message: ModelHeld | ModelLender) -> None:
+        """Send a message to a member, if it is still there."""
+        with contextlib.suppress(MlxtpError):  # it has just gone
+            self._node.links.send(node_id, message)
 
-    def progress(self, model: str) -> list[dict[str, Any]]:
-        """Return the progress of each member that needs a model: bytes, bytes per second, seconds left."""
-        job = self._jobs.get(model)
-        if job is None:
-            return []
-        me, name_of = self._node.node_id, self._node.name_of
-        return [
-            job.row(node, held, me, name_of) | {"waits": node == me and job in self._line[AT_ONCE:]}
-            for node, held in job.holdings(me)
-        ]
+    def receive(self, job: ModelTransfer, node_id: str, report: ModelHeld) -> None:
+        """Process another member's report about a model."""
+        first = node_id not in job.reports.others
+        job.reports.receive(node_id, report)
+        if job.own is None and not job.runs and not job.inspecting:
+            self.look_again(job)
+        elif first:
+            self.announce(job)
+        if self._node.leadership.leading and job.lender is not None and report.wants:
+            self.send(node_id, ModelLender(job.model, job.lender))
+        self.update_lending()
 
-    def progress_text(self, model: str, node_id: str = "") -> str:
-        """Return the progress of a model to a node, this one by default, for people; empty if it is not on
-        its way.
-        """
-        node_id = node_id or self._node.node_id
-        rows = [row for row in self.progress(model) if row["node_id"] == node_id]
-        coming = rows and not rows[0]["complete"] and not rows[0]["problem"]
-        return f"{model} is on its way: {described(rows[0])}" if coming else ""
+    def look_again(self, job: ModelTransfer) -> None:
+        """Read this Mac's disk and report, because another member needs the model or the disk has changed."""
+        job.inspecting = True
+        self._background.start(self._look(job), f"the look at {job.model}")
 
-    def has(self, node_id: str, model: str) -> bool:
-        """Return True if another member has reported OWNER/NAME or OWNER/NAME@COMMIT as complete.
+    async def _look(self, job: ModelTransfer) -> None:
+        wants = job.own is not None and job.own.wants
+        _, mine = await asyncio.to_thread(look, job.repo, job.revision, False)
+        job.inspecting = False
+        if not job.runs and mine != job.own:
+            job.own = replace(mine, wants=wants and mine.complete)
+            self.announce(job)
 
-        Branches and tags are not reported.
-        """
-        name, _, revision = model.partition("@")
-        return any(
-            each.complete and each.name == name and revision in ("", each.revision)
-            for each in self.stored.get(node_id, ())
-        )
+    def decide(self, job: ModelTransfer) -> None:
+        """Choose and broadcast the seeder, if this node is the coordinator."""
+        node = self._node
+        if not node.leadership.leading or job.own is None:
+            return
+        others = job.reports.others.items()
+        members = {node.node_id: job.own, **{each: holding(word) for each, word in others}}
+        if not any(held.wants for held in members.values()):
+            return
+        silent = node.links.nodes() - members.keys()
+        if silent and time.monotonic() - job.reports.since < ALL_SAY_S:
+            return
+        chosen = elect_seeder(members, job.lender or "")
+        if chosen != job.lender:
+            job.lender = chosen
+            node.links.broadcast(ModelLender(job.model, chosen))
+            job.changed.set()
+            self.update_lending()
 
-    def is_elsewhere(self, model: str) -> bool:
-        """Return True if any other member has it."""
-        return any(self.has(node_id, model) for node_id in self.stored)
+    def update_lending(self) -> None:
+        """Serve copies to other members as long as they need them."""
+        for job in self._lending.update():
+            self.announce(job)
 
-    def under_way(self) -> list[str]:
-        """Return the models that come to this Mac now, by the names that `progress` knows."""
-        return [
-            name for name, job in self._jobs.items() if job.runs and job.own is not None and job.own.wants
-        ]
+    def _greet(self, link: ControlLink) -> None:
+        """Send the state of transfers to a member that has just come."""
+        for job in self._table:
+            if (sent := job.reports.sent) is not None and sent.wants:
+                link.send(sent)
 
-    def is_getting(self, name: str) -> bool:
-        """Return True if this Mac is getting or seeding OWNER/NAME, as its disk spells that."""
-        return any(
-            job.repo.as_here().name == name and (job.runs or (self._lender is not None and self._needed(job)))
-            for job in self._jobs.values()
-        )
+    def _lost(self, node_id: str, _why: str) -> None:
+        """Forget an agent whose last link has ended."""
+        for job in self._table:
+            job.reports.drop(node_id)
+            if job.lender == node_id:
+                job.lender = None
+            job.changed.set()
+        self.update_lending()
 
-    # --- one model -----------------------------------------------------------------------------------
+    def _advance(self, now: float) -> float | None:
+        """Advance all transfers. Return the time of the next advance while one runs."""
+        for job in self._table:
+            self.decide(job)
+        self.update_lending()
+        return now + BEAT_S if any(job.runs for job in self._table) else None
 
-    def _job(self, model: str) -> ModelTransfer:
-        """Return the transfer of a model. Raises ModelError for an invalid name and for too many."""
-        if model not in self._jobs:
-            found = ModelTransfer(model)
-            if len(self._jobs) >= MAX_JOBS:
-                self._jobs = {name: job for name, job in self._jobs.items() if self._is_busy(job)}
-            if len(self._jobs) >= MAX_JOBS:
-                raise ModelError(
-                    f"{MAX_JOBS} models are under way here; request {model} when some are done",
-                    Code.NOT_READY,
-                )
-            self._jobs[model] = found
-        return self._jobs[model]
 
-    def _is_busy(self, job: ModelTransfer) -> bool:
-        return job.runs or job.inspecting or self._lends(job)
+class Downloads:
+    """Models that come to this Mac: some at one time, the next ones in line, each from its seeder."""
 
-    def _stop(self, job: ModelTransfer) -> None:
-        if job.fetch is not None:
-            job.fetch.stop()
-        if job.task is not None:
-            job.task.cancel()
-        if job.own is not None:
-            job.own = replace(job.own, wants=False)
-            self._report(job)
+    def __init__(self, node: ClusterNode, credentials: Credentials, election: SeederElection) -> None:
+        self._node = node
+        self._credentials = credentials
+        self._election = election
+        self._line: list[ModelTransfer] = []  #: Running transfers (the first AT_ONCE), then those that wait.
 
-    async def _get(self, job: ModelTransfer) -> Path:
-        job.lender, job.began = None, time.monotonic()
+    def waits(self, job: ModelTransfer) -> bool:
+        """Return True while other models come first."""
+        return job in self._line[AT_ONCE:]
+
+    async def run(self, job: ModelTransfer) -> Path:
+        """Get one model; return its folder. Raises ModelError."""
+        job.lender, job.reports.since = None, time.monotonic()
         here, mine = await asyncio.to_thread(look, job.repo, job.revision, True)
         job.own = mine
         if here is not None and not mine.total:
             await self._refer(job, here)
             return here
-        self._report(job)
+        self._election.announce(job)
         tries, copied = 0, False
         while True:
             lender = await self._named(job, here is not None)
             copied = copied or lender != self._node.node_id
             if lender == self._node.node_id and here is not None:
                 break
-            other = job.others.get(lender)
+            other = job.reports.others.get(lender)
             if here is not None and other is not None and other.revision == mine.revision:
                 break
             try:
@@ -266,7 +242,7 @@ class TransferCoordinator:
                 continue  # there is another seeder
             except ModelError as error:
                 job.own = replace(job.own or mine, problem=error.detail[:1000])
-                self._report(job)
+                self._election.announce(job)
                 hopeless = error.code is not Code.MODEL_NOT_FOUND or tries >= TRIES
                 if hopeless or not await self._another(job, patient=copied):
                     raise
@@ -277,7 +253,7 @@ class TransferCoordinator:
                 await asyncio.sleep(AGAIN_S)
         await self._refer(job, here)
         _, job.own = await asyncio.to_thread(look, job.repo, here.name, True)
-        self._report(job)
+        self._election.announce(job)
         return here
 
     async def _refer(self, job: ModelTransfer, here: Path) -> None:
@@ -296,11 +272,11 @@ class TransferCoordinator:
         named = job.lender
         self._line.append(job)
         try:
-            while job in self._line[AT_ONCE:]:
+            while self.waits(job):
                 if job.lender not in (named, None):
                     raise Stopped
-                if time.monotonic() - job.reported_at >= TOLD_S:
-                    self._report(job)  # the others learn that it will come
+                if time.monotonic() - job.reports.sent_at >= TOLD_S:
+                    self._election.announce(job)  # the others learn that it will come
                 await job.pause()
             return await self._brought(job, lender, named)
         finally:
@@ -319,7 +295,7 @@ class TransferCoordinator:
             connect = self._connect(job, lender)
 
         def on_progress(_held: int, _total: int) -> None:
-            self._look_at(job)
+            self._measure(job)
             if job.lender not in (named, None):
                 fetch.stop()  # there is another seeder
 
@@ -327,11 +303,25 @@ class TransferCoordinator:
         job.of_hub |= fetch.by_hub
         return found
 
+    def _measure(self, job: ModelTransfer) -> None:
+        """Update and report this Mac's progress."""
+        fetch = job.fetch
+        if fetch is None or fetch.manifest is None or job.own is None:
+            return
+        manifest, held = fetch.manifest, min(fetch.held_bytes, fetch.manifest.size - 1)
+        job.own = replace(job.own, revision=manifest.revision, held=held, total=manifest.size)
+        job.reports.rates[self._node.node_id].add(time.monotonic(), held)
+        self._election.announce(job)
+        self._node.changed()
+
     async def _named(self, job: ModelTransfer, complete: bool) -> str:
         """Return the seeder; this node's id means the Hub. Raises ModelError if no member can get it."""
         began = time.monotonic()
-        while time.monotonic() - max(began, job.heard_at) < (NO_WORD_S if job.lender is None else NO_FILES_S):
-            self._decide(job)
+        while True:
+            last_at = max(began, job.reports.last_at(job.lender or ""))
+            if time.monotonic() - last_at >= (NO_WORD_S if job.lender is None else NO_FILES_S):
+                return self._node.node_id
+            self._election.decide(job)
             match job.lender:
                 case None:
                     pass
@@ -339,10 +329,11 @@ class TransferCoordinator:
                     raise ModelError(job.own.problem, Code.MODEL_NOT_FOUND)
                 case lender if lender == self._node.node_id or complete:
                     return lender
-                case lender if (word := job.others.get(lender)) is not None and word.port and word.total:
-                    return lender
+                case lender:
+                    report = job.reports.others.get(lender)
+                    if report is not None and report.port and report.total:
+                        return lender
             await job.pause()
-        return self._node.node_id
 
     async def _another(self, job: ModelTransfer, *, patient: bool) -> bool:
         """Return True if another member has the model or can get it, after this Mac failed at the Hub.
@@ -351,7 +342,7 @@ class TransferCoordinator:
         """
         ends_at, me = time.monotonic() + NO_WORD_S, self._node.node_id
         while time.monotonic() < ends_at:
-            self._decide(job)
+            self._election.decide(job)
             if job.lender not in (None, me, ""):
                 return True
             if job.lender == "" and not patient:
@@ -360,7 +351,8 @@ class TransferCoordinator:
         return False
 
     def _connect(self, job: ModelTransfer, lender: str) -> Callable[[], peer_copy.PeerConnection]:
-        credentials, port = self._credentials, job.others[lender].port if lender in job.others else 0
+        credentials, report = self._credentials, job.reports.others.get(lender)
+        port = report.port if report is not None else 0
         addresses = [f"{host}:{port}" for host in self._hosts(lender)]
         return lambda: peer_copy.connect(addresses, lender, credentials)
 
@@ -376,26 +368,155 @@ class TransferCoordinator:
             found = [each.addresses[node_id] for each in Topology(both).fastest(me, node_id)]
         return list(dict.fromkeys(filter(None, [*found, near])))
 
-    # --- messages from others ------------------------------------------------------------------------
 
-    def _received(self, link: ControlLink, message: ModelHeld | ModelLender | ModelPull | ModelsHere) -> None:
+class TransferCoordinator:
+    """Coordinator of all transfers.
+
+    Everything runs in the agent's event loop, except what reads the disk or waits for the network.
+    """
+
+    def __init__(self, node: ClusterNode, credentials: Credentials, stored: StoredModels) -> None:
+        self.stored = stored
+        self.table = TransferTable(node.node_id)
+        self._node = node
+        self._background = Background(_log_failure)
+        self._lending = Lending(node, credentials, self.table)
+        self._election = SeederElection(node, self.table, self._lending, self._background)
+        self._downloads = Downloads(node, credentials, self._election)
+        #: Number of models that come at the request of each other member.
+        self._asked: Counter[str] = Counter()
+        #: Members of which a request was refused, so that the log reports each once.
+        self._failures: set[str] = set()
+        stored.on_change(self._look_again)
+        node.links.on(self._received, ModelHeld, ModelLender, ModelPull)
+        node.links.on_lost(lambda node_id, _why: self._failures.discard(node_id))
+
+    async def get(self, model: str) -> Path:
+        """Return OWNER/NAME[@REVISION] on this Mac: from its disk or another member, else from the Hub.
+
+        Raises ModelError if it cannot be had. Cancelling the last waiting caller ends the work.
+        """
+        return await self._had(self.table.of(model))
+
+    def learned(self, model: str, manifest: Manifest) -> None:
+        """Keep the Hub's answer about a model, so that its next download does not ask again."""
+        self.table.of(model).known = manifest
+
+    async def _had(self, job: ModelTransfer, *refs: str) -> Path:
+        job.waiting += 1
+        try:
+            while job.task is not None and job.ends:
+                await asyncio.wait({job.task})
+            return await asyncio.shield(self._run(job, *refs))
+        finally:
+            job.waiting -= 1
+            if not job.waiting and job.runs and not job.ends:
+                self._stop(job)
+
+    def _run(self, job: ModelTransfer, *refs: str) -> asyncio.Task[Path]:
+        """Begin, unless it runs."""
+        if job.task is None or job.task.done():
+            job.own, job.refs = None, set()
+            if not is_commit(job.revision):
+                job.of_hub = set()
+            job.task = asyncio.ensure_future(self._downloads.run(job))
+            job.task.add_done_callback(job.ended)
+            self._node.changed()
+        job.refs |= {ref for ref in (job.revision, *refs) if not is_commit(ref)}
+        return job.task
+
+    async def pull(self, model: str, *, everywhere: bool, known: Manifest | None = None) -> str:
+        """Begin to get what the Hub has under this name now; returns the name by which `progress` knows it.
+
+        `known`: the Hub's answer, if it was asked just now. If it cannot be reached, the models of members
+        count. Raises ModelError.
+        """
+        repo, revision = hub_name(model)
+        if known is None:
+            with contextlib.suppress(ModelError):
+                known = await apart(partial(hub_client.look_up, repo.name, revision))
+        commit = known.revision if known is not None else ""
+        name = f"{repo.name}@{commit}" if commit else model
+        if known is not None:
+            self.table.of(name).of_hub.add(revision)
+            self.table.of(name).known = known
+        self._begin(name, revision, everywhere=everywhere)
+        if everywhere:
+            self._node.links.broadcast(ModelPull(model, commit))
+        return name
+
+    def _begin(self, name: str, *refs: str, everywhere: bool) -> asyncio.Task[Path]:
+        """Begin a transfer, and forget earlier failures of other members. Raises ModelError for too many."""
+        job = self.table.of(name)
+        job.everywhere = everywhere or job.everywhere
+        if job.ends:
+            job.own = None
+        else:
+            self._run(job, *refs)
+        if everywhere:  # the others try it again as well
+            job.reports.clear_problems()
+
+        def ended(done: asyncio.Task[Path]) -> None:
+            if not done.cancelled():
+                self.stored.changed(job.repo.name)
+
+        task = self._background.start(self._had(job, *refs), name)
+        task.add_done_callback(ended)
+        return task
+
+    def progress(self, model: str) -> list[dict[str, Any]]:
+        """Return the progress of each member that needs a model: bytes, bytes per second, seconds left."""
+        job = self.table.find(model)
+        if job is None:
+            return []
+        waits = self._downloads.waits(job)
+        return [
+            row | {"waits": row["self"] and waits} for row in job.rows(self._node.node_id, self._node.name_of)
+        ]
+
+    def progress_text(self, model: str, node_id: str = "") -> str:
+        """Return the progress of a model to a node, this one by default, for people; empty if it is not on
+        its way.
+        """
+        node_id = node_id or self._node.node_id
+        rows = [row for row in self.progress(model) if row["node_id"] == node_id]
+        coming = rows and not rows[0]["complete"] and not rows[0]["problem"]
+        return f"{model} is on its way: {described(rows[0])}" if coming else ""
+
+    def under_way(self) -> list[str]:
+        """Return the models that come to this Mac now, by the names that `progress` knows."""
+        return [job.model for job in self.table if job.runs and job.own is not None and job.own.wants]
+
+    def is_getting(self, name: str) -> bool:
+        """Return True if this Mac is getting or seeding OWNER/NAME, as its disk spells that."""
+        return any(
+            job.repo.as_here().name == name and (job.runs or self._lending.lends(job)) for job in self.table
+        )
+
+    def _stop(self, job: ModelTransfer) -> None:
+        if job.fetch is not None:
+            job.fetch.stop()
+        if job.task is not None:
+            job.task.cancel()
+        if job.own is not None:
+            job.own = replace(job.own, wants=False)
+            self._election.announce(job)
+
+    def _received(self, link: ControlLink, message: ModelHeld | ModelLender | ModelPull) -> None:
         """Process a message about models from another agent."""
         node_id = link.node_id
-        if isinstance(message, ModelsHere):
-            self.stored[node_id] = message.models
-            return
         try:
             if isinstance(message, ModelPull):
                 repo, revision = hub_name(message.model)
                 commit = message.commit if is_commit(message.commit) else ""
                 self._pull_for(node_id, f"{repo.name}@{commit}" if commit else message.model, revision)
                 return
-            job = self._job(message.model)
+            job = self.table.of(message.model)
         except ModelError as error:
             self._count_failure(node_id, error.detail)
             return
         if isinstance(message, ModelHeld):
-            self._reaches(job, node_id, message)
+            self._reached(job, node_id, message)
         elif node_id == self._node.leadership.claim.node_id:
             job.lender = message.node_id
         job.changed.set()
@@ -404,7 +525,7 @@ class TransferCoordinator:
         """Begin a transfer that another member requested. Raises ModelError."""
         if self._asked[node_id] >= MAX_ASKED:
             why = f"{MAX_ASKED} models come here at your request already; request {name} when some are done"
-            self._send(node_id, ModelHeld(name, "", 0, 0, 0, wants=True, problem=why, port=0))
+            self._election.send(node_id, ModelHeld(name, "", 0, 0, 0, wants=True, problem=why, port=0))
             self._count_failure(node_id, f"{MAX_ASKED} models come here at its request already")
             return
         task = self._begin(name, ref, everywhere=True)
@@ -416,179 +537,36 @@ class TransferCoordinator:
             self._failures.add(node_id)
             log.warning("request by %s refused: %s", self._node.name_of(node_id), why)
 
-    def _reaches(self, job: ModelTransfer, node_id: str, word: ModelHeld) -> None:
-        first = node_id not in job.others
-        had_it = not first and holding(job.others[node_id]).complete
-        job.others[node_id] = word
-        job.speeds.setdefault(node_id, TransferRate()).add(time.monotonic(), word.held)
-        if job.own is None and not job.runs and not job.inspecting:
-            job.inspecting = True
-            task = asyncio.ensure_future(self._look_for(job))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        elif first:
-            self._report(job)
-        if first:
-            job.began = time.monotonic()
-        if self._node.leadership.leading and job.lender is not None and word.wants:
-            self._send(node_id, ModelLender(job.model, job.lender))
-        if holding(word).complete and not had_it and self._is_left(job):
+    def _reached(self, job: ModelTransfer, node_id: str, report: ModelHeld) -> None:
+        before = job.reports.others.get(node_id)
+        self._election.receive(job, node_id, report)
+        came = holding(report).complete and not (before is not None and holding(before).complete)
+        if came and job.begins_again(self._node.leadership.desired.model):
             self._begin(job.model, *job.refs, everywhere=job.everywhere)
-        self._lend()
 
-    def _is_left(self, job: ModelTransfer) -> bool:
-        """Return True if it failed, but must start again when a member has it."""
-        wanted = job.everywhere or job.model == self._node.leadership.desired.model
-        return wanted and not job.runs and job.own is not None and bool(job.own.wants and job.own.problem)
-
-    async def _look_for(self, job: ModelTransfer) -> None:
-        """Read this Mac's disk and report, because another member needs the model."""
-        wants = job.own is not None and job.own.wants
-        _, mine = await asyncio.to_thread(look, job.repo, job.revision, False)
-        job.inspecting = False
-        if not job.runs and mine != job.own:
-            job.own = replace(mine, wants=wants and mine.complete)
-            self._report(job)
-
-    def _report(self, job: ModelTransfer) -> None:
-        if job.own is None:
-            return
-        port = self._lender.port if self._lender is not None and self._lends(job) else 0
-        word = ModelHeld(model=job.model, port=port, **asdict(job.own))
-        job.reported, job.reported_at = word, time.monotonic()
-        self._node.links.broadcast(word)
-        job.changed.set()
-
-    def _send(self, node_id: str, message: ModelHeld | ModelLender | ModelsHere) -> None:
-        with contextlib.suppress(MlxtpError):  # it has just gone
-            self._node.links.send(node_id, message)
-
-    def _greet(self, link: ControlLink) -> None:
-        """Send the state of transfers to a member that has just come."""
-        for job in self._jobs.values():
-            if job.reported is not None and job.reported.wants:
-                link.send(job.reported)
-        link.send(ModelsHere(self._here))
-
-    def _lost(self, node_id: str, _why: str) -> None:
-        """Forget an agent whose last link has ended."""
-        self.stored.pop(node_id, None)
-        self._failures.discard(node_id)
-        for job in self._jobs.values():
-            job.others.pop(node_id, None)
-            job.speeds.pop(node_id, None)
-            if job.lender == node_id:
-                job.lender = None
-            job.changed.set()
-        self._lend()
-
-    # --- advancing -----------------------------------------------------------------------------------
-
-    def _advance(self, now: float) -> float | None:
-        """Advance all transfers. Return the time of the next advance while one runs."""
-        for job in list(self._jobs.values()):
-            self._decide(job)
-        self._lend()
-        return now + BEAT_S if any(job.runs for job in self._jobs.values()) else None
-
-    def _decide(self, job: ModelTransfer) -> None:
-        """Choose and broadcast the seeder, if this node is the coordinator."""
-        node = self._node
-        if not node.leadership.leading or job.own is None:
-            return
-        members = {node.node_id: job.own, **{each: holding(word) for each, word in job.others.items()}}
-        if not any(held.wants for held in members.values()):
-            return
-        silent = node.links.nodes() - members.keys()
-        if silent and time.monotonic() - job.began < ALL_SAY_S:
-            return
-        chosen = elect_seeder(members, job.lender or "")
-        if chosen != job.lender:
-            job.lender = chosen
-            node.links.broadcast(ModelLender(job.model, chosen))
-            job.changed.set()
-            self._lend()
-
-    def _lends(self, job: ModelTransfer) -> bool:
-        return job.lender == self._node.node_id and self._needed(job)
-
-    def _needed(self, job: ModelTransfer) -> bool:
-        return any(word.wants and not holding(word).complete for word in job.others.values())
-
-    def _lend(self) -> None:
-        """Listen while other members copy from here."""
-        lent = [job for job in self._jobs.values() if self._lends(job)]
-        if lent and self._lender is None:
-            host = self._node.settings.control_host
-            try:
-                self._lender = peer_copy.PeerServer(host, self._credentials, self._lent, self._may_copy)
-            except OSError as error:
-                log.error("other Macs cannot copy models from here: %s", error)
-        elif not lent and self._lender is not None:
-            self._lender.close()
-            self._lender = None
-        for job in lent:
-            if (
-                self._lender is not None
-                and job.reported is not None
-                and job.reported.port != self._lender.port
-            ):
-                self._report(job)
-
-    def _lent(self, model: str) -> tuple[Repo, Manifest] | None:
-        """Return the files to copy for a model; None if there are none. Called from threads."""
-        job = self._jobs.get(model)
-        if job is None or job.own is None:
-            return None
-        manifest = job.fetch.manifest if job.fetch is not None else None
-        if manifest is None:
-            manifest = job.repo.manifest(job.repo.refs.commit(job.revision))
-        return (job.repo, manifest) if manifest is not None else None
-
-    def _may_copy(self, identity: NodeIdentity) -> bool:
-        """Return True for members with a control link, as with requests. Called from threads."""
-        removed = self._node.leadership.roster.removed(identity.fingerprint)
-        return not removed and identity.node_id in self._node.links.nodes()
-
-    def _look_at(self, job: ModelTransfer) -> None:
-        """Update and report this Mac's progress."""
-        fetch = job.fetch
-        if fetch is None or fetch.manifest is None or job.own is None:
-            return
-        manifest, held = fetch.manifest, min(fetch.held_bytes, fetch.manifest.size - 1)
-        job.own = replace(job.own, revision=manifest.revision, held=held, total=manifest.size)
-        job.speeds.setdefault(self._node.node_id, TransferRate()).add(time.monotonic(), held)
-        self._report(job)
-        self._node.changed()
-
-    def report_stored(self) -> None:
-        """Report to the others which models are here, if that has changed."""
-        task = asyncio.ensure_future(self._list())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _list(self) -> None:
-        here = await asyncio.to_thread(revisions_here)
-        largest = sorted(here, key=lambda each: -each.total)[:MAX_STORED]
-        found = tuple(StoredModel(each.name, each.revision, each.total, each.complete) for each in largest)
-        if found != self._here:
-            self._here = found
-            self._node.links.broadcast(ModelsHere(found))
-            for job in list(self._jobs.values()):
-                if (
-                    job.own is not None and job.own.complete and not job.runs
-                ):  # the last report may be outdated
-                    await self._look_for(job)
+    def _look_again(self) -> None:
+        """Read the disk for reports that may be outdated."""
+        for job in self.table:
+            if job.own is not None and job.own.complete and not job.runs:
+                self._election.look_again(job)
 
     async def close(self) -> None:
         """Stop everything; downloaded pieces stay."""
-        works = [job.task for job in self._jobs.values() if job.task is not None]
-        for job in self._jobs.values():
+        works = [job.task for job in self.table if job.task is not None]
+        for job in self.table:
             if job.fetch is not None:
                 job.fetch.stop()
-        for task in (*works, *self._tasks):
+        left = {*works, *self._background.tasks}
+        for task in left:
             task.cancel()
-        if self._lender is not None:
-            self._lender.close()
-        if left := {*works, *self._tasks}:
+        self._lending.close()
+        if left:
             await asyncio.wait(left, timeout=CLOSE_S)
+        await self.stored.close()
+
+
+def _log_failure(task: asyncio.Task[Any], error: BaseException) -> None:
+    if isinstance(error, MlxtpError | OSError):
+        log.warning("%s", error.detail if isinstance(error, MlxtpError) else error)
+    else:
+        log_failure(task, error)

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from mlxtp.errors import ModelError
-from mlxtp.models import peer_copy
+from mlxtp.models import model_transfer, peer_copy
 from mlxtp.models import transfers as getting_module
 from mlxtp.models.download import Fetch
 from mlxtp.models.holdings import described
 from mlxtp.models.hub_cache import Repo
-from mlxtp.models.transfers import AT_ONCE, MAX_ASKED, MAX_JOBS, TransferCoordinator
+from mlxtp.models.model_transfer import MAX_JOBS
+from mlxtp.models.transfers import AT_ONCE, MAX_ASKED, TransferCoordinator
 from mlxtp.wire.cluster_messages import ModelHeld, ModelPull, ModelsHere
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded, put, running_hub
@@ -79,18 +80,18 @@ def test_one_member_cannot_have_everything_looked_for(
         getting, a = leads(node), node.meet(A)
         for i in range(2 * MAX_JOBS):
             node.hear(a, ModelHeld(f"o/m{i}", "", 0, 0, 0, wants=True, problem="", port=0))
-        assert len(getting._jobs) <= MAX_JOBS
-        assert len(getting._tasks) <= MAX_JOBS + 1, "nor is the disk looked at for more"
-        await sees(lambda: not getting._tasks)
+        assert len(list(getting.table)) <= MAX_JOBS
+        assert len(getting._background.tasks) <= MAX_JOBS + 1, "nor is the disk looked at for more"
+        await sees(lambda: not getting._background.tasks)
         for i in range(100):
             node.hear(a, ModelPull(f"o/p{i}", COMMIT))
         await asyncio.sleep(0)
-        assert sum(job.runs for job in getting._jobs.values()) == MAX_ASKED
+        assert sum(job.runs for job in getting.table) == MAX_ASKED
         (why,) = {word.problem for word in a.heard(ModelHeld) if word.model == f"o/p99@{COMMIT}"}
         assert why.startswith(f"{MAX_ASKED} models come here at your request already")
         node.hear(node.meet(B), ModelPull("o/other", COMMIT))
         await asyncio.sleep(0)
-        assert getting._jobs[f"o/other@{COMMIT}"].runs, "another member has turns of its own"
+        assert getting.table.of(f"o/other@{COMMIT}").runs, "another member has turns of its own"
         assert len([line for line in caplog.messages if "request by" in line]) == 1
 
     play(tmp_path, member, story)
@@ -99,7 +100,7 @@ def test_one_member_cannot_have_everything_looked_for(
 def test_too_much_is_refused_in_words(
     tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(getting_module, "MAX_JOBS", 0)
+    monkeypatch.setattr(model_transfer, "MAX_JOBS", 0)
 
     async def story(node: Node) -> None:
         with pytest.raises(ModelError, match="0 models are under way here; request o/m when some are done"):
@@ -152,14 +153,13 @@ def test_a_lender_that_comes_back_is_copied_from(
 
     async def story(node: Node) -> None:
         getting, me = leads(node), node.parts.node.node_id
-        getting.credentials = there.second.credentials
         link = there.joins(node)
         node.hear(link, ModelPull(NAME, ""))  # everywhere
-        await sees(lambda: getting._jobs[NAME].lender == there.node_id)
+        await sees(lambda: getting.table.of(NAME).lender == there.node_id)
         link.close()
         await sees(lambda: "the Hub knows no such model" in row(getting, NAME, me).get("problem", ""))
         if later:
-            await sees(lambda: not getting._jobs[NAME].runs)
+            await sees(lambda: not getting.table.of(NAME).runs)
         else:
             await asyncio.sleep(0.5)
         there.opens()
@@ -179,10 +179,10 @@ def test_who_asked_for_it_here_alone_is_not_surprised_by_it_later(tmp_path: Path
     async def story(node: Node) -> None:
         getting = leads(node)
         await getting.pull(NAME, everywhere=False)
-        await sees(lambda: getting._jobs[NAME].task is not None and not getting._jobs[NAME].runs)
+        await sees(lambda: getting.table.of(NAME).task is not None and not getting.table.of(NAME).runs)
         there.joins(node)
         await asyncio.sleep(0)
-        assert not getting._jobs[NAME].runs
+        assert not getting.table.of(NAME).runs
 
     play(tmp_path, there.second, story)
 
@@ -195,7 +195,7 @@ def test_what_was_complete_counts_only_when_it_was_looked_at_again(
     async def story(node: Node) -> None:
         getting, me = leads(node), node.parts.node.node_id
         name = await getting.pull(NAME, everywhere=False)
-        await sees(lambda: row(getting, name, me).get("complete") and not getting._jobs[name].runs)
+        await sees(lambda: row(getting, name, me).get("complete") and not getting.table.of(name).runs)
         await asyncio.to_thread((Repo(NAME).folder / "snapshots" / COMMIT / "config.json").unlink)
         await getting.pull(NAME, everywhere=False)
         await asyncio.sleep(0)
@@ -212,7 +212,7 @@ def test_what_is_wanted_again_before_its_download_has_stopped_comes(
 
     async def story(node: Node) -> None:
         getting = leads(node)
-        job = getting._job(NAME)
+        job = getting.table.of(NAME)
         for _ in range(2):  # whoever has waited for the end of one may go, too
             first = asyncio.ensure_future(getting.get(NAME))
             await sees(lambda: job.fetch is not None and job.fetch.manifest is not None)
@@ -294,7 +294,7 @@ def test_what_was_told_before_counts_no_more_when_it_is_pulled_again(
         getting, me, a = leads(node), node.parts.node.node_id, node.meet(A)
         name = await getting.pull(NAME, everywhere=True)
         node.hear(a, ModelHeld(name, "", 0, 0, 0, wants=True, problem="no room", port=0))
-        await sees(lambda: row(getting, name, me).get("complete") and not getting._jobs[name].runs)
+        await sees(lambda: row(getting, name, me).get("complete") and not getting.table.of(name).runs)
         await asyncio.to_thread(shutil.rmtree, Repo(NAME).folder)
         await getting.pull(NAME, everywhere=True)
         assert row(getting, name, me)["complete"] is False
@@ -312,7 +312,7 @@ def test_the_end_does_not_wait_for_a_hub_that_is_silent(
     async def story(node: Node) -> None:
         getting = leads(node)
         name = await getting.pull(NAME, everywhere=False)
-        await sees(lambda: getting._jobs[name].fetch is not None)
+        await sees(lambda: getting.table.of(name).fetch is not None)
 
     began = time.monotonic()
     play(tmp_path, member, story)
@@ -326,10 +326,10 @@ def test_what_a_command_did_by_itself_is_told_at_once(tmp_path: Path, member: Me
         getting, a = leads(node), node.meet(A)
         repo = Repo(NAME)
         await asyncio.to_thread(Fetch(repo, "main").from_hub)
-        getting.changed(NAME)
+        getting.stored.changed(NAME)
         await sees(lambda: a.heard(ModelsHere) and a.heard(ModelsHere)[-1].models)
         await asyncio.to_thread(repo.remove, repo.commits())
-        getting.changed(NAME)
+        getting.stored.changed(NAME)
         await sees(lambda: a.heard(ModelsHere)[-1].models == ())
 
     play(tmp_path, member, story)

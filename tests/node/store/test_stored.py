@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import ModelError
-from mlxtp.models.hub_cache import is_complete
+from mlxtp.models.hub_cache import lacks
 from mlxtp.models.inspect import (
     OnDisk,
     check_servable,
@@ -168,20 +168,20 @@ def test_weights_in_several_files_have_to_be_there_all(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(embedded_model_path(), tmp_path / "model"))
     one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     (folder / "model.safetensors").rename(folder / one)
-    assert not is_complete(folder)
+    assert lacks(folder)
     shutil.copy(folder / one, folder / two)
-    assert is_complete(folder)
+    assert not lacks(folder)
     weights_of(folder, one, two)
-    assert is_complete(folder)
+    assert not lacks(folder)
     weights_of(folder, one, two, "model-00003-of-00003.safetensors")
-    assert not is_complete(folder)
+    assert lacks(folder)
 
 
 @pytest.mark.parametrize("index", ["[]", "{", "{}", '{"weight_map": 5}', "[" * 100_000, "\xff"])
 def test_an_index_that_makes_no_sense_is_no_complete_model(tmp_path: Path, index: str) -> None:
     folder = Path(shutil.copytree(embedded_model_path(), tmp_path / "model"))
     (folder / "model.safetensors.index.json").write_text(index, encoding="latin-1")
-    assert not is_complete(folder)
+    assert lacks(folder)
 
 
 def test_a_folder_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

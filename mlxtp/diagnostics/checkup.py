@@ -27,7 +27,7 @@ from ..gateway.admission import look_at_memory
 from ..placement import hardware
 from ..placement import probe_macos as probes
 from ..placement.hardware import RunProbe, run_as_self, run_command
-from ..placement.probe_output import Output
+from ..placement.probe_macos import Output
 from ..wire.blocking import listen
 from ..wire.reports import Machine
 from . import local_facts

@@ -31,7 +31,7 @@ from ..discovery.mdns import addresses_up, send_something
 from ..errors import ConfigError, MlxtpError
 from ..identity.store import Identity, Store
 from ..placement import probe_macos as probes
-from ..placement.probe_output import NOT_INSTALLED, Output, Reading, ipv4, self_assigned
+from ..placement.probe_macos import NOT_INSTALLED, Output, Reading, ipv4, self_assigned
 from ..wire.certificates import MemberCertificates
 from ..wire.reports import Machine
 from .facts import Attempt, Certificate, Disk, FirewallFacts, IdentityFacts, Package, PortFacts, Software

@@ -23,6 +23,7 @@ from .cost_model import (
     RankMemory,
     SpeedEstimate,
     rank_memory,
+    reading_speed,
     speed,
     usable_bytes,
 )
@@ -316,7 +317,7 @@ class CandidateFinder:
         return sorted(self.members, key=key)
 
     def _reading(self, node: str) -> float:
-        return (self.measured.reading or {}).get(node) or self._ranks[node].chip.reading
+        return reading_speed(self._ranks[node], self.measured)
 
     def _of_size(self, size: int, pool: Sequence[str], must: str) -> list[Candidate]:
         if obstacles := self.shape.obstacles(size):
@@ -348,19 +349,16 @@ class CandidateFinder:
             return []
         kinds: list[tuple[str, Search]] = [(JACCL_MESH, clique)]
         kinds += [(JACCL_RING, circle)] if size > 2 else []  # of two, both are the same
-        found = []
-        for kind, search in kinds:
-            if self.repeatable and kind == JACCL_MESH and size > 2:
-                found.append(Candidate(kind, size, reason=_VARIES))
-            else:
-                found.append(self._found(kind, size, fits, must, search))
-        return found
+        return [
+            Candidate(kind, size, reason=_VARIES)
+            if self.repeatable and kind == JACCL_MESH and size > 2
+            else self._found(kind, size, fits, must, search)
+            for kind, search in kinds
+        ]
 
     def _over_tcp(self, size: int, fits: Sequence[str], must: str) -> list[Candidate]:
-        found = []
         kinds = self.fabrics.rings or (RING_ETHERNET,)
-        for kind in kinds:
-            found.append(self._found(kind, size, fits, must, circle, networks=(RINGS[kind],)))
+        found = [self._found(kind, size, fits, must, circle, networks=(RINGS[kind],)) for kind in kinds]
         if any(one.ranks for one in found) or len(kinds) == 1:
             return found
         # No network has enough of them; a circle may still cross from one to another.
@@ -381,7 +379,8 @@ class CandidateFinder:
         graph = self.fabrics.graph(kind)
         group = self._group(size, fits, must, graph, search)
         if not group:
-            return self._missing(kind, size, fits, must)
+            preferred = sorted(fits, key=lambda node: node != must)
+            return Candidate(kind, size, reason=self.fabrics.missing(kind, size, preferred))
         best = self._feasible(kind, group, networks)
         if best.verdict == "possible" or not best.ranks:
             return best
@@ -392,10 +391,6 @@ class CandidateFinder:
                 if other.verdict == "possible":
                     return other
         return best
-
-    def _missing(self, kind: str, size: int, fits: Sequence[str], must: str) -> Candidate:
-        preferred = sorted(fits, key=lambda node: node != must)
-        return Candidate(kind, size, reason=self.fabrics.missing(kind, size, preferred))
 
     def _group(
         self, size: int, fits: Sequence[str], must: str, graph: Graph, search: Search
@@ -440,18 +435,14 @@ class CandidateFinder:
             ring_addresses=tuple(link.addresses[node] for link, node in zip(links, group, strict=False)),
             rdma=matrix,
             memory=tuple(self._memory(node, len(group)) for node in group),
-            speed=self._speed(kind, group, links),
-        )
-
-    def _speed(self, kind: str, group: Sequence[str], links: Sequence[TcpLink]) -> SpeedEstimate:
-        mbps = [link.mbps for link in links]
-        return speed(
-            self.shape,
-            [self._ranks[node] for node in group],
-            kind,
-            fast_fences=self.fast_fences,
-            measured=self.measured,
-            mbps=min(mbps) if all(mbps) and mbps else 0,
+            speed=speed(
+                self.shape,
+                [self._ranks[node] for node in group],
+                kind,
+                fast_fences=self.fast_fences,
+                measured=self.measured,
+                mbps=min((link.mbps for link in links), default=0),  # 0 if it is unknown for one of them
+            ),
         )
 
 
@@ -488,16 +479,14 @@ def parts(chosen: Candidate, used: Collection[Device]) -> list[Candidate] | None
             if all((other, rank) in free for other in part):
                 part.append(rank)
         left = [rank for rank in left if rank not in part]
-        found.append(_of(part, chosen))
+        # The mesh of some ranks keeps the group's kind, so that its failure leaves out the group.
+        found.append(
+            replace(
+                chosen,
+                nodes=len(part),
+                ranks=tuple(ranks[rank] for rank in part),
+                rdma=tuple(tuple(rdma[i][j] for j in part) for i in part),
+                jaccl_ring=False,
+            )
+        )
     return found if found or not free else None
-
-
-def _of(part: Sequence[int], chosen: Candidate) -> Candidate:
-    """Return the mesh of some ranks. It keeps the group's kind, so that its failure leaves out the group."""
-    return replace(
-        chosen,
-        nodes=len(part),
-        ranks=tuple(chosen.ranks[rank] for rank in part),
-        rdma=tuple(tuple(chosen.rdma[i][j] for j in part) for i in part),
-        jaccl_ring=False,
-    )

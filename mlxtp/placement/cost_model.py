@@ -153,7 +153,7 @@ def speed(
     One request, greedy, right after a prompt of `PROMPT` tokens. `mbps` is the slowest TCP link's, if known.
     """
     size, measured = len(ranks), measured or Measured()
-    reading = min(_reading(rank, measured) for rank in ranks)
+    reading = min(reading_speed(rank, measured) for rank in ranks)
     bytes_read = shape.rank_token_bytes(size) + shape.rank_kv(size, PROMPT)
     reading_s = bytes_read / reading
     kernels_s = shape.kernels * KERNEL_S
@@ -186,7 +186,8 @@ def speed(
     )
 
 
-def _reading(rank: RankHardware, measured: Measured) -> float:
+def reading_speed(rank: RankHardware, measured: Measured) -> float:
+    """Return the bytes/s that a rank's decode reads."""
     return (measured.reading or {}).get(rank.node_id) or rank.chip.reading
 
 
@@ -258,7 +259,7 @@ def _prefill_s(shape: ModelShape, ranks: Sequence[RankHardware], reading: float)
 #: Bytes that a rank needs beside weights and caches: Python, MLX, the arrays of one chunk.
 HEADROOM_BYTES = 512 * 1024**2
 HEADROOM_SHARE = 0.07  #: Share of a rank's weights that loading takes on top at its peak.
-_SMALL_MAC = 36 * 1024**3
+_LARGE_MAC = 36 * 1024**3  #: Bytes of memory from which macOS lets the GPU wire more.
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,13 +311,17 @@ def usable_bytes(member: MemberMachine) -> int:
     """Return the bytes that ranks may take there: at most what its GPU may wire, and at most what is free.
 
     Memory that a rank of ours holds counts as free: it ends before the next one begins. If the GPU's limit is
-    unknown, it is macOS's default: two thirds of up to 36 GiB, three quarters of more.
+    unknown, it is macOS's default.
     """
     machine = member.machine
-    limit = machine.gpu_bytes
-    if not limit:
-        small = machine.memory_bytes <= _SMALL_MAC
-        share = 1.0 if machine.system != "macos" else 2 / 3 if small else 3 / 4
-        limit = int(machine.memory_bytes * share)
+    default = default_gpu_bytes(machine.memory_bytes) if machine.system == "macos" else machine.memory_bytes
     free = machine.free_bytes + member.held_bytes if machine.free_bytes else machine.memory_bytes
-    return min(limit, free)
+    return min(machine.gpu_bytes or default, free)
+
+
+def default_gpu_bytes(memory_bytes: int) -> int:
+    """Return the bytes that macOS lets a GPU wire by default: 2/3 of small memory, 3/4 of 36 GiB and more.
+
+    A 36 GiB M4 Max reports a recommendedMaxWorkingSetSize of 27 GiB.
+    """
+    return memory_bytes * 2 // 3 if memory_bytes < _LARGE_MAC else memory_bytes * 3 // 4

@@ -14,12 +14,12 @@ import sys
 import textwrap
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ..wire.reports import Machine
 from .probe_machine import InterfaceRow, Sight, elsewhere, mac, mac_again
-from .probe_macos import COMMANDS
-from .probe_output import NOT_INSTALLED, Output, printable
+from .probe_macos import COMMANDS, NOT_INSTALLED, Output, printable
 
 PROBE_DEADLINE_S = 25.0
 REFRESH_DEADLINE_S = 5.0
@@ -70,23 +70,14 @@ async def refresh(
 
 async def _ask(names: Iterable[str], run: RunProbe, deadline_s: float) -> Mapping[str, Output]:
     """Run all commands at once, so that together they take as long as the slowest."""
-    names = list(names)
-    commands = [COMMANDS[name] for name in names]
+    commands = {name: COMMANDS[name] for name in names}
     outputs = await asyncio.gather(
-        *(
-            run(name, command.arguments, min(command.deadline_s, deadline_s))
-            for name, command in zip(names, commands, strict=True)
-        )
+        *(run(name, each.arguments, min(each.deadline_s, deadline_s)) for name, each in commands.items())
     )
-    return dict(zip(names, outputs, strict=True))
+    return dict(zip(commands, outputs, strict=True))
 
 
 # --- one command ------------------------------------------------------------------------------------------
-
-
-async def run_as_self(name: str, arguments: tuple[str, ...], deadline_s: float) -> Output:
-    """Run a command with all rights of this process, for files that only root may read."""
-    return await run_command(name, arguments, deadline_s, never_root=False)
 
 
 async def run_command(
@@ -117,6 +108,10 @@ async def run_command(
         why = textwrap.shorten(printable(first, 1000), 160, placeholder=" ...")
         return Output(text, f"ended with status {status}" + (f" ({why})" if why else ""))
     return Output(text)
+
+
+#: Runs a command with all rights of this process, for files that only root may read.
+run_as_self = partial(run_command, never_root=False)
 
 
 async def _started(name: str, arguments: tuple[str, ...], never_root: bool) -> asyncio.subprocess.Process:
@@ -152,8 +147,7 @@ async def _printed(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
     """Read stdout and stderr to their ends. A process that prints too much is killed."""
     assert process.stdout is not None
     assert process.stderr is not None
-    said, complaint = await asyncio.gather(_read(process, process.stdout), _read(process, process.stderr))
-    return said, complaint
+    return await asyncio.gather(_read(process, process.stdout), _read(process, process.stderr))
 
 
 async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
@@ -215,21 +209,11 @@ def _rows() -> list[InterfaceRow]:
     rows = []
     for name, addresses in psutil.net_if_addrs().items():
         state, folder = states.get(name), Path("/sys/class/net") / name
-        for address in addresses:
-            if address.family.name != "AF_INET" or state is None:
-                continue
-            rows.append(
-                InterfaceRow(
-                    device=name,
-                    address=address.address,
-                    netmask=address.netmask or "",
-                    flags=state.flags,
-                    speed=state.speed,
-                    up=state.isup,
-                    wireless=(folder / "wireless").exists(),
-                    bridge=(folder / "bridge").exists(),
-                )
-            )
+        ipv4 = (each for each in addresses if each.family.name == "AF_INET")
+        found = tuple((each.address, each.netmask or "") for each in ipv4)
+        if found and state is not None:
+            wireless, bridge = (folder / "wireless").exists(), (folder / "bridge").exists()
+            rows.append(InterfaceRow(name, found, state.flags, state.speed, state.isup, wireless, bridge))
     return rows
 
 

@@ -234,10 +234,6 @@ def _cabled(
 
 
 def _with(member: MemberMachine, interfaces: Sequence[Interface], ports: Sequence[Port]) -> MemberMachine:
-    machine = member.machine
-    more = replace(
-        machine,
-        interfaces=(*machine.interfaces, *interfaces),
-        ports=(*machine.ports, *ports),
-    )
+    had = member.machine
+    more = replace(had, interfaces=(*had.interfaces, *interfaces), ports=(*had.ports, *ports))
     return replace(member, machine=more)

@@ -62,13 +62,10 @@ def merged(kept: Iterable[FabricResult], more: Iterable[FabricResult]) -> tuple[
     """Return both, of each group and fabric the newest, at most `MAX_RESULTS`, the oldest first."""
     newest: dict[object, FabricResult] = {}
     for result in sorted([*kept, *more], key=lambda each: each.at):
-        newest.pop(key := _key(result), None)
+        key = frozenset(result.nodes), result.backend, result.kind, result.fast_fences
+        newest.pop(key, None)
         newest[key] = result
     return tuple(newest.values())[-MAX_RESULTS:]
-
-
-def _key(result: FabricResult) -> object:
-    return frozenset(result.nodes), result.backend, result.kind, result.fast_fences
 
 
 def find(
@@ -121,13 +118,8 @@ def gather_share(ranks: int) -> float:
 # --- as text ----------------------------------------------------------------------------------------
 
 
-def to_json(result: FabricResult) -> dict[str, Any]:
-    """Convert a result to an object of JSON."""
-    return asdict(result)
-
-
 def from_json(table: Any) -> FabricResult:
-    """Convert an object of JSON to a result. Raises ValueError for any other value."""
+    """Convert the fields of a result, an object of JSON, to a result. Raises ValueError for others."""
     names = {field.name: field.metadata["codec"] for field in fields(FabricResult)}
     if type(table) is not dict or table.keys() != names.keys():
         raise ValueError(f"a table of exactly {', '.join(names)} is expected")
@@ -140,7 +132,7 @@ def from_json(table: Any) -> FabricResult:
 
 def to_text(results: Sequence[FabricResult]) -> str:
     """Return the results as the text of a file."""
-    return json.dumps({"format": _TEXT, "results": [to_json(each) for each in results]}, indent=1)
+    return json.dumps({"format": _TEXT, "results": [asdict(each) for each in results]}, indent=1)
 
 
 def from_text(text: str) -> tuple[FabricResult, ...]:

@@ -179,7 +179,7 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
     """
     text = text_config(config)
     parts = parts_of(text)
-    plain = _plain_bytes(text)
+    plain = _DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2.0)
     stored = _Quantization(config, plain)
     implied = sum(part.count * stored.bytes_each(part.role) for part in parts)
     scale = weight_bytes / implied if weight_bytes else 1.0
@@ -221,11 +221,6 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
         kernels=_kernels(text, parts),
         shardable=ALSO_CALLED.get(family, family) in SHARDABLE,
     )
-
-
-def _plain_bytes(config: Config) -> float:
-    """Return the bytes of a number that is not quantized."""
-    return _DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2.0)
 
 
 class _Quantization:

@@ -10,64 +10,61 @@ from ipaddress import IPv4Network
 from ..wire.codecs import U63
 from ..wire.reports import MAX_NOTES, Machine, Port
 from . import probe_macos
-from .advice import MAC_STUDIO, THUNDERBOLT_5_GBPS, findings
-from .probe_macos import COMMANDS, Bus, HardwarePorts, Profile, parse_profile
-from .probe_output import (
+from .cost_model import default_gpu_bytes
+from .formation import MAC_STUDIO, THUNDERBOLT_5_GBPS, findings
+from .probe_macos import (
+    COMMANDS,
     MAX_ADDRESSES,
     MAX_LINKS,
     NOT_INSTALLED,
     NOT_RUN,
+    Bus,
+    HardwarePorts,
     NetworkDevice,
     Output,
+    Profile,
     Reading,
     belongs_to,
     count,
     interfaces,
     note,
     only,
+    parse_profile,
     printable,
 )
 
 Outputs = Mapping[str, Output]  #: Output of each command of `COMMANDS`; one that is missing was not run.
-
-_GIB = 2**30
-
 
 # --- macOS ------------------------------------------------------------------------------------------------
 
 
 def mac(outputs: Outputs, address: str = "") -> Machine:
     """Return a Mac from the outputs of all `COMMANDS`. With `address`, only its interface counts."""
-    profile = parse_profile(_text(outputs, "system_profiler"))
-    system = probe_macos.parse_sysctl(_text(outputs, "sysctl"))
+    profiled = parse_profile(_text(outputs, "system_profiler"))
+    profile, system = profiled.value, probe_macos.parse_sysctl(_text(outputs, "sysctl")).value
     network = _Network.read(outputs)
     devices = probe_macos.parse_ibv_devices(_text(outputs, "ibv_devices"))
     switch = probe_macos.parse_rdma_ctl(_text(outputs, "rdma_ctl"))
-    rdma = _rdma(switch.value, devices, profile.value)
-    ports = tuple(
-        _port(bus, network.ports.value.thunderbolt, devices.value, profile.value.model)
-        for bus in profile.value.buses
-    )
-    chip = profile.value.chip or system.value.chip
+    names = network.ports.value.thunderbolt
     machine = Machine(
         system="macos",
-        release=system.value.release,
-        build=system.value.build,
-        model=profile.value.model or system.value.model,
-        chip=chip,
-        cpu_cores=system.value.cpu_cores or profile.value.cpu_cores,
-        gpu_cores=profile.value.gpu_cores,
-        memory_bytes=system.value.memory_bytes or profile.value.memory_bytes,
+        release=system.release,
+        build=system.build,
+        model=profile.model or system.model,
+        chip=profile.chip or system.chip,
+        cpu_cores=system.cpu_cores or profile.cpu_cores,
+        gpu_cores=profile.gpu_cores,
+        memory_bytes=system.memory_bytes or profile.memory_bytes,
         free_bytes=0,
         wired_bytes=0,
         gpu_bytes=0,
         power="unknown",
-        rdma=rdma,
+        rdma=_rdma(switch.value, devices, profile),
         bridge_up=False,
-        ports=ports,
+        ports=tuple(_port(bus, names, devices.value, profile.model) for bus in profile.buses),
     )
     missing = {
-        "system_profiler": profile.missing,
+        "system_profiler": profiled.missing,
         "ibv_devices": devices.missing if switch.value == "enabled" else (),
         # A macOS without the command has no RDMA; one whose output makes no sense may have it.
         "rdma_ctl": () if outputs.get("rdma_ctl") == NOT_INSTALLED else switch.missing,
@@ -104,8 +101,8 @@ def _changing(machine: Machine, outputs: Outputs, network: _Network, address: st
     if not memory.missing:
         machine = replace(machine, free_bytes=memory.value.free_bytes, wired_bytes=memory.value.wired_bytes)
     if not system.missing or not machine.gpu_bytes:
-        limit_bytes = system.value.wired_limit_bytes
-        machine = replace(machine, gpu_bytes=_gpu_bytes(machine.memory_bytes, limit_bytes))
+        limit = min(system.value.wired_limit_bytes, machine.memory_bytes or U63)
+        machine = replace(machine, gpu_bytes=limit or default_gpu_bytes(machine.memory_bytes))
     if not power.missing:
         machine = replace(machine, power=power.value)
     if has_rdma and not active.missing:
@@ -164,13 +161,6 @@ def _port(bus: Bus, names: Mapping[int, str], devices: frozenset[str], model: st
         rdma=device if device in devices and not slow and not without else "",
         active=False,
     )
-
-
-def _gpu_bytes(memory_bytes: int, limit_bytes: int) -> int:
-    """Return the bytes that the GPU may wire: the limit if set, else 2/3 of small memory, 3/4 of large."""
-    if limit_bytes:
-        return min(limit_bytes, memory_bytes or limit_bytes)
-    return memory_bytes * 2 // 3 if memory_bytes < 36 * _GIB else memory_bytes * 3 // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,14 +253,15 @@ def _addressed(
 
 @dataclass(frozen=True, slots=True)
 class InterfaceRow:
-    """One IPv4 address as psutil reports it: dotted netmask, flags by commas, speed in Mb/s (0 unknown).
+    """One device as psutil reports it: flags by commas, speed in Mb/s (0 unknown).
+
+    `addresses` are its IPv4 addresses, each with a dotted netmask.
 
     `wireless` and `bridge` are from /sys/class/net.
     """
 
     device: str
-    address: str
-    netmask: str
+    addresses: tuple[tuple[str, str], ...]
     flags: str
     speed: int
     up: bool
@@ -318,15 +309,11 @@ def parse_os_release(text: str) -> Reading[str]:
 
 
 def links(rows: Iterable[InterfaceRow]) -> tuple[NetworkDevice, ...]:
-    """Group the rows by device, in their order."""
-    devices: dict[str, list[InterfaceRow]] = {}
-    for row in rows:
-        devices.setdefault(row.device, []).append(row)
-    return tuple(_link(rows) for rows in list(devices.values())[:MAX_LINKS])
+    """Return the rows that are read as network devices, in their order."""
+    return tuple(map(_link, list(rows)[:MAX_LINKS]))
 
 
-def _link(rows: list[InterfaceRow]) -> NetworkDevice:
-    row = rows[0]
+def _link(row: InterfaceRow) -> NetworkDevice:
     flags = row.flags.split(",")
     return NetworkDevice(
         name=row.device,
@@ -336,7 +323,7 @@ def _link(rows: list[InterfaceRow]) -> NetworkDevice:
         point_to_point="pointopoint" in flags or "pointtopoint" in flags,
         # A driver that does not know the speed reports 0, -1 or 65535.
         mbps=0 if row.speed in (-1, 65535) else row.speed,
-        addresses=tuple((row.address, _prefix(row.netmask)) for row in rows[:MAX_ADDRESSES]),
+        addresses=tuple((address, _prefix(netmask)) for address, netmask in row.addresses[:MAX_ADDRESSES]),
     )
 
 

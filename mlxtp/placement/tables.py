@@ -15,7 +15,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+
+from .model_shape import Config
 
 SINGLE = 0.90  #: Share of the specified bandwidth that decoding reaches on a chip of one die.
 #: The same on an Ultra, which is two dies. Both are fitted, together with `cost_model.KERNEL_S`, to published
@@ -154,8 +155,6 @@ def _generation(key: str) -> int:
 # Only the fields that count are here. The quantizations are those of the usual MLX conversions. Where a
 # conversion quantizes module by module, one module of each kind is enough.
 
-Config = Mapping[str, Any]
-
 
 def _affine(bits: int, **modules: object) -> Config:
     return {"quantization": {"group_size": 64, "bits": bits, **modules}}
@@ -190,8 +189,6 @@ _QWEN3_235B: Config = {
     "head_dim": 128,
     "num_experts": 128,
     "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
     "vocab_size": 151936,
     "max_position_embeddings": 262144,
 }
@@ -229,7 +226,6 @@ _DEEPSEEK_V3: Config = {
     "num_experts_per_tok": 8,
     "first_k_dense_replace": 3,
     "n_group": 8,
-    "topk_group": 4,
     "vocab_size": 129280,
     "max_position_embeddings": 163840,
 }
@@ -241,7 +237,6 @@ _KIMI_K2: Config = {
     "n_routed_experts": 384,
     "first_k_dense_replace": 1,
     "n_group": 1,
-    "topk_group": 1,
     "vocab_size": 163840,
     "max_position_embeddings": 262144,
 }
@@ -298,7 +293,6 @@ _GLM_46: Config = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
     "first_k_dense_replace": 3,
-    "n_group": 1,
     "vocab_size": 151552,
     "max_position_embeddings": 202752,
 }
@@ -322,7 +316,6 @@ _GLM_5: Config = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
     "first_k_dense_replace": 3,
-    "n_group": 1,
     "vocab_size": 154880,
     "max_position_embeddings": 202752,
 }

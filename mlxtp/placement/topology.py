@@ -118,7 +118,7 @@ class Topology:
                     owners.setdefault(port.domain, (node, port))
         found: dict[frozenset[str], list[tuple[Port, Port]]] = {}
         used: set[str] = set()
-        for domain, (node, port) in sorted(owners.items(), key=lambda item: _by_receptacle(*item[1])):
+        for domain, (node, port) in owners.items():  # in the order of nodes and receptacles
             there = owners.get(port.peer_domain)
             if there is None or there[0] == node or {domain, port.peer_domain} & used:
                 continue
@@ -209,10 +209,6 @@ class Topology:
             here, there = (first, second) if one.node_id < other.node_id else (second, first)
             return any((a.interface, b.interface) == (here.name, there.name) for a, b in cables)
         return not local
-
-
-def _by_receptacle(node: str, port: Port) -> tuple[str, int, str]:
-    return node, port.receptacle, port.interface
 
 
 def _machine_trouble(member: MemberMachine) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 import msgpack
 
 from mlxtp.placement.probe_machine import mac
-from mlxtp.placement.probe_macos import COMMANDS
-from mlxtp.placement.probe_output import NOT_INSTALLED, Output
+from mlxtp.placement.probe_macos import COMMANDS, NOT_INSTALLED, Output
 from mlxtp.wire.codecs import record
 from mlxtp.wire.reports import Machine, Port
 

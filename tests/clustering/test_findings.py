@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.placement.advice import cable_addresses, findings
+from mlxtp.placement.formation import cable_addresses, findings
 from mlxtp.placement.probe_machine import mac
 from mlxtp.wire.reports import Machine, Port
 

@@ -11,8 +11,7 @@ import pytest
 
 from mlxtp.placement import hardware
 from mlxtp.placement.hardware import probe, refresh, run_as_self, run_command
-from mlxtp.placement.probe_macos import COMMANDS
-from mlxtp.placement.probe_output import NOT_INSTALLED, Output
+from mlxtp.placement.probe_macos import COMMANDS, NOT_INSTALLED, Output
 
 from .macs import MAX, MINI, machine, outputs, over_the_wire, recorded
 

@@ -14,7 +14,7 @@ from mlxtp.placement.probe_machine import (
     parse_cpuinfo,
     parse_os_release,
 )
-from mlxtp.placement.probe_output import NetworkDevice, interfaces, ipv4, only
+from mlxtp.placement.probe_macos import NetworkDevice, interfaces, ipv4, only
 from mlxtp.wire.reports import Interface
 
 from .macs import over_the_wire
@@ -95,7 +95,7 @@ def test_an_address_or_a_speed_that_cannot_be_is_not_passed_on() -> None:
 
 # --- Linux ------------------------------------------------------------------------------------------------
 
-ETH = InterfaceRow("eth0", "192.168.1.5", "255.255.255.0", "up,broadcast,running,multicast", 1000, True)
+ETH = InterfaceRow("eth0", (("192.168.1.5", "255.255.255.0"),), "up,broadcast,running,multicast", 1000, True)
 SIGHT = Sight(
     system="linux",
     cpuinfo="processor\t: 0\nvendor_id\t: X\nmodel name\t: Example CPU @ 3.00GHz\n",
@@ -107,7 +107,7 @@ SIGHT = Sight(
     memory_bytes=64 * 2**30,
     free_bytes=60 * 2**30,
     plugged_in=None,
-    rows=(InterfaceRow("lo", "127.0.0.1", "255.0.0.0", "up,loopback,running", 0, True), ETH),
+    rows=(InterfaceRow("lo", (("127.0.0.1", "255.0.0.0"),), "up,loopback,running", 0, True), ETH),
 )
 
 
@@ -170,5 +170,5 @@ def test_a_speed_that_a_driver_does_not_know_is_unknown(speed: int) -> None:
 
 
 def test_a_device_with_two_addresses_is_one_link() -> None:
-    (found,) = links([ETH, replace(ETH, address="10.0.0.5", netmask="nonsense")])
+    (found,) = links([replace(ETH, addresses=(*ETH.addresses, ("10.0.0.5", "nonsense")))])
     assert found.addresses == (("192.168.1.5", 24), ("10.0.0.5", 32))

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mlxtp.placement.probe_machine import mac, mac_again
-from mlxtp.placement.probe_macos import COMMANDS
-from mlxtp.placement.probe_output import Output
+from mlxtp.placement.probe_macos import COMMANDS, Output
 from mlxtp.wire.reports import Interface
 
 from .macs import (

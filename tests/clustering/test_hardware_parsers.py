@@ -10,6 +10,11 @@ import pytest
 from mlxtp.placement.probe_macos import (
     Bus,
     MemoryReading,
+    NetworkDevice,
+    Output,
+    Reading,
+    count,
+    note,
     parse_hardware_ports,
     parse_ibv_devices,
     parse_ibv_devinfo,
@@ -19,8 +24,8 @@ from mlxtp.placement.probe_macos import (
     parse_rdma_ctl,
     parse_sysctl,
     parse_vm_stat,
+    printable,
 )
-from mlxtp.placement.probe_output import NetworkDevice, Output, Reading, count, note, printable
 
 OWN, PEER, FAR = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ABC")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ from mlxtp.placement.measurements import (
     merged,
     rounds,
     sizes,
-    to_json,
     to_text,
 )
 from mlxtp.placement.planner import PlacementOptions, plan
@@ -127,7 +126,7 @@ def test_nonsense_is_no_measurement(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
         check(wrong)
     with pytest.raises(ValueError, match=r"."):
-        from_json(json.loads(json.dumps(to_json(wrong))))
+        from_json(json.loads(json.dumps(asdict(wrong))))
 
 
 @pytest.mark.parametrize(

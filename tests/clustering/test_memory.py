@@ -22,7 +22,7 @@ def test_what_our_own_rank_holds_will_be_free() -> None:
     assert usable_bytes(busy) == 40 * GIB
 
 
-@pytest.mark.parametrize(("memory", "share"), [(16, 2 / 3), (36, 2 / 3), (48, 3 / 4), (512, 3 / 4)])
+@pytest.mark.parametrize(("memory", "share"), [(16, 2 / 3), (36, 3 / 4), (48, 3 / 4), (512, 3 / 4)])
 def test_an_unknown_limit_is_macos_own(memory: int, share: float) -> None:
     assert usable_bytes(mac(0, memory=memory, gpu_bytes=0)) == pytest.approx(memory * GIB * share, rel=1e-9)
 

@@ -10,8 +10,7 @@ from typing import Any
 from mlxtp.config import Settings
 from mlxtp.diagnostics.checkup import Checkup
 from mlxtp.diagnostics.facts import MachineFacts
-from mlxtp.placement.probe_macos import COMMANDS
-from mlxtp.placement.probe_output import NOT_INSTALLED, Output
+from mlxtp.placement.probe_macos import COMMANDS, NOT_INSTALLED, Output
 
 from ..clustering.macs import MAX, outputs
 

@@ -32,7 +32,7 @@ from mlxtp.diagnostics.facts import (
 )
 from mlxtp.diagnostics.local_facts import floors, software_here
 from mlxtp.diagnostics.rows import ROWS, Examined, examine, to_json
-from mlxtp.placement.probe_output import Output
+from mlxtp.placement.probe_macos import Output
 from mlxtp.wire.reports import Interface
 
 from ..clustering.macs import BOOK, MAX, MINI, OLD_BOOK, ULTRA

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from mlxtp.diagnostics.facts import FirewallFacts
 from mlxtp.diagnostics.local_facts import linux_firewall, mac_firewall
 from mlxtp.placement.probe_macos import (
+    NOT_INSTALLED,
+    Output,
+    Reading,
     parse_block_all,
     parse_firewall_app,
     parse_firewall_state,
@@ -22,7 +25,6 @@ from mlxtp.placement.probe_macos import (
     parse_sntp,
     parse_timedatectl,
 )
-from mlxtp.placement.probe_output import NOT_INSTALLED, Output, Reading
 
 from .recorded import FIREWALL, said
 

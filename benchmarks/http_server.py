@@ -79,7 +79,7 @@ async def main() -> None:
     supervisor = Supervisor(Settings(Path(), "", 0, 1, str(folder)))
     gateway = supervisor.gateway
     says = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(SAYS, add_special_tokens=False).ids
-    pace = Pace(rate, tuple(says), gateway.on_event)
+    pace = Pace(rate, tuple(says), gateway.dispatcher.on_event)
     model = ModelInfo("paced", ("default",), folder, CONTEXT, int(time.time()), text.eos, 1 << 20)
     gateway.serve(pace, model, text)
     app = observed(create_app(gateway), supervisor)

@@ -218,7 +218,7 @@ async def _running(
         home=store.folder.parent,
         http=endpoint.summary,
         listens_at=partial(_control_addresses, settings, port),
-        short=lambda: gateway.short,
+        short=lambda: gateway.admission.short,
     )
     parts = build_parts(node, supervisor, store.credentials, warm_pool)
     dialer: Dialer | None = None

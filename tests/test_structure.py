@@ -294,10 +294,6 @@ ALSO = frozenset(
         ("mlxtp.api.backend", "mlxtp.wire.messages"),
         # one list of names of secrets
         ("mlxtp.text.sandbox", "mlxtp.wire.rank_process"),
-        # types that stand one package too high
-        ("mlxtp.gateway.gateway", "mlxtp.groups.local_rank"),
-        ("mlxtp.gateway.remote_backend", "mlxtp.groups.local_rank"),
-        ("mlxtp.text.transcript", "mlxtp.api.backend"),
     }
 )
 """Single modules that may, until what they need is handed to them."""

@@ -32,7 +32,7 @@ Samples = Iterable[tuple[Labels, float]]
 def observed(app: Starlette, supervisor: Supervisor) -> ASGIApp:
     """Return `app` with `GET /metrics`, and with all its requests and the gateway's counted."""
     counted = RequestMetrics(time.perf_counter)
-    supervisor.gateway.meter = counted
+    supervisor.gateway.dispatcher.meter = counted
     app.router.routes.insert(0, metrics_route(Metrics(supervisor, counted).collect))
     return AccessLog(app, counted, lambda: supervisor.status.epoch)
 

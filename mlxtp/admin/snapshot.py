@@ -54,7 +54,7 @@ class Observer:
             "group": self._group(participants),
             "ranks": self._ranks(participants),
             "tokens_per_second": self._speed(),
-            "requests": {"open": health.open_requests, **supervisor.gateway.queue},
+            "requests": {"open": health.open_requests, **supervisor.gateway.dispatcher.queue},
             "history": to_json(supervisor.status.history.stories),
             **self._nodes(),
         }
@@ -120,7 +120,7 @@ class Observer:
         if supervisor.status.state not in (ServingState.READY, ServingState.DRAINING):
             self._meter.reset()
             return {"value": None, "of": "group"}
-        rate = self._meter.rate(supervisor.gateway.confirmed_tokens, time.monotonic())
+        rate = self._meter.rate(supervisor.gateway.dispatcher.confirmed_tokens, time.monotonic())
         return {"value": rate, "of": "group" if supervisor.status.ranks is not None else "here"}
 
     # --- nodes and links ---------------------------------------------------------------------------------

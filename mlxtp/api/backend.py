@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from ..text.conversation import FinishReason, StreamEnd, TokenEvent, Tokens, TokenScore
 from ..wire.messages import MAX_BIASES, MAX_GRAMMAR, PLAIN, Sampling, Shaping
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ __all__ = [
     "Tokens",
 ]  # fmt: skip
 
-FinishReason = Literal["stop", "length", "cancel"]
 GREEDY = Sampling()
 DRAINING = "draining"  # State of an agent that finishes its open requests and takes no new ones.
 #: States of an agent that may soon have a model, whose name is not known here yet.
@@ -64,43 +64,6 @@ class Request:
     client: str = ""
     user: str = ""
     deadline_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScore:
-    """Log-probability (natural) of one chosen token, and the most probable (token, log-probability) pairs."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Newly confirmed tokens, in order. An end token may be among them; its text is never shown.
-
-    `scores` has one entry for each token if the request has log-probabilities, else it is empty.
-    """
-
-    tokens: tuple[int, ...]
-    scores: tuple[TokenScore, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEnd:
-    """Last event of a request. `generated` counts every token, the end token too.
-
-    "cancel" means that the backend gave the request up: the client sees an error, never a short answer.
-    `cached` prompt tokens came from the prefix cache. Of `drafted` tokens, `accepted` were right.
-    """
-
-    reason: FinishReason
-    generated: int
-    cached: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-
-TokenEvent = Tokens | StreamEnd
 
 
 @dataclass(frozen=True, slots=True)

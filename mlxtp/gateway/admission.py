@@ -6,11 +6,12 @@ end.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import Code, RequestError
@@ -99,6 +100,47 @@ def refusal(
             f"{cost} of this one that is more than one client may have, {most} of {bounds.tokens}"
         )
     return short_of_memory(bounds, memory, elsewhere)
+
+
+class Admission:
+    """Acceptance of new requests by one gateway.
+
+    memory     returns the memory that this machine has left
+    elsewhere  returns the name of another Mac that has a part of the model and is short of memory
+    """
+
+    def __init__(self, bounds: AdmissionLimits, memory: Callable[[], SystemMemory]) -> None:
+        self.memory = memory
+        self.elsewhere: Callable[[], str] = lambda: ""
+        self._bounds = bounds
+        self._held = ""
+
+    def check(self, client: int, prompt: int, open_: Iterable[tuple[int, int]]) -> None:
+        """Raise RequestError for a new request of `client` that is refused. `open_` is as for `load_of`."""
+        if self._held:
+            raise RequestError(self._held, Code.NOT_READY, status=503)
+        load = load_of(client, open_, self._bounds.request_tokens)
+        refused = refusal(self._bounds, load, prompt, self.memory(), self.elsewhere())
+        if refused is not None:
+            raise refused
+
+    @contextlib.contextmanager
+    def hold(self, why: str) -> Iterator[None]:
+        """Refuse new requests with the reason `why` inside this context. Clients may retry soon."""
+        self._held = why
+        try:
+            yield
+        finally:
+            self._held = ""
+
+    def shortage(self) -> RequestError | None:
+        """Return a 503 while new requests are refused for lack of memory."""
+        return short_of_memory(self._bounds, self.memory(), self.elsewhere())
+
+    @property
+    def short(self) -> bool:
+        """True while this machine has less memory left than new requests need."""
+        return is_short(self._bounds, self.memory())
 
 
 def client_number(client: str, salt: bytes) -> int:

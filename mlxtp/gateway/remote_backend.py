@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from ..background import Background, log_failure
 from ..errors import Code, LinkError, MlxtpError, RequestError
-from ..groups.local_rank import RequestEvent
 from ..wire.codecs import Message
 from ..wire.messages import (
     PROTOCOL_VERSION,
@@ -22,6 +21,7 @@ from ..wire.messages import (
     Generate,
     Hello,
     Prefilled,
+    RequestEvent,
     ScoredDelta,
     Welcome,
 )

@@ -158,7 +158,7 @@ class ForwardedRequest:
 
 
 def _scored(uid: int, index: int, tokens: tuple[int, ...], scores: tuple[TokenScore, ...]) -> ScoredDelta:
-    """Inverse of `gateway._scores`."""
+    """Inverse of `dispatcher._scores`."""
     pairs = [pair for score in scores for pair in score.top]
     return ScoredDelta(
         uid,
@@ -286,6 +286,10 @@ class ClientRequest:
             self.pending.cancel()
             self.pending = None
 
+    def end_within(self, deadline_s: float) -> None:
+        """End the request with an error unless it is complete in so many seconds."""
+        self.deadline = asyncio.get_running_loop().call_later(deadline_s, self._too_late, deadline_s)
+
     def put(self, item: ForwardedItem) -> None:
         behind = False
         if isinstance(item, Tokens):
@@ -342,6 +346,10 @@ class ClientRequest:
         self._no_deadline()
         self.watch.leave()
         self._abandon(self)
+
+    def _too_late(self, deadline_s: float) -> None:
+        self._abandon(self)
+        self.put(MlxtpError(f"the answer was not complete within {deadline_s:g} s", Code.DEADLINE))
 
     def _end_watch(self, item: StreamEnd | MlxtpError) -> None:
         if isinstance(item, StreamEnd):

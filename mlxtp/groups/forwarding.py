@@ -166,7 +166,9 @@ class ForwardingBackend:
         reader, writer = await self._connect(node_id)
         try:
             async with asyncio.timeout(CONNECT_S):
-                self._backend = await RemoteBackend.greet(reader, writer, gateway.on_event, self._lost)
+                self._backend = await RemoteBackend.greet(
+                    reader, writer, gateway.dispatcher.on_event, self._lost
+                )
                 self._backend_at = node_id
         except BaseException:
             writer.transport.abort()

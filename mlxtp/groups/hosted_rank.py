@@ -29,8 +29,8 @@ from ..wire.cluster_messages import (
     StartRank,
 )
 from ..wire.codecs import Message
-from ..wire.messages import Pong, SideChannel
-from .local_rank import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port, make_epoch_folder
+from ..wire.messages import Pong, RequestEvent, SideChannel
+from .local_rank import WORKER, RankProcess, Worker, epoch_folder, free_port, make_epoch_folder
 
 log = logging.getLogger(__name__)
 

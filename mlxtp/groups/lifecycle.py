@@ -130,7 +130,7 @@ class Supervisor:
         self.loader = ModelLoader(settings, self.gateway)
 
         def make_ranks(plan: EpochPlan, on_stage: Stage) -> ProcessGroup:
-            events = self.gateway.on_event
+            events = self.gateway.dispatcher.on_event
             return ProcessGroup(settings, plan.epoch, events, on_stage, worker=worker, group=plan.group)
 
         self._make_ranks = make_ranks

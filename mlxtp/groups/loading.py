@@ -86,7 +86,7 @@ class ModelLoader:
         """Run the first forwards, the golden proof among them. Raises GroupError where that fails."""
         row = await asyncio.to_thread(row_bytes, folder)
         prompts = self_test.prompts(vocabulary, self_test.prompt_tokens(row, mesh=ranks.group.varies))
-        answers = await self._gateway.warm_up(ranks, prompts)
+        answers = await self._gateway.self_test(ranks).warm_up(prompts)
         kept = answers
         try:
             kept = await asyncio.to_thread(self._kept, ranks.group, folder, answers)
@@ -114,7 +114,7 @@ class ModelLoader:
         """Judge answers that differ from earlier ones. Raises GroupError for wrong ones that come twice."""
         if await self._only_near_ties(ranks, prompts, kept, answers):
             log.info("golden proof: near-ties fell differently than before")
-        elif await self._gateway.golden_answers(ranks, prompts) != answers:
+        elif await self._gateway.self_test(ranks).golden_answers(prompts) != answers:
             self.proof = "the group answers fixed prompts differently than before, and differently each time"
             log.warning("golden proof: %s", self.proof)
         else:
@@ -136,7 +136,7 @@ class ModelLoader:
         for prompt, before, now in zip(prompts, kept, answers, strict=True):
             at = self_test.difference(before, now)
             if at >= 0:
-                top = await self._gateway.most_probable(ranks, prompt + before[:at])
+                top = await self._gateway.self_test(ranks).most_probable(prompt + before[:at])
                 if not self_test.is_near_tie(top, before[at], now[at]):
                     return False
         return True

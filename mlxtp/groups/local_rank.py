@@ -40,6 +40,7 @@ from ..wire.messages import (
     Ping,
     Pong,
     Prefilled,
+    RequestEvent,
     ScoredDelta,
     SessionEnd,
     Shutdown,
@@ -63,7 +64,6 @@ _CLOSED = -1
 
 Worker = Sequence[str] | WarmPool  #: Source of rank processes: a command, or a pool of warm processes.
 
-RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
 R = TypeVar("R", bound=Message)
 
 

@@ -409,7 +409,7 @@ class ModelSwitcher:
     def _queue(self) -> ModelQueue:
         waiting = dict.fromkeys(lease.target for lease in self._waiting if lease.refusal is None)
         turn = self._turn if self._given else UNHEARD
-        running = len(self._running) + self._supervisor.gateway.relayed  # some may count twice
+        running = len(self._running) + self._supervisor.gateway.dispatcher.relayed  # some may count twice
         return ModelQueue(turn.term, turn.number, tuple(waiting)[:MAX_WAITING], running)
 
     def _report_queue(self) -> None:

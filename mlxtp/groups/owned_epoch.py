@@ -97,7 +97,7 @@ class ServingReports:
             info.context if info is not None else 0,
             info.vocabulary if info is not None else 0,
             info.eos if info is not None else (),
-            math.ceil(supervisor.gateway.load_s),
+            math.ceil(supervisor.gateway.dispatcher.load_s),
             tuple(-(-self._held_here(node) // MIB) for node in mine.form.plan.ranks) if loaded else (),
         )
 

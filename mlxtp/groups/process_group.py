@@ -27,6 +27,7 @@ from ..wire.messages import (
     LoadShard,
     Message,
     Pong,
+    RequestEvent,
     SanityCheck,
     SanityDone,
     SideChannel,
@@ -34,7 +35,7 @@ from ..wire.messages import (
 )
 from ..wire.rank_process import FREE_S
 from .health import RankHealth, is_consequence, pick_cause, with_name
-from .local_rank import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port, make_epoch_folder
+from .local_rank import WORKER, RankProcess, Worker, epoch_folder, free_port, make_epoch_folder
 from .remote_rank import RankReady, RemoteRank
 from .side_channel import RoundReplies, SideChannelHub
 

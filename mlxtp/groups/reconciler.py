@@ -59,7 +59,7 @@ class Reconciler:
         self._controller = controller
         self._reports = reports
         self._hosted = hosted
-        supervisor.gateway.mind_memory(self.short)
+        supervisor.gateway.admission.elsewhere = self.short
         node.links.on(self._prepare, Prepare)
         node.links.on(self._serving, Serving)
         node.desired.on_change(self._desired)

@@ -1,4 +1,7 @@
-"""Request for text, in no dialect: every adapter converts its clients' requests to it. Pure."""
+"""Request for text, in no dialect, and the events of its answer. Pure.
+
+Every adapter converts its clients' requests to this form, and writes the answer in its dialect.
+"""
 
 from __future__ import annotations
 
@@ -107,3 +110,45 @@ class GenerationRequest:
     stream: bool = False
     user: str = ""
     dialect: Any = None
+
+
+# --- the answer, as a model gives it ---------------------------------------------------------------------
+
+FinishReason = Literal["stop", "length", "cancel"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """Log-probability (natural) of one chosen token, and the most probable (token, log-probability) pairs."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Newly confirmed tokens, in order. An end token may be among them; its text is never shown.
+
+    `scores` has one entry for each token if the request has log-probabilities, else it is empty.
+    """
+
+    tokens: tuple[int, ...]
+    scores: tuple[TokenScore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """Last event of a request. `generated` counts every token, the end token too.
+
+    "cancel" means that the backend gave the request up: the client sees an error, never a short answer.
+    `cached` prompt tokens came from the prefix cache. Of `drafted` tokens, `accepted` were right.
+    """
+
+    reason: FinishReason
+    generated: int
+    cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+TokenEvent = Tokens | StreamEnd

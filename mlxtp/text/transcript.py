@@ -12,8 +12,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Literal
 
-from ..api.backend import StreamEnd, TokenScore
-from .conversation import Call
+from .conversation import Call, StreamEnd, TokenScore
 from .reasoning import AnswerPart, PartKind, ReadingPlan, ReasoningParser, StopFinder
 from .tokenizer import Detokenizer
 from .tool_calls import CallText

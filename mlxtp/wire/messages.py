@@ -598,6 +598,9 @@ class SessionEnd(Message):
     TYPE: ClassVar[int] = 0xFF
 
 
+#: Events of a request, from rank 0 to the agent that has it.
+RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
+
 RANK_MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, PromptTokens, PromptBatch, StepToken,
     SessionStop, Evict, Ack, Error, Init, SanityCheck, LoadShard, Unload, Shutdown,

@@ -168,7 +168,7 @@ def counted(*metrics: Collector) -> Scraped:
 @contextlib.contextmanager
 def serving(loaded: Loaded, home: Path, access: Access | None = None) -> Iterator[Stage]:
     supervisor = Supervisor(Settings(home, "", 0, 1, "tiny"))
-    desk = Desk(supervisor.gateway.on_event)
+    desk = Desk(supervisor.gateway.dispatcher.on_event)
     model = ModelInfo(MODEL, ("tiny", "default"), home, 200, 1234, (1,), VOCABULARY)
     supervisor.gateway.serve(desk, model, loaded.text)
     supervisor.status.state = ServingState.READY
@@ -401,7 +401,7 @@ def test_what_an_agent_asks_itself_or_passes_on_is_not_counted(stage: Stage) -> 
     gateway = stage.supervisor.gateway
 
     def warm_up() -> Any:
-        return asyncio.ensure_future(gateway.warm_up(stage.desk, self_test.prompts(VOCABULARY)))
+        return asyncio.ensure_future(gateway.self_test(stage.desk).warm_up(self_test.prompts(VOCABULARY)))
 
     stage.desk.held = True
     warming = stage.do(warm_up)

@@ -96,7 +96,9 @@ class Node:
         chosen = Settings(home, "", 0, 1, "tiny", cluster=True, name="studio", **changes)
         supervisor = Supervisor(chosen)
         self.parts = build_parts(
-            ClusterNode(chosen, member.identity, machine or MACHINE, short=lambda: supervisor.gateway.short),
+            ClusterNode(
+                chosen, member.identity, machine or MACHINE, short=lambda: supervisor.gateway.admission.short
+            ),
             supervisor,
             member.store.credentials,
         )

@@ -318,7 +318,7 @@ def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new
         assert node.parts.reconciler.short() == "", "it has no part of the model any more"
         gateway = node.parts.supervisor.gateway
         for free, short in ((1 << 20, True), (1 << 40, False)):
-            gateway._memory = lambda free=free: SystemMemory(free)
+            gateway.admission.memory = lambda free=free: SystemMemory(free)
             node.parts.node.send_beat()
             assert a.heard(Beat)[-1].short is short
 

@@ -76,15 +76,15 @@ def test_a_draining_agent_is_not_the_last_to_be_asked_for_what_had_begun() -> No
     async def story(stage: test_gateway.Stage) -> None:
         stage.gateway.serve(cast(Any, stage.ranks), MODEL, TEXT, here=False)
         first = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "about to stop", 1))
+        stage.gateway.dispatcher.on_event(Error(Code.SHUTTING_DOWN, "about to stop", 1))
         assert stage.open == 0
         with pytest.raises(GroupError):
             await first.accepted()
         begun = stage.gateway.generate(Request((1,), 9))
         stage.say(2, 50)
-        stage.gateway.on_event(Error(Code.REPLANNED, "another group goes on", 2))
-        stage.gateway._ask_again()
-        stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "about to stop", 3))
+        stage.gateway.dispatcher.on_event(Error(Code.REPLANNED, "another group goes on", 2))
+        stage.gateway.dispatcher.resume()
+        stage.gateway.dispatcher.on_event(Error(Code.SHUTTING_DOWN, "about to stop", 3))
         assert stage.open == 1
         await begun.aclose()
 

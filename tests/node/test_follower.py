@@ -145,8 +145,8 @@ def test_requests_go_to_where_rank_0_is(tmp_path: Path) -> None:
         assert (model.id, model.context, model.vocabulary, model.eos) == ("tiny", 4096, 512, (1,))
         answer = stage.ask()
         await sees(lambda: stage.ranks.sent_of(Generate))
-        stage.host.on_event(Delta((1,), (0,), (50,)))
-        stage.host.on_event(Finished(1, "stop", 1, 1))
+        stage.host.dispatcher.on_event(Delta((1,), (0,), (50,)))
+        stage.host.dispatcher.on_event(Finished(1, "stop", 1, 1))
         assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
 
     play(tmp_path, story)
@@ -173,7 +173,7 @@ def test_requests_here_wait_as_long_as_the_model_takes_to_load_there(tmp_path: P
     async def story(stage: Stage) -> None:
         stage.hears(replace(READY, load_s=63))
         await sees(stage.shows(ServingState.READY))
-        assert stage.supervisor.gateway.load_s == 63
+        assert stage.supervisor.gateway.dispatcher.load_s == 63
 
     play(tmp_path, story)
 
@@ -183,7 +183,7 @@ def test_what_the_other_agent_no_longer_serves_waits_for_another_group(tmp_path:
         await stage.follows()
         answer = stage.ask()
         await sees(lambda: stage.ranks.sent_of(Generate))
-        stage.host.on_event(Delta((1,), (0,), (50,)))
+        stage.host.dispatcher.on_event(Delta((1,), (0,), (50,)))
         assert await anext(answer) == Tokens((50,))
         stage.hears(None)
         assert stage.supervisor.gateway.models() == ()
@@ -209,7 +209,7 @@ def test_between_two_groups_of_the_other_agent_its_link_stays(tmp_path: Path, se
         stage.hears(serving)
         with pytest.raises(RequestError):
             stage.ask()
-        stage.host.on_event(Finished(1, "stop", 0, 0))
+        stage.host.dispatcher.on_event(Finished(1, "stop", 0, 0))
         assert await everything(kept) == [StreamEnd("stop", 0)]
         stage.host.park_open_requests(GroupError("rank 1 is gone", Code.RANK_LOST))
         await sees(lambda: stage.host.open_requests == 0)
@@ -219,7 +219,7 @@ def test_between_two_groups_of_the_other_agent_its_link_stays(tmp_path: Path, se
         await sees(lambda: again.sent_of(Generate))
         assert again.sent == [Generate(3, (1, 2), 9, strikes=1)]
         assert stage.connections == 1
-        stage.host.on_event(Finished(3, "stop", 0, 0))
+        stage.host.dispatcher.on_event(Finished(3, "stop", 0, 0))
         assert await everything(lost) == [StreamEnd("stop", 0)]
 
     play(tmp_path, story)
@@ -235,7 +235,7 @@ def test_a_link_that_breaks_is_opened_again(tmp_path: Path) -> None:
         await sees(lambda: stage.supervisor.gateway.models() == ())
         await sees(stage.shows(ServingState.READY))
         await sees(lambda: len(stage.ranks.sent_of(Generate)) == 2)
-        stage.host.on_event(Finished(2, "stop", 0, 0))
+        stage.host.dispatcher.on_event(Finished(2, "stop", 0, 0))
         assert await everything(answer) == [StreamEnd("stop", 0)]
 
     play(tmp_path, story)
@@ -251,7 +251,7 @@ def test_a_group_of_its_own_is_not_disturbed_by_the_one_it_followed(tmp_path: Pa
         answer = stage.ask()
         stage.follower.follow()
         await sees(lambda: stage.connections == 0)
-        stage.supervisor.gateway.on_event(Finished(1, "stop", 0, 0))
+        stage.supervisor.gateway.dispatcher.on_event(Finished(1, "stop", 0, 0))
         assert await everything(answer) == [StreamEnd("stop", 0)]
         stage.supervisor.status.in_epoch = False
 

@@ -71,10 +71,10 @@ class Stage:
 
     def say(self, uid: int, *tokens: int, start: int = 0) -> None:
         for index, token in enumerate(tokens, start):
-            self.gateway.on_event(Delta((uid,), (index,), (token,)))
+            self.gateway.dispatcher.on_event(Delta((uid,), (index,), (token,)))
 
     def finish(self, uid: int, reason: str = "stop", generated: int = 1) -> None:
-        self.gateway.on_event(Finished(uid, reason, generated, generated))
+        self.gateway.dispatcher.on_event(Finished(uid, reason, generated, generated))
 
 
 async def everything(events: Any) -> list[TokenEvent]:
@@ -119,10 +119,10 @@ def test_an_answer_tells_what_it_waits_for() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1, 2, 3, 4), 9))
         assert answer.progress() == Progress("queued")
-        stage.gateway.on_event(Accepted(1))
+        stage.gateway.dispatcher.on_event(Accepted(1))
         assert answer.progress() == Progress("queued")
         for computed in (1, 3):
-            stage.gateway.on_event(Prefilled(1, computed, 1))
+            stage.gateway.dispatcher.on_event(Prefilled(1, computed, 1))
             assert replace(answer.progress(), time_ms=0) == Progress("prefill", 4, 1, computed)
         assert answer.progress().time_ms >= 0
         stage.say(1, 50, 51)
@@ -130,11 +130,11 @@ def test_an_answer_tells_what_it_waits_for() -> None:
         stage.gateway.park_open_requests(LinkError("gone", Code.LINK_LOST))
         assert answer.progress() == Progress("restarting")
         stage.gateway.serve(cast(ProcessGroup, stage.ranks), MODEL, TEXT)
-        stage.gateway.on_event(Accepted(2))
+        stage.gateway.dispatcher.on_event(Accepted(2))
         assert answer.progress() == Progress("queued")
-        stage.gateway.on_event(Prefilled(2, 5, 0))
+        stage.gateway.dispatcher.on_event(Prefilled(2, 5, 0))
         assert replace(answer.progress(), time_ms=0) == Progress("prefill", 6, 0, 5)
-        stage.gateway.on_event(Prefilled(9, 5, 0))  # of a request that has ended
+        stage.gateway.dispatcher.on_event(Prefilled(9, 5, 0))  # of a request that has ended
 
     play(story)
 
@@ -153,8 +153,8 @@ def test_uids_rise_and_are_never_used_again() -> None:
 def test_one_step_of_several_requests_reaches_each_of_them() -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(3)]
-        stage.gateway.on_event(Delta((3, 1), (0, 0), (33, 11)))
-        stage.gateway.on_event(Delta((1, 2), (1, 0), (12, 22)))
+        stage.gateway.dispatcher.on_event(Delta((3, 1), (0, 0), (33, 11)))
+        stage.gateway.dispatcher.on_event(Delta((1, 2), (1, 0), (12, 22)))
         for uid in (1, 2, 3):
             stage.finish(uid)
         seen = [[e.tokens[0] for e in await everything(a) if isinstance(e, Tokens)] for a in answers]
@@ -168,7 +168,7 @@ def test_no_token_of_another_request_is_ever_seen(order: list[tuple[int, int]]) 
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(3)]
         for uid, index in order:
-            stage.gateway.on_event(Delta((uid,), (index,), (100 * uid + index,)))
+            stage.gateway.dispatcher.on_event(Delta((uid,), (index,), (100 * uid + index,)))
         for uid, answer in enumerate(answers, 1):
             stage.finish(uid)
             tokens = [e.tokens[0] for e in await everything(answer) if isinstance(e, Tokens)]
@@ -189,8 +189,8 @@ def test_what_a_request_asks_for_travels_with_it() -> None:
 def test_scores_come_with_their_tokens() -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((1,), 9, logprobs=top)) for top in (0, 2)]
-        stage.gateway.on_event(ScoredDelta(1, 0, (50,), (-0.5,), 0, (), ()))
-        stage.gateway.on_event(
+        stage.gateway.dispatcher.on_event(ScoredDelta(1, 0, (50,), (-0.5,), 0, (), ()))
+        stage.gateway.dispatcher.on_event(
             ScoredDelta(2, 0, (60, 61), (-1.0, -2.0), 2, (5, 6, 7, 8), (-0.1, -0.2, -0.3, -0.4))
         )
         for uid in (1, 2):
@@ -206,7 +206,7 @@ def test_scores_come_with_their_tokens() -> None:
 def test_the_end_tells_what_the_cache_and_the_drafts_were_worth() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.on_event(Finished(1, "length", 9, 4, cached=30, drafted=8, accepted=5))
+        stage.gateway.dispatcher.on_event(Finished(1, "length", 9, 4, cached=30, drafted=8, accepted=5))
         assert await everything(answer) == [StreamEnd("length", 9, 30, 8, 5)]
 
     play(story)
@@ -221,10 +221,10 @@ def test_nobody_is_told_accepted_before_rank_0_says_so() -> None:
         waiting = asyncio.create_task(answer.accepted())
         await asyncio.sleep(0)
         assert not waiting.done()
-        stage.gateway.on_event(Accepted(2))
+        stage.gateway.dispatcher.on_event(Accepted(2))
         await asyncio.sleep(0)
         assert not waiting.done()
-        stage.gateway.on_event(Accepted(1))
+        stage.gateway.dispatcher.on_event(Accepted(1))
         await waiting
         await answer.accepted()
         stage.say(1, 50)
@@ -237,7 +237,7 @@ def test_nobody_is_told_accepted_before_rank_0_says_so() -> None:
 def test_a_refusal_is_raised_by_accepted_and_ends_the_answer() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.on_event(Error(Code.BAD_REQUEST, "no such grammar", 1))
+        stage.gateway.dispatcher.on_event(Error(Code.BAD_REQUEST, "no such grammar", 1))
         with pytest.raises(RequestError, match="no such grammar"):
             await answer.accepted()
         assert await everything(answer) == []
@@ -251,7 +251,7 @@ def test_a_refusal_is_raised_by_accepted_and_ends_the_answer() -> None:
 def test_a_failure_after_acceptance_is_raised_to_the_reader() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.on_event(Accepted(1))
+        stage.gateway.dispatcher.on_event(Accepted(1))
         stage.gateway.fail_all(GroupError("rank 1 is gone"))
         await answer.accepted()
         with pytest.raises(GroupError, match="rank 1 is gone"):
@@ -328,7 +328,7 @@ def test_what_rank_0_still_says_about_a_cancelled_request_is_dropped() -> None:
         await answer.aclose()
         stage.say(1, 50)
         stage.finish(1, "cancel", 1)
-        stage.gateway.on_event(Error(Code.INTERNAL, "", 1))
+        stage.gateway.dispatcher.on_event(Error(Code.INTERNAL, "", 1))
         assert await everything(answer) == []
 
     play(story)
@@ -410,7 +410,7 @@ def test_a_rank_that_is_gone_refuses_and_leaves_no_request_open() -> None:
 def test_what_the_client_got_wrong_is_the_clients_error(code: Code) -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.on_event(Error(code, "too much", 1))
+        stage.gateway.dispatcher.on_event(Error(code, "too much", 1))
         with pytest.raises(RequestError, match="too much") as refused:
             await everything(answer)
         assert refused.value.code is code
@@ -422,7 +422,7 @@ def test_what_the_client_got_wrong_is_the_clients_error(code: Code) -> None:
 def test_any_other_error_is_ours() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "bye", 1))
+        stage.gateway.dispatcher.on_event(Error(Code.SHUTTING_DOWN, "bye", 1))
         with pytest.raises(GroupError, match="bye") as failed:
             await everything(answer)
         assert failed.value.code is Code.SHUTTING_DOWN
@@ -484,7 +484,9 @@ def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one() -> Non
 def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once() -> None:
     async def story(stage: Stage) -> None:
         golden_prompts = self_test.prompts(5)
-        warming = asyncio.create_task(stage.gateway.warm_up(cast(ProcessGroup, stage.ranks), golden_prompts))
+        warming = asyncio.create_task(
+            stage.gateway.self_test(cast(ProcessGroup, stage.ranks)).warm_up(golden_prompts)
+        )
 
         async def sent(count: int) -> list[Generate]:
             for _ in range(20):
@@ -510,7 +512,7 @@ def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once(
 def test_warming_up_fails_as_a_request_would() -> None:
     async def story(stage: Stage) -> None:
         warming = asyncio.create_task(
-            stage.gateway.warm_up(cast(ProcessGroup, stage.ranks), self_test.prompts(512))
+            stage.gateway.self_test(cast(ProcessGroup, stage.ranks)).warm_up(self_test.prompts(512))
         )
         await asyncio.sleep(0)
         await asyncio.sleep(0)

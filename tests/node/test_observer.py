@@ -161,7 +161,7 @@ def test_tokens_are_counted_and_the_rate_is_of_now(tmp_path: Path) -> None:
         supervisor.status.follow(ServingState.READY, 3, "", EpochGroup(0, 2, "ring"))
         assert moment(observer)["tokens_per_second"] == {"value": None, "of": "here"}
         await asyncio.sleep(0.5)
-        supervisor.gateway.confirmed_tokens += 50
+        supervisor.gateway.dispatcher.confirmed_tokens += 50
         value = moment(observer)["tokens_per_second"]["value"]
         assert 10 < value <= 100
         await parts.close()

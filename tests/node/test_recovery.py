@@ -11,7 +11,7 @@ import pytest
 
 from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError
-from mlxtp.gateway import gateway as gateway_module
+from mlxtp.gateway import dispatcher
 from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Sampling, Shaping
 
@@ -49,7 +49,7 @@ def test_the_next_group_is_asked_for_what_is_missing(why: GroupError) -> None:
     async def story(stage: Stage) -> None:
         wanted = Request((1, 2, 3), 9, Sampling(0.7, seed=5), Shaping(min_tokens=2), 3, ignore_eos=True)
         answer = stage.gateway.generate(wanted)
-        stage.gateway.on_event(Accepted(1))
+        stage.gateway.dispatcher.on_event(Accepted(1))
         stage.say(1, 50, 51)
         stage.gateway.park_open_requests(why)
         stage.say(1, 52, start=2)  # from ranks that are being ended
@@ -74,7 +74,7 @@ def test_a_request_that_was_not_even_accepted_is_asked_again() -> None:
         await asyncio.sleep(0)
         assert not accepted.done()
         assert asked(next_group(stage)) == [Generate(2, (1, 2), 9, strikes=1)]
-        stage.gateway.on_event(Accepted(2))
+        stage.gateway.dispatcher.on_event(Accepted(2))
         await accepted
         stage.finish(2)
         await everything(answer)
@@ -118,17 +118,17 @@ def test_who_waits_for_its_turn_alone_is_not_given_up_while_there_is_a_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def story(stage: Stage) -> None:
-        monkeypatch.setattr(stage.gateway, "_recovery_s", 0.02)
+        monkeypatch.setattr(stage.gateway.dispatcher, "recovery_s", 0.02)
         answers = [stage.gateway.generate(Request((1, 2, 3), 50)) for _ in range(3)]
         for _ in range(SUSPECT):
             for sent in asked(stage.ranks):
-                stage.gateway.on_event(Accepted(sent.uid))
+                stage.gateway.dispatcher.on_event(Accepted(sent.uid))
             stage.gateway.park_open_requests(LOST)
             ranks = next_group(stage)
         for turn in range(3):
             *_, alone = asked(ranks)
             assert len(asked(ranks)) == turn + 1
-            stage.gateway.on_event(Accepted(alone.uid))
+            stage.gateway.dispatcher.on_event(Accepted(alone.uid))
             await asyncio.sleep(0.05)
             stage.say(alone.uid, 7)
             stage.finish(alone.uid)
@@ -180,9 +180,9 @@ def test_a_client_that_leaves_after_the_pause_cancels_where_its_request_is_now()
 
 def test_nobody_waits_longer_than_the_limit() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway._recovery_s = 0.05
+        stage.gateway.dispatcher.recovery_s = 0.05
         open_one = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.on_event(Accepted(1))
+        stage.gateway.dispatcher.on_event(Accepted(1))
         never_accepted = stage.gateway.generate(Request((1,), 9))
         stage.gateway.park_open_requests(LOST)
         error = await error_of(open_one)
@@ -211,9 +211,9 @@ def test_a_model_that_takes_long_to_load_is_waited_for(load_s: float, waits_s: f
 
 def test_a_group_that_takes_it_up_and_says_nothing_is_not_waited_for_either() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway._recovery_s = 0.05
+        stage.gateway.dispatcher.recovery_s = 0.05
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.on_event(Accepted(1))
+        stage.gateway.dispatcher.on_event(Accepted(1))
         stage.gateway.park_open_requests(LOST)
         ranks = next_group(stage)
         await error_of(answer)
@@ -224,11 +224,11 @@ def test_a_group_that_takes_it_up_and_says_nothing_is_not_waited_for_either() ->
 
 def test_who_was_accepted_again_has_all_the_time_it_needs() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway._recovery_s = 0.05
+        stage.gateway.dispatcher.recovery_s = 0.05
         answer = stage.gateway.generate(Request((1,), 9))
         stage.gateway.park_open_requests(LOST)
         next_group(stage)
-        stage.gateway.on_event(Accepted(2))
+        stage.gateway.dispatcher.on_event(Accepted(2))
         await asyncio.sleep(0.1)
         stage.finish(2)
         assert await everything(answer) == [StreamEnd("stop", 1)]
@@ -331,7 +331,7 @@ def test_the_next_suspect_goes_when_the_one_before_it_is_over(how: str) -> None:
         if how == "finishes":
             stage.finish(first.uid)
         elif how == "fails":
-            stage.gateway.on_event(Error(Code.BAD_REQUEST, "no", first.uid))
+            stage.gateway.dispatcher.on_event(Error(Code.BAD_REQUEST, "no", first.uid))
         else:
             await answers[0].aclose()
         assert [each.tokens for each in asked(ranks)] == [(1,), (2,)]
@@ -416,17 +416,17 @@ def test_what_another_agent_gives_back_is_asked_again(
     monkeypatch: pytest.MonkeyPatch, code: Code, strikes: int
 ) -> None:
     """Of the same agent: its group is another one by then, or it says that it is not ready."""
-    monkeypatch.setattr(gateway_module, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(dispatcher, "ASK_AGAIN_S", 0.01)
 
     async def story(stage: Stage) -> None:
         ranks = next_group(stage, here=False)
         answer = stage.gateway.generate(Request((1,), 9))
         stage.say(1, 50)
-        stage.gateway.on_event(Error(code, "rank 1 is gone", 1))
+        stage.gateway.dispatcher.on_event(Error(code, "rank 1 is gone", 1))
         assert stage.open == 1
         await asyncio.sleep(0.05)
         assert asked(ranks)[1:] == [Generate(2, (1, 50), 9, answered=1, strikes=strikes)]
-        stage.gateway.on_event(Error(Code.NOT_READY, "no model is loaded", 2))
+        stage.gateway.dispatcher.on_event(Error(Code.NOT_READY, "no model is loaded", 2))
         await asyncio.sleep(0.05)
         assert asked(ranks)[2:] == [Generate(3, (1, 50), 9, answered=1, strikes=strikes)]
         stage.finish(3, "stop", 2)
@@ -442,7 +442,7 @@ def test_some_words_of_another_agent_are_the_last(code: Code) -> None:
     async def story(stage: Stage) -> None:
         next_group(stage, here=False)
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.on_event(Error(code, "no", 1))
+        stage.gateway.dispatcher.on_event(Error(code, "no", 1))
         assert (await error_of(answer)).code is code
         assert stage.open == 0
 
@@ -453,7 +453,7 @@ def test_the_first_refusal_of_another_agent_is_the_clients() -> None:
     async def story(stage: Stage) -> None:
         next_group(stage, here=False)
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.on_event(Error(Code.OVERLOADED, "full", 1))
+        stage.gateway.dispatcher.on_event(Error(Code.OVERLOADED, "full", 1))
         with pytest.raises(MlxtpError, match="full"):
             await answer.accepted()
 
@@ -486,7 +486,7 @@ def test_while_it_rests_open_requests_stay_where_they_are() -> None:
         with pytest.raises(MlxtpError):
             stage.gateway.generate(Request((1,), 9))
         stage.say(1, 50)
-        stage.gateway.on_event(Finished(1, "stop", 1, 1))
+        stage.gateway.dispatcher.on_event(Finished(1, "stop", 1, 1))
         assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
         assert len(ranks.sent) == 1
 

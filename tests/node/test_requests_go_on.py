@@ -148,13 +148,14 @@ async def interrupted(
 async def short_of_memory(pair: Pair) -> None:
     """The Mac of rank 1: who asks at the other one is told to come again, until there is some."""
     gateway = pair.other.supervisor.gateway
-    memory, gateway._memory = gateway._memory, lambda: SystemMemory(1)
+    admission = gateway.admission
+    memory, admission.memory = admission.memory, lambda: SystemMemory(1)
     cluster = pair.leader.parts
     assert cluster is not None
     await sees(cluster.reconciler.short)
     with pytest.raises(RequestError, match="which has a part of the model, is short of memory") as raised:
         await Client(pair.leader, GREEDY).read()
     assert raised.value.status == 503
-    gateway._memory = memory
+    admission.memory = memory
     await sees(lambda: not cluster.reconciler.short())
     assert (await Client(pair.leader, Request(COUNT, 3)).read())[1] is not None

@@ -15,6 +15,7 @@ from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.gateway import remote_backend
 from mlxtp.gateway import request as client_request
 from mlxtp.gateway.admission import AdmissionLimits
+from mlxtp.gateway.dispatcher import RequestDispatcher
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.gateway.remote_backend import RemoteBackend, serve_requests
 from mlxtp.wire.messages import (
@@ -66,7 +67,9 @@ class Stage:
 
     async def open(self) -> None:
         reader, self.writer = await self.connect()
-        self.desk = await RemoteBackend.greet(reader, self.writer, self.ours.on_event, self.lost.append)
+        self.desk = await RemoteBackend.greet(
+            reader, self.writer, self.ours.dispatcher.on_event, self.lost.append
+        )
         self.ours.serve(self.desk, MODEL, TEXT, here=False)
 
     async def asked(self, count: int = 1) -> list[Generate]:
@@ -76,7 +79,7 @@ class Stage:
 
     def say(self, *events: Any) -> None:
         for event in events:
-            self.theirs.on_event(event)
+            self.theirs.dispatcher.on_event(event)
 
     async def read(self, answer: Any) -> list[Any]:
         """Return the client's tokens; the error that ended the answer comes last."""
@@ -148,18 +151,18 @@ def test_an_answer_is_the_same_here_as_there() -> None:
 def test_a_bug_under_an_event_ends_the_link_instead_of_leaving_its_requests(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours: list[Gateway] = []
-    on_event = Gateway.on_event
+    ours: list[RequestDispatcher] = []
+    on_event = RequestDispatcher.on_event
 
-    def faulty(gateway: Gateway, event: Any) -> None:
-        if gateway in ours:
+    def faulty(dispatcher: RequestDispatcher, event: Any) -> None:
+        if dispatcher in ours:
             raise ZeroDivisionError("by a bug")
-        on_event(gateway, event)
+        on_event(dispatcher, event)
 
-    monkeypatch.setattr(Gateway, "on_event", faulty)
+    monkeypatch.setattr(RequestDispatcher, "on_event", faulty)
 
     async def story(stage: Stage) -> None:
-        ours.append(stage.ours)
+        ours.append(stage.ours.dispatcher)
         answer = stage.ours.generate(Request((1, 2, 3), 9))
         await stage.asked()
         stage.say(Accepted(1))
@@ -421,7 +424,7 @@ def test_an_agent_whose_rank_0_is_elsewhere_passes_nothing_on() -> None:
         )
         reader, writer = await asyncio.open_connection(sock=one)
         third = gateway()
-        desk = await RemoteBackend.greet(reader, writer, third.on_event, stage.lost.append)
+        desk = await RemoteBackend.greet(reader, writer, third.dispatcher.on_event, stage.lost.append)
         third.serve(desk, MODEL, TEXT, here=False)
         [refused] = await stage.read(third.generate(Request((1,), 9)))
         assert (refused.code, refused.status) == (Code.NOT_READY, 503)

@@ -164,7 +164,7 @@ def test_whoever_another_mac_answered_is_answered_here_when_a_group_forms_here(
         elsewhere, model = FakeRanks(), replace(MODEL, path=source.path)
         stage.gateway.serve(cast(Any, elsewhere), model, TEXT, here=False)
         answer = stage.gateway.generate(Request((5, 6, 7), 3))
-        stage.gateway.on_event(Delta((1,), (0,), (5,)))
+        stage.gateway.dispatcher.on_event(Delta((1,), (0,), (5,)))
         stage.plan(1)
         expected = [Tokens((5,)), Tokens((6,)), Tokens((7,)), StreamEnd("length", 3)]
         assert await everything(answer) == expected

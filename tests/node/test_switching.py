@@ -402,7 +402,7 @@ def test_what_others_have_passed_on_to_rank_0_runs_whoever_is_heard(tmp_path: Pa
     async def story(node: Node) -> None:
         link, cluster = leading(node), node.parts
         gateway = cluster.supervisor.gateway
-        gateway._backend, gateway._here = cast(Any, FakeRanks()), True
+        gateway.dispatcher.attach(cast(Any, FakeRanks()), here=True)
         cancel = gateway.relay(Generate(1, (1, 2), 9), lambda _: None)
         waiting = await ask(node, WANTED)
         tell(node, link)

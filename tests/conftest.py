@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from mlxtp.text import tokenizer
-from mlxtp.text.sandbox import SandboxedRenderer
+from mlxtp.text.renderer import SandboxedRenderer
 
 from .cluster import Cluster
 

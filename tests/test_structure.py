@@ -293,7 +293,7 @@ ALSO = frozenset(
         # one definition of what requests may set
         ("mlxtp.api.backend", "mlxtp.wire.messages"),
         # one list of names of secrets
-        ("mlxtp.text.sandbox", "mlxtp.wire.rank_process"),
+        ("mlxtp.text.renderer", "mlxtp.wire.rank_process"),
     }
 )
 """Single modules that may, until what they need is handed to them."""

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..api.auth import KeyRing
+from ..api.api_keys import KeyRing
 from ..cluster.introduction import versions_here
 from ..config import parse_nodes, parse_seconds
 from ..diagnostics.checkup import Checkup

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from ..errors import Code, MlxtpError, RequestError
-from .adapter import SSE, Operation, document
+from .adapter import SSE, Operation, document, internal_error
 from .admin import Administration, Observed, admin_routes, page_routes
 from .backend import Backend
 from .dialects import openai as answers
@@ -26,7 +26,6 @@ from .dialects.openai import MODELS, OpenAIChat, speaks_anthropic
 from .dialects.responses import Responses
 from .generation import Adapter, Generation
 from .guard import Access, guards, is_stranger
-from .http_errors import internal_error
 from .request_body import BODY_S, MAX_BODY_BYTES
 from .streaming import ClientGone
 

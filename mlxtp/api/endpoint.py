@@ -1,26 +1,290 @@
-"""The HTTP endpoint of one agent: its addresses and names, and who may use it."""
+"""The HTTP endpoint of one agent: its addresses and names, its certificate, and who may use it.
+
+With HTTPS, the certificate is from files, or one that this Mac signs itself. The self-signed one is
+`https.pem` in the home, with its key; `https-cert.pem` is the certificate alone, for clients to trust. It is
+unrelated to the cluster's certificates.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Iterator
+import ssl
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..config import Settings, is_host_name, is_loopback
 from ..errors import ConfigError
-from .api_keys import KeyFile
-from .auth import KeyRing
+from ..identity.private_files import check_closed, read_private, write_private
+from .api_keys import KeyFile, KeyRing
 from .guard import Access
-from .https_certificates import OWN_CERTIFICATE, Tls, here_and_now, own_tls, renewed, tls_of_files
 from .server import bind
 
 log = logging.getLogger(__name__)
+
+# --- certificates ----------------------------------------------------------------------------------------
+
+
+OWN = "https.pem"
+OWN_CERTIFICATE = "https-cert.pem"
+VALID = timedelta(days=397)  # Some systems reject certificates that are valid for longer than 398 days.
+RENEW = VALID / 10
+_EARLIER = timedelta(days=1)  # Validity begins a day ago, since clocks differ.
+_UNREADABLE = (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion, x509.ExtensionNotFound)
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """HTTPS of the endpoint. `certificate` is the one for clients, as PEM."""
+
+    context: ssl.SSLContext
+    certificate: str
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the certificate, as browsers show it: 32 pairs of hex digits with colons."""
+        digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(self.certificate)).hexdigest().upper()
+        return ":".join(digest[i : i + 2] for i in range(0, len(digest), 2))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Host names and addresses that the certificate is for."""
+        return _names(x509.load_pem_x509_certificate(self.certificate.encode()))
+
+
+def tls_of_files(certificate: str, key: str, now: datetime) -> Tls:
+    """Load PEM files: the certificate, followed by its chain, and its private key.
+
+    Raises ConfigError with the problem and the file. A certificate that is not valid at `now` is a warning.
+    """
+    try:
+        chain = x509.load_pem_x509_certificates(_read(certificate, "http-cert"))
+    except _UNREADABLE:
+        raise ConfigError(
+            f"--http-cert {certificate}: there is no certificate in it that can be read; it has to be PEM, "
+            f"which begins with -----BEGIN CERTIFICATE-----"
+        ) from None
+    try:
+        private = load_pem_private_key(_read_key(key), password=None)
+    except TypeError:
+        raise ConfigError(
+            f"--http-key {key}: the key has a password, and mlxtp does not prompt for it; write it "
+            f"without one, such as by: openssl pkey -in '{key}' -out plain.pem"
+        ) from None
+    except _UNREADABLE:
+        raise ConfigError(
+            f"--http-key {key}: there is no private key in it that can be read; it has to be PEM, which "
+            f"begins with -----BEGIN PRIVATE KEY-----"
+        ) from None
+    spki = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
+    if chain[0].public_key().public_bytes(*spki) != private.public_key().public_bytes(*spki):
+        raise ConfigError(
+            f"--http-key {key} is not the private key of the certificate in {certificate}; name two files "
+            f"that belong together (the certificate of this server has to be the first in its file)"
+        )
+    if when := _not_valid(chain[0], now):
+        log.warning("the certificate in %s %s; clients will refuse it", certificate, when)
+    return Tls(_context(certificate, key), chain[0].public_bytes(Encoding.PEM).decode())
+
+
+def own_tls(
+    home: Path,
+    names: Sequence[str],
+    addresses: Sequence[str],
+    now: datetime,
+    needed: Sequence[str] | None = None,
+) -> Tls:
+    """Load the home's certificate, or make one for these host names and addresses.
+
+    Clients have to trust a new one again. So it is made only where the present one does not cover the
+    `needed` names; by default, all of them. The key stays. Raises ConfigError when the home cannot be
+    written, or others could read the key.
+    """
+    pem = _own_pem(home)
+    if why := why_new(pem, (*names, *addresses) if needed is None else needed, now):
+        pem = _make_own(home, names, addresses, now, why)
+    certificate = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.PEM)
+    if read_private(home / OWN_CERTIFICATE) != certificate:
+        write_private(home / OWN_CERTIFICATE, certificate)
+    return Tls(_context(str(home / OWN), str(home / OWN)), certificate.decode())
+
+
+def renewed(tls: Tls, home: Path, names: Sequence[str], addresses: Sequence[str], now: datetime) -> Tls:
+    """Return the same while it is valid; else one with a new certificate, at once for new connections.
+
+    Raises ConfigError as `own_tls` does; then `tls` keeps its certificate.
+    """
+    pem = _own_pem(home)
+    if why := why_new(pem, (), now):
+        pem = _make_own(home, names, addresses, now, why)
+    certificate = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.PEM)
+    if certificate.decode() == tls.certificate:
+        return tls
+    write_private(home / OWN_CERTIFICATE, certificate)
+    tls.context.load_cert_chain(home / OWN, password=b"")
+    return Tls(tls.context, certificate.decode())
+
+
+def _own_pem(home: Path) -> bytes:
+    if_read = f"remove it together with {OWN_CERTIFICATE}, for another one"
+    return read_private(home / OWN, if_read) or b""
+
+
+def _make_own(home: Path, names: Sequence[str], addresses: Sequence[str], now: datetime, why: str) -> bytes:
+    pem = make(names, addresses, now, _key(_own_pem(home)))
+    write_private(home / OWN, pem)
+    log.info("a certificate was made for %s: %s", ", ".join([*names, *addresses]), why)
+    return pem
+
+
+def _key(pem: bytes) -> ec.EllipticCurvePrivateKey | None:
+    """Return the key if it can be used again: one of the kind that `make` makes."""
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except _UNREADABLE:
+        return None
+    return key if isinstance(key, ec.EllipticCurvePrivateKey) else None
+
+
+def why_new(pem: bytes, needed: Sequence[str], now: datetime) -> str:
+    """Return the reason to replace the certificate in `pem`; empty while it is usable.
+
+    `needed`: host names and addresses that it must cover.
+    """
+    if not pem:
+        return "there was none"
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        key = load_pem_private_key(pem, password=None)
+        covered = _names(certificate)
+        if certificate.public_key() != key.public_key():
+            raise ValueError("they do not belong together")
+    except _UNREADABLE:
+        return "the old one cannot be used"
+    if missing := [each for each in needed if each not in covered]:
+        return f"the old one is not for {', '.join(missing)}"
+    if when := _not_valid(certificate, now):
+        return f"the old one {when}"
+    if certificate.not_valid_after_utc - now < RENEW:
+        return f"the old one holds until {certificate.not_valid_after_utc:%Y-%m-%d} only"
+    return ""
+
+
+def make(
+    names: Sequence[str],
+    addresses: Sequence[str],
+    now: datetime,
+    key: ec.EllipticCurvePrivateKey | None = None,
+) -> bytes:
+    """Make a self-signed certificate and its key, as PEM. Without `key`, a new one."""
+    key = key or ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"mlxtp on {names[0]}"[:64])])
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    alternatives = [
+        *map(x509.DNSName, names),
+        *(x509.IPAddress(ipaddress.ip_address(address)) for address in addresses),
+    ]
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _EARLIER)
+        .not_valid_after(now - _EARLIER + VALID)
+        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_SIGNS_ONLY, critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(identifier, critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
+        )
+    )
+    certificate = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    return certificate + key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+_SIGNS_ONLY = x509.KeyUsage(
+    digital_signature=True,
+    key_cert_sign=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    crl_sign=False,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
+def _names(certificate: x509.Certificate) -> frozenset[str]:
+    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    addresses = map(str, found.get_values_for_type(x509.IPAddress))
+    return frozenset([*found.get_values_for_type(x509.DNSName), *addresses])
+
+
+def _context(certificate: str, key: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        # OpenSSL would prompt for an encrypted key's password at the terminal; here it is refused before.
+        context.load_cert_chain(certificate, key, password=b"")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{certificate} and {key} cannot be used for HTTPS: {error}") from None
+    return context
+
+
+def _read(path: str, flag: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--{flag} {path}: {error.strerror or error}") from None
+
+
+def _read_key(path: str) -> bytes:
+    """Read a key. Follows links, since programs that renew certificates use them."""
+    pem = _read(path, "http-key")
+    check_closed(Path(path), Path(path).stat(), "get another certificate, with another key")
+    return pem
+
+
+def _not_valid(certificate: x509.Certificate, now: datetime) -> str:
+    """Return the problem, in words, of a certificate that is not valid at `now`; empty if it is valid."""
+    if now > certificate.not_valid_after_utc:
+        return f"expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
+    if now < certificate.not_valid_before_utc:
+        return f"holds from {certificate.not_valid_before_utc:%Y-%m-%d} on only"
+    return ""
+
+
+def here_and_now() -> datetime:
+    """Return the time for checks of certificates."""
+    return datetime.now(UTC)
+
+
+# --- the endpoint ----------------------------------------------------------------------------------------
+
 
 NEVER = "never"
 RENEWAL_S = 3600.0  # seconds between two checks of the agent's own certificate

@@ -20,19 +20,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
-from ..text.chat_template import characters
-from ..text.conversation import Conversation, GenerationRequest, Prompt
+from ..text.conversation import Conversation, GenerationRequest, Prompt, characters
 from ..text.json_limits import check_extent
 from ..text.reasoning import ReadingPlan, StopFinder
 from ..text.tokenizer import Name, Text
 from ..text.tool_calls import CallReader
 from ..text.transcript import AnswerEvent, Transcript, WholeAnswer
 from . import sampling as settings
-from .adapter import About, Dialect, Json, Operation
+from .adapter import About, Dialect, Json, Operation, error_status, in_words_of
 from .backend import Backend, Health, ModelInfo, ModelLease, Progress, Shaping, StoredModelInfo
 from .backend import Request as Wanted
 from .catalog import Catalog, check_may_fit, token_budget
-from .http_errors import error_status, in_words_of
 from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body, not_supported, shown, wrong
 from .request_context import current, note
 from .sampling import Guidance, guidance

@@ -91,7 +91,7 @@ def refusal(error: ValidationError, where: str = "") -> RequestError:
         return _unreadable(first["input"], first["msg"].removeprefix("Invalid JSON: "))
     param = field_path((where, *first["loc"]) if where else first["loc"])
     if first["type"] == "missing":
-        return RequestError(f"{param} is missing", param=param)
+        return missing(param)
     if not param:
         return RequestError(f"the body must be a JSON object, got {shown(first['input'])}")
     if first["type"] == "too_short" and not first["input"]:
@@ -155,6 +155,15 @@ def not_supported(detail: str, param: str) -> RequestError:
 def wrong(where: str, expected: str, value: object) -> RequestError:
     """Return the error for a value of the wrong kind."""
     return RequestError(f"{where}: expected {expected}, got {shown(value)}", param=where)
+
+
+def missing(where: str) -> RequestError:
+    return RequestError(f"{where} is missing", param=where)
+
+
+def none_of(value: str, allowed: Iterable[str], where: str) -> RequestError:
+    """Return the error for a value that is none of those `allowed`."""
+    return RequestError(f"{where}: {shown(value)} is none of {', '.join(allowed)}", param=where)
 
 
 def check_finite(value: object, where: str) -> None:

@@ -13,9 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import RequestError
-from ..text.conversation import AUTO, NONE, REQUIRED, Conversation, GenerationOptions, GenerationRequest
+from ..text.conversation import (
+    AUTO,
+    NONE,
+    REQUIRED,
+    Conversation,
+    GenerationOptions,
+    GenerationRequest,
+    tool_json,
+)
 from ..text.tokenizer import Text
-from ..text.tool_calls import JSON_CALLS, CallStyle, Separators, ToolFormat, tool_json
+from ..text.tool_calls import JSON_CALLS, CallStyle, Separators, ToolFormat
 from ..text.tool_grammar import (
     JSON_STYLE,
     answer_grammar,

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import Code, ConfigError
-from .http_errors import error_body
+from .adapter import error_body
 
 # --- connections ------------------------------------------------------------------------------------------
 

@@ -29,9 +29,8 @@ from ..text.transcript import (
     Transcript,
     WholeAnswer,
 )
-from .adapter import About, Dialect, Json
+from .adapter import About, Dialect, Json, in_words_of, internal_error
 from .backend import Progress, StreamEnd, TokenStream
-from .http_errors import in_words_of, internal_error
 from .request_context import note
 
 log = logging.getLogger(__name__)

@@ -314,7 +314,7 @@ def find_served(home: Path, key: str) -> Served:
     model = listed.get(status["model"])  # other models may be listed that a request would load first
     if model is None:
         raise UserError("the model is being replaced; try again", Code.NOT_READY)
-    from ..api.https_certificates import OWN_CERTIFICATE
+    from ..api.endpoint import OWN_CERTIFICATE
 
     own = home / OWN_CERTIFICATE
     known = bool(client.certificate) and own.is_file() and own.read_text() == client.certificate

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from zeroconf import Error as ZeroconfError
 
-from ..api.https_certificates import here_and_now
+from ..api.endpoint import here_and_now
 from ..api.server import bind
 from ..cluster.state_file import SavedState
 from ..config import Settings, is_loopback

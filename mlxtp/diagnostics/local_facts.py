@@ -22,8 +22,7 @@ import psutil
 from cryptography import x509
 
 from ..api.api_keys import KeyFile
-from ..api.endpoint import NEVER
-from ..api.https_certificates import OWN_CERTIFICATE
+from ..api.endpoint import NEVER, OWN_CERTIFICATE
 from ..cluster.state_file import FILE, SavedState, from_text
 from ..config import Settings, is_loopback, resolve_settings
 from ..discovery.addresses import host_and_port

@@ -8,7 +8,7 @@ import logging
 import time
 
 from ..api.backend import ModelInfo
-from ..api.model_card import load_defaults
+from ..api.catalog import load_defaults
 from ..background import Background
 from ..cluster.node import ClusterNode
 from ..discovery.addresses import host_and_port

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..api.backend import ModelInfo
-from ..api.model_card import load_defaults
+from ..api.catalog import load_defaults
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from ..gateway.gateway import Gateway

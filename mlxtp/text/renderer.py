@@ -1,7 +1,7 @@
 """Chat template and tokenizer of one model: all code that runs files of the model.
 
-An agent runs it in a process of its own (`sandbox.py`), because a template may never end and a tokenizer may
-take any amount of memory. Work on texts waits in a queue with a bound on the wait.
+An agent runs it in a process of its own, with limits of time and memory, because a template may never end and
+a tokenizer may take any amount of memory. Work on texts waits in a queue with a bound on the wait.
 
 mlx-lm has chat templates as Python modules, for models without a Jinja template: DeepSeek V3.2's. They are
 mlx-lm's code and never the model's. A module is loaded from its file, because `import mlx_lm` would import
@@ -10,21 +10,37 @@ MLX.
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import importlib.util
+import json
+import logging
 import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ..errors import Code, ModelError, RequestError, is_library_error
+from pydantic_core import to_json
+
+from ..errors import Code, MlxtpError, ModelError, RequestError, is_library_error
 from ..tokenizer_file import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
+from ..wire.rank_process import without_secrets
+from .json_limits import SHORT
+
+log = logging.getLogger(__name__)
+
 
 # --- the queue of work ------------------------------------------------------------------------------------
 
@@ -283,3 +299,368 @@ def _whole_template(template: Any) -> str:
     if isinstance(template, Mapping):
         return "\n".join(map(str, template.values()))
     return str(template or "")
+
+
+# --- the same in a process of its own --------------------------------------------------------------------
+# The process stays warm between requests and does one thing at a time. It checks its CPU time itself, so
+# that a busy machine fails no request. The agent checks its memory, and that it makes progress. When it
+# breaks, the request at fault gets an error and the next one a new process.
+#
+# `python -m mlxtp.text.renderer FD FOLDER` sends the model's facts on the socket FD, then one reply for
+# each frame. A frame is 4 bytes of length, then JSON. A reply has one byte more: `t` before text, `i`
+# before token ids of 4 bytes each, `e` before an error in JSON.
+
+START_CPU_S = 120.0
+START_BYTES = 4 << 30  # resident bytes, while a tokenizer is read
+CPU_S = 3.0  # seconds of CPU time of one request,
+CPU_S_PER_MIB = 2.0  # plus seconds for each MiB of its text
+ROOM_BYTES = 512 << 20  # resident bytes, beyond those of the loaded process,
+ROOM_PER_BYTE = 64  # plus bytes for each byte of text
+TICK_S = 0.05  # seconds between two checks of a process with work
+# seconds of checks in a row that find it stopped or asleep, without any use of CPU time. Where a system calls
+# a process that sleeps "running", as macOS may, only a stopped one is found.
+STILL_S = 10.0
+WALL_S = 300.0  # seconds of checks in all
+REPLY_BYTES = 4 << 20  # bytes of a reply at most,
+REPLY_PER_BYTE = 16  # plus bytes for each byte of the request
+MOST_FACTS = 1 << 28  # bytes of the facts at most
+
+_LENGTH = struct.Struct("<I")
+
+
+class SandboxedRenderer:
+    """Renderer in another process, started on construction. Implements `renderer.Renderer`."""
+
+    def __init__(self, path: Path) -> None:
+        """Start the process, which takes a second or two.
+
+        Raises ModelError for a folder that cannot be read.
+        """
+        self._lanes = _Lane(path), _Lane(path)
+        self.facts = self._lanes[0].start()
+
+    def render(
+        self, messages: Sequence[Json], tools: Sequence[Json], options: Json, *, prompting: bool
+    ) -> str:
+        plain = [dict(message) for message in messages]
+        work = [plain, list(tools), dict(options), prompting]
+        return read_text(*self._reply(work))
+
+    def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+        return read_ids(*self._reply([text, special]))
+
+    def line(self, size: int) -> _Lane:
+        return self._lanes[size > SHORT]
+
+    def _reply(self, work: list[Any]) -> tuple[bytes, bytes]:
+        try:
+            body = _json(work)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the messages cannot be read: {error}", param="messages") from None
+        lane = next((each for each in self._lanes if each.here), self.line(len(body)))
+        return lane.run_blocking(partial(lane.request, body))
+
+
+def _json(work: list[Any]) -> bytes:
+    """Return JSON. pydantic is faster, but blocks other threads meanwhile and refuses half characters."""
+    try:
+        return to_json(work, inf_nan_mode="constants")
+    except ValueError:
+        return json.dumps(work).encode()
+
+
+def read_text(kind: bytes, found: bytes) -> str:
+    """Return the text of a reply.
+
+    Raises RequestError: the error in the reply, or one for an unreadable reply.
+    """
+    try:
+        if kind == b"t":
+            return found.decode("utf-8", "surrogatepass")
+        raise _error_in(kind, found)
+    except (ValueError, TypeError, RecursionError):
+        raise broken("its reply cannot be read") from None
+
+
+def read_ids(kind: bytes, found: bytes) -> tuple[int, ...]:
+    """Return the token ids of a reply. Raises RequestError as `read_text` does."""
+    try:
+        if kind == b"i":
+            return tuple(array.array("I", found))
+        raise _error_in(kind, found)
+    except (ValueError, TypeError, RecursionError):
+        raise broken("its reply cannot be read") from None
+
+
+def _error_in(kind: bytes, found: bytes) -> RequestError:
+    if kind != b"e":
+        raise ValueError(kind)
+    detail, code, status = json.loads(found)
+    if not isinstance(detail, str) or status not in (400, 422, 500, 503, 504):
+        raise ValueError(detail)
+    return RequestError(detail, Code(code), status=status, param="messages")
+
+
+class _Lane(WorkerQueue):
+    """Queue with a process of its own. Long texts have another one, so that short ones pass them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._process: _Process | None = None
+
+    def request(self, body: bytes) -> tuple[bytes, bytes]:
+        """Return the kind of the reply and the reply. Raises RequestError where the process breaks.
+
+        Only the thread of this queue calls it.
+        """
+        try:
+            if self._process is None or self._process.has_ended():
+                self._drop()
+                self.start()
+            assert self._process is not None
+            return self._process.request(body)
+        except BaseException as error:  # the next request would receive a reply that was not read
+            self._drop()
+            if isinstance(error, _Ended):
+                raise error.error from None
+            if isinstance(error, OSError | ModelError):
+                raise broken(str(error)) from None
+            raise
+
+    def start(self) -> RendererFacts:
+        """Start the process and return its report of the model. Raises ModelError."""
+        try:
+            self._process = _Process(self._path)
+            kind, found = self._process.greeting()
+        except OSError as error:
+            raise ModelError(f"cannot start a process for the tokenizer of {self._path}: {error}") from None
+        except _Ended as ended:
+            self._drop()
+            raise ModelError(f"the tokenizer in {self._path} cannot be read: {ended.error.detail}") from None
+        try:
+            return RendererFacts(**json.loads(read_text(kind, found)))
+        except (RequestError, ValueError, TypeError) as error:
+            self._drop()
+            code = error.code if isinstance(error, RequestError) else Code.MODEL_INVALID
+            raise ModelError(str(error), code) from None
+
+    def _drop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+
+class _Ended(Exception):
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(error.detail)
+        self.error = error
+
+
+class _Process:
+    """One helper process, used by one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        import psutil
+
+        here, there = socket.socketpair()
+        with there:
+            command = [sys.executable, "-m", __name__, str(there.fileno()), str(path.absolute())]
+            environment = {**without_secrets(os.environ), "TOKENIZERS_PARALLELISM": "false"}
+            popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()], env=environment
+            )
+        here.settimeout(TICK_S)
+        self._path = path
+        self._socket = here
+        self._popen = popen
+        self._process = psutil.Process(popen.pid)
+        self._warm_bytes = 0
+        self.close = weakref.finalize(self, _end, popen, here)
+
+    def has_ended(self) -> bool:
+        """Return True if the process ended by itself, and log how, unless a limit ended it."""
+        if (status := self._popen.poll()) is not None and status != -signal.SIGPROF:
+            log.warning(
+                "the process %d, which runs the chat template and tokenizer of %s, %s; "
+                "the next request for this model starts a new one",
+                self._popen.pid,
+                self._path,
+                _end_words(status),
+            )
+        return status is not None
+
+    def greeting(self) -> tuple[bytes, bytes]:
+        import psutil
+
+        reply = self._receive(Watch(START_BYTES, f"it takes more than {START_CPU_S:g} s"), MOST_FACTS)
+        with contextlib.suppress(psutil.Error):
+            self._warm_bytes = self._process.memory_info().rss
+        return reply
+
+    def request(self, body: bytes) -> tuple[bytes, bytes]:
+        """Return the kind of the reply and the reply. Raises _Ended."""
+        late = f"it takes more than {_cpu_s(len(body)):.3g} s for these messages"
+        watch = Watch(self._warm_bytes + ROOM_BYTES + ROOM_PER_BYTE * len(body), late)
+        unsent = memoryview(_LENGTH.pack(len(body)) + body)
+        while unsent:
+            unsent = unsent[self._watched(watch, partial(self._socket.send, unsent)) :]
+        return self._receive(watch, REPLY_BYTES + REPLY_PER_BYTE * len(body))
+
+    def _receive(self, watch: Watch, most_reply: int) -> tuple[bytes, bytes]:
+        found, size = bytearray(), _LENGTH.size
+        while len(found) < size:
+            part = self._watched(watch, partial(self._socket.recv, 1 << 20))
+            if not part:
+                raise _Ended(self._why(watch))
+            found += part
+            if size == _LENGTH.size and len(found) >= size:
+                size += _LENGTH.unpack_from(found)[0]
+                if size > most_reply:
+                    raise _Ended(too_large())
+        start = _LENGTH.size + 1
+        return bytes(found[_LENGTH.size : start]), bytes(found[start:])
+
+    def _watched(self, watch: Watch, step: Callable[[], T]) -> T:
+        """Return the result of `step`, which takes a tick at most. Raises _Ended."""
+        while True:
+            try:
+                return step()
+            except TimeoutError:
+                self._look(watch)
+            except OSError:
+                raise _Ended(self._why(watch)) from None
+
+    def _look(self, watch: Watch) -> None:
+        import psutil
+
+        resident, cpu_s, status = 0, 0.0, ""  # of a process that has ended; its socket reports that
+        with contextlib.suppress(psutil.Error), self._process.oneshot():
+            times = self._process.cpu_times()
+            resident, cpu_s = self._process.memory_info().rss, times.user + times.system
+            status = self._process.status()
+        if (error := watch.look(resident, cpu_s, status)) is not None:
+            raise _Ended(error)
+
+    def _why(self, watch: Watch) -> RequestError:
+        """Return the error of a process that ended by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(5.0)
+        self.has_ended()
+        status = self._popen.poll()
+        if status == -signal.SIGPROF:
+            return _too_late(watch.late)
+        return broken(f"the process that runs it {_end_words(status)}")
+
+
+@dataclass(slots=True)
+class Watch:
+    """Checks of a process with work, one each tick. Pure.
+
+    Checks are counted instead of seconds, so that an agent that was stopped itself ends no process.
+    `most_bytes` may be resident. `late` is the message for work that takes too long.
+    """
+
+    most_bytes: int
+    late: str
+    looks: int = 0
+    still: int = 0
+    cpu_s: float = -1.0
+
+    def look(self, resident: int, cpu_s: float, status: str) -> RequestError | None:
+        """Return the error of a process that must end. `status` is psutil's status.
+
+        A process that waits for a free core is "running", which never counts as stopped.
+        """
+        moves = cpu_s != self.cpu_s or status not in ("stopped", "sleeping")
+        self.looks, self.still, self.cpu_s = self.looks + 1, 0 if moves else self.still + 1, cpu_s
+        if resident > self.most_bytes:
+            return too_large()
+        if self.still * TICK_S > STILL_S:
+            return _too_late(f"its process stood still for {STILL_S:g} s")
+        return _too_late(self.late) if self.looks * TICK_S > WALL_S else None
+
+
+def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
+    link.close()
+    process.kill()
+    process.wait()
+
+
+def _end_words(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"was ended by signal {-status}"
+    return f"ended with status {status}"
+
+
+def _too_late(late: str) -> RequestError:
+    error = broken(late)
+    return RequestError(error.detail, Code.DEADLINE, status=504, param="messages")
+
+
+def _cpu_s(size: int) -> float:
+    return CPU_S + CPU_S_PER_MIB * size / (1 << 20)
+
+
+# --- the process itself -----------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> None:
+    """Serve one socket until its other end closes."""
+    link = socket.socket(fileno=int(arguments[0]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the agent reacts to Ctrl-C in a terminal
+    with contextlib.suppress(ConnectionError):
+        signal.setitimer(signal.ITIMER_PROF, START_CPU_S)
+        try:
+            writer = LocalRenderer.load(Path(arguments[1]))
+            reply = b"t" + json.dumps(asdict(writer.facts)).encode()
+        except MlxtpError as error:
+            _send(link, _error(error))
+            return
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(link, reply)
+        while (head := _exactly(link, _LENGTH.size)) and (body := _exactly(link, *_LENGTH.unpack(head))):
+            signal.setitimer(signal.ITIMER_PROF, _cpu_s(len(body)))
+            reply = _answer(writer, body)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _send(link, reply)
+
+
+def _answer(writer: LocalRenderer, body: bytes) -> bytes:
+    try:
+        match json.loads(body):
+            case [str(text), special]:
+                return b"i" + array.array("I", writer.encode(text, special=special)).tobytes()
+            case [messages, tools, options, prompting]:
+                text = writer.render(messages, tools, options, prompting=prompting)
+                return b"t" + text.encode("utf-8", "surrogatepass")
+            case _:
+                raise AssertionError("the agent sends two kinds of work")
+    except MemoryError:
+        return _error(too_large())
+    except MlxtpError as error:
+        return _error(error)
+
+
+def _error(error: MlxtpError) -> bytes:
+    status = error.status if isinstance(error, RequestError) else 500
+    return b"e" + json.dumps([error.detail, error.code.value, status]).encode()
+
+
+def _send(link: socket.socket, reply: bytes) -> None:
+    link.sendall(_LENGTH.pack(len(reply)) + reply)
+
+
+def _exactly(link: socket.socket, size: int) -> bytes:
+    """Return `size` bytes, none if the other end has closed."""
+    found = bytearray()
+    while len(found) < size:
+        part = link.recv(min(size - len(found), 1 << 20))
+        if not part:
+            return b""
+        found += part
+    return bytes(found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

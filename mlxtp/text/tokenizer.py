@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import Code, ModelError, RequestError, is_library_error
-from .chat_template import plainer_messages, template_messages, template_options
-from .conversation import Conversation
+from .conversation import Conversation, plainer_messages, template_messages, template_options, tool_json
 from .reasoning import call_format, thinking_markup
-from .renderer import Renderer, RendererFacts, WorkerQueue, broken
-from .sandbox import SandboxedRenderer
-from .tool_calls import JSON_CALLS, CallStyle, answer_prefix, call_style, tool_format, tool_json
+from .renderer import Renderer, RendererFacts, SandboxedRenderer, WorkerQueue, broken
+from .tool_calls import JSON_CALLS, CallStyle, answer_prefix, call_style, tool_format
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")

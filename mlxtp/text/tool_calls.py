@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import Code, ModelError, RequestError
-from .conversation import Call, ChatMessage, Conversation, Tool
+from .conversation import Call, ChatMessage, Conversation, Tool, tool_json
 
 log = logging.getLogger(__name__)
 
@@ -208,13 +208,6 @@ _HEAD = re.compile(
 def new_id() -> str:
     """Return a new id in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
-
-
-def tool_json(tool: Tool) -> Json:
-    """Return a tool in OpenAI's form, which chat templates take as well."""
-    function: Json = {"name": tool.name, "description": tool.description}
-    function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
 
 
 def _calls(found: object, names: Collection[str] | None) -> list[Call]:

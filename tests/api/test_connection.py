@@ -18,7 +18,7 @@ from mlxtp.api import request_body
 from mlxtp.api import server as http_server
 from mlxtp.api.access_log import AccessLog
 from mlxtp.api.app import create_app
-from mlxtp.api.https_certificates import here_and_now, own_tls
+from mlxtp.api.endpoint import here_and_now, own_tls
 from mlxtp.api.request_context import current
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.api.server import bind, serve

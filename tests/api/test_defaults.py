@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.api.backend import GREEDY, Sampling
-from mlxtp.api.model_card import defaults_of, load_defaults
+from mlxtp.api.catalog import defaults_of, load_defaults
 
 
 def test_a_model_that_is_to_be_sampled_says_how() -> None:

@@ -24,9 +24,8 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from mlxtp.admin.metrics import Metrics, OwnProcess, observed
-from mlxtp.api.api_keys import KeyFile
+from mlxtp.api.api_keys import KeyFile, KeyRing
 from mlxtp.api.app import create_app
-from mlxtp.api.auth import KeyRing
 from mlxtp.api.backend import ModelInfo, Request, StreamEnd
 from mlxtp.api.guard import Access
 from mlxtp.api.request_context import RequestContext, answering, current, note, note_key

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlxtp.api import sampling as settings
 from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Request, Sampling, Shaping
-from mlxtp.api.dialects.openai_request import parse_chat
+from mlxtp.api.dialects.openai import parse_chat
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import GenerationOptions
 from mlxtp.wire.frames import check_body, to_body

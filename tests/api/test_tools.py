@@ -10,10 +10,9 @@ import openai
 import pytest
 
 from mlxtp.errors import GroupError
-from mlxtp.text.conversation import Tool
+from mlxtp.text.conversation import Tool, tool_json
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
-from mlxtp.text.tool_calls import tool_json
 
 from .conftest import TEMPLATE, Server, byte_level, save, says, then
 from .test_app import HELLO, fail_with

@@ -22,8 +22,7 @@ import pytest
 from mlxtp.api import generation
 from mlxtp.api.adapter import About
 from mlxtp.api.backend import ImmediateLease, Progress, StreamEnd
-from mlxtp.api.dialects.openai import OpenAIChat
-from mlxtp.api.dialects.openai_request import parse_chat
+from mlxtp.api.dialects.openai import OpenAIChat, parse_chat
 from mlxtp.api.streaming import LoadingStream
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.transcript import AnswerEvent, ContentDelta, Finish

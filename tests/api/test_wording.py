@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from mlxtp.api.adapter import in_words_of
 from mlxtp.api.dialects.anthropic import ANTHROPIC
 from mlxtp.api.dialects.completions import Completions
 from mlxtp.api.dialects.ollama import Ollama
 from mlxtp.api.dialects.responses import Responses
 from mlxtp.api.generation import Adapter
-from mlxtp.api.http_errors import in_words_of
 from mlxtp.errors import RequestError
 
 

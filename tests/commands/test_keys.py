@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from mlxtp.admin.handlers import announced
 from mlxtp.api.api_keys import FILE, KeyFile
 from mlxtp.api.app import create_app
-from mlxtp.api.https_certificates import Tls, here_and_now, make, own_tls, tls_of_files
+from mlxtp.api.endpoint import Tls, here_and_now, make, own_tls, tls_of_files
 from mlxtp.api.server import bind, serve
 
 from ..api.test_admin import KEY

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from mlxtp.engine.grammar import Grammars, Matcher
 from mlxtp.engine.logit_shaping import AnswerBudget, Guided
-from mlxtp.text.conversation import Tool
-from mlxtp.text.tool_calls import CallStyle, tool_format, tool_json
+from mlxtp.text.conversation import Tool, tool_json
+from mlxtp.text.tool_calls import CallStyle, tool_format
 from mlxtp.text.tool_grammar import call_grammar, marked_call_grammar
 
 from ..reference import TINY, model_of

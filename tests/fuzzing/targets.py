@@ -21,7 +21,7 @@ from mlxtp.api import catalog
 from mlxtp.api import sampling as settings
 from mlxtp.api.adapter import About
 from mlxtp.api.backend import ModelInfo
-from mlxtp.api.dialects import completions, openai_request, responses_request
+from mlxtp.api.dialects import completions, openai, responses_request
 from mlxtp.api.dialects.responses import response_body
 from mlxtp.api.dialects.responses_request import ResponseStore
 from mlxtp.api.guard import host_name
@@ -39,11 +39,17 @@ from mlxtp.models import manifest as manifests
 from mlxtp.placement import measurements
 from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.probe_machine import mac
-from mlxtp.text.chat_template import characters, template_messages
-from mlxtp.text.conversation import Conversation, GenerationRequest, Tool
+from mlxtp.text.conversation import (
+    Conversation,
+    GenerationRequest,
+    Tool,
+    characters,
+    template_messages,
+    tool_json,
+)
 from mlxtp.text.reasoning import Markup, ReadingPlan, ReasoningParser, StopFinder
-from mlxtp.text.sandbox import read_ids, read_text
-from mlxtp.text.tool_calls import CallReader, tool_format, tool_json
+from mlxtp.text.renderer import read_ids, read_text
+from mlxtp.text.tool_calls import CallReader, tool_format
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
 from mlxtp.wire import certificates, recording
 from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
@@ -210,7 +216,7 @@ def chat(data: bytes) -> None:
 
 
 def _chat(data: bytes) -> None:
-    _asked(openai_request.parse_chat(data))
+    _asked(openai.parse_chat(data))
 
 
 def responses(data: bytes) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.api.api_keys import FILE, MAX_KEYS, PREFIX, KeyFile
-from mlxtp.api.auth import LOOK_S, KeyRing, keys_needed
+from mlxtp.api.api_keys import FILE, LOOK_S, MAX_KEYS, PREFIX, KeyFile, KeyRing, keys_needed
 from mlxtp.errors import Code, ConfigError, UserError
 
 from ..cluster import WAIT_S

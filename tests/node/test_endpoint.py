@@ -14,8 +14,7 @@ from cryptography import x509
 
 from mlxtp.api import endpoint as module
 from mlxtp.api.api_keys import FILE, KeyFile
-from mlxtp.api.endpoint import Endpoint, names_here, open_endpoint
-from mlxtp.api.https_certificates import VALID, here_and_now, make
+from mlxtp.api.endpoint import VALID, Endpoint, here_and_now, make, names_here, open_endpoint
 from mlxtp.config import Settings
 from mlxtp.errors import ConfigError
 

@@ -21,17 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from mlxtp.api.https_certificates import (
-    OWN,
-    OWN_CERTIFICATE,
-    VALID,
-    Tls,
-    make,
-    own_tls,
-    renewed,
-    tls_of_files,
-    why_new,
-)
+from mlxtp.api.endpoint import OWN, OWN_CERTIFICATE, VALID, Tls, make, own_tls, renewed, tls_of_files, why_new
 from mlxtp.errors import ConfigError
 
 from ..cluster import WAIT_S

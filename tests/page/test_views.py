@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.api.api_keys import KeyFile
-from mlxtp.api.auth import KeyRing
+from mlxtp.api.api_keys import KeyFile, KeyRing
 from mlxtp.api.guard import Access
 from mlxtp.errors import Code, UserError
 

@@ -1,4 +1,4 @@
 """The dialects of HTTP: each reads its bodies into a `GenerationRequest` and writes events as its answers.
 
-`openai` is the shortest to read; `openai_request` has its bodies. `request_parts` is for several dialects.
+`openai` is the shortest to read. `request_parts` is for several dialects.
 """

@@ -19,14 +19,12 @@ from starlette.routing import Route
 from ...errors import Code, MlxtpError, RequestError
 from ...text.conversation import GenerationRequest, Prompt
 from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
-from ..adapter import SSE, About, Json, Operation
+from ..adapter import SSE, About, Json, Operation, error_body_of
 from ..backend import StreamEnd
 from ..generation import MAX_CHOICES, Generation, Handler
-from ..http_errors import error_body_of
-from ..request_body import in_range, not_supported, parsed, shown, wrong
+from ..request_body import in_range, missing, not_supported, parsed, shown, wrong
 from ..streaming import COMMENT
-from .openai import TOO_LONG, bounded, end_of_stream, finishes, first_open, head, sse, usage
-from .openai_request import StreamOptions
+from .openai import TOO_LONG, StreamOptions, bounded, end_of_stream, finishes, first_open, head, sse, usage
 from .request_parts import MOST_TOKENS, Tuning
 
 # --- requests ---------------------------------------------------------------------------------------------
@@ -107,7 +105,7 @@ def _prompts(given: object) -> tuple[Prompt, ...]:
     """Return text, texts, tokens or lists of tokens as prompts. Raises RequestError."""
     match given:
         case None:
-            raise RequestError("prompt is missing", param="prompt")
+            raise missing("prompt")
         case str(text):
             return (text,)
         case [int(), *_]:

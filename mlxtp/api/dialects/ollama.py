@@ -29,8 +29,8 @@ from ...text.transcript import (
 )
 from ..adapter import NDJSON, About, AnswerWriter, Json, Operation
 from ..backend import GREEDY, Health, ModelInfo, Sampling, StoredModelInfo
+from ..catalog import ModelCard, load_defaults, read_card
 from ..generation import Generation
-from ..model_card import ModelCard, load_defaults, read_card
 from ..request_body import not_supported, parsed, shown
 from .ollama_request import (
     Arrival,

@@ -28,13 +28,12 @@ from ...text.conversation import (
 )
 from ..adapter import Json
 from ..backend import ModelInfo
-from ..request_body import Schema, in_range, not_supported, parsed, shown
+from ..request_body import Schema, in_range, none_of, not_supported, parsed, shown
+from .request_parts import MOST_TOKENS
 
 LATEST = ":latest"
 ThinkLevel = Literal["low", "medium", "high", "max"]
 THINK_LEVELS: tuple[str, ...] = get_args(ThinkLevel)
-
-_MOST_TOKENS = 2**31 - 1
 
 
 # --- schema of a request ----------------------------------------------------------------------------------
@@ -102,11 +101,11 @@ Object = Annotated[Json, AfterValidator(_plain)]
 class OllamaOptions(Schema):
     """Supported fields of `options`."""
 
-    num_predict: Annotated[Integer, in_range(-_MOST_TOKENS, _MOST_TOKENS)] | None = None
+    num_predict: Annotated[Integer, in_range(-MOST_TOKENS, MOST_TOKENS)] | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stop_strings, str | list[str] | None)] = ()
     temperature: Annotated[float, in_range(0, 100)] | None = None
     top_p: Annotated[float, in_range(0, 1)] | None = None
-    top_k: Annotated[Integer, in_range(-1, _MOST_TOKENS)] | None = None
+    top_k: Annotated[Integer, in_range(-1, MOST_TOKENS)] | None = None
     min_p: Annotated[float, in_range(0, 1)] | None = None
     seed: Integer | None = None
     repeat_penalty: Annotated[float, in_range(0.01, 100)] | None = None
@@ -185,8 +184,7 @@ class OllamaShow(Schema):
     name: str | None = None
 
 
-# --- from a body to a request
-# ----------------------------------------------------------------------------------
+# --- from a body to a request. Pure ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,9 +332,7 @@ def _role(message: OllamaMessage, where: str) -> Role:
         raise not_supported(f"{where}.images is not supported: only text is understood", f"{where}.images")
     role = _ROLES.get(message.role.lower())
     if role is None:
-        raise RequestError(
-            f"{where}.role: {shown(message.role)} is none of {', '.join(_ROLES)}", param=f"{where}.role"
-        )
+        raise none_of(message.role, _ROLES, f"{where}.role")
     return role
 
 

@@ -52,27 +52,13 @@ class Tuning(Schema):
     ) -> GenerationOptions:
         """Return the options. The arguments are those that each dialect names in its own way."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        same = self.model_dump(include=_SAME_NAMES, exclude_none=True)
         return GenerationOptions(
-            n=n,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens or 0,
-            stop=stops,
-            ignore_eos=bool(self.ignore_eos),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
-            seed=self.seed,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=self.logit_bias or {},
-            format=format_,
-            logprobs=logprobs,
-            deadline_s=self.deadline_s or 0.0,
+            n=n, max_tokens=max_tokens, stop=stops, format=format_, logprobs=logprobs, **same
         )
+
+
+_SAME_NAMES = {*Tuning.model_fields} - {"stop"}  # as in `GenerationOptions`
 
 
 # --- tools ------------------------------------------------------------------------------------------------

@@ -25,11 +25,10 @@ from ...text.transcript import (
     Scored,
     WholeAnswer,
 )
-from ..adapter import SSE, About, Json, Operation
-from ..dialects import openai as answers
+from ..adapter import SSE, About, Json, Operation, error_body_of, error_status
 from ..generation import Generation
-from ..http_errors import error_body_of, error_status
 from ..request_context import current
+from . import openai as answers
 from .openai import TOO_LONG, finishes, sse
 from .request_parts import ClientTool, TextReader, called
 from .responses_items import CALLS, call_item, object_in, search_call

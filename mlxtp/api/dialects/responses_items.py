@@ -16,7 +16,7 @@ from ...errors import RequestError
 from ...text.conversation import AUTO, NONE, REQUIRED, Call, ChatMessage
 from ...text.json_limits import check_extent
 from ..adapter import Json
-from ..request_body import Schema, check_finite, checked, not_supported, shown, wrong
+from ..request_body import Schema, check_finite, checked, missing, none_of, not_supported, shown, wrong
 from .request_parts import ClientTool, joined, log_left_out, text_arguments, text_parameters
 
 ROLES: dict[str, Literal["user", "system"]] = {"user": "user", "system": "system", "developer": "system"}
@@ -137,10 +137,7 @@ def _message(item: Json, where: str) -> Json:
     message = checked(_Message, item, where)
     texts = _texts(message.content, f"{where}.content")
     if message.role != "assistant" and message.role not in ROLES:
-        raise RequestError(
-            f"{where}.role: {shown(message.role)} is none of {', '.join(ROLES)}, assistant",
-            param=f"{where}.role",
-        )
+        raise none_of(message.role, (*ROLES, "assistant"), f"{where}.role")
     return _spoken(message.role, texts)
 
 
@@ -356,7 +353,7 @@ def read_tools(
             case str(kind):
                 log_left_out("tools", kind)
             case None:
-                raise RequestError(f"{at}.type is missing", param=f"{at}.type")
+                raise missing(f"{at}.type")
             case kind:
                 raise wrong(f"{at}.type", '"function"', kind)
     return tools, repeated

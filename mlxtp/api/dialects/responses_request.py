@@ -23,7 +23,17 @@ from typing import Annotated, Any, Literal
 from ...errors import Code, RequestError
 from ...text.conversation import Conversation, GenerationRequest
 from ..adapter import Json
-from ..request_body import Schema, check_finite, in_range, not_supported, parsed, shown, wrong
+from ..request_body import (
+    Schema,
+    check_finite,
+    in_range,
+    missing,
+    none_of,
+    not_supported,
+    parsed,
+    shown,
+    wrong,
+)
 from .request_parts import MOST_TOKENS, Tuning, unfold
 from .responses_items import (
     Tools,
@@ -304,9 +314,7 @@ def _check_finite(request: ResponseRequest) -> None:
 def _logprobs(request: ResponseRequest) -> int:
     for i, name in enumerate(request.include or ()):
         if name not in _INCLUDABLE:
-            raise RequestError(
-                f"include[{i}]: {shown(name)} is none of {', '.join(_INCLUDABLE)}", param=f"include[{i}]"
-            )
+            raise none_of(name, _INCLUDABLE, f"include[{i}]")
     if LOGPROBS in (request.include or ()):
         return request.top_logprobs or 0
     if request.top_logprobs:
@@ -354,7 +362,7 @@ def _items(request: ResponseRequest, store: ResponseStore, client: str) -> list[
         case str() | list():
             return items_of(request.input, find)
         case None:
-            raise RequestError("input is missing", param="input")
+            raise missing("input")
         case other:
             raise wrong("input", "a string or a list of items", other)
 

@@ -20,8 +20,7 @@ from pydantic import BaseModel, TypeAdapter
 from mlxtp.api.access_log import AccessLog
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo
-from mlxtp.api.dialects.anthropic import SIGNATURE, models_body
-from mlxtp.api.dialects.anthropic_request import parse_count, parse_messages
+from mlxtp.api.dialects.anthropic import SIGNATURE, models_body, parse_count, parse_messages
 from mlxtp.api.dialects.request_parts import log_left_out
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.api.server import bind, serve

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import Health, ModelInfo, Sampling, StreamEnd, TokenEvent, Tokens
+from mlxtp.api.catalog import read_card
 from mlxtp.api.dialects.ollama_request import Arrival, parse_chat
-from mlxtp.api.model_card import read_card
 from mlxtp.api.server import bind, serve
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.text.conversation import Conversation

@@ -3,11 +3,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mlxtp.api.adapter import About
+from mlxtp.api.adapter import About, error_body_of, error_status
 from mlxtp.api.backend import StreamEnd, TokenScore
 from mlxtp.api.dialects import openai as answers
 from mlxtp.api.dialects.openai import ChunkWriter
-from mlxtp.api.http_errors import error_body_of, error_status
 from mlxtp.errors import GroupError, LinkError, LocalProtocolError, ModelError, RequestError
 from mlxtp.text.conversation import Call, Conversation, GenerationOptions, GenerationRequest
 from mlxtp.text.tokenizer import Name

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.api.dialects import openai_request
+from mlxtp.api.dialects import openai
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, GenerationRequest, Tool
 
@@ -17,7 +17,7 @@ def body(**fields: Any) -> bytes:
 
 
 def parse(**fields: Any) -> GenerationRequest:
-    return openai_request.parse_chat(body(**fields))
+    return openai.parse_chat(body(**fields))
 
 
 def talk(**fields: Any) -> Conversation:
@@ -253,7 +253,7 @@ def test_a_message_that_asks_for_more_than_text(message: Any, named: str) -> Non
 )  # fmt: skip
 def test_a_body_that_is_no_request(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
-        openai_request.parse_chat(body)
+        openai.parse_chat(body)
     assert caught.value.status == 400
     assert len(caught.value.detail) < 300
 

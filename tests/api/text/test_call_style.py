@@ -208,7 +208,7 @@ def test_a_forced_call_is_read_back(name: str, tmp_path: Path) -> None:
         call = call.replace(marker, "")
     if name == "harmony":
         call = call.replace(" to=", "").replace("<|channel|>commentary", "")
-    from mlxtp.text.tool_calls import tool_json
+    from mlxtp.text.conversation import tool_json
 
     found: Any = required.calls.parse(call, [tool_json(tool) for tool in TOOLS])
     (found,) = found if isinstance(found, list) else [found]

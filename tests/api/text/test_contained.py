@@ -16,11 +16,10 @@ import psutil
 import pytest
 
 from mlxtp.errors import Code, ModelError, RequestError
-from mlxtp.text import renderer, sandbox
+from mlxtp.text import renderer
 from mlxtp.text.conversation import ChatMessage, Conversation
 from mlxtp.text.json_limits import SHORT
-from mlxtp.text.renderer import LocalRenderer
-from mlxtp.text.sandbox import SandboxedRenderer
+from mlxtp.text.renderer import LocalRenderer, SandboxedRenderer
 from mlxtp.text.tokenizer import Text
 
 from ...reference import chat_ids, conversation_ids
@@ -52,12 +51,12 @@ def saying(words: str) -> Conversation:
 
 def children() -> list[psutil.Process]:
     gc.collect()  # what failed in another test
-    return [each for each in psutil.Process().children() if "mlxtp.text.sandbox" in each.cmdline()]
+    return [each for each in psutil.Process().children() if "mlxtp.text.renderer" in each.cmdline()]
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "ROOM_BYTES", 64 << 20)
+    monkeypatch.setattr(renderer, "ROOM_BYTES", 64 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +151,7 @@ def test_a_panic_while_reading_is_a_broken_model(tmp_path: Path) -> None:
 def test_a_tokenizer_that_takes_too_long_to_read_is_refused(
     loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "START_BYTES", 1)
+    monkeypatch.setattr(renderer, "START_BYTES", 1)
     before = children()
     with pytest.raises(ModelError, match="memory"):
         SandboxedRenderer(loaded["byte_level"].folder)
@@ -174,7 +173,7 @@ def test_after_its_end_the_next_request_gets_another_process(loaded: dict[str, L
 def test_a_stopped_process_is_ended_and_its_request_gets_504(
     loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "STILL_S", 0.3)
+    monkeypatch.setattr(renderer, "STILL_S", 0.3)
     usual = loaded["byte_level"]
     before = children()
     text = Text(SandboxedRenderer(usual.folder))
@@ -189,10 +188,10 @@ def test_a_stopped_process_is_ended_and_its_request_gets_504(
 
 
 def test_only_a_process_that_neither_works_nor_waits_for_a_core_stands_still() -> None:
-    looks = round(sandbox.STILL_S / sandbox.TICK_S) + 2
+    looks = round(renderer.STILL_S / renderer.TICK_S) + 2
 
     def error(*looked: tuple[float, str]) -> RequestError | None:
-        watch = sandbox.Watch(1, "late")
+        watch = renderer.Watch(1, "late")
         return [watch.look(0, *looked[i % len(looked)]) for i in range(looks)][-1]
 
     for status in ("stopped", "sleeping"):
@@ -223,14 +222,14 @@ def test_a_process_that_was_killed_leaves_one_line_in_the_log(
     assert str(tmp_path) in caplog.text
 
     caplog.clear()
-    receive = sandbox._Process._receive
+    receive = renderer._Process._receive
 
-    def killed(process: sandbox._Process, *rest: Any) -> Any:
+    def killed(process: renderer._Process, *rest: Any) -> Any:
         kill()
         return receive(process, *rest)
 
     with monkeypatch.context() as patched:  # in the middle of one
-        patched.setattr(sandbox._Process, "_receive", killed)
+        patched.setattr(renderer._Process, "_receive", killed)
         with pytest.raises(RequestError, match="was ended by signal 9") as caught:
             conversation_ids(text, saying("endless"))
     assert caught.value.status == 422
@@ -251,7 +250,7 @@ def test_short_texts_pass_the_long_text_that_a_template_makes_of_a_short_body(tm
     begun, waits, go_on = threading.Event(), threading.Event(), threading.Event()
 
     class Watched(SandboxedRenderer):
-        def line(self, size: int) -> sandbox._Lane:
+        def line(self, size: int) -> renderer._Lane:
             if size > SHORT:
                 waits.set()
             return super().line(size)
@@ -292,15 +291,15 @@ def test_a_reply_that_was_not_read_is_never_the_next_request_s(
 ) -> None:
     usual = loaded["byte_level"]
     text = Text(SandboxedRenderer(usual.folder))
-    receive = sandbox._Process._receive
+    receive = renderer._Process._receive
 
     def interrupted(*_arguments: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sandbox._Process, "_receive", interrupted)
+    monkeypatch.setattr(renderer._Process, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         conversation_ids(text, saying("secret"))
-    monkeypatch.setattr(sandbox._Process, "_receive", receive)
+    monkeypatch.setattr(renderer._Process, "_receive", receive)
     assert conversation_ids(text, saying("hello")) == conversation_ids(usual.text, saying("hello"))
 
 

@@ -6,11 +6,18 @@ from pathlib import Path
 import pytest
 
 from mlxtp.errors import Code, RequestError
-from mlxtp.text.chat_template import characters, template_messages, template_options
-from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
+from mlxtp.text.conversation import (
+    Call,
+    ChatMessage,
+    Conversation,
+    Tool,
+    characters,
+    template_messages,
+    template_options,
+    tool_json,
+)
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
-from mlxtp.text.tool_calls import tool_json
 
 from ...reference import conversation_ids
 from ..conftest import byte_level, save

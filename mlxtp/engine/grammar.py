@@ -151,16 +151,11 @@ class Grammar:
     kind: str
     text: str
     size: int
-    _start: LLMatcher
-    _tokens: int
-    _vocabulary: int
-    _hints: Hints
-    _length: int  # of the text, in tokens
+    _start: Matcher
 
     def matcher(self) -> Matcher:
         """Return a new matcher at the grammar's start."""
-        state = self._start.deep_copy()
-        return Matcher(state, self._tokens, self._vocabulary, self._hints, self._length)
+        return self._start.copy()
 
 
 class Grammars:
@@ -251,11 +246,12 @@ class Grammars:
         size = max(self._trial.run(kind, text), len(text))
         if size > self._max_kept_bytes:
             raise refused(kind, f"it takes {size >> 20} MiB; the limit is {self._max_kept_bytes >> 20} MiB")
-        start = build(tokenizer, kind, text)
+        state = build(tokenizer, kind, text)
         length = len(tokenizer.tokenize_str(text))
         if kind == "lark":
             hints = _with_suffixes(hints, text, tokenizer, self._vocabulary)
-        return Grammar(kind, text, size, start, tokenizer.vocab_size, self._vocabulary, hints, length)
+        start = Matcher(state, tokenizer.vocab_size, self._vocabulary, hints, length)
+        return Grammar(kind, text, size, start)
 
     def _tokenizer_and_hints(self) -> tuple[LLTokenizer, Hints]:
         if self._known is None:

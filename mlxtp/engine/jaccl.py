@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import Code, ConfigError, GroupError, LinkError
 from ..wire.messages import Gathered, Message, SideChannel
-from ..wire.rdma import Matrix, device_file, fault, square
+from ..wire.rdma import Matrix, fault, square
 
 Gather = Callable[[bytes, int], bytes]  # `gather(src, n)` returns every rank's n bytes, in rank order
 #: `factory(rank, size)`, called once by `init` in the thread that called it.
@@ -41,12 +41,8 @@ class JacclFabric:
             raise ConfigError(wrong)
         return cls(matrix, ring, factory)
 
-    def file(self) -> str:
-        """Return the text of the file that `environment` names."""
-        return device_file(self.matrix)
-
     def environment(self, present: Iterable[str], rank: int, path: str) -> dict[str, str | None]:
-        """Return variables to set, and with None those of `present` to remove.
+        """Return variables to set, and with None those of `present` to remove. `path`: of a `device_file`.
 
         Inherited variables must not count: the mere presence of one prefers the ring, a missing rank means 0,
         and JACCL_RANK hides MLX_RANK.

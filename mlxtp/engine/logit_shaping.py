@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -295,8 +296,9 @@ class AnswerBudget:
         """Return the rest of the last ending if it is shorter than `found`, else `found`; remember it."""
         last, room = self._planned
         rest = last[room - left :] if room > left else ()
-        shorter = rest and (found is None or len(rest) < len(found)) and _completes(matcher, rest)
-        ending = rest if shorter else found
+        shorter = rest and (found is None or len(rest) < len(found))
+        completes = shorter and (end := _after(matcher, rest)) is not None and end.complete
+        ending = rest if completes else found
         self._planned = ending or (), left
         return ending
 
@@ -315,24 +317,21 @@ def _text(matcher: Matcher, words: NDArray[np.uint32], spare: int) -> NDArray[np
     return hints.plain & hints.whole if _in_string(matcher, words) else np.zeros_like(words)
 
 
-def _fits(matcher: Matcher, token: int, left: int) -> bool:
-    """Return True if the answer can still be complete after `token`."""
-    state = matcher.copy()
-    try:
-        state.accept(token)
-    except MlxtpError:
-        return False
-    return _ending(state, left) is not None
-
-
-def _completes(matcher: Matcher, tokens: tuple[int, ...]) -> bool:
+def _after(matcher: Matcher, tokens: tuple[int, ...]) -> Matcher | None:
+    """Return a matcher behind `tokens`; None if they are not allowed."""
     state = matcher.copy()
     try:
         for token in tokens:
             state.accept(token)
     except MlxtpError:
-        return False
-    return state.complete
+        return None
+    return state
+
+
+def _fits(matcher: Matcher, token: int, left: int) -> bool:
+    """Return True if the answer can still be complete after `token`."""
+    state = _after(matcher, (token,))
+    return state is not None and _ending(state, left) is not None
 
 
 def _ending(matcher: Matcher, most: int) -> tuple[int, ...] | None:
@@ -373,13 +372,11 @@ def _closing(state: Matcher, last: list[int]) -> tuple[int, ...]:
 
 def _leads_out(state: Matcher, end: tuple[int, ...]) -> bool:
     """Return True if `end` ends the text at `state`."""
-    after = state.copy()
-    try:
-        for token in end:
-            after.accept(token)
-        return after.complete or not _in_text(after, after.mask())
-    except MlxtpError:
+    if (after := _after(state, end)) is None:
         return False
+    with contextlib.suppress(MlxtpError):
+        return after.complete or not _in_text(after, after.mask())
+    return False
 
 
 def _in_string(state: Matcher, words: NDArray[np.uint32]) -> bool:

@@ -114,7 +114,8 @@ class FaultyCluster(Cluster):
             enter(state)
 
         def observed_pause(error: MlxtpError) -> None:
-            self.moments.append(Moment(time.time(), supervisor.status.epoch, error=error))
+            if not self.ends(supervisor.status.epoch):  # the next epoch pauses them, too, before it has a number
+                self.moments.append(Moment(time.time(), supervisor.status.epoch, error=error))
             pause(error)
 
         def observed_generate(wanted: Request) -> Any:

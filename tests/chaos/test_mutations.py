@@ -263,6 +263,6 @@ def test_a_model_that_comes_later_with_a_changed_weight_ends_the_epoch(cluster: 
     assert failed.value.code is Code.PROOF_FAILED
     cluster.wait_ready()
     assert cluster.epoch == was.epoch + 1
-    *_, end = cluster.ends(was.epoch)
+    (end,) = cluster.ends(was.epoch)
     assert end.error is failed.value
     assert_sound(cluster, was)

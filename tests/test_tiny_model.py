@@ -37,7 +37,7 @@ def _code(random: Random) -> str:
     return f"{letters}-{random.randrange(1000, 10000)}"
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.chaos) for n in (2, 3))])
 def test_a_code_is_found_among_a_thousand_tokens(two_ranks: Cluster, seed: int) -> None:
     random = Random(seed)
     text, codes = haystack(random, 970)

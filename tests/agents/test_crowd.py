@@ -144,7 +144,7 @@ def test_a_client_with_200_requests_does_not_starve_one_with_one(two_ranks: Clus
     two_ranks.idle()
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.chaos)])
 def test_a_request_ends_at_its_deadline_and_no_rank_works_on_it_any_more(
     two_ranks: Cluster, stream: bool
 ) -> None:

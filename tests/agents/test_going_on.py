@@ -201,7 +201,6 @@ def test_a_member_is_killed_and_started_again(pair: Pair) -> None:
     assert after["epoch"] > before["epoch"]
 
 
-@pytest.mark.chaos
 def test_everything_is_started_again_at_once(pair: Pair) -> None:
     first, other = pair.whole()
     before = first.status()

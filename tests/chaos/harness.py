@@ -114,7 +114,7 @@ class FaultyCluster(Cluster):
             enter(state)
 
         def observed_pause(error: MlxtpError) -> None:
-            if not self.ends(supervisor.status.epoch):  # the next epoch pauses them, too, before it has a number
+            if not self.ends(supervisor.status.epoch):  # else the next epoch pauses them
                 self.moments.append(Moment(time.time(), supervisor.status.epoch, error=error))
             pause(error)
 

@@ -52,8 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scope="module",
     params=[
         "rich",
-        "alone",
-        *(pytest.param(name, marks=pytest.mark.chaos) for name in ("plain", "lockstep")),
+        *(pytest.param(name, marks=pytest.mark.chaos) for name in ("alone", "plain", "lockstep")),
     ],
 )
 def cluster(

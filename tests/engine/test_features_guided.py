@@ -216,7 +216,10 @@ SLOW = Kind("json_schema", json.dumps({"type": "integer", "multipleOf": 999983})
 """Nothing but a deadline stops its compilation."""
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("schema", "explosive") else pytest.mark.chaos) for name in BAD],
+)
 def test_a_bad_grammar_is_refused_before_any_rank_hears_of_it(cluster: Cluster, name: str) -> None:
     before = cluster.idle()
     request = cluster.ask(BAD[name].wanted(QUESTION, Sampling()))

@@ -51,8 +51,9 @@ def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
     assert ran == expected
 
 
-@pytest.mark.chaos
-def test_after_forwards_alone_a_joint_one_compiles_no_kernel(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("compared", [False, pytest.param(True, marks=pytest.mark.chaos)])
+def test_after_forwards_alone_a_joint_one_compiles_no_kernel(tmp_path: Path, compared: bool) -> None:
     """Neither a prompt nor its traced steps. MLX's CPU backend compiles fused kernels as Metal does."""
     folder = write_model(tmp_path / "model")
 
@@ -66,6 +67,8 @@ def test_after_forwards_alone_a_joint_one_compiles_no_kernel(tmp_path: Path) -> 
         counts: dict[str, int] = json.loads(output)
         return counts
 
-    needed = compiled(alone=0)["joint"]
-    assert needed > 0
-    assert compiled(alone=1) == {"alone": needed, "joint": 0}
+    found = compiled(alone=1)
+    assert found["joint"] == 0
+    assert found["alone"] > 0
+    if compared:
+        assert compiled(alone=0)["joint"] == found["alone"]

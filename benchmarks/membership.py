@@ -7,10 +7,10 @@ import random
 import time
 from dataclasses import replace
 
-from mlxtp.cluster.cluster_state import ClusterState, Roster
-from mlxtp.cluster.leadership import Leadership, Situation
+from mlxtp.cluster.cluster_state import ClusterState, Replica, Roster
+from mlxtp.cluster.leadership import Leadership
 from mlxtp.cluster.membership import Membership, Timeouts
-from mlxtp.cluster.reconcile import GroupPlan
+from mlxtp.cluster.reconcile import GroupPlan, Situation
 from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.model_shape import shape_of
 from mlxtp.placement.planner import PlacementOptions, plan
@@ -87,11 +87,10 @@ class Crowd:
                 name, f"mac-{int(name, 16)}", f"{int(name, 16):064x}", lambda entry: entry
             )
         self._memberships = {name: Membership(name, f"{name}-1", names, self.now) for name in names}
-        self._coordinations = {
-            name: Leadership(name, ClusterState(roster=roster), self.now) for name in names
-        }
-        for coordination in self._coordinations.values():
-            coordination.set_desired("a model")
+        replicas = {name: Replica(name, ClusterState(roster=roster)) for name in names}
+        for replica in replicas.values():
+            replica.set_desired("a model")
+        self._coordinations = {name: Leadership(replica, 0, self.now) for name, replica in replicas.items()}
         pairs = list(itertools.combinations(names, 2))
         chance = random.Random(seed)
         self._comes_up = [(chance.randrange(_LINKING_TICKS), link, *pair) for link, pair in enumerate(pairs)]
@@ -135,7 +134,7 @@ class Crowd:
             coordination = self._coordinations[name]
             coordination.tick(membership, membership.tick(self.now), self.now)
             coordination.decide(membership, Situation(plan=GroupPlan((name,), (1.0,))), self.now)
-            beats[name] = coordination.beat(healthy=membership.healthy)
+            beats[name] = coordination.beat(healthy=membership.health.healthy)
         for name, links in self._links.items():
             membership, coordination = self._memberships[name], self._coordinations[name]
             for other, link in links.items():

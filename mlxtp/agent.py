@@ -284,7 +284,7 @@ def build_parts(
     machines, round_trips, tokens = MachineReports(node), RoundTripTimes(node), TokenIssuing(node)
     transfers = TransferCoordinator(node, credentials, StoredModels(node))
     model = LocalModel(node, transfers)
-    hosted = HostedRanks(node, model.folder, node.leadership.epoch, worker)
+    hosted = HostedRanks(node, model.folder, node.replica.epoch, worker)
     results = FabricResults(node)
     servings = ServingReports(node, supervisor, model)
     placer = Placer(node, model, results, servings.held_bytes)

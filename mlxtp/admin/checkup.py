@@ -61,7 +61,7 @@ class AgentCheckup(Checkup):
 
     def _model(self) -> ModelFacts:
         here = self._parts.model
-        return ModelFacts(self._parts.node.leadership.desired.model, here.fingerprint, here.problem)
+        return ModelFacts(self._parts.node.replica.desired.model, here.fingerprint, here.problem)
 
     async def _identity(self) -> IdentityFacts:
         found = await super()._identity()
@@ -92,7 +92,7 @@ class AgentCheckup(Checkup):
 
     async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
         parts = self._parts
-        others = [each for each in parts.node.leadership.roster.members() if each != parts.node.node_id]
+        others = [each for each in parts.node.replica.roster.members() if each != parts.node.node_id]
         remembered = parts.node.dialing.remembered()
         found = [parts.node.peer_info.addresses.get(each) or remembered.get(each, ()) for each in others]
         tried = await asyncio.gather(*map(attempts, found))

@@ -140,7 +140,7 @@ class Admin:
 
     def _cluster(self) -> Json:
         parts = self._parts
-        desired = parts.node.leadership.desired
+        desired = parts.node.replica.desired
         claim = parts.node.leadership.claim
         return {
             "problem": parts.node.introduction.problem,
@@ -252,7 +252,7 @@ class Admin:
 
     def _needed(self, repo: Repo) -> str:
         parts = self._parts
-        wanted = parts.node.leadership.desired.model
+        wanted = parts.node.replica.desired.model
         if is_hub_id(wanted) and hub_name(wanted)[0].as_here().name == repo.name:
             return (
                 "the cluster serves it, or is about to; `mlxtp unload`, or `mlxtp serve` another model, first"
@@ -305,7 +305,7 @@ class Admin:
         parts, node_id = self._parts, self._other(node)
         name, let_in = parts.node.name_of(node_id), self._admitted(node_id)
         parts.node.enrolment.remove(node_id, *(each["node_id"] for each in let_in if with_admitted))
-        others = parts.node.leadership.roster.members().keys() - {parts.node.node_id}
+        others = parts.node.replica.roster.members().keys() - {parts.node.node_id}
         there = others & parts.node.links.nodes()
         saved_by = await parts.node.saved_elsewhere() if there else []
         return {
@@ -319,7 +319,7 @@ class Admin:
 
     def _admitted(self, node_id: str) -> list[dict[str, str]]:
         parts = self._parts
-        found = parts.node.leadership.roster.let_in(node_id)
+        found = parts.node.replica.roster.let_in(node_id)
         return [
             {"node_id": each, "name": parts.node.name_of(each)}
             for each in found
@@ -329,7 +329,7 @@ class Admin:
     def _other(self, node: str) -> str:
         """Return the node id of another member, by name, or by the start of its id."""
         parts = self._parts
-        members = parts.node.leadership.roster.members()
+        members = parts.node.replica.roster.members()
         found = [each for each in members if parts.node.name_of(each) == node]
         found = found or [each for each in members if each.startswith(node)]
         if not node or len(found) != 1:
@@ -344,7 +344,7 @@ class Admin:
         """Leave the cluster; the agent ends. The founder's leaving requires `force`."""
         self._check_cluster()
         parts = self._parts
-        others = [each for each in parts.node.leadership.roster.members() if each != parts.node.node_id]
+        others = [each for each in parts.node.replica.roster.members() if each != parts.node.node_id]
         if others and parts.node.identity.authority is not None and not force:
             raise UserError(
                 "this Mac founded the cluster and alone can let others in: once it leaves, no other Mac can "
@@ -365,7 +365,7 @@ class Admin:
             for rank, node_id in enumerate(serving.participants)
         }
         found: list[Json] = []
-        for node_id, entry in parts.node.leadership.roster.members().items():
+        for node_id, entry in parts.node.replica.roster.members().items():
             machine = parts.node.peer_info.machines.get(node_id)
             model = (
                 parts.model.status
@@ -395,7 +395,7 @@ class Admin:
                     "joined_at": entry.at,
                     "model_problem": model.problem if model is not None else "",
                     "model_progress": parts.transfers.progress_text(
-                        parts.node.leadership.desired.model, node_id
+                        parts.node.replica.desired.model, node_id
                     ),
                 }
             )

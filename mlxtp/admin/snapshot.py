@@ -127,7 +127,7 @@ class Observer:
 
     def _nodes(self) -> Json:
         parts = self._parts
-        desired, claim = parts.node.leadership.desired, parts.node.leadership.claim
+        desired, claim = parts.node.replica.desired, parts.node.leadership.claim
         alone = parts.node.alone
         return {
             "cluster": None if alone else parts.node.identity.cluster_id,
@@ -136,7 +136,7 @@ class Observer:
             "waiting": parts.node.leadership.waiting or None,
             "desired": {"model": desired.model, "nodes": desired.nodes},
             "coming": parts.selection.progress(),
-            "nodes": [self._node(node_id) for node_id in parts.node.leadership.roster.members()],
+            "nodes": [self._node(node_id) for node_id in parts.node.replica.roster.members()],
             "links": links(parts.placer.topology(), self._present(), parts.round_trips.between),
         }
 
@@ -161,7 +161,7 @@ class Observer:
             "memory_bytes": machine.memory_bytes or None if machine is not None else None,
             "notes": list(machine.notes) if machine is not None else [],
             "model_problem": model.problem or None if model is not None else None,
-            "model_progress": parts.transfers.progress_text(parts.node.leadership.desired.model, node_id)
+            "model_progress": parts.transfers.progress_text(parts.node.replica.desired.model, node_id)
             or None,
         }
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ..errors import Code, RemoteProtocolError, UserError
-from ..wire.cluster_messages import MAX_MEMBERS, MAX_TOLD, DesiredState, Members, RosterEntry
+from ..wire.cluster_messages import MAX_MEMBERS, MAX_TOLD, Beat, DesiredState, Members, RosterEntry
 
 #: Members and removed members. Removals are never forgotten, because a forgotten key would be admitted again.
 MAX_ENTRIES = 512
@@ -236,11 +236,81 @@ class ClusterState:
     roster: Roster = Roster()
     epoch: int = 0
 
-    def merged(self, other: ClusterState) -> ClusterState:
-        """Return the state that both members hold after they meet."""
-        return ClusterState(
-            stronger(self.claim, other.claim),
-            newer(self.desired, other.desired),
-            self.roster.merged(other.roster.entries),
-            max(self.epoch, other.epoch),
-        )
+
+#: Counters grow by ones. A node that is this far ahead is broken, and leaves no room to count on.
+LEAP = 1 << 32
+
+
+class Replica:
+    """The shared state as node `self_id` has it, but for the claim. At first that is what it `kept`."""
+
+    def __init__(self, self_id: str, kept: ClusterState) -> None:
+        self.self_id = self_id
+        self.desired = kept.desired
+        self.epoch = kept.epoch
+        self.overfull = False  #: True once a node has reported more members than a cluster can have.
+        self._hold(kept.roster)
+
+    def lacks(self, beat: Beat) -> tuple[bool, bool]:
+        """Return two flags: the sender of a beat lacks this node's desired state, and its roster."""
+        return beat.desired != self.desired.version, beat.roster != self.digest
+
+    # --- messages of other members
+
+    def desires(self, desired: DesiredState) -> bool:
+        """Take in a member's desired state. True when it replaces this node's: keep it, and send it on."""
+        check_leaps((desired.version, self.desired.version))
+        if desired.said > desired.version:
+            raise RemoteProtocolError(
+                f"version {desired.version} rests on {desired.said}, a later one", Code.FIELD_INVALID
+            )
+        before, self.desired = self.desired, newer(self.desired, desired)
+        return self.desired != before
+
+    def enrols(self, entries: Iterable[RosterEntry]) -> bool:
+        """Take in a member's roster. True when it changes this node's: keep it, and send it on.
+
+        Members for whom there is no room are left out, see `overfull`.
+        """
+        before, entries = self.roster, tuple(entries)
+        youngest = before.newest()
+        check_leaps(*((max(entry.version, entry.removed_in), youngest) for entry in entries))
+        fitting = before.fitting(entries, self.self_id)
+        self.overfull |= len(fitting) < len(entries)
+        self._hold(before.merged(fitting))
+        return self.roster != before
+
+    def saw_epoch(self, number: int) -> None:
+        """Note that an epoch of this number exists."""
+        check_leaps((number, self.epoch))
+        self.epoch = max(self.epoch, number)
+
+    # --- requests at this node
+
+    def set_desired(self, model: str, nodes: str = "auto", *, by_person: bool = True) -> DesiredState:
+        """Set a new desired state that a user or a client's request at this node chose."""
+        version = self.desired.version + 1
+        said = version if by_person else self.desired.said
+        self.desired = DesiredState(version, self.self_id, model, nodes, said)
+        return self.desired
+
+    def admit(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> None:
+        """Add a member that joined through this node. Raises UserError as `Roster.admitting` does."""
+        self._hold(self.roster.admitting(node_id, name, fingerprint, seal))
+
+    def remove(self, node_id: str, seal: Seal) -> None:
+        """Remove a member, as a user at this node requested. Raises UserError when there is none."""
+        self._hold(self.roster.removing(node_id, seal))
+
+    def _hold(self, roster: Roster) -> None:
+        self.roster, self.digest = roster, roster.digest()
+        self.names = {node_id: entry.name for node_id, entry in roster.members().items()}
+
+
+def check_leaps(*counts: tuple[int, int]) -> None:
+    """Raise RemoteProtocolError when of a pair (received, held) the first cannot have come by counting."""
+    for told, held in counts:
+        if told > held + LEAP:
+            raise RemoteProtocolError(
+                f"counter {told} is too far ahead: the last one was {held}", Code.FIELD_INVALID
+            )

@@ -49,7 +49,7 @@ class TokenIssuing:
             return self._made(self.issuer, "")
         node = self._node
         founder = node.peer_info.authority
-        if founder and founder not in node.leadership.roster.members():
+        if founder and founder not in node.replica.roster.members():
             raise UserError(
                 "the Mac that founded this cluster has left it, so no Mac can join it; found a new cluster"
             )
@@ -94,7 +94,7 @@ class TokenIssuing:
     def _void(self) -> None:
         """Void the tokens that removed members requested."""
         if self.issuer is not None:
-            self.issuer.keep(self._node.leadership.roster.members())
+            self.issuer.keep(self._node.replica.roster.members())
 
     def _issue(self, link: ControlLink, wanted: TokenWanted) -> None:
         token, problem = "", "this Mac cannot issue join tokens"
@@ -185,7 +185,7 @@ class ControlPort:
                 del self._requests[writer]
 
     def _is_removed(self, identity: NodeIdentity) -> bool:
-        return self._node.leadership.roster.removed(identity.fingerprint)
+        return self._node.replica.roster.removed(identity.fingerprint)
 
     def _may_ask(self, identity: NodeIdentity) -> bool:
         """Return True when a member may send requests. Only a control link shows that a member vanished."""
@@ -228,7 +228,7 @@ class ControlPort:
             at = sorted(_sendable(node, founder), key=lambda address: not address.startswith(f"{near}:"))
             name = node.name_of(founder) if founder else "the Mac that founded this cluster"
             return redirect(membership.authority, nonce, name, tuple(at[:MAX_ADDRESSES]))
-        members = {node_id: entry.fingerprint for node_id, entry in node.leadership.roster.members().items()}
+        members = {node_id: entry.fingerprint for node_id, entry in node.replica.roster.members().items()}
         peers = tuple(address for each in members for address in _sendable(node, each))
         return Host(
             authority,

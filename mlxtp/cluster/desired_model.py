@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..errors import UserError
 from ..wire.cluster_messages import MAX_MODEL, DesiredState
-from .leadership import Leadership
+from .cluster_state import Replica
 from .links import ControlLink, PeerLinks
 
 #: Called with the desired state before and after a change.
@@ -16,8 +16,8 @@ DesiredHandler = Callable[[DesiredState, DesiredState], None]
 class DesiredModel:
     """Changes of the desired state. `changed` is called after each, when all handlers have run."""
 
-    def __init__(self, leadership: Leadership, links: PeerLinks, changed: Callable[[], None]) -> None:
-        self._leadership = leadership
+    def __init__(self, replica: Replica, links: PeerLinks, changed: Callable[[], None]) -> None:
+        self._replica = replica
         self._links = links
         self._changed = changed
         self._handlers: list[DesiredHandler] = []
@@ -35,7 +35,7 @@ class DesiredModel:
     @property
     def now(self) -> DesiredState:
         """The present desired state."""
-        return self._leadership.desired
+        return self._replica.desired
 
     def set(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
         """Set the model the cluster should run. `by_person`: pin it against models that requests name.
@@ -53,13 +53,13 @@ class DesiredModel:
         there = (present.model, present.nodes, present.pinned)
         if wanted == there and not any(lacking() for lacking in self._lacking):
             return present
-        desired = self._leadership.set_desired(model, nodes, by_person=by_person)
+        desired = self._replica.set_desired(model, nodes, by_person=by_person)
         self._set(present, desired)
         return desired
 
     def _received(self, _link: ControlLink, message: DesiredState) -> None:
         before = self.now
-        if self._leadership.desires(message):
+        if self._replica.desires(message):
             self._set(before, message)
 
     def _set(self, before: DesiredState, desired: DesiredState) -> None:

@@ -61,7 +61,7 @@ class Dialer:
             while True:
                 now = time.monotonic()
                 self._notice_interfaces(now)
-                members = self._node.leadership.roster.members()
+                members = self._node.replica.roster.members()
                 for node_id in list(self._dialing.remembered()):
                     if node_id not in members:
                         self._dialing.forget(node_id)

@@ -10,18 +10,15 @@ of a partition that heals end with one coordinator.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..errors import Code, RemoteProtocolError
-from ..wire.cluster_messages import Beat, DesiredState, RosterEntry
-from .cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Roster, Seal, newer, stronger
+from ..wire.cluster_messages import Beat
+from .cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Replica, check_leaps, stronger
 from .membership import Change, ChangeCause, Duplicate, Membership, MemberState, MemberStatus
-from .reconcile import Action, ClusterView, GroupPlan, RunningEpoch, Wait, decide
+from .reconcile import Action, ClusterView, Situation, Wait, decide
 
 NOTHING_WANTED = "no model is configured; run `mlxtp serve MODEL`"
-#: Counters grow by ones. A node that is this far ahead is broken, and leaves no room to count on.
-LEAP = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +39,6 @@ class Debounce:
     flapping_s: float = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """Knowledge of the agent that this module lacks. The fields are those of `reconcile.ClusterView`."""
-
-    running: RunningEpoch | None = None
-    others: Sequence[RunningEpoch] = ()
-    plan: GroupPlan | None = None
-    refusal: str = ""
-    hold_until: float = 0.0
-    hold: str = ""
-
-
 @dataclass(slots=True)
 class _Following:
     """State of the claim: the highest pulse, when it last rose, and when the claimant last sent a beat.
@@ -70,43 +55,52 @@ class _Following:
 
 @dataclass(slots=True)
 class _Flapping:
+    """Changes of membership: the first of those that do not end, the last, and the members lost lately."""
+
+    calm: Debounce
     first: float
     last: float
     flapping: dict[str, float] = field(default_factory=dict)
 
+    def changed(self, now: float) -> None:
+        if now - self.last >= self.calm.settle_s:
+            self.first = now
+        self.last = now
+
+    @property
+    def settled_at(self) -> float:
+        return min(self.last + self.calm.settle_s, self.first + self.calm.settle_most_s)
+
 
 class Leadership:
-    """Node `self_id`'s state, from what it had `kept` before its start at `now`.
+    """This node's view of who coordinates, and its decisions, since its start at `now`.
 
-    Only the term of a kept claim counts: other nodes know whether its coordinator still lives. A node that is
-    no `founder` knows that other members exist, even before it knows which.
+    Of the claim that it kept only the `term` counts: other nodes know whether its coordinator still lives. A
+    node that is no `founder` knows that other members exist, even before it knows which.
     """
 
     def __init__(
         self,
-        self_id: str,
-        kept: ClusterState,
+        replica: Replica,
+        term: int,
         now: float,
         calm: Debounce | None = None,
         *,
         founder: bool = True,
     ) -> None:
-        self.self_id = self_id
+        self.self_id = replica.self_id
+        self._replica = replica
         self._founder = founder
         self.debounce = calm or Debounce()
         self.claim = NO_CLAIM
-        self.desired = kept.desired
-        self.overfull = False  #: True once a node has reported more members than a cluster can have.
-        self._hold(kept.roster)
-        self.epoch = kept.epoch
         self.waiting = ""  #: Reason why there is no group yet, of the last decision.
-        self._floor = kept.claim.term
+        self._floor = term
         self._following = _Following(at=now)
         self._started = now
         self._synced: dict[str, str] = {}
         #: Nodes that are about to stop, and whose present start has not ended; perhaps this node.
         self._leaving: set[str] = set()
-        self._flapping = _Flapping(now, now)
+        self._flapping = _Flapping(self.debounce, now, now)
         self._waiting_since: float | None = None
 
     # --- what this node knows
@@ -124,7 +118,8 @@ class Leadership:
     def persistent_state(self) -> ClusterState:
         """Return the state that has to survive a restart of the agent."""
         claim = self.claim if self.claim.term >= self._floor else LeaderClaim(self._floor)
-        return ClusterState(claim, self.desired, self.roster, self.epoch)
+        replica = self._replica
+        return ClusterState(claim, replica.desired, replica.roster, replica.epoch)
 
     def beat(self, *, healthy: bool, short: bool = False) -> Beat:
         """Return the next beat, for all links. New links and a changed claim need one at once, too."""
@@ -133,34 +128,28 @@ class Leadership:
         return Beat(
             self.claim.term,
             self.claim.node_id,
-            self.desired.version,
-            self._digest,
-            self.epoch,
+            self._replica.desired.version,
+            self._replica.digest,
+            self._replica.epoch,
             healthy,
             self._following.heartbeat_seq,
             self.self_id in self._leaving,
             short,
         )
 
-    def lacks(self, beat: Beat) -> tuple[bool, bool]:
-        """Return two flags: the sender of a beat lacks this node's desired state, and its roster."""
-        return beat.desired != self.desired.version, beat.roster != self._digest
-
     # --- messages of other members
 
     def received_beat(self, sender: str, boot_id: str, beat: Beat, now: float) -> bool:
         """Take in a member's beat, over a link that counts. True when this node follows another claim now."""
-        _check_leaps(
-            (beat.term, max(self.claim.term, self._floor)),
-            (beat.epoch, self.epoch),
-            (beat.pulse, self._following.heartbeat_seq),
+        check_leaps(
+            (beat.term, max(self.claim.term, self._floor)), (beat.pulse, self._following.heartbeat_seq)
         )
+        self._replica.saw_epoch(beat.epoch)
         self._synced[sender] = boot_id
         if beat.draining:
             self._leaving.add(sender)
         else:
             self._leaving.discard(sender)
-        self.epoch = max(self.epoch, beat.epoch)
         claim, following = LeaderClaim(beat.term, beat.coordinator), self._following
         if not claim.node_id or stronger(claim, self.claim) != claim:
             return False
@@ -173,50 +162,7 @@ class Leadership:
             following.spoke, following.boot_id = now, boot_id
         return changed
 
-    def desires(self, desired: DesiredState) -> bool:
-        """Take in a member's desired state. True when it replaces this node's: keep it, and send it on."""
-        _check_leaps((desired.version, self.desired.version))
-        if desired.said > desired.version:
-            raise RemoteProtocolError(
-                f"version {desired.version} rests on {desired.said}, a later one", Code.FIELD_INVALID
-            )
-        before, self.desired = self.desired, newer(self.desired, desired)
-        return self.desired != before
-
-    def enrols(self, entries: Iterable[RosterEntry]) -> bool:
-        """Take in a member's roster. True when it changes this node's: keep it, and send it on.
-
-        Members for whom there is no room are left out, see `overfull`.
-        """
-        before, entries = self.roster, tuple(entries)
-        youngest = before.newest()
-        _check_leaps(*((max(entry.version, entry.removed_in), youngest) for entry in entries))
-        fitting = before.fitting(entries, self.self_id)
-        self.overfull |= len(fitting) < len(entries)
-        self._hold(before.merged(fitting))
-        return self.roster != before
-
-    def saw_epoch(self, number: int) -> None:
-        """Note that an epoch of this number exists."""
-        _check_leaps((number, self.epoch))
-        self.epoch = max(self.epoch, number)
-
     # --- requests at this node
-
-    def set_desired(self, model: str, nodes: str = "auto", *, by_person: bool = True) -> DesiredState:
-        """Set a new desired state that a user or a client's request at this node chose."""
-        version = self.desired.version + 1
-        said = version if by_person else self.desired.said
-        self.desired = DesiredState(version, self.self_id, model, nodes, said)
-        return self.desired
-
-    def admit(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> None:
-        """Add a member that joined through this node. Raises UserError as `Roster.admitting` does."""
-        self._hold(self.roster.admitting(node_id, name, fingerprint, seal))
-
-    def remove(self, node_id: str, seal: Seal) -> None:
-        """Remove a member, as a user at this node requested. Raises UserError when there is none."""
-        self._hold(self.roster.removing(node_id, seal))
 
     def drain(self) -> None:
         """Mark this node as about to stop. From now on its beats report it, and no group may count on it."""
@@ -233,7 +179,7 @@ class Leadership:
         for change in changes:
             if isinstance(change, Change):
                 self._take_in(change, now)
-        self._excuse(membership.stood_still_s, now)
+        self._excuse(membership.health.stood_still_s, now)
         statuses = membership.statuses()
         self._synced = {
             node_id: boot_id
@@ -262,27 +208,22 @@ class Leadership:
             leading=self.leading,
             claim=self.claim,
             statuses=statuses,
-            desired=self.desired,
-            running=situation.running,
-            others=situation.others,
-            plan=situation.plan,
-            refusal=situation.refusal,
-            epoch=self.epoch,
+            desired=self._replica.desired,
+            epoch=self._replica.epoch,
             unsynced=self._unsynced(statuses),
-            settled_at=self._settled_at(),
+            settled_at=self._flapping.settled_at,
             flapping=self._flapping.flapping,
             waiting_since=self._waiting_since,
             patience_s=self.debounce.patience_s,
-            hold_until=situation.hold_until,
-            hold=situation.hold,
-            names=self._names,
+            names=self._replica.names,
             draining=self.draining,
+            **{name: getattr(situation, name) for name in Situation.__match_args__},
         )
 
     def decide(self, membership: Membership, situation: Situation, now: float) -> Action:
         """Return the next action, see `reconcile.decide`."""
         action = decide(self.view(membership, situation, now))
-        self.waiting = "" if self.desired.model else NOTHING_WANTED
+        self.waiting = "" if self._replica.desired.model else NOTHING_WANTED
         if isinstance(action, Wait):
             self.waiting = action.reason
         if not (isinstance(action, Wait) and action.for_requests):
@@ -293,20 +234,16 @@ class Leadership:
 
     # --- details
 
-    def _hold(self, roster: Roster) -> None:
-        self.roster, self._digest = roster, roster.digest()
-        self._names = {node_id: entry.name for node_id, entry in roster.members().items()}
-
     def _next_claim(self, node_id: str) -> LeaderClaim:
         return LeaderClaim(max(self._floor, self.claim.term) + 1, node_id)
 
     def _follow(self, claim: LeaderClaim, now: float) -> _Following:
         self.claim, self._following = claim, _Following(at=now)
-        self._changed(now)
+        self._flapping.changed(now)
         return self._following
 
     def _take_in(self, change: Change, now: float) -> None:
-        self._changed(now)
+        self._flapping.changed(now)
         if change.after in (MemberState.DEAD, MemberState.LEFT, MemberState.REMOVED):
             if self._synced.get(change.node_id) == change.boot_id:
                 del self._synced[change.node_id]
@@ -316,17 +253,6 @@ class Leadership:
             self._flapping.flapping[change.node_id] = now + self.debounce.flapping_s
         if change.after is MemberState.REMOVED:
             self._flapping.flapping.pop(change.node_id, None)
-
-    def _changed(self, now: float) -> None:
-        unrest = self._flapping
-        if now - unrest.last >= self.debounce.settle_s:
-            unrest.first = now
-        unrest.last = now
-
-    def _settled_at(self) -> float:
-        return min(
-            self._flapping.last + self.debounce.settle_s, self._flapping.first + self.debounce.settle_most_s
-        )
 
     def _is_lost(self, membership: Membership, now: float) -> bool:
         """Return True when no node coordinates, as far as this node knows."""
@@ -342,7 +268,7 @@ class Leadership:
         # others pass on arrive irregularly.
         passed_on = following.at - following.spoke > 2 * pace.beat_s
         limit_s = pace.broken_s if state is MemberState.DEAD and not passed_on else pace.dead_s
-        return now - following.at >= limit_s * membership.patience
+        return now - following.at >= limit_s * membership.health.patience
 
     def _excuse(self, stood_still_s: float, now: float) -> None:
         """Add the time for which this node stood still: it is not the coordinator's silence."""
@@ -362,12 +288,3 @@ class Leadership:
         missing = any(status.state is MemberState.AWAY for status in statuses.values())
         missing |= not self._founder and len(statuses) == 1  # it has not met the member that admitted it
         return not missing or now - self._started >= self.debounce.start_s
-
-
-def _check_leaps(*counts: tuple[int, int]) -> None:
-    """Raise RemoteProtocolError when of a pair (received, held) the first cannot have come by counting."""
-    for told, held in counts:
-        if told > held + LEAP:
-            raise RemoteProtocolError(
-                f"counter {told} is too far ahead: the last one was {held}", Code.FIELD_INVALID
-            )

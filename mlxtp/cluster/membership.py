@@ -181,10 +181,48 @@ class _Member:
     def linked(self, boot_id: str) -> bool:
         return any(link.boot_id == boot_id for link in self.links.values())
 
+    def excuse(self, late_s: float, now: float) -> None:
+        """Add the time for which this node stood still: messages of that time may not have been read yet."""
+        self.last_heard = min(self.last_heard + late_s, now)
+        if self.broken is not None:
+            self.broken = min(self.broken + late_s, now)
+        for link in self.links.values():
+            link.last_heard = min(link.last_heard + late_s, now)
+
     def retire(self, boot_id: str) -> None:
         self.retired.setdefault(boot_id, 0)
         if len(self.retired) > _RETIRED:
             del self.retired[next(iter(self.retired))]
+
+
+class LocalHealth:
+    """Health of this node's own loop: while it lags or just did, its judgement of others is doubtful."""
+
+    def __init__(self, pace: Timeouts, now: float) -> None:
+        #: Seconds for which our own loop had stood still at the last tick. They count against no member.
+        self.stood_still_s = 0.0
+        self._pace = pace
+        self._last_tick = now
+        self._unwell_until = now
+
+    @property
+    def healthy(self) -> bool:
+        """False while our own loop lags or just did."""
+        return self._last_tick >= self._unwell_until
+
+    @property
+    def patience(self) -> float:
+        """Factor by which all limits are multiplied now."""
+        return 1.0 if self.healthy else 2.0
+
+    def tick(self, now: float) -> float:
+        """Return the seconds for which our own loop had stood still; 0 while it comes in time."""
+        late_s = now - self._last_tick - self._pace.beat_s
+        self._last_tick = now
+        self.stood_still_s = late_s if late_s > self._pace.lag_s else 0.0
+        if self.stood_still_s:
+            self._unwell_until = now + 2 * self._pace.dead_s
+        return self.stood_still_s
 
 
 class Membership:
@@ -201,28 +239,15 @@ class Membership:
         self.self_id = self_id
         self.boot_id = boot_id
         self.pace = pace or Timeouts()
-        #: Seconds for which our own loop had stood still at the last tick. They count against no member.
-        self.stood_still_s = 0.0
+        self.health = LocalHealth(self.pace, now)
         self._members: dict[str, _Member] = {}
         self._of_link: dict[int, str] = {}
         self._events: list[Change | Duplicate] = []
         self._reported_duplicates = False
-        self._last_tick = now
-        self._unwell_until = now
         for node_id in known:
             self.admitted(node_id)
 
     # --- queries
-
-    @property
-    def healthy(self) -> bool:
-        """False while our own loop lags or just did: our judgement of other members is doubtful then."""
-        return self._last_tick >= self._unwell_until
-
-    @property
-    def patience(self) -> float:
-        """Factor by which all limits are multiplied now."""
-        return 1.0 if self.healthy else 2.0
 
     def status_of(self, node_id: str) -> MemberStatus:
         """Return the status of one node, this node included. An unknown node counts as away."""
@@ -337,31 +362,18 @@ class Membership:
 
     def tick(self, now: float) -> tuple[Change | Duplicate, ...]:
         """Judge silence, and return the changes since the last tick, in order."""
-        self._notice_own_lag(now)
+        late_s = self.health.tick(now)
         for node_id, member in self._members.items():
+            if late_s:
+                member.excuse(late_s, now)
             self._judge(node_id, member, now)
         events, self._events = tuple(self._events), []
         return events
 
     # --- judgement
 
-    def _notice_own_lag(self, now: float) -> None:
-        lag_s = now - self._last_tick - self.pace.beat_s
-        self._last_tick = now
-        self.stood_still_s = lag_s if lag_s > self.pace.lag_s else 0.0
-        if not self.stood_still_s:
-            return
-        self._unwell_until = now + 2 * self.pace.dead_s
-        for member in self._members.values():
-            # Messages that came while we stood still may not have been read yet.
-            member.last_heard = min(member.last_heard + lag_s, now)
-            if member.broken is not None:
-                member.broken = min(member.broken + lag_s, now)
-            for link in member.links.values():
-                link.last_heard = min(link.last_heard + lag_s, now)
-
     def _judge(self, node_id: str, member: _Member, now: float) -> None:
-        pace, patience = self.pace, self.patience
+        pace, patience = self.pace, self.health.patience
         beating = {one.boot_id: one for one in member.links.values() if one.beats >= _PROOF_BEATS}
         if len(beating) > 1:
             self._report_duplicates(node_id, member, *list(beating.values())[:2])

@@ -20,9 +20,10 @@ from ..identity.store import Identity
 from ..wire.cluster_messages import Beat, Members, RosterSaved
 from ..wire.messages import Error
 from ..wire.reports import Machine
+from .cluster_state import Replica
 from .desired_model import DesiredModel
 from .introduction import Introduction
-from .leadership import Debounce
+from .leadership import Debounce, Leadership
 from .links import ControlLink, PeerLinks
 from .membership import Change, Duplicate, Membership, MemberState
 from .peer_info import PeerInfo
@@ -40,6 +41,56 @@ REMOVED = (
     "this Mac was removed from its cluster; "
     "`mlxtp cluster leave`, then `mlxtp node --join TOKEN` bring it back"
 )
+
+
+class Gossip:
+    """Exchange of this node's replica: beats show what a member lacks, and then it is sent.
+
+    `short` returns True while this Mac is short of memory for new requests.
+    """
+
+    def __init__(
+        self,
+        links: PeerLinks,
+        leadership: Leadership,
+        membership: Membership,
+        replica: Replica,
+        short: Callable[[], bool],
+    ) -> None:
+        self._links = links
+        self._leadership = leadership
+        self._membership = membership
+        self._replica = replica
+        self._short = short
+
+    def beat(self) -> None:
+        """Broadcast this node's beat."""
+        healthy = self._membership.health.healthy
+        self._links.broadcast(self._leadership.beat(healthy=healthy, short=self._short()))
+
+    def greet(self, link: ControlLink) -> None:
+        """Send all of it over a new link."""
+        with contextlib.suppress(MlxtpError):
+            link.send(self._leadership.beat(healthy=self._membership.health.healthy))
+        self._send(link, desired=True, roster=True)
+
+    def received(self, link: ControlLink, beat: Beat) -> bool:
+        """Take in a member's beat, and send what it lacks. True when it changes who coordinates or stays."""
+        now = time.monotonic()
+        self._membership.beat(link.number, now)
+        draining = self._leadership.draining
+        changed = self._leadership.received_beat(link.node_id, link.hello.boot_id, beat, now)
+        desired, roster = self._replica.lacks(beat)
+        self._send(link, desired=desired, roster=roster)
+        return changed or draining != self._leadership.draining
+
+    def _send(self, link: ControlLink, *, desired: bool, roster: bool) -> None:
+        with contextlib.suppress(MlxtpError):
+            if desired:
+                link.send(self._replica.desired)
+            if roster:
+                for members in self._replica.roster.messages():
+                    link.send(members)
 
 
 class ClusterNode:
@@ -62,25 +113,26 @@ class ClusterNode:
         short: Callable[[], bool] = lambda: False,
     ) -> None:
         now = time.monotonic()
-        self.home = home or settings.home
-        kept, trouble = load(self.home)
+        home = home or settings.home
+        kept, trouble = load(home)
         if trouble:
             log.error("%s", trouble)
         self.settings = settings
         self.identity = identity
-        self._short = short
         self.peer_info = PeerInfo(machines={identity.node_id: machine})
         self.introduction = Introduction(
             settings,
             identity,
             http,
             lambda: listens_at(self.peer_info.machines[self.node_id]),
-            lambda: self.leadership.roster,
+            lambda: self.replica.roster,
         )
         proofs = RosterProofs(identity)
         calm = None if settings.cluster else AT_ONCE
-        self.leadership = restored(proofs, identity, self.name, kept.beliefs, now, calm=calm)
-        others = [node for node in self.leadership.roster.members() if node != self.node_id]
+        self.replica = restored(proofs, identity, self.name, kept.beliefs)
+        is_founder = identity.authority is not None
+        self.leadership = Leadership(self.replica, kept.beliefs.claim.term, now, calm, founder=is_founder)
+        others = [node for node in self.replica.roster.members() if node != self.node_id]
         self.membership = Membership(self.node_id, self.boot_id, others, now)
         introduction = self.introduction
         self.links = PeerLinks(self.node_id, introduction.hello, introduction.judge, self)
@@ -88,9 +140,10 @@ class ClusterNode:
         for node_id, addresses in kept.peers.items():
             self.dialing.remember(node_id, addresses)
         self.rounds = Rounds()
-        self.enrolment = Enrolment(proofs, self.leadership, self.name_of)
-        self.desired = DesiredModel(self.leadership, self.links, self.changed)
-        self._saving = Saving(self.home, self.links.broadcast)
+        self.gossip = Gossip(self.links, self.leadership, self.membership, self.replica, short)
+        self.enrolment = Enrolment(proofs, self.replica, self.name_of)
+        self.desired = DesiredModel(self.replica, self.links, self.changed)
+        self._saving = Saving(home, self.links.broadcast)
         #: Done when this agent must end: this node is no longer a member, or there was a bug, as an error.
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over.add_done_callback(_retrieved)
@@ -99,7 +152,7 @@ class ClusterNode:
         self.links.on(self.enrolment.received, Members)
         self.links.on(self._saving.received, RosterSaved)
         self.links.on(introduction.received_error, Error)
-        self.rounds.every(BEAT_S, lambda _now: self.send_beat(), needed=self.links.nodes)
+        self.rounds.every(BEAT_S, lambda _now: self.gossip.beat(), needed=self.links.nodes)
         self.rounds.add(self._tick)
 
     # --- queries ------------------------------------------------------------------------------------
@@ -108,6 +161,11 @@ class ClusterNode:
     def node_id(self) -> str:
         """Id of this node."""
         return self.identity.node_id
+
+    @property
+    def home(self) -> Path:
+        """Folder of this node's state."""
+        return self._saving.home
 
     @property
     def name(self) -> str:
@@ -128,7 +186,7 @@ class ClusterNode:
         """Return the name of a node, for users."""
         if node_id == self.node_id:
             return self.name
-        entry = self.leadership.roster.members().get(node_id)
+        entry = self.replica.roster.members().get(node_id)
         return self.peer_info.names.get(node_id) or (entry.name if entry else "") or node_id[:8]
 
     # --- changes -------------------------------------------------------------------------------------
@@ -136,16 +194,12 @@ class ClusterNode:
     def drain(self) -> None:
         """Broadcast that this node is about to stop, so that the others plan without it."""
         self.leadership.drain()
-        self.send_beat()
+        self.gossip.beat()
         self.changed()
 
     def changed(self) -> None:
         """Have the steps of `rounds` run soon: something is different."""
         self.rounds.wake()
-
-    def send_beat(self) -> None:
-        """Broadcast this node's beat."""
-        self.links.broadcast(self.leadership.beat(healthy=self.membership.healthy, short=self._short()))
 
     def end(self, error: MlxtpError | None = None) -> None:
         """Mark this agent as done, in order or because of `error`."""
@@ -167,7 +221,7 @@ class ClusterNode:
     async def saved_elsewhere(self) -> list[str]:
         """Return the members whose disks have this node's roster: see `Saving.elsewhere`."""
         await self.save()
-        return await self._saving.elsewhere(lambda: self.leadership.roster)
+        return await self._saving.elsewhere(lambda: self.replica.roster)
 
     async def close(self) -> None:
         """Send a goodbye on each link, and write the state."""
@@ -180,7 +234,7 @@ class ClusterNode:
     def opened(self, link: ControlLink) -> bool:
         """Take in a welcomed peer, and send it this node's state."""
         hello, now = link.hello, time.monotonic()
-        if self.leadership.roster.members().get(link.node_id) is None:
+        if self.replica.roster.members().get(link.node_id) is None:
             try:  # its certificate proves its admission, which no member has reported yet
                 self.enrolment.admit(hello.node_id, hello.name, link.fingerprint, address=link.remote)
             except UserError as error:
@@ -193,12 +247,8 @@ class ClusterNode:
                 link.refuse(ProtocolError(f"{what}; if it persists, restart it", Code.DUPLICATE_NODE))
             return False
         self.introduction.met(link.node_id)
-        self.peer_info.met(hello, now, self.leadership.roster.founder())
-        with contextlib.suppress(MlxtpError):
-            link.send(self.leadership.beat(healthy=self.membership.healthy))
-            link.send(self.leadership.desired)
-            for members in self.leadership.roster.messages():
-                link.send(members)
+        self.peer_info.met(hello, now, self.replica.roster.founder())
+        self.gossip.greet(link)
         self.changed()
         return True
 
@@ -221,23 +271,12 @@ class ClusterNode:
     # --- messages ------------------------------------------------------------------------------------
 
     def _received_beat(self, link: ControlLink, beat: Beat) -> None:
-        now = time.monotonic()
-        self.membership.beat(link.number, now)
         self.peer_info.beat(link.node_id, beat)
-        draining = self.leadership.draining
-        changed = self.leadership.received_beat(link.node_id, link.hello.boot_id, beat, now)
-        if changed or draining != self.leadership.draining:
+        if self.gossip.received(link, beat):
             self.changed()
-        desired, roster = self.leadership.lacks(beat)
-        with contextlib.suppress(MlxtpError):
-            if desired:
-                link.send(self.leadership.desired)
-            if roster:
-                for members in self.leadership.roster.messages():
-                    link.send(members)
 
     def _roster_changed(self) -> None:
-        roster = self.leadership.roster
+        roster = self.replica.roster
         for message in roster.messages():
             self.links.broadcast(message)
         members = roster.members()
@@ -263,7 +302,7 @@ class ClusterNode:
                 link.close()
         if self.leadership.tick(self.membership, events, now):
             log.info("%s coordinates (term %d)", self.name, self.leadership.claim.term)
-            self.send_beat()
+            self.gossip.beat()
 
     def _notify(self, event: Change | Duplicate) -> None:
         if isinstance(event, Change):

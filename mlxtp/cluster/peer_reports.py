@@ -40,7 +40,7 @@ class MachineReports:
         node.links.on(self._ended, EndEpoch)
         node.links.on_up(lambda link: link.send(self.report()))
         node.links.on_lost(lambda node_id, _why: self._heard_of(node_id))
-        node.rounds.every(REPORT_S, self._look, first_s=REPORT_S)
+        node.rounds.every(REPORT_S, lambda _now: self.read_again(), first_s=REPORT_S)
 
     def report(self) -> MachineReport:
         """Return the report of this machine for the other members."""
@@ -50,9 +50,6 @@ class MachineReports:
     def rewired(self) -> None:
         """Read everything again: this machine's addresses changed, so its cables may have, too."""
         self._rewired = True
-        self.read_again()
-
-    def _look(self, _now: float) -> None:
         self.read_again()
 
     def _wanted(self, link: ControlLink, _message: MachineWanted) -> None:

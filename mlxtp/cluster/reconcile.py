@@ -112,19 +112,33 @@ Action = NoAction | FormEpoch | TryGroup | StopEpoch | HandOver | Wait
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterView:
-    """All inputs of a decision. Times are of the caller's clock, in seconds.
+class Situation:
+    """Inputs of a decision that groups and requests have.
 
     running        the epoch this node owns or takes part in
     others         the epochs of others, each as its owner reports it
     plan           the best one for the members that are present and stay; None for the reason in `refusal`
+    hold_until     when an epoch may be formed again after some that failed, and `hold` why
+    """
+
+    running: RunningEpoch | None = None
+    others: Sequence[RunningEpoch] = ()
+    plan: GroupPlan | None = None
+    refusal: str = ""
+    hold_until: float = 0.0
+    hold: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterView(Situation):
+    """All inputs of a decision. Times are of the caller's clock, in seconds.
+
     epoch          the highest number of an epoch so far
     unsynced       members that are present and have not yet reported their state
     settled_at     from when on the membership counts as calm
     flapping       when each member that was lost a while ago may be relied on again
     waiting_since  since when a decision has waited for open requests to end
     patience_s     how long it may
-    hold_until     when an epoch may be formed again after some that failed, and `hold` why
     draining       the nodes that are about to stop, this node perhaps among them
     """
 
@@ -134,18 +148,12 @@ class ClusterView:
     claim: LeaderClaim
     statuses: Mapping[str, MemberStatus]
     desired: DesiredState
-    running: RunningEpoch | None = None
-    others: Sequence[RunningEpoch] = ()
-    plan: GroupPlan | None = None
-    refusal: str = ""
     epoch: int = 0
     unsynced: Sequence[str] = ()
     settled_at: float = 0.0
     flapping: Mapping[str, float] = field(default_factory=dict)
     waiting_since: float | None = None
     patience_s: float = 10.0
-    hold_until: float = 0.0
-    hold: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     draining: frozenset[str] = frozenset()
 

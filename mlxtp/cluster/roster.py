@@ -17,8 +17,7 @@ from ..errors import UserError
 from ..identity.store import Identity
 from ..wire.certificates import PublicKey, authority_key, fingerprint, is_signed, key_at, point_of, sign
 from ..wire.cluster_messages import MAX_MEMBERS, Members, RosterEntry
-from .cluster_state import ClusterState, Roster, admission_of, is_founder, removal_of
-from .leadership import Debounce, Leadership
+from .cluster_state import ClusterState, Replica, Roster, admission_of, is_founder, removal_of
 from .links import ControlLink
 
 log = logging.getLogger(__name__)
@@ -172,18 +171,9 @@ def _holds(key: PublicKey, signature: str, label: bytes, parts: list[bytes]) -> 
 # --- changes ---------------------------------------------------------------------------------------------
 
 
-def restored(
-    proofs: RosterProofs,
-    identity: Identity,
-    name: str,
-    kept: ClusterState,
-    now: float,
-    *,
-    calm: Debounce | None = None,
-) -> Leadership:
+def restored(proofs: RosterProofs, identity: Identity, name: str, kept: ClusterState) -> Replica:
     """Restore the kept state, signed where this node can sign, and with this node as a member."""
-    beliefs = replace(kept, roster=proofs.completed(kept.roster))
-    found = Leadership(identity.node_id, beliefs, now, calm, founder=identity.authority is not None)
+    found = Replica(identity.node_id, replace(kept, roster=proofs.completed(kept.roster)))
     if identity.node_id not in found.roster.members():
         found.admit(identity.node_id, name, identity.fingerprint, proofs.own)
     return found
@@ -192,9 +182,9 @@ def restored(
 class Enrolment:
     """Changes of the roster. `name_of` returns a node's name, for users."""
 
-    def __init__(self, proofs: RosterProofs, leadership: Leadership, name_of: Callable[[str], str]) -> None:
+    def __init__(self, proofs: RosterProofs, replica: Replica, name_of: Callable[[str], str]) -> None:
         self._proofs = proofs
-        self._leadership = leadership
+        self._replica = replica
         self._name_of = name_of
         self._on_change: list[Callable[[], None]] = []
 
@@ -205,35 +195,35 @@ class Enrolment:
     def admit(self, node_id: str, name: str, fingerprint: str, by: str = "", address: str = "") -> None:
         """Admit a new member, by a token that `by` requested. Raises UserError when it cannot be one."""
         seal = partial(self._proofs.admission, admitted_by=by, address=address, at=int(time.time()))
-        self._leadership.admit(node_id, name, fingerprint, seal)
+        self._replica.admit(node_id, name, fingerprint, seal)
         self._changed()
         how = f", by a token that {self._name_of(by)} requested" if by else ""
         log.info("%s is a member now%s", name or node_id[:8], how)
 
     def remove(self, *node_ids: str) -> None:
         """Remove members. Raises UserError for a node that is no member, or a founder on another Mac."""
-        leadership, name_of = self._leadership, self._name_of
-        if (founder := leadership.roster.founder()) in node_ids and founder != leadership.self_id:
+        replica, name_of = self._replica, self._name_of
+        if (founder := replica.roster.founder()) in node_ids and founder != replica.self_id:
             raise UserError(
                 f"{name_of(founder)} founded this cluster, and no other Mac can remove it; run "
                 "`mlxtp cluster leave --force` there"
             )
         for node_id in node_ids:
-            log.info("%s removes %s from the cluster", name_of(leadership.self_id), name_of(node_id))
-            leadership.remove(node_id, self._proofs.removal)
+            log.info("%s removes %s from the cluster", name_of(replica.self_id), name_of(node_id))
+            replica.remove(node_id, self._proofs.removal)
         self._changed()
 
     def received(self, link: ControlLink, members: Members) -> None:
         """Take in another member's roster."""
-        leadership = self._leadership
-        full, before = leadership.overfull, leadership.roster
-        if leadership.enrols(self._proofs.proven(members.entries, before)):
-            for entry in leadership.roster.entries:
+        replica = self._replica
+        full, before = replica.overfull, replica.roster
+        if replica.enrols(self._proofs.proven(members.entries, before)):
+            for entry in replica.roster.entries:
                 if entry.removed and not before.removed(entry.fingerprint):
-                    by = leadership.roster.by_key(remover_of(entry))
+                    by = replica.roster.by_key(remover_of(entry))
                     log.info("%s removed %s", self._name_of(by.node_id) if by else "a member", entry.name)
             self._changed()
-        if leadership.overfull and not full:
+        if replica.overfull and not full:
             words = "%s reports more than %d members; those beyond are left out"
             log.warning(words, self._name_of(link.node_id), MAX_MEMBERS)
 

@@ -16,7 +16,7 @@ AGAIN_S = 0.5  #: Seconds until the round after one whose own steps changed some
 @dataclass(slots=True)
 class _Interval:
     seconds: float
-    act: Callable[[float], None]
+    act: Callable[[float], object]
     at: float
     needed: Callable[[], object]
 
@@ -33,7 +33,7 @@ class Rounds:
     def every(
         self,
         seconds: float,
-        act: Callable[[float], None],
+        act: Callable[[float], object],
         *,
         first_s: float = 0.0,
         needed: Callable[[], object] = lambda: True,

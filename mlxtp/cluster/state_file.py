@@ -200,7 +200,7 @@ class Saving:
     """
 
     def __init__(self, home: Path, on_roster: Callable[[RosterSaved], None]) -> None:
-        self._home = home
+        self.home = home
         self._on_roster = on_roster
         self._disk = ThreadPoolExecutor(1, "saving")
         self._latest: SavedState | None = None  # written, or waiting for the thread
@@ -215,7 +215,7 @@ class Saving:
             return
         self._latest = kept
         try:
-            await asyncio.get_running_loop().run_in_executor(self._disk, save, self._home, kept)
+            await asyncio.get_running_loop().run_in_executor(self._disk, save, self.home, kept)
         except BaseException as error:
             self._latest = None  # so that the next call writes, also after a cancelled one
             if not isinstance(error, UserError):

@@ -301,8 +301,6 @@ def _put(group: dict[str, _Entry], name: str, entry: _Entry, most: int) -> None:
 
 
 # --- choice of the addresses to dial, to keep a link with every node of the cluster ----------------------
-# time.
-#
 # Addresses come from the user (`--peer`), from links of earlier runs, and from sightings on the network.
 # Only the link itself shows which node is there. Addresses are "host:port", compared as text.
 

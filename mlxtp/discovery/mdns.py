@@ -325,11 +325,6 @@ class Discovery:
         self._leaving = False
         self._rests = 0
 
-    @property
-    def sightings(self) -> tuple[DiscoveredPeer, ...]:
-        """Sightings that are accepted now."""
-        return self._search.sightings.believed
-
     async def start(self, advert: Advert, addresses: Sequence[str] = ()) -> None:
         """Begin to announce and to listen, in the background.
 

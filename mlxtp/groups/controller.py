@@ -7,10 +7,9 @@ import logging
 from dataclasses import replace
 
 from ..cluster import reconcile
-from ..cluster.leadership import Situation
 from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports
-from ..cluster.reconcile import FormEpoch, RunningEpoch, TryGroup
+from ..cluster.reconcile import FormEpoch, RunningEpoch, Situation, TryGroup
 from ..errors import Code, MlxtpError
 from ..models.local_model import LocalModel
 from ..wire.cluster_messages import DesiredState
@@ -173,9 +172,9 @@ class GroupController:
         ahead = self._trials.take_over(chosen)
         if ahead is not None:
             form = replace(form, number=ahead.epoch)
-        desired = node.leadership.desired.model
+        desired = node.replica.desired.model
         self._reports.owned = OwnedEpoch(form, placement, desired, self._model.version)
-        node.leadership.saw_epoch(form.number)
+        node.replica.saw_epoch(form.number)
         names = " + ".join(map(node.name_of, placement.ranks))
         log.info("epoch %d: %s on %s", form.number, chosen.kind, names, extra={"epoch": form.number})
         for note in placement.notes:
@@ -215,7 +214,7 @@ class GroupController:
         node = self._node
         statuses = node.membership.statuses()
         present = tuple(sorted((node, s.boot_id) for node, s in statuses.items() if s.present))
-        now = (present, node.leadership.desired, node.leadership.leading)
+        now = (present, node.replica.desired, node.leadership.leading)
         if now != self._seen:
             self._seen = now
             self._changed.set()

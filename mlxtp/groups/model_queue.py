@@ -326,7 +326,7 @@ class ModelSwitcher:
 
     @property
     def _desired(self) -> DesiredState:
-        return self._node.leadership.desired
+        return self._node.replica.desired
 
     @property
     def _ready(self) -> bool:

@@ -192,7 +192,7 @@ class GroupBuilder:
         if world == 1:
             return EpochGroup(1, 1, "none", kind=chosen.kind, machines=machines, nodes=chosen.ranks)
         fabric = chosen.ring_addresses or ("",) * world
-        members = node.leadership.roster.members()
+        members = node.replica.roster.members()
 
         def endpoints(ranks: ProcessGroup) -> tuple[RemoteRank, ...]:
             made = {}

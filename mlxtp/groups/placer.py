@@ -77,7 +77,7 @@ class Placer:
     def _lack(self, node_id: str) -> str:
         node, ours = self._node, self._model.status
         theirs = ours if node_id == node.node_id else node.peer_info.models.get(node_id)
-        return model_lack(ours, theirs, node.name, node.name_of(node_id), node.leadership.desired.model)
+        return model_lack(ours, theirs, node.name, node.name_of(node_id), node.replica.desired.model)
 
     def devices_by_hand(self) -> dict[str, dict[str, str]]:
         """Return the RDMA devices of the settings, by the ids of a node and of its peer."""
@@ -99,7 +99,7 @@ class Placer:
     def placement(self) -> tuple[Placement | None, str]:
         """Return the best plan for the present members, or the reason for none; kept until a change."""
         node = self._node
-        source, desired = self._model.source, node.leadership.desired
+        source, desired = self._model.source, node.replica.desired
         if not desired.model:
             return None, "no model is configured"
         if source is None:
@@ -123,7 +123,7 @@ class Placer:
 
     def key(self, chosen: Candidate) -> tuple[float, ...]:
         """Return the order of plans: as many Macs as wanted, then tokens per second."""
-        source, nodes = self._model.source, self._node.leadership.desired.nodes
+        source, nodes = self._model.source, self._node.replica.desired.nodes
         settings = self._node.settings
         on_all = source is not None and placement_options(settings, nodes, source.id).nodes == "all"
         speed = chosen.speed.tokens_per_second if chosen.speed is not None else 0.0
@@ -146,7 +146,7 @@ class Placer:
             if member.node_id not in node.leadership.draining and (only is None or member.node_id in only)
         ]
         try:
-            options = self._options(nodes or node.leadership.desired.nodes, shape.name)
+            options = self._options(nodes or node.replica.desired.nodes, shape.name)
             placement = plan(members, shape, node.node_id, options)
         except MlxtpError as error:
             return error.detail

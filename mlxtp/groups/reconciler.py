@@ -7,7 +7,6 @@ import logging
 import math
 import re
 
-from ..cluster.leadership import Situation
 from ..cluster.links import ControlLink
 from ..cluster.node import BEAT_S, ClusterNode
 from ..cluster.reconcile import (
@@ -15,6 +14,7 @@ from ..cluster.reconcile import (
     ClusterView,
     FormEpoch,
     HandOver,
+    Situation,
     StopEpoch,
     TryGroup,
     Wait,
@@ -96,7 +96,7 @@ class Reconciler:
         action = leadership.decide(node.membership, situation, now)
         self.unplanned = self._why_unplanned(situation, action, now)
         prevented = self._model.problem or self.unplanned
-        self._supervisor.status.wanted = "" if prevented else leadership.desired.model
+        self._supervisor.status.wanted = "" if prevented else node.replica.desired.model
         self._log_reason()
         self._act(action, now)
         self._supervisor.status.drain(self._why_draining(view))
@@ -125,18 +125,18 @@ class Reconciler:
             case HandOver(node_id):
                 log.info("handing the coordination to %s", self._node.name_of(node_id))
                 self._node.leadership.hand_over(node_id, now)
-                self._node.send_beat()
+                self._node.gossip.beat()
 
     def _why_unplanned(self, situation: Situation, action: Action, now: float) -> str:
         """Return the reason why there is no group for the desired model after every member's report."""
         model = self._model
         looked = (model.problem or model.source is not None) and now >= situation.hold_until
         waits = isinstance(action, Wait) and situation.plan is None and action.reason == situation.refusal
-        return situation.refusal if waits and looked and self._node.leadership.desired.model else ""
+        return situation.refusal if waits and looked and self._node.replica.desired.model else ""
 
     def _log_reason(self) -> None:
         """Log each reason for not serving once. A model that is not here has had its own line."""
-        found = (self._node.leadership.desired.model, re.sub(r"\d+", "", self.unplanned))
+        found = (self._node.replica.desired.model, re.sub(r"\d+", "", self.unplanned))
         if self._supervisor.status.in_epoch:
             self._logged_reason = ("", "")
         elif self.unplanned and not self._model.problem and found != self._logged_reason:
@@ -176,7 +176,7 @@ class Reconciler:
     def _serving(self, link: ControlLink, serving: Serving) -> None:
         node, node_id = self._node, link.node_id
         node.peer_info.servings[node_id] = serving
-        node.leadership.saw_epoch(serving.epoch)
+        node.replica.saw_epoch(serving.epoch)
         if self._hosted.serves(node_id, serving.epoch):
             why = f"{node.name_of(node_id)} serves as epoch {serving.epoch}"
             self._hosted.trial.clear(why)
@@ -202,5 +202,5 @@ class Reconciler:
                 trouble = RankTrouble(order.epoch, order.rank, Code.NOT_READY, no, outside=False)
                 link.send(trouble)
             return
-        node.leadership.saw_epoch(order.epoch)
+        node.replica.saw_epoch(order.epoch)
         self._hosted.prepare(node_id, order)

@@ -68,7 +68,7 @@ class ModelSelection:
         model, name = self._next or ("", "")
         found = [f"{model} is served as soon as it is here{_far(transfers, name)}"] if model else []
         found += [self._problem] if self._problem else []
-        wanted = self._node.leadership.desired.model
+        wanted = self._node.replica.desired.model
         return found + [
             f"{each} is on its way here{_far(transfers, each)}"
             for each in transfers.under_way()
@@ -82,13 +82,13 @@ class ModelSelection:
         Raises UserError, and changes nothing, if it is known that the model cannot be served.
         """
         node, number = self._node, self.cancel()
-        present = node.leadership.desired
+        present = node.replica.desired
         over = nodes or present.nodes
         if (model, over) == (present.model, present.nodes):
             return SelectionResult(model, node.desired.set(model, nodes))
         found = await asyncio.to_thread(in_folders, model, node.settings.model_folders)
         servable = await self._inspect(found)
-        if number != self._progress or node.leadership.desired.version != present.version:
+        if number != self._progress or node.replica.desired.version != present.version:
             raise UserError(f"another request changed the model meanwhile, so {model} is not served")
         if present.model and self._supervisor.status.state in _SERVES:
             self._check_place(model, servable, over)
@@ -156,13 +156,13 @@ class ModelSelection:
                 over = all(row["complete"] or row["problem"] for row in rows)
                 if over and (not silent or loop.time() - began > SILENT_S):
                     break
-                if node.leadership.desired.version != version:
+                if node.replica.desired.version != version:
                     return
             have = {row["node_id"] for row in rows if row["complete"]}
             problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
             if servable is None and have:
                 servable = await self._inspect(model)
-            if node.leadership.desired.version != version:
+            if node.replica.desired.version != version:
                 return
             able = have | {*self._who_have(name)}
             why = self._no_place(servable.shape, nodes, able) if servable is not None and have else ""

@@ -131,7 +131,7 @@ class Trials:
         node, identity = self._node, self._identity(tried)
         error: MlxtpError | None = None
         stages: list[str] = []
-        node.leadership.saw_epoch(number)
+        node.replica.saw_epoch(number)
         names = " + ".join(map(node.name_of, tried.ranks))
         also = ", with the model" if model is not None else ""
         log.info("epoch %d: trying %s on %s beside what serves%s", number, tried.title, names, also)

@@ -57,7 +57,11 @@ def read_private(path: Path, if_read: str = "remove this Mac from its cluster") 
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     try:
-        _check_file(path, os.fstat(descriptor), if_read)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{path} is not a file; move it away")
+        _check_owner(path, status)
+        check_closed(path, status, if_read)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             data = file.read(MAX_BYTES + 1)
     finally:
@@ -126,13 +130,6 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
             f"{path} belongs to user {status.st_uid}, and this is user {user}; run mlxtp as that user, or "
             f"with another --home"
         )
-
-
-def _check_file(path: Path, status: os.stat_result, if_read: str) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{path} is not a file; move it away")
-    _check_owner(path, status)
-    check_closed(path, status, if_read)
 
 
 def check_closed(path: Path, status: os.stat_result, if_read: str) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from ..errors import Code, LinkError, MlxtpError, ProtocolError, RemoteProtocolError
 from ..wire.blocking import listen
@@ -30,7 +30,6 @@ from ..wire.tls import (
     ALPN_MODELS,
     HANDSHAKE_S,
     Credentials,
-    PeerTls,
     member_context_client,
     member_context_server,
     peer_identity,
@@ -145,7 +144,7 @@ def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) ->
         except OSError as error:
             why = f"{address}: {error}"
             continue
-        other = peer_identity(cast(PeerTls, tls)).node_id
+        other = peer_identity(tls).node_id
         if tls.selected_alpn_protocol() != ALPN_MODELS or other != node_id:
             tls.close()
             raise ProtocolError(f"{address} is another node than {node_id[:8]}", Code.NOT_AUTHENTIC)
@@ -303,7 +302,7 @@ class PeerServer:
             tls = self._context.wrap_socket(copy, server_side=True)
         finally:
             hurry.cancel()
-        identity = peer_identity(cast(PeerTls, tls))
+        identity = peer_identity(tls)
         if tls.selected_alpn_protocol() != ALPN_MODELS or not self._may_copy(identity):
             tls.close()
             raise ProtocolError(f"{identity.node_id[:8]} may not copy here", Code.NOT_AUTHENTIC)

@@ -94,7 +94,7 @@ class Lending:
 
     def _may_copy(self, identity: NodeIdentity) -> bool:
         """Return True for members with a control link, as with requests. Called from threads."""
-        removed = self._node.leadership.roster.removed(identity.fingerprint)
+        removed = self._node.replica.roster.removed(identity.fingerprint)
         return not removed and identity.node_id in self._node.links.nodes()
 
     def close(self) -> None:
@@ -541,7 +541,7 @@ class TransferCoordinator:
         before = job.reports.others.get(node_id)
         self._election.receive(job, node_id, report)
         came = holding(report).complete and not (before is not None and holding(before).complete)
-        if came and job.begins_again(self._node.leadership.desired.model):
+        if came and job.begins_again(self._node.replica.desired.model):
             self._begin(job.model, *job.refs, everywhere=job.everywhere)
 
     def _look_again(self) -> None:

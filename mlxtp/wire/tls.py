@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
 from .certificates import NodeIdentity, certificates_from_pem, read_node
@@ -45,14 +44,6 @@ class Credentials:
     def of(cls, folder: Path) -> Credentials:
         """Return the files in the folder of an identity."""
         return cls(folder / "node.key", folder / "member.pem")
-
-
-class PeerTls(Protocol):
-    """Part of `ssl.SSLObject` that identifies the peer."""
-
-    def getpeercert(self, binary_form: bool) -> bytes | None: ...
-
-    def selected_alpn_protocol(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +116,7 @@ def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
 # --- identity of the peer -----------------------------------------------------------------------------
 
 
-def peer_identity(secured: PeerTls) -> NodeIdentity:
+def peer_identity(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket) -> NodeIdentity:
     """Return the peer's identity, after a handshake in a member context, which checked its certificate.
 
     Raises ProtocolError (NOT_AUTHENTIC) when the peer showed none, or one that names no node.
@@ -136,7 +127,7 @@ def peer_identity(secured: PeerTls) -> NodeIdentity:
     return read_node(certificate)
 
 
-def judge_client(secured: PeerTls, address: str) -> Peer:
+def judge_client(secured: ssl.SSLObject | ssl.SSLSocket | TlsSocket, address: str) -> Peer:
     """Return the peer that connected to our server, right after the handshake.
 
     Raises ProtocolError (NOT_AUTHENTIC) for a peer that speaks none of our protocols, or that shows no
@@ -252,13 +243,10 @@ class TlsSocket:
 def wrap_blocking(
     sock: socket.socket, context: ssl.SSLContext, *, server_side: bool, handshake_s: float = HANDSHAKE_S
 ) -> TlsSocket:
-    """Shake hands over a connected socket and return the TLS socket.
+    """Shake hands over a connected socket and return the TLS socket. The server may still refuse a client.
 
-    The server may still refuse a client after that.
-
-    Raises ProtocolError (NOT_AUTHENTIC) when the peer is not
-    of this cluster or speaks no TLS 1.3. Raises LinkError when it is gone or did not finish within
-    `handshake_s` seconds. The socket is then closed.
+    Raises ProtocolError (NOT_AUTHENTIC) when the peer is not of this cluster or speaks no TLS 1.3. Raises
+    LinkError when it is gone or did not finish within `handshake_s` seconds. The socket is then closed.
     """
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(incoming, outgoing, server_side=server_side)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from mlxtp.cluster.cluster_state import ClusterState
-from mlxtp.cluster.leadership import Leadership, Situation
+from mlxtp.cluster.cluster_state import ClusterState, Replica
+from mlxtp.cluster.leadership import Leadership
 from mlxtp.cluster.membership import Change, Duplicate, Membership, MemberState
 from mlxtp.cluster.reconcile import (
     Action,
@@ -17,6 +17,7 @@ from mlxtp.cluster.reconcile import (
     GroupPlan,
     HandOver,
     RunningEpoch,
+    Situation,
     StopEpoch,
     may_leave,
     refusal,
@@ -88,8 +89,9 @@ class Node:
     def __init__(self, world: World, node_id: str, boot_id: str, kept: ClusterState) -> None:
         self.world, self.id, self.boot_id = world, node_id, boot_id
         self.journal = world.journals.setdefault(node_id, Journal())
-        self.leadership = Leadership(node_id, kept, world.now)
-        others = [other for other in self.leadership.roster.members() if other != node_id]
+        self.replica = Replica(node_id, kept)
+        self.leadership = Leadership(self.replica, kept.claim.term, world.now)
+        others = [other for other in self.replica.roster.members() if other != node_id]
         self.membership = Membership(node_id, boot_id, others, world.now)
         self.links: dict[int, tuple[Wire, int, str, str]] = {}
         """Link number → wire, our end of it, node id and boot id of the other end."""
@@ -112,15 +114,15 @@ class Node:
         address = f"10.0.0.{ord(peer.id[-1])}:{number}"
         if not self.membership.link_up(number, peer.id, peer.boot_id, address, self.world.now):
             if self.membership.status_of(peer.id).state is MemberState.REMOVED:
-                for message in self.leadership.roster.messages():
+                for message in self.replica.roster.messages():
                     wire.send(end, message)
             wire.close(end)
             self.step()
             return
         self.links[number] = (wire, end, peer.id, peer.boot_id)
         self.send(number, self.report())
-        self.send(number, self.leadership.desired)
-        for message in self.leadership.roster.messages():
+        self.send(number, self.replica.desired)
+        for message in self.replica.roster.messages():
             self.send(number, message)
         self.close_second_links(peer)
         self.step()
@@ -156,7 +158,7 @@ class Node:
 
     def dial(self) -> None:
         linked = {node for _, _, node, _ in self.links.values()}
-        for node_id in self.leadership.roster.members():
+        for node_id in self.replica.roster.members():
             due = self.dialled.get(node_id, -1.0) + REDIAL_S <= self.world.now
             if node_id != self.id and node_id not in linked and due:
                 self.dialled[node_id] = self.world.now
@@ -185,19 +187,19 @@ class Node:
                 if self.leadership.received_beat(sender, boot_id, beat, now):
                     self.step()
                     self.broadcast(self.report())
-                lacks_desired, lacks_roster = self.leadership.lacks(beat)
+                lacks_desired, lacks_roster = self.replica.lacks(beat)
                 if lacks_desired:
-                    self.send(number, self.leadership.desired)
+                    self.send(number, self.replica.desired)
                 if lacks_roster:
-                    for message in self.leadership.roster.messages():
+                    for message in self.replica.roster.messages():
                         self.send(number, message)
             case DesiredState():
-                if self.leadership.desires(payload):
+                if self.replica.desires(payload):
                     self.broadcast(payload)
                     self.step()
             case Members(entries):
-                if self.leadership.enrols(entries):
-                    self.broadcast(*self.leadership.roster.messages())
+                if self.replica.enrols(entries):
+                    self.broadcast(*self.replica.roster.messages())
                     self.follow_roster()
             case _:
                 self.receive_of_epoch(sender, payload)
@@ -234,7 +236,7 @@ class Node:
         assert self.running is None, f"{self.id} takes part in two epochs"
         assert running.number > self.joined, f"{self.id} joins epoch {running.number} after {self.joined}"
         self.joined, self.running = running.number, running
-        self.leadership.saw_epoch(running.number)
+        self.replica.saw_epoch(running.number)
         self.log("join", running)
 
     def leave(self, why: str) -> None:
@@ -252,7 +254,7 @@ class Node:
 
     def form(self, action: FormEpoch) -> None:
         assert self.leadership.leading, f"{self.id} forms an epoch and does not coordinate"
-        desired, plan = self.leadership.desired, action.plan
+        desired, plan = self.replica.desired, action.plan
         running = RunningEpoch(
             action.number, plan.ranks, action.boots, plan.key, desired.model, desired.version, ready=False
         )
@@ -272,7 +274,7 @@ class Node:
 
     def plan(self) -> GroupPlan | None:
         """The strongest one, two or four of those who are here, this node among them if it can be."""
-        wanted = self.leadership.desired.nodes
+        wanted = self.replica.desired.nodes
         standings = self.membership.statuses()
         here = sorted(
             (
@@ -302,7 +304,7 @@ class Node:
     def report(self) -> Report:
         mine = self.own()
         owns = mine if mine and mine.owner == self.id else None
-        return Report(self.leadership.beat(healthy=self.membership.healthy), owns)
+        return Report(self.leadership.beat(healthy=self.membership.health.healthy), owns)
 
     def tick(self) -> None:
         if not self.running_process:
@@ -360,7 +362,7 @@ class Node:
         return True
 
     def follow_roster(self) -> None:
-        members = self.leadership.roster.members()
+        members = self.replica.roster.members()
         if self.id not in members:
             self.world.kill(self.id)
             return

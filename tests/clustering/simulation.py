@@ -228,7 +228,7 @@ class World:
         """Return whether they run, take each other for members, and nothing stands between them."""
         if not {one, other} <= self.nodes.keys() or self.is_cut(one, other):
             return False
-        return all(b in self.nodes[a].leadership.roster.members() for a, b in ((one, other), (other, one)))
+        return all(b in self.nodes[a].replica.roster.members() for a, b in ((one, other), (other, one)))
 
     def complaint(self) -> str:
         """Return what is wrong once everything has calmed down; empty when all is well."""
@@ -249,7 +249,7 @@ def _beliefs_of(nodes: Sequence[Node]) -> str:
     if len(leaders) != 1:
         return f"{leaders} coordinate {[node.id for node in nodes]}"
     for what in ("claim", "desired", "roster", "epoch"):
-        held = {node.id: getattr(node.leadership, what) for node in nodes}
+        held = {node.id: getattr(node.leadership.persistent_state(), what) for node in nodes}
         if len(set(map(repr, held.values()))) != 1:
             return f"{what}: {held}"
     return ""
@@ -268,7 +268,7 @@ def _standings_of(world: World, nodes: Sequence[Node]) -> str:
 
 def _epochs_of(nodes: Sequence[Node]) -> str:
     leader = next(node for node in nodes if node.leadership.leading)
-    plan = leader.plan() if leader.leadership.desired.model else None
+    plan = leader.plan() if leader.replica.desired.model else None
     running = {node.id: node.running for node in nodes if node.running is not None}
     if plan is None:
         return f"nothing should run: {running}" if running else ""

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.cluster.cluster_state import NO_CLAIM, NOTHING, ClusterState, LeaderClaim, Roster
-from mlxtp.cluster.leadership import Debounce, Leadership, Situation
+from mlxtp.cluster.cluster_state import NO_CLAIM, NOTHING, ClusterState, LeaderClaim, Replica, Roster
+from mlxtp.cluster.leadership import Debounce, Leadership
 from mlxtp.cluster.membership import Membership, MemberState, Timeouts
-from mlxtp.cluster.reconcile import FormEpoch, GroupPlan, HandOver, RunningEpoch, StopEpoch, Wait
+from mlxtp.cluster.reconcile import FormEpoch, GroupPlan, HandOver, RunningEpoch, Situation, StopEpoch, Wait
 from mlxtp.errors import RemoteProtocolError, UserError
 from mlxtp.wire.cluster_messages import Beat, DesiredState, RosterEntry
 
@@ -29,7 +29,9 @@ class Story:
     def __init__(self, kept: ClusterState | None = None, known: tuple[str, ...] = ("a", "c")) -> None:
         self.now = 100.0
         self.membership = Membership("b", "b-1", known, self.now)
-        self.leadership = Leadership("b", kept or ClusterState(), self.now, CALM)
+        kept = kept or ClusterState()
+        self.replica = Replica("b", kept)
+        self.leadership = Leadership(self.replica, kept.claim.term, self.now, CALM)
         self.claimed = 0
         self.pulses = 0
         self.boots = {1: "a-1", 3: "c-1"}
@@ -291,69 +293,69 @@ def test_only_the_coordinator_adds_to_the_pulse() -> None:
 
 def test_a_beat_tells_everything_in_short() -> None:
     story = led_by(A5)
-    story.leadership.set_desired("llama")
-    story.leadership.admit("a", "studio", "key", unsealed)
-    story.leadership.saw_epoch(17)
+    story.replica.set_desired("llama")
+    story.replica.admit("a", "studio", "key", unsealed)
+    story.replica.saw_epoch(17)
     word = story.leadership.beat(healthy=False)
     assert (word.term, word.coordinator, word.desired, word.epoch, word.healthy) == (5, "a", 1, 17, False)
-    assert word.roster == story.leadership.roster.digest()
+    assert word.roster == story.replica.roster.digest()
 
 
 def test_who_lacks_something_is_sent_it() -> None:
     story = Story()
-    assert story.leadership.lacks(beat()) == (False, False)
-    story.leadership.set_desired("llama")
-    story.leadership.admit("a", "studio", "key", unsealed)
-    assert story.leadership.lacks(beat()) == (True, True)
+    assert story.replica.lacks(beat()) == (False, False)
+    story.replica.set_desired("llama")
+    story.replica.admit("a", "studio", "key", unsealed)
+    assert story.replica.lacks(beat()) == (True, True)
 
 
 def test_a_persons_word_wins_over_requests_that_had_not_heard_of_it() -> None:
     """Here requests have chosen three times while a person spoke on the other side of a partition."""
-    coordination = Story().leadership
+    replica = Story().replica
     for model in ("one", "two", "three"):
-        coordination.set_desired(model, by_person=False)
+        replica.set_desired(model, by_person=False)
     wish = DesiredState(2, "c", "llama", "auto", 2)
-    assert coordination.lacks(replace(beat(), desired=9)) == (True, False), "it may rest on an older word"
-    assert coordination.desires(wish)
-    assert coordination.desired.pinned
-    assert not coordination.desires(DesiredState(3, "a", "three", "auto"))
-    assert coordination.set_desired("") == DesiredState(3, "b", "", "auto", 3)
-    assert coordination.set_desired("one", by_person=False) == DesiredState(4, "b", "one", "auto", 3)
-    assert not coordination.desires(wish)
+    assert replica.lacks(replace(beat(), desired=9)) == (True, False), "it may rest on an older word"
+    assert replica.desires(wish)
+    assert replica.desired.pinned
+    assert not replica.desires(DesiredState(3, "a", "three", "auto"))
+    assert replica.set_desired("") == DesiredState(3, "b", "", "auto", 3)
+    assert replica.set_desired("one", by_person=False) == DesiredState(4, "b", "one", "auto", 3)
+    assert not replica.desires(wish)
     with pytest.raises(RemoteProtocolError, match="version 5 rests on 6, a later one"):
-        coordination.desires(DesiredState(5, "c", "llama", "auto", 6))
+        replica.desires(DesiredState(5, "c", "llama", "auto", 6))
 
 
 def test_wishes_and_rosters_are_taken_over_once() -> None:
-    coordination = Story().leadership
+    replica = Story().replica
     wish = DesiredState(4, "c", "llama", "auto")
-    assert [coordination.desires(wish) for _ in range(2)] == [True, False]
-    assert not coordination.desires(NOTHING)
-    assert coordination.set_desired("qwen", "2") == DesiredState(5, "b", "qwen", "2", 5)
+    assert [replica.desires(wish) for _ in range(2)] == [True, False]
+    assert not replica.desires(NOTHING)
+    assert replica.set_desired("qwen", "2") == DesiredState(5, "b", "qwen", "2", 5)
     entry = RosterEntry("c", "mini", "key", False, 1)
-    assert [coordination.enrols([entry]) for _ in range(2)] == [True, False]
+    assert [replica.enrols([entry]) for _ in range(2)] == [True, False]
 
 
 def test_the_roster_is_changed_here_or_the_reason_told() -> None:
-    coordination = Story().leadership
-    coordination.admit("a", "studio", "key", unsealed)
-    coordination.remove("a", unsealed)
-    assert coordination.roster.members() == {}
+    replica = Story().replica
+    replica.admit("a", "studio", "key", unsealed)
+    replica.remove("a", unsealed)
+    assert replica.roster.members() == {}
     with pytest.raises(UserError, match="was removed"):
-        coordination.admit("a", "studio", "key", unsealed)
+        replica.admit("a", "studio", "key", unsealed)
     with pytest.raises(UserError, match="no member"):
-        coordination.remove("z", unsealed)
+        replica.remove("z", unsealed)
 
 
 def test_what_is_kept_is_what_the_next_start_begins_with() -> None:
     story = led_by(A5)
-    story.leadership.set_desired("llama")
-    story.leadership.admit("a", "studio", "key", unsealed)
-    story.leadership.saw_epoch(17)
+    story.replica.set_desired("llama")
+    story.replica.admit("a", "studio", "key", unsealed)
+    story.replica.saw_epoch(17)
     story.hear(1, beat(A5, 90, epoch=21))
     kept = story.leadership.persistent_state()
     assert (kept.claim, kept.epoch) == (A5, 21)
-    again = Leadership("b", kept, 0.0)
+    again = Replica("b", kept)
     assert (again.desired, again.roster, again.epoch) == (kept.desired, kept.roster, 21)
 
 
@@ -364,7 +366,7 @@ PLAN = GroupPlan(("b", "c"), (2.0,))
 
 def leading() -> Story:
     story = led_by(A5)
-    story.leadership.set_desired("llama")
+    story.replica.set_desired("llama")
     story.membership.goodbye(1, story.now)
     story.beats(0.5, link_3=beat(A5, 30))
     assert story.leadership.leading

@@ -346,7 +346,7 @@ def test_time_that_we_stood_still_counts_against_nobody() -> None:
     story.beats(5, 1)
     story.now += 60
     story.tick()
-    assert story.members.stood_still_s == 59.5
+    assert story.members.health.stood_still_s == 59.5
     assert story.state() is MemberState.ALIVE
     assert story.beats(1, 1).whys() == [ChangeCause.LINKED]
 
@@ -379,10 +379,10 @@ def test_whoever_lags_is_unwell_and_patient_for_a_while(late_s: float, healthy: 
     story.now += BEAT_S + late_s
     story.members.beat(1, story.now)
     story.tick()
-    assert story.members.healthy is healthy
+    assert story.members.health.healthy is healthy
     assert story.beats(2.0).state() is (MemberState.SUSPECT if healthy else MemberState.ALIVE)
     assert story.beats(3.5).state() is (MemberState.DEAD if healthy else MemberState.SUSPECT)
-    assert story.beats(1.0).members.healthy
+    assert story.beats(1.0).members.health.healthy
 
 
 def test_after_that_the_limits_are_what_they_were() -> None:

@@ -34,7 +34,7 @@ def serving(names: str, seed: int = 0) -> World:
 
 def want(world: World, name: str, model: str, nodes: str = "auto") -> None:
     node = world.nodes[name]
-    node.broadcast(node.leadership.set_desired(model, nodes))
+    node.broadcast(node.replica.set_desired(model, nodes))
     node.step()
 
 
@@ -50,8 +50,8 @@ def formed(world: World) -> list[tuple[float, str, int]]:
 
 def remove(world: World, by: str, name: str) -> None:
     node = world.nodes[by]
-    node.leadership.remove(name, unsealed)
-    node.broadcast(*node.leadership.roster.messages())
+    node.replica.remove(name, unsealed)
+    node.broadcast(*node.replica.roster.messages())
     node.follow_roster()
 
 
@@ -159,7 +159,7 @@ def test_a_better_group_forms_at_once_when_nobody_asks() -> None:
 
 def test_a_link_that_flaps_does_not_stop_a_running_epoch_each_time() -> None:
     world = serving("ab")
-    world.nodes["a"].leadership.set_desired("llama")
+    world.nodes["a"].replica.set_desired("llama")
     for _ in range(8):
         world.cut("ab")
         world.run(3.0)
@@ -257,7 +257,7 @@ def test_what_was_wanted_on_both_sides_of_a_partition_becomes_one_wish() -> None
     world.run_until(world.complaint, within_s=15.0)
     world.heal()
     world.run_until(world.complaint, within_s=QUIET_S)
-    assert {node.leadership.desired.model for node in world.nodes.values()} == {"qwen"}
+    assert {node.replica.desired.model for node in world.nodes.values()} == {"qwen"}
 
 
 def test_a_removed_member_is_cut_off_by_everybody_at_once() -> None:
@@ -289,8 +289,8 @@ def test_a_member_that_joins_is_known_to_everybody_a_moment_later() -> None:
     want(world, "a", "llama", "3")
     world.names.append("c")
     node = world.nodes["b"]
-    node.leadership.admit("c", "mac-c", "key of c", unsealed)
-    node.broadcast(*node.leadership.roster.messages())
+    node.replica.admit("c", "mac-c", "key of c", unsealed)
+    node.broadcast(*node.replica.roster.messages())
     node.follow_roster()
     world.disks["c"] = to_text(SavedState(node.leadership.persistent_state()))
     world.start("c")

@@ -114,7 +114,7 @@ def test_a_wish_that_makes_no_sense_changes_nothing(
         with pytest.raises(UserError):
             await Admin(node.parts, member.store).serve(model, nodes)
         node.tick()
-        assert node.parts.node.leadership.desired.version == 0
+        assert node.parts.node.replica.desired.version == 0
         assert node.parts.node.links.nodes() == {A}
         assert {desired.version for desired in a.heard(DesiredState)} == {0}
 
@@ -143,12 +143,12 @@ def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
         ):
             with pytest.raises(UserError, match=words):
                 await admin.remove(wrong, "")
-        assert len(cluster.node.leadership.roster.members()) == 6
+        assert len(cluster.node.replica.roster.members()) == 6
         removed = [await admin.remove(each, "") for each in ("ff", "ff", "1111", "mini")]
         assert [each["removed"] for each in removed] == ["ff", "mac-f", "mini", "mini"]  # first by its name
         assert [each["node_id"] for each in removed] == ["3" * 32, B, "1" * 32, "2" * 32]
         assert removed[-1]["saved_by"] == []
-        assert set(cluster.node.leadership.roster.members()) == {cluster.node.node_id, A}
+        assert set(cluster.node.replica.roster.members()) == {cluster.node.node_id, A}
 
     play(tmp_path, member, story)
 
@@ -175,7 +175,7 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
         assert admin.let_in("mini") == {"name": "mini", "let_in": let_in}
         removing = asyncio.ensure_future(admin.remove("mini", "yes"))
         await asyncio.sleep(0)
-        digest = cluster.node.leadership.roster.digest()
+        digest = cluster.node.replica.roster.digest()
         node.hear(a, RosterSaved(digest ^ 1))
         await asyncio.sleep(0)
         assert not removing.done(), "what the other has on its disk is something else"
@@ -183,7 +183,7 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
         answer = await removing
         assert (answer["let_in"], answer["with_admitted"]) == (let_in, True)
         assert (answer["saved_by"], answer["others"]) == (["mac-a"], 2)
-        assert set(cluster.node.leadership.roster.members()) == {cluster.node.node_id, A, other}
+        assert set(cluster.node.replica.roster.members()) == {cluster.node.node_id, A, other}
         node.tick()
         saved = [report.roster for report in a.heard(RosterSaved)]
         assert saved[-1] == digest, "this one's disk has it, too"

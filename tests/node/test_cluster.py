@@ -72,7 +72,7 @@ def test_only_the_coordinator_may_have_a_rank_started(tmp_path: Path, member: Me
         node.hear(a, Prepare(7, 1, "", 1))
         assert node.orders == [(A, Prepare(7, 1, "", 1))]
         assert a.heard(RankTrouble) == []
-        assert node.parts.node.leadership.epoch == 7
+        assert node.parts.node.replica.epoch == 7
 
     play(tmp_path, member, story)
 
@@ -135,7 +135,7 @@ def test_requests_outlive_a_wish_for_the_same_model_and_no_other(
 
         def want(model: str) -> None:
             if heard:
-                now = cluster.node.leadership.desired
+                now = cluster.node.replica.desired
                 node.hear(a, replace(now, version=now.version + 1, model=model))
             else:
                 cluster.node.desired.set(model)
@@ -222,7 +222,7 @@ def test_who_was_removed_is_heard_no_more(tmp_path: Path, member: Member) -> Non
         assert told
         node.hear(a, Prepare(7, 1, "", 1), DesiredState(99, A, "org/model", "auto"))
         assert node.orders == []
-        assert node.parts.node.leadership.desired.version == 0
+        assert node.parts.node.replica.desired.version == 0
         node.tick()
         assert node.parts.node.links.nodes() == {B}
         assert any(entry.removed for members in b.heard(Members) for entry in members.entries)
@@ -274,11 +274,11 @@ def test_more_members_than_there_can_be_displace_nobody(
     async def story(node: Node) -> None:
         me = node.parts
         a, b = node.meet(A), node.meet(B)
-        before = set(me.node.leadership.roster.members())
+        before = set(me.node.replica.roster.members())
         for start in range(1, 300, MAX_TOLD):
             node.hear(a, told(start, version=0), told(start, version=50))
             node.live_once(a, b)
-        members = me.node.leadership.roster.members()
+        members = me.node.replica.roster.members()
         assert before == {me.node.node_id, A, B}
         assert before < set(members)
         assert len(members) == len(me.node.membership.statuses()) == MAX_MEMBERS
@@ -286,7 +286,7 @@ def test_more_members_than_there_can_be_displace_nobody(
         assert caplog.text.count("mac-a reports more than 64 members") == 1
         ghost = next(node_id for node_id in members if node_id not in before)
         node.hear(b, removed_by(first, members[ghost]))
-        assert ghost not in me.node.leadership.roster.members()
+        assert ghost not in me.node.replica.roster.members()
         me.node.enrolment.admit("e" * 32, "newcomer", "e" * 64)
         node.hear(a, removed_by(first, members[me.node.node_id]), told(400, version=70))
         assert me.node.over.done()
@@ -319,7 +319,7 @@ def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new
         gateway = node.parts.supervisor.gateway
         for free, short in ((1 << 20, True), (1 << 40, False)):
             gateway.admission.memory = lambda free=free: SystemMemory(free)
-            node.parts.node.send_beat()
+            node.parts.node.gossip.beat()
             assert a.heard(Beat)[-1].short is short
 
     play(tmp_path, member, story)
@@ -388,13 +388,13 @@ def test_who_founded_the_cluster_is_the_authority_s_word(
     async def story(node: Node) -> None:
         own = removed_by(first)
         node.hear(node.meet(B), own)
-        assert node.parts.node.leadership.roster.founder() == first.identity.node_id
+        assert node.parts.node.replica.roster.founder() == first.identity.node_id
         node.meet(A)  # which says that it has the authority
         with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
             await node.parts.tokens.token()
         with pytest.raises(UserError, match="first founded this cluster, and no other Mac can remove it"):
             node.parts.node.enrolment.remove(A, first.identity.node_id)
-        assert {A, first.identity.node_id} <= node.parts.node.leadership.roster.members().keys()
+        assert {A, first.identity.node_id} <= node.parts.node.replica.roster.members().keys()
 
     play(tmp_path, member, story)
 
@@ -418,7 +418,7 @@ def test_a_name_by_the_system_that_cannot_be_printed_is_told_all_the_same(
         node = ClusterNode(chosen, member.identity, MACHINE)
         assert node.introduction.hello().name == "studio?[2J?"
         encode(node.introduction.hello(), 0, 1)
-        for members in node.leadership.roster.messages():
+        for members in node.replica.roster.messages():
             encode(members, 0, 1)
         await node.close()
 

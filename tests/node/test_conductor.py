@@ -465,7 +465,7 @@ def test_an_epoch_goes_on_for_whoever_wants_the_same_model(
         node.hear(a, ModelStatus(7, FINGERPRINT, ""))
         node.live(a)
         assert a.heard(Serving)[-1].desired == 7
-        node.hear(a, DesiredState(3, A, "tiny", node.parts.node.leadership.desired.nodes, 3))
+        node.hear(a, DesiredState(3, A, "tiny", node.parts.node.replica.desired.nodes, 3))
         node.tick()
         assert a.heard(Serving)[-1].desired == 3
 

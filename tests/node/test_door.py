@@ -121,7 +121,7 @@ def test_a_newcomer_is_told_where_the_others_are(tmp_path: Path) -> None:
         token = read_token(await house.node.parts.tokens.token())
         granted = await house.join(token)
         assert granted.peers == ("10.0.0.99:4711", *(f"10.0.0.{i}:4711" for i in range(1, MAX_PEERS)))
-        await sees(lambda: len(node.parts.node.leadership.roster.members()) == 3)
+        await sees(lambda: len(node.parts.node.replica.roster.members()) == 3)
         with pytest.raises(UserError):
             await house.join(token)
 
@@ -140,9 +140,9 @@ def test_what_a_removed_member_prepared_lets_nobody_in(tmp_path: Path) -> None:
         node.hear(link, *(TokenWanted(bytes((number,)) * 16) for number in range(2)))
         used, kept = (read_token(issued.token) for issued in link.heard(TokenIssued))
         await house.join(used)
-        await sees(lambda: len(node.parts.node.leadership.roster.members()) == 3)
-        [friend] = node.parts.node.leadership.roster.let_in(node_id)
-        entry = node.parts.node.leadership.roster.members()[friend]
+        await sees(lambda: len(node.parts.node.replica.roster.members()) == 3)
+        [friend] = node.parts.node.replica.roster.let_in(node_id)
+        entry = node.parts.node.replica.roster.members()[friend]
         assert (entry.name, entry.address, entry.at) == ("newcomer", "127.0.0.1", int(CLOCK.now))
         node.parts.node.enrolment.remove(node_id)
         with pytest.raises(Denied, match="the member that requested this join token was removed or left"):

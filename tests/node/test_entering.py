@@ -114,7 +114,7 @@ def test_a_false_announcement_keeps_nobody_out(tmp_path: Path, monkeypatch: pyte
         assert entered.joined
         assert entered.identity.cluster_id == street.cluster_id
         node_id = entered.identity.node_id
-        await sees(lambda: node_id in street.house.node.parts.node.leadership.roster.members())
+        await sees(lambda: node_id in street.house.node.parts.node.replica.roster.members())
 
     play(tmp_path, monkeypatch, story)
 

@@ -186,7 +186,7 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             second.agent.parts.node.desired.set("tiny")  # as `mlxtp serve tiny` on the other Mac
             cluster = first.agent.parts
             assert cluster is not None
-            await sees(lambda: cluster.node.leadership.desired.pinned)
+            await sees(lambda: cluster.node.replica.desired.pinned)
             await first.agent.wait_ready()
             refused = await first.ask(OTHER)
             assert refused.status_code == 404
@@ -198,7 +198,7 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             )
 
             second.agent.parts.node.desired.set("")  # and `mlxtp unload`
-            await sees(lambda: not cluster.node.leadership.desired.model)
+            await sees(lambda: not cluster.node.replica.desired.model)
             unnamed = await first.ask("default")
             assert unnamed.status_code == 503, unnamed.text
             assert "nothing is loaded" in unnamed.json()["error"]["message"]

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.api.backend import ModelInfo, ModelLease
-from mlxtp.cluster.leadership import Situation
+from mlxtp.cluster.reconcile import Situation
 from mlxtp.config import Limits, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from mlxtp.groups.health import ServingState
@@ -84,7 +84,7 @@ def following(node: Node, *, pinned: bool = False) -> FakeLink:
 
 
 def desires(node: Node, link: FakeLink, model: str, *, pinned: bool = False) -> None:
-    version = node.parts.node.leadership.desired.version + 1
+    version = node.parts.node.replica.desired.version + 1
     served(node, "")
     node.hear(link, DesiredState(version, A, model, "auto", version if pinned else 0))
 
@@ -342,7 +342,7 @@ async def loads(node: Node) -> None:
 
     def look() -> bool:
         node.tick(0.0)
-        return node.parts.node.leadership.desired.model == WANTED
+        return node.parts.node.replica.desired.model == WANTED
 
     await sees(look)
 
@@ -370,10 +370,10 @@ def test_the_coordinator_loads_what_is_asked_for_once_nobody_is_answered_by_the_
         [turn] = link.heard(ModelTurn)
         assert turn == ModelTurn(cluster.node.leadership.claim.term, 1, WANTED, "", "")
         tell(node, link, WANTED)
-        assert cluster.node.leadership.desired.model == LOADED, "a request runs here"
+        assert cluster.node.replica.desired.model == LOADED, "a request runs here"
         here.turn.close()
         await loads(node)
-        desired = cluster.node.leadership.desired
+        desired = cluster.node.replica.desired
         assert (desired.model, desired.pinned) == (WANTED, False)
         assert link.heard(DesiredState)[-1] == desired
 
@@ -389,7 +389,7 @@ def test_requests_of_a_member_that_is_not_heard_for_a_moment_are_not_cut(
         waiting = await ask(node, WANTED)
         link.close()
         node.tick(0.5)
-        assert cluster.node.leadership.desired.model == LOADED, "it may be back in a moment"
+        assert cluster.node.replica.desired.model == LOADED, "it may be back in a moment"
         for _ in range(3):
             node.tick(0.5)
         await loads(node)  # it is gone, and its requests with it
@@ -406,7 +406,7 @@ def test_what_others_have_passed_on_to_rank_0_runs_whoever_is_heard(tmp_path: Pa
         cancel = gateway.relay(Generate(1, (1, 2), 9), lambda _: None)
         waiting = await ask(node, WANTED)
         tell(node, link)
-        assert cluster.node.leadership.desired.model == LOADED
+        assert cluster.node.replica.desired.model == LOADED
         cancel()
         await loads(node)
         waiting.turn.close()
@@ -440,7 +440,7 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
         error = await waiting.refused()
         assert error.detail.startswith(f"{WANTED} could not be loaded: {why.detail}")
         assert error.status == status, "only what is wrong with the model itself is a mistake of the client"
-        desired = cluster.node.leadership.desired
+        desired = cluster.node.replica.desired
         assert (desired.model, desired.pinned) == (before, False)
         told = link.heard(ModelTurn)[-1]
         assert (told.model, told.refused, told.why, told.broken) == (
@@ -457,7 +457,7 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
             supervisor.status.resting, supervisor.status.state = False, ServingState.READY
             served(node, before)
             await behind.has_come()
-        assert cluster.node.leadership.desired.version == version
+        assert cluster.node.replica.desired.version == version
 
     play(tmp_path, member, story, load_on_request=True)
 
@@ -478,7 +478,7 @@ def test_what_a_person_unloaded_does_not_come_back_in_place_of_what_cannot_be_se
         supervisor.status.reason = GroupError("no weights")
         node.tick(0.01)
         assert "no weights" in (await waiting.refused()).detail
-        assert cluster.node.leadership.desired.model == ""
+        assert cluster.node.replica.desired.model == ""
 
     play(tmp_path, member, story, load_on_request=True)
 
@@ -496,7 +496,7 @@ def test_who_waits_for_the_only_model_there_was_is_told_why_it_is_not_there(
         served(node, "")
         error = await (await ask(node, LOADED)).refused()
         assert "no weights" in error.detail
-        assert cluster.node.leadership.desired.model == LOADED
+        assert cluster.node.replica.desired.model == LOADED
 
     play(tmp_path, member, story, load_on_request=True)
 
@@ -513,12 +513,12 @@ def test_a_model_that_has_no_place_for_a_while_has_none(tmp_path: Path, member: 
         for _ in range(11):
             node.live_once(link)
             node.tick(0.5)
-        assert cluster.node.leadership.desired.model == WANTED, "memory that was just freed is told late"
+        assert cluster.node.replica.desired.model == WANTED, "memory that was just freed is told late"
         for _ in range(3):
             node.live_once(link)
             node.tick(0.5)
         assert "64 GB are too little" in (await waiting.refused()).detail
-        assert cluster.node.leadership.desired.model == LOADED
+        assert cluster.node.replica.desired.model == LOADED
 
     play(tmp_path, member, story, load_on_request=True)
 
@@ -541,7 +541,7 @@ def test_what_is_pinned_and_has_no_place_is_not_waited_for(tmp_path: Path, membe
         told = len(link.heard(ModelTurn))
         tell(node, link, LOADED)
         assert len(link.heard(ModelTurn)) == told + 1, "who waits elsewhere is told, too"
-        assert cluster.node.leadership.desired.pinned
+        assert cluster.node.replica.desired.pinned
         cluster.supervisor.status.resting, cluster.supervisor.status.state = True, ServingState.FAILED
         cluster.supervisor.status.reason = ModelError("no weights")
         tell(node, link, LOADED)
@@ -565,7 +565,7 @@ def test_what_is_served_elsewhere_and_cannot_be_had_here_is_not_waited_for(
         link, cluster = following(node), node.parts
         desires(node, link, "house", pinned=pinned)
         waiting = await ask(node, "default")
-        node.hear(link, ModelStatus(cluster.node.leadership.desired.version, "5" * 64, ""))
+        node.hear(link, ModelStatus(cluster.node.replica.desired.version, "5" * 64, ""))
         await sees(lambda: cluster.model.problem)
         node.tick(0.01)
         for error in (await waiting.refused(), await refusal(node, "house")):
@@ -615,11 +615,11 @@ def test_what_is_not_on_the_coordinators_disk_may_be_on_another_one(tmp_path: Pa
         node.tick(1.0)
         node.tick(1.0)
         assert waiting.turn.come is False
-        assert cluster.node.leadership.desired.model == WANTED
-        node.hear(link, ModelStatus(cluster.node.leadership.desired.version, "", "nor here"))
+        assert cluster.node.replica.desired.model == WANTED
+        node.hear(link, ModelStatus(cluster.node.replica.desired.version, "", "nor here"))
         node.tick(0.01)
         assert "tiny is not here" in (await waiting.refused()).detail
-        assert cluster.node.leadership.desired.model == LOADED
+        assert cluster.node.replica.desired.model == LOADED
 
     play(tmp_path, member, story, load_on_request=True)
 
@@ -638,7 +638,7 @@ def test_what_is_too_large_is_refused_before_anything_is_unloaded_for_it(
         error = await waiting.refused()
         assert (error.status, error.code) == (503, Code.NOT_READY)
         assert "(studio) has 0.0 GB for 0.6 GB" in error.detail
-        assert (cluster.node.leadership.desired.model, cluster.supervisor.status.state) == (
+        assert (cluster.node.replica.desired.model, cluster.supervisor.status.state) == (
             LOADED,
             ServingState.READY,
         )

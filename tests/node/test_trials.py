@@ -63,7 +63,8 @@ class Stage:
         self.model: Any = MODEL
         self.standing = standing = SimpleNamespace(boot_id="boot", present=True)
         self.node = SimpleNamespace(
-            leadership=SimpleNamespace(leading=True, saw_epoch=lambda _number: None),
+            leadership=SimpleNamespace(leading=True),
+            replica=SimpleNamespace(saw_epoch=lambda _number: None),
             peer_info=SimpleNamespace(servings={}),
             membership=SimpleNamespace(status_of=lambda _node: standing),
             name_of=lambda node: node,

@@ -101,7 +101,7 @@ def test_what_nobody_can_get_leaves_what_is_served(tmp_path: Path, member: membe
         for revision in ("typo", NEWER):
             with pytest.raises(UserError, match="the Hub cannot be reached"):
                 await admin.serve(f"{MODEL}@{revision}", "")
-        assert node.parts.node.leadership.desired.model == "tiny"
+        assert node.parts.node.replica.desired.model == "tiny"
 
     play(tmp_path, member, story)
 
@@ -118,7 +118,7 @@ def test_what_has_no_place_leaves_what_is_served(
         monkeypatch.setattr("mlxtp.models.hub_cache.free_bytes", lambda folder: 7_000_000)
         with pytest.raises(UserError, match=r"all stays as it is: .* has 7.0 MB free"):
             await admin.serve(MODEL, "")
-        assert node.parts.node.leadership.desired.version == 1
+        assert node.parts.node.replica.desired.version == 1
         node.parts.node.desired.set("")
         assert (await admin.serve("tiny", "3"))["nodes"] == "3", "where nothing is served, nothing is lost"
 
@@ -132,12 +132,12 @@ def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: memb
         said = await admin.serve(MODEL, "")
         assert (said["coming"], said["until_then"], said["version"]) == (True, "tiny", 1)
         await asyncio.sleep(0.2)
-        assert node.parts.node.leadership.desired.model == "tiny"
+        assert node.parts.node.replica.desired.model == "tiny"
         (told,) = admin.status()["coming"]
         assert told.startswith(f"{MODEL} is served as soon as it is here: 0.0 MB of 0.0 MB")
         coming.end()
         await until_no_more_is_awaited(node)
-        assert node.parts.node.leadership.desired.model == MODEL
+        assert node.parts.node.replica.desired.model == MODEL
         assert admin.status()["coming"] == []
 
     play(tmp_path, member, story)
@@ -155,10 +155,10 @@ def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: 
             admin.unload()
         else:
             node.parts.node.desired.set("org/other")
-        before = node.parts.node.leadership.desired
+        before = node.parts.node.replica.desired
         coming.end()
         await until_no_more_is_awaited(node)
-        assert node.parts.node.leadership.desired == before
+        assert node.parts.node.replica.desired == before
         assert admin.status()["coming"] == []
 
     play(tmp_path, member, story)
@@ -173,7 +173,7 @@ def test_what_does_not_come_is_told(tmp_path: Path, member: members.Member, hub:
         await until_no_more_is_awaited(node)
         (told,) = admin.status()["coming"]
         assert told == f"{MODEL} was to be served, and cannot be: studio: it is gated; mac-a: it is gated"
-        assert node.parts.node.leadership.desired.model == "tiny"
+        assert node.parts.node.replica.desired.model == "tiny"
 
     play(tmp_path, member, story)
 
@@ -192,11 +192,11 @@ def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
         assert told.startswith(f"{MODEL} was to be served, and cannot be: ")
         assert "needs 2 nodes" in told
         assert told.endswith("; mac-a: no room")
-        assert node.parts.node.leadership.desired.model == "tiny"
+        assert node.parts.node.replica.desired.model == "tiny"
         await admin.serve(MODEL, "2")
         coming.end()
         await until_no_more_is_awaited(node)
-        assert node.parts.node.leadership.desired.model == MODEL
+        assert node.parts.node.replica.desired.model == MODEL
 
     play(tmp_path, member, story)
 
@@ -211,7 +211,7 @@ def test_what_was_said_while_the_hub_was_asked_counts(
         await admin.serve("tiny", "")
         with pytest.raises(UserError, match="another request changed the model meanwhile"):
             await asking
-        assert node.parts.node.leadership.desired.model == "tiny"
+        assert node.parts.node.replica.desired.model == "tiny"
 
     play(tmp_path, member, story)
 
@@ -227,7 +227,7 @@ def test_the_hub_is_asked_once_for_one_serve(
             served(node)
         await admin.serve(MODEL, "")
         await sees(lambda: Repo(MODEL).snapshot("main") is not None)
-        await sees(lambda: node.parts.node.leadership.desired.model == MODEL)
+        await sees(lambda: node.parts.node.replica.desired.model == MODEL)
         assert len([each for each in hub.asked if f"/api/models/{MODEL}" in each]) == 1
         assert (Repo(MODEL).folder / "refs" / "main").read_text() == COMMIT
 

@@ -8,7 +8,7 @@ import json
 import struct
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -54,7 +54,7 @@ BITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class TensorHeader:
+class StoredTensor:
     """Tensor of a file. `begin` and `end` are byte offsets in the file."""
 
     name: str
@@ -62,9 +62,10 @@ class TensorHeader:
     shape: tuple[int, ...]
     begin: int
     end: int
+    path: Path = Path()
 
 
-def check_header(text: bytes, file_bytes: int) -> list[TensorHeader]:
+def check_header(text: bytes, file_bytes: int) -> list[StoredTensor]:
     """Return the tensors in the header `text` of a file of `file_bytes`, in their order there.
 
     Raises ValueError for a header that the format does not allow.
@@ -90,7 +91,7 @@ def check_header(text: bytes, file_bytes: int) -> list[TensorHeader]:
     return tensors
 
 
-def read_header(path: Path) -> list[TensorHeader]:
+def read_header(path: Path) -> list[StoredTensor]:
     """Return the tensors of a file. Raises OSError, and ValueError as `check_header`."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
@@ -100,10 +101,10 @@ def read_header(path: Path) -> list[TensorHeader]:
             raise ValueError(
                 f"a header of {size} bytes in a file of {file_bytes}; at most {MAX_HEADER_BYTES} are read"
             )
-        return check_header(file.read(size), file_bytes)
+        return [replace(tensor, path=path) for tensor in check_header(file.read(size), file_bytes)]
 
 
-def _tensor(name: str, of: object, data: int) -> TensorHeader:
+def _tensor(name: str, of: object, data: int) -> StoredTensor:
     match of:
         case {"dtype": str(kind), "shape": list(shape), "data_offsets": [begin, end], **others} if not others:
             pass
@@ -116,7 +117,7 @@ def _tensor(name: str, of: object, data: int) -> TensorHeader:
     bits = prod(shape) * BITS[kind]
     if not (type(begin) is int and type(end) is int and begin >= 0 and (end - begin) * 8 == bits):
         raise ValueError(f"{name!r:.80} is {bits} bits and lies at {[begin, end]!r:.60}")
-    return TensorHeader(name, kind, tuple(shape), data + begin, data + end)
+    return StoredTensor(name, kind, tuple(shape), data + begin, data + end)
 
 
 def _without_doubles(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
@@ -139,17 +140,6 @@ TYPES = {
     "U16": mx.uint16,
     "U8": mx.uint8,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Tensor in a safetensors file. Its bytes begin at `offset` in the file."""
-
-    name: str
-    path: Path
-    type: str
-    shape: tuple[int, ...]
-    offset: int
 
 
 class Folder:
@@ -193,9 +183,7 @@ class Folder:
     @cached_property
     def _stored(self) -> list[StoredTensor]:
         return [
-            StoredTensor(tensor.name, path, tensor.type, tensor.shape, tensor.begin)
-            for path in sorted(self._folder.glob("model*.safetensors"))
-            for tensor in read_header(path)
+            tensor for path in sorted(self._folder.glob("model*.safetensors")) for tensor in read_header(path)
         ]
 
 
@@ -265,7 +253,7 @@ class _Window(io.RawIOBase):
         self._header = struct.pack("<Q", len(text)) + text
         self._body = runs * self._run
         self._size = len(self._header) + runs * rows * row_bytes
-        self._begins = stored.offset + first * row_bytes
+        self._begins = stored.begin + first * row_bytes
         self._file = stored.path.open("rb", buffering=0)
         self._at = 0
 

@@ -34,11 +34,14 @@ class Answering:
         self.top = top
         self.asked: list[tuple[int, ...]] = []
 
-    async def golden_answers(self, _ranks: Any, prompts: Any) -> self_test.SelfTestTokens:
+    def self_test(self, _ranks: Any) -> Answering:
+        return self
+
+    async def golden_answers(self, prompts: Any) -> self_test.SelfTestTokens:
         assert prompts == PROMPTS
         return self.again
 
-    async def most_probable(self, _ranks: Any, prompt: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+    async def most_probable(self, prompt: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
         self.asked.append(prompt)
         return self.top
 

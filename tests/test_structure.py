@@ -174,19 +174,20 @@ def test_a_collective_in_a_branch_is_found(body: str) -> None:
 # --- who imports whom -------------------------------------------------------------------------------------
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
+    "admission_counter": frozenset(),
     "errors": frozenset(),
     "values": frozenset({"errors"}),
     "background": frozenset(),
     "settings": frozenset({"values"}),
     "config": frozenset({"errors", "settings", "values"}),
     "tokenizer_file": frozenset({"errors"}),
-    "wire": frozenset({"errors"}),
-    "engine": frozenset({"errors", "tokenizer_file", "wire"}),
+    "wire": frozenset({"admission_counter", "errors"}),
+    "engine": frozenset({"admission_counter", "errors", "tokenizer_file", "wire"}),
     "placement": frozenset({"errors", "wire"}),
     "discovery": frozenset({"background", "config", "errors", "wire"}),
     "identity": frozenset({"background", "config", "discovery", "errors", "wire"}),
     "text": frozenset({"errors", "tokenizer_file"}),
-    "api": frozenset({"config", "errors", "identity", "text", "tokenizer_file"}),
+    "api": frozenset({"admission_counter", "config", "errors", "identity", "text", "tokenizer_file"}),
     "cluster": frozenset({"background", "config", "discovery", "errors", "identity", "placement", "wire"}),
     "models": frozenset(
         {
@@ -395,6 +396,7 @@ def test_a_circle_is_found() -> None:
 # --- pure modules -----------------------------------------------------------------------------------------
 
 PURE = (
+    "mlxtp.admission_counter",
     "mlxtp.placement.formation",
     "mlxtp.groups.side_channel",
     "mlxtp.engine.jaccl",

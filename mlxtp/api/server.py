@@ -29,6 +29,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ..admission_counter import AdmissionCounter
 from ..errors import Code, ConfigError
 from .adapter import error_body
 
@@ -59,29 +60,31 @@ class HttpConnection(H11Protocol):
 
     request_s = 90.0
     stall_s = 60.0
+    admitted: AdmissionCounter  #: All connections of this server.
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._sending_request = _Alarm(self.loop)
         self._not_reading = _Alarm(self.loop)
+        self._counts = False  # True while it counts as one of its address
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         address = address_of(self)
-        own = sum(address_of(other) == address for other in self.connections)
-        if own > MAX_PER_ADDRESS:
-            self.app = _refusing(
-                f"{MAX_PER_ADDRESS} connections of {address} are open, the most for one address; retry later"
-            )
-        elif len(self.connections) > MAX_CONNECTIONS:
-            self.app = _refusing(
-                f"{MAX_CONNECTIONS} connections are open, the most this server takes; retry later"
-            )
-        if len(self.connections) > MOST_CONNECTIONS or own > MOST_PER_ADDRESS:
+        if self.admitted.enter(address):
             # at once, as more connections may arrive in this iteration of the event loop
             self.connections.discard(self)
             transport.abort()  # a client that was refused so often ignores the answers
             return
+        self._counts = True
+        if self.admitted.of(address) > MAX_PER_ADDRESS:
+            self.app = _refusing(
+                f"{MAX_PER_ADDRESS} connections of {address} are open, the most for one address; retry later"
+            )
+        elif self.admitted.total > MAX_CONNECTIONS:
+            self.app = _refusing(
+                f"{MAX_CONNECTIONS} connections are open, the most this server takes; retry later"
+            )
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         # `pause_writing` comes with the first byte left over. asyncio's TLS calls it at that size, its TCP
         # above it: with 0, TLS would pause before the first answer, for ever.
@@ -111,6 +114,8 @@ class HttpConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._sending_request.stop()
         self._not_reading.stop()
+        if self._counts:
+            self.admitted.leave(address_of(self))
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -164,7 +169,9 @@ class HttpConnection(H11Protocol):
 
 def connection_class(stall_s: float, request_s: float) -> type[HttpConnection]:
     """Return a connection class with these deadlines; uvicorn makes the objects."""
-    return type("Connection", (HttpConnection,), {"stall_s": stall_s, "request_s": request_s})
+    admitted = AdmissionCounter(MOST_CONNECTIONS, MOST_PER_ADDRESS)
+    named = {"stall_s": stall_s, "request_s": request_s, "admitted": admitted}
+    return type("Connection", (HttpConnection,), named)
 
 
 class _Alarm:
@@ -220,7 +227,12 @@ class TlsHandshake(SSLProtocol):
     """TLS of one connection, which is in `all_` from TCP's start to its end."""
 
     def __init__(
-        self, connection: HttpConnection, context: ssl.SSLContext, handshake_s: float, all_: set[TlsHandshake]
+        self,
+        connection: HttpConnection,
+        context: ssl.SSLContext,
+        handshake_s: float,
+        all_: set[TlsHandshake],
+        admitted: AdmissionCounter,
     ) -> None:
         nobody_waits: Any = None
         limit_s: Any = handshake_s
@@ -230,22 +242,23 @@ class TlsHandshake(SSLProtocol):
         )  # fmt: skip
         self._connection = connection
         self._all = all_
+        self._admitted = admitted
         self._tcp: asyncio.Transport | None = None
-        self.address = ""
+        self._address = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._tcp = transport
-        self._all.add(self)
-        self.address = (transport.get_extra_info("peername") or ("",))[0]
-        own = sum(other.address == self.address for other in self._all)
-        if len(self._all) > MOST_CONNECTIONS or own > MOST_PER_ADDRESS:
-            self._all.discard(self)  # at once, as in `HttpConnection`
+        self._address = (transport.get_extra_info("peername") or ("",))[0]
+        if self._admitted.enter(self._address):
             transport.abort()
         else:
+            self._all.add(self)
             super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._all.discard(self)
+        if self in self._all:
+            self._all.remove(self)
+            self._admitted.leave(self._address)
         super().connection_lost(exc)
 
     def end_handshake(self) -> None:
@@ -317,7 +330,8 @@ async def serve(
     config.load()
     secured: set[TlsHandshake] = set()
     if tls is not None:  # uvicorn's own TLS takes only files, and sees a connection only after its handshake
-        make = partial(_secured, connection, tls, handshake_s, secured)
+        admitted = AdmissionCounter(MOST_CONNECTIONS, MOST_PER_ADDRESS)
+        make = partial(_secured, connection, tls, handshake_s, secured, admitted)
         config.http_protocol_class = make  # type: ignore[assignment]
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -337,9 +351,10 @@ def _secured(
     context: ssl.SSLContext,
     handshake_s: float,
     all_: set[TlsHandshake],
+    admitted: AdmissionCounter,
     **of_uvicorn: Any,
 ) -> TlsHandshake:
-    return TlsHandshake(connection(**of_uvicorn), context, handshake_s, all_)
+    return TlsHandshake(connection(**of_uvicorn), context, handshake_s, all_, admitted)
 
 
 def _in_origin_form(app: ASGIApp) -> ASGIApp:

@@ -13,10 +13,10 @@ import queue
 import socket
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..admission_counter import AdmissionCounter
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
 from ..wire.blocking import BlockingLink, connect
 from ..wire.epoch_proof import hello_proof, verify, welcome_proof
@@ -95,7 +95,7 @@ class _Reception:
             self._context = member_context_server(epoch.credentials, (ALPN_DECODE,))
         self._welcome: queue.SimpleQueue[tuple[int, BlockingLink]] = queue.SimpleQueue()
         self._taking = threading.Lock()
-        self._strangers: Counter[str] = Counter()
+        self._strangers = AdmissionCounter(MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE)
         self._taken: set[int] = set()
 
     def accept_all(self, listener: socket.socket) -> dict[int, BlockingLink]:
@@ -120,12 +120,9 @@ class _Reception:
 
     def _begin(self, sock: socket.socket, source: str) -> None:
         with self._taking:
-            here = self._strangers[source]
-            crowded = here >= MAX_STRANGERS_PER_SOURCE and not _is_here(source)
-            if crowded or self._strangers.total() >= MAX_STRANGERS:
+            if self._strangers.enter(source, exempt=_is_here(source)):
                 sock.close()
                 return
-            self._strangers[source] += 1
         threading.Thread(target=self._judge, args=(sock, source), daemon=True).start()
 
     def _judge(self, sock: socket.socket, source: str) -> None:
@@ -135,7 +132,7 @@ class _Reception:
             sock.close()  # a peer that fails is a stranger; the ranks that belong here are still expected
         finally:
             with self._taking:
-                self._strangers[source] -= 1
+                self._strangers.leave(source)
 
     def _let_in(self, sock: socket.socket) -> None:
         secured: Socket = sock

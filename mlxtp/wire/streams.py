@@ -11,6 +11,7 @@ import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from ..admission_counter import AdmissionCounter
 from ..errors import Code, LinkError, ProtocolError
 from .certificates import NodeIdentity
 from .messages import Message
@@ -149,17 +150,15 @@ class TlsAcceptor:
         self._context = context
         self._on_connection = on_connection
         self._handshake_s = handshake_s
-        self._max_strangers = strangers
-        self._max_per_source = per_source
         self._exempt_loopback = exempt_loopback
         self._belongs = belongs
-        self._strangers: Counter[str] = Counter()
+        self._strangers = AdmissionCounter(strangers, per_source)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def strangers(self) -> int:
         """Number of connections that are unauthenticated now."""
-        return self._strangers.total()
+        return self._strangers.total
 
     async def run(self) -> None:
         """Accept until cancelled; then close every connection and the listening socket.
@@ -187,12 +186,10 @@ class TlsAcceptor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _let_in(self, sock: socket.socket, source: str) -> None:
-        crowded = self._strangers[source] >= self._max_per_source and not self._is_exempt(source)
-        if crowded or self.strangers >= self._max_strangers:
-            self.turned_away["too many from one address" if crowded else "too many"] += 1
+        if why := self._strangers.enter(source, exempt=self._is_exempt(source)):
+            self.turned_away[why] += 1
             sock.close()
             return
-        self._strangers[source] += 1
         task = asyncio.create_task(self._attend(sock, source))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -209,12 +206,12 @@ class TlsAcceptor:
                 return
             if peer.identity is not None and self._belongs(peer.identity):
                 is_stranger = False
-                self._forget(source)
+                self._strangers.leave(source)
             await self._on_connection(reader, writer, peer)
             writer.close()
         finally:
             if is_stranger:
-                self._forget(source)
+                self._strangers.leave(source)
             if writer is not None and not writer.is_closing():
                 writer.transport.abort()
 
@@ -230,11 +227,6 @@ class TlsAcceptor:
             ssl_shutdown_timeout=GOODBYE_S,
         )
         return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
-
-    def _forget(self, source: str) -> None:
-        self._strangers[source] -= 1
-        if not self._strangers[source]:
-            del self._strangers[source]
 
     def _is_exempt(self, source: str) -> bool:
         return self._exempt_loopback and ipaddress.ip_address(source.partition("%")[0]).is_loopback

@@ -441,7 +441,7 @@ class AnyOrder(RuleBasedStateMachine):
 AnyOrder.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
 )
-TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder = pytest.mark.slow(AnyOrder.TestCase)
 
 
 @pytest.mark.parametrize(

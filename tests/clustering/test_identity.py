@@ -185,6 +185,7 @@ class Disk:
         return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("founds", [True, False], ids=["the founder", "another"])
 def test_wherever_leaving_is_cut_short_a_mac_is_a_member_or_can_join(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, founds: bool

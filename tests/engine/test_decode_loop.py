@@ -292,6 +292,7 @@ def test_progress_is_reported_now_and_then_and_of_open_requests_alone(tmp_path: 
     assert said[:-1] == [Prefilled(1, computed, 0) for computed in (0, 4, 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_disk_that_hangs_under_the_draft_model_is_noticed(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool

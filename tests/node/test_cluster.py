@@ -542,6 +542,7 @@ def _ours(message: Message, node_id: str) -> Message:
     return replace(message, **changed)  # type: ignore[type-var]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(_STEPS, min_size=3, max_size=12))
 def test_whatever_members_say_the_node_goes_on(

@@ -102,6 +102,7 @@ def test_without_a_cache_there_is_the_embedded_model(cache: Path, there: str) ->
     assert [model.id for model in stored_models()] == ["tiny"]
 
 
+@pytest.mark.slow
 def test_it_is_opened_without_a_word_to_the_hub(cache: Path) -> None:
     async def story() -> None:
         source = await open_model(NAME)

@@ -119,9 +119,7 @@ MISTYPED = (
 
 
 @pytest.mark.parametrize(("typed", "words"), MISTYPED)
-def test_a_mistake_is_answered_in_the_words_of_whoever_made_it(
-    tmp_path: Path, typed: str, words: str
-) -> None:
+def test_a_mistake_is_answered_in_the_words_of_its_maker(tmp_path: Path, typed: str, words: str) -> None:
     refused = CliRunner().invoke(main.app, [*typed.split(), "--home", str(tmp_path)], env=alone())
     assert isinstance(refused.exception, SystemExit)
     assert refused.exit_code != 0
@@ -207,7 +205,7 @@ def test_what_the_model_cannot_do_is_said_at_once_and_not_tried_again(
         (("--join", "-"), "", "", "--join -: there is no token on standard input"),
     ],
 )
-def test_a_join_token_that_nobody_can_see_in_the_list_of_processes(
+def test_a_join_token_that_is_not_in_the_list_of_processes(
     tmp_path: Path, args: tuple[str, ...], typed: str, variable: str, words: str
 ) -> None:
     where = ("--control", "127.0.0.1:0", "--no-discovery", "--home", str(tmp_path))

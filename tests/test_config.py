@@ -556,7 +556,7 @@ def test_numbers_in_the_file(tmp_path: Path) -> None:
         ('home = "/elsewhere"', 1, "unknown key 'home'"),  # the file is in it
     ],
 )
-def test_a_key_that_nobody_knows(tmp_path: Path, file: str, line: int, said: str) -> None:
+def test_an_unknown_key(tmp_path: Path, file: str, line: int, said: str) -> None:
     assert refusal(tmp_path, file).startswith(f"{tmp_path / 'config.toml'}, line {line}: {said}")
 
 

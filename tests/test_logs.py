@@ -137,7 +137,7 @@ def test_an_agent_for_people_logs_lines(root: logging.Logger, capsys: pytest.Cap
     assert re.fullmatch(r"\d{4}-\S+ \S+ INFO hello\n", capsys.readouterr().err)
 
 
-def test_a_log_file_begins_anew_and_keeps_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_file_starts_over_and_keeps_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxtp.logs.MAX_LOG_BYTES", 1000)
     monkeypatch.setattr("mlxtp.logs.KEPT_LOGS", 2)
     handler = RotatingLog(str(tmp_path / "logs" / "agent.log"))

@@ -67,7 +67,7 @@ def test_each_pin_has_its_hashes() -> None:
     assert "://" not in text
 
 
-def test_whatever_extras_are_installed_comes_with_its_hashes() -> None:
+def test_all_installed_extras_come_with_their_hashes() -> None:
     """But what trains the embedded model: its packages are pinned nowhere."""
     text, extras = (ROOT / "hashes.txt").read_text(), PROJECT["project"]["optional-dependencies"]
     here = {name_of(each.metadata["Name"]) for each in importlib.metadata.distributions()}

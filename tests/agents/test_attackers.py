@@ -181,7 +181,7 @@ def test_a_page_of_another_origin_posts_in_vain(agent: Agent, origin: str) -> No
 
 
 @pytest.mark.chaos
-def test_bodies_that_nobody_waits_for_take_no_more_memory_than_their_bound(agent: Agent) -> None:
+def test_abandoned_bodies_take_at_most_the_memory_of_their_bound(agent: Agent) -> None:
     process = psutil.Process(agent.process.pid) if agent.process else psutil.Process()
     idle, most = process.memory_info().rss, 0
     content = json.dumps(body("a" * BODY_BYTES + "\U0001f600"), ensure_ascii=False).encode()

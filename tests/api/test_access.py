@@ -284,9 +284,7 @@ def test_a_refusal_has_the_shape_of_the_dialect_that_owns_the_path(
         assert server.ask(path="/v1/x").json()["error"]["code"] == "invalid_api_key"
 
 
-def test_all_that_is_there_needs_a_key_but_what_is_meant_for_everybody(
-    backend: FakeBackend, tmp_path: Path
-) -> None:
+def test_all_that_is_there_needs_a_key_but_what_is_public(backend: FakeBackend, tmp_path: Path) -> None:
     app = create_app(backend, admin=FakeAdmin())
     paths = [route.path for route in app.routes if isinstance(route, Route)]
     assert {"/health", "/v1/models", "/v1/chat/completions", "/admin/status"} <= set(paths)

@@ -38,7 +38,9 @@ def test_a_clock_that_goes_back_gives_nothing() -> None:
     per_minute=st.integers(1, 1_000_000),
     steps=st.lists(st.floats(0, 100, allow_nan=False), min_size=1, max_size=60),
 )
-def test_nobody_gets_more_than_a_full_bucket_and_what_flows_in(per_minute: int, steps: list[float]) -> None:
+def test_no_client_gets_more_than_a_full_bucket_and_what_flows_in(
+    per_minute: int, steps: list[float]
+) -> None:
     bucket, now, passed = TokenBucket(per_minute, 0.0), 0.0, 0
     for step in steps:
         now += step

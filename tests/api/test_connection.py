@@ -144,7 +144,7 @@ def test_what_waits_for_a_client_is_bounded(backend: FakeBackend) -> None:
     play(story, backend, stall_s=10 * SOON_S)
 
 
-def test_a_whole_answer_that_nobody_takes_is_not_kept_for_ever(
+def test_a_whole_answer_that_no_client_takes_is_not_kept_for_ever(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "UNREAD_BYTES", 4096)
@@ -210,7 +210,7 @@ def test_half_a_head_is_not_waited_for_for_ever(backend: FakeBackend, sent: byte
     play(story, backend, request_s=SOON_S)
 
 
-def test_one_byte_now_and_then_gives_no_more_time(backend: FakeBackend) -> None:
+def test_one_byte_now_and_then_extends_no_deadline(backend: FakeBackend) -> None:
     async def story(connect: Callable[[], Client]) -> None:
         client = connect()
         reading = asyncio.create_task(client.rest())

@@ -67,7 +67,7 @@ def test_no_other_name_or_address_is(host: str) -> None:
     assert judged(PLAIN, host=host) is Code.HOST_NOT_ALLOWED
 
 
-def test_names_that_were_given_are_this_mac_whatever_their_case() -> None:
+def test_names_that_were_given_are_this_mac_in_any_case() -> None:
     assert judged(NAMED, host="Studio.Local:52415") is None
     assert judged(NAMED, host="ai.example.com") is None
     assert judged(NAMED, host="other.example.com") is Code.HOST_NOT_ALLOWED
@@ -105,7 +105,7 @@ def test_the_address_of_one_end(end: Any, address: str) -> None:
     assert address_of(end) == address
 
 
-def test_an_end_that_is_not_known_is_nobodys_name() -> None:
+def test_an_end_that_is_not_known_is_no_name() -> None:
     assert judged(PLAIN, server=None, client=None, host="") is Code.HOST_NOT_ALLOWED
     assert judged(PLAIN, server=None, client=None, host="localhost") is None
     assert judged(PLAIN, path="/admin/status", client=None, host="localhost") is not None

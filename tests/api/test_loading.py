@@ -230,7 +230,7 @@ def test_what_is_wrong_with_a_request_is_said_in_the_stream_when_its_headers_are
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_waits_no_more(server: Server, turns: Turns, stream: bool) -> None:
+def test_a_client_that_leaves_no_longer_waits(server: Server, turns: Turns, stream: bool) -> None:
     with httpx.Client(timeout=WAIT_S) as client:
         helper = threading.Thread(target=_ask_and_leave, args=(client, server, stream))
         helper.start()

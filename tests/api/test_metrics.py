@@ -769,7 +769,7 @@ def test_the_first_end_is_the_one_that_counts() -> None:
     assert counted(metrics.registry).finished("m") == {"stop": 1, "abort": 1}
 
 
-def test_whoever_nobody_answers_over_http_is_counted_too(stage: Stage) -> None:
+def test_a_client_without_a_reply_over_http_is_counted_too(stage: Stage) -> None:
     """A program of ours may use the gateway without HTTP, as benchmarks do."""
 
     async def leave() -> None:

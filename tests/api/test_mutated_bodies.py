@@ -444,7 +444,7 @@ def test_a_body_that_is_too_large(client: httpx.Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", REFUSING)
-def test_what_is_not_served_is_refused_whatever_is_sent(client: httpx.Client, path: str) -> None:
+def test_what_is_not_served_is_refused_with_any_body(client: httpx.Client, path: str) -> None:
     tally = Tally()
     bodies = [b"", b"{", b"\xff\x00", json.dumps(CHAT[0]).encode(), *(odd.encode() for odd in ODD)]
     for body in bodies:

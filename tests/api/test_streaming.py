@@ -69,7 +69,7 @@ def test_a_failure_ends_them_all() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
-def test_whoever_stops_reading_closes_them_all_and_none_ran_away(how: str) -> None:
+def test_a_reader_that_stops_closes_them_all_and_none_ran_away(how: str) -> None:
     async def story() -> None:
         sources = Sources()
         parts = [sources.source(0, 10**9), sources.source(1, 1, wait=True)]

@@ -188,7 +188,7 @@ def test_a_loop_that_holds_the_gil(cluster: FaultyCluster, rank: int) -> None:
 
 @chaos
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
-def test_ended_by_somebody_else(cluster: FaultyCluster, number: signal.Signals) -> None:
+def test_ended_from_outside(cluster: FaultyCluster, number: signal.Signals) -> None:
     was = before(cluster)
     at = kill(was.pids[1], number)
     case = f"{number.name} of rank 1"

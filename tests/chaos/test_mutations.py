@@ -208,7 +208,7 @@ def assert_nothing_comes_of_it(cluster: FaultyCluster, note: str, fault: str, **
     assert_sound(cluster, was)
 
 
-def test_another_draw_of_rank_1_is_nobodys_token(cluster: FaultyCluster) -> None:
+def test_another_draw_of_rank_1_changes_no_token(cluster: FaultyCluster) -> None:
     """Rank 0's choice travels inside the graph."""
     assert_nothing_comes_of_it(cluster, "drawn", "draw_another_token")
 
@@ -219,7 +219,7 @@ def test_a_bit_flipped_in_the_logits_that_rank_1_gathered_changes_nothing(cluste
 
 
 @pytest.mark.parametrize(("on", "fields"), [("winners", {}), pytest.param("gather", BIASED, marks=chaos)])
-def test_a_bit_flipped_before_ranks_exchange_logits_is_everybodys(
+def test_a_bit_flipped_before_ranks_exchange_logits_reaches_all(
     cluster: FaultyCluster, on: str, fields: dict[str, Any]
 ) -> None:
     """There is nothing to compare a rank's share with: all ranks agree on what came of it.
@@ -242,7 +242,7 @@ def test_a_bit_flipped_before_ranks_exchange_logits_is_everybodys(
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=chaos)])
-def test_a_rank_with_a_changed_weight_serves_nobody(cluster: FaultyCluster, rank: int) -> None:
+def test_a_rank_with_a_changed_weight_serves_no_client(cluster: FaultyCluster, rank: int) -> None:
     """The group forms, proves its collectives and loads; its answer to the golden prompt is another one."""
     was = before(cluster)
     cluster.order("change_weight", rank, epoch=was.epoch + 1)

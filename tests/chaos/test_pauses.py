@@ -155,7 +155,7 @@ def test_a_request_that_kills_does_not_take_others_along(cluster: FaultyCluster,
     assert 2 <= failures <= 4
 
 
-def test_nobody_waits_for_ever_for_another_group(
+def test_no_request_waits_for_ever_for_another_group(
     cluster: FaultyCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next group stands still on its way up; the client is told, and what it has got was right."""

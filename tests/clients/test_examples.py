@@ -121,7 +121,7 @@ def test_the_programs_of_the_documents_count(two_ranks: Cluster, program: str) -
     assert re.findall(r"\d+", done.stdout) == [str(number) for number in range(1, 21)]
 
 
-def test_a_script_says_when_nobody_answers() -> None:
+def test_a_script_says_when_no_server_replies() -> None:
     """On a machine where nothing listens at the port."""
     done = subprocess.run(
         ["/bin/sh", str(CLIENTS / "curl.sh")],
@@ -481,7 +481,7 @@ def test_claude_code_asks_as_it_does(two_ranks: Cluster) -> None:
     assert counted.input_tokens > 1
 
 
-def test_whoever_looks_first_whether_somebody_is_there(two_ranks: Cluster) -> None:
+def test_a_client_that_first_looks_for_a_server(two_ranks: Cluster) -> None:
     assert two_ranks.client.get("/api/version").json()["version"].count(".") == 2
     assert httpx.get(f"{two_ranks.url}/health").json()["ready"] is True
     assert httpx.head(two_ranks.url).status_code == 200

@@ -95,7 +95,7 @@ def test_merging_needs_no_order_and_no_memory(
 
 
 @given(st.lists(_entry, max_size=6))
-def test_who_was_removed_stays_so_whatever_is_merged(entries: list[RosterEntry]) -> None:
+def test_a_removed_member_stays_removed_after_any_merge(entries: list[RosterEntry]) -> None:
     roster = Roster().merged(entries)
     for entry in entries:
         if entry.removed:
@@ -129,7 +129,7 @@ def test_a_removed_member_is_no_member_and_its_key_is_never_admitted_again() -> 
     assert list(less.admitting("b", "mac-b", "another key", unsealed).members()) == ["a", "b"]
 
 
-def test_a_removal_wins_over_a_later_word_of_whoever_did_not_hear_of_it() -> None:
+def test_a_removal_wins_over_a_later_word_of_an_uninformed_member() -> None:
     both = roster("a", "b")
     renamed = both.admitting("b", "a new name", "key-b", unsealed).admitting(
         "b", "a newer name", "key-b", unsealed

@@ -93,7 +93,7 @@ def test_a_node_that_misses_others_gives_them_time_to_show_up() -> None:
     assert story.beats(BEAT_S).claim == LeaderClaim(1, "b")
 
 
-def test_when_all_are_here_nobody_is_waited_for() -> None:
+def test_when_all_are_here_no_member_is_waited_for() -> None:
     story = Story(known=("c",))
     story.up(3, "c-1")
     story.tick()
@@ -119,7 +119,7 @@ def test_the_smallest_of_the_living_claims_and_the_others_wait() -> None:
     assert story.beats(0.5, link_3=beat()).claim == LeaderClaim(1, "b")
 
 
-def test_terms_go_on_after_a_restart_and_an_old_claim_is_nobodys() -> None:
+def test_terms_go_on_after_a_restart_and_an_old_claim_is_void() -> None:
     story = Story(ClusterState(claim=LeaderClaim(7, "b")), known=())
     assert not story.leadership.leading
     assert story.leadership.persistent_state().claim == LeaderClaim(7)
@@ -127,7 +127,7 @@ def test_terms_go_on_after_a_restart_and_an_old_claim_is_nobodys() -> None:
     assert story.claim == LeaderClaim(8, "b")
 
 
-def test_hearing_of_ones_own_past_makes_nobody_coordinator() -> None:
+def test_hearing_of_ones_own_past_makes_no_coordinator() -> None:
     story = Story(ClusterState(claim=LeaderClaim(7, "b")), known=("c",))
     story.up(3, "c-1")
     story.hear(3, beat(LeaderClaim(7, "b"), 10))
@@ -149,7 +149,7 @@ def test_a_lower_term_than_before_is_followed_and_topped_later() -> None:
 # --- following --------------------------------------------------------------------------------------------
 
 
-def test_as_long_as_it_lives_the_coordinator_stays_whatever_its_id() -> None:
+def test_as_long_as_it_lives_the_coordinator_stays_with_any_id() -> None:
     assert led_by(C5).beats(60, link_1=beat(C5, 20), link_3=beat(C5, 20)).claim == C5
 
 
@@ -176,7 +176,7 @@ def test_a_coordinator_gives_way_to_a_stronger_claim() -> None:
     assert story.claim == A5
 
 
-def test_whoever_is_named_coordinates() -> None:
+def test_the_named_member_coordinates() -> None:
     story = led_by(A5)
     assert story.hear(1, beat(B6))
     assert story.leadership.leading
@@ -404,7 +404,7 @@ def test_changes_that_never_settle_are_not_waited_for_longer_than_their_limit() 
     assert story.now - began == 3.0
 
 
-def test_whoever_was_lost_is_shaky_for_a_while() -> None:
+def test_a_lost_member_is_shaky_for_a_while() -> None:
     story = leading()
     alone = RunningEpoch(1, ("b",), ("b-1",), (1.0,), "llama", 1, ready=True)
     story.membership.link_down(3, story.now)
@@ -420,7 +420,7 @@ def test_whoever_was_lost_is_shaky_for_a_while() -> None:
     assert isinstance(story.leadership.decide(story.membership, situation, story.now), StopEpoch)
 
 
-def test_patience_begins_with_the_first_wait_and_anew_after_each() -> None:
+def test_patience_begins_with_the_first_wait_and_again_after_each() -> None:
     story = leading()
     story.beats(1, link_3=beat(B6))
     busy = RunningEpoch(1, ("b",), ("b-1",), (1.0,), "llama", 1, ready=True, open_requests=1)
@@ -496,7 +496,7 @@ def test_what_a_start_of_an_agent_said_of_itself_ends_with_it() -> None:
     assert story.leadership.draining == frozenset()
 
 
-def test_a_restart_that_nobody_announced_ends_it_too() -> None:
+def test_an_unannounced_restart_ends_it_too() -> None:
     story = led_by(C5)
     story.hear(1, leaving(C5, 10))
     story.up(4, "a-2")
@@ -506,7 +506,7 @@ def test_a_restart_that_nobody_announced_ends_it_too() -> None:
     assert story.leadership.draining == frozenset()
 
 
-def test_whoever_is_about_to_stop_claims_only_if_nobody_else_is_here() -> None:
+def test_an_agent_about_to_stop_claims_only_if_it_is_alone() -> None:
     story = led_by(C5)
     story.hear(1, leaving(C5, 10))
     story.membership.goodbye(3, story.now)

@@ -78,7 +78,7 @@ def test_the_coordinator_forms_what_is_wanted_under_the_next_number() -> None:
     assert decided() == FormEpoch(9, plan("a", "b"), ("a-1", "b-1"))
 
 
-def test_nobody_else_forms_anything() -> None:
+def test_no_other_agent_forms_anything() -> None:
     assert decided(**FOLLOWING) == NoAction()
     assert decided(leading=False, claim=NO_CLAIM) == NoAction()
 
@@ -105,12 +105,12 @@ def test_after_failed_epochs_it_waits_its_time() -> None:
     assert isinstance(decided(hold_until=NOW, hold="the ring did not form"), FormEpoch)
 
 
-def test_nobody_silent_is_taken_along() -> None:
+def test_no_silent_member_is_taken_along() -> None:
     silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
     assert decided(statuses=silent) == Wait("mini is silent")
 
 
-def test_it_hands_over_to_whoever_gets_rank_0() -> None:
+def test_it_hands_over_to_the_agent_that_gets_rank_0() -> None:
     assert decided(plan=plan("b", "a")) == HandOver("b")
     assert decided(plan=plan("b", "c")) == HandOver("b")
 
@@ -195,7 +195,7 @@ def test_a_running_epoch_is_left_alone() -> None:
     assert decided(running=epoch("a", "b", "c", "d"), statuses=here(*"abcd")) == NoAction()
 
 
-def test_a_better_group_takes_over_when_nobody_asks() -> None:
+def test_a_better_group_takes_over_without_requests() -> None:
     assert decided(running=ALONE) == StopEpoch("a better group is there with mini")
 
 
@@ -266,7 +266,7 @@ def test_a_member_that_was_lost_a_moment_ago_ends_no_running_epoch() -> None:
 PAIR = epoch("b", "c", number=7)
 
 
-def test_whoever_lost_the_coordination_goes_on_until_the_new_one_decides() -> None:
+def test_a_former_coordinator_goes_on_until_the_new_one_decides() -> None:
     assert decided(running=epoch("a", "c"), **FOLLOWING) == NoAction()
 
 
@@ -434,7 +434,7 @@ B_STOPS: dict[str, Any] = {"draining": frozenset("b")}
 A_STOPS: dict[str, Any] = {"draining": frozenset("a")}
 
 
-def test_a_group_ends_at_once_when_another_can_do_without_whoever_stops() -> None:
+def test_a_group_ends_at_once_when_another_can_do_without_the_stopping_agent() -> None:
     """Requests outlive groups, so nothing is waited for: neither they, nor the load, nor calm."""
     busy = epoch("a", "b", open_requests=3)
     stop = StopEpoch("mini is about to stop, and another group goes on")
@@ -446,7 +446,7 @@ def test_a_group_ends_at_once_when_another_can_do_without_whoever_stops() -> Non
     )
 
 
-def test_a_group_that_needs_whoever_stops_goes_on() -> None:
+def test_a_group_that_needs_the_stopping_agent_goes_on() -> None:
     for who in (A_STOPS, B_STOPS):
         assert decided(running=epoch("a", "b", open_requests=3), plan=None, **who) == NoAction()
 
@@ -455,7 +455,7 @@ def test_who_takes_no_part_stops_without_an_effect() -> None:
     assert decided(running=epoch("a", "b"), plan=plan("a", "b"), draining=frozenset("c")) == NoAction()
 
 
-def test_a_coordinator_that_is_about_to_stop_hands_over_whatever_failed_before() -> None:
+def test_a_coordinator_that_is_about_to_stop_hands_over_after_any_failure() -> None:
     assert decided(plan=plan("b", "c"), **A_STOPS) == HandOver("b")
     assert decided(plan=plan("b"), hold_until=NOW + 5, hold="it failed", **A_STOPS) == HandOver("b")
 
@@ -463,7 +463,7 @@ def test_a_coordinator_that_is_about_to_stop_hands_over_whatever_failed_before()
 @pytest.mark.parametrize(
     ("stops", "changes"), [(frozenset("b"), {}), (frozenset(), {"draining": True})], ids=["owner", "rank"]
 )
-def test_nobody_hands_over_to_a_group_that_is_about_to_end(
+def test_no_coordinator_hands_over_to_a_group_that_is_about_to_end(
     stops: frozenset[str], changes: dict[str, Any]
 ) -> None:
     theirs = epoch("b", "c", key=(9.0,), open_requests=4, **changes)
@@ -476,7 +476,7 @@ def left(**changes: Any) -> bool:
     return may_leave(replace(VIEW, **{"plan": None, **A_STOPS, **changes}))
 
 
-def test_a_coordinator_leaves_when_it_has_handed_over_or_nobody_can_take_over() -> None:
+def test_a_coordinator_leaves_when_it_has_handed_over_or_no_member_can_take_over() -> None:
     assert left()
     assert left(running=epoch("a", "b"))
     assert not left(plan=plan("b"))
@@ -495,7 +495,7 @@ def test_a_rank_leaves_when_its_group_has_ended_or_is_done() -> None:
     assert left(running=guest, others=[host, epoch("c", number=2, open_requests=1)], **FOLLOWING)
 
 
-def test_a_group_takes_nothing_new_when_somebody_of_it_stops() -> None:
+def test_a_group_takes_nothing_new_when_a_member_of_it_stops() -> None:
     stops = {"draining": frozenset("bc")}
     assert drained_by(replace(VIEW, running=epoch("a", "b"), **stops)) == ("b",)
     assert drained_by(replace(VIEW, running=epoch("a"), **stops)) == ()

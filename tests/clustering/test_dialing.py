@@ -67,7 +67,7 @@ def test_who_is_linked_is_not_dialled() -> None:
     assert policy.tick(1.0, (BEN,)) == ["10.0.0.1:1", "10.0.0.3:1"]
 
 
-def test_an_address_of_the_user_is_dialled_whatever_others_say_of_it() -> None:
+def test_an_address_of_the_user_is_dialled_despite_reports_of_others() -> None:
     policy = dialing("10.0.0.1:1")
     policy.sighted([sighting(ANNA, "10.0.0.1:1")], 0.0)
     assert policy.tick(0.0, (ANNA,)) == ["10.0.0.1:1"]
@@ -76,7 +76,7 @@ def test_an_address_of_the_user_is_dialled_whatever_others_say_of_it() -> None:
     assert dialled(policy, 101.0, 100.5, ()) != []
 
 
-def test_other_clusters_and_our_own_sightings_are_nobody_to_dial() -> None:
+def test_other_clusters_and_our_own_sightings_are_not_dialled() -> None:
     policy = dialing()
     policy.sighted(
         [sighting(ANNA, "10.0.0.1:1", cluster_id=THEIRS), sighting(BEN, "10.0.0.2:1", cluster_id="")], 0.0
@@ -265,7 +265,7 @@ def test_hints_leave_room_for_what_is_more_than_a_hint() -> None:
     assert policy.tick(TICK_S, ()) == ["10.0.0.1:1"]
 
 
-def test_no_more_than_so_many_at_once() -> None:
+def test_at_most_so_many_at_once() -> None:
     policy = dialing(*(f"mac{n}:1" for n in range(20)))
     first = policy.tick(0.0, ())
     assert len(first) == AT_ONCE

@@ -172,7 +172,7 @@ def test_what_was_heard_before_interfaces_changed_does_not_count(net: Hosts) -> 
     until(lambda: anna.sees(sighting(moved, b.address)), "Anna sees Ben's new port", FOUND_S)
 
 
-def test_an_interface_that_is_made_anew_is_used_again(net: Hosts) -> None:
+def test_an_interface_that_is_made_again_is_used_again(net: Hosts) -> None:
     a, b = net.hosts
     first = net.cable(a, b)
     anna = Member(a, A, first.addresses[:1], REFRESH_S=0.3)

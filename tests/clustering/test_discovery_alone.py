@@ -262,7 +262,7 @@ def test_another_advert_is_announced(tell: Tell) -> None:
     assert len(tell(story).networks) == 1
 
 
-def test_everybody_is_asked_again_now_and_then(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_asked_again_now_and_then(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mdns, "ASK_AGAIN_S", 0.02)
 
     async def story(world: World) -> None:
@@ -306,9 +306,7 @@ def test_a_flood_is_left_alone_for_ever_longer(tell: Tell, monkeypatch: pytest.M
     assert OTHER.node_id in {sighting.node_id for sighting in world.changes[-1]}
 
 
-def test_changes_are_told_no_more_often_than_every_so_often(
-    tell: Tell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_are_told_at_most_every_so_often(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mdns, "CHANGE_S", 0.05)
     begun = []
 

@@ -38,7 +38,7 @@ def test_rdma_that_is_off_can_be_enabled() -> None:
     assert told(machine(BOOK), "rdma_ctl").endswith("run: rdma_ctl enable")
 
 
-def test_nobody_is_sent_to_recovery_for_what_the_hardware_does_not_have() -> None:
+def test_no_user_is_sent_to_recovery_for_what_the_hardware_does_not_have() -> None:
     assert findings(machine(OLD_BOOK, rdma_ctl="disabled")) == ()
 
 

@@ -102,7 +102,7 @@ def size(value: Any) -> int:
     st.sampled_from(["", "127.0.0.1", "192.168.1.10"]) | st.text(),
     st.sampled_from(["", "ended with status 1", "x" * 500]),
 )
-def test_whatever_was_said_the_machine_fits_into_its_message(
+def test_after_any_output_the_machine_fits_into_its_message(
     name: str, said: dict[str, str], address: str, problem: str
 ) -> None:
     garbage = {command: Output(text, problem) for command, text in said.items()}
@@ -139,7 +139,7 @@ ROWS = st.builds(
         st.lists(ROWS, max_size=8).map(tuple),
     )
 )
-def test_whatever_linux_says_the_machine_fits_into_its_message(sight: probe_machine.Sight) -> None:
+def test_after_any_output_of_linux_the_machine_fits_into_its_message(sight: probe_machine.Sight) -> None:
     found = elsewhere(sight)
     assert over_the_wire(found) == found
 

@@ -73,7 +73,7 @@ def test_the_most_useful_comes_first() -> None:
 
 
 @pytest.mark.parametrize("given", [LO, replace(LAN, name="docker0"), replace(LAN, point_to_point=True)])
-def test_an_address_that_is_asked_for_counts_whatever_it_is(given: NetworkDevice) -> None:
+def test_an_address_that_is_asked_for_counts_of_any_kind(given: NetworkDevice) -> None:
     address, prefix = given.addresses[0]
     (found,) = only([given, NetworkDevice("x")], address)
     assert found == Interface(given.name, address, prefix, given.kind, given.mbps, True)

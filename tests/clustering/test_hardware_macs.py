@@ -296,7 +296,7 @@ def test_far_too_much_is_cut_to_what_the_wire_carries() -> None:
     assert over_the_wire(found) == found
 
 
-def test_notes_are_no_more_than_the_wire_carries_and_the_important_ones_come_first() -> None:
+def test_notes_are_at_most_what_the_wire_carries_and_the_important_ones_come_first() -> None:
     (cabled,) = (bus for bus in buses(ULTRA) if bus["receptacle_1_tag"]["receptacle_id_key"] == "3")
     hub = [{"_items": cabled["_items"]}]
     everywhere = [

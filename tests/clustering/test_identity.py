@@ -91,7 +91,7 @@ def test_a_member_cannot_slip_into_another_cluster(tmp_path: Path) -> None:
     assert second.store.load().membership == second.membership
 
 
-def test_a_certificate_for_somebody_else_is_not_saved(tmp_path: Path) -> None:
+def test_a_foreign_certificate_is_not_saved(tmp_path: Path) -> None:
     first = founder(tmp_path)
     second = member_of(first, tmp_path)
     store = Store(tmp_path / "third")
@@ -341,7 +341,7 @@ def test_no_folder_of_ours(tmp_path: Path) -> None:
         store.load_or_create()
 
 
-def test_somebody_elses_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = founder(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert "belongs to user" in refusal(first.store)

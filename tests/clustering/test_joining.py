@@ -138,7 +138,7 @@ def test_an_authority_of_the_same_name(story: Story) -> None:
         b"no certificate",
     ],
 )
-def test_somebody_in_between_who_passes_the_offer_on(story: Story, shown: bytes, ask: str) -> None:
+def test_an_attacker_in_between_who_passes_the_offer_on(story: Story, shown: bytes, ask: str) -> None:
     """Not even where to ask instead is taken from it."""
     with pytest.raises(ProtocolError) as caught:
         story.joiner().on_offer(replace(story.host().offer, ask=ask), shown)
@@ -190,7 +190,7 @@ def test_the_grant_of_an_earlier_exchange(story: Story) -> None:
 
 
 @pytest.mark.parametrize(("node_id", "key"), [(FIRST, NEW_KEY), (NEW, FIRST_KEY)])
-def test_a_certificate_for_somebody_else(
+def test_a_foreign_certificate(
     story: Story, monkeypatch: pytest.MonkeyPatch, node_id: str, key: object
 ) -> None:
     certificate = AUTHORITY.certify(node_id, key.public_key())  # type: ignore[attr-defined]

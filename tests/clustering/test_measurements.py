@@ -140,7 +140,7 @@ def test_nonsense_is_no_measurement(changes: dict[str, Any]) -> None:
         to_text((RESULT,))[:-20],
     ],
 )  # fmt: skip
-def test_a_text_that_somebody_else_wrote(text: str) -> None:
+def test_a_foreign_text(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         from_text(text)
 

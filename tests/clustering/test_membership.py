@@ -73,7 +73,7 @@ def test_a_member_is_away_until_it_is_first_seen() -> None:
     assert story.changes == [Change("b", MemberState.AWAY, MemberState.ALIVE, ChangeCause.LINKED, "b-1")]
 
 
-def test_whoever_beats_stays_alive() -> None:
+def test_a_member_that_beats_stays_alive() -> None:
     story = Story()
     story.up(1, "b-1")
     assert story.beats(60, 1).whys() == [ChangeCause.LINKED]
@@ -218,7 +218,7 @@ def test_a_return_after_a_partition_is_the_same_incarnation() -> None:
     assert story.changes[-1] == Change("b", MemberState.DEAD, MemberState.ALIVE, ChangeCause.RETURNED, "b-1")
 
 
-def test_a_late_beat_over_the_link_it_was_given_up_on_raises_nobody() -> None:
+def test_a_late_beat_over_the_link_it_was_given_up_on_revives_no_member() -> None:
     story = Story()
     story.up(1, "b-1")
     assert story.beats(5).beats(5, 1).state() is MemberState.DEAD
@@ -323,7 +323,7 @@ def test_one_that_should_be_over_and_keeps_calling_is_a_second_machine() -> None
     assert story.state() is MemberState.DEAD
 
 
-def test_somebody_with_our_own_id_is_told_of_once() -> None:
+def test_a_node_with_our_own_id_is_told_of_once() -> None:
     story = Story()
     assert [story.up(link, "a-2") for link in (1, 2)] == [False, False]
     story.tick()
@@ -340,7 +340,7 @@ def test_a_call_to_ourselves_is_no_copy() -> None:
 # --- our own loop -----------------------------------------------------------------------------------------
 
 
-def test_time_that_we_stood_still_counts_against_nobody() -> None:
+def test_time_that_we_stood_still_counts_against_no_member() -> None:
     story = Story()
     story.up(1, "b-1")
     story.beats(5, 1)
@@ -373,7 +373,7 @@ def test_a_link_that_broke_before_we_stood_still_gets_its_time() -> None:
 
 
 @pytest.mark.parametrize(("late_s", "healthy"), [(0.0, True), (0.5, True), (0.6, False)])
-def test_whoever_lags_is_unwell_and_patient_for_a_while(late_s: float, healthy: bool) -> None:
+def test_a_lagging_member_is_unwell_and_patient_for_a_while(late_s: float, healthy: bool) -> None:
     story = Story()
     story.up(1, "b-1")
     story.now += BEAT_S + late_s
@@ -415,7 +415,7 @@ def test_a_removed_member_is_cut_at_once_and_not_let_in(links: int) -> None:
     assert not story.up(7, "b-2")
 
 
-def test_a_removed_member_may_be_admitted_anew() -> None:
+def test_a_removed_member_may_be_admitted_again() -> None:
     story = Story()
     story.members.removed("b")
     story.members.removed("b")
@@ -470,7 +470,7 @@ _input = st.one_of(
 
 
 @given(st.lists(_input, max_size=60))
-def test_whatever_happens_moves_are_legal_and_what_is_over_stays_over(
+def test_all_moves_are_legal_and_what_is_over_stays_over(
     inputs: list[tuple[str, int, str]],
 ) -> None:
     story, ended = Story("b"), set[str]()

@@ -11,7 +11,7 @@ from mlxtp.placement.cost_model import HEADROOM_BYTES, RankMemory, fits_beside, 
 from .desks import GIB, changed, mac, shape
 
 
-def test_no_more_than_is_free_and_no_more_than_the_gpu_may_wire() -> None:
+def test_at_most_what_is_free_and_at_most_what_the_gpu_may_wire() -> None:
     assert usable_bytes(mac(0, memory=64, free=50, gpu_bytes=48 * GIB)) == 48 * GIB
     assert usable_bytes(mac(0, memory=64, free=40, gpu_bytes=48 * GIB)) == 40 * GIB
     assert usable_bytes(mac(0, memory=64, gpu_bytes=48 * GIB)) == 48 * GIB

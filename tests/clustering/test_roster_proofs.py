@@ -126,7 +126,7 @@ def test_a_removal_is_taken_from_members_alone_and_for_that_key_alone(desk: Desk
         assert desk.hears(desk.roster, Roster((wrong,))) == desk.roster
 
 
-def test_who_was_removed_removes_nobody_afterwards(desk: Desk) -> None:
+def test_a_removed_member_removes_no_other_afterwards(desk: Desk) -> None:
     for by in (desk.first, desk.rogue):
         held = desk.removed(desk.roster, desk.rogue, by)
         assert not desk.removes(held, desk.air, desk.rogue)

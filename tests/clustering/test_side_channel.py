@@ -25,7 +25,7 @@ def go_round(
     return answers
 
 
-def test_everybody_gets_everybodys_bytes_in_rank_order_however_they_came() -> None:
+def test_each_rank_gets_all_bytes_in_rank_order_however_they_came() -> None:
     for order in itertools.permutations(range(3)):
         hub = SideChannelHub(3)
         for number, size in enumerate((4, 84, 0, 1), 1):
@@ -55,7 +55,7 @@ def test_a_rank_that_stays_away_is_named_to_those_who_came() -> None:
     assert hub.tick(500.0) == []
 
 
-def test_nobody_is_late_between_two_rounds() -> None:
+def test_no_rank_is_late_between_two_rounds() -> None:
     hub = SideChannelHub(2)
     assert hub.tick(1e9) == []
     go_round(hub, range(2), 1, now=0.0)

@@ -161,7 +161,7 @@ def test_a_port_that_cannot_be(port: int | None) -> None:
 @pytest.mark.parametrize(
     "address", ["0.0.0.0", "0.1.2.3", "224.0.0.251", "239.1.1.1", "240.0.0.1", "255.255.255.255", "127.0.0.1"]
 )
-def test_an_address_that_is_nobodys_is_left_out(address: str) -> None:
+def test_an_address_of_no_machine_is_left_out(address: str) -> None:
     refused = Refused("no IPv4 address that could be dialled")
     assert validate(NAME, TXT, packed(address), 52414) == refused
     assert validate(NAME, TXT, packed(address, "10.0.0.5"), 52414) == SIGHTING
@@ -195,7 +195,7 @@ def test_on_the_loopback_only_the_loopback_counts() -> None:
     addresses=st.lists(st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=16)), max_size=20),
     port=st.one_of(st.none(), st.integers(-10, 1 << 17)),
 )
-def test_whatever_comes_is_judged(
+def test_any_machine_is_judged(
     name: str, txt: dict[bytes, bytes | None], addresses: list[bytes], port: int | None
 ) -> None:
     verdict = validate(name, {**TXT, **txt}, addresses, port)
@@ -388,7 +388,7 @@ _operations = st.lists(
 
 
 @given(_operations)
-def test_whatever_happens_it_is_little_and_says_when_it_changed(
+def test_it_is_always_little_and_says_when_it_changed(
     operations: list[tuple[str, str, float]],
 ) -> None:
     sightings, now = PeerCache(), 0.0

@@ -63,7 +63,7 @@ def owner(world: World) -> str:
 # --- stories ----------------------------------------------------------------------------------------------
 
 
-def test_everybody_started_at_once_forms_one_epoch() -> None:
+def test_all_started_at_once_form_one_epoch() -> None:
     world = serving("abcd")
     assert [(name, number) for _, name, number in formed(world)] == [("a", 1)]
 
@@ -145,7 +145,7 @@ def test_a_better_group_waits_for_open_requests_and_not_for_ever() -> None:
     assert 10.0 <= formed(world)[-1][0] - joined <= 12.0
 
 
-def test_a_better_group_forms_at_once_when_nobody_asks() -> None:
+def test_a_better_group_forms_at_once_without_requests() -> None:
     world = World("ab")
     world.start("a")
     world.run(3.0)
@@ -218,7 +218,7 @@ def test_a_coordinator_outside_of_the_best_group_hands_over_to_it() -> None:
     assert owner(world) == "b"
 
 
-def test_a_node_that_stood_still_accuses_nobody() -> None:
+def test_a_node_that_stood_still_accuses_no_other() -> None:
     world = serving("abc")
     world.pause("b", 2.0)
     world.run(8.0)
@@ -260,7 +260,7 @@ def test_what_was_wanted_on_both_sides_of_a_partition_becomes_one_wish() -> None
     assert {node.replica.desired.model for node in world.nodes.values()} == {"qwen"}
 
 
-def test_a_removed_member_is_cut_off_by_everybody_at_once() -> None:
+def test_a_removed_member_is_cut_off_by_all_at_once() -> None:
     world = serving("abc")
     remove(world, "b", "c")
     world.run(1.0)
@@ -282,7 +282,7 @@ def test_a_member_that_was_removed_while_it_was_off_is_told_when_it_comes_back()
     )
 
 
-def test_a_member_that_joins_is_known_to_everybody_a_moment_later() -> None:
+def test_a_member_that_joins_is_known_to_all_shortly_afterwards() -> None:
     world = World("ab")
     world.start("a", "b")
     world.run(3.0)
@@ -299,7 +299,7 @@ def test_a_member_that_joins_is_known_to_everybody_a_moment_later() -> None:
     assert formed(world)[-1][0] - joined < 1.5
 
 
-def test_a_copied_home_folder_is_noticed_by_whoever_meets_both() -> None:
+def test_a_copied_home_folder_is_noticed_by_the_agent_that_meets_both() -> None:
     world = serving("abc")
     world.start_twin("b")
     world.run(2.0)
@@ -387,7 +387,7 @@ def play(story: Story, seed: int, slow: bool, strength: dict[str, int]) -> World
 
 @settings(max_examples=80)
 @given(_story, st.integers(0, 3), st.booleans(), _strength)
-def test_whatever_happens_it_calms_down_and_everybody_agrees(
+def test_after_any_events_it_calms_down_and_all_agree(
     story: Story, seed: int, slow: bool, strength: dict[str, int]
 ) -> None:
     world = play(story, seed, slow, strength)
@@ -461,7 +461,7 @@ def test_a_coordinator_that_is_told_to_stop_hands_over_first_and_then_leaves() -
     ]
 
 
-def test_a_rank_that_is_told_to_stop_is_replaced_at_once_whatever_is_open() -> None:
+def test_a_rank_that_is_told_to_stop_is_replaced_at_once_with_any_open_requests() -> None:
     world = serving("abc")
     world.nodes["a"].open_requests = 3
     world.drain("b")
@@ -491,7 +491,7 @@ def test_a_rank_without_which_nothing_goes_stays_until_the_requests_are_done() -
     assert len(formed(world)) == len(before) + 1
 
 
-def test_a_mac_that_does_nothing_leaves_at_once_and_disturbs_nobody() -> None:
+def test_a_mac_that_does_nothing_leaves_at_once_and_disturbs_no_other() -> None:
     world = serving("abc")
     before = formed(world)
     world.drain("c")
@@ -532,7 +532,7 @@ def test_all_are_started_again_one_after_the_other() -> None:
         max_size=12,
     ),
 )  # fmt: skip
-def test_whoever_drains_whenever_all_is_well_in_the_end(
+def test_after_any_drain_at_any_time_all_is_well_in_the_end(
     seed: int, size: int, events: list[tuple[str, int, float]]
 ) -> None:
     names = NAMES[:size]

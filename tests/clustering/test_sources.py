@@ -32,7 +32,7 @@ OTHER = Holding(wants=False)
         ({}, "gone", ""),
     ],
 )
-def test_who_has_it_then_who_can_get_it_and_nobody_is_changed_in_the_middle(
+def test_who_has_it_then_who_can_get_it_and_no_choice_changes_in_the_middle(
     members: dict[str, Holding], now: str, chosen: str
 ) -> None:
     assert elect_seeder(members, now) == chosen

@@ -51,7 +51,7 @@ class Story:
         self.desired = DesiredState(version, "a", model, "auto", version if pinned else 0)
 
 
-def test_as_long_as_nobody_waits_nobody_is_told_anything() -> None:
+def test_while_no_request_waits_no_member_is_told_anything() -> None:
     story = Story()
     story.queue("a", running=3)
     story.queue("b")
@@ -62,7 +62,7 @@ def test_as_long_as_nobody_waits_nobody_is_told_anything() -> None:
     assert story.turns.current.number == 0
 
 
-def test_a_model_is_loaded_when_everybody_has_heard_and_nothing_runs() -> None:
+def test_a_model_is_loaded_when_all_have_heard_and_nothing_runs() -> None:
     story = Story()
     story.decide()
     story.queue("a", running=1)
@@ -139,7 +139,7 @@ def test_neither_model_starves_however_many_come_for_the_other() -> None:
     assert served == ["new", "old"] * 5
 
 
-def test_what_nobody_waits_for_any_more_is_not_loaded() -> None:
+def test_what_no_request_waits_for_is_not_loaded() -> None:
     story = Story()
     story.decide()
     story.queue("b", "new")
@@ -249,7 +249,7 @@ class _Mac:
 
 @settings(max_examples=300)
 @given(_EVENTS)
-def test_whatever_comes_in_whatever_order_nothing_is_unloaded_under_a_request_and_all_are_served(
+def test_in_any_order_nothing_is_unloaded_under_a_request_and_all_are_served(
     events: list[tuple[str, str, str]],
 ) -> None:
     macs = {name: _Mac() for name in "abc"}

@@ -164,7 +164,7 @@ def test_five_failures_are_the_end_of_a_token_and_of_no_other() -> None:
     assert here.why_not(other.id, "mini", NOW) == ""
 
 
-def test_a_token_that_nobody_issued() -> None:
+def test_a_token_without_an_issuer() -> None:
     here = desk()
     here.count_wrong_proof(TOKEN.id)
     assert not here.knows(TOKEN.id)

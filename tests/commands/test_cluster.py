@@ -469,7 +469,7 @@ def test_what_the_agent_refuses_keeps_its_code(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("nobody", ["", " "])
-def test_nobody_is_removed_without_a_name(agent: Agent, nobody: str) -> None:
+def test_no_member_is_removed_without_a_name(agent: Agent, nobody: str) -> None:
     said = refusal(agent.home, "cluster", "remove", nobody)
     assert said.startswith("mlxtp: which member? Its name, or the beginning of its id: see `mlxtp cluster")
     assert agent.admin.asked == []
@@ -560,7 +560,7 @@ def somebody(answer: bytes) -> Iterator[str]:
         b'HTTP/1.1 401 Unauthorized\r\nContent-Length: 17\r\n\r\n{"error": "none"}',
     ],
 )
-def test_after_a_kill_somebody_else_may_answer_there(tmp_path: Path, answer: bytes) -> None:
+def test_after_a_kill_another_program_may_answer_there(tmp_path: Path, answer: bytes) -> None:
     with somebody(answer) as url:
         (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old"}))
         said = refusal(tmp_path, "status")
@@ -568,7 +568,7 @@ def test_after_a_kill_somebody_else_may_answer_there(tmp_path: Path, answer: byt
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:port", "nonsense", "http://[::1"])
-def test_after_a_kill_nobody_answers_there(tmp_path: Path, url: str) -> None:
+def test_after_a_kill_no_agent_answers_there(tmp_path: Path, url: str) -> None:
     (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old"}))
     assert f"does not answer at {url}" in refusal(tmp_path, "status")
 

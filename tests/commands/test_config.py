@@ -98,7 +98,7 @@ def test_the_path_of_the_file_also_of_one_that_is_wrong(tmp_path: Path) -> None:
     assert "did you mean ranks?" in wrong.stderr
 
 
-def test_a_typo_in_the_file_keeps_nobody_from_asking_the_agent(agent: Agent) -> None:
+def test_a_typo_in_the_file_stops_no_question_to_the_agent(agent: Agent) -> None:
     (agent.home / "config.toml").write_text("rank = 1")
     assert mlxtp(agent.home, "token").output == "TOKEN-1\n"
 

@@ -123,7 +123,7 @@ def test_an_answer_that_breaks_off(answer: bytes) -> None:
         thread.join(WAIT_S)
 
 
-def test_whoever_reads_the_output_may_leave() -> None:
+def test_the_reader_of_the_output_may_leave() -> None:
     """The answer is not at fault."""
     chunk = b'data: {"choices": [{"delta": {"content": "x"}}]}\n'
 

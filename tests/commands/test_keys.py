@@ -181,7 +181,7 @@ def test_also_one_with_a_certificate_for_another_name_that_expired(tmp_path: Pat
         assert mlxtp(tmp_path, "status").stdout.startswith("ready org/model")
 
 
-def test_nobody_else_who_answers_there_gets_the_key(tmp_path: Path) -> None:
+def test_no_other_program_that_answers_there_gets_the_key(tmp_path: Path) -> None:
     """Not even with a certificate that says just the same."""
     now = here_and_now()
     mine, others = (make(("localhost",), ("127.0.0.1",), now) for _ in range(2))

@@ -88,7 +88,7 @@ def test_without_an_agent_the_command_does_it_itself(hub: Hub, tmp_path: Path) -
     assert told(home, "list")["models"] == []
 
 
-def test_a_damaged_file_is_named_and_got_anew(hub: Hub, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_and_got_again(hub: Hub, tmp_path: Path) -> None:
     home = tmp_path / "home"
     mlxtp(home, "pull", NAME)
     snapshot = tmp_path / "cache" / f"models--{NAME.replace('/', '--')}" / "snapshots" / COMMIT
@@ -201,7 +201,7 @@ def damage(tmp_path: Path) -> Path:
     return bad
 
 
-def test_nothing_is_deleted_that_nobody_could_give_again(agent: Agent, hub: Hub, tmp_path: Path) -> None:
+def test_nothing_is_deleted_that_no_source_could_give_again(agent: Agent, hub: Hub, tmp_path: Path) -> None:
     alone = tmp_path / "none"
     mlxtp(alone, "pull", NAME)
     bad = damage(tmp_path)

@@ -276,7 +276,7 @@ def test_what_wakes_a_mac_is_worse_where_it_is_not_kept_awake() -> None:
     assert row(_of("agent", keep_awake=False)(sleepy), "power").level == Level.WARNING
 
 
-def test_where_nobody_has_to_get_in_nothing_is_wrong_with_a_firewall() -> None:
+def test_without_other_clients_nothing_is_wrong_with_a_firewall() -> None:
     closed = well(firewall=FirewallFacts(True, True), identity=IdentityFacts(), members=())
     assert row(closed, "firewall").level == Level.INFO
     joining = _of("agent", runs_here=False)(closed)
@@ -339,7 +339,7 @@ def test_only_looking_commands_are_run(tmp_path: Path) -> None:
     assert not [each for each in machine.asked if "sudo" in each or "--set" in each]
 
 
-def test_the_report_has_a_why_for_whatever_is_to_be_done() -> None:
+def test_the_report_has_a_reason_for_each_task() -> None:
     facts = _of("network", multicast=65)(well())
     report = to_json(examine(ROWS, facts), facts)
     assert (report["level"], report["looked"], report["system"]) == ("error", "agent", "macos")

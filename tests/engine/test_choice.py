@@ -90,7 +90,7 @@ def test_scores_are_for_those_who_asked(logits: mx.array, broadcast: bool) -> No
     assert top[:, 0].tolist() == mx.argmax(logits[1], axis=-1).tolist()
 
 
-def test_a_draw_goes_by_position_whatever_column_it_stands_in(logits: mx.array) -> None:
+def test_a_draw_goes_by_position_in_any_column(logits: mx.array) -> None:
     chooser = Chooser(LoneGroup(), LogitShaping())
     same = mx.broadcast_to(logits[:1, :1], (2, 3, VOCABULARY))
     apart = mx.array([10, 11], dtype=mx.int32)

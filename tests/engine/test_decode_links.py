@@ -204,7 +204,7 @@ def test_another_member_of_the_cluster_is_no_rank_though_it_knows_everything(gro
     joined(zero, group.rank(1))
 
 
-def test_a_rank_gives_its_proof_to_nobody_but_rank_0(group: Group) -> None:
+def test_a_rank_gives_its_proof_to_rank_0_alone(group: Group) -> None:
     """A process that listens in rank 0's place is a member, too; it gets not one frame."""
     outsider = group.outsider
     context = member_context_server(outsider.credentials, (ALPN_DECODE,))
@@ -280,7 +280,7 @@ def test_who_answers_without_the_epoch_s_key_is_not_rank_0(tmp_path: Path) -> No
                 one.result(WAIT_S)
 
 
-def test_strangers_hold_up_nobody(group: Group) -> None:
+def test_strangers_hold_up_no_rank(group: Group) -> None:
     """As many as may be judged at one time, minus one: some silent, some loud, some without TLS."""
     zero = group.rank(0)
     with contextlib.ExitStack() as stack:

@@ -38,7 +38,7 @@ def test_it_reads_one_chunk_of_a_long_prompt_each_time(drafter: DraftModel, fold
     assert drafter.propose(PROMPT, 3) == reference(tuple(PROMPT), 3, folder)
 
 
-def test_it_keeps_no_more_than_it_may(drafter: DraftModel) -> None:
+def test_it_keeps_at_most_what_it_may(drafter: DraftModel) -> None:
     one = drafter._bytes(len(SHORT))
     drafter.room_bytes = 2 * one
     for first in range(4):

@@ -185,7 +185,7 @@ def is_valid_json(schema: dict[str, Any]) -> Callable[[str], bool]:
 
 
 @pytest.mark.parametrize("number", range(len(SCHEMAS)))
-def test_whatever_a_schema_allows_is_valid(grammars: Grammars, number: int) -> None:
+def test_all_that_a_schema_allows_is_valid(grammars: Grammars, number: int) -> None:
     schema = SCHEMAS[number]
     grammar = grammars.compile("json_schema", json.dumps(schema))
     dice = random.Random(number)
@@ -235,7 +235,7 @@ def test_unnamed_properties_are_allowed_unless_forbidden(grammars: Grammars) -> 
 
 
 @pytest.mark.parametrize("pattern", ["[a-c]{2,5}", "(yes|no)!?", "[0-9]{3}-[0-9]{2}", "é+ü"])
-def test_whatever_a_regex_allows_matches(grammars: Grammars, pattern: str) -> None:
+def test_all_that_a_regex_allows_matches(grammars: Grammars, pattern: str) -> None:
     def check(text: str) -> bool:
         return re.fullmatch(pattern, text) is not None
 
@@ -244,7 +244,7 @@ def test_whatever_a_regex_allows_matches(grammars: Grammars, pattern: str) -> No
     assert all(check(walk(grammar.matcher(), dice, check, tokens=8)) for _ in range(10))
 
 
-def test_whatever_a_lark_grammar_allows_follows_its_rules(grammars: Grammars) -> None:
+def test_all_that_a_lark_grammar_allows_follows_its_rules(grammars: Grammars) -> None:
     grammar = grammars.compile("lark", 'start: item ("," item)*\nitem: "(" item ")" | /[0-9]/')
     dice = random.Random(5)
 

@@ -126,7 +126,7 @@ def test_a_matrix_that_jaccl_would_misunderstand(entries: Sequence[str], words: 
         fabric(entries)
 
 
-def test_nothing_is_left_to_the_environment_of_whoever_started_us() -> None:
+def test_nothing_is_left_to_the_environment_of_our_parent() -> None:
     present = ["PATH", "MLX_RANK", "JACCL_RANK", "JACCL_RING", "JACCL_ANYTHING", "MLX_JACCL_RING"]
     present += ["MLX_JACCL_COORDINATOR", "MLX_IBV_DEVICES", "MLX_METAL_FAST_SYNCH", "MY_JACCL_"]
     gone = dict.fromkeys(

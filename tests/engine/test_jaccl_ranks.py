@@ -244,7 +244,7 @@ def test_ranks_with_other_settings_both_hear_what_the_difference_is(tmp_path: Pa
             )
 
 
-def test_a_round_that_nobody_answers_ends_by_itself(tmp_path: Path) -> None:
+def test_a_round_without_replies_ends_by_itself(tmp_path: Path) -> None:
     with ranks(tmp_path, Script(), Script(), round_s=0.2) as group:
         for rank in range(2):
             group.hear(rank, SideChannel)

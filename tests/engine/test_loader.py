@@ -404,7 +404,7 @@ def test_a_broken_folder_is_refused_in_plain_words(
     assert len(refused.value.detail) < 400
 
 
-def test_code_of_a_model_is_refused_whatever_mlx_lm_does_by_default(
+def test_code_of_a_model_is_refused_despite_any_default_of_mlx_lm(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlx_lm.utils import load_model

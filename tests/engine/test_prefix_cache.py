@@ -109,7 +109,7 @@ def test_a_kept_cache_counts_as_the_room_that_its_arrays_may_hold() -> None:
     assert kept.positions == 0
 
 
-def test_no_more_entries_than_allowed() -> None:
+def test_at_most_the_allowed_entries() -> None:
     kept = cache(entries=2)
     assert [kept.keep(uid, (uid, *A)) for uid in (1, 2, 3)] == [(), (), (1,)]
     assert cache(entries=0).keep(1, A) == (1,)

@@ -107,7 +107,7 @@ def test_last_words_that_are_too_long_are_cut(tmp_path: Path) -> None:
     assert recording.detail == "ä" * (MAX_WORDS_BYTES // 2)
 
 
-def test_a_recorder_for_nobody() -> None:
+def test_a_recorder_without_a_file() -> None:
     """Without a file it takes everything, and crashes are nobody's."""
     recorder = Recorder()
     recorder.catch_crashes()

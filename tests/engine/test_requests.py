@@ -107,7 +107,7 @@ def test_one_client_s_grammars_leave_places_for_others_and_clients_take_turns(
     assert grammars.submitted == ["a0", "c", "a1"]
 
 
-def test_a_grammar_that_nobody_waits_for_is_not_compiled(requests: Requests) -> None:
+def test_a_grammar_without_a_waiting_request_is_not_compiled(requests: Requests) -> None:
     requests.emit = lambda _outcomes: None  # type: ignore[method-assign]
     for uid in range(3):
         requests._compile(guided(uid, f"a{uid}"))

@@ -235,7 +235,7 @@ def test_another_position_is_refused(runner: Runner, position: int) -> None:
 @pytest.mark.parametrize(
     ("position", "is_legal"), [(8, False), (9, True), (10, True), (11, True), (12, False)]
 )
-def test_no_more_than_the_last_step_fed_is_rolled_back(runner: Runner, position: int, is_legal: bool) -> None:
+def test_at_most_what_the_last_step_fed_is_rolled_back(runner: Runner, position: int, is_legal: bool) -> None:
     token = prefill(runner, 1, PROMPT)
     step(runner, {1: 8}, widths=(3,), tokens=(token, 1, 2))
     if is_legal:

@@ -164,7 +164,7 @@ def test_filters_of_a_large_vocabulary(row: Sampling) -> None:
     assert 0 < np.isfinite(kept).sum() < LARGE_VOCABULARY
 
 
-def test_equals_at_the_edge_of_top_k_go_to_the_lower_ids_whatever_runs_beside() -> None:
+def test_equals_at_the_edge_of_top_k_go_to_the_lower_ids_with_any_rows_beside() -> None:
     logits = mx.array([[[0.0, 2.0, 1.0, 1.0, 1.0, -1.0]]])
     alone = Sampler((Sampling(1.0, top_k=3),)).filter(logits, mx.ones((1, 1, 1)))
     assert np.isfinite(np.array(alone))[0, 0].tolist() == [False, True, True, True, False, False]

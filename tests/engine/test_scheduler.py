@@ -123,7 +123,7 @@ def test_the_end_token_exactly_at_the_limit_is_an_end_not_a_cut(run_ahead: int) 
     assert request.ends == [SequenceEnd(1, "stop", 3, 3)]
 
 
-def test_whoever_ignores_the_end_token_goes_on() -> None:
+def test_a_request_that_ignores_the_end_token_goes_on() -> None:
     simulation = Simulation()
     request = simulation.add(max_tokens=4, says=(7, EOS, 8), ignore_eos=True)
     simulation.drain()
@@ -224,7 +224,7 @@ def test_beside_others_chunks_are_smaller() -> None:
     assert sketch(simulation.moves) == "P2 D1 P2 D1 P2 D12"
 
 
-def test_whoever_has_just_joined_waits_no_longer_than_the_others() -> None:
+def test_a_newcomer_waits_no_longer_than_the_others() -> None:
     simulation = Simulation(prefill_chunk=100, chunk_beside=4)
     simulation.add(prompt=3, max_tokens=9)
     simulation.add(prompt=50, max_tokens=9)
@@ -333,7 +333,7 @@ def test_a_new_user_takes_a_turn_of_its_client_however_busy_other_clients_users_
     assert beginnings(simulation)[9:] == [10, 13, 14, 11, 12]
 
 
-def test_whoever_asks_again_and_again_does_not_starve_the_others() -> None:
+def test_a_client_with_many_requests_does_not_starve_the_others() -> None:
     simulation = Simulation(max_rows=1)
     for _ in range(4):
         simulation.add(prompt=1, max_tokens=1, client=7)
@@ -375,7 +375,7 @@ def test_a_short_prompt_passes_a_long_one() -> None:
     assert sketch(simulation.moves) == "P1 P2 S2"
 
 
-def test_no_more_than_a_few_prompts_are_under_way() -> None:
+def test_at_most_a_few_prompts_are_under_way() -> None:
     simulation = Simulation(prefill_chunk=4)
     for _ in range(MAX_PREFILLING + 2):
         simulation.add(prompt=12, max_tokens=1)
@@ -394,7 +394,7 @@ def test_a_full_batch_makes_others_wait() -> None:
     assert sketch(simulation.moves) == "P1 P2 D12 D12 S1 S2 P3 D3 D3 S3"
 
 
-def test_whoever_is_over_leaves_before_anybody_moves_on() -> None:
+def test_a_row_at_its_end_leaves_before_any_other_moves_on() -> None:
     simulation = Simulation(run_ahead=0)
     simulation.add(prompt=1, max_tokens=9, says=(7, EOS))
     simulation.add(prompt=1, max_tokens=4)
@@ -791,7 +791,7 @@ def test_a_short_question_does_not_wait_for_a_long_one_that_begins_alike() -> No
     assert sketch(simulation.moves) == "P1 P2"
 
 
-def test_nobody_takes_what_another_begins_from_beside_it() -> None:
+def test_no_row_takes_what_another_begins_from_beside_it() -> None:
     simulation = Simulation(prefixes=True, prefill_chunk=256, together=256)
     simulation.add(LONG, 1)
     simulation.drain()
@@ -813,7 +813,7 @@ class CountingCache(PrefixCache):
         return super().find(prompt)
 
 
-def test_whoever_waits_asks_again_only_when_something_has_changed() -> None:
+def test_a_waiting_request_asks_again_only_when_something_has_changed() -> None:
     cache = CountingCache(1 << 20, 8)
     scheduler = Scheduler(Policy(frozenset(), prefill_chunk=2), cache)
     for uid in range(1, 65):
@@ -935,7 +935,7 @@ def test_what_does_not_fit_beside_those_who_go_on_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("first", [20, 21, 22])
-def test_whoever_is_preempted_keeps_its_grammar(first: int) -> None:
+def test_a_preempted_request_keeps_its_grammar(first: int) -> None:
     simulation = Simulation(kv_tokens=512)
     says = tuple(range(2000, 2300))
     simulation.add(20, 250)
@@ -947,7 +947,7 @@ def test_whoever_is_preempted_keeps_its_grammar(first: int) -> None:
     assert guide.accepted == 250
 
 
-def test_whoever_is_preempted_may_have_no_way_on() -> None:
+def test_a_preempted_request_may_have_no_way_on() -> None:
     says = tuple(range(2000, 2300))
 
     def crowded(guide: FakeGuide) -> Simulation:
@@ -1015,9 +1015,7 @@ def crowd(waiting: int, prompt: tuple[int, ...], **policy: Any) -> Scheduler:
         ((7, 8, 9), {"kv_tokens": 1024}),  # there is no room
     ],
 )
-def test_a_crowd_that_waits_costs_no_more_than_its_number(
-    prompt: tuple[int, ...], policy: dict[str, Any]
-) -> None:
+def test_a_crowd_that_waits_costs_its_number_alone(prompt: tuple[int, ...], policy: dict[str, Any]) -> None:
     def cost(waiting: int) -> int:
         scheduler = crowd(waiting, prompt, **policy)
         scheduler.next()
@@ -1135,7 +1133,7 @@ tight = st.fixed_dictionaries(
 
 @settings(max_examples=150, deadline=None)
 @given(tight, crowds)
-def test_where_room_is_tight_nobody_exceeds_it_and_nobody_is_lost(
+def test_where_room_is_tight_no_request_exceeds_it_and_none_is_lost(
     set_up: dict[str, Any], course: Course
 ) -> None:
     """The room itself is checked at every forward."""
@@ -1164,7 +1162,7 @@ def test_forwards_are_counted_and_few(set_up: dict[str, Any], course: Course) ->
 @settings(max_examples=100, deadline=None)
 @given(set_ups, courses)
 @example({**PLAIN, "prefill_chunk": 2, "max_rows": 3, "run_ahead": 0}, STORM)
-def test_a_step_waits_for_no_more_than_a_small_chunk(set_up: dict[str, Any], course: Course) -> None:
+def test_a_step_waits_for_a_small_chunk_at_most(set_up: dict[str, Any], course: Course) -> None:
     simulation = play(set_up, course)
     most = min(set_up["chunk_beside"], set_up["prefill_chunk"])
     running: set[int] = set()

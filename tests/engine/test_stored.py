@@ -82,7 +82,7 @@ def test_a_tensor_that_was_computed_is_cut_and_not_read_again(folder: Path) -> N
     assert peak >= BYTES
 
 
-def test_a_tensor_that_could_be_two_is_cut_whatever_it_is(folder: Path) -> None:
+def test_a_tensor_that_could_be_two_is_cut_as_either(folder: Path) -> None:
     mx.save_safetensors(str(folder / "model-more.safetensors"), {f"other.{EMBEDDING}": mx.zeros((509, 64))})
     head = mx.load(str(folder / "model.safetensors"))[EMBEDDING]
     part, peak = cut_and_peak(folder, head, EMBEDDING, 0, 255)

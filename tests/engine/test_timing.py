@@ -125,7 +125,7 @@ def test_collectives_of_all_sizes_and_the_group_serves_on(cluster: Cluster) -> N
     assert cluster.epoch == 1
 
 
-def test_who_asks_meanwhile_shall_try_again_and_nobody_measures_twice(cluster: Cluster) -> None:
+def test_a_request_meanwhile_must_come_again_and_no_agent_measures_twice(cluster: Cluster) -> None:
     with ThreadPoolExecutor() as pool:
         running = pool.submit(measure, cluster)
         until(lambda: is_measuring(cluster), "the ranks measure")
@@ -140,7 +140,7 @@ def test_who_asks_meanwhile_shall_try_again_and_nobody_measures_twice(cluster: C
     assert cluster.epoch == 1
 
 
-def test_nothing_is_measured_while_somebody_waits(cluster: Cluster) -> None:
+def test_nothing_is_measured_while_a_request_waits(cluster: Cluster) -> None:
     request = cluster.start(endless_prompt(), 2000)
     request.take(1)
     with pytest.raises(UserError, match="1 request is open") as refused:

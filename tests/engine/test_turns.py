@@ -53,7 +53,7 @@ def test_each_client_is_served_in_its_order_and_none_twice_while_a_newcomer_wait
         assert numbers == sorted(numbers)
 
 
-def test_memory_of_clients_is_bounded_and_forgetting_favours_nobody() -> None:
+def test_memory_of_clients_is_bounded_and_forgetting_favours_no_client() -> None:
     line = Line()
     first = line.come(0)
     assert line.begin() == (first, 0)

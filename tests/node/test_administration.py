@@ -37,7 +37,7 @@ from .scenes import run
 NAME = "some-body/tiny"
 
 
-def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: members.Member) -> None:
+def test_the_wanted_model_is_told_to_all_and_once(tmp_path: Path, member: members.Member) -> None:
     async def story(node: Node) -> None:
         admin, a = Admin(node.parts, member.store), node.meet(A)
         assert await admin.serve("tiny", "2") == {
@@ -57,7 +57,7 @@ def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: me
     play(tmp_path, member, story)
 
 
-def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_nobody(
+def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_no_agent(
     tmp_path: Path, member: members.Member
 ) -> None:
     async def story(node: Node) -> None:
@@ -226,7 +226,7 @@ def test_a_founder_leaves_only_by_force_unless_it_is_alone(tmp_path: Path) -> No
     play(tmp_path, first, story)
 
 
-def test_whoever_is_alone_may_always_leave(tmp_path: Path) -> None:
+def test_a_lone_mac_may_always_leave(tmp_path: Path) -> None:
     first = members.founder(tmp_path)
 
     async def story(node: Node) -> None:

@@ -64,7 +64,7 @@ def test_what_a_killed_agent_left_is_cleared_and_ending_early_leaves_nothing(
     ] == []
 
 
-def test_a_folder_of_somebody_else_in_the_home_stays(tmp_path: Path) -> None:
+def test_a_foreign_folder_in_the_home_stays(tmp_path: Path) -> None:
     theirs, left = tmp_path / "run" / "important", tmp_path / "run" / "epoch-7"
     theirs.mkdir(parents=True)
     left.mkdir()

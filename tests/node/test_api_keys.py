@@ -209,7 +209,7 @@ class Ring:
         return (200, "") if refusal is None else (refusal.status, refusal.message)
 
 
-def test_on_this_mac_nobody_needs_a_key_until_there_is_one(tmp_path: Path) -> None:
+def test_on_this_mac_no_client_needs_a_key_until_there_is_one(tmp_path: Path) -> None:
     agent = Ring(tmp_path)
     assert agent.ask() == (200, "")
     assert agent.ask("whatever") == (200, "")
@@ -220,7 +220,7 @@ def test_on_this_mac_nobody_needs_a_key_until_there_is_one(tmp_path: Path) -> No
     assert agent.ask() == (200, "")
 
 
-def test_beyond_this_mac_nobody_is_answered_until_there_is_a_key(tmp_path: Path) -> None:
+def test_beyond_this_mac_no_client_is_answered_until_there_is_a_key(tmp_path: Path) -> None:
     agent = Ring(tmp_path, beyond=True)
     for keys in ((), ("mlxtp_x",)):
         status, words = agent.ask(*keys)
@@ -233,7 +233,7 @@ def test_beyond_this_mac_nobody_is_answered_until_there_is_a_key(tmp_path: Path)
     assert agent.ask(key)[0] == 401
 
 
-def test_what_is_said_to_whoever_has_no_good_key(tmp_path: Path) -> None:
+def test_refusals_of_clients_without_a_good_key(tmp_path: Path) -> None:
     agent = Ring(tmp_path, "always")
     key = told(agent.file, "laptop")
     refused = agent.ask()
@@ -323,7 +323,7 @@ def test_when_a_key_was_last_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["damaged", "gone", "open to others", "a folder"])
 @pytest.mark.parametrize("beyond", [True, False])
-def test_a_file_that_breaks_lets_nobody_in_until_it_is_mended(
+def test_a_broken_file_lets_no_client_in_until_it_is_mended(
     tmp_path: Path, how: str, beyond: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also on loopback, where nobody would need a key without one."""

@@ -154,7 +154,7 @@ def test_requests_outlive_a_wish_for_the_same_model_and_no_other(
     play(tmp_path, member, story)
 
 
-def test_words_about_ranks_that_nobody_asked_for_change_nothing(tmp_path: Path, member: Member) -> None:
+def test_reports_on_ranks_that_were_not_ordered_change_nothing(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a = node.meet(A)
         pong = Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, "")
@@ -212,7 +212,7 @@ def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, 
     play(tmp_path, member, story)
 
 
-def test_who_was_removed_is_heard_no_more(tmp_path: Path, member: Member) -> None:
+def test_a_removed_member_is_no_longer_heard(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
         node.follow(a)
@@ -257,7 +257,7 @@ def test_a_node_that_was_removed_ends_and_says_what_brings_it_back(
     play(tmp_path, member, story)
 
 
-def test_more_members_than_there_can_be_displace_nobody(
+def test_more_members_than_there_can_be_displace_no_member(
     tmp_path: Path, member: Member, first: Member, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It holds for members of any age, and though the authority signed them. It is logged once."""
@@ -545,7 +545,7 @@ def _ours(message: Message, node_id: str) -> Message:
 @pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(_STEPS, min_size=3, max_size=12))
-def test_whatever_members_say_the_node_goes_on(
+def test_the_node_goes_on_after_any_message_of_members(
     tmp_path_factory: pytest.TempPathFactory, member: Member, weights: ModelSource, steps: list[Any]
 ) -> None:
     """A member that lies may be believed or lose its link; it ends nobody's agent."""

@@ -311,7 +311,7 @@ def test_files_of_the_hub_that_differ_are_repaired_by_a_command(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": "many"}', "\0"])
-def test_a_configuration_that_makes_no_sense_ends_nobody(tmp_path: Path, member: Member, text: str) -> None:
+def test_a_configuration_that_makes_no_sense_ends_no_agent(tmp_path: Path, member: Member, text: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(text)
@@ -450,7 +450,7 @@ def test_what_is_told_of_a_group_from_its_forming_to_its_end(
     jaccl(tmp_path, member, story)
 
 
-def test_an_epoch_goes_on_for_whoever_wants_the_same_model(
+def test_an_epoch_goes_on_for_requests_of_the_same_model(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     """A person on the other side of a partition, who counted less."""

@@ -128,7 +128,7 @@ def test_a_newcomer_is_told_where_the_others_are(tmp_path: Path) -> None:
     play(tmp_path, story, founders=True)
 
 
-def test_what_a_removed_member_prepared_lets_nobody_in(tmp_path: Path) -> None:
+def test_what_a_removed_member_prepared_lets_no_mac_in(tmp_path: Path) -> None:
     """It asked for tokens while it was one. Whom it let in before is listed."""
 
     async def story(house: House) -> None:

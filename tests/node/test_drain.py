@@ -163,7 +163,7 @@ def test_a_group_that_fails_meanwhile_is_formed_again_and_is_draining(
     test_supervisor.play(tmp_path, source, story)
 
 
-def test_the_earliest_limit_holds_whatever_is_open(tmp_path: Path, source: ModelSource) -> None:
+def test_the_earliest_limit_holds_for_any_open_requests(tmp_path: Path, source: ModelSource) -> None:
     async def story(stage: test_supervisor.Stage) -> None:
         await stage.serves(1)
         now = 100.0
@@ -240,7 +240,7 @@ def test_a_coordinator_without_anybody_to_hand_over_to_just_leaves(
     one_node.play(tmp_path, member, story)
 
 
-def test_whoever_is_about_to_stop_takes_part_in_nothing_new(tmp_path: Path, member: Member) -> None:
+def test_an_agent_about_to_stop_takes_part_in_nothing_new(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         b = node.meet(B)
         node.follow(b)
@@ -305,7 +305,7 @@ def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path:
     run(within(story()))
 
 
-def test_whoever_is_asked_to_stop_twice_is_told_once(tmp_path: Path, member: Member) -> None:
+def test_a_rank_asked_to_stop_twice_is_told_once(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         b = node.meet(B)
         node.follow(b)

@@ -92,7 +92,7 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[Street]
         run(scene())
 
 
-def test_a_false_announcement_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_false_announcement_keeps_no_mac_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is all that is heard at first."""
 
     async def story(street: Street) -> None:
@@ -119,7 +119,7 @@ def test_a_false_announcement_keeps_nobody_out(tmp_path: Path, monkeypatch: pyte
     play(tmp_path, monkeypatch, story)
 
 
-def test_who_answers_to_nobody_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mac_that_never_replies_holds_no_joiner_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(street: Street) -> None:
         with closing(socket.create_server(("127.0.0.1", 0), backlog=20)) as silent:
             street.announce(silent.getsockname()[1], street.member.port)
@@ -190,7 +190,7 @@ def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
 
 
 @pytest.mark.slow
-def test_when_nobody_is_found_it_is_said_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_no_mac_is_found_it_is_said_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(street: Street) -> None:
         token = await street.house.node.parts.tokens.token()
         with pytest.raises(ConfigError, match="announced itself on this network within 1 s"):

@@ -63,7 +63,7 @@ def test_what_a_stranger_cannot_cause_counts_at_the_ring_too() -> None:
 
 
 @pytest.mark.parametrize("load_s", [1.0, 40.0, 3600.0])
-def test_five_epochs_that_never_became_ready_are_the_end_whatever_they_took(load_s: float) -> None:
+def test_five_epochs_that_never_became_ready_are_the_end_however_long_they_took(load_s: float) -> None:
     policy = RestartPolicy()
     assert policy.delay_s(0.0, LOST, ready=True) is not None
     began = FAILURE_WINDOW_S  # the one before is forgotten
@@ -229,7 +229,7 @@ def test_the_rank_that_is_ahead_is_not_the_one_that_is_behind(
 
 
 @pytest.mark.parametrize("slept_s", [4.0, 20.0])
-def test_what_an_observer_slept_through_is_nobody_elses_silence(slept_s: float) -> None:
+def test_an_observers_own_sleep_is_no_silence_of_others(slept_s: float) -> None:
     story = Story()
     assert story.beats(5, rank_0=pong(), rank_1=pong()) is None
     story.now += slept_s
@@ -261,7 +261,7 @@ def test_who_is_slow_is_given_time_by_what_forwards_took_before(phase: str, time
     assert error is not None
 
 
-def test_whatever_a_rank_expects_it_is_noticed_in_the_end() -> None:
+def test_any_expectation_of_a_rank_is_noticed_in_the_end() -> None:
     limit_s = LIMITS.prefill_stall_s + LIMITS.warm_up_s
     for over_s, code in ((-0.1, None), (0.1, Code.RANK_STALLED)):
         stuck = pong("prefill", limit_s + over_s, expected_us=10**10)

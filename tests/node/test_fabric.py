@@ -93,7 +93,7 @@ def test_the_row_of_a_model(tmp_path: Path) -> None:
 # --- who measures -----------------------------------------------------------------------------------------
 
 
-def test_who_has_rank_0_is_asked_and_everybody_keeps_what_it_tells(tmp_path: Path, member: Member) -> None:
+def test_the_agent_of_rank_0_is_asked_and_all_keep_its_reply(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         fabric = node.parts.fabric_bench
         a, b = node.meet(A), node.meet(B)
@@ -141,7 +141,7 @@ def test_what_keeps_it_from_measuring_is_passed_on(tmp_path: Path, member: Membe
     play(tmp_path, member, story)
 
 
-def test_who_has_no_rank_0_says_so_and_asks_nobody_else(tmp_path: Path, member: Member) -> None:
+def test_an_agent_without_rank_0_says_so_and_asks_no_other(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
         node.hear(b, serving(B, A))
@@ -157,7 +157,7 @@ def test_who_has_no_rank_0_says_so_and_asks_nobody_else(tmp_path: Path, member: 
 # --- what is kept -----------------------------------------------------------------------------------------
 
 
-def test_it_is_known_after_a_restart_and_told_to_whoever_comes(tmp_path: Path, member: Member) -> None:
+def test_it_is_known_after_a_restart_and_told_to_newcomers(tmp_path: Path, member: Member) -> None:
     async def first(node: Node) -> None:
         a = node.meet(A)
         assert a.heard(FabricReport) == []
@@ -201,7 +201,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("spoil", BROKEN.values(), ids=list(BROKEN))
-def test_a_file_that_cannot_be_used_stops_nobody(
+def test_a_file_that_cannot_be_used_stops_no_agent(
     tmp_path: Path, member: Member, spoil: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     spoil(tmp_path / FILE)

@@ -116,7 +116,7 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
 
 
 @pytest.mark.chaos
-def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_nobody(
+def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_no_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formation, "ADDRESS_RETRY_S", 600.0)
@@ -259,7 +259,7 @@ def test_whichever_mac_coordinates_a_newcomer_s_group_loads_beside_what_serves(
     assert lines(caplog, "beside what serves")[-1].endswith("beside what serves, with the model")
 
 
-def test_a_newcomer_that_cannot_load_the_model_interrupts_nobody(tmp_path: Path) -> None:
+def test_a_newcomer_that_cannot_load_the_model_interrupts_no_request(tmp_path: Path) -> None:
     async def story() -> None:
         async with joined(tmp_path, (sys.executable, "-c", BROKEN_LOADER)) as (first, second, client):
             assert first.parts is not None

@@ -215,7 +215,7 @@ def test_the_end_tells_what_the_cache_and_the_drafts_were_worth() -> None:
 # --- being accepted ---------------------------------------------------------------------------------------
 
 
-def test_nobody_is_told_accepted_before_rank_0_says_so() -> None:
+def test_no_client_is_told_accepted_before_rank_0_says_so() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
         waiting = asyncio.create_task(answer.accepted())
@@ -260,7 +260,7 @@ def test_a_failure_after_acceptance_is_raised_to_the_reader() -> None:
     play(story)
 
 
-def test_whoever_stops_waiting_to_be_accepted_cancels_the_request() -> None:
+def test_a_client_that_stops_waiting_to_be_accepted_cancels_the_request() -> None:
     async def story(stage: Stage) -> None:
         waiting = asyncio.create_task(stage.gateway.generate(Request((1,), 9)).accepted())
         await asyncio.sleep(0)
@@ -449,7 +449,7 @@ def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got() -
     play(story)
 
 
-def test_a_late_word_of_the_old_epoch_harms_nobody_in_the_new_one() -> None:
+def test_a_late_word_of_the_old_epoch_harms_no_request_in_the_new_one() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway.generate(Request((1,), 9))
         stage.gateway.fail_all(GroupError("gone"))

@@ -83,7 +83,7 @@ async def heard(answer: Any) -> tuple[int, Code]:
 # --- bounds -----------------------------------------------------------------------------------------------
 
 
-def test_tokens_of_prompts_and_answers_are_bounded_until_somebody_ends() -> None:
+def test_tokens_of_prompts_and_answers_are_bounded_until_a_request_ends() -> None:
     async def story(stage: Stage) -> None:
         stage.ask(60)
         stage.relay(30)
@@ -198,7 +198,7 @@ def test_the_pause_between_two_groups_counts() -> None:
     play(story, deadline_s=SOON_S)
 
 
-def test_another_group_gives_no_more_time() -> None:
+def test_another_group_extends_no_deadline() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.ask()
         stage.gateway.dispatcher.on_event(Accepted(1))

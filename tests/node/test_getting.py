@@ -267,7 +267,7 @@ def test_a_model_that_another_program_put_there_is_here(tmp_path: Path, member: 
 
 
 @pytest.mark.parametrize("where", ["refer", "snapshot"])
-def test_whatever_ends_it_is_told_to_who_waits(
+def test_each_end_is_told_to_waiting_clients(
     tmp_path: Path, member: Member, hub: Hub, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     hub.models = {NAME: Model(embedded())}
@@ -285,7 +285,7 @@ def test_whatever_ends_it_is_told_to_who_waits(
     play(tmp_path, member, story)
 
 
-def test_what_was_told_before_counts_no_more_when_it_is_pulled_again(
+def test_earlier_reports_no_longer_count_when_it_is_pulled_again(
     tmp_path: Path, member: Member, hub: Hub
 ) -> None:
     hub.models = {NAME: Model(embedded())}

@@ -192,7 +192,7 @@ def test_a_failed_epoch_leaves_a_file_of_the_rank_here(
     play(tmp_path, story)
 
 
-def test_a_rank_that_never_started_is_nobodys_loss(tmp_path: Path) -> None:
+def test_a_rank_that_never_started_is_no_loss(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         await stage.prepared()
         stage.guest.received(HOST, EndEpoch(5, False))

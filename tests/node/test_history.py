@@ -139,7 +139,7 @@ def test_an_epoch_of_this_mac_that_has_ended_does_not_begin_again_because_anothe
     assert told.rows("epoch", "lasted_s", "code") == [(7, 1.0, "rank_lost")]
 
 
-def test_a_rate_is_known_once_somebody_has_looked_twice() -> None:
+def test_a_rate_is_known_after_two_reads() -> None:
     meter = RateMeter(window_s=4.0, least_s=0.5)
     assert meter.rate(100, 10.0) is None
     assert meter.rate(110, 10.1) is None
@@ -154,14 +154,14 @@ def test_what_came_before_the_window_does_not_count() -> None:
     assert meter.rate(1000, 10.0) == 0.0
 
 
-def test_a_rate_is_not_known_when_nobody_has_looked_for_long() -> None:
+def test_a_rate_is_not_known_long_after_the_last_read() -> None:
     meter = RateMeter(window_s=4.0, least_s=0.5)
     meter.rate(0, 0.0)
     assert meter.rate(1_000_000, 60.0) is None
     assert meter.rate(1_000_030, 61.0) == 30.0
 
 
-def test_a_rate_begins_anew_with_a_new_group() -> None:
+def test_a_rate_starts_over_with_a_new_group() -> None:
     meter = RateMeter(window_s=4.0, least_s=0.5)
     meter.rate(0, 0.0)
     meter.reset()

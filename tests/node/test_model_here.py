@@ -189,7 +189,7 @@ def test_a_plain_name_is_a_folder_that_each_mac_has_elsewhere(tmp_path: Path) ->
         assert in_folders(name, folders) == name
 
 
-def test_what_is_on_the_hub_comes_by_whoever_gets_it_for_all(tmp_path: Path) -> None:
+def test_what_is_on_the_hub_comes_by_the_member_that_gets_it_for_all(tmp_path: Path) -> None:
     commit = "a" * 40
 
     async def story(stage: Stage) -> None:
@@ -208,7 +208,7 @@ def test_what_is_on_the_hub_comes_by_whoever_gets_it_for_all(tmp_path: Path) -> 
     play(tmp_path, story)
 
 
-def test_nobody_looks_again_for_what_is_there_or_on_the_hub(tmp_path: Path) -> None:
+def test_no_member_looks_again_for_what_is_there_or_on_the_hub(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.want("one", 1)
         await stage.has("one")

@@ -62,7 +62,7 @@ def lan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         agent.stop()
 
 
-def test_without_a_key_nobody_is_answered_and_the_words_say_how_to_make_one(lan: Lan) -> None:
+def test_without_a_key_no_client_is_answered_and_the_words_say_how_to_make_one(lan: Lan) -> None:
     for headers in ({}, {"x-api-key": "guessed"}):
         refused = lan.ask(verify=lan.trust, headers=headers)
         assert refused.status_code == 401

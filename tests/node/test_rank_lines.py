@@ -48,7 +48,7 @@ def test_a_last_word_without_an_end_of_line_is_heard() -> None:
     assert [line for line, _ in said_by("import os; os.write(2, b'abort')", {})] == ["abort"]
 
 
-def test_what_was_written_before_the_end_is_heard_whoever_hurries() -> None:
+def test_what_was_written_before_the_end_is_heard_in_any_order() -> None:
     lines = said_by("import os; os.write(2, b'a\\nb\\nlast')", {}, close_early=True)
     assert [line for line, _ in lines] == ["a", "b", "last"]
 

@@ -256,7 +256,7 @@ def test_an_agent_that_never_stops_talking_costs_no_memory(tmp_path: Path) -> No
     play(tmp_path, story)
 
 
-def test_one_refusal_among_many_leaves_nobody_waiting(tmp_path: Path) -> None:
+def test_one_refusal_among_many_leaves_no_request_waiting(tmp_path: Path) -> None:
     """Of three other Macs one refuses, one never answers; all who were asked are told that it is over."""
 
     async def story(stage: Story) -> None:
@@ -480,7 +480,7 @@ def never_hearing(stage: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "kill", killed)
 
 
-def test_a_failure_that_cannot_be_kept_keeps_nobody_from_going_on(
+def test_a_failure_that_cannot_be_kept_stops_no_agent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story(stage: Story) -> None:
@@ -529,7 +529,7 @@ JACCL_ENDED = "rank 1: jaccl did not form: [jaccl] Couldn't create completion qu
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("code", [Code.FORM_FAILED, Code.FORWARD_FAILED])
-def test_the_mac_of_a_rank_is_named_whoever_reports_its_error_first(
+def test_the_mac_of_a_rank_is_named_by_any_first_report_of_its_error(
     tmp_path: Path, first: int, code: Code
 ) -> None:
     """Its own agent, or rank 0, whose link to it may be faster. JACCL is explained while it forms, once."""
@@ -601,7 +601,7 @@ def test_a_rank_that_fails_while_they_form_frees_those_that_wait_for_it(tmp_path
     play(tmp_path, story, backend="jaccl")
 
 
-def test_once_formed_nobody_is_told_of_rounds_any_more(tmp_path: Path) -> None:
+def test_once_formed_no_rank_is_told_of_rounds(tmp_path: Path) -> None:
     """It would break the order of the pipe, and hide what really happened."""
 
     async def story(stage: Story) -> None:

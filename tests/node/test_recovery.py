@@ -178,7 +178,7 @@ def test_a_client_that_leaves_after_the_pause_cancels_where_its_request_is_now()
     play(story)
 
 
-def test_nobody_waits_longer_than_the_limit() -> None:
+def test_no_request_waits_longer_than_the_limit() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway.dispatcher.recovery_s = 0.05
         open_one = stage.gateway.generate(Request((1,), 9))

@@ -93,7 +93,7 @@ ONE = ("rank 0 killed",)
 
 
 @pytest.mark.parametrize("faults", [ONE, pytest.param(tuple(FAULTS), marks=pytest.mark.chaos)])
-def test_answers_go_on_whatever_ends_their_group(tmp_path: Path, faults: tuple[str, ...]) -> None:
+def test_answers_go_on_after_any_end_of_their_group(tmp_path: Path, faults: tuple[str, ...]) -> None:
     """At either agent, greedy and drawn, begun and only just asked: as they are without any fault."""
 
     async def story() -> None:

@@ -189,7 +189,7 @@ def test_the_progress_of_a_prefill_there_is_known_here() -> None:
     play(story)
 
 
-def test_a_client_that_stops_reading_there_holds_up_nobody_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_stops_reading_there_holds_up_no_client_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own gateway always reads, so the link never fills; the client alone is ended."""
     monkeypatch.setattr(client_request, "MAX_UNREAD", 100)
     monkeypatch.setattr(remote_backend, "MAX_UNSENT_BYTES", 4096)

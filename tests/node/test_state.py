@@ -66,7 +66,7 @@ def test_a_first_start_remembers_nothing_and_says_nothing(tmp_path: Path) -> Non
     assert load(tmp_path / "no such folder") == (SavedState(), "")
 
 
-def test_who_begins_anew_remembers_nothing(tmp_path: Path) -> None:
+def test_an_agent_that_starts_over_remembers_nothing(tmp_path: Path) -> None:
     save(tmp_path, KEPT)
     for _ in range(2):
         forget(tmp_path)
@@ -77,7 +77,7 @@ def test_who_begins_anew_remembers_nothing(tmp_path: Path) -> None:
     assert (tmp_path / f"{FILE}.unusable-1").is_dir()
 
 
-def test_nobody_else_can_read_the_file(tmp_path: Path) -> None:
+def test_no_other_user_can_read_the_file(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         save(tmp_path, KEPT)
@@ -88,9 +88,7 @@ def test_nobody_else_can_read_the_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-def test_whoever_is_killed_while_writing_leaves_the_file_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_writing_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, KEPT)
 
     def dies(descriptor: int) -> None:

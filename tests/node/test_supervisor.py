@@ -157,7 +157,7 @@ def test_each_epoch_has_the_number_and_the_group_that_were_planned(
     play(tmp_path, source, story)
 
 
-def test_whoever_another_mac_answered_is_answered_here_when_a_group_forms_here(
+def test_a_request_that_another_mac_answered_is_answered_here_when_a_group_forms_here(
     tmp_path: Path, source: ModelSource
 ) -> None:
     async def story(stage: Stage) -> None:

@@ -94,7 +94,7 @@ def last(link: FakeLink) -> ModelQueue:
     return queue
 
 
-def test_a_request_for_the_loaded_model_begins_at_once_and_nobody_hears_of_it(
+def test_a_request_for_the_loaded_model_begins_at_once_without_a_message(
     tmp_path: Path, member: Member
 ) -> None:
     async def story(node: Node) -> None:
@@ -255,7 +255,7 @@ def test_who_names_nothing_takes_what_is_wanted_and_brings_nothing_back(
     ("queue_s", "within_s", "status", "code"),
     [(0.05, 0.0, 503, Code.OVERLOADED), (0.05, 9.0, 503, Code.OVERLOADED), (9.0, 0.05, 504, Code.DEADLINE)],
 )
-def test_nobody_waits_for_ever(
+def test_no_request_waits_for_ever(
     tmp_path: Path, member: Member, queue_s: float, within_s: float, status: int, code: Code
 ) -> None:
     async def story(node: Node) -> None:
@@ -269,9 +269,7 @@ def test_nobody_waits_for_ever(
     play(tmp_path, member, story, load_on_request=True, limits=replace(Limits(), queue_s=queue_s))
 
 
-def test_who_waits_at_an_agent_that_is_about_to_stop_shall_ask_another(
-    tmp_path: Path, member: Member
-) -> None:
+def test_a_request_at_an_agent_about_to_stop_must_ask_another(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         following(node)
         waiting = await ask(node, WANTED)
@@ -360,7 +358,7 @@ def tell(node: Node, link: FakeLink, *waiting: str, running: int = 0) -> None:
     node.tick(0.01)
 
 
-def test_the_coordinator_loads_what_is_asked_for_once_nobody_is_answered_by_the_other(
+def test_the_coordinator_loads_what_is_asked_for_once_no_request_is_answered_by_the_other(
     tmp_path: Path, member: Member
 ) -> None:
     async def story(node: Node) -> None:
@@ -398,7 +396,7 @@ def test_requests_of_a_member_that_is_not_heard_for_a_moment_are_not_cut(
     play(tmp_path, member, story, load_on_request=True)
 
 
-def test_what_others_have_passed_on_to_rank_0_runs_whoever_is_heard(tmp_path: Path, member: Member) -> None:
+def test_requests_passed_on_to_rank_0_run_in_any_order_of_reports(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         link, cluster = leading(node), node.parts
         gateway = cluster.supervisor.gateway

@@ -75,7 +75,9 @@ async def until_no_more_is_awaited(node: Node) -> None:
     await asyncio.wait_for(asyncio.wait({task}), 10)
 
 
-def test_what_nobody_can_get_leaves_what_is_served(tmp_path: Path, member: members.Member, hub: Hub) -> None:
+def test_a_model_that_no_mac_can_get_leaves_what_is_served(
+    tmp_path: Path, member: members.Member, hub: Hub
+) -> None:
     hub.models["org/labels"] = Model(
         embedded() | {"config.json": b'{"model_type": "bert", "architectures": ["BertModel"]}'}
     )

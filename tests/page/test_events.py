@@ -79,7 +79,7 @@ def test_at_most_twice_a_second(site: Site, events: Iterator[str]) -> None:
     assert told <= 5
 
 
-def test_when_the_agent_ends_whoever_watches_is_let_go() -> None:
+def test_when_the_agent_ends_watchers_are_let_go() -> None:
     """Else each open page would hold up the end of the agent until it is cut off."""
     observed = FakeObserved()
     running = Running(None, observed)

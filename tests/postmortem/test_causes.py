@@ -52,7 +52,7 @@ def test_a_rank_killed_from_outside() -> None:
 
 
 @pytest.mark.parametrize("rank", [died(15), died(status=143)], ids=["before it could hear", "heard"])
-def test_a_rank_told_to_end_by_somebody_else(rank: RankRecord) -> None:
+def test_a_rank_told_to_end_from_outside(rank: RankRecord) -> None:
     found = cause(GONE_TOO, rank, by=agent())
     assert (found.kind, found.rank) == ("killed from outside", 1)
     assert "signal 15" in found.words
@@ -114,7 +114,7 @@ def test_ranks_that_disagree_in_something_that_is_not_recorded() -> None:
     assert (found.kind, found.words) == ("desync", "ranks disagree: sequence 3: 4 forwards")
 
 
-def test_a_difference_that_nobody_noticed() -> None:
+def test_an_unnoticed_difference() -> None:
     found = cause(GONE_TOO, HEALTHY, by=agent(), difference=Difference(7, "fed", {0: "a", 1: "b"}))
     assert found.kind == "desync"
 

@@ -70,7 +70,7 @@ def test_a_step_that_one_rank_did_not_finish_has_no_digest_to_compare() -> None:
     assert first_difference([rank(0, *steps(4, 5)), rank(1, *steps(4), half)]) is None
 
 
-def test_nobody_to_compare_with() -> None:
+def test_no_rank_to_compare_with() -> None:
     assert first_difference([rank(0, *steps(4)), rank(1)]) is None
 
 

@@ -56,7 +56,7 @@ def test_certificates_fit_the_frames_they_travel_in() -> None:
 
 
 @pytest.mark.parametrize("cluster_id", [CLUSTER, OTHER_CLUSTER])
-def test_another_authority_does_not_count_whatever_its_name(cluster_id: str) -> None:
+def test_another_authority_does_not_count_under_any_name(cluster_id: str) -> None:
     other = found(cluster_id, new_key())
     assert "was not made by the authority" in refused(check_node, CERTIFICATE, other.certificate)
     stranger = other.certify(NODE, KEY.public_key())

@@ -343,7 +343,7 @@ def test_a_joiner_counts_until_it_is_answered_and_a_member_does_not_count(member
     play(story)
 
 
-def test_whoever_does_not_belong_counts_as_a_stranger_with_a_certificate_too(members: Members) -> None:
+def test_a_foreign_mac_counts_as_a_stranger_with_a_certificate_too(members: Members) -> None:
     second = members[1].identity
 
     async def story() -> None:
@@ -451,14 +451,14 @@ def opening(
     return caught.value
 
 
-def test_nobody_is_there(members: Members) -> None:
+def test_no_agent_is_there(members: Members) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         error = opening(members, closed.getsockname()[1])
     assert (type(error), error.code) == (LinkError, Code.LINK_LOST)
 
 
-def test_nobody_answers(members: Members) -> None:
+def test_no_agent_replies(members: Members) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         error = opening(members, silent.getsockname()[1], deadline_s=0.1)
     assert (type(error), error.code) == (LinkError, Code.LINK_TIMEOUT)

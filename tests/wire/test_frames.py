@@ -468,7 +468,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_costs_no_more_than_its_own_bytes(name: str) -> None:
+def test_a_bomb_costs_its_own_bytes_alone(name: str) -> None:
     data = framed(BOMBS[name])
     assert peak_bytes(open_decoder(), data, Code.FRAME_MALFORMED) < 3 * len(data) + 64 * 1024
 

@@ -482,7 +482,7 @@ def test_a_rank_that_reported_its_end_hears_nothing_more() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(LinkKind), st.sampled_from(Side), MESSAGE)
-def test_whatever_a_peer_says_is_taken_or_refused(link: LinkKind, side: Side, message: Message) -> None:
+def test_any_message_of_a_peer_is_taken_or_refused(link: LinkKind, side: Side, message: Message) -> None:
     pair = pair_in(link, USUAL.get(link, LinkState.LOADED))
     receiver = pair.end(side)
     try:

@@ -154,7 +154,7 @@ def test_who_speaks_something_else_is_turned_away(cluster: Cluster, alpn: str | 
     closed(server, client)
 
 
-def test_where_nobody_joins_a_certificate_is_demanded(cluster: Cluster) -> None:
+def test_where_no_mac_joins_a_certificate_is_demanded(cluster: Cluster) -> None:
     server, client = handshake(cluster.server([ALPN_DECODE]), careless(ALPN_DECODE))
     assert "no TLS 1.3 with it" in refused(server)
     closed(client)

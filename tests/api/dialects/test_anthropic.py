@@ -337,7 +337,7 @@ def test_thoughts_are_streamed_while_they_come(server: AnthropicServer) -> None:
 
 
 @pytest.mark.parametrize("get", [create, streamed])
-def test_thoughts_that_shall_be_left_out_are(server: AnthropicServer, get: Callable[..., Any]) -> None:
+def test_thoughts_that_must_be_left_out_are(server: AnthropicServer, get: Callable[..., Any]) -> None:
     server.say("let me see</think>hi")
     message = get(server, thinking={"type": "adaptive", "display": "omitted"})
     thinking, text = message.content

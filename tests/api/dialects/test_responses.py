@@ -629,7 +629,7 @@ def test_an_item_is_named_once_and_only_while_it_is_kept(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_shall_not_be_kept_is_not(server: Server, stream: bool) -> None:
+def test_what_must_not_be_kept_is_not(server: Server, stream: bool) -> None:
     answer = create(server, store=False, stream=stream)
     id_ = list(answer)[-1].response.id if stream else answer.id
     with pytest.raises(openai.NotFoundError, match="6 hours") as caught:
@@ -639,7 +639,7 @@ def test_what_shall_not_be_kept_is_not(server: Server, stream: bool) -> None:
     assert "store false" in caught.value.message
 
 
-def test_an_answer_that_nobody_waited_for_is_not_kept(server: Server) -> None:
+def test_an_abandoned_answer_is_not_kept(server: Server) -> None:
     server.backend.script = then(server.ids("ab"), forever)
     with create(server, stream=True) as stream:
         id_ = next(event.response.id for event in stream if event.type == "response.created")

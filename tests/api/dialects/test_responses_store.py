@@ -77,7 +77,7 @@ def test_size_counts_and_is_given_back() -> None:
     assert known(small, "b", "c", "d") == ["b", "c"]  # one that is too large displaces no other
 
 
-def test_a_stored_answer_takes_no_more_memory_than_is_counted() -> None:
+def test_a_stored_answer_takes_at_most_the_counted_memory() -> None:
     """Of nothing but brackets, Python's objects are twenty times as large as their JSON."""
     store = ResponseStore()
     odd = json.dumps([[] for _ in range(50_000)])

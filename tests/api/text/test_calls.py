@@ -216,7 +216,7 @@ def test_fields_after_the_arguments_are_nothing_and_words_are_words() -> None:
     assert read(LLAMA_CALLS, [['{"name": "add", "parameters": {"a": 1}} Done.']])[1] == ["Done."]
 
 
-def test_no_more_calls_than_are_wanted_however_they_are_written() -> None:
+def test_at_most_the_wanted_calls_however_they_are_written() -> None:
     two = {"mistral": '[{"name": "add", "arguments": {}}, {"name": "say", "arguments": {}}]',
            "llama": '{"name": "add", "parameters": {}}; {"name": "say", "parameters": {}}'}  # fmt: skip
     for name, text in two.items():

@@ -132,7 +132,7 @@ def returned(text: str, id_: str) -> ChatMessage:
     return ChatMessage("tool", text, call_id=id_, name="add")
 
 
-def test_calls_at_once_are_told_one_by_one_where_the_template_takes_no_more(tmp_path: Path) -> None:
+def test_calls_at_once_are_told_one_by_one_where_the_template_takes_one(tmp_path: Path) -> None:
     ids = ("call_1", "call_2")
     turns = (
         ChatMessage("user", "?"), called((ids[0], "add"), (ids[1], "say")),

@@ -218,7 +218,7 @@ def test_scores_wait_for_a_marker_and_none_is_lost() -> None:
     assert said_in(events) == ("c", [(token, score(token)) for token in range(len(pieces))])
 
 
-def test_one_call_is_enough_where_no_more_are_wanted() -> None:
+def test_one_call_is_enough_where_one_is_wanted() -> None:
     plan = ReadingPlan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
     pieces = [f"<tool_call>{CALL}</tool_call>"] * 2
     transcript = Transcript(Pieces(pieces), plan=plan, most_calls=1)

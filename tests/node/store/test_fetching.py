@@ -203,7 +203,7 @@ def test_what_has_another_hash_never_gets_a_name(hub: Hub) -> None:
     assert same(fetch().from_hub(), dict(model.files))
 
 
-def test_a_hub_that_begins_anew_and_sends_something_else_is_found_out(hub: Hub) -> None:
+def test_a_hub_that_starts_over_and_sends_something_else_is_found_out(hub: Hub) -> None:
     model = hub.models[NAME]
     honest = model.files[BIG]
     model.cut = {BIG: 6 * CHUNK}
@@ -725,7 +725,7 @@ def test_nor_is_one_that_drips(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> N
         pair.copy()
 
 
-def test_a_member_that_is_removed_gets_no_more_of_a_file(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_member_no_longer_gets_any_file(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_copy, "STEP_BYTES", CHUNK)
     monkeypatch.setattr(peer_copy, "_BLOCK_BYTES", CHUNK)
     channel = pair.connect()
@@ -739,7 +739,7 @@ def test_a_member_that_is_removed_gets_no_more_of_a_file(pair: Pair, monkeypatch
         channel.receive_into(memoryview(bytearray(2 * CHUNK)))
 
 
-def test_strangers_who_only_connect_keep_nobody_out(pair: Pair) -> None:
+def test_strangers_who_only_connect_keep_no_member_out(pair: Pair) -> None:
     with contextlib.ExitStack() as crowd:
         for _ in range(peer_copy.MAX_CONNECTIONS + peer_copy.MAX_STRANGERS):
             crowd.enter_context(socket.create_connection(("127.0.0.1", pair.lender.port), 5))

@@ -56,7 +56,7 @@ def test_of_two_revisions_the_one_that_stays_loses_nothing(tmp_path: Path) -> No
     assert foreign.exists()
 
 
-def test_a_model_that_somebody_adds_to_is_not_removed(tmp_path: Path) -> None:
+def test_a_model_that_another_process_adds_to_is_not_removed(tmp_path: Path) -> None:
     put(tmp_path)
     repo, other = Repo(NAME, tmp_path), Repo(NAME, tmp_path)
     with (

@@ -16,7 +16,7 @@ from ..cluster.node import ClusterNode
 from ..errors import Code, LinkError, MlxtpError, UserError
 from ..identity.private_files import read_private, write_private
 from ..placement import measurements
-from ..placement.cost_model import Measured
+from ..placement.cost_model import Collective
 from ..wire.cluster_messages import FabricAnswer, FabricReport, FabricWanted, Serving
 from ..wire.messages import CollectivesTimed
 from ..wire.reports import FabricResult
@@ -90,7 +90,7 @@ class FabricResults:
         """Have `handler` called when a measurement was added."""
         self._on_change.append(handler)
 
-    def measured(self) -> Measured:
+    def measured(self) -> tuple[Collective, ...]:
         """Return measurements that placement prefers to its assumptions, for the fences that ranks use."""
         return measurements.measured(self.results, fast_fences=self._fast_fences)
 

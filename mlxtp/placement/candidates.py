@@ -18,12 +18,11 @@ from .cost_model import (
     RING_LOOPBACK,
     RING_THUNDERBOLT,
     RING_WIFI,
-    Measured,
+    Collective,
     RankHardware,
     RankMemory,
     SpeedEstimate,
     rank_memory,
-    reading_speed,
     speed,
     usable_bytes,
 )
@@ -269,7 +268,7 @@ class CandidateFinder:
     context: int
     coordinator: str
     fast_fences: bool
-    measured: Measured
+    measured: Sequence[Collective]
     failed: Sequence[FailedGroup] = ()
     repeatable: bool = False
 
@@ -317,7 +316,7 @@ class CandidateFinder:
         return sorted(self.members, key=key)
 
     def _reading(self, node: str) -> float:
-        return reading_speed(self._ranks[node], self.measured)
+        return self._ranks[node].chip.reading
 
     def _of_size(self, size: int, pool: Sequence[str], must: str) -> list[Candidate]:
         if obstacles := self.shape.obstacles(size):

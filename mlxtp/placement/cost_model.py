@@ -84,33 +84,19 @@ FABRICS: Mapping[str, Fabric] = {
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One measured sum of a few kilobytes, in seconds, over the ranks on `nodes` (empty: any two).
+    """One measured sum of a few kilobytes over the ranks on `nodes`. It counts more than assumptions.
 
-    kind       the fabric, a key of FABRICS; empty for any of the backend
+    kind       the fabric, a key of FABRICS
+    seconds    of one sum
     fenced     whether its fence is in it
     bandwidth  bytes/s on one link, for large sums; 0 where that was not measured
     """
 
-    backend: str
+    kind: str
     seconds: float
-    nodes: frozenset[str] = frozenset()
-    kind: str = ""
+    nodes: frozenset[str]
     fenced: bool = False
     bandwidth: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Measurements of these machines, which count more than assumptions.
-
-    collectives  by backend ("jaccl" or "ring") and fabric
-    fence_s      seconds of a collective beside its latency
-    reading      bytes/s that a decode reads, by node id
-    """
-
-    collectives: tuple[Collective, ...] = ()
-    fence_s: float | None = None
-    reading: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +131,15 @@ def speed(
     kind: str,
     *,
     fast_fences: bool = False,
-    measured: Measured | None = None,
+    measured: Sequence[Collective] = (),
     mbps: int = 0,
 ) -> SpeedEstimate:
     """Estimate the speed of `ranks`, in rank order, over the fabric `kind` (a key of FABRICS, or ALONE).
 
     One request, greedy, right after a prompt of `PROMPT` tokens. `mbps` is the slowest TCP link's, if known.
     """
-    size, measured = len(ranks), measured or Measured()
-    reading = min(reading_speed(rank, measured) for rank in ranks)
+    size = len(ranks)
+    reading = min(rank.chip.reading for rank in ranks)
     bytes_read = shape.rank_token_bytes(size) + shape.rank_kv(size, PROMPT)
     reading_s = bytes_read / reading
     kernels_s = shape.kernels * KERNEL_S
@@ -164,7 +150,9 @@ def speed(
     fabric = FABRICS[kind]
     link = min(mbps * 1e6 / 8, _MOST_TCP) if mbps else fabric.bandwidth
     latency_s = fabric.latency_s(size)
-    fence_s = _fence_s(ranks, measured, fast_fences=fast_fences)
+    fence_s = FAST_FENCE_S if fast_fences else FENCE_S
+    if not any(rank.metal for rank in ranks):
+        fence_s = 0.0
     found = measured_collective(measured, ranks, kind, fence_s)
     if found is not None:
         fence_s, latency_s, link = found.fence_s, found.latency_s, found.bandwidth or link
@@ -186,19 +174,6 @@ def speed(
     )
 
 
-def reading_speed(rank: RankHardware, measured: Measured) -> float:
-    """Return the bytes/s that a rank's decode reads."""
-    return (measured.reading or {}).get(rank.node_id) or rank.chip.reading
-
-
-def _fence_s(ranks: Sequence[RankHardware], measured: Measured, *, fast_fences: bool) -> float:
-    if not any(rank.metal for rank in ranks):
-        return 0.0
-    if measured.fence_s is not None:
-        return measured.fence_s
-    return FAST_FENCE_S if fast_fences else FENCE_S
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """Measured costs of a group's collectives. `bandwidth` 0 is unknown."""
@@ -209,18 +184,15 @@ class Found:
 
 
 def measured_collective(
-    measured: Measured, ranks: Sequence[RankHardware], kind: str, fence_s: float
+    measured: Sequence[Collective], ranks: Sequence[RankHardware], kind: str, fence_s: float
 ) -> Found | None:
     """Return the measured costs of a sum over these ranks; None if they were not measured.
 
-    A measurement of the same group counts most, then those of all pairs that exchange messages, then one of
-    any two. A pair's sum takes two steps; a circle of N takes 2 (N - 1) of the slowest pair's. `fence_s` is
-    the part of a measured time that is its fence, if the fence is in it. A sum has one fence for all its
-    steps.
+    A measurement of the same group counts most, then those of all pairs that exchange messages. A pair's sum
+    takes two steps; a circle of N takes 2 (N - 1) of the slowest pair's. `fence_s` is the part of a measured
+    time that is its fence, if the fence is in it. A sum has one fence for all its steps.
     """
-    backend = "jaccl" if kind in (JACCL_MESH, JACCL_RING) else "ring"
-    matching = [c for c in measured.collectives if c.backend == backend and c.kind in ("", kind)]
-    known = {c.nodes: c for c in sorted(matching, key=lambda c: c.kind == kind)}
+    known = {each.nodes: each for each in measured if each.kind == kind}
     nodes = [rank.node_id for rank in ranks]
     if frozenset(nodes) in known:
         return _found([known[frozenset(nodes)]], fence_s, times=1)
@@ -230,11 +202,10 @@ def measured_collective(
         if fabric.circle
         else [frozenset((a, b)) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
     )
-    pairs = [known.get(pair, known.get(frozenset())) for pair in talking]
-    here = [pair for pair in pairs if pair is not None]
-    if len(here) < len(pairs):
+    pairs = [known[pair] for pair in talking if pair in known]
+    if len(pairs) < len(talking):
         return None
-    return _found(here, fence_s, times=len(nodes) - 1 if fabric.circle else 1)
+    return _found(pairs, fence_s, times=len(nodes) - 1 if fabric.circle else 1)
 
 
 def _found(sums: Sequence[Collective], fence_s: float, times: int) -> Found:

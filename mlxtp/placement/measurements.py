@@ -15,7 +15,7 @@ from typing import Any
 from ..wire.codecs import record
 from ..wire.messages import MAX_TIMED_BYTES, MAX_TIMED_ROUNDS
 from ..wire.reports import FabricResult
-from .cost_model import Collective, Measured
+from .cost_model import Collective
 
 SIZES = tuple(1024 * 4**i for i in range(8))  #: Bytes: 1 KiB to 16 MiB.
 CHAIN_BYTES = SIZES[0]
@@ -77,24 +77,15 @@ def find(
     return matching[-1] if matching else None
 
 
-def measured(results: Iterable[FabricResult], *, fast_fences: bool) -> Measured:
+def measured(results: Iterable[FabricResult], *, fast_fences: bool) -> tuple[Collective, ...]:
     """Return the measurements that placement prefers to assumptions.
 
     Results with slow fences do not count for fast ones, nor the reverse.
     """
-    return Measured(
-        tuple(
-            Collective(
-                each.backend,
-                each.collective_s,
-                frozenset(each.nodes),
-                kind=each.kind,
-                fenced=each.metal,
-                bandwidth=bandwidth(each),
-            )
-            for each in results
-            if not each.metal or each.fast_fences == fast_fences
-        )
+    return tuple(
+        Collective(each.kind, each.collective_s, frozenset(each.nodes), each.metal, bandwidth(each))
+        for each in results
+        if not each.metal or each.fast_fences == fast_fences
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import ConfigError
 from .candidates import TENSOR_PARALLEL, Candidate, CandidateFinder
-from .cost_model import ALONE, JACCL_MESH, Measured
+from .cost_model import ALONE, JACCL_MESH, Collective
 from .formation import FailedGroup
 from .model_shape import MAX_RANKS, ModelShape
 from .topology import MemberMachine, Overrides, Topology
@@ -46,7 +46,7 @@ class PlacementOptions:
     nodes: str | int = "auto"
     max_context: int = 0
     fast_fences: bool = False
-    measured: Measured = field(default_factory=Measured)
+    measured: tuple[Collective, ...] = ()
     rdma: Overrides = field(default_factory=dict)
     keep_coordinator: bool = True
     failed: tuple[FailedGroup, ...] = ()

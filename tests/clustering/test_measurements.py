@@ -158,10 +158,10 @@ def test_the_bandwidth_is_what_more_bytes_cost_more() -> None:
 
 def test_slow_fences_say_nothing_of_fast_ones_and_without_a_gpu_there_are_none() -> None:
     fast = replace(RESULT, fast_fences=True, collective_s=0.125)
-    assert [c.seconds for c in measured([RESULT, fast], fast_fences=False).collectives] == [0.25]
-    assert [c.seconds for c in measured([RESULT, fast], fast_fences=True).collectives] == [0.125]
+    assert [c.seconds for c in measured([RESULT, fast], fast_fences=False)] == [0.25]
+    assert [c.seconds for c in measured([RESULT, fast], fast_fences=True)] == [0.125]
     cpu = replace(RESULT, metal=False)
-    [found] = measured([cpu], fast_fences=True).collectives
+    [found] = measured([cpu], fast_fences=True)
     assert (found.fenced, found.kind, found.nodes) == (False, RING_ETHERNET, frozenset((A, B)))
 
 

@@ -19,7 +19,6 @@ from mlxtp.placement.cost_model import (
     RING_LOOPBACK,
     RING_THUNDERBOLT,
     Collective,
-    Measured,
     RankHardware,
     speed,
 )
@@ -339,7 +338,7 @@ def test_the_context_takes_room() -> None:
 
 
 def test_measurements_decide() -> None:
-    slow = Measured((Collective("jaccl", 1e-3),))
+    slow = (Collective(JACCL_MESH, 1e-3, frozenset((A, B))),)
     made = plan(desk(2), shape(**LARGE), A, replace(FAST, measured=slow))
     assert made.chosen is not None
     assert made.chosen.kind == RING_THUNDERBOLT

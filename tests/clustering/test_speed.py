@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from mlxtp.placement.cost_model import (
@@ -16,7 +18,6 @@ from mlxtp.placement.cost_model import (
     RING_ETHERNET,
     RING_THUNDERBOLT,
     Collective,
-    Measured,
     RankHardware,
     speed,
 )
@@ -98,97 +99,71 @@ def test_a_prompt_is_arithmetic_on_every_mac() -> None:
 # --- what was measured counts more ------------------------------------------------------------------------
 
 
-def latency(measured: Measured, count: int, kind: str) -> float:
+def latency(measured: Sequence[Collective], count: int, kind: str) -> float:
     found = speed(MODEL, ranks(count), kind, measured=measured)
     return found.latency_s / MODEL.collectives
 
 
-def measured(*collectives: Collective, **other: float) -> Measured:
-    return Measured(collectives, **other)  # type: ignore[arg-type]
-
-
-def pair(a: str, b: str, seconds: float, backend: str = "jaccl") -> Collective:
-    return Collective(backend, seconds, frozenset((a, b)))
+def pair(a: str, b: str, seconds: float, kind: str = JACCL_MESH) -> Collective:
+    return Collective(kind, seconds, frozenset((a, b)))
 
 
 def test_a_measurement_of_the_group_itself_counts_most() -> None:
-    group = Collective("jaccl", 70e-6, frozenset("abc"))
-    known = measured(group, pair("a", "b", 1.0), pair("b", "c", 1.0), pair("a", "c", 1.0))
+    group = Collective(JACCL_MESH, 70e-6, frozenset("abc"))
+    known = (group, pair("a", "b", 1.0), pair("b", "c", 1.0), pair("a", "c", 1.0))
     assert latency(known, 3, JACCL_MESH) == pytest.approx(70e-6)
     assert speed(MODEL, ranks(3), JACCL_MESH, measured=known).measured
 
 
 def test_then_the_slowest_of_its_pairs() -> None:
-    pairs = measured(pair("a", "b", 30e-6), pair("b", "c", 50e-6), pair("a", "c", 40e-6))
-    assert latency(pairs, 3, JACCL_MESH) == pytest.approx(50e-6)
-    assert latency(pairs, 3, JACCL_RING) == pytest.approx(2 * 50e-6)
+    times = (("a", "b", 30e-6), ("b", "c", 50e-6), ("a", "c", 40e-6))
+    assert latency([pair(*each) for each in times], 3, JACCL_MESH) == pytest.approx(50e-6)
+    assert latency([pair(*each, JACCL_RING) for each in times], 3, JACCL_RING) == pytest.approx(2 * 50e-6)
 
 
 def test_a_circle_asks_for_neighbours_only() -> None:
-    around = measured(
-        pair("a", "b", 30e-6), pair("b", "c", 30e-6), pair("c", "d", 30e-6), pair("d", "a", 30e-6)
-    )
+    neighbours = ("ab", "bc", "cd", "da")
+    around = [pair(*each, 30e-6, kind) for each in neighbours for kind in (JACCL_RING, JACCL_MESH)]
     assert latency(around, 4, JACCL_RING) == pytest.approx(3 * 30e-6)
     assert latency(around, 4, JACCL_MESH) == pytest.approx(25e-6)
 
 
-def test_then_one_for_any_two() -> None:
-    assert latency(measured(Collective("ring", 200e-6)), 2, RING_ETHERNET) == pytest.approx(200e-6)
-    assert latency(measured(Collective("ring", 200e-6)), 3, RING_ETHERNET) == pytest.approx(400e-6)
-
-
 def test_the_other_backends_measurements_say_nothing() -> None:
-    known = measured(pair("a", "b", 1.0, "ring"))
+    known = [pair("a", "b", 1.0, RING_ETHERNET)]
     assert latency(known, 2, JACCL_MESH) == pytest.approx(25e-6)
     assert not speed(MODEL, ranks(2), JACCL_MESH, measured=known).measured
 
 
 def test_a_fence_that_was_measured_along_is_not_counted_again() -> None:
-    group = Collective("jaccl", 195e-6, frozenset("ab"), kind=JACCL_MESH, fenced=True)
-    two = speed(MODEL, ranks(2), JACCL_MESH, measured=measured(group))
+    group = Collective(JACCL_MESH, 195e-6, frozenset("ab"), fenced=True)
+    two = speed(MODEL, ranks(2), JACCL_MESH, measured=[group])
     assert two.fences_s + two.latency_s == pytest.approx(MODEL.collectives * 195e-6)
     assert two.fences_s == pytest.approx(MODEL.collectives * FENCE_S)
-    quick = Collective("jaccl", 95e-6, frozenset("ab"), fenced=True)  # a fence is faster than assumed
-    found = speed(MODEL, ranks(2), JACCL_MESH, measured=measured(quick))
+    quick = Collective(JACCL_MESH, 95e-6, frozenset("ab"), fenced=True)  # a fence is faster than assumed
+    found = speed(MODEL, ranks(2), JACCL_MESH, measured=[quick])
     assert (found.fences_s, found.latency_s) == (pytest.approx(MODEL.collectives * 95e-6), 0)
 
 
 def test_a_circle_has_more_steps_but_one_fence() -> None:
-    pairs = measured(
-        *(
-            Collective("jaccl", FENCE_S + 30e-6, frozenset(pair), fenced=True)
-            for pair in ("ab", "bc", "cd", "da")
-        )
-    )
+    pairs = [
+        Collective(JACCL_RING, FENCE_S + 30e-6, frozenset(pair), fenced=True)
+        for pair in ("ab", "bc", "cd", "da")
+    ]
     around = speed(MODEL, ranks(4), JACCL_RING, measured=pairs)
     assert around.latency_s == pytest.approx(MODEL.collectives * 3 * 30e-6)
     assert around.fences_s == pytest.approx(MODEL.collectives * FENCE_S)
 
 
 def test_one_fabric_says_nothing_of_another_of_the_same_backend() -> None:
-    slow = Collective("ring", 1.0, frozenset("ab"), kind=RING_ETHERNET)
-    any_ring = Collective("ring", 0.5, frozenset("ab"))
-    assert latency(measured(slow), 2, RING_ETHERNET) == pytest.approx(1.0)
-    assert not speed(MODEL, ranks(2), RING_THUNDERBOLT, measured=measured(slow)).measured
-    for known in (measured(slow, any_ring), measured(any_ring, slow)):
-        assert latency(known, 2, RING_ETHERNET) == pytest.approx(1.0)
-        assert latency(known, 2, RING_THUNDERBOLT) == pytest.approx(0.5)
+    slow = [Collective(RING_ETHERNET, 1.0, frozenset("ab"))]
+    assert latency(slow, 2, RING_ETHERNET) == pytest.approx(1.0)
+    assert not speed(MODEL, ranks(2), RING_THUNDERBOLT, measured=slow).measured
 
 
 def test_a_bandwidth_that_was_measured_counts_over_the_links() -> None:
-    known = measured(Collective("ring", 1e-4, frozenset("ab"), bandwidth=2e8))
+    known = [Collective(RING_ETHERNET, 1e-4, frozenset("ab"), bandwidth=2e8)]
     two = speed(MODEL, ranks(2), RING_ETHERNET, measured=known, mbps=10_000)
     assert two.wire_s == pytest.approx(MODEL.collectives * 4096 * 2 / 2e8)
-    unknown = measured(Collective("ring", 1e-4, frozenset("ab")))
+    unknown = [Collective(RING_ETHERNET, 1e-4, frozenset("ab"))]
     two = speed(MODEL, ranks(2), RING_ETHERNET, measured=unknown, mbps=800)
     assert two.wire_s == pytest.approx(MODEL.collectives * 4096 * 2 / 1e8)
-
-
-def test_fences_and_memory_can_be_measured_too() -> None:
-    known = Measured(fence_s=50e-6, reading={"a": 1e12})
-    two = speed(MODEL, ranks(2), JACCL_MESH, fast_fences=True, measured=known)
-    assert two.fences_s == pytest.approx(MODEL.collectives * 50e-6)
-    assert speed(MODEL, ranks(1), ALONE, measured=known).reading_s == pytest.approx(
-        (MODEL.token_bytes + kv(1)) / 1e12
-    )
-    assert two.reading_s == pytest.approx((MODEL.token_bytes / 2 + kv(2)) / ULTRA.reading)

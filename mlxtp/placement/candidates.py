@@ -259,14 +259,13 @@ class Candidate:
 class CandidateFinder:
     """Search for the best group of each size and fabric among `members` (by node id).
 
-    Among equally fast nodes the coordinator comes first, then the node with more memory, then the smaller id.
+    Among equally fast nodes the one with more memory comes first, then the smaller id.
     """
 
     members: Mapping[str, MemberMachine]
     topology: Topology
     shape: ModelShape
     context: int
-    coordinator: str
     fast_fences: bool
     measured: Sequence[Collective]
     failed: Sequence[FailedGroup] = ()
@@ -309,9 +308,9 @@ class CandidateFinder:
 
     @cached_property
     def _order(self) -> list[str]:
-        def key(node: str) -> tuple[float, float, bool, int, str]:
-            flops, usable = self._ranks[node].chip.flops, usable_bytes(self.members[node])
-            return -self._reading(node), -flops, node != self.coordinator, -usable, node
+        def key(node: str) -> tuple[float, float, int, str]:
+            has = self._ranks[node].chip
+            return -has.reading, -has.flops, -usable_bytes(self.members[node]), node
 
         return sorted(self.members, key=key)
 
@@ -406,9 +405,6 @@ class CandidateFinder:
                 group, high = better, middle
             else:
                 low = middle + 1
-        if self.coordinator in group:
-            first = group.index(self.coordinator)
-            group = group[first:] + group[:first]
         return group
 
     def _feasible(self, kind: str, group: tuple[str, ...], networks: Sequence[str] = ()) -> Candidate:

@@ -243,24 +243,15 @@ def preflight(
     ring: bool = False,
     others: Mapping[int, Machine] | None = None,
     named: Collection[str] = (),
-    ranks_left: int = 0,
 ) -> Trouble | None:
     """Return the first reason why JACCL's `init` would fail on this rank's machine, or None.
 
     `machine` has all its interfaces and is current, because ports come and go. With the machines of `others`,
     by rank, cables are followed to their other ends. Devices that a user `named` by hand are not checked, and
-    if the rank uses no others, nor is its machine. `ranks_left` counts rank processes of earlier epochs that
-    still run here.
+    if the rank uses no others, nor is its machine.
     """
     if wrong := fault(matrix, ring=ring):
         return Trouble(wrong, f"correct the cables or the matrix, or {_by_hand(bool(named))}")
-    if ranks_left:
-        return Trouble(
-            f"{ranks_left} ranks of an earlier group are still here and hold queue pairs, of which a device "
-            "has about 10",
-            "wait until they are gone, or end them",
-            16,
-        )
     return next(_of_cables(rank, machine, matrix, ring=ring, others=others or {}, named=named), None)
 
 

@@ -37,7 +37,6 @@ class PlacementOptions:
     fast_fences       whether ranks run with MLX_METAL_FAST_SYNCH=1
     measured          measurements of these machines
     rdma              RDMA devices given by hand, by node id and peer's node id
-    keep_coordinator  whether the coordinator leads every group it can be part of; without, only the fastest
     failed            groups that failed to form a while ago, which are refused
     repeatable        whether large sums must come out the same each time
     """
@@ -48,7 +47,6 @@ class PlacementOptions:
     fast_fences: bool = False
     measured: tuple[Collective, ...] = ()
     rdma: Overrides = field(default_factory=dict)
-    keep_coordinator: bool = True
     failed: tuple[FailedGroup, ...] = ()
     repeatable: bool = False
 
@@ -110,13 +108,12 @@ def plan(
         topology=Topology(list(present.values()), options.rdma),
         shape=shape,
         context=context,
-        coordinator=coordinator,
         fast_fences=options.fast_fences,
         measured=options.measured,
         failed=options.failed,
         repeatable=options.repeatable,
     )
-    must = coordinator if options.keep_coordinator and coordinator in present else ""
+    must = coordinator if coordinator in present else ""
     considered = _judged(finder.alternatives(must), options) + _too_few(options, len(present), len(members))
     chosen = _best(considered, options)
     left_out = _left_out(members)

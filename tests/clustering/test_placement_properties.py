@@ -91,7 +91,6 @@ def wishes(draw: st.DrawFn) -> PlacementOptions:
         max_context=draw(st.sampled_from((0, 512, 100_000))),
         fast_fences=draw(st.booleans()),
         rdma=by_hand,
-        keep_coordinator=draw(st.booleans()),
     )
 
 

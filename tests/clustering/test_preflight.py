@@ -130,11 +130,6 @@ def test_errno_60_a_cable_in_another_port_of_the_right_mac() -> None:
     assert trouble.fix.startswith("move that end to Thunderbolt port 5 (en5) of rank 1")
 
 
-def test_errno_16_ranks_of_an_earlier_group() -> None:
-    trouble = refuse(STUDIO, ranks_left=2)
-    assert (trouble.errno, trouble.what.startswith("2 ranks of an earlier group")) == (16, True)
-
-
 def test_a_port_that_is_down_gets_no_protection_domain() -> None:
     trouble = refuse(with_port(4, active=False))
     assert trouble.what == (

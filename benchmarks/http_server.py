@@ -19,7 +19,7 @@ from mlxtp.api.backend import ModelInfo
 from mlxtp.api.server import bind, serve
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.groups.lifecycle import Supervisor
-from mlxtp.groups.local_rank import RequestEvent
+from mlxtp.groups.ranks import RequestEvent
 from mlxtp.text.tokenizer import Text
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate

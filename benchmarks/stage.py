@@ -14,7 +14,7 @@ from rich.console import Console
 from mlxtp.agent import Agent, running_agent
 from mlxtp.api.backend import Request, Tokens
 from mlxtp.config import EMBEDDED_MODEL, Settings, embedded_model_path
-from mlxtp.groups.local_rank import WORKER
+from mlxtp.groups.ranks import WORKER
 from mlxtp.models.inspect import open_model
 from mlxtp.text.tokenizer import Text
 

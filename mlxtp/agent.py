@@ -43,10 +43,10 @@ from .groups.forwarding import ForwardingBackend
 from .groups.health import ServingState
 from .groups.hosted_rank import HostedRanks
 from .groups.lifecycle import StageListener, Supervisor
-from .groups.local_rank import WORKER, Worker
 from .groups.model_queue import ModelSwitcher
 from .groups.owned_epoch import ServingReports
 from .groups.placer import Placer
+from .groups.ranks import WORKER, Worker
 from .groups.reconciler import Reconciler
 from .groups.selection import ModelSelection
 from .groups.sleep import KeepAwake, watch_sleep

@@ -27,7 +27,7 @@ from mlxtp.errors import Code, GroupError, MlxtpError, ModelError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.loading import weight_bytes
-from mlxtp.groups.local_rank import WORKER
+from mlxtp.groups.ranks import WORKER
 from mlxtp.models.inspect import ModelSource, open_model
 from mlxtp.wire.messages import Pong, Unload
 
@@ -290,15 +290,15 @@ class Cluster:
         """A heartbeat of every rank that is newer than this call, in rank order."""
         ranks = self.supervisor.status.ranks
         assert ranks is not None, "there is no group right now"
-        before = dict(ranks.pongs)
+        before = dict(ranks.watch.pongs)
 
         def newer() -> bool:
-            return len(ranks.pongs) == self.settings.ranks and all(
-                pong is not before.get(rank) for rank, pong in ranks.pongs.items()
+            return len(ranks.watch.pongs) == self.settings.ranks and all(
+                pong is not before.get(rank) for rank, pong in ranks.watch.pongs.items()
             )
 
         until(newer, "a heartbeat of every rank")
-        return [pong for _, pong in sorted(ranks.pongs.items())]
+        return [pong for _, pong in sorted(ranks.watch.pongs.items())]
 
     # --- below HTTP ----------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class Admin:
         group = supervisor.status.group
         model = next(iter(supervisor.gateway.models()), None)
         ranks = supervisor.status.ranks
-        pongs = ranks.pongs if ranks is not None else {}
+        pongs = supervisor.status.pongs
         pids = {each.rank: each.pid for each in ranks.processes} if ranks is not None and pongs else {}
         health = supervisor.gateway.health()
         return {

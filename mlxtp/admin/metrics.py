@@ -130,8 +130,7 @@ class _Agent(Collector):
         )
 
     def _ranks(self) -> Iterator[Metric]:
-        ranks = self._supervisor.status.ranks
-        pongs = dict(sorted(ranks.pongs.items())) if ranks is not None else {}
+        ranks, pongs = self._supervisor.status.ranks, dict(sorted(self._supervisor.status.pongs.items()))
         yield _gauge(
             "mlxtp_ranks_alive",
             "Ranks whose heartbeats this agent receives; all of them where rank 0 is.",

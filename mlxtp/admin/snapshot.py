@@ -93,13 +93,13 @@ class Observer:
         parts = self._parts
         if (found := parts.results.of(tuple(participants), kind)) is not None:
             return _measured(found)
-        pongs = self._supervisor.status.ranks.pongs if self._supervisor.status.ranks is not None else {}
+        pongs = self._supervisor.status.pongs
         slowest_us = max((pong.collective_us for pong in pongs.values()), default=0)
         return {"collective_us": slowest_us, "by": "proof", "at": None} if slowest_us else None
 
     def _ranks(self, participants: Sequence[str]) -> list[Json]:
         """Return every rank of the group. Figures are None on an agent that receives no heartbeats of it."""
-        pongs = self._supervisor.status.ranks.pongs if self._supervisor.status.ranks is not None else {}
+        pongs = self._supervisor.status.pongs
         return [
             {
                 "rank": rank,

@@ -7,8 +7,6 @@ import contextlib
 import logging
 import time
 
-from ..api.backend import ModelInfo
-from ..api.catalog import load_defaults
 from ..background import Background
 from ..cluster.node import ClusterNode
 from ..discovery.addresses import host_and_port
@@ -20,6 +18,7 @@ from ..wire.streams import open_tls
 from ..wire.tls import ALPN_REQUESTS, Credentials, member_context_client
 from .health import ServingState
 from .lifecycle import Supervisor
+from .loading import model_info
 from .process_group import EpochGroup
 
 log = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ class ForwardingBackend:
         try:
             if source is None:
                 raise GroupError("the model is gone", Code.MODEL_NOT_FOUND)
-            defaults = await asyncio.to_thread(load_defaults, source.path)
+            info = await model_info(source, serving)
             if self._backend is None:
                 await self._reach(node_id)
         except (MlxtpError, TimeoutError, OSError) as error:
@@ -135,17 +134,6 @@ class ForwardingBackend:
             self._leave()
             return
         assert self._backend is not None
-        info = ModelInfo(
-            id=source.id,
-            aliases=("default",) if source.id != "default" else (),
-            path=source.path,
-            context=serving.context,
-            created=int(time.time()),
-            eos=serving.eos,
-            vocabulary=serving.vocabulary,
-            defaults=defaults,
-            features=source.text.features,
-        )
         self._ready = True
         gateway.serve(self._backend, info, source.text, here=False, load_s=serving.load_s)
         self._node.changed()

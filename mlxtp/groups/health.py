@@ -36,38 +36,19 @@ class ServingState(StrEnum):
     STOPPED = "stopped"
 
 
+_S = ServingState
+
 #: Legal successors of each state of an agent's own epochs; to stay is always legal. FORMING is only shown, of
 #: a group on other Macs that is STARTING. A model that was taken away, or does not load, leaves IDLE.
 TRANSITIONS: Mapping[ServingState, frozenset[ServingState]] = {
-    state: frozenset(following)
-    for state, following in (
-        (
-            ServingState.STARTING,
-            (ServingState.LOADING, ServingState.IDLE, ServingState.RESTARTING, ServingState.STOPPED),
-        ),
-        (
-            ServingState.LOADING,
-            (
-                ServingState.READY,
-                ServingState.IDLE,
-                ServingState.DRAINING,
-                ServingState.RESTARTING,
-                ServingState.STOPPED,
-            ),
-        ),
-        (
-            ServingState.IDLE,
-            (ServingState.LOADING, ServingState.DRAINING, ServingState.RESTARTING, ServingState.STOPPED),
-        ),
-        (
-            ServingState.READY,
-            (ServingState.LOADING, ServingState.DRAINING, ServingState.RESTARTING, ServingState.STOPPED),
-        ),
-        (ServingState.DRAINING, (ServingState.LOADING, ServingState.RESTARTING, ServingState.STOPPED)),
-        (ServingState.RESTARTING, (ServingState.STARTING, ServingState.FAILED, ServingState.STOPPED)),
-        (ServingState.FAILED, (ServingState.STARTING, ServingState.STOPPED)),
-        (ServingState.STOPPED, ()),
-    )
+    _S.STARTING: frozenset((_S.LOADING, _S.IDLE, _S.RESTARTING, _S.STOPPED)),
+    _S.LOADING: frozenset((_S.READY, _S.IDLE, _S.DRAINING, _S.RESTARTING, _S.STOPPED)),
+    _S.IDLE: frozenset((_S.LOADING, _S.DRAINING, _S.RESTARTING, _S.STOPPED)),
+    _S.READY: frozenset((_S.LOADING, _S.DRAINING, _S.RESTARTING, _S.STOPPED)),
+    _S.DRAINING: frozenset((_S.LOADING, _S.RESTARTING, _S.STOPPED)),
+    _S.RESTARTING: frozenset((_S.STARTING, _S.FAILED, _S.STOPPED)),
+    _S.FAILED: frozenset((_S.STARTING, _S.STOPPED)),
+    _S.STOPPED: frozenset(),
 }
 
 

@@ -30,7 +30,15 @@ from ..wire.cluster_messages import (
 )
 from ..wire.codecs import Message
 from ..wire.messages import Pong, RequestEvent, SideChannel
-from .local_rank import WORKER, RankProcess, Worker, epoch_folder, free_port, make_epoch_folder
+from .ranks import (
+    WORKER,
+    RankProcess,
+    Worker,
+    epoch_folder,
+    free_port,
+    keep_failure,
+    make_epoch_folder,
+)
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +79,7 @@ class _HostedProcess:
         self.model, self._folder = model, epoch_folder(home, order.epoch)
         async with asyncio.timeout(self._settings.limits.spawn_s):
             make_epoch_folder(self._folder, needed=True)
-            self.process = RankProcess(
-                order.rank, order.epoch, self._folder, self, self._settings.limits, worker=worker
-            )
+            self.process = RankProcess(order.rank, order.epoch, self._folder, self, worker=worker)
             await self.process.spawn(identity=home / "identity")
             await self.process.greet()
         ring = f"{order.fabric}:{free_port(order.fabric)}" if order.fabric else ""
@@ -115,6 +121,7 @@ class _HostedProcess:
         self.silenced = True
         if self._heart is not None:
             self._heart.cancel()
+            await asyncio.wait({self._heart})
         if self.process is not None:
             await self._keep(await self.process.kill())
         if self._folder is not None:
@@ -127,14 +134,7 @@ class _HostedProcess:
         epoch, home, cause = self.order.epoch, self._settings.home, GroupError(self.failure, Code.RANK_LOST)
         failed = failure_store.FailedEpoch(epoch, self._settings.name, cause, reports=tuple(self._reports))
         self.failure = ""
-        try:
-            folder = await asyncio.to_thread(failure_store.keep, home, failed, (end,))
-        except MlxtpError as error:
-            words = "epoch %d: nothing of its failure is kept: %s"
-            log.warning(words, epoch, error.detail, extra={"epoch": epoch})
-        else:
-            words = "epoch %d: what led to it: mlxtp doctor --postmortem '%s'"
-            log.warning(words, epoch, folder, extra={"epoch": epoch})
+        await keep_failure(home, failed, (end,))
 
     # --- reports of the process ----------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from ..gateway.gateway import Gateway
 from ..models.inspect import ModelSource
 from .health import BACKOFF_S, RestartPolicy, ServingState
 from .loading import LoadedModel, ModelLoader, weight_bytes
-from .local_rank import WORKER, Worker
 from .process_group import EpochGroup, ProcessGroup, Stage
+from .ranks import WORKER, Worker
 from .status import GroupStatus
 
 log = logging.getLogger(__name__)

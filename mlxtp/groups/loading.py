@@ -19,7 +19,8 @@ from ..models import self_test
 from ..models.inspect import ModelSource, read_config
 from ..models.manifest import is_commit
 from ..placement.model_shape import shape_of
-from ..wire.messages import Unload
+from ..wire.cluster_messages import Serving
+from ..wire.messages import Loaded, Unload
 from .process_group import EpochGroup, ProcessGroup
 
 log = logging.getLogger(__name__)
@@ -61,24 +62,14 @@ class ModelLoader:
             raise refusal(model.id, model.path.name, ranks.group.world_size, error) from error
         reached("loaded")
         warm_up = self._warm_up(ranks, model.path, loaded.vocabulary)
-        with ranks.warming_up():
+        with ranks.watch.warming_up():
             try:
                 await ranks.unless_failed(warm_up, self._settings.limits.warm_up_s, "run a first forward")
             except RequestError as error:
                 await ranks.do(Unload())
                 raise ModelError(f"a first forward was refused: {error.detail}", error.code) from error
         reached("warmed up")
-        info = ModelInfo(
-            id=model.id,
-            aliases=("default",) if model.id != "default" else (),
-            path=model.path,
-            context=loaded.context,
-            created=int(time.time()),
-            eos=loaded.eos,
-            vocabulary=loaded.vocabulary,
-            defaults=await asyncio.to_thread(load_defaults, model.path),
-            features=model.text.features,
-        )
+        info = await model_info(model, loaded)
         kv_room = loaded.kv_bytes // loaded.kv_token_bytes if loaded.kv_token_bytes else 0
         return LoadedModel(info, kv_room, time.monotonic() - began)
 
@@ -112,7 +103,7 @@ class ModelLoader:
         answers: self_test.SelfTestTokens,
     ) -> None:
         """Judge answers that differ from earlier ones. Raises GroupError for wrong ones that come twice."""
-        if await self._only_near_ties(ranks, prompts, kept, answers):
+        if await self._only_near_ties(ranks, self_test.differences(prompts, kept, answers)):
             log.info("golden proof: near-ties fell differently than before")
         elif await self._gateway.self_test(ranks).golden_answers(prompts) != answers:
             self.proof = "the group answers fixed prompts differently than before, and differently each time"
@@ -126,20 +117,29 @@ class ModelLoader:
             )
 
     async def _only_near_ties(
-        self,
-        ranks: ProcessGroup,
-        prompts: Sequence[tuple[int, ...]],
-        kept: self_test.SelfTestTokens,
-        answers: self_test.SelfTestTokens,
+        self, ranks: ProcessGroup, differences: Sequence[tuple[tuple[int, ...], int, int]]
     ) -> bool:
-        """Return True if every answer that differs does so where two tokens are about as probable."""
-        for prompt, before, now in zip(prompts, kept, answers, strict=True):
-            at = self_test.difference(before, now)
-            if at >= 0:
-                top = await self._gateway.self_test(ranks).most_probable(prompt + before[:at])
-                if not self_test.is_near_tie(top, before[at], now[at]):
-                    return False
+        """Return True if the two tokens of every difference are about as probable."""
+        for tokens, before, now in differences:
+            top = await self._gateway.self_test(ranks).most_probable(tokens)
+            if not self_test.is_near_tie(top, before, now):
+                return False
         return True
+
+
+async def model_info(model: ModelSource, found: Loaded | Serving) -> ModelInfo:
+    """Return what clients see of a model on ranks here, or in another agent's report."""
+    return ModelInfo(
+        id=model.id,
+        aliases=("default",) if model.id != "default" else (),
+        path=model.path,
+        context=found.context,
+        created=int(time.time()),
+        eos=found.eos,
+        vocabulary=found.vocabulary,
+        defaults=await asyncio.to_thread(load_defaults, model.path),
+        features=model.text.features,
+    )
 
 
 def row_bytes(folder: Path) -> int:

@@ -26,8 +26,8 @@ from ..wire.rdma import flat
 from .health import ServingState
 from .lifecycle import Supervisor
 from .placer import Placer, in_steps, matrix
-from .process_group import EpochGroup, ProcessGroup
-from .remote_rank import RankWord, RemoteRank
+from .process_group import EpochGroup
+from .ranks import RankWord, RemoteRank, Watcher
 
 MIB = 1 << 20
 KEY_NUMBERS = 2  #: Length of the key by which plans are compared, see `Placer.key`.
@@ -122,7 +122,7 @@ class ServingReports:
     def _held_here(self, node_id: str) -> int:
         """Return the bytes that ranks of this node's groups hold of that Mac's memory."""
         pongs = [
-            ranks.pongs.get(ranks.group.nodes.index(node_id))
+            ranks.watch.pongs.get(ranks.group.nodes.index(node_id))
             for ranks in (self._supervisor.status.ranks, self._supervisor.beside.ranks)
             if ranks is not None and node_id in ranks.group.nodes
         ]
@@ -194,12 +194,12 @@ class GroupBuilder:
         fabric = chosen.ring_addresses or ("",) * world
         members = node.replica.roster.members()
 
-        def endpoints(ranks: ProcessGroup) -> tuple[RemoteRank, ...]:
+        def endpoints(watcher: Watcher) -> tuple[RemoteRank, ...]:
             made = {}
             for rank, node_id in enumerate(chosen.ranks[1:], 1):
                 order = Prepare(number, rank, fabric[rank], self._model.version, trial)
                 made[node_id, number] = RemoteRank(
-                    partial(node.links.send, node_id), node.name_of(node_id), order, ranks
+                    partial(node.links.send, node_id), node.name_of(node_id), order, watcher
                 )
             self._endpoints |= made
             return tuple(made.values())

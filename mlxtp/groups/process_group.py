@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ..background import Background
 from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError
@@ -21,6 +22,7 @@ from ..wire.messages import (
     Bootstrap,
     CollectivesTimed,
     Done,
+    Gathered,
     Init,
     InitDone,
     Loaded,
@@ -35,8 +37,18 @@ from ..wire.messages import (
 )
 from ..wire.rank_process import FREE_S
 from .health import RankHealth, is_consequence, pick_cause, with_name
-from .local_rank import WORKER, RankProcess, Worker, epoch_folder, free_port, make_epoch_folder
-from .remote_rank import RankReady, RemoteRank
+from .ranks import (
+    WORKER,
+    RankProcess,
+    RankReady,
+    RemoteRank,
+    Watcher,
+    Worker,
+    epoch_folder,
+    free_port,
+    keep_failure,
+    make_epoch_folder,
+)
 from .side_channel import RoundReplies, SideChannelHub
 
 log = logging.getLogger(__name__)
@@ -71,7 +83,7 @@ class EpochGroup:
     world_size: int
     backend: str
     fabric: str = "127.0.0.1"
-    endpoints: Callable[[ProcessGroup], tuple[RemoteRank, ...]] = lambda _ranks: ()
+    endpoints: Callable[[Watcher], tuple[RemoteRank, ...]] = lambda _watcher: ()
     decode_hosts: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
     kind: str = ""
@@ -99,6 +111,131 @@ def agreement(setting: str, machines: Sequence[str]) -> str:
     return "broadcast-draws" if setting == "auto" and len(set(machines)) > 1 else setting
 
 
+class _SideChannelRounds:
+    """Rounds of JACCL's all-gather, while the group forms. `send` brings a reply to its rank."""
+
+    def __init__(self, world_size: int, send: Callable[[int, Gathered], None]) -> None:
+        self._hub = SideChannelHub(world_size)
+        self._send = send
+        self._clock: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def receive(self, rank: int, message: SideChannel) -> None:
+        """Take in a rank's bytes."""
+        if self._closed:
+            return
+        self._reply(self._hub.receive(rank, message, time.monotonic()))
+        if self._clock is None:
+            self._tick()
+
+    def abort(self, reason: str) -> None:
+        """Send an error to the ranks that wait for each other's bytes."""
+        if not self._closed:
+            self._reply(self._hub.abort(reason))
+
+    def close(self) -> None:
+        """End the rounds: no rank waits for another one's bytes."""
+        self._closed = True
+        if self._clock is not None:
+            self._clock.cancel()
+
+    def _tick(self) -> None:
+        self._reply(self._hub.tick(time.monotonic()))
+        self._clock = asyncio.get_running_loop().call_later(HUB_TICK_S, self._tick)
+
+    def _reply(self, replies: RoundReplies) -> None:
+        for rank, gathered in replies:
+            self._send(rank, gathered)
+
+
+class EpochWatch:
+    """Takes in all that the ranks of one epoch report, and finds the cause of its failure.
+
+    `failed` resolves to that cause, as `explain` words it. `on_event` gets the events of rank 0.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        on_event: Callable[[RequestEvent], None],
+        explain: Callable[[MlxtpError], MlxtpError],
+        rounds: _SideChannelRounds,
+    ) -> None:
+        self.failed: asyncio.Future[MlxtpError] = asyncio.get_running_loop().create_future()
+        self.reports: list[FailureReport] = []
+        self.health: RankHealth | None = None  #: None until the group is proven.
+        self.emitted = on_event
+        self._epoch = epoch
+        self._explain = explain
+        self._rounds = rounds
+        self._background = Background(self._bug)
+        self._heart: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def start(self, health: RankHealth, processes: Sequence[RankProcess], every_s: float) -> None:
+        """Request heartbeats of the ranks of this Mac, and have `health` judge those of all ranks."""
+        self.health = health
+        self._heart = self._background.start(self._heartbeat(health, processes, every_s), "heartbeat")
+
+    def close(self) -> None:
+        """Ignore failures from now on: the epoch is about to end."""
+        self._closed = True
+        self._rounds.close()
+        if self._heart is not None:
+            self._heart.cancel()
+
+    @property
+    def pongs(self) -> dict[int, Pong]:
+        """Newest heartbeat of each rank."""
+        return self.health.pongs if self.health is not None else {}
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Allow forwards the time of warming up meanwhile. The group must be proven."""
+        assert self.health is not None
+        self.health.warming_up = True
+        try:
+            yield
+        finally:
+            self.health.warming_up = False
+
+    def received_pong(self, rank: int, pong: Pong) -> None:
+        """Take in a rank's heartbeat."""
+        if self.health is not None:
+            self.health.received_pong(rank, pong, time.monotonic())
+
+    def report(self, report: FailureReport) -> None:
+        """Take in a failure of a rank. The epoch ends CAUSE_GRACE_S later; until then ranks report causes."""
+        theirs = sum(each.rank == report.rank for each in self.reports)
+        if self._closed or self.failed.done() or theirs >= MAX_REPORTS:
+            return
+        self.reports.append(report)
+        self._rounds.abort(report.error.detail)
+        if len(self.reports) == 1:
+            asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._conclude)
+
+    def side(self, rank: int, message: SideChannel) -> None:
+        """Take in a rank's bytes for a round of JACCL's all-gather."""
+        self._rounds.receive(rank, message)
+
+    def _conclude(self) -> None:
+        if not self.failed.done():
+            self.failed.set_result(self._explain(pick_cause(self.reports)))
+
+    async def _heartbeat(self, health: RankHealth, processes: Sequence[RankProcess], every_s: float) -> None:
+        while True:
+            for process in processes:
+                process.ping()
+            await asyncio.sleep(every_s)
+            if error := health.tick(time.monotonic()):
+                self.report(FailureReport(0, error))
+
+    def _bug(self, _task: asyncio.Task[None], error: BaseException) -> None:
+        """Report a bug in the heartbeat: it must not leave an epoch unwatched."""
+        log.error("epoch %d", self._epoch, exc_info=error, extra={"epoch": self._epoch})
+        self.report(FailureReport(0, GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)))
+
+
 class ProcessGroup:
     """One epoch. `failed` resolves to the reason of its failure; `on_event` gets the events of rank 0."""
 
@@ -113,30 +250,25 @@ class ProcessGroup:
         group: EpochGroup | None = None,
     ) -> None:
         self.epoch = epoch
-        self.failed: asyncio.Future[MlxtpError] = asyncio.get_running_loop().create_future()
         self.group = group or EpochGroup(settings.ranks, settings.ranks, settings.local_backend)
         self._settings = settings
         self._limits = settings.limits
-        self.emitted = on_event
         self._on_stage = on_stage
         self._folder = epoch_folder(settings.home, epoch)
+        self._rounds = _SideChannelRounds(self.group.world_size, self._send_gathered)
+        if self.group.backend != "jaccl":
+            self._rounds.close()
+        self.watch = EpochWatch(epoch, on_event, self._explained, self._rounds)
+        self.failed = self.watch.failed
         self.processes = [
-            RankProcess(rank, epoch, self._folder, self, self._limits, worker=worker)
+            RankProcess(rank, epoch, self._folder, self.watch, worker=worker)
             for rank in range(self.group.local)
         ]
-        self.endpoints = self.group.endpoints(self)
+        self.endpoints = self.group.endpoints(self.watch)
         self._ready: tuple[RankReady, ...] = ()
-        self._hub = SideChannelHub(self.group.world_size)
-        self._hub_clock: asyncio.TimerHandle | None = None
-        #: True while ranks may still wait for each other's bytes.
-        self._in_rounds = self.group.backend == "jaccl"
         #: True while MLX's ring forms or proves itself, so that a stranger may be in it.
         self.at_ring = False
-        self._heart: asyncio.Task[None] | None = None
-        self._reports: list[FailureReport] = []
         self._over = False
-        self._ending = False
-        self._watch: RankHealth | None = None
 
     # --- from spawn to a proven group ----------------------------------------------------------------
 
@@ -153,14 +285,13 @@ class ProcessGroup:
         self._on_stage("linked")
         self.at_ring = self.group.backend == "ring"
         await self._ask(Init(), InitDone, self._limits.form_s + 5)
-        self._in_rounds = False
+        self._rounds.close()
         self._on_stage("formed")
         await self._ask(SanityCheck(), SanityDone, self._limits.proof_s)
         self.at_ring = False
         self._on_stage("proven")
-        self._watch = RankHealth(self.group.world_size, self._limits, time.monotonic())
-        self._heart = asyncio.ensure_future(self._heartbeat())
-        self._heart.add_done_callback(self._check_ended)
+        health = RankHealth(self.group.world_size, self._limits, time.monotonic())
+        self.watch.start(health, self.processes, self._limits.heartbeat_s)
 
     async def _spawn(self) -> tuple[str, ...]:
         """Start every rank process; return the address at which each rank finds rank 0 ("ip:port")."""
@@ -282,7 +413,7 @@ class ProcessGroup:
             error = task.exception()
             if not (isinstance(error, MlxtpError) and is_consequence(error)):
                 return task.result()
-            self.report(FailureReport(0, error))
+            self.watch.report(FailureReport(0, error))
             await asyncio.wait({self.failed}, timeout=2 * CAUSE_GRACE_S)
             raise self.failed.result() if self.failed.done() else error
         if self.failed.done():
@@ -291,67 +422,7 @@ class ProcessGroup:
 
     def give_up(self, error: MlxtpError) -> None:
         """End the epoch: these ranks must not get another request, or are needed for another plan."""
-        self.report(FailureReport(0, error))
-
-    # --- watching ------------------------------------------------------------------------------------
-
-    @property
-    def pongs(self) -> dict[int, Pong]:
-        """Newest heartbeat of each rank."""
-        return self._watch.pongs if self._watch is not None else {}
-
-    @contextlib.contextmanager
-    def warming_up(self) -> Iterator[None]:
-        """Allow forwards the time of warming up meanwhile."""
-        if self._watch is None:
-            yield
-            return
-        self._watch.warming_up = True
-        try:
-            yield
-        finally:
-            self._watch.warming_up = False
-
-    def received_pong(self, rank: int, pong: Pong) -> None:
-        """Take in a rank's heartbeat."""
-        if self._watch is not None:
-            self._watch.received_pong(rank, pong, time.monotonic())
-
-    def report(self, report: FailureReport) -> None:
-        """Take in a failure of a rank. The epoch ends CAUSE_GRACE_S later; until then ranks report causes."""
-        theirs = sum(each.rank == report.rank for each in self._reports)
-        if self._ending or self.failed.done() or theirs >= MAX_REPORTS:
-            return
-        self._reports.append(report)
-        if self._in_rounds:  # ranks that wait for each other's bytes get an error instead
-            self._answer(self._hub.abort(report.error.detail))
-        if len(self._reports) == 1:
-            asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._conclude)
-
-    def side(self, rank: int, message: SideChannel) -> None:
-        """Take in a rank's bytes for a round of JACCL's all-gather."""
-        if not self._in_rounds or self._ending:
-            return
-        self._answer(self._hub.receive(rank, message, time.monotonic()))
-        if self._hub_clock is None:
-            self._tick_hub()
-
-    def _tick_hub(self) -> None:
-        self._answer(self._hub.tick(time.monotonic()))
-        if not self._ending and self._in_rounds:
-            self._hub_clock = asyncio.get_running_loop().call_later(HUB_TICK_S, self._tick_hub)
-
-    def _answer(self, answers: RoundReplies) -> None:
-        for rank, gathered in answers:
-            if rank < len(self.processes):
-                with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
-                    self.processes[rank].send(gathered)
-            else:
-                self.endpoints[rank - len(self.processes)].gathered(gathered)
-
-    def _conclude(self) -> None:
-        if not self.failed.done():
-            self.failed.set_result(self._explained(pick_cause(self._reports)))
+        self.watch.report(FailureReport(0, error))
 
     def _explained(self, cause: MlxtpError) -> MlxtpError:
         """Add the Mac of the rank that the cause is about, and the meaning of JACCL's text."""
@@ -363,20 +434,12 @@ class ProcessGroup:
             detail = f"{detail.rstrip('.')}. Cause: {why}"
         return cause if detail == cause.detail else type(cause)(detail, cause.code)
 
-    async def _heartbeat(self) -> None:
-        while not self._ending:
-            for process in self.processes:
-                process.ping()
-            await asyncio.sleep(self._limits.heartbeat_s)
-            assert self._watch is not None
-            if error := self._watch.tick(time.monotonic()):
-                self.report(FailureReport(0, error))
-
-    def _check_ended(self, task: asyncio.Task[None]) -> None:
-        """Report a bug in a task of ours: it must not leave an epoch unwatched."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("epoch %d", self.epoch, exc_info=error, extra={"epoch": self.epoch})
-            self.report(FailureReport(0, GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)))
+    def _send_gathered(self, rank: int, gathered: Gathered) -> None:
+        if rank < len(self.processes):
+            with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
+                self.processes[rank].send(gathered)
+        else:
+            self.endpoints[rank - len(self.processes)].gathered(gathered)
 
     # --- ending --------------------------------------------------------------------------------------
 
@@ -384,7 +447,7 @@ class ProcessGroup:
         """End in order: rank 0 ends the others' loops, then every process leaves by itself. Then `kill`."""
         if self._over:
             return
-        self._ending = True
+        self.watch.close()
         try:
             async with asyncio.timeout(self._limits.shutdown_s):
                 for process in self.processes:
@@ -395,7 +458,7 @@ class ProcessGroup:
         ends, self._over = await self._end(), True
         if wedged := [end.rank for end in ends if end.deaf]:
             cause = GroupError(f"ranks {wedged} did not end, not even at SIGTERM", Code.RANK_STALLED)
-            if self._watch is not None:  # while MLX forms a group, no rank reads its messages
+            if self.watch.health is not None:  # while MLX forms a group, no rank reads its messages
                 await self._keep(ends, cause)
 
     async def kill(self, cause: MlxtpError | None = None) -> None:
@@ -414,11 +477,7 @@ class ProcessGroup:
 
     async def _end(self) -> list[failure_store.RankEnd]:
         """End what is left and reap every process."""
-        self._ending = True
-        if self._heart is not None:
-            self._heart.cancel()
-        if self._hub_clock is not None:
-            self._hub_clock.cancel()
+        self.watch.close()
         endpoints = asyncio.gather(*(endpoint.kill() for endpoint in self.endpoints))
         ends = await asyncio.gather(*(process.kill() for process in self.processes))
         await endpoints
@@ -432,17 +491,10 @@ class ProcessGroup:
             here,
             cause,
             (*(here for _ in self.processes), *(endpoint.name for endpoint in self.endpoints)),
-            tuple(self._reports),
-            self.pongs,
+            tuple(self.watch.reports),
+            self.watch.pongs,
         )
-        try:
-            folder = await asyncio.to_thread(failure_store.keep, self._settings.home, failed, ends)
-        except MlxtpError as error:  # a full disk does not keep the next epoch from coming
-            words = "epoch %d: nothing of its failure is kept: %s"
-            log.warning(words, self.epoch, error.detail, extra={"epoch": self.epoch})
-        else:
-            words = "epoch %d: what led to it: mlxtp doctor --postmortem '%s'"
-            log.warning(words, self.epoch, folder, extra={"epoch": self.epoch})
+        await keep_failure(self._settings.home, failed, ends)
 
 
 def canary_s(limit_s: float, backend: str) -> float:

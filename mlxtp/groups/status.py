@@ -10,6 +10,7 @@ from ..api.backend import Health
 from ..config import Settings
 from ..errors import GroupError, MlxtpError
 from ..gateway.gateway import Gateway
+from ..wire.messages import Pong
 from .health import ServingState, is_legal
 from .history import History, Instant, Recoveries
 from .process_group import EpochGroup, ProcessGroup
@@ -26,15 +27,12 @@ _SHOWN = (
 _DRAINABLE = frozenset((ServingState.READY, ServingState.IDLE))
 
 #: States before a model is ready.
-_BEFORE_READY = frozenset(
-    (
-        ServingState.STARTING,
-        ServingState.FORMING,
-        ServingState.LOADING,
-        ServingState.IDLE,
-        ServingState.RESTARTING,
-    )
-)
+_BEFORE_READY = frozenset(ServingState) - {
+    ServingState.READY,
+    ServingState.DRAINING,
+    ServingState.FAILED,
+    ServingState.STOPPED,
+}
 
 
 class GroupStatus:
@@ -69,12 +67,7 @@ class GroupStatus:
         """Note that an epoch of this agent begins."""
         self.epoch, self.group = epoch, group
         self.history.began(
-            epoch,
-            _now(),
-            world_size=group.world_size,
-            backend=group.backend,
-            kind=group.kind,
-            model=model,
+            epoch, _now(), world_size=group.world_size, backend=group.backend, kind=group.kind, model=model
         )
         self.enter(ServingState.STARTING)
 
@@ -140,6 +133,11 @@ class GroupStatus:
         return self.state
 
     @property
+    def pongs(self) -> dict[int, Pong]:
+        """Newest heartbeat of each of this agent's ranks."""
+        return self.ranks.watch.pongs if self.ranks is not None else {}
+
+    @property
     def progress(self) -> str:
         """Progress of the next group, in a few words, such as "loading 40 %"."""
         if percent := self._loaded_percent:
@@ -166,16 +164,15 @@ class GroupStatus:
         """Loaded part of the weights, such as "40 %"; empty while no rank of this agent's epoch loads."""
         if self.ranks is None or self._own is not ServingState.LOADING or not self.weight_bytes:
             return ""
-        held = sum(pong.memory_bytes for pong in self.ranks.pongs.values())
+        held = sum(pong.memory_bytes for pong in self.pongs.values())
         return f"{min(held * 100 // self.weight_bytes, 99)} %"
 
     def health(self, open_requests: int) -> Health:
         """Return the health of the group for `/health`."""
         model = next(iter(self._gateway.models()), None)
-        pongs = self.ranks.pongs if self.ranks is not None else {}
         rows = [
             {"rank": rank, **{name: getattr(pong, name) for name in _SHOWN}}
-            for rank, pong in sorted(pongs.items())
+            for rank, pong in sorted(self.pongs.items())
         ]
         closing = self._gateway.closing
         return Health(

@@ -88,9 +88,16 @@ def kept(path: Path, key: str, answers: SelfTestTokens) -> SelfTestTokens:
     return answers
 
 
-def difference(before: Sequence[int], now: Sequence[int]) -> int:
-    """Return the position of the first token that differs in two answers of one length; -1 for none."""
-    return next((at for at, (one, other) in enumerate(zip(before, now, strict=True)) if one != other), -1)
+def differences(
+    prompts: Sequence[tuple[int, ...]], before: SelfTestTokens, now: SelfTestTokens
+) -> list[tuple[tuple[int, ...], int, int]]:
+    """Return, of answers that differ, the tokens up to there, and the two tokens that differ."""
+    found = []
+    for prompt, one, other in zip(prompts, before, now, strict=True):
+        at = next((at for at, pair in enumerate(zip(one, other, strict=True)) if len(set(pair)) > 1), None)
+        if at is not None:
+            found.append((prompt + one[:at], one[at], other[at]))
+    return found
 
 
 def is_near_tie(top: Sequence[tuple[int, float]], one: int, other: int) -> bool:

@@ -137,8 +137,8 @@ class FaultyCluster(Cluster):
         """Other limits for the watch over the present epoch: shorter than coming up would allow."""
         ranks = self.supervisor.status.ranks
         assert ranks is not None
-        assert ranks._watch is not None
-        ranks._watch._limits = dataclasses.replace(self.settings.limits, **limits)
+        assert ranks.watch.health is not None
+        ranks.watch.health._limits = dataclasses.replace(self.settings.limits, **limits)
 
     def wait_note(self, what: str, count: int = 1) -> list[dict[str, Any]]:
         until(lambda: len(self.book.notes(what)) >= count, f"{count} notes of {what!r}")

@@ -99,7 +99,7 @@ def assert_nothing_is_loaded(cluster: Cluster) -> None:
         assert ranks is not None
         return all(
             (p.model, p.weight_bytes, p.kv_bytes) == ("", 0, 0) and p.memory_bytes < EMPTY_BYTES
-            for p in ranks.pongs.values()
+            for p in ranks.watch.pongs.values()
         )
 
     until(empty, "every rank without a model")

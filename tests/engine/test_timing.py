@@ -96,7 +96,7 @@ def measure(cluster: Cluster) -> Times:
 
 def is_measuring(cluster: Cluster) -> bool:
     ranks = cluster.supervisor.status.ranks
-    return ranks is not None and any(pong.phase == "measuring" for pong in ranks.pongs.values())
+    return ranks is not None and any(pong.phase == "measuring" for pong in ranks.watch.pongs.values())
 
 
 def test_collectives_of_all_sizes_and_the_group_serves_on(cluster: Cluster) -> None:

@@ -154,7 +154,9 @@ def test_memory_of_a_group_beside_the_serving_one_counts_as_held(
     async def story(node: Node) -> None:
         group = EpochGroup(1, 2, "ring", nodes=(node.parts.node.node_id, A))
         pongs = {1: SimpleNamespace(memory_bytes=3 << 30)}
-        node.parts.supervisor.beside.ranks = cast(Any, SimpleNamespace(group=group, pongs=pongs))
+        node.parts.supervisor.beside.ranks = cast(
+            Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs))
+        )
         assert [node.parts.servings.held_bytes(each) >> 30 for each in (A, B)] == [3, 0]
         node.parts.supervisor.beside.ranks = None
         assert node.parts.servings.held_bytes(A) == 0

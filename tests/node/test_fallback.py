@@ -19,7 +19,7 @@ import pytest
 from mlxtp.agent import Agent
 from mlxtp.groups import trials
 from mlxtp.groups.health import ServingState
-from mlxtp.groups.local_rank import WORKER
+from mlxtp.groups.ranks import WORKER
 from mlxtp.placement import formation
 
 from ..cluster import LIMITS, SLOWNESS, START_S

@@ -20,6 +20,7 @@ from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.gateway.remote_backend import serve_requests
 from mlxtp.groups import forwarding as follower_module
+from mlxtp.groups import loading
 from mlxtp.groups.forwarding import ForwardingBackend
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
@@ -155,14 +156,14 @@ def test_requests_go_to_where_rank_0_is(tmp_path: Path) -> None:
 def test_a_bug_on_the_way_there_is_logged_and_the_way_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    defaults = iter([ZeroDivisionError("bug"), follower_module.load_defaults(embedded_model_path())])
+    defaults = iter([ZeroDivisionError("bug"), loading.load_defaults(embedded_model_path())])
 
     def once(_path: Path) -> Any:
         if isinstance(found := next(defaults), Exception):
             raise found
         return found
 
-    monkeypatch.setattr(follower_module, "load_defaults", once)
+    monkeypatch.setattr(loading, "load_defaults", once)
     play(tmp_path, Stage.follows)
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.exc_info is not None

@@ -17,10 +17,10 @@ import pytest
 from mlxtp.config import Settings
 from mlxtp.diagnostics import failure_store
 from mlxtp.errors import TERMINATED_STATUS, Code, FailureReport, GroupError, LinkError, MlxtpError, ModelError
-from mlxtp.groups import local_rank, remote_rank
+from mlxtp.groups import ranks as rank_module
 from mlxtp.groups.health import RankHealth
 from mlxtp.groups.process_group import MAX_REPORTS, EpochGroup, ProcessGroup, canary_s
-from mlxtp.groups.remote_rank import RankWord, RemoteRank
+from mlxtp.groups.ranks import RankWord, RemoteRank, Watcher
 from mlxtp.groups.sleep import HERE
 from mlxtp.wire.cluster_messages import (
     EndEpoch,
@@ -68,9 +68,9 @@ class Peer:
         }
         self.seat: RemoteRank
 
-    def sit(self, ranks: ProcessGroup) -> RemoteRank:
+    def sit(self, watcher: Watcher) -> RemoteRank:
         self.seat = RemoteRank(
-            self._hear, f"mini-{self.rank}", Prepare(EPOCH, self.rank, "127.0.0.1", 1), ranks
+            self._hear, f"mini-{self.rank}", Prepare(EPOCH, self.rank, "127.0.0.1", 1), watcher
         )
         return self.seat
 
@@ -117,7 +117,7 @@ class Story:
                 1,
                 world,
                 group.pop("backend", "ring"),
-                endpoints=lambda ranks: tuple(peer.sit(ranks) for peer in self.peers),
+                endpoints=lambda watcher: tuple(peer.sit(watcher) for peer in self.peers),
                 decode_hosts=("127.0.0.1",) * world,
                 **group,
             ),
@@ -131,7 +131,7 @@ class Story:
     def beat(self) -> None:
         """Ranks elsewhere are alive: their agents say so."""
         for peer in self.peers:
-            self.ranks.received_pong(peer.rank, PONG.pong)
+            self.ranks.watch.received_pong(peer.rank, PONG.pong)
         asyncio.get_running_loop().call_later(0.2, self.beat)
 
     async def fails(self) -> MlxtpError:
@@ -246,11 +246,11 @@ def test_an_agent_that_never_stops_talking_costs_no_memory(tmp_path: Path) -> No
         for _ in range(1000):
             stage.peer.seat.received(STARTED)
             stage.peer.seat.received(trouble(Code.RANK_LOST))
-        assert len(stage.ranks._reports) <= MAX_REPORTS
+        assert len(stage.ranks.watch.reports) <= MAX_REPORTS
         error = await asyncio.shield(stage.ranks.failed)
         for _ in range(1000):
             stage.peer.seat.received(trouble(Code.RANK_LOST))
-        assert len(stage.ranks._reports) <= MAX_REPORTS
+        assert len(stage.ranks.watch.reports) <= MAX_REPORTS
         assert error.code is Code.OUT_OF_ORDER
 
     play(tmp_path, story)
@@ -272,7 +272,7 @@ def test_one_refusal_among_many_leaves_no_request_waiting(tmp_path: Path) -> Non
 def test_an_agent_that_never_says_that_its_rank_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_rank, "END_GRACE_S", 0.2)
+    monkeypatch.setattr(rank_module, "END_GRACE_S", 0.2)
 
     async def story(stage: Story) -> None:
         await stage.serve()
@@ -320,7 +320,7 @@ SLOW_S = 0.6
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent waits less for a sign than a slow rank takes to end."""
-    monkeypatch.setattr(local_rank, "ANSWER_S", SLOW_S / 3)
+    monkeypatch.setattr(rank_module, "ANSWER_S", SLOW_S / 3)
 
 
 @pytest.mark.usefixtures("_impatient")
@@ -358,8 +358,8 @@ def test_an_end_in_order_is_waited_for_until_memory_is_given_back(tmp_path: Path
 def test_a_rank_that_does_not_end_although_it_gives_signs_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_rank, "FREE_S", 0.0)
-    monkeypatch.setattr(local_rank, "patience_s", lambda _: SLOW_S)
+    monkeypatch.setattr(rank_module, "FREE_S", 0.0)
+    monkeypatch.setattr(rank_module, "patience_s", lambda _: SLOW_S)
 
     async def story(stage: Story) -> None:
         stage.orders.give(0, frees_s=-1)
@@ -539,7 +539,7 @@ def test_the_mac_of_a_rank_is_named_by_any_first_report_of_its_error(
         here = FailureReport(0, GroupError(JACCL_ENDED, code))
         there = FailureReport(1, GroupError(f"mini-1: {JACCL_ENDED}", code))
         for report in [(here, there), (there, here)][first]:
-            stage.ranks.report(report)
+            stage.ranks.watch.report(report)
         error = await asyncio.shield(stage.ranks.failed)
         cause = ". Cause: all queue pairs of an RDMA device are taken" if code is Code.FORM_FAILED else ""
         assert error.detail.startswith(f"mini-1: {JACCL_ENDED}{cause}")

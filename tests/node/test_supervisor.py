@@ -387,7 +387,7 @@ def test_how_far_a_load_is_can_be_told_in_per_cent(tmp_path: Path) -> None:
         supervisor.status._own, supervisor.status.weight_bytes = ServingState.LOADING, 1000
         for held, shown in ((0, 0), (204, 40), (900, 99)):  # of each rank; and the rest of it is not the load
             pongs = {rank: Pong("loading", 0.0, 0, 0, 0, 0, 0, held, held, "") for rank in range(2)}
-            supervisor.status.ranks = cast(Any, SimpleNamespace(pongs=pongs))
+            supervisor.status.ranks = cast(Any, SimpleNamespace(watch=SimpleNamespace(pongs=pongs)))
             assert supervisor.status.progress == f"loading {shown} %"
             supervisor.status.wanted = "org/m"
             assert supervisor.gateway.health().starting == f"org/m is loading ({shown} %)"

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxtp.agent import Agent, running_agent
 from mlxtp.config import Settings
-from mlxtp.groups.local_rank import WORKER
+from mlxtp.groups.ranks import WORKER
 
 from ..cluster import LIMITS, assert_marked
 

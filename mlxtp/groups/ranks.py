@@ -1,4 +1,4 @@
-"""One rank process of this machine, and the agent's end of its pipe."""
+"""One rank of a group, as its agent drives it: a process of this Mac, or one on another Mac."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from ..config import Limits
-from ..diagnostics.failure_store import RankEnd, read_recording, recorder_memory
+from ..background import Background
+from ..diagnostics import failure_store
+from ..diagnostics.failure_store import FailedEpoch, RankEnd, read_recording, recorder_memory
 from ..errors import (
     Code,
     FailureReport,
@@ -27,6 +29,18 @@ from ..errors import (
     is_disk_full,
     why_not_written,
 )
+from ..wire.cluster_messages import (
+    EndEpoch,
+    EpochEnded,
+    Prepare,
+    Prepared,
+    RankGathered,
+    RankPong,
+    RankSide,
+    RankStarted,
+    RankTrouble,
+    StartRank,
+)
 from ..wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -35,6 +49,7 @@ from ..wire.messages import (
     Done,
     Error,
     Finished,
+    Gathered,
     Hello,
     Message,
     Ping,
@@ -48,7 +63,7 @@ from ..wire.messages import (
     Welcome,
 )
 from ..wire.rank_process import ANSWER_S, FREE_S, patience_s
-from ..wire.recording import Recording, decode
+from ..wire.recording import decode
 from ..wire.session import LinkKind, LinkState, Side
 from ..wire.session import Session as LinkProtocol
 from ..wire.streams import StreamLink
@@ -59,12 +74,15 @@ from .warm_pool import WarmPool
 log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
+END_GRACE_S = 4.0  #: Seconds that another agent may take to end its rank before this one stops waiting.
 EXIT_S = 1.0  #: seconds from the end of a pipe to that of its process
 _CLOSED = -1
 
 Worker = Sequence[str] | WarmPool  #: Source of rank processes: a command, or a pool of warm processes.
 
 R = TypeVar("R", bound=Message)
+#: Reports of another agent about a rank that it runs for this one.
+RankWord = Prepared | RankStarted | RankPong | RankTrouble | EpochEnded | RankSide
 
 
 class Watcher(Protocol):
@@ -90,7 +108,6 @@ class RankProcess:
         epoch: int,
         folder: Path,
         watcher: Watcher,
-        limits: Limits,
         *,
         worker: Worker = WORKER,
     ) -> None:
@@ -98,12 +115,11 @@ class RankProcess:
         self._epoch = epoch
         self._folder = folder
         self._watcher = watcher
-        self._limits = limits
         self._warm_pool = worker if isinstance(worker, WarmPool) else WarmPool(worker)
         self._process: asyncio.subprocess.Process | None = None
         self._connection: StreamLink | None = None
         self._replies: asyncio.Queue[Message] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background = Background(self._bug)
         self._ending = False
         self._leaves = asyncio.Event()  #: Set once its last message came: it ends by itself, or has.
         self._recording = folder / f"rank-{rank}.recording"
@@ -133,8 +149,8 @@ class RankProcess:
         kind = LinkKind.PIPE_LEADER if self.rank == 0 else LinkKind.PIPE
         protocol = LinkProtocol(kind, Side.UPPER, self._epoch)
         self._connection = await StreamLink.from_socket(started.pipe, protocol)
-        self._start(self._read(self._connection))
-        self._start(self._await_exit(self._process))
+        self._background.start(self._read(self._connection), f"messages of rank {self.rank}")
+        self._background.start(self._await_exit(self._process), f"end of rank {self.rank}")
 
     async def greet(self) -> None:
         """Wait for its Hello and reply to it. Raises GroupError (NOT_AUTHENTIC) for another one."""
@@ -203,9 +219,7 @@ class RankProcess:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
                 await process.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.close()
         if self._connection is not None:
             self._connection.close()
         if process is not None:
@@ -225,10 +239,6 @@ class RankProcess:
         """Remove the name of its recording only; memory without a file needs no removal."""
         with contextlib.suppress(OSError):
             self._recording.unlink()
-
-    def recording(self) -> Recording | None:
-        """Return its last steps so far, also while it runs; None without a flight recorder."""
-        return decode(read_recording(self._recorder)) if self._recorder != _CLOSED else None
 
     # --- its messages --------------------------------------------------------------------------------
 
@@ -282,25 +292,116 @@ class RankProcess:
 
     def _last_words(self) -> str:
         """Return the last text in its memory: the agent may see its end before it has read its last frame."""
-        recording = self.recording()
+        recording = decode(read_recording(self._recorder)) if self._recorder != _CLOSED else None
         return recording.detail if recording is not None else ""
 
     def _report(self, report: FailureReport) -> None:
         if not self._ending:
             self._watcher.report(report)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        task.add_done_callback(self._check_ended)
-        self._tasks.append(task)
-
-    def _check_ended(self, task: asyncio.Task[None]) -> None:
+    def _bug(self, _task: asyncio.Task[None], error: BaseException) -> None:
         """Report a bug in a task of ours: it must not leave a rank unwatched."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            about = {"epoch": self._epoch, "rank": self.rank}
-            log.error("rank %d of epoch %d", self.rank, self._epoch, exc_info=error, extra=about)
-            bug = GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)
-            self._watcher.report(FailureReport(self.rank, bug))
+        about = {"epoch": self._epoch, "rank": self.rank}
+        log.error("rank %d of epoch %d", self.rank, self._epoch, exc_info=error, extra=about)
+        bug = GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)
+        self._watcher.report(FailureReport(self.rank, bug))
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady:
+    """Rank process after its Hello: its address on MLX's ring ("ip:port") and the model's folder there."""
+
+    ring: str = ""
+    path: str = ""
+
+
+class RemoteRank:
+    """`watcher` gets its reports. The reader of the control link calls `received` and `lost`.
+
+    `send` brings a message to the other agent, and raises LinkError when it is gone. `name` is for users.
+    """
+
+    def __init__(self, send: Callable[[Message], None], name: str, order: Prepare, watcher: Watcher) -> None:
+        self.rank = order.rank
+        self.epoch = order.epoch
+        self._send = send
+        self.name = name
+        self._order = order
+        self._watcher = watcher
+        self._awaited: type[Message] | None = None
+        self._answer: asyncio.Future[Message] | None = None
+        self._ended = asyncio.Event()
+        self._asked = False
+
+    async def prepare(self) -> RankReady:
+        """Have its process started. A failure is reported and ends the epoch, which cancels this wait."""
+        self._asked = True
+        prepared = await self._ask(self._order, Prepared)
+        return RankReady(prepared.ring, prepared.path)
+
+    async def join(self, bootstrap: Bootstrap) -> bool:
+        """Send it its group. Return True if MLX has JACCL there."""
+        return (await self._ask(StartRank(self.epoch, bootstrap), RankStarted)).jaccl
+
+    def gathered(self, message: Gathered) -> None:
+        """Send the reply to its round of JACCL's all-gather."""
+        with contextlib.suppress(MlxtpError):
+            self._send(RankGathered(self.epoch, self.rank, message))
+
+    async def shut_down(self) -> None:
+        """End it in order, after rank 0 has ended its loop."""
+        await self._end(in_order=True)
+
+    async def kill(self) -> None:
+        """End it at once. May be repeated. Returns also when its agent no longer replies."""
+        with contextlib.suppress(TimeoutError):  # it ends with its own link, if it has not yet
+            async with asyncio.timeout(END_GRACE_S):
+                await self._end(in_order=False)
+
+    async def _end(self, *, in_order: bool) -> None:
+        if not self._asked or self._ended.is_set():
+            return
+        try:
+            self._send(EndEpoch(self.epoch, in_order))
+        except MlxtpError:
+            return  # without its link the other agent ends it by itself
+        await self._ended.wait()
+
+    async def _ask(self, order: Message, expected: type[R]) -> R:
+        self._awaited, self._answer = expected, asyncio.get_running_loop().create_future()
+        try:
+            self._send(order)
+            answer = await self._answer
+        finally:
+            self._answer = None
+        assert isinstance(answer, expected)
+        return answer
+
+    def received(self, message: RankWord) -> None:
+        """Take in its agent's report about it."""
+        match message:
+            case RankSide():
+                self._watcher.side(self.rank, message.side)
+            case RankPong():
+                self._watcher.received_pong(self.rank, message.pong)
+            case RankTrouble():
+                code = Code(message.code)
+                kind = ModelError if code.startswith("model_") else GroupError
+                error = kind(f"{self.name}: {message.detail}", code)
+                self._watcher.report(FailureReport(self.rank, error, message.outside))
+            case EpochEnded():
+                self._ended.set()
+            case _ if self._answer is None or self._answer.done() or type(message) is not self._awaited:
+                what = f"{self.name} sent an unexpected {type(message).__name__}"
+                self._watcher.report(FailureReport(self.rank, GroupError(what, Code.OUT_OF_ORDER)))
+            case _:
+                self._answer.set_result(message)
+
+    def lost(self, why: str) -> None:
+        """Note that the control link to its agent is gone."""
+        self._ended.set()
+        error = GroupError(f"rank {self.rank}: {self.name} is gone: {why}", Code.RANK_LOST)
+        self._watcher.report(FailureReport(self.rank, error, seen_from_outside=True))
 
 
 def free_port(host: str) -> int:
@@ -330,3 +431,16 @@ def make_epoch_folder(folder: Path, *, needed: bool) -> None:
         if needed or not is_disk_full(error):
             raise GroupError(why, Code.FORM_FAILED) from None
         log.warning("%s; one rank alone goes on without", why)
+
+
+async def keep_failure(home: Path, failed: FailedEpoch, ends: Iterable[RankEnd]) -> None:
+    """Keep the records of a failed epoch. A full disk does not keep the next epoch from coming."""
+    about = {"epoch": failed.epoch}
+    try:
+        folder = await asyncio.to_thread(failure_store.keep, home, failed, ends)
+    except MlxtpError as error:
+        words = "epoch %d: nothing of its failure is kept: %s"
+        log.warning(words, failed.epoch, error.detail, extra=about)
+    else:
+        words = "epoch %d: what led to it: mlxtp doctor --postmortem '%s'"
+        log.warning(words, failed.epoch, folder, extra=about)

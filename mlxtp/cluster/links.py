@@ -38,57 +38,33 @@ class Rejected(ProtocolError):
 
 
 class ControlLink:
-    """One open control link. `local` and `remote` are its ends' addresses ("ip"), as seen from here."""
+    """This end of one control link, over a TLS connection.
 
-    def __init__(self, number: int, hello: AgentHello, identity: NodeIdentity, end: _End) -> None:
-        self.number = number
-        self.hello = hello
-        self.node_id = hello.node_id
-        self.fingerprint = identity.fingerprint
-        self.dialled = end.dialled
-        self.local, self.remote = end.local, end.remote
-        self._end = end
+    `local` and `remote` are its ends' addresses ("ip"), as seen from here. The peer's `hello` is there once
+    it has come; `number` and the `fingerprint` of the peer's key once the peer is welcome.
+    """
 
-    def send(self, message: Message) -> None:
-        """Send a message. Raises LinkError when the link is gone."""
-        self._end.send(message)
-
-    def refuse(self, error: MlxtpError) -> None:
-        """End the link, and send the reason."""
-        self._end.refuse(error)
-
-    def close(self, goodbye: bool = False) -> None:
-        """End the link. `goodbye`: report an orderly end first. May be repeated."""
-        self._end.close(goodbye)
-
-
-class LinkGate(Interface):
-    """Judge of links: which are open, and which of them count. Its methods must not raise."""
-
-    def opened(self, link: ControlLink) -> bool:
-        """Take in a welcomed peer. Return False to reject the link after all."""
-
-    def counts(self, number: int) -> bool:
-        """Return True if messages of this link count."""
-
-    def closed(self, link: ControlLink, why: str, goodbye: bool) -> None:
-        """Note the end of a link. Called exactly once after `opened` returned True."""
-
-
-class _End:
-    """This end of one TLS connection that speaks the control protocol."""
+    hello: AgentHello
+    number: int
+    fingerprint: str
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, dialled: bool) -> None:
         self.dialled = dialled
         self.connection = StreamLink(
             reader, writer, Session(LinkKind.CONTROL, Side.LOWER if dialled else Side.UPPER, 0)
         )
-        self.rest: list[Message] = []
-        self._writer = writer
+        self.rest: list[Message] = []  #: Messages that came with the hello.
         self.local = _ip(writer.get_extra_info("sockname"))
         self.remote = _ip(writer.get_extra_info("peername"))
+        self._writer = writer
+
+    @property
+    def node_id(self) -> str:
+        """Id of the node at the other end."""
+        return self.hello.node_id
 
     def send(self, message: Message) -> None:
+        """Send a message. Raises LinkError when the link is gone."""
         if self.connection.unsent_bytes > MAX_UNSENT_BYTES:
             self._writer.transport.abort()
             raise LinkError(
@@ -105,18 +81,34 @@ class _End:
             raise Rejected(received.detail, Code(received.code))
         if not isinstance(received, AgentHello):
             raise ProtocolError(f"{type(received).__name__} where a hello was expected", Code.OUT_OF_ORDER)
+        self.hello = received
         return received
 
     def refuse(self, error: MlxtpError) -> None:
+        """End the link, and send the reason."""
         with contextlib.suppress(MlxtpError):
             self.send(Error(error.code, error.detail, 0))
         self.connection.close()
 
-    def close(self, goodbye: bool) -> None:
+    def close(self, goodbye: bool = False) -> None:
+        """End the link. `goodbye`: report an orderly end first. May be repeated."""
         if goodbye:
             with contextlib.suppress(MlxtpError):
                 self.send(SessionEnd())
         self.connection.close()
+
+
+class LinkGate(Interface):
+    """Judge of links: which are open, and which of them count. Its methods must not raise."""
+
+    def opened(self, link: ControlLink) -> bool:
+        """Take in a welcomed peer. Return False to reject the link after all."""
+
+    def counts(self, number: int) -> bool:
+        """Return True if messages of this link count."""
+
+    def closed(self, link: ControlLink, why: str, goodbye: bool) -> None:
+        """Note the end of a link. Called exactly once after `opened` returned True."""
 
 
 @dataclass(slots=True, eq=False)
@@ -274,19 +266,19 @@ class PeerLinks:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: NodeIdentity
     ) -> None:
         """Serve the link of a peer that dialled us and showed a certificate of the cluster, until it ends."""
-        end = _End(reader, writer, dialled=False)
+        link = ControlLink(reader, writer, dialled=False)
         try:
-            hello = await end.receive_hello()
+            hello = await link.receive_hello()
             if refusal := self._judge(identity, hello):
-                self._say_refused(f"{hello.name or hello.node_id} at {end.remote}", refusal.detail)
-                end.refuse(refusal)
+                self._say_refused(f"{hello.name or hello.node_id} at {link.remote}", refusal.detail)
+                link.refuse(refusal)
                 return
-            end.send(self._hello())
+            link.send(self._hello())
         except (MlxtpError, TimeoutError, IndexError) as error:
-            log.debug("a connection from %s ended before its hello: %s", end.remote, error)
-            end.close(goodbye=False)
+            log.debug("a connection from %s ended before its hello: %s", link.remote, error)
+            link.close()
             return
-        await self._live(end, hello, identity)
+        await self._live(link, identity)
 
     def _say_refused(self, who: str, why: str) -> None:
         """Log a refusal, once in a while only, because a refused peer calls again and again."""
@@ -303,34 +295,34 @@ class PeerLinks:
 
         Raises MlxtpError when either end refuses the other.
         """
-        end = _End(reader, writer, dialled=True)
+        link = ControlLink(reader, writer, dialled=True)
         try:
-            end.send(self._hello())
-            hello = await end.receive_hello()
+            link.send(self._hello())
+            hello = await link.receive_hello()
             if refusal := self._judge(identity, hello):
-                end.refuse(refusal)
+                link.refuse(refusal)
                 raise refusal
         except (TimeoutError, IndexError):
-            end.close(goodbye=False)
+            link.close()
             raise LinkError(
-                f"{end.remote} sent no hello within {GREETING_S:g} s", Code.LINK_TIMEOUT
+                f"{link.remote} sent no hello within {GREETING_S:g} s", Code.LINK_TIMEOUT
             ) from None
         except MlxtpError:
-            end.close(goodbye=False)
+            link.close()
             raise
-        task = asyncio.ensure_future(self._live(end, hello, identity))
+        task = asyncio.ensure_future(self._live(link, identity))
         self._readers.add(task)
         task.add_done_callback(self._readers.discard)
         return hello.node_id
 
-    async def _live(self, end: _End, hello: AgentHello, identity: NodeIdentity) -> None:
-        link = ControlLink(next(self._numbers), hello, identity, end)
+    async def _live(self, link: ControlLink, identity: NodeIdentity) -> None:
+        link.number, link.fingerprint = next(self._numbers), identity.fingerprint
         if not self.up(link):
             link.close()  # no goodbye: the other end would conclude that this agent stops
             return
         why, goodbye = "closed", False
         try:
-            messages = end.rest
+            messages = link.rest
             while True:
                 for message in messages:
                     if isinstance(message, SessionEnd):
@@ -338,15 +330,15 @@ class PeerLinks:
                     else:
                         why = message.detail if isinstance(message, Error) else why
                         self.received(link, message)
-                if end.connection.protocol.state in TERMINAL:
+                if link.connection.protocol.state in TERMINAL:
                     break  # that was its last message, even if it keeps the connection open
-                if not (batch := await end.connection.receive()):
+                if not (batch := await link.connection.receive()):
                     break
                 messages = [each.message for each in batch]
         except MlxtpError as error:
             why = error.detail
         finally:
-            end.close(goodbye=False)
+            link.close()
             self.down(link, why, goodbye)
 
     async def close(self) -> None:

@@ -21,7 +21,6 @@ from .codecs import (
     integer,
     integers,
     numbers,
-    raw_text,
     record,
     records,
     text,
@@ -206,7 +205,7 @@ class Prepared(Message):
     TYPE: ClassVar[int] = 0x35
     epoch: int = _f(_epoch)
     ring: str = _f(text(64))
-    path: str = _f(raw_text(4000))
+    path: str = _f(text(4000, raw=True))
 
 
 @dataclass(frozen=True, slots=True)

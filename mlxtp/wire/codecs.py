@@ -61,11 +61,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
 
 
-def text(max_chars: int, *, cut: bool = False) -> FieldCodec:
+def text(max_chars: int, *, cut: bool = False, raw: bool = False) -> FieldCodec:
     """Printable characters on one line, because names and reasons of other Macs reach terminals and logs.
 
     With `cut`, a text for people: it is shortened if too long, and unprintable characters are replaced,
-    rather than refused.
+    rather than refused. With `raw`, any characters, for programs: a path, a grammar.
     """
 
     def check(value: Wire) -> str:
@@ -73,23 +73,12 @@ def text(max_chars: int, *, cut: bool = False) -> FieldCodec:
             raise ValueError(f"a string of at most {max_chars} characters")
         if cut:
             return printable(value)
-        if not value.isprintable():
+        if not raw and not value.isprintable():
             raise ValueError("printable characters")
         return value
 
     # File names and arguments that are not UTF-8 contain surrogates, which cannot be sent.
     return FieldCodec((lambda value: printable(value[:max_chars])) if cut else _same, check)
-
-
-def raw_text(max_chars: int) -> FieldCodec:
-    """Any characters, for programs: a path, a grammar."""
-
-    def check(value: Wire) -> str:
-        if type(value) is not str or len(value) > max_chars:
-            raise ValueError(f"a string of at most {max_chars} characters")
-        return value
-
-    return FieldCodec(_same, check)
 
 
 def choice(*allowed: str) -> FieldCodec:
@@ -193,17 +182,10 @@ def records(kind: type[Any], min_items: int, max_items: int) -> FieldCodec:
     return FieldCodec(lambda value: [one.to_wire(item) for item in value], check)
 
 
-def texts(max_items: int, max_chars: int) -> FieldCodec:
-    """Tuple of printable texts."""
-    return _strings(max_items, text(max_chars))
+def texts(max_items: int, max_chars: int, *, raw: bool = False) -> FieldCodec:
+    """Tuple of texts."""
+    one = text(max_chars, raw=raw)
 
-
-def raw_texts(max_items: int, max_chars: int) -> FieldCodec:
-    """Tuple of texts for programs."""
-    return _strings(max_items, raw_text(max_chars))
-
-
-def _strings(max_items: int, one: FieldCodec) -> FieldCodec:
     def check(value: Wire) -> tuple[str, ...]:
         if type(value) is not list or len(value) > max_items:
             raise ValueError(f"a list of at most {max_items} strings")

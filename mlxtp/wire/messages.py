@@ -25,8 +25,6 @@ from .codecs import (
     integers,
     number,
     numbers,
-    raw_text,
-    raw_texts,
     record,
     records,
     text,
@@ -97,7 +95,7 @@ class Shaping:
     bias_values: tuple[float, ...] = _f(numbers(-1e9, 1e9, MAX_BIASES), default=())
     min_tokens: int = _f(integer(0, MAX_CONTEXT), default=0)
     grammar_kind: str = _f(choice("", "json_schema", "regex", "lark"), default="")
-    grammar: str = _f(raw_text(MAX_GRAMMAR), default="")
+    grammar: str = _f(text(MAX_GRAMMAR, raw=True), default="")
 
 
 GREEDY = Sampling()
@@ -386,14 +384,14 @@ class LoadShard(Message):
     """
 
     TYPE: ClassVar[int] = 0x14
-    path: str = _f(raw_text(4000))
+    path: str = _f(text(4000, raw=True))
     prefill_chunk: int = _f(integer(1, MAX_CONTEXT))
     eos: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 64))
     max_context: int = _f(integer(0, MAX_CONTEXT), default=0)
     kv_bits: int = _f(integer(0, 8), default=0)
     kv_bytes: int = _f(_count, default=0)
-    draft_path: str = _f(raw_text(4000), default="")
-    paths: tuple[str, ...] = _f(raw_texts(MAX_RANKS, 4000), default=())
+    draft_path: str = _f(text(4000, raw=True), default="")
+    paths: tuple[str, ...] = _f(texts(MAX_RANKS, 4000, raw=True), default=())
 
 
 @dataclass(frozen=True, slots=True)

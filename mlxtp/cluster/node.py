@@ -22,11 +22,10 @@ from ..wire.messages import Error
 from ..wire.reports import Machine
 from .cluster_state import Replica
 from .desired_model import DesiredModel
-from .introduction import Introduction
+from .introduction import Introduction, PeerInfo
 from .leadership import Debounce, Leadership
 from .links import ControlLink, PeerLinks
 from .membership import Change, Duplicate, Membership, MemberState
-from .peer_info import PeerInfo
 from .roster import Enrolment, RosterProofs, restored
 from .rounds import Rounds
 from .state_file import SavedState, Saving, load

@@ -292,10 +292,9 @@ class Denied(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Grant to the joiner. `cluster` is the cluster's name for people, `peers` addresses to dial first."""
+    """Grant to the joiner. `peers` are addresses to dial first."""
 
     membership: MemberCertificates
-    cluster: str
     peers: tuple[str, ...]
 
 
@@ -355,7 +354,7 @@ class Joiner:
         if (node.node_id, node.fingerprint) != (self._node_id, fingerprint(self._key.public_key())):
             raise ProtocolError("the certificate is for another node or key than ours", Code.NOT_AUTHENTIC)
         membership = MemberCertificates(grant.certificate, self._authority)
-        return Granted(membership, spoken(grant.cluster), tuple(map(spoken, grant.peers)))
+        return Granted(membership, tuple(map(spoken, grant.peers)))
 
     def on_refusal(self, refusal: JoinRefusal) -> Denied:
         """Return the error to raise when the authority's holder refused this request.
@@ -392,7 +391,7 @@ class Host:
     """The Mac that has the authority's key, for one exchange. `nonce` is 32 fresh random bytes.
 
     `certificate` is the one it showed in TLS. `members` has the fingerprint of each member's key by its node
-    id. Admitted Macs get `cluster` and `peers`. The joiner is at `address`.
+    id. Admitted Macs get `peers`. The joiner is at `address`.
     """
 
     def __init__(
@@ -403,7 +402,6 @@ class Host:
         nonce: bytes,
         *,
         members: Mapping[str, str],
-        cluster: str = "",
         peers: tuple[str, ...] = (),
         address: str = "",
     ) -> None:
@@ -412,7 +410,6 @@ class Host:
         self._certificate = certificate
         self._issuer = issuer
         self._members = members
-        self._cluster = cluster
         self._peers = peers
         self.offer = JoinOffer(authority.certificate, nonce)
 
@@ -447,7 +444,7 @@ class Host:
         certificate = self._authority.certify(node_id, key)
         proof = _proof(_GRANT, token_key, transcript, certificate)
         return JoinReply(
-            JoinGrant(certificate, proof, spoken(self._cluster), self._peers),
+            JoinGrant(certificate, proof, self._peers),
             Admitted(node_id, spoken(request.name), holder, asked_by),
         )
 

@@ -64,14 +64,12 @@ class JoinRequest(Message):
 class JoinGrant(Message):
     """Reply: the joiner is a member. `proof` shows that the granting Mac has the token, too.
 
-    `cluster` is the cluster's name for people. `peers` are control addresses ("ip:port") of members that the
-    joiner may dial first.
+    `peers` are control addresses ("ip:port") of members that the joiner may dial first.
     """
 
     TYPE: ClassVar[int] = 0x3A
     certificate: bytes = _f(_certificate)
     proof: bytes = _f(_proof)
-    cluster: str = _f(text(MAX_NAME), default="")
     peers: tuple[str, ...] = _f(texts(MAX_PEERS, MAX_ADDRESS), default=())
 
 

@@ -83,7 +83,6 @@ class House:
             self.desk,
             secrets.token_bytes(32),
             members={identity.node_id: identity.fingerprint},
-            cluster="desk",
             peers=(f"127.0.0.1:{self.port}",),
         )
 
@@ -154,7 +153,7 @@ def test_a_mac_joins_and_is_a_member(macs: Macs) -> None:
             store, identity = macs.new()
             granted = await join(house.port, identity, house.token())
             assert await house.outcomes.get() == Admitted(identity.node_id, "mini", identity.fingerprint)
-            assert (granted.cluster, granted.peers) == ("desk", (f"127.0.0.1:{house.port}",))
+            assert granted.peers == (f"127.0.0.1:{house.port}",)
             joined = store.save_membership(granted.membership)
             assert joined.cluster_id == macs.first.identity.cluster_id
             context = member_context_client(store.credentials, ALPN_CONTROL)

@@ -59,7 +59,6 @@ class Story:
             self.desk,
             nonce,
             members=self.members,
-            cluster="desk",
             peers=("10.0.0.1:52414",),
             address=address,
         )
@@ -102,7 +101,7 @@ def let_in(host: Host, joiner: Joiner, now: float = NOW) -> Granted:
 
 def test_a_mac_joins(story: Story) -> None:
     granted = let_in(story.host(), story.joiner())
-    assert (granted.cluster, granted.peers) == ("desk", ("10.0.0.1:52414",))
+    assert granted.peers == ("10.0.0.1:52414",)
     node = check_node(granted.membership.certificate, AUTHORITY.certificate)
     assert (node.node_id, node.cluster_id, node.fingerprint) == (NEW, CLUSTER, NEW_PIN)
     assert granted.membership.authority == AUTHORITY.certificate

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.api.backend import Health, Request, StreamEnd, Tokens
-from mlxtp.cluster.peer_info import PeerInfo
+from mlxtp.cluster.introduction import PeerInfo
 from mlxtp.cluster.rounds import Rounds
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError

@@ -194,7 +194,7 @@ EXAMPLES: dict[type[Message], Message] = {
         *_CONTROL_EXAMPLES,
         JoinOffer(b"ca", b"n" * 32, "studio", ("10.0.0.1:52414",)),
         JoinRequest(b"t" * 8, b"i" * 16, "mini", b"\4" * 65, b"n" * 32, b"p" * 32, b"s" * 70),
-        JoinGrant(b"certificate", b"p" * 32, "desk", ("10.0.0.1:52414",)),
+        JoinGrant(b"certificate", b"p" * 32, ("10.0.0.1:52414",)),
         JoinRefusal("it was used", b"s" * 70),
         FilesWanted("org/one"),
         FilesHeld(b"{}", b"\1\0", 1 << 40),
@@ -401,7 +401,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         st.binary(min_size=8, max_size=80),
     ),
     JoinRefusal: st.builds(JoinRefusal, _text, st.binary(min_size=8, max_size=80)),
-    JoinGrant: st.builds(JoinGrant, _certificate, _nonce, _name, _addresses(MAX_PEERS)),
+    JoinGrant: st.builds(JoinGrant, _certificate, _nonce, _addresses(MAX_PEERS)),
 }
 
 _shorts = st.lists(_short, max_size=5).map(tuple)

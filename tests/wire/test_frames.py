@@ -195,7 +195,7 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
         LoadShard("\ud800", 512, ()),
         JoinRequest(bytes(8), bytes(16), "mini\x1b[2J", bytes(65), bytes(32), bytes(32), bytes(8)),
         JoinOffer(b"x", bytes(32), "a\u202eb"),
-        JoinGrant(b"x", bytes(32), "", ("10.0.0.1:1\r",)),
+        JoinGrant(b"x", bytes(32), ("10.0.0.1:1\r",)),
         DesiredState(1, "a" * 32, "org/model\n", "auto"),
         Members((RosterEntry("a" * 32, "mini\x9b31m", "5" * 64, False, 1),)),
         ModelStatus(1, "5\t", ""),

@@ -37,16 +37,16 @@ from .stored import StoredModels
 
 log = logging.getLogger(__name__)
 
-TOLD_S = 1.0  #: Seconds between two progress reports to the others.
+REPORT_AGAIN_S = 1.0  #: Seconds between two progress reports to the others.
 #: Seconds that the coordinator waits for the reports of all present members: a sleeping disk takes seconds.
-ALL_SAY_S = 10.0
+ALL_REPORT_S = 10.0
 #: Seconds that a member waits for the coordinator's choice, before it goes to the Hub itself.
-NO_WORD_S = 15.0
+NO_SEEDER_S = 15.0
 NO_FILES_S = 120.0  #: Seconds that it waits for the seeder to know the files.
 AGAIN_S = 1.0  #: Seconds from an interrupted copy to the next try.
 TRIES = 4  #: Failed copies from a seeder before this Mac goes to the Hub itself.
 AT_ONCE = 4  #: Models that come to this Mac at one time; the next ones wait.
-MAX_ASKED = 8  #: Models that come to this Mac at one time at the request of one other member.
+MAX_PULLS = 8  #: Models that come to this Mac at one time at the request of one other member.
 CLOSE_S = 2.0  #: Seconds that the end of this agent waits for threads that wait for the network.
 
 
@@ -163,11 +163,11 @@ class SeederElection:
         if not node.leadership.leading or job.own is None:
             return
         others = job.reports.others.items()
-        members = {node.node_id: job.own, **{each: holding(word) for each, word in others}}
+        members = {node.node_id: job.own, **{each: holding(report) for each, report in others}}
         if not any(held.wants for held in members.values()):
             return
         silent = node.links.nodes() - members.keys()
-        if silent and time.monotonic() - job.reports.since < ALL_SAY_S:
+        if silent and time.monotonic() - job.reports.since < ALL_REPORT_S:
             return
         chosen = elect_seeder(members, job.lender or "")
         if chosen != job.lender:
@@ -228,7 +228,7 @@ class Downloads:
         self._election.announce(job)
         tries, copied = 0, False
         while True:
-            lender = await self._named(job, here is not None)
+            lender = await self._wait_for_seeder(job, here is not None)
             copied = copied or lender != self._node.node_id
             if lender == self._node.node_id and here is not None:
                 break
@@ -236,7 +236,7 @@ class Downloads:
             if here is not None and other is not None and other.revision == mine.revision:
                 break
             try:
-                here = await self._bring(job, lender if tries < TRIES else self._node.node_id)
+                here = await self._download_in_turn(job, lender if tries < TRIES else self._node.node_id)
                 break
             except Stopped:
                 continue  # there is another seeder
@@ -244,7 +244,7 @@ class Downloads:
                 job.own = replace(job.own or mine, problem=error.detail[:1000])
                 self._election.announce(job)
                 hopeless = error.code is not Code.MODEL_NOT_FOUND or tries >= TRIES
-                if hopeless or not await self._another(job, patient=copied):
+                if hopeless or not await self._finds_other_seeder(job, patient=copied):
                     raise
             except (LinkError, ProtocolError, Damaged) as error:
                 lies = isinstance(error, Damaged) or error.code is Code.NOT_AUTHENTIC
@@ -268,23 +268,23 @@ class Downloads:
             except OSError as error:
                 raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 
-    async def _bring(self, job: ModelTransfer, lender: str) -> Path:
+    async def _download_in_turn(self, job: ModelTransfer, lender: str) -> Path:
         named = job.lender
         self._line.append(job)
         try:
             while self.waits(job):
                 if job.lender not in (named, None):
                     raise Stopped
-                if time.monotonic() - job.reports.sent_at >= TOLD_S:
+                if time.monotonic() - job.reports.sent_at >= REPORT_AGAIN_S:
                     self._election.announce(job)  # the others learn that it will come
                 await job.pause()
-            return await self._brought(job, lender, named)
+            return await self._download(job, lender, named)
         finally:
             self._line.remove(job)
             for waiting in self._line:
                 waiting.changed.set()
 
-    async def _brought(self, job: ModelTransfer, lender: str, named: str | None) -> Path:
+    async def _download(self, job: ModelTransfer, lender: str, named: str | None) -> Path:
         by_hub = job.of_hub | {job.revision} if job.known is not None else job.of_hub
         fetch = job.fetch = Fetch(job.repo, job.revision, job.refs, known=job.known, by_hub=by_hub)
         connect = None
@@ -314,12 +314,12 @@ class Downloads:
         self._election.announce(job)
         self._node.changed()
 
-    async def _named(self, job: ModelTransfer, complete: bool) -> str:
+    async def _wait_for_seeder(self, job: ModelTransfer, complete: bool) -> str:
         """Return the seeder; this node's id means the Hub. Raises ModelError if no member can get it."""
         began = time.monotonic()
         while True:
             last_at = max(began, job.reports.last_at(job.lender or ""))
-            if time.monotonic() - last_at >= (NO_WORD_S if job.lender is None else NO_FILES_S):
+            if time.monotonic() - last_at >= (NO_SEEDER_S if job.lender is None else NO_FILES_S):
                 return self._node.node_id
             self._election.decide(job)
             match job.lender:
@@ -335,12 +335,12 @@ class Downloads:
                         return lender
             await job.pause()
 
-    async def _another(self, job: ModelTransfer, *, patient: bool) -> bool:
+    async def _finds_other_seeder(self, job: ModelTransfer, *, patient: bool) -> bool:
         """Return True if another member has the model or can get it, after this Mac failed at the Hub.
 
         `patient`: wait even if there is none, because a member that had it may be back soon.
         """
-        ends_at, me = time.monotonic() + NO_WORD_S, self._node.node_id
+        ends_at, me = time.monotonic() + NO_SEEDER_S, self._node.node_id
         while time.monotonic() < ends_at:
             self._election.decide(job)
             if job.lender not in (None, me, ""):
@@ -384,25 +384,25 @@ class TransferCoordinator:
         self._election = SeederElection(node, self.table, self._lending, self._background)
         self._downloads = Downloads(node, credentials, self._election)
         #: Number of models that come at the request of each other member.
-        self._asked: Counter[str] = Counter()
+        self._requested: Counter[str] = Counter()
         #: Members of which a request was refused, so that the log reports each once.
-        self._failures: set[str] = set()
+        self._refused: set[str] = set()
         stored.on_change(self._look_again)
         node.links.on(self._received, ModelHeld, ModelLender, ModelPull)
-        node.links.on_lost(lambda node_id, _why: self._failures.discard(node_id))
+        node.links.on_lost(lambda node_id, _why: self._refused.discard(node_id))
 
     async def get(self, model: str) -> Path:
         """Return OWNER/NAME[@REVISION] on this Mac: from its disk or another member, else from the Hub.
 
         Raises ModelError if it cannot be had. Cancelling the last waiting caller ends the work.
         """
-        return await self._had(self.table.of(model))
+        return await self._wait(self.table.of(model))
 
     def learned(self, model: str, manifest: Manifest) -> None:
         """Keep the Hub's answer about a model, so that its next download does not ask again."""
         self.table.of(model).known = manifest
 
-    async def _had(self, job: ModelTransfer, *refs: str) -> Path:
+    async def _wait(self, job: ModelTransfer, *refs: str) -> Path:
         job.waiting += 1
         try:
             while job.task is not None and job.ends:
@@ -460,7 +460,7 @@ class TransferCoordinator:
             if not done.cancelled():
                 self.stored.changed(job.repo.name)
 
-        task = self._background.start(self._had(job, *refs), name)
+        task = self._background.start(self._wait(job, *refs), name)
         task.add_done_callback(ended)
         return task
 
@@ -513,31 +513,31 @@ class TransferCoordinator:
                 return
             job = self.table.of(message.model)
         except ModelError as error:
-            self._count_failure(node_id, error.detail)
+            self._log_refusal(node_id, error.detail)
             return
         if isinstance(message, ModelHeld):
-            self._reached(job, node_id, message)
+            self._receive_report(job, node_id, message)
         elif node_id == self._node.leadership.claim.node_id:
             job.lender = message.node_id
         job.changed.set()
 
     def _pull_for(self, node_id: str, name: str, ref: str) -> None:
         """Begin a transfer that another member requested. Raises ModelError."""
-        if self._asked[node_id] >= MAX_ASKED:
-            why = f"{MAX_ASKED} models come here at your request already; request {name} when some are done"
+        if self._requested[node_id] >= MAX_PULLS:
+            why = f"{MAX_PULLS} models come here at your request already; request {name} when some are done"
             self._election.send(node_id, ModelHeld(name, "", 0, 0, 0, wants=True, problem=why, port=0))
-            self._count_failure(node_id, f"{MAX_ASKED} models come here at its request already")
+            self._log_refusal(node_id, f"{MAX_PULLS} models come here at its request already")
             return
         task = self._begin(name, ref, everywhere=True)
-        self._asked[node_id] += 1
-        task.add_done_callback(lambda _: self._asked.subtract((node_id,)))
+        self._requested[node_id] += 1
+        task.add_done_callback(lambda _: self._requested.subtract((node_id,)))
 
-    def _count_failure(self, node_id: str, why: str) -> None:
-        if node_id not in self._failures:
-            self._failures.add(node_id)
+    def _log_refusal(self, node_id: str, why: str) -> None:
+        if node_id not in self._refused:
+            self._refused.add(node_id)
             log.warning("request by %s refused: %s", self._node.name_of(node_id), why)
 
-    def _reached(self, job: ModelTransfer, node_id: str, report: ModelHeld) -> None:
+    def _receive_report(self, job: ModelTransfer, node_id: str, report: ModelHeld) -> None:
         before = job.reports.others.get(node_id)
         self._election.receive(job, node_id, report)
         came = holding(report).complete and not (before is not None and holding(before).complete)

@@ -20,7 +20,7 @@ from mlxtp.models.download import Fetch
 from mlxtp.models.holdings import described
 from mlxtp.models.hub_cache import Repo
 from mlxtp.models.model_transfer import MAX_JOBS
-from mlxtp.models.transfers import AT_ONCE, MAX_ASKED, TransferCoordinator
+from mlxtp.models.transfers import AT_ONCE, MAX_PULLS, TransferCoordinator
 from mlxtp.wire.cluster_messages import ModelHeld, ModelPull, ModelsHere
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded, put, running_hub
@@ -86,9 +86,9 @@ def test_one_member_cannot_have_everything_looked_for(
         for i in range(100):
             node.hear(a, ModelPull(f"o/p{i}", COMMIT))
         await asyncio.sleep(0)
-        assert sum(job.runs for job in getting.table) == MAX_ASKED
+        assert sum(job.runs for job in getting.table) == MAX_PULLS
         (why,) = {word.problem for word in a.heard(ModelHeld) if word.model == f"o/p99@{COMMIT}"}
-        assert why.startswith(f"{MAX_ASKED} models come here at your request already")
+        assert why.startswith(f"{MAX_PULLS} models come here at your request already")
         node.hear(node.meet(B), ModelPull("o/other", COMMIT))
         await asyncio.sleep(0)
         assert getting.table.of(f"o/other@{COMMIT}").runs, "another member has turns of its own"
@@ -149,7 +149,7 @@ def test_a_lender_that_comes_back_is_copied_from(
     there = Lending(tmp_path, hub)
     monkeypatch.setattr(getting_module, "AGAIN_S", 0.05)
     if later:
-        monkeypatch.setattr(getting_module, "NO_WORD_S", 0.3)
+        monkeypatch.setattr(getting_module, "NO_SEEDER_S", 0.3)
 
     async def story(node: Node) -> None:
         getting, me = leads(node), node.parts.node.node_id

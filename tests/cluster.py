@@ -67,7 +67,7 @@ def assert_marked() -> None:
 
 
 def rank_processes(home: Path) -> list[int]:
-    """Pids of the living rank processes of the agent in `home`, spares too, whoever their parent is."""
+    """Pids of the living rank processes of the agent in `home`, spares too, with any parent."""
     folder = str(home / "run")
     found = []
     for process in psutil.process_iter():
@@ -97,7 +97,7 @@ class Snapshot:
 
 
 class Cluster:
-    """An agent in a thread of its own. `home` is a folder that nobody else uses.
+    """An agent in a thread of its own. `home` is a folder of its own.
 
     `settings` are those of `Settings`. Without `spare`, all rank processes are ranks. Raises what the agent
     raises on its way up. With `wait=False` the constructor returns while the ranks are still starting.

@@ -65,7 +65,7 @@ def _tokenizer_processes_are_shared() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two ranks on the ring. Whoever breaks it must not share it."""
+    """Two ranks on the ring. A test that breaks it must not share it."""
     with Cluster(tmp_path_factory.mktemp("two-ranks"), ranks=2) as cluster:
         yield cluster
 

@@ -172,7 +172,7 @@ class Hosts:
         _ip(f"link set {_port_of(host)} up", namespace=self._switch)
 
     def partition(self, *groups: Sequence[Host]) -> None:
-        """Hosts hear those of their own group only; nobody's carrier changes. Who is not named stays with
+        """Hosts hear those of their own group only; no carrier changes. A host that is not named stays with
         those who are not named.
         """
         for number, group in enumerate(groups, 1):
@@ -345,7 +345,7 @@ def _pids(namespace: str) -> list[int]:
 
 
 def _clear_away_the_dead() -> None:
-    """Ends and removes the hosts of test runs that are no more."""
+    """Ends and removes the hosts of test runs that are over."""
     for path in _NAMESPACES.iterdir() if _NAMESPACES.is_dir() else ():
         match = re.fullmatch(r"mlxtp-(\d+)-\d+-(\d+|switch)", path.name)
         if match is None or Path(f"/proc/{match[1]}").exists():

@@ -54,7 +54,7 @@ def embedded() -> dict[str, bytes]:
 
 
 def with_weights(*extra: int) -> dict[str, bytes]:
-    """The embedded model with more files of weights, of so many bytes, which nobody reads but who copies."""
+    """The embedded model with more files of weights, of so many bytes, which only a copy reads."""
     more = {f"model-extra-{i}.safetensors": _noise(i, size) for i, size in enumerate(extra)}
     return embedded() | more
 
@@ -87,7 +87,7 @@ class Hub:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
-        """Hang up and listen no more."""
+        """Hang up and stop listening."""
         self._server.shutdown()
         self._server.server_close()
 

@@ -22,7 +22,7 @@ CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 
 
 class Terminal:
-    """The side of whoever sits before it."""
+    """The user's side."""
 
     def __init__(self, descriptor: int, process: subprocess.Popen[bytes]) -> None:
         self._descriptor = descriptor

@@ -21,7 +21,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 @dataclass(frozen=True)
 class Answer:
-    """The visible tokens, and why there are no more. `generated` counts an end token too."""
+    """The visible tokens, and the reason for their end. `generated` counts an end token too."""
 
     tokens: tuple[int, ...]
     reason: str

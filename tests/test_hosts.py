@@ -54,7 +54,7 @@ def test_hosts_reach_each_other_and_nothing_else() -> None:
         assert_reaches(c, a)
         with pytest.raises(OSError, match="unreachable"), udp(a) as source:
             source.sendto(b"x", ("192.0.2.1", 9))
-        # Loopbacks are their own: nobody listens on this machine's.
+        # Loopbacks are their own: no one listens on this machine's.
         with socket.create_server(("127.0.0.1", 0)) as here, pytest.raises(ConnectionRefusedError):
             a.inside(lambda: socket.create_connection(here.getsockname(), 1))
 

@@ -1,4 +1,4 @@
-"""Lines of the log: each one JSON object, whatever is in it."""
+"""Lines of the log: each one JSON object, with any content."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def test_what_is_no_json_is_written_as_text(json_log: Log) -> None:
 
 def test_people_see_the_requests_id_at_the_end_of_a_line() -> None:
     text = Log("text")
-    text.log.warning("nobody answers")
+    text.log.warning("no agent replies")
     with answering(RequestContext("abc", 0.0)):
         text.log.warning("a request failed")
     first, second = text.stream.getvalue().splitlines()
-    assert first.endswith("WARNING nobody answers")
+    assert first.endswith("WARNING no agent replies")
     assert second.endswith("WARNING a request failed [abc]")
 
 
@@ -123,7 +123,7 @@ def test_everything_a_json_agent_logs_is_json(
     root.handlers[:] = []  # as a process begins
     begin_log("json")
     logging.getLogger("mlxtp.node").info("hello")
-    logging.getLogger("asyncio").error("somebody else")
+    logging.getLogger("asyncio").error("another program")
     logging.getLogger("asyncio").info("not said")
     warnings.warn("a library's", stacklevel=1)
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
@@ -162,7 +162,7 @@ def test_a_log_file_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     (tmp_path / "own").touch(0o640)
     RotatingLog(str(tmp_path / "own")).close()
-    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o640  # which somebody has chosen
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o640  # which a user has chosen
 
 
 def test_a_terminal_is_told_where_the_log_goes(

@@ -47,7 +47,7 @@ def walked(tree: ast.Module) -> list[ast.AST]:
 
 
 def imports(module: str, tree: ast.Module, *, packages: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Full names of what is imported, wherever the import stands; `from a import b` gives `a.b`."""
+    """Full names of what is imported, at any place; `from a import b` gives `a.b`."""
     for node in walked(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -326,7 +326,7 @@ def wrong_directions(source: Source) -> list[str]:
     found = []
     for module, targets in imported_modules(source).items():
         if part(module) not in MAY_IMPORT:
-            found.append(f"nobody has said what {module} may import")
+            found.append(f"it is not known what {module} may import")
             continue
         found += [
             f"{module} imports {target}"
@@ -645,7 +645,7 @@ def test_a_thing_done_elsewhere_is_found(module: str, bad: str) -> None:
 
 
 def toothless(source: Source) -> list[str]:
-    """Test files in which nothing is asserted, and tests that pass whatever happens.
+    """Test files in which nothing is asserted, and tests that always pass.
 
     A test without an assertion says that something is accepted: it must call it, and let its errors out.
     """

@@ -206,7 +206,7 @@ def test_a_damaged_list_of_tokens_is_refused(tmp_path: Path, damage: bytes) -> N
 
 
 def test_other_ids_than_the_model_says_are_refused(tmp_path: Path) -> None:
-    """Without tokenizer.json the library makes a tokenizer of whatever is there."""
+    """Without tokenizer.json the library makes a tokenizer of what is there."""
     folder = save(byte_level(), tmp_path)
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]
     (folder / "tokenizer.json").unlink()

@@ -8,7 +8,7 @@
         assert b.chat("Repeat exactly: ABC") == "ABC"
 
 What an agent is asked is asked from its own host, over its endpoint on the loopback there. `net` ends what
-runs on its hosts; whoever runs agents on this machine ends them by `close`.
+runs on its hosts; a test that runs agents on this machine ends them by `close`.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class Agent:
 
     @contextlib.contextmanager
     def request(self, method: str, path: str, body: object = None) -> Iterator[HTTPResponse]:
-        """One request to its endpoint. Raises OSError when nobody listens there."""
+        """One request to its endpoint. Raises OSError when no agent listens there."""
         try:
             url = json.loads((self.home / "agent.json").read_text())["url"]
         except FileNotFoundError as error:

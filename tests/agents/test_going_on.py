@@ -22,11 +22,11 @@ pytestmark = requires_namespaces
 COUNT = "Count from 1 to 60."
 """The longest answer that the tiny model has learned."""
 ENDS_S = 2 * WAIT_S
-"""Within it every request has ended, whatever happens."""
+"""Within it every request has ended, after any fault."""
 
 
 class Pair:
-    """Two agents with a host each. Whoever coordinates at the moment is `first`."""
+    """Two agents with a host each. The coordinator is `first`."""
 
     def __init__(self, net: Hosts, agents: tuple[Agent, Agent]) -> None:
         self.net = net
@@ -51,7 +51,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @contextmanager
 def asking(*agents: Agent) -> Iterator[None]:
-    """Meanwhile each of them is asked the same again and again. Whatever happens, no answer is wrong."""
+    """Meanwhile each of them is asked the same again and again. No answer is wrong."""
     over = threading.Event()
     answers: dict[str, list[str]] = {agent.name: [] for agent in agents}
     longest_s = dict.fromkeys(answers, 0.0)
@@ -104,7 +104,7 @@ def test_a_cable_goes_out_and_in(pair: Pair) -> None:
 
 @pytest.mark.chaos
 def test_a_partition_heals(pair: Pair) -> None:
-    """As with a cable, but nobody's carrier changes. Each side serves; no group has ranks of both."""
+    """As with a cable, but no carrier changes. Each side serves; no group has ranks of both."""
     first, other = pair.whole()
     with asking(first, other):
         pair.net.partition([pair.net.hosts[0]], [pair.net.hosts[1]])
@@ -186,7 +186,7 @@ def test_the_coordinator_is_killed(pair: Pair) -> None:
     first.start()
     print(f"started again: both serve after {serving(first, other):.1f} s")
     assert first.status()["coordinator"] == other.name  # who coordinates goes on to
-    assert not first.said("is a member now")  # it knew everybody
+    assert not first.said("is a member now")  # it knew all members
 
 
 @pytest.mark.chaos

@@ -139,9 +139,9 @@ def test_who_belongs_is_said_at_any_member(pair: tuple[Agent, Agent]) -> None:
     tokens = {agent.command("token").stdout.strip() for agent in pair}
     assert {len(token) for token in tokens} == {72}
     assert len(tokens) == 2
-    nobody = b.command("cluster", "remove", "carl")
-    assert nobody.returncode == 1
-    assert "no member is called 'carl'; there are" in nobody.stderr
+    unknown = b.command("cluster", "remove", "carl")
+    assert unknown.returncode == 1
+    assert "no member is called 'carl'; there are" in unknown.stderr
     itself = a.command("cluster", "remove", "anna")
     assert "leaves with `mlxtp cluster leave`" in itself.stderr
 

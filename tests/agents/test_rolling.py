@@ -59,7 +59,7 @@ class App:
         except (OSError, HTTPException) as error:
             if accepted:
                 self.wrong.append(f"cut: {error!r}")
-            else:  # nobody listened, or nobody heard it
+            else:  # no agent listened, or none received it
                 self.refused += 1
             return
         if text == self._expected:

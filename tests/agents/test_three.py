@@ -83,7 +83,7 @@ def test_a_client_that_leaves_a_member_stops_the_ranks(three: tuple[Agent, Agent
     with c.open_stream("Repeat exactly: " + "ABC " * 20, **ENDLESS) as response:
         response.read(2000)
         wait(lambda: a.health()["open_requests"] == 1, "rank 0 works on it", a, c)
-    wait(lambda: a.health()["open_requests"] == 0, "nobody waits for it", a, c, within_s=10 * SLOWNESS)
+    wait(lambda: a.health()["open_requests"] == 0, "no client waits for it", a, c, within_s=10 * SLOWNESS)
     wait(lambda: {rank["phase"] for rank in a.health()["ranks"]} == {"idle"}, "ranks are idle", a)
     assert c.health()["open_requests"] == 0
     assert 0 < emitted() - before < 3800

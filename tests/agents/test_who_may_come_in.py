@@ -30,7 +30,7 @@ CUT_S = 1.0
 
 @dataclass(frozen=True)
 class Lan:
-    """A cluster of Anna and Ben, another one of somebody with Anna's name, and a host that nobody uses."""
+    """A cluster of Anna and Ben, another one of a namesake of Anna, and a host that is free."""
 
     anna: Agent
     ben: Agent
@@ -38,7 +38,7 @@ class Lan:
     free: Host
 
     def newcomer(self, name: str, *, called: str = "", program: tuple[str, ...] = ("mlxtp",)) -> Agent:
-        """Somebody on the free host."""
+        """An agent on the free host."""
         return Agent(self.anna.home.parent, name, self.free, called=called, program=program)
 
     def names(self) -> set[str]:
@@ -142,7 +142,7 @@ def told(agent: Agent, *words: str) -> None:
 
 
 def test_who_comes_and_goes(lan: Lan) -> None:
-    """Another version, refused by name; with a token of somebody else; removed while away, and while here."""
+    """Another version, refused by name; with a foreign token; removed while away, and while here."""
     newer = lan.newcomer("carl", program=("tests.agents.changed_node", "version=9.1.0"))
     newer.start("--join", lan.ben.token())
     told(newer, "carl", "mlxtp 9.1.0", f"mlxtp {__version__}", "install the same mlxtp on both")

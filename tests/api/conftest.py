@@ -86,7 +86,7 @@ def metaspace() -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path, template: str | None = TEMPLATE) -> Path:
-    """A model folder without weights. Its post-processor adds a second BOS to whoever lets it."""
+    """A model folder without weights. Its post-processor adds a second BOS where the caller lets it."""
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )
@@ -153,7 +153,7 @@ def says_scored(tokens: list[int], step: int = 1, top: int = 0) -> Script:
 
 
 def then(first: list[int], act: Callable[[], Any]) -> Script:
-    """Some tokens, then whatever `act` does: wait for ever, raise."""
+    """Some tokens, then what `act` does: wait for ever, raise."""
 
     async def script() -> AsyncIterator[TokenEvent]:
         if first:
@@ -171,7 +171,7 @@ async def forever() -> None:
 
 
 class FakeAnswer:
-    """The events of a script. As the gateway's, it may be closed while somebody waits in it."""
+    """The events of a script. As the gateway's, it may be closed while a reader waits in it."""
 
     def __init__(self, backend: FakeBackend, script: Script) -> None:
         self._backend = backend
@@ -218,7 +218,7 @@ class FakeAnswer:
                 await self._events.put(event)
                 self.finished = isinstance(event, StreamEnd)
             await self._events.put(None)
-        except Exception as error:  # noqa: BLE001 - whoever reads raises it
+        except Exception as error:  # noqa: BLE001 - the reader raises it
             await self._events.put(error)
 
 
@@ -374,7 +374,7 @@ TOOLS_TEMPLATE = (
 
 
 class Roomy(FakeBackend):
-    """Answers whatever fits with a few words, and has a folder for those who ask about the model."""
+    """Answers each request that fits with a few words, and has a folder for those who ask about the model."""
 
     folder = Path()
     words: tuple[int, ...] = ()

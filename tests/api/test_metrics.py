@@ -311,7 +311,7 @@ def test_a_client_that_leaves_is_an_abort(stage: Stage) -> None:
     stage.desk.held = True
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50, "stream": True}
     with httpx.stream("POST", f"{stage.url}{CHAT}", json=body, timeout=WAIT_S) as answer:
-        parts = answer.iter_raw()  # which closes the connection when nobody holds it
+        parts = answer.iter_raw()  # which closes the connection when it is dropped
         next(parts)
         stage.do(lambda: stage.desk.emit(Delta((1,), (0,), (stage.ids("hello")[0],))))
         stage.until(lambda found: found("vllm:num_requests_running") == 1)

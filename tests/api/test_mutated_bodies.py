@@ -1,4 +1,4 @@
-"""A thousand bodies that nobody sends on purpose, to every endpoint of every dialect that takes one."""
+"""A thousand bodies that no client sends on purpose, to every endpoint of every dialect that takes one."""
 
 from __future__ import annotations
 

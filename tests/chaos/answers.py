@@ -82,7 +82,7 @@ class Answer:
 
 
 def ask(url: str, prompt: str, *, n: int = 1, **fields: Any) -> list[Answer]:
-    """One request, read to its end, whatever that is; its `n` answers. See `ask_into`."""
+    """One request, read to any end; its `n` answers. See `ask_into`."""
     answers = [Answer() for _ in range(n)]
     ask_into(answers, url, prompt, **fields)
     return answers

@@ -177,7 +177,7 @@ class _Shelf:
         cluster, self.cluster = self.cluster, None
         if cluster is not None:
             cluster.close()
-            assert cluster.everybody() == set()
+            assert cluster.all_pids() == set()
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ def _group() -> str:
 
 
 def wrong(text: str, expected: str, *, whole: bool = True) -> int:
-    """Characters of `text` from the first wrong one on; if it shall be `whole`, those that miss as well."""
+    """Characters of `text` from the first wrong one on; if it must be `whole`, those that miss as well."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, expected, strict=False))
     return max(len(text), len(expected) if whole else 0) - sum(1 for _ in pairs)
 

@@ -77,7 +77,7 @@ class Moment:
 class FaultyCluster(Cluster):
     """Two ranks that take orders, and a record of every state and every epoch's end.
 
-    Without speculation and prefix cache unless asked for: then N tokens are N forwards, whatever was asked
+    Without speculation and prefix cache unless asked for: then N tokens are N forwards, with any requests
     before, and orders can say at which of them something happens.
     """
 
@@ -147,7 +147,7 @@ class FaultyCluster(Cluster):
     # --- clients -------------------------------------------------------------------------------------
 
     def read(self, prompt: str, **fields: Any) -> Answer:
-        """Stream one answer to its end, whatever that is; fails when it has none."""
+        """Stream one answer to any end; fails when it has none."""
         return self.read_all(prompt, **fields)[0]
 
     def read_all(self, prompt: str, **fields: Any) -> list[Answer]:
@@ -202,8 +202,8 @@ class FaultyCluster(Cluster):
                     found[int(args[args.index("--rank") + 1])] = child
         return [child for _, child in sorted(found.items())] if len(found) == count else []
 
-    def everybody(self) -> set[int]:
-        """All living processes that were started for this cluster, whoever their parent is by now."""
+    def all_pids(self) -> set[int]:
+        """All living processes that were started for this cluster, with any parent."""
         folder = str(self.book.folder)
         found = set()
         for process in psutil.process_iter():
@@ -224,7 +224,9 @@ class FaultyCluster(Cluster):
     def ready_at(self, epoch: int) -> float:
         """Return the time at which that epoch began to serve."""
         began = [m.at for m in self.moments if (m.epoch, m.state) == (epoch, ServingState.READY)]
-        assert began, f"epoch {epoch} served nobody: {[m.error and m.error.detail for m in self.ends(epoch)]}"
+        assert began, (
+            f"epoch {epoch} served no client: {[m.error and m.error.detail for m in self.ends(epoch)]}"
+        )
         return began[0]
 
     def postmortem(self, epoch: int) -> Postmortem:
@@ -371,7 +373,7 @@ def assert_recovered(
         recover_s=round(recovered_at - end.at, 3),
         tokens_checked=sum(answer.tokens for answer, _ in answers),
         wrong_tokens=sum(wrong(answer.text, text, whole=not told) for answer, text in answers),
-        orphans=len(cluster.everybody() - set(cluster.pids())),
+        orphans=len(cluster.all_pids() - set(cluster.pids())),
         code=str(end.error.code),
         reason=end.error.detail,
         likely=cause.kind,
@@ -419,7 +421,7 @@ def assert_recovered_each_time(
             recover_s=round(recover_s[-1], 3),
             tokens_checked=sum(answer.tokens for answer, _ in answers) if last else 0,
             wrong_tokens=sum(wrong(answer.text, text) for answer, text in answers) if last else 0,
-            orphans=len(cluster.everybody() - set(cluster.pids())) if last else 0,
+            orphans=len(cluster.all_pids() - set(cluster.pids())) if last else 0,
             code=str(end.error and end.error.code),
         )
     assert set(at) == set(faulty)
@@ -439,7 +441,7 @@ def assert_sound(cluster: FaultyCluster, was: Before) -> None:
         assert cluster.content(prompt, max_tokens=max_tokens) == cluster.right(prompt, max_tokens)
     assert cluster.health()["reason"] is None
     now = set(cluster.pids())
-    assert cluster.everybody() == now, "a process of an old epoch lives"
+    assert cluster.all_pids() == now, "a process of an old epoch lives"
     try:
         until(lambda: descriptors(cluster) <= was.descriptors, "no descriptor is left", WAIT_S)
     except AssertionError as error:

@@ -192,7 +192,7 @@ def assert_nothing_left(agents: Agents, pids: list[int]) -> None:
     assert rank_processes(agents.home) == []
     run = agents.home / "run"
     assert not run.exists() or list(run.iterdir()) == []
-    with socket.socket() as sock:  # not reusing an address: nobody listens, nobody is bound
+    with socket.socket() as sock:  # not reusing an address: no socket listens or is bound
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", agents.port))
 

@@ -34,7 +34,7 @@ def whole_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCl
         folder, speculation=True, prefix_cache=True, prefill_chunk=512, kv_bytes=1024 * TOKEN_BYTES
     ) as cluster:
         yield cluster
-    assert cluster.everybody() == set()
+    assert cluster.all_pids() == set()
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def whole(whole_cluster: FaultyCluster) -> FaultyCluster:
 
 
 def fresh(seed: int) -> tuple[str, str]:
-    """A prompt that nobody has asked yet, and its right answer."""
+    """A new prompt, and its right answer."""
     prompt = f"Repeat exactly: {random_text(random.Random(seed), 20)}"
     return prompt, spoken(reference(prompt_ids(prompt), 400))
 

@@ -1,4 +1,4 @@
-"""A group that idles proves itself now and then: nobody notices, unless a rank computes something else."""
+"""A group that idles proves itself now and then: no client notices, unless a rank computes something else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def idler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
     limits = dataclasses.replace(FAULT_LIMITS, canary_s=CANARY_S)
     with FaultyCluster(tmp_path_factory.mktemp("canary"), limits=limits) as cluster:
         yield cluster
-    assert cluster.everybody() == set()
+    assert cluster.all_pids() == set()
 
 
 def test_an_idle_group_proves_itself_and_goes_on(idler: FaultyCluster) -> None:
@@ -39,7 +39,7 @@ def test_an_idle_group_proves_itself_and_goes_on(idler: FaultyCluster) -> None:
 
 
 def test_requests_that_come_while_it_proves_itself(idler: FaultyCluster) -> None:
-    """The proof is held up for a moment: whoever asks meanwhile waits that long and no more."""
+    """The proof is held up shortly: a request meanwhile waits for that time alone."""
     expected = idler.right(SHORT)
     was = before(idler)
     idler.order("hold", 1, on="proof", seconds=0.5)
@@ -54,7 +54,7 @@ def test_requests_that_come_while_it_proves_itself(idler: FaultyCluster) -> None
 def test_a_rank_that_computes_something_else_while_idle_ends_the_epoch(
     idler: FaultyCluster, rank: int
 ) -> None:
-    """Nobody has to ask for it to be found."""
+    """It is found without a request."""
     was = before(idler)
     idler.order("prove_otherwise", rank)
     assert_recovered(

@@ -94,11 +94,11 @@ def test_clients_of_whom_many_leave(cluster: FaultyCluster, crowds: int, seed: i
 
 
 def test_a_client_that_stops_reading(cluster: FaultyCluster) -> None:
-    """It holds nobody up, its own sequence runs to its end, and what it reads later is whole."""
+    """It holds no client up, its own sequence runs to its end, and what it reads later is whole."""
     prompt = "Repeat exactly: " + "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" * 16
     tokens = 300
     expected = cluster.right(prompt, tokens)
-    assert cluster.content(SHORT) == cluster.right(SHORT)  # whatever the first answer opens for good
+    assert cluster.content(SHORT) == cluster.right(SHORT)  # the first answer opens some for good
     was = before(cluster)
     at_first = all_descriptors(cluster)
     host, port = cluster.url.removeprefix("http://").split(":")
@@ -128,7 +128,7 @@ def test_a_client_that_stops_reading(cluster: FaultyCluster) -> None:
 
 def test_a_client_that_stops_reading_and_leaves(cluster: FaultyCluster) -> None:
     expected = cluster.right(SHORT)
-    assert cluster.content(SHORT) == expected  # whatever the first answer opens for good
+    assert cluster.content(SHORT) == expected  # the first answer opens some for good
     was = before(cluster)
     at_first = all_descriptors(cluster)
     host, port = cluster.url.removeprefix("http://").split(":")

@@ -241,7 +241,7 @@ def test_ranks_that_disagree_give_their_memory_back(cluster: FaultyCluster) -> N
 
 
 def test_five_failed_epochs_are_the_last(tmp_path: Path) -> None:
-    """Then it says why, for as long as somebody asks."""
+    """Then it says why, for as long as clients ask."""
     orders = [Order("exit", rank=0, epoch=epoch, on="start") for epoch in range(1, 7)]
     began = time.monotonic()
     with FaultyCluster(tmp_path, orders=orders, wait=False) as cluster:

@@ -49,7 +49,7 @@ TO_RANK_1 = [
     pytest.param("unknown type", {Code.UNKNOWN_TYPE}, marks=chaos),
     pytest.param("truncated", {Code.FRAME_MALFORMED}),
     # Noticed by the number of the next frame, or, when rank 0 cannot send one before this step is done, by
-    # nobody's progress.
+    # no rank's progress.
     pytest.param("other epoch", {Code.WRONG_SEQ, Code.ACK_MISSING, Code.RANK_STALLED}, marks=chaos),
     pytest.param("seq again", {Code.WRONG_SEQ}, marks=chaos),
     pytest.param("hello again", {Code.OUT_OF_ORDER}, marks=chaos),

@@ -76,7 +76,7 @@ def test_rank_1_has_a_voice(cluster: FaultyCluster, how: str) -> None:
 
 @pytest.mark.parametrize("max_tokens", [400, 30], ids=["at its end token", "at its limit"])
 def test_one_step_too_many_on_all_ranks(cluster: FaultyCluster, max_tokens: int) -> None:
-    """N tokens take N forwards: the extra one is in nobody's count."""
+    """N tokens take N forwards: the extra one is in no count."""
     run(cluster, f"one step too many of {max_tokens}", "extra_step", 0, Code.DESYNC, max_tokens=max_tokens)
 
 
@@ -156,7 +156,7 @@ def test_rank_1_has_its_rows_in_another_order(cluster: FaultyCluster, how: str) 
 
 
 def test_rank_1_has_another_position(cluster: FaultyCluster) -> None:
-    """Attention over too little on one rank is in everybody's sums: all would agree on a wrong token."""
+    """Attention over too little on one rank is in the sums of all: they would agree on a wrong token."""
     run(cluster, "another position", "misread_step", 1, Code.DESYNC, at=20, how="positions")
 
 
@@ -214,7 +214,7 @@ def test_another_draw_of_rank_1_changes_no_token(cluster: FaultyCluster) -> None
 
 
 def test_a_bit_flipped_in_the_logits_that_rank_1_gathered_changes_nothing(cluster: FaultyCluster) -> None:
-    """The argmax of rank 1 is another, and is nobody's token."""
+    """The argmax of rank 1 is another, and reaches no client."""
     assert_nothing_comes_of_it(cluster, "flipped", "flip_logit_bit", on="choose")
 
 

@@ -108,7 +108,7 @@ def test_a_pause_is_filled_with_empty_chunks(cluster: FaultyCluster) -> None:
 
 @pytest.mark.parametrize("failures", [2, pytest.param(3, marks=chaos)])
 def test_several_failures_during_one_answer(cluster: FaultyCluster, failures: int, seed: int) -> None:
-    """Each time it got on a little, so that nobody takes it for their cause."""
+    """Each time it got on a little, so that it does not pass for their cause."""
     rng = random.Random(seed)
     expected = cluster.right(COUNT)
     was = before(cluster)
@@ -131,7 +131,7 @@ def test_several_failures_during_one_answer(cluster: FaultyCluster, failures: in
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=chaos)])
 def test_a_request_that_kills_does_not_take_others_along(cluster: FaultyCluster, rank: int) -> None:
-    """Nobody knows which of four it is: they are told apart without ending one that is innocent."""
+    """It may be any of four: they are told apart without ending one that is innocent."""
     expected = cluster.right(LONG)
     was = before(cluster)
     cluster.order("poison", rank, epoch=0, times=0, how=" ".join(map(str, prompt_ids(POISON))))
@@ -183,7 +183,7 @@ def test_no_request_waits_for_ever_for_another_group(
 
 
 def test_when_the_server_gives_up_so_does_who_waits(tmp_path: Path) -> None:
-    """Five failures in two minutes are the last; it says why, and goes on answering whoever asks."""
+    """Five failures in two minutes are the last; it says why, and goes on answering clients."""
     with FaultyCluster(tmp_path) as cluster:
         expected = cluster.right(LONG)
         was = before(cluster)
@@ -203,6 +203,6 @@ def test_when_the_server_gives_up_so_does_who_waits(tmp_path: Path) -> None:
         refused = cluster.read(SHORT)
         assert refused.code == Code.NOT_READY
         assert cluster.epoch == was.epoch + 4
-        assert cluster.everybody() == set()
+        assert cluster.all_pids() == set()
         assert assert_legal(cluster)[-1] is ServingState.FAILED
         found("five failures in a row", code="rank_lost", tokens_checked=answer.tokens)

@@ -45,8 +45,8 @@ def fail_once(
     likely: str = "",
     **how: object,
 ) -> None:
-    """Under one request of `max_tokens` tokens the epoch ends with one of `codes`; nobody is told but who
-    took too much memory.
+    """Under one request of `max_tokens` tokens the epoch ends with one of `codes`; only the client is told
+    that took too much memory.
     """
     expected = cluster.right(LONG, max_tokens)
     was = before(cluster)
@@ -68,7 +68,7 @@ def fail_once(
     ("on", "at"), [("PromptTokens", 1), ("StepToken", 20)], ids=["in prefill", "in decode"]
 )
 def test_rank_0_raises_after_the_frame_went_out(cluster: FaultyCluster, on: str, at: int) -> None:
-    """Rank 1 has run that step or waits in it; nobody asks it for the reply any more."""
+    """Rank 1 has run that step or waits in it; no one asks it for the reply any more."""
     codes, likely = {Code.FORWARD_FAILED}, "failed forward"
     case = f"rank 0 raises at {on}"
     fail_once(cluster, case, "raise_in_forward", 0, codes, NOTICED_S, on=on, at=at, likely=likely)
@@ -159,7 +159,7 @@ def test_rank_1_stands_still_in_a_step_with_a_beating_heart(cluster: FaultyClust
 
 
 def test_idling_is_not_part_of_the_first_step(cluster: FaultyCluster) -> None:
-    """The stall clock of a request starts with its first forward, however long nobody had asked before."""
+    """The stall clock of a request starts with its first forward, however long it idled before."""
     was = before(cluster)
     stall_s = 4 * SLOWNESS
     cluster.tighten(prefill_stall_s=stall_s)

@@ -15,7 +15,7 @@ HANDSHAKE_S = 3.0
 
 
 def test_strangers_at_the_decode_port_are_turned_away(cluster: FaultyCluster) -> None:
-    """All before rank 1 comes; the epoch forms all the same, and nobody heard of its key."""
+    """All before rank 1 comes; the epoch forms all the same, and none of them got its key."""
     was = before(cluster)
     cluster.order("strangers_first", 1, epoch=was.epoch + 1)
     kill(was.pids[1])
@@ -33,7 +33,7 @@ def test_strangers_at_the_decode_port_are_turned_away(cluster: FaultyCluster) ->
 
 @pytest.mark.parametrize("how", ["garbage", pytest.param("silent", marks=pytest.mark.chaos)])
 def test_a_stranger_at_the_ring_port(cluster: FaultyCluster, how: str) -> None:
-    """MLX takes whoever comes for its peer; the group does not pass, and the next one does."""
+    """MLX takes any caller for its peer; the group does not pass, and the next one does."""
     was = before(cluster)
     cluster.order("ring_stranger", 1, epoch=was.epoch + 1, how=how)
     kill(was.pids[1])

@@ -228,7 +228,7 @@ def run_twice(
 def swallow_exception(
     original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
 ) -> Forward:
-    """The forward raises; somebody catches it, goes on, and answers with what the last forward gave."""
+    """The forward raises; its caller catches that, goes on, and answers with what the last forward gave."""
     if not (isinstance(frame, StepToken) and orders.due("swallow_exception")):
         swallow_exception.last = original(rank, step, frame, known)  # type: ignore[attr-defined]
         return swallow_exception.last  # type: ignore[attr-defined]
@@ -562,7 +562,7 @@ def strangers_first(original: Wrapped, epoch: decode_links.Epoch) -> BlockingLin
 def ring_stranger(
     original: Wrapped, backend: str, rank: int, world: int, hosts: tuple[str, ...], **how: Any
 ) -> Any:
-    """Somebody reaches rank 0's ring port before this rank does, and speaks or is silent."""
+    """A stranger reaches rank 0's ring port before this rank does, and speaks or is silent."""
     if order := orders.due("ring_stranger"):
         sock, _ = _knock(hosts[0], b"\x01" * 100_000 if order.how == "garbage" else b"")
         ring_stranger.sock = sock  # type: ignore[attr-defined]  # stays open as long as this process

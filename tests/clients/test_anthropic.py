@@ -21,7 +21,7 @@ LONG: dict[str, Any] = {
     "minItems": 800,
     "maxItems": 800,
 }
-"""An answer of some 1600 tokens, whatever the model would rather say."""
+"""An answer of some 1600 tokens, even if the model would end it."""
 TOOL: Any = {"name": "look_up", "description": "Looks up", "input_schema": SCHEMA}
 IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 
@@ -154,7 +154,7 @@ def test_who_leaves_is_not_decoded_for(client: anthropic.Anthropic, two_ranks: C
     before = two_ranks.idle()
     with client.messages.stream(**asked("Go on.", max_tokens=2500, output_config=as_schema(LONG))) as stream:
         next(iter(stream.text_stream))
-    until(lambda: two_ranks.health()["open_requests"] == 0, "nobody's request ends")
+    until(lambda: two_ranks.health()["open_requests"] == 0, "the abandoned request ends")
     assert 0 < (two_ranks.idle() - before).emitted[0] < 1600
 
 

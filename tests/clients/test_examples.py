@@ -29,7 +29,7 @@ CLIENTS = Path(__file__).parents[2] / "examples" / "clients"
 HERE = f"http://{DEFAULT_HTTP}"
 WEATHER = (
     r"weather\('(Lisbon|Oslo|Rome)'\) = '\d+ degrees, \w+'\n"
-    r".+"  # whatever the model says to that
+    r".+"  # the model's own words
 )
 VERDICT = r"\{'wet': (True|False)\}"
 SAID = {

@@ -118,7 +118,7 @@ def test_who_leaves_is_not_decoded_for(client: ollama.Client, two_ranks: Cluster
     stream = client.chat(model="tiny", messages=user("Go on."), format=LONG, stream=True)
     next(iter(stream))
     stream.close()  # type: ignore[attr-defined]  # it is a generator
-    until(lambda: two_ranks.health()["open_requests"] == 0, "nobody's request ends")
+    until(lambda: two_ranks.health()["open_requests"] == 0, "the abandoned request ends")
     assert 0 < (two_ranks.idle() - before).emitted[0] < 1600
 
 

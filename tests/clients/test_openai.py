@@ -136,7 +136,7 @@ def test_who_leaves_is_not_decoded_for(client: openai.OpenAI, two_ranks: Cluster
     )
     next(iter(stream))
     stream.close()
-    until(lambda: two_ranks.health()["open_requests"] == 0, "nobody's request ends")
+    until(lambda: two_ranks.health()["open_requests"] == 0, "the abandoned request ends")
     assert 0 < (two_ranks.idle() - before).emitted[0] < 3000
 
 

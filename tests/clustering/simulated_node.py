@@ -1,6 +1,6 @@
 """One agent as far as membership and coordination go: what `simulation.py` has many of.
 
-Its epochs are only names: whoever forms one asks the others to take part, and it is ready when all agreed.
+Its epochs are only names: an agent asks the others to take part, and one is ready when all agreed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TICK_S = 0.5
 REDIAL_S = 0.5
 LOAD_S = 0.4
-"""From everybody's agreement to an epoch that is ready."""
+"""From the agreement of all to an epoch that is ready."""
 RETRY_S = 0.5
 
 

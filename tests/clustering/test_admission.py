@@ -1,4 +1,4 @@
-"""Joining over real connections: two Macs, and everybody who might stand in between."""
+"""Joining over real connections: two Macs, and attackers in between."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_a_joiner_says_nothing_to_another_cluster(macs: Macs) -> None:
 
 
 def test_a_joiner_says_nothing_to_who_passes_on_the_offer_of_its_cluster(macs: Macs, tmp_path: Path) -> None:
-    """Somebody in between, who has everything but a certificate of that cluster."""
+    """An attacker in between, who has everything but a certificate of that cluster."""
     context = member_context_server(macs.elsewhere.credentials)
     hears_nothing(macs, context, offer_of(macs.first), ProtocolError, "was not made by the authority")
     key = new_key()

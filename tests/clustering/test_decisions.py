@@ -115,7 +115,7 @@ def test_it_hands_over_to_the_agent_that_gets_rank_0() -> None:
     assert decided(plan=plan("b", "c")) == HandOver("b")
 
 
-# --- losing somebody --------------------------------------------------------------------------------------
+# --- losing a member --------------------------------------------------------------------------------------
 
 LOST = {
     "dead": MemberStatus(MemberState.DEAD, "b-1", False),

@@ -217,7 +217,7 @@ def test_who_answers_counts_more_than_who_was_said_to_be_there() -> None:
     policy.sighted([sighting(BEN, "10.0.0.1:1")], 0.0)
     policy.tick(0.0, ())
     policy.reached("10.0.0.1:1", ANNA, 0.1)
-    # Anna is there, so that Ben is not, whoever may say so.
+    # Anna is there, so that Ben is not, even if other members say so.
     policy.sighted([sighting(BEN, "10.0.0.1:1"), sighting(BEN, "10.0.0.2:1")], 20.0)
     assert policy.tick(20.0, (ANNA,)) == ["10.0.0.2:1"]
     assert policy.remembered() == {ANNA: ("10.0.0.1:1",)}
@@ -270,7 +270,7 @@ def test_at_most_so_many_at_once() -> None:
     first = policy.tick(0.0, ())
     assert len(first) == AT_ONCE
     policy.failed(first[0], 0.5)
-    # Whoever was not tried yet comes before who was.
+    # Addresses that were not tried yet come first.
     assert policy.tick(1.0, ()) == ["mac8:1"]
 
 

@@ -336,7 +336,7 @@ def test_what_no_node_would_say_is_not_believed(
 
 @pytest.fixture(scope="module")
 def watcher() -> Iterator[tuple[Hosts, Member]]:
-    """Somebody who is on the network before false records come."""
+    """A Mac that is on the network before false records come."""
     with Hosts(2) as net:
         anna = Member(net.hosts[0], A)
         with multicasting(net.hosts[1]) as sock:
@@ -365,7 +365,7 @@ def test_a_node_that_did_not_answer_is_asked_again(net: Hosts) -> None:
                 sock.send(bytes(name.packets()[0]))
             for _ in asked():
                 first_asked_at = min(first_asked_at, time.monotonic())
-                # The first time, which takes 0.3 s, nobody answers.
+                # The first time, which takes 0.3 s, no host replies.
                 if time.monotonic() - first_asked_at > 0.7:
                     sock.send(records)
             return anna.sees(sighting(B, b.address))

@@ -158,11 +158,11 @@ def test_no_command_may_take_longer_than_the_whole() -> None:
 
 def test_commands_are_asked_at_once() -> None:
     async def meeting() -> None:
-        everybody = asyncio.Barrier(len(COMMANDS))
+        all_commands = asyncio.Barrier(len(COMMANDS))
 
         async def run(name: str, arguments: tuple[str, ...], deadline_s: float) -> Output:
             async with asyncio.timeout(AGES_S):
-                await everybody.wait()
+                await all_commands.wait()
             return Output(recorded(MAX)[name])
 
         assert await probe(system="darwin", run=run) == machine(MAX)

@@ -70,7 +70,7 @@ class Story:
         return self.joiner().on_offer(self.host().offer, FIRST_CERTIFICATE)
 
     def refused(self) -> tuple[Joiner, JoinRefusal]:
-        """A joiner with a token that nobody issued, and what it is told."""
+        """A joiner with a token without an issuer, and its refusal."""
         unknown = JoinToken(CLUSTER, self.token.authority_hash, b"u" * 16)
         host, joiner = (
             self.host(new_key().public_key().public_numbers().x.to_bytes(32, "big")),

@@ -1,4 +1,4 @@
-"""Rounds of an agent: at intervals, after changes, and no more often than its links need."""
+"""Rounds of an agent: at intervals, after changes, and only as often as its links need."""
 
 from __future__ import annotations
 

@@ -46,16 +46,16 @@ def test_a_group_is_found_exactly_where_there_is_one(
 
 
 def test_the_first_nodes_are_preferred() -> None:
-    everybody = graph_of(set(PAIRS))
-    assert clique("fedcba", 3, everybody) == ("f", "e", "d")
-    assert circle("fedcba", 3, everybody, "a") == ("a", "f", "e")
+    all_linked = graph_of(set(PAIRS))
+    assert clique("fedcba", 3, all_linked) == ("f", "e", "d")
+    assert circle("fedcba", 3, all_linked, "a") == ("a", "f", "e")
 
 
 def test_nodes_that_may_not_take_part_do_not() -> None:
-    everybody = graph_of(set(PAIRS))
-    assert set(circle("bdf", 3, everybody)) == set("bdf")
-    assert circle("bdf", 4, everybody) == ()
-    assert clique("bdf", 2, everybody, "a") == ()
+    all_linked = graph_of(set(PAIRS))
+    assert set(circle("bdf", 3, all_linked)) == set("bdf")
+    assert circle("bdf", 4, all_linked) == ()
+    assert clique("bdf", 2, all_linked, "a") == ()
 
 
 @pytest.mark.parametrize("must", ["", "m0"])

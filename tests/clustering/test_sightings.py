@@ -85,7 +85,7 @@ def test_any_name_of_a_mac_can_be_announced(advert: Advert) -> None:
         ("mac.local", "mac-local [aaaaaaaa]"),
         ("", "mlxtp [aaaaaaaa]"),
         ("\x1b[2Jtwo\nlines", "[2Jtwolines [aaaaaaaa]"),
-        # There is room for what the library appends to a name that somebody else has.
+        # There is room for what the library appends to a name that another Mac has.
         ("x" * 100, f"{'x' * 47} [aaaaaaaa]"),
         ("é" * 100, f"{'é' * 23} [aaaaaaaa]"),
     ],

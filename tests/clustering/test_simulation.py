@@ -510,7 +510,7 @@ def test_all_are_told_to_stop_at_once_and_all_leave() -> None:
 
 
 def test_all_are_started_again_one_after_the_other() -> None:
-    """Someone serves all the time, but for the moments in which a group forms; nobody is ever dead."""
+    """Someone serves all the time, but for the moments in which a group forms; no member is ever dead."""
     world = serving("abcd")
     for name in "abcd":
         world.drain(name)

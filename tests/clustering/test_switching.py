@@ -108,7 +108,7 @@ def test_those_who_come_for_the_old_one_wait_behind_the_new_one_and_then_have_th
     story.queue("b", running=1)
     story.queue("a", "old", running=1)
     assert story.told().model == "old"
-    story.queue("b", "new", running=1)  # whoever comes now waits
+    story.queue("b", "new", running=1)  # a newcomer waits
     story.queue("a", "old")
     assert story.decide() is None
     story.queue("b", "new")
@@ -157,7 +157,7 @@ def test_a_pinned_model_keeps_its_turn() -> None:
     assert story.decide() is None
     story.desired = replace(story.desired, said=0)
     assert story.told().model == "new"
-    story.want("old", pinned=True)  # somebody pins it before the other is loaded
+    story.want("old", pinned=True)  # a user pins it before the other is loaded
     assert story.told().model == "old"
     story.queue("a", "new")
     story.queue("b")
@@ -296,7 +296,7 @@ def test_in_any_order_nothing_is_unloaded_under_a_request_and_all_are_served(
 
     for event in events:
         step(*event)
-    for _ in range(40):  # nobody comes any more: everybody is served in a while
+    for _ in range(40):  # no request comes any more: all are served in a while
         for name, mac in macs.items():
             step("ready", name, "")
             step("hear", name, "")

@@ -191,7 +191,7 @@ def test_link_local_addresses_need_a_cable() -> None:
 
 
 def test_a_thunderbolt_network_follows_the_cable() -> None:
-    """Somebody gave all Thunderbolt ports addresses of one network; only cabled ones reach each other."""
+    """A user gave all Thunderbolt ports addresses of one network; only cabled ones reach each other."""
     members = cabled([mac(0), mac(1), mac(2)], [(0, 1), (1, 2)])
     flat = [
         changed(

@@ -468,9 +468,9 @@ def test_what_the_agent_refuses_keeps_its_code(agent: Agent) -> None:
     assert json.loads(refused.stdout) == {"error": {"code": "not_ready", "message": "anna is away"}}
 
 
-@pytest.mark.parametrize("nobody", ["", " "])
-def test_no_member_is_removed_without_a_name(agent: Agent, nobody: str) -> None:
-    said = refusal(agent.home, "cluster", "remove", nobody)
+@pytest.mark.parametrize("name", ["", " "])
+def test_no_member_is_removed_without_a_name(agent: Agent, name: str) -> None:
+    said = refusal(agent.home, "cluster", "remove", name)
     assert said.startswith("mlxtp: which member? Its name, or the beginning of its id: see `mlxtp cluster")
     assert agent.admin.asked == []
 
@@ -532,7 +532,7 @@ def test_a_file_that_no_agent_wrote(tmp_path: Path, content: str) -> None:
 
 
 @contextmanager
-def somebody(answer: bytes) -> Iterator[str]:
+def stranger(answer: bytes) -> Iterator[str]:
     """Another program at the port that the agent had before it was killed."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -561,7 +561,7 @@ def somebody(answer: bytes) -> Iterator[str]:
     ],
 )
 def test_after_a_kill_another_program_may_answer_there(tmp_path: Path, answer: bytes) -> None:
-    with somebody(answer) as url:
+    with stranger(answer) as url:
         (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old"}))
         said = refusal(tmp_path, "status")
         assert said.startswith(f"mlxtp: the agent of {tmp_path} does not answer at {url}")
@@ -575,7 +575,7 @@ def test_after_a_kill_no_agent_answers_there(tmp_path: Path, url: str) -> None:
 
 def test_an_error_in_a_form_of_its_own(tmp_path: Path) -> None:
     body = b'{"error": ["odd"]}'
-    with somebody(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)) as url:
+    with stranger(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)) as url:
         (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old"}))
         assert "odd" in refusal(tmp_path, "status")
 
@@ -595,7 +595,7 @@ def test_leaving_while_no_agent_runs(tmp_path: Path) -> None:
 
 
 def test_the_founder_leaves_a_cluster_of_one_without_force(tmp_path: Path) -> None:
-    """Nobody else belongs to it, so nobody has to be told."""
+    """No other Mac belongs to it, so none has to be told."""
     home = tmp_path / "home"
     store = Store(home)
 
@@ -620,7 +620,7 @@ def test_a_home_that_was_none_is_none_afterwards(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_lives_but_does_not_answer_keeps_its_identity(tmp_path: Path) -> None:
-    """It holds the files; whoever takes them away behind its back breaks it."""
+    """It holds the files; taking them away behind its back breaks it."""
     store = Store(tmp_path)
     store.found_cluster()
     (tmp_path / FILE).write_text(json.dumps({"url": "http://127.0.0.1:1", "key": "k"}))
@@ -643,7 +643,7 @@ def test_where_an_agent_answers_is_for_its_user_only_and_while_it_runs(tmp_path:
         assert json.loads(path.read_text())["key"] == KEY
     assert not path.exists()
     with announced(tmp_path, "http://127.0.0.1:1", KEY):
-        path.unlink()  # whoever tidies up: no reason to fail at the end
+        path.unlink()  # tidied up: no reason to fail at the end
 
 
 def test_a_home_that_takes_no_file_is_named(tmp_path: Path) -> None:

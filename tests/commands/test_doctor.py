@@ -37,7 +37,7 @@ def rows(result: Result) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody is listened for, and nothing leaves this machine."""
+    """No other Mac is listened for, and nothing leaves this machine."""
     monkeypatch.setenv("MLXTP_DISCOVERY", "false")
     monkeypatch.setenv("MLXTP_INTERFACE", "127.0.0.1")
     monkeypatch.setenv("MLXTP_CONTROL", "127.0.0.1:0")

@@ -46,7 +46,7 @@ sys.exit(7)
 
 
 class Backend:
-    """Serves one model, or none, and could load another; nobody asks it anything."""
+    """Serves one model, or none, and could load another; no client asks it anything."""
 
     def __init__(self) -> None:
         self.served: tuple[ModelInfo, ...] = (

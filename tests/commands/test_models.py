@@ -136,7 +136,7 @@ def test_what_does_not_come_has_no_bar(agent: Agent) -> None:
 
 def test_a_bar_that_is_full_says_how_fast_it_came() -> None:
     task = Task(TaskID(1), "x", 2_000_000, 2_000_000, _get_time=lambda: 5.0, fields={"begun": 1_000_000})
-    assert str(_Speed().render(task)) == ""  # nobody knows
+    assert str(_Speed().render(task)) == ""  # not known
     task.start_time, task.stop_time, task.finished_time = 0.0, 2.0, 2.0
     assert str(_Speed().render(task)) == "500.0 kB/s"
     task.finished_speed = 3e6

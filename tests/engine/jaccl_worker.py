@@ -35,7 +35,7 @@ ADDRESS_BYTES = 32
 class Script:
     """A fault of the bootstrap and its time: just before round `at`, counted from 1.
 
-    `fault`: "raise" as JACCL does, "die", "wait" for somebody to open FOLDER/gate, "retry" after a round
+    `fault`: "raise" as JACCL does, "die", "wait" for a test to open FOLDER/gate, "retry" after a round
     that failed, or nothing. `whole`: all of a rank process, with a real group over the ring in the end.
     """
 
@@ -99,7 +99,7 @@ class Pretence:
 
 @dataclass(frozen=True)
 class NoGroup:
-    """A group that nobody will compute with."""
+    """A group without computations."""
 
     of_rank: int
     of_size: int

@@ -1,7 +1,7 @@
 """A rank that looks for its model elsewhere: `misled_worker.py FOLDER <arguments of mlxtp.engine.worker>`.
 
-While FOLDER/rank-K exists, rank K loads the model folder that is named there, whatever it is told to load, as
-if two machines held different files.
+While FOLDER/rank-K exists, rank K loads the model folder that is named there, instead of what it is told to
+load, as if two machines held different files.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The decode loop without ranks: drives a scheduler as rank 0 does, and plays the ranks' part by the letter.
 
 `Ranks` holds the tokens that each KV cache would hold, and executes moves literally. Its model knows what
-every request's answer is, and says it only when the KV cache holds what it should: whoever starts from a
+every request's answer is, and says it only when the KV cache holds what it should: a row that starts from a
 wrong cache, skips a token or forgets to roll back hears nonsense.
 """
 
@@ -71,7 +71,7 @@ class Request:
 
     @property
     def expected(self) -> tuple[tuple[int, ...], str]:
-        """The visible tokens and the reason, when nobody interferes."""
+        """The visible tokens and the reason, without interference."""
         tokens: list[int] = []
         for index in range(self.max_tokens):
             token = self.answer(index)
@@ -369,7 +369,7 @@ class Simulation:
             raise AssertionError("the scheduler never comes to rest")
         assert not self.ranks.rows
         assert not self.ranks.prefilling
-        assert len(self.scheduler) == 0, "nobody is left behind"
+        assert len(self.scheduler) == 0, "no request is left behind"
 
     def prefills(self) -> list[Prefill]:
         """All chunks, those computed together too."""

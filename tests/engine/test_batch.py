@@ -203,7 +203,7 @@ def test_the_last_row_takes_the_place_of_the_one_that_leaves(model_of: Callable[
 def test_a_copy_is_not_disturbed_by_its_source_nor_the_source_by_its_copy(
     model_of: Callable[[str], Any],
 ) -> None:
-    """A row alone shares its arrays with its copies: whoever writes must write elsewhere."""
+    """A row alone shares its arrays with its copies: a writer must write elsewhere."""
     model, random = model_of("llama"), Random(5)
     prompt = some_tokens(random, 30)
     batch = SlotBatch()

@@ -1,4 +1,4 @@
-"""Answers under a grammar that are complete when their budget ends, whatever the model would rather say."""
+"""Answers under a grammar that are complete when their budget ends, even if the model would go on."""
 
 from __future__ import annotations
 

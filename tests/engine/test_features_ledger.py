@@ -90,7 +90,7 @@ async def one_client(cluster: Cluster, random: Random) -> str:
 
 
 async def crowd(cluster: Cluster, random: Random, count: int) -> dict[str, int]:
-    """`count` clients, some at once, now and then nobody; somebody looks at the metrics meanwhile."""
+    """`count` clients, some at once, now and then none; a reader looks at the metrics meanwhile."""
     left = count
     ways: dict[str, int] = {}
     while left:

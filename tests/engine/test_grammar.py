@@ -154,7 +154,7 @@ CLOSING = [tokens_of(text)[0] for text in ('"', "}", "]", ",", "1")]
 def walk(matcher: Matcher, dice: random.Random, check: Callable[[str], bool], tokens: int = 40) -> str:
     """Random tokens that the masks allow; after `tokens` of them, those that come to an end.
 
-    `check` says whether a text is complete and valid: it must be wherever an end token is allowed.
+    `check` says whether a text is complete and valid: it must be so where an end token is allowed.
     """
     chosen: list[int] = []
     forced: list[str] = []
@@ -574,7 +574,7 @@ def test_any_json_is_a_schema_or_refused(grammars: Grammars, schema: dict[str, A
 SLOW = json.dumps({"type": "integer", "multipleOf": 999983})
 """Takes some ten seconds to compile; nothing but a deadline stops it."""
 DEEP = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(50_000)) + '\nr50000: "a"'
-"""Overflows the stack of whoever compiles it."""
+"""Overflows the stack of its compiler."""
 
 
 def doubling(levels: int) -> str:

@@ -77,7 +77,7 @@ def test_what_ends_it_ends_every_later_round_too(answer: Message | LinkError, co
     for _ in range(3):
         failure = fails(gather)
         assert (failure.code, words in failure.detail) == (code, True), failure.detail
-    assert len(agent.sent) == 1, "nobody hears of a round that cannot be"
+    assert len(agent.sent) == 1, "no agent hears of a round that cannot be"
 
 
 def test_a_link_that_breaks_is_no_late_answer() -> None:

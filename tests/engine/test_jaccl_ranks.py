@@ -1,6 +1,6 @@
 """Real rank processes whose pretended JACCL forms through their pipes; the hub between them is the agent's.
 
-The hub's time is a number that the test names, so nobody waits for a deadline.
+The hub's time is a number that the test names, so no test waits for a deadline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks import mlx-lm without transformers and the Hub; whoever needs these later gets the real ones."""
+"""Ranks import mlx-lm without transformers and the Hub; code that needs these later gets the real ones."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_last_words_that_are_too_long_are_cut(tmp_path: Path) -> None:
 
 
 def test_a_recorder_without_a_file() -> None:
-    """Without a file it takes everything, and crashes are nobody's."""
+    """Without a file it takes everything, and crashes are lost."""
     recorder = Recorder()
     recorder.catch_crashes()
     recorder.entered("idle")

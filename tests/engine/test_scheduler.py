@@ -309,7 +309,7 @@ def test_clients_take_turns_and_each_is_served_in_its_order() -> None:
 
 
 def test_users_take_the_turns_of_their_client_alone() -> None:
-    """A client that names a new user with each request gets no more than one that names none."""
+    """A client that names a new user with each request gets the share of one that names none."""
     simulation = Simulation(max_rows=1)
     names = {}
     for name, client, user, count in (("a", 7, 1, 4), ("b", 8, 0, 3), ("c", 7, 2, 2)):
@@ -1179,7 +1179,7 @@ def test_a_step_waits_for_a_small_chunk_at_most(set_up: dict[str, Any], course: 
             case Decode():
                 since_decode = 0
                 assert len(move.rows) <= set_up["max_rows"]
-                assert set(move.rows) == running, "nobody who runs is left out"
+                assert set(move.rows) == running, "no running row is left out"
             case StopSequence():
                 running.discard(move.uid)
 

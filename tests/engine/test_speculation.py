@@ -90,7 +90,7 @@ def test_it_does_not_matter_what_was_prompt_and_what_was_answer(tokens: list[int
     grown = Lookup(tokens[:cut])
     for token in tokens[cut:]:
         grown.append(token)
-    # Nothing here continues with a 9, so that both search anew.
+    # Nothing here continues with a 9, so that both search again.
     whole = Lookup([*tokens, 9])
     grown.append(9)
     for token in tokens[-4:]:
@@ -268,7 +268,7 @@ def test_text_with_nothing_to_copy_is_left_alone(text: list[int], use_match: boo
 @given(st.lists(st.tuples(st.integers(0, 70), st.floats(0, 1)), max_size=400))
 @settings(max_examples=100)
 def test_wrong_drafts_are_paid_for(steps: list[tuple[int, float]]) -> None:
-    """The bound of the docstring, whatever comes: `limit` never lets it be broken."""
+    """The bound of the docstring, with any input: `limit` never lets it be broken."""
     adaptive = Adaptive()
     wrong = right = 0
     for done, (matched, share) in enumerate(steps, 1):

@@ -147,7 +147,7 @@ def test_nothing_is_measured_while_a_request_waits(cluster: Cluster) -> None:
         measure(cluster)
     assert refused.value.code is Code.NOT_READY
     request.close()
-    assert measure(cluster).sizes  # what was on its way to the one who left comes across, and harms nobody
+    assert measure(cluster).sizes  # what was on its way to the one that left comes across, and harms no one
 
 
 def test_a_rank_that_dies_meanwhile_ends_the_measurement_and_the_group_comes_back(cluster: Cluster) -> None:

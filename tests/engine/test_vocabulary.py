@@ -81,7 +81,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 def pieces(model: Any, ranks: int) -> list[Vocabulary]:
-    """Every rank's vocabulary of the same weights; `model` makes them anew each time."""
+    """Every rank's vocabulary of the same weights; `model` makes them again each time."""
     return [shard(model(), Seat(rank, ranks)) for rank in range(ranks)]
 
 

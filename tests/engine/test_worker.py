@@ -51,7 +51,7 @@ def wedged():
     libc.pthread_mutex_lock(mutex)
     try:
         os.write(1, b"here\\n")
-        libc.pthread_mutex_lock(mutex)  # for ever, whatever signal comes
+        libc.pthread_mutex_lock(mutex)  # for ever, through any signal
     except worker.Terminated:  # just before
         libc.pthread_mutex_lock(mutex)
 
@@ -161,7 +161,7 @@ while True:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "idle"])
 def test_frames_from_before_sigterm_are_run_first(phase: str) -> None:
-    """Rank 0 runs them, too, and in another process's collective nobody can be told to stop."""
+    """Rank 0 runs them, too, and in another process's collective no rank can be told to stop."""
     assert ended(OBEYS.format(phase=phase)) == (TERMINATED_STATUS, ["frame", *FREED])
 
 

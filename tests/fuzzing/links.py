@@ -96,7 +96,7 @@ def _body(kind: type[Message], how: int, value: int) -> dict[str, Any]:
 
 
 def _receive(end: Session, data: bytes) -> None:
-    """An error is final: it comes again, whatever is called, and nothing is taken any more."""
+    """An error is final: it comes again from any call, and nothing is taken any more."""
     try:
         end.receive_data(data)
     except RemoteProtocolError as error:

@@ -114,7 +114,7 @@ class Node:
         return link
 
     def hear(self, link: FakeLink, *messages: Message) -> None:
-        """As `Neighbours` does: whoever breaks a rule loses the link."""
+        """As `Neighbours` does: a member that breaks a rule loses the link."""
         for message in messages:
             encode(message, 0, 1)
             try:

@@ -11,7 +11,7 @@ from ..cluster import WAIT_S
 
 
 async def sees(condition: Callable[[], object], what: str = "") -> None:
-    """Wait for what nobody announces. Fails when it never comes."""
+    """Wait for what is not announced. Fails when it never comes."""
     try:
         async with asyncio.timeout(WAIT_S):
             while not condition():  # noqa: ASYNC110
@@ -27,7 +27,7 @@ async def within(story: Awaitable[None]) -> None:
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
-    """Run it in an event loop of its own. Fails when a task ended by an error that nobody looked at."""
+    """Run it in an event loop of its own. Fails when a task ended by an error that was not looked at."""
     silent: list[dict[str, Any]] = []
 
     async def watched() -> None:

@@ -305,7 +305,7 @@ def test_a_key_is_used_as_often_as_it_may_be_and_others_go_on(tmp_path: Path) ->
     refusal = agent.ring.refusal((slow,))
     assert refusal is not None
     assert (refusal.code, dict(refusal.headers)) == (Code.RATE_LIMITED, {"retry-after": "30"})
-    told(agent.file, "another")  # a changed file gives nobody a full bucket
+    told(agent.file, "another")  # a changed file fills no bucket
     assert agent.ask(slow, later_s=28.5)[1].endswith("retry in 2 s")
     assert agent.ask(slow, later_s=1.5)[0] == 200
 
@@ -326,7 +326,7 @@ def test_when_a_key_was_last_used(tmp_path: Path) -> None:
 def test_a_broken_file_lets_no_client_in_until_it_is_mended(
     tmp_path: Path, how: str, beyond: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also on loopback, where nobody would need a key without one."""
+    """Also on loopback, where no client would need a key without one."""
     agent = Ring(tmp_path, beyond=beyond)
     key, path = told(agent.file, "laptop"), tmp_path / FILE
     assert agent.ask(key)[0] == 200

@@ -1,4 +1,4 @@
-"""One node among others that say whatever the wire lets them say: no links, no processes, time by hand."""
+"""One node among others that send all that the wire lets them send: no links, no processes, time by hand."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_a_node_that_was_removed_ends_and_says_what_brings_it_back(
         a, me = node.meet(A), node.parts
         own = RosterEntry(me.node.node_id, "studio", me.node.identity.fingerprint, False, 50)
         node.hear(a, Members((replace(own, removed=True),)))
-        assert not me.node.over.done(), "nobody signed it"
+        assert not me.node.over.done(), "no one signed it"
         node.hear(a, removed_by(first, own))
         assert me.node.over.done()
         assert "mlxtp node --join TOKEN" in me.node.introduction.problem
@@ -400,7 +400,7 @@ def test_who_founded_the_cluster_is_the_authority_s_word(
 
 
 def test_an_agent_that_ends_by_a_bug_says_it_once(tmp_path: Path, member: Member) -> None:
-    """`run` fails when an error is left that nobody asked for."""
+    """`run` fails when an error is left that was not asked for."""
 
     async def story(node: Node) -> None:
         node.parts.node.end(GroupError("a bug", Code.INTERNAL))
@@ -548,7 +548,7 @@ def _ours(message: Message, node_id: str) -> Message:
 def test_the_node_goes_on_after_any_message_of_members(
     tmp_path_factory: pytest.TempPathFactory, member: Member, weights: ModelSource, steps: list[Any]
 ) -> None:
-    """A member that lies may be believed or lose its link; it ends nobody's agent."""
+    """A member that lies may be believed or lose its link; it ends no agent."""
 
     async def scene() -> None:
         node = Node(member, tmp_path_factory.mktemp("home"))

@@ -41,7 +41,7 @@ def test_a_question_is_answered_at_once_and_no_other_answer_counts(tmp_path: Pat
         assert echoes.between(A, B) == echoes.between(B, A) == 180
         echoes.measure(10.0)
         asked_us = a.heard(Echo)[-1].asked_us
-        node.hear(b, Echo(1, True, ()))  # nobody asked that
+        node.hear(b, Echo(1, True, ()))  # not asked for
         assert echoes.between(here, B) is None
         for _ in range(2):  # the second is one too many
             echoes.received(a, Echo(asked_us, True, ()), 10.0 if echoes.between(here, A) else 10.003)  # type: ignore[arg-type]

@@ -152,7 +152,7 @@ def test_its_own_certificate_is_for_all_it_is_called(
 def test_its_certificate_stays_where_the_network_calls_it_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else people would have to trust it anew after each new lease."""
+    """Else users would have to trust it again after each new lease."""
     caplog.set_level(logging.INFO, logger="mlxtp")
     first = opened(tmp_path, "0.0.0.0", http_tls=True)
     assert first.summary.startswith("https://192.168.1.5:")

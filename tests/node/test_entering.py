@@ -29,7 +29,7 @@ from .test_door import House
 
 
 class Street:
-    """The doors of a cluster and of another one, and what is announced on the network, by whomever."""
+    """The doors of a cluster and of another one, and announcements on the network."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ class Street:
         return DiscoveredPeer("1" * 32, self.cluster_id, "mini", (address,), True, 1)
 
     def announce(self, *ports: int) -> None:
-        """Somebody at each of these ports says that it is of the cluster."""
+        """A program at each of these ports says that it is of the cluster."""
         self.announced |= dict.fromkeys(f"127.0.0.1:{port}" for port in ports)
         self.tell()
 
@@ -175,7 +175,7 @@ def test_the_no_of_the_right_mac_is_the_end_of_it(tmp_path: Path, monkeypatch: p
 def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless somebody else may still be found."""
+    """Unless another Mac may still be found."""
 
     async def story(street: Street) -> None:
         token = await street.house.node.parts.tokens.token()

@@ -195,7 +195,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "a bomb": lambda path: path.write_text("[" * 100_000),
     "another table": lambda path: path.write_text('{"format": 9}'),
     "a folder": lambda path: path.mkdir(),
-    "for everybody to write": _readable,
+    "for all to write": _readable,
     "zero": lambda path: path.write_text(to_text((RESULT,)).replace("0.25", "0.0")),
 }
 
@@ -243,7 +243,7 @@ def test_what_was_measured_changes_the_next_group(
         slow = replace(
             RESULT, nodes=(A, node.parts.node.node_id), backend="jaccl", kind=JACCL_MESH, collective_s=5e-3
         )
-        node.hear(a, report(replace(slow, fast_fences=True)))  # nobody runs with those
+        node.hear(a, report(replace(slow, fast_fences=True)))  # no agent runs with those
         node.hear(a, report(replace(slow, nodes=(A, B))))
         assert conductor.placement()[0] == before
         node.hear(a, report(slow))

@@ -187,7 +187,7 @@ def test_what_the_agent_knew(tmp_path: Path) -> None:
     assert told["pongs"]["1"]["step"] == 12
     assert told["hosts"] == ["studio", "mini"]
     assert kept(folder, 0)["pong_age_s"] >= 5
-    assert 2 <= kept(folder, 1)["pong_age_s"] < 3, "nobody asks for a heartbeat while a rank is ended"
+    assert 2 <= kept(folder, 1)["pong_age_s"] < 3, "no heartbeat is asked for while a rank is ended"
 
 
 def test_a_folder_that_others_may_read_gets_nothing(tmp_path: Path) -> None:

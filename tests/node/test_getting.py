@@ -1,4 +1,4 @@
-"""Models on their way to one member: in turn, bounded, and on again when somebody who has one comes back."""
+"""Models on their way to one member: in turn, bounded, and on again when a member that has one comes back."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_too_much_is_refused_in_words(
 
 
 class Lending:
-    """Another Mac that has all of NAME, which the Hub knows no more."""
+    """Another Mac that has all of NAME, which the Hub no longer knows."""
 
     def __init__(self, tmp_path: Path, hub: Hub) -> None:
         hub.models = {NAME: Model(embedded())}
@@ -213,7 +213,7 @@ def test_what_is_wanted_again_before_its_download_has_stopped_comes(
     async def story(node: Node) -> None:
         getting = leads(node)
         job = getting.table.of(NAME)
-        for _ in range(2):  # whoever has waited for the end of one may go, too
+        for _ in range(2):  # requests that have waited for the end of one may go, too
             first = asyncio.ensure_future(getting.get(NAME))
             await sees(lambda: job.fetch is not None and job.fetch.manifest is not None)
             first.cancel()

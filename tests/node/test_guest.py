@@ -245,7 +245,7 @@ def test_who_is_ended_on_the_way_up_does_not_live_on(tmp_path: Path, end: Ending
         told = len(stage.said[HOST])
         stage.orders.give(1)
         stage.deaf = False
-        if end is not closed:  # the next one finds nobody in its way
+        if end is not closed:  # the next one finds its way free
             stage.guest.received(HOST, prepare(6))
             assert (await stage.hears(Prepared, count=1 + (moment == "while it joins"))).epoch == 6
             assert len(stage.pids()) == 1

@@ -95,7 +95,7 @@ def test_only_the_last_ones_are_kept() -> None:
 
 def test_what_another_mac_tells_of_its_group() -> None:
     told = Told()
-    told.told(7, "forming", "rank 0 was lost before")  # of an epoch that nobody here has seen
+    told.told(7, "forming", "rank 0 was lost before")  # of an epoch that no agent here has seen
     told.told(7, "loading")
     told.told(7, "ready")
     told.told(7, "ready")

@@ -1,4 +1,4 @@
-"""Certificates for HTTPS: those in files that somebody named, and the one that this Mac makes."""
+"""Certificates for HTTPS: those in files that a user named, and the one that this Mac makes."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_one_that_others_can_read_is_not_used(tmp_path: Path) -> None:
         own_tls(tmp_path, NAMES, ADDRESSES, NOW)
 
 
-# --- files that somebody named ----------------------------------------------------------------------------
+# --- files that a user named ----------------------------------------------------------------------------
 
 
 def test_a_certificate_and_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

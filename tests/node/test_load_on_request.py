@@ -48,7 +48,7 @@ def right(folder: Path | None = None, tokens: int = TOKENS) -> str:
 
 @dataclass
 class Client:
-    """Somebody who asks one agent."""
+    """A client of one agent."""
 
     agent: Agent
     http: httpx.AsyncClient
@@ -194,7 +194,7 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             assert await first.models() == ["tiny"]
             assert await first.answer("tiny") == ("tiny", right())
             assert second.agent.supervisor.status.epoch == epoch, (
-                "to pin what is served already disturbs nobody"
+                "to pin what is served already disturbs no one"
             )
 
             second.agent.parts.node.desired.set("")  # and `mlxtp unload`

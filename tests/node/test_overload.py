@@ -106,8 +106,8 @@ def test_many_short_requests_are_bounded_by_what_they_cost_and_not_by_their_numb
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1000)), max_size=20), st.integers(0, 3))
 def test_a_load_counts_all_clients_and_each_by_itself(open_: list[tuple[int, int]], client: int) -> None:
     own = [tokens for other, tokens in open_ if other == client]
-    everybody = [tokens for _, tokens in open_]
-    assert load_of(client, open_) == OpenLoad(len(everybody), sum(everybody), len(own), sum(own))
+    all_open = [tokens for _, tokens in open_]
+    assert load_of(client, open_) == OpenLoad(len(all_open), sum(all_open), len(own), sum(own))
 
 
 def test_a_clients_number_says_nothing_about_it_elsewhere() -> None:

@@ -211,7 +211,7 @@ def test_a_control_link_that_ends_later_ends_the_epoch_too(tmp_path: Path) -> No
         stage.peer.say(LOST)
         error = await asyncio.shield(stage.ranks.failed)
         assert error.detail == "rank 1: mini-1 is gone: its cable was pulled"
-        await stage.ranks.kill()  # nobody waits for who is gone
+        await stage.ranks.kill()  # no one waits for a process that is gone
         assert stage.peer.heard(EndEpoch) == []
 
     play(tmp_path, story, silence_s=NEVER_S)

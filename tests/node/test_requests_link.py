@@ -345,7 +345,7 @@ def test_a_flood_of_requests_is_refused_one_by_one_and_leaves_nothing_behind() -
         assert {each.code for each in heard if isinstance(each, Error)} == {Code.OVERLOADED}
         assert len(stage.ranks.sent) == MAX_OPEN
         stage.say(Finished(1, "stop", 0, 0))
-        answer = stage.ours.generate(Request((2,), 9))  # a place is free, and nobody was cut off
+        answer = stage.ours.generate(Request((2,), 9))  # a place is free, and no client was cut off
         generates = await stage.asked(MAX_OPEN + 1)
         stage.say(Finished(generates[-1].uid, "stop", 0, 0))
         assert await everything(answer) == [StreamEnd("stop", 0)]

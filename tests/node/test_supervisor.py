@@ -1,4 +1,4 @@
-"""Epochs as somebody else plans them, one after the other: real processes that compute nothing."""
+"""Epochs that an owner plans, one after the other: real processes that compute nothing."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_a_request_waits_until_the_coordinator_has_its_model_loaded(tmp_path: Pa
         assert not behind.turn.come
         node.hear(link, ModelTurn(TERM, 2, LOADED, "", ""))
         late = await ask(node, WANTED)
-        assert not late.turn.come, "it came after somebody who waits for the other one"
+        assert not late.turn.come, "it came after a request that waits for the other one"
         node.tick(0.01)
         assert last(link) == ModelQueue(TERM, 2, (LOADED, WANTED), 1)
         for each in (waiting, behind, late):
@@ -708,7 +708,7 @@ def test_a_folder_that_was_served_keeps_its_short_name(tmp_path: Path, member: M
         folder = shutil.copytree(embedded_model_path(), tmp_path / "beta")
         gateway = node.parts.supervisor.gateway
         desires(node, link, str(folder))
-        assert (await ask(node, "beta")).turn.come, "nobody knows it yet"
+        assert (await ask(node, "beta")).turn.come, "no agent knows it yet"
         served(node, "beta")
         desires(node, link, LOADED)
         served(node, LOADED)

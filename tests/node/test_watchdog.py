@@ -103,7 +103,7 @@ def test_it_ends_also_when_the_log_is_what_it_waits_for() -> None:
 
 
 def test_a_process_that_was_stopped_goes_on() -> None:
-    """Stopped, neither the loop nor the thread has a turn, as in a Mac's sleep, whatever clocks say."""
+    """Stopped, neither the loop nor the thread has a turn, as in a Mac's sleep, with any clock."""
     program = STUCK.replace(
         "here_it_stands()\nasyncio", "await asyncio.to_thread(sys.stdin.readline)\nasyncio"
     )

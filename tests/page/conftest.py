@@ -299,7 +299,7 @@ class Visit:
 
 @contextlib.contextmanager
 def visits_of(browser: Browser, site: Site) -> Iterator[Any]:
-    """Call it for a new visit; how the context is made may be said. At the end nobody may have complained."""
+    """Call it for a new visit, with options of the context. At the end no browser must have complained."""
     visits: list[Visit] = []
 
     def visit(fragment: str = "", url: str = "", **how: Any) -> Visit:

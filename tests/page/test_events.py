@@ -1,4 +1,4 @@
-"""`/cluster` and `/cluster/events`, as whoever watches reads them."""
+"""`/cluster` and `/cluster/events`, as a watching client reads them."""
 
 from __future__ import annotations
 

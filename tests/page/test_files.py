@@ -1,4 +1,4 @@
-"""The files of the page: how they are served, and that they need nobody else."""
+"""The files of the page: how they are served, and that they need no other server."""
 
 from __future__ import annotations
 

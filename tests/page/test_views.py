@@ -268,7 +268,7 @@ def test_each_reason_is_said_once(site: Site, visiting: Any) -> None:
     assert "Switching" not in shown
 
 
-# --- for everybody ----------------------------------------------------------------------------------------
+# --- for all readers ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

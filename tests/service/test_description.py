@@ -114,7 +114,7 @@ def test_systemd_itself_takes_the_unit(tmp_path: Path, login: bool) -> None:
 
 def test_the_examples_are_what_would_be_written() -> None:
     assert all(path.read_text() == text for path, text in examples().items()), (
-        "`python -m tests.service.examples` writes them anew"
+        "`python -m tests.service.examples` writes them again"
     )
 
 

@@ -66,7 +66,7 @@ class Pair:
         serving(*self.agents)
 
     def rest(self) -> None:
-        """Nobody asks, and every rank that waits to be needed is there."""
+        """No client asks, and every rank that waits to be needed is there."""
         until(
             lambda: all(agent.health()["open_requests"] == 0 for agent in self.agents), "no request is open"
         )

@@ -16,7 +16,7 @@ from ..reference import random_text
 RIGHT = "right"
 REFUSED = "refused"
 """With 503 or 429 and the time to come back: while no group serves, or too many ask."""
-NO_CLAIM = "nobody there"
+NO_CLAIM = "no agent there"
 """The agent does not run."""
 CUT = "cut"
 """The connection ended before the answer did; what came was right."""

@@ -39,7 +39,7 @@ class Watched:
     name: str
     samples: list[Sample] = field(default_factory=list)
     idle: tuple[Sample, Sample] | None = None
-    """Before anybody asked, and after everybody had gone."""
+    """Before the first client asked, and after the last had gone."""
 
     @property
     def warm(self) -> list[Sample]:
@@ -111,7 +111,7 @@ class Soak:
             if codes := [code for code in asked.codes if code != Code.SHUTTING_DOWN]:
                 found.append(f"requests to {asked.agent} ended with {', '.join(sorted(codes))}")
             if not asked.outcomes[RIGHT]:
-                found.append(f"{asked.agent} has answered nobody")
+                found.append(f"{asked.agent} has answered no one")
             if asked.agent == self.steady:
                 found += [
                     f"{count} requests to {asked.agent}, which was there all the time: {outcome}"

@@ -45,7 +45,7 @@ def test_a_good_run_has_no_problem_and_can_be_shown() -> None:
     [
         (lambda s: s.asked[0].outcomes.update({CUT: 1}), "was there all the time: cut"),
         (lambda s: s.asked[0].outcomes.update({ENDED: 1}), "was there all the time: ended"),
-        (lambda s: s.asked[1].outcomes.update({RIGHT: -7}), "ben has answered nobody"),
+        (lambda s: s.asked[1].outcomes.update({RIGHT: -7}), "ben has answered no one"),
         (lambda s: (s.asked[1].outcomes.update({WRONG: 1}), s.asked[1].complaints.append("x")), "are wrong"),
         (lambda s: s.asked[1].codes.update({"rank_lost": 1}), "ben ended with rank_lost"),
         (lambda s: setattr(s.asked[0], "hung", 1), "have no end"),

@@ -210,7 +210,7 @@ def _ints(low: int, high: int, min_items: int, max_items: int) -> st.SearchStrat
 
 
 def _floats(low: float, high: float, min_items: int, max_items: int) -> st.SearchStrategy[tuple[float, ...]]:
-    """Such as 32 bits can hold: frames carry no more of a list of numbers."""
+    """Such as 32 bits can hold: frames carry no larger numbers in a list."""
     return st.lists(st.floats(low, high, width=32), min_size=min_items, max_size=max_items).map(tuple)
 
 

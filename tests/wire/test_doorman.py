@@ -78,7 +78,7 @@ class House:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - what it waits for tells nobody
+    while not condition():  # noqa: ASYNC110 - what it waits for is not announced
         await asyncio.sleep(0.005)
 
 
@@ -189,7 +189,7 @@ def test_a_member_of_another_cluster_is_not_heard(members: Members, tmp_path: Pa
 
 
 def test_a_link_is_closed_at_once_though_the_other_end_is_silent(members: Members) -> None:
-    """Nobody waits for the last word of a peer whose cable is out."""
+    """The last word of a peer whose cable is out is not waited for."""
     first, second = members
     context = member_context_server(first.credentials)
     context.num_tickets = 0

@@ -499,7 +499,7 @@ def test_any_message_of_a_peer_is_taken_or_refused(link: LinkKind, side: Side, m
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(LinkKind), st.integers(0, 2**32))
 def test_lawful_ends_never_accuse_each_other(link: LinkKind, seed: int) -> None:
-    """Both ends say whatever is legal for them, and bytes arrive late; nobody ever breaks a rule."""
+    """Both ends send anything that is legal for them, and bytes arrive late; neither ever breaks a rule."""
     rng = random.Random(seed)
     pair = Pair.of(link)
     on_the_way = {Side.UPPER: b"", Side.LOWER: b""}

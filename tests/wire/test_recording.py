@@ -1,4 +1,4 @@
-"""A recording as its bytes stand when a rank is gone, at whatever moment that was."""
+"""A recording as its bytes stand when a rank is gone, at any time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Answers in OpenAI's dialects, checked against the types of OpenAI's own library, strictly.
 
-The library itself takes whatever comes. Here every required field has to be there, every value has to have
+The library itself takes anything. Here every required field has to be there, every value has to have
 its type, and fields that OpenAI does not have are those that mlxtp says it adds.
 """
 
@@ -39,7 +39,7 @@ def parts(value: object) -> Iterator[BaseModel]:
 
 
 def check(kind: type[BaseModel], data: str | bytes) -> None:
-    """Raises ValidationError, or AssertionError for fields that nobody knows."""
+    """Raises ValidationError, or AssertionError for unknown fields."""
     for part in parts(kind.model_validate_json(data)):
         unknown = set(part.model_extra or {}) - ADDED.get(type(part).__name__.split(".")[-1], set())
         assert not unknown, (type(part), unknown)

@@ -12,12 +12,11 @@ from ..cluster.dialer import Dialer
 from ..config import Settings
 from ..diagnostics import failure_store, local_facts
 from ..diagnostics.checkup import Checkup
-from ..diagnostics.facts import AgentFacts, IdentityFacts, MemberFacts, ModelFacts, PortFacts
+from ..diagnostics.facts import AgentFacts, Attempt, IdentityFacts, MemberFacts, ModelFacts, PortFacts
 from ..diagnostics.local_facts import attempts
-from ..groups import sleep
-from ..wire.cluster_messages import ModelStatus
 from ..wire.reports import Machine
 from .parts import AgentParts
+from .snapshot import ClusterSnapshot, MemberSnapshot, Snapshot, gather
 
 
 class AgentCheckup(Checkup):
@@ -37,31 +36,13 @@ class AgentCheckup(Checkup):
             return await super().report()
 
     def _agent(self) -> AgentFacts:
-        parts = self._parts
-        supervisor = parts.supervisor
-        health = supervisor.gateway.health()
-        model = next(iter(supervisor.gateway.models()), None)
-        hosted = parts.hosted.serving.epoch > 0
-        return AgentFacts(
-            runs_here=True,
-            url=self._endpoint.url,
-            pid=os.getpid(),
-            state=str(health.state),
-            reason=health.reason or "",
-            problem_of_cluster=parts.node.introduction.problem,
-            waiting=parts.node.leadership.waiting,
-            left_out=tuple(parts.placer.left_out_lines()),
-            proof=supervisor.loader.proof,
-            model=model.id if model is not None else "",
-            has_rank=supervisor.status.in_epoch or hosted,
-            keep_awake=self._settings.keep_awake,
-            left_wired=sleep.HERE.summary(),
-            failures=len(list((self._settings.home / failure_store.FOLDER).glob(failure_store.PATTERN))),
-        )
+        settings = self._settings
+        failures = len(list((settings.home / failure_store.FOLDER).glob(failure_store.PATTERN)))
+        facts = agent_facts(gather(self._parts))
+        return replace(facts, url=self._endpoint.url, keep_awake=settings.keep_awake, failures=failures)
 
     def _model(self) -> ModelFacts:
-        here = self._parts.model
-        return ModelFacts(self._parts.node.replica.desired.model, here.fingerprint, here.problem)
+        return model_facts(gather(self._parts).cluster)
 
     async def _identity(self) -> IdentityFacts:
         found = await super()._identity()
@@ -91,25 +72,59 @@ class AgentCheckup(Checkup):
         return True, dialer.trouble, tuple(sorted(each.name for each in dialer.sightings))
 
     async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
-        parts = self._parts
-        others = [each for each in parts.node.replica.roster.members() if each != parts.node.node_id]
-        remembered = parts.node.dialing.remembered()
-        found = [parts.node.peer_info.addresses.get(each) or remembered.get(each, ()) for each in others]
-        tried = await asyncio.gather(*map(attempts, found))
-        linked = parts.node.links.nodes()
-        called = {link.node_id for link in parts.node.links.links() if not link.dialled}
-        heard = {each.node_id for each in self._dialer.sightings} if self._dialer is not None else set()
-        models = {each: parts.node.peer_info.models.get(each) or ModelStatus(0, "", "") for each in others}
-        return tuple(
-            MemberFacts(
-                name=parts.node.name_of(node_id),
-                state=str(parts.node.membership.status_of(node_id).state),
-                linked=node_id in linked,
-                heard=node_id in heard,
-                ours=local_facts.shared(ours, machine),
-                called=node_id in called,
-                fingerprint=models[node_id].fingerprint,
-                model_problem=models[node_id].problem,
-            )
-            for node_id, ours in zip(others, tried, strict=True)
+        node, cluster = self._parts.node, gather(self._parts).cluster
+        others = [each for each in cluster.members if not each.here]
+        remembered = node.dialing.remembered()
+        found = (
+            node.peer_info.addresses.get(each.node_id) or remembered.get(each.node_id, ()) for each in others
         )
+        tried = await asyncio.gather(*map(attempts, found))
+        heard = {each.node_id for each in self._dialer.sightings} if self._dialer is not None else set()
+        return tuple(
+            member_facts(each, heard=each.node_id in heard, ours=local_facts.shared(ours, machine))
+            for each, ours in zip(others, tried, strict=True)
+        )
+
+
+# --- the doctor's rendering of a snapshot -----------------------------------------------------------------
+
+
+def agent_facts(now: Snapshot) -> AgentFacts:
+    """Return the facts about an agent, without those that only its settings and its disk tell."""
+    agent, cluster = now.agent, now.cluster
+    return AgentFacts(
+        runs_here=True,
+        pid=os.getpid(),
+        state=agent.health.state,
+        reason=agent.health.reason or "",
+        problem_of_cluster=cluster.problem,
+        waiting=cluster.waiting,
+        left_out=cluster.left_out,
+        proof=agent.proof,
+        model=agent.model.id if agent.model is not None else "",
+        has_rank=agent.in_epoch or now.hosted,
+        left_wired=now.left_wired,
+    )
+
+
+def model_facts(cluster: ClusterSnapshot) -> ModelFacts:
+    """Return the desired model, and this Mac's copy of it."""
+    here = next((each.model for each in cluster.members if each.here), None)
+    if here is None:
+        return ModelFacts(cluster.desired.model)
+    return ModelFacts(cluster.desired.model, here.fingerprint, here.problem)
+
+
+def member_facts(member: MemberSnapshot, *, heard: bool, ours: tuple[Attempt, ...]) -> MemberFacts:
+    """Return the facts about another member: it was `heard`, and `ours` are this Mac's tries to reach it."""
+    model = member.model
+    return MemberFacts(
+        name=member.name,
+        state=member.state,
+        linked=bool(member.address),
+        heard=heard,
+        ours=ours,
+        called=member.called,
+        fingerprint=model.fingerprint if model is not None else "",
+        model_problem=model.problem if model is not None else "",
+    )

@@ -7,23 +7,22 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from ..api.admin import Json
 from ..api.api_keys import KeyRing
-from ..cluster.introduction import versions_here
 from ..config import parse_nodes, parse_seconds
 from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError
-from ..groups import sleep
 from ..groups.drain import Drain
 from ..identity.store import Store
 from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
+from . import snapshot
 from .parts import AgentParts
 from .snapshot import Observer
 
@@ -31,61 +30,24 @@ FILE = "agent.json"  # In the home, readable only by this user: the agent's addr
 
 COMING = "it is being copied or downloaded; try again when that has finished"
 
-Json = Mapping[str, Any]
-
 
 class Admin:
-    """Handlers of commands. An agent that runs alone has no members to speak of."""
+    """Handlers of commands about this agent. `models` and `members` have the others."""
 
     def __init__(self, parts: AgentParts, store: Store) -> None:
         self.key = secrets.token_urlsafe(24)
         self.draining = Drain(parts.supervisor, parts.reconciler)
+        self.models = ModelHandlers(parts)
+        self.members = MemberHandlers(parts, store)
         self.api_keys: KeyRing | None = None
         self.checkup: Checkup | None = None
         self.started_with: Json = {}
         self.observer = Observer(parts)
-        self.selection = parts.selection
-        self._supervisor = parts.supervisor
         self._parts = parts
-        self._store = store
 
     def status(self) -> Json:
         """Return a snapshot of this agent, and of its cluster as it sees it."""
-        return self._here() if self._parts.node.alone else {**self._here(), **self._cluster()}
-
-    def _here(self) -> Json:
-        supervisor = self._supervisor
-        group = supervisor.status.group
-        model = next(iter(supervisor.gateway.models()), None)
-        ranks = supervisor.status.ranks
-        pongs = supervisor.status.pongs
-        pids = {each.rank: each.pid for each in ranks.processes} if ranks is not None and pongs else {}
-        health = supervisor.gateway.health()
-        return {
-            "versions": list(versions_here()),
-            "name": self._parts.node.name,
-            "pid": os.getpid(),
-            "state": health.state,
-            "reason": health.reason or "",
-            "starting": health.starting,
-            "epoch": supervisor.status.epoch,
-            "model": model.id if model is not None else "",
-            "world_size": group.world_size if group is not None else 0,
-            "backend": group.backend if group is not None else "none",
-            "kind": group.kind if group is not None else "",
-            "open_requests": supervisor.gateway.open_requests,
-            "left_wired": sleep.HERE.summary(),
-            "ranks": [
-                {
-                    "rank": rank,
-                    "pid": pids.get(rank),
-                    "phase": pong.phase,
-                    "memory_bytes": pong.memory_bytes,
-                    "step_us": pong.step_us,
-                }
-                for rank, pong in sorted(pongs.items())
-            ],
-        }
+        return snapshot.status(snapshot.gather(self._parts))
 
     def drain(self, within: str) -> Json:
         """Drain the agent: finish open requests, take no new ones, and end, `within` some seconds."""
@@ -104,71 +66,10 @@ class Admin:
         """Return the settings this agent was started with, and the source of each."""
         return self.started_with
 
-    async def models(self) -> Json:
-        """Return the models on this machine's disk that can be named without a path."""
-        found = await asyncio.to_thread(models_here)
-        return {"models": [asdict(each) for each in found]}
-
     async def doctor(self) -> Json:
         """Return this machine's problems, as this agent sees them."""
         assert self.checkup is not None
         return await self.checkup.report()
-
-    def removable(self, model: str, repair: str) -> Json:
-        """Check that OWNER/NAME may be removed from this Mac's disk, or its damaged files (`repair`).
-
-        Raises UserError while it is needed; for a repair, while a rank of this Mac has it open.
-        """
-        repo = hub_name(model)[0].as_here()
-        if why := self._in_use(repo) if repair else self._needed(repo):
-            raise UserError(f"{repo.name} cannot be {'repaired now' if repair else 'removed'}: {why}")
-        return {"removable": repo.name}
-
-    def close(self) -> None:
-        """Stop observing, and end all event streams."""
-        self.draining.close()
-        self.observer.over.set()
-
-    def _check_cluster(self) -> None:
-        """Raise UserError in an agent that runs alone."""
-        if self._parts.node.alone:
-            raise UserError(
-                "this agent keeps to this Mac (--alone, or several --ranks), so there is no cluster; start "
-                "`mlxtp node` without them",
-                Code.NOT_SUPPORTED,
-            )
-
-    def _cluster(self) -> Json:
-        parts = self._parts
-        desired = parts.node.replica.desired
-        claim = parts.node.leadership.claim
-        return {
-            "problem": parts.node.introduction.problem,
-            "waiting": parts.node.leadership.waiting,
-            "left_out": parts.placer.left_out_lines(),
-            "cluster": parts.node.identity.cluster_id,
-            "node_id": parts.node.node_id,
-            "coordinator": parts.node.name_of(claim.node_id) if claim.node_id else "",
-            "term": claim.term,
-            "desired": {
-                "model": desired.model,
-                "nodes": desired.nodes,
-                "version": desired.version,
-                "pinned": desired.pinned,
-            },
-            "coming": self.selection.progress(),
-            "fabric": self._fabric(),
-            "members": self._members(),
-        }
-
-    def _fabric(self) -> Json | None:
-        """Return the measurement of the group that serves; None without one."""
-        parts = self._parts
-        for serving in self._parts.servings.all():
-            found = parts.results.of(serving.participants, serving.kind)
-            if serving.state == "ready" and found is not None:
-                return asdict(found)
-        return None
 
     def plan(self) -> Json:
         """Return the machines of the members that are present, for `mlxtp plan`."""
@@ -187,11 +88,6 @@ class Admin:
             ],
         }
 
-    async def token(self) -> Json:
-        """Return a new join token."""
-        self._check_cluster()
-        return {"token": await self._parts.tokens.token(), "valid_s": 900}
-
     async def bench_fabric(self) -> Json:
         """Measure collectives in the group that serves, on any Mac that has its rank 0.
 
@@ -203,23 +99,41 @@ class Admin:
         return {**asdict(result), "names": [self._parts.node.name_of(node) for node in result.nodes]}
 
     async def _bench_here(self) -> Json:
-        group, times = self._supervisor.status.group, await self._parts.fabric_bench.measure()
+        parts = self._parts
+        group, times = parts.supervisor.status.group, await parts.fabric_bench.measure()
         assert group is not None
         return {
             "nodes": [],
             "names": [f"rank {rank}" for rank in range(group.world_size)],
             "backend": group.backend,
             "kind": group.kind or RING_LOOPBACK,
-            "fast_fences": self._parts.node.settings.fast_fences,
+            "fast_fences": parts.node.settings.fast_fences,
             "at": int(time.time()),
             **asdict(times),
         }
+
+    def close(self) -> None:
+        """Stop observing, and end all event streams."""
+        self.draining.close()
+        self.observer.over.set()
+
+
+class ModelHandlers:
+    """Handlers of commands about models: which one is served, and which are on disks."""
+
+    def __init__(self, parts: AgentParts) -> None:
+        self._parts = parts
+
+    async def on_disk(self) -> Json:
+        """Return the models on this machine's disk that can be named without a path."""
+        found = await asyncio.to_thread(models_here)
+        return {"models": [asdict(each) for each in found]}
 
     async def serve(self, model: str, nodes: str) -> Json:
         """Set the model that the cluster serves, once it is on disk."""
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
-        said = await self.selection.serve(model, parse_nodes(nodes, "--nodes") if nodes else "")
+        said = await self._parts.selection.serve(model, parse_nodes(nodes, "--nodes") if nodes else "")
         desired = said.desired
         return {
             "model": said.model,
@@ -228,6 +142,12 @@ class Admin:
             "coming": said.coming,
             "until_then": desired.model if said.coming else "",
         }
+
+    def unload(self) -> Json:
+        """Serve no model."""
+        self._parts.selection.cancel()
+        desired = self._parts.node.desired.set("")
+        return {"model": "", "nodes": desired.nodes, "version": desired.version}
 
     async def pull(self, model: str, everywhere: str) -> Json:
         """Begin to download a model of the Hub, here or on all members that are present."""
@@ -250,6 +170,21 @@ class Admin:
             ],
         }
 
+    def removable(self, model: str, repair: str) -> Json:
+        """Check that OWNER/NAME may be removed from this Mac's disk, or its damaged files (`repair`).
+
+        Raises UserError while it is needed; for a repair, while a rank of this Mac has it open.
+        """
+        repo = hub_name(model)[0].as_here()
+        if why := self._in_use(repo) if repair else self._needed(repo):
+            raise UserError(f"{repo.name} cannot be {'repaired now' if repair else 'removed'}: {why}")
+        return {"removable": repo.name}
+
+    def removed(self, model: str) -> Json:
+        """Check files of OWNER/NAME again, after a command has changed them, and report to the others."""
+        self._parts.transfers.stored.changed(hub_name(model)[0].name)
+        return {"model": model}
+
     def _needed(self, repo: Repo) -> str:
         parts = self._parts
         wanted = parts.node.replica.desired.model
@@ -259,7 +194,7 @@ class Admin:
             )
         if parts.transfers.is_getting(repo.name):
             return COMING
-        source = self._supervisor.source
+        source = parts.supervisor.source
         paths = (source.path, source.draft_path) if source is not None else ()
         in_use = _has_one(repo, paths)
         return "it is served here; `mlxtp unload`, or stop `mlxtp node`, first" if in_use else ""
@@ -270,25 +205,28 @@ class Admin:
             return COMING
         if parts.hosted.serving.epoch and _has_one(repo, (parts.hosted.serving.model,)):
             return "a rank of this Mac has it open; `mlxtp unload` first"
-        source = self._supervisor.source if self._supervisor.status.in_epoch else None
+        source = parts.supervisor.source if parts.supervisor.status.in_epoch else None
         paths = (source.path, source.draft_path) if source is not None else ()
         return "a rank of this Mac has it open; `mlxtp unload` first" if _has_one(repo, paths) else ""
 
-    def removed(self, model: str) -> Json:
-        """Check files of OWNER/NAME again, after a command has changed them, and report to the others."""
-        self._parts.transfers.stored.changed(hub_name(model)[0].name)
-        return {"model": model}
 
-    def unload(self) -> Json:
-        """Serve no model."""
-        self.selection.cancel()
-        desired = self._parts.node.desired.set("")
-        return {"model": "", "nodes": desired.nodes, "version": desired.version}
+class MemberHandlers:
+    """Handlers of commands about the members of the cluster. An agent that runs alone refuses all of them."""
 
-    def members(self) -> Json:
-        """Return all members of the parts."""
+    def __init__(self, parts: AgentParts, store: Store) -> None:
+        self._parts = parts
+        self._store = store
+
+    def roster(self) -> Json:
+        """Return all members."""
         self._check_cluster()
-        return {"cluster": self._parts.node.identity.cluster_id, "members": self._members()}
+        cluster = snapshot.gather(self._parts).cluster
+        return {"cluster": cluster.cluster_id, "members": snapshot.members(cluster)}
+
+    async def token(self) -> Json:
+        """Return a new join token."""
+        self._check_cluster()
+        return {"token": await self._parts.tokens.token(), "valid_s": 900}
 
     def let_in(self, node: str) -> Json:
         """Return the members that `node` admitted by a token, and in turn those that they admitted."""
@@ -317,6 +255,22 @@ class Admin:
             "saved_by": [parts.node.name_of(each) for each in saved_by],
         }
 
+    def leave(self, force: str) -> Json:
+        """Leave the cluster; the agent ends. The founder's leaving requires `force`."""
+        self._check_cluster()
+        parts = self._parts
+        others = [each for each in parts.node.replica.roster.members() if each != parts.node.node_id]
+        if others and parts.node.identity.authority is not None and not force:
+            raise UserError(
+                "this Mac founded the cluster and alone can let others in: once it leaves, no other Mac can "
+                "join. `mlxtp cluster leave --force` leaves all the same"
+            )
+        if others:
+            parts.node.enrolment.remove(parts.node.node_id)
+        self._store.leave()
+        parts.node.end()
+        return {"left": parts.node.identity.cluster_id, "members": len(others)}
+
     def _admitted(self, node_id: str) -> list[dict[str, str]]:
         parts = self._parts
         found = parts.node.replica.roster.let_in(node_id)
@@ -340,70 +294,21 @@ class Admin:
             raise UserError("this Mac itself leaves with `mlxtp cluster leave`")
         return found[0]
 
-    def leave(self, force: str) -> Json:
-        """Leave the cluster; the agent ends. The founder's leaving requires `force`."""
-        self._check_cluster()
-        parts = self._parts
-        others = [each for each in parts.node.replica.roster.members() if each != parts.node.node_id]
-        if others and parts.node.identity.authority is not None and not force:
+    def _check_cluster(self) -> None:
+        """Raise UserError in an agent that runs alone."""
+        if self._parts.node.alone:
             raise UserError(
-                "this Mac founded the cluster and alone can let others in: once it leaves, no other Mac can "
-                "join. `mlxtp cluster leave --force` leaves all the same"
+                "this agent keeps to this Mac (--alone, or several --ranks), so there is no cluster; start "
+                "`mlxtp node` without them",
+                Code.NOT_SUPPORTED,
             )
-        if others:
-            parts.node.enrolment.remove(parts.node.node_id)
-        self._store.leave()
-        parts.node.end()
-        return {"left": parts.node.identity.cluster_id, "members": len(others)}
-
-    def _members(self) -> list[Json]:
-        parts = self._parts
-        ranks = {
-            node_id: rank
-            for serving in self._parts.servings.all()
-            if serving.state == "ready"
-            for rank, node_id in enumerate(serving.participants)
-        }
-        found: list[Json] = []
-        for node_id, entry in parts.node.replica.roster.members().items():
-            machine = parts.node.peer_info.machines.get(node_id)
-            model = (
-                parts.model.status
-                if node_id == parts.node.node_id
-                else parts.node.peer_info.models.get(node_id)
-            )
-            link = parts.node.links.to(node_id)
-            found.append(
-                {
-                    "node_id": node_id,
-                    "name": parts.node.name_of(node_id) or entry.name,
-                    "state": str(parts.node.membership.status_of(node_id).state),
-                    "draining": node_id in parts.node.leadership.draining,
-                    "self": node_id == parts.node.node_id,
-                    "coordinator": node_id == parts.node.leadership.claim.node_id,
-                    "rank": ranks.get(node_id),
-                    "address": link.remote if link is not None else "",
-                    "http": parts.node.introduction.http
-                    if node_id == parts.node.node_id
-                    else parts.node.peer_info.https.get(node_id, ""),
-                    "chip": machine.chip if machine is not None else "",
-                    "memory_bytes": machine.memory_bytes if machine is not None else 0,
-                    "notes": list(machine.notes) if machine is not None else [],
-                    "admitted_by": entry.admitted_by,
-                    "admitted_by_name": parts.node.name_of(entry.admitted_by) if entry.admitted_by else "",
-                    "joined_from": entry.address,
-                    "joined_at": entry.at,
-                    "model_problem": model.problem if model is not None else "",
-                    "model_progress": parts.transfers.progress_text(
-                        parts.node.replica.desired.model, node_id
-                    ),
-                }
-            )
-        return found
 
 
 def _has_one(repo: Repo, paths: Iterable[Path | None]) -> bool:
     return any(path is not None and repo.has_inside(path) for path in paths)
+
+
+# --- the file ---------------------------------------------------------------------------------------------
 
 
 @contextmanager

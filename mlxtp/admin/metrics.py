@@ -1,6 +1,6 @@
 """`GET /metrics`: this agent's metrics, in Prometheus' text format.
 
-`api/request_metrics.py` and `groups/history.py` count for it; the rest is read from the supervisor at each
+`api/request_metrics.py` and `groups/history.py` count for it; the rest is rendered from a snapshot at each
 request. A metric whose source this agent does not have, such as the ranks of another Mac's group, has no
 samples here. `docs/operations.md` lists all of them.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,11 +19,13 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from ..api.access_log import AccessLog, metrics_route
+from ..api.backend import Health
 from ..api.request_metrics import RequestMetrics
 from ..cluster.introduction import versions_here
 from ..groups.health import ServingState
 from ..groups.lifecycle import Supervisor
 from ..wire.messages import Pong
+from .snapshot import AgentSnapshot, gather_agent
 
 Labels = Sequence[str]
 Samples = Iterable[tuple[Labels, float]]
@@ -60,91 +62,95 @@ class _Agent(Collector):
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._versions = tuple(each.partition("=")[2] for each in versions_here())
 
     def collect(self) -> Iterator[Metric]:
-        says = "Always 1; the labels have the versions of mlxtp and its libraries."
-        yield _gauge("mlxtp_build_info", says, ("version", "mlx", "mlx_lm"), [(self._versions, 1)])
-        yield from self._requests()
-        yield from self._group()
-        yield from self._ranks()
+        return rendered(gather_agent(self._supervisor))
 
-    def _requests(self) -> Iterator[Metric]:
-        census = self._supervisor.gateway.count_open()
-        name = census.model
-        by_model = ("model_name",)
-        open_here = name or census.running or census.waiting
-        yield _gauge(
-            "vllm:num_requests_running",
-            "Open requests of clients of this agent that have their first token.",
-            by_model,
-            [((name,), census.running)] if open_here else (),
-        )
-        yield _gauge(
-            "vllm:num_requests_waiting",
-            "Open requests without a first token: queued, in prefill, or between two groups.",
-            by_model,
-            [((name,), census.waiting)] if open_here else (),
-        )
-        room = self._supervisor.kv_room
-        yield _gauge(
-            "vllm:kv_cache_usage_perc",
-            "Tokens of all running requests as a fraction of the KV caches' room, from 0 to 1. Only where "
-            "rank 0 is. Tokens cached for later prompts do not count, since they make room.",
-            by_model,
-            [((name,), min(census.held / room, 1.0))] if room and name else (),
-        )
-        yield _gauge(
-            "mlxtp_kv_cache_room_tokens",
-            "Tokens that fit into the KV caches. Only where rank 0 is.",
-            by_model,
-            [((name,), room)] if room and name else (),
-        )
-        yield _gauge(
-            "mlxtp_open_requests",
-            "Open requests at this agent, including those that other agents forwarded.",
-            (),
-            [((), self._supervisor.gateway.open_requests)],
-        )
 
-    def _group(self) -> Iterator[Metric]:
-        supervisor = self._supervisor
-        health = supervisor.gateway.health()
-        yield _gauge(
-            "mlxtp_epoch", "Number of the current epoch, or of the last one.", (), [((), health.epoch)]
-        )
-        yield _gauge(
-            "mlxtp_state",
-            "1 for the state that this agent is in, 0 for all others.",
-            ("state",),
-            [((str(state),), float(health.state == state)) for state in ServingState],
-        )
-        yield _gauge(
-            "mlxtp_ready", "1 while this agent answers requests, else 0.", (), [((), float(health.ready))]
-        )
-        yield _gauge(
-            "mlxtp_world_size",
-            "Ranks of the current group, including those that are still starting.",
-            (),
-            [((), health.world_size)],
-        )
+def rendered(now: AgentSnapshot) -> Iterator[Metric]:
+    """Yield the metrics of an agent's state."""
+    says = "Always 1; the labels have the versions of mlxtp and its libraries."
+    versions = tuple(each.partition("=")[2] for each in versions_here())
+    yield _gauge("mlxtp_build_info", says, ("version", "mlx", "mlx_lm"), [(versions, 1)])
+    yield from _requests(now)
+    yield from _group(now.health)
+    yield from _ranks(now.pongs)
 
-    def _ranks(self) -> Iterator[Metric]:
-        ranks, pongs = self._supervisor.status.ranks, dict(sorted(self._supervisor.status.pongs.items()))
-        yield _gauge(
-            "mlxtp_ranks_alive",
-            "Ranks whose heartbeats this agent receives; all of them where rank 0 is.",
-            (),
-            [((), len(pongs))] if ranks is not None else (),
-        )
-        for name, says, read in _OF_A_RANK:
-            yield _gauge(name, says, ("rank",), [((str(rank),), read(pong)) for rank, pong in pongs.items()])
-        yield _counter(
-            "mlxtp_rank_forwards",
-            "Forwards of a rank in this epoch.",
-            ("rank",),
-            [((str(rank),), pong.forwards) for rank, pong in pongs.items()],
-        )
+
+def _requests(now: AgentSnapshot) -> Iterator[Metric]:
+    census = now.requests
+    name = census.model
+    by_model = ("model_name",)
+    open_here = name or census.running or census.waiting
+    yield _gauge(
+        "vllm:num_requests_running",
+        "Open requests of clients of this agent that have their first token.",
+        by_model,
+        [((name,), census.running)] if open_here else (),
+    )
+    yield _gauge(
+        "vllm:num_requests_waiting",
+        "Open requests without a first token: queued, in prefill, or between two groups.",
+        by_model,
+        [((name,), census.waiting)] if open_here else (),
+    )
+    room = now.kv_room
+    yield _gauge(
+        "vllm:kv_cache_usage_perc",
+        "Tokens of all running requests as a fraction of the KV caches' room, from 0 to 1. Only where "
+        "rank 0 is. Tokens cached for later prompts do not count, since they make room.",
+        by_model,
+        [((name,), min(census.held / room, 1.0))] if room and name else (),
+    )
+    yield _gauge(
+        "mlxtp_kv_cache_room_tokens",
+        "Tokens that fit into the KV caches. Only where rank 0 is.",
+        by_model,
+        [((name,), room)] if room and name else (),
+    )
+    yield _gauge(
+        "mlxtp_open_requests",
+        "Open requests at this agent, including those that other agents forwarded.",
+        (),
+        [((), now.health.open_requests)],
+    )
+
+
+def _group(health: Health) -> Iterator[Metric]:
+    yield _gauge("mlxtp_epoch", "Number of the current epoch, or of the last one.", (), [((), health.epoch)])
+    yield _gauge(
+        "mlxtp_state",
+        "1 for the state that this agent is in, 0 for all others.",
+        ("state",),
+        [((str(state),), float(health.state == state)) for state in ServingState],
+    )
+    yield _gauge(
+        "mlxtp_ready", "1 while this agent answers requests, else 0.", (), [((), float(health.ready))]
+    )
+    yield _gauge(
+        "mlxtp_world_size",
+        "Ranks of the current group, including those that are still starting.",
+        (),
+        [((), health.world_size)],
+    )
+
+
+def _ranks(found: Mapping[int, Pong] | None) -> Iterator[Metric]:
+    pongs = found or {}
+    yield _gauge(
+        "mlxtp_ranks_alive",
+        "Ranks whose heartbeats this agent receives; all of them where rank 0 is.",
+        (),
+        [((), len(pongs))] if found is not None else (),
+    )
+    for name, says, read in _OF_A_RANK:
+        yield _gauge(name, says, ("rank",), [((str(rank),), read(pong)) for rank, pong in pongs.items()])
+    yield _counter(
+        "mlxtp_rank_forwards",
+        "Forwards of a rank in this epoch.",
+        ("rank",),
+        [((str(rank),), pong.forwards) for rank, pong in pongs.items()],
+    )
 
 
 #: Metrics of each rank's newest heartbeat: name, help, reader.

@@ -1,199 +1,258 @@
-"""Snapshot of an agent and its cluster, for the page and other watchers. Unknown facts are None."""
+"""Snapshot of an agent and its cluster: gathered once, rendered in every form. Unknown facts are None.
+
+`gather` reads the parts of an agent; all else here is a pure function of what it returns. `metrics.py` and
+`checkup.py` have two more renderings. `/health` renders `AgentSnapshot.health` alone, which costs little.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from ..api.admin import Json
+from ..api.backend import Health, ModelInfo
+from ..cluster.cluster_state import LeaderClaim
 from ..cluster.introduction import versions_here
+from ..gateway.dispatcher import OpenRequests
+from ..groups import sleep
 from ..groups.health import ServingState
-from ..groups.history import RateMeter, to_json
+from ..groups.history import EpochStory, RateMeter, to_json
+from ..groups.lifecycle import Supervisor
+from ..groups.process_group import EpochGroup
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
-from ..wire.cluster_messages import Serving
-from ..wire.reports import FabricResult
+from ..wire.cluster_messages import DesiredState, ModelStatus, RosterEntry, Serving
+from ..wire.messages import Pong
+from ..wire.reports import FabricResult, Machine
 from .parts import AgentParts
 
-#: Fields of each rank's heartbeat.
-_RANK = (
-    "phase", "memory_bytes", "weight_bytes", "kv_bytes", "step_us", "wait_us", "collective_us", "in_flight",
-)  # fmt: skip
+# --- the snapshot ----------------------------------------------------------------------------------------
 
 
-class Observer:
-    """Source of snapshots: `api.admin.Observed` for one agent. One that runs alone names no cluster."""
+@dataclass(frozen=True, slots=True)
+class AgentSnapshot:
+    """One agent's own requests, epoch and ranks.
 
-    def __init__(self, parts: AgentParts) -> None:
-        self.over = asyncio.Event()
-        self._supervisor = parts.supervisor
-        self._parts = parts
-        self._meter = RateMeter()
+    `pongs` are the newest heartbeats by rank, None where rank 0 is on another Mac; `pids` are those of local
+    ranks. `phases` count open requests, as in `Dispatcher.queue`; `tokens` are all that were ever confirmed.
+    `in_epoch` and `proof` are the supervisor's.
+    """
 
-    def snapshot(self) -> Json:
-        """Return all current facts, as JSON; `docs/operations.md` lists the fields."""
-        supervisor = self._supervisor
-        health = supervisor.gateway.health()
-        participants = self._participants()
-        return {
-            "versions": list(versions_here()),
-            "self": self._parts.node.node_id,
-            "state": health.state,
-            "ready": health.ready,
-            "reason": health.reason,
-            "starting": health.starting,
-            "epoch": health.epoch,
-            "model": health.model,
-            "model_bytes": self._model_bytes(),
-            "context": next((model.context for model in supervisor.gateway.models()), None),
-            "group": self._group(participants),
-            "ranks": self._ranks(participants),
-            "tokens_per_second": self._speed(),
-            "requests": {"open": health.open_requests, **supervisor.gateway.dispatcher.queue},
-            "history": to_json(supervisor.status.history.stories),
-            **self._nodes(),
-        }
-
-    # --- the group ---------------------------------------------------------------------------------------
-
-    def _participants(self) -> tuple[str, ...]:
-        """Return node ids in rank order; () while there is no group."""
-        group, node = self._supervisor.status.group, self._parts.node
-        if node.alone:
-            return (node.node_id,) * (group.world_size if group is not None else 0)
-        serving = self._serving()
-        return serving.participants if serving is not None else ()
-
-    def _serving(self) -> Serving | None:
-        """Return a report of the group whose epoch this node shows."""
-        told, epoch = self._parts.servings.all(), self._supervisor.status.epoch
-        mentioned = [each for each in told if each.epoch == epoch and each.participants]
-        return mentioned[0] if mentioned else None
-
-    def _group(self, participants: Sequence[str]) -> Json | None:
-        group = self._supervisor.status.group
-        if group is None or group.world_size == 0:
-            return None
-        kind = group.kind or (RING_LOOPBACK if group.world_size > 1 else "")
-        return {
-            "world_size": group.world_size,
-            "backend": group.backend,
-            "kind": kind,
-            "pairs": pairs(group.world_size, mesh=kind == JACCL_MESH),
-            "fabric": self._fabric(participants, kind),
-        }
-
-    def _fabric(self, participants: Sequence[str], kind: str) -> Json | None:
-        """Return the best known time of a collective: measured for this group, or from the last proof."""
-        parts = self._parts
-        if (found := parts.results.of(tuple(participants), kind)) is not None:
-            return _measured(found)
-        pongs = self._supervisor.status.pongs
-        slowest_us = max((pong.collective_us for pong in pongs.values()), default=0)
-        return {"collective_us": slowest_us, "by": "proof", "at": None} if slowest_us else None
-
-    def _ranks(self, participants: Sequence[str]) -> list[Json]:
-        """Return every rank of the group. Figures are None on an agent that receives no heartbeats of it."""
-        pongs = self._supervisor.status.pongs
-        return [
-            {
-                "rank": rank,
-                "node": node,
-                **{name: getattr(pongs[rank], name) if rank in pongs else None for name in _RANK},
-            }
-            for rank, node in enumerate(participants)
-        ]
-
-    def _model_bytes(self) -> int | None:
-        """Return the disk size of the weights of the model that is served, or about to be."""
-        source = self._parts.model.source
-        return _weights(source.path) if source is not None else None
-
-    def _speed(self) -> Json:
-        """Return tokens per second of all requests where rank 0 is, elsewhere of this agent's requests."""
-        supervisor = self._supervisor
-        if supervisor.status.state not in (ServingState.READY, ServingState.DRAINING):
-            self._meter.reset()
-            return {"value": None, "of": "group"}
-        rate = self._meter.rate(supervisor.gateway.dispatcher.confirmed_tokens, time.monotonic())
-        return {"value": rate, "of": "group" if supervisor.status.ranks is not None else "here"}
-
-    # --- nodes and links ---------------------------------------------------------------------------------
-
-    def _nodes(self) -> Json:
-        parts = self._parts
-        desired, claim = parts.node.replica.desired, parts.node.leadership.claim
-        alone = parts.node.alone
-        return {
-            "cluster": None if alone else parts.node.identity.cluster_id,
-            "coordinator": None if alone else claim.node_id or None,
-            "problem": parts.node.introduction.problem or None,
-            "waiting": parts.node.leadership.waiting or None,
-            "desired": {"model": desired.model, "nodes": desired.nodes},
-            "coming": parts.selection.progress(),
-            "nodes": [self._node(node_id) for node_id in parts.node.replica.roster.members()],
-            "links": links(parts.placer.topology(), self._present(), parts.round_trips.between),
-        }
-
-    def _present(self) -> list[str]:
-        return [member.node_id for member in self._parts.placer.members()]
-
-    def _node(self, node_id: str) -> Json:
-        parts = self._parts
-        machine = parts.node.peer_info.machines.get(node_id)
-        here = node_id == parts.node.node_id
-        model = parts.model.status if here else parts.node.peer_info.models.get(node_id)
-        link = parts.node.links.to(node_id)
-        return {
-            "node_id": node_id,
-            "name": parts.node.name_of(node_id),
-            "state": str(parts.node.membership.status_of(node_id).state),
-            "self": here,
-            "coordinator": not parts.node.alone and node_id == parts.node.leadership.claim.node_id,
-            "draining": node_id in parts.node.leadership.draining,
-            "address": link.remote if link is not None else None,
-            "chip": machine.chip or None if machine is not None else None,
-            "memory_bytes": machine.memory_bytes or None if machine is not None else None,
-            "notes": list(machine.notes) if machine is not None else [],
-            "model_problem": model.problem or None if model is not None else None,
-            "model_progress": parts.transfers.progress_text(parts.node.replica.desired.model, node_id)
-            or None,
-        }
+    health: Health
+    state: ServingState
+    model: ModelInfo | None
+    group: EpochGroup | None
+    pongs: Mapping[int, Pong] | None
+    pids: Mapping[int, int]
+    requests: OpenRequests
+    phases: Mapping[str, int]
+    tokens: int
+    kv_room: int
+    in_epoch: bool
+    proof: str
 
 
-def pairs(world_size: int, *, mesh: bool) -> list[tuple[int, int]]:
-    """Return the pairs of ranks that exchange bytes: all in a mesh, neighbours in a ring."""
-    if mesh or world_size < 3:
-        return list(combinations(range(world_size), 2))
-    return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
+@dataclass(frozen=True, slots=True)
+class MemberSnapshot:
+    """One member. `rank` is its rank in a group that is ready; `address` is its link's, "" without a link.
+
+    `called`: it opened a link to this Mac.
+    """
+
+    node_id: str
+    name: str
+    here: bool
+    state: str
+    coordinator: bool
+    draining: bool
+    rank: int | None
+    address: str
+    called: bool
+    http: str
+    machine: Machine | None
+    model: ModelStatus | None
+    model_progress: str
+    entry: RosterEntry
+    admitted_by: str  #: Name of the member that admitted it, if one did.
 
 
-def links(topology: Topology, nodes: Sequence[str], trip_us: Callable[[str, str], int | None]) -> list[Json]:
-    """Return the best link of each two nodes that have one: RDMA on a cable, else the fastest network.
+@dataclass(frozen=True, slots=True)
+class NodeLink:
+    """The best link of two nodes: RDMA on a cable, else the fastest network.
 
     `mbps` is the speed reported by the slower end. `trip_us` is the round-trip time of the agents' messages,
     by the network of their control link, which may be another one.
     """
-    found: list[Mapping[str, Any]] = []
+
+    a: str
+    b: str
+    trip_us: int | None
+    network: str
+    rdma: bool
+    mbps: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSnapshot:
+    """The cluster as one member sees it. `coordinator` is the name of the node that `claim` names."""
+
+    alone: bool
+    cluster_id: str
+    claim: LeaderClaim
+    coordinator: str
+    desired: DesiredState
+    coming: tuple[str, ...]
+    problem: str
+    waiting: str
+    left_out: tuple[str, ...]
+    members: tuple[MemberSnapshot, ...]
+    links: tuple[NodeLink, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All facts of one moment.
+
+    `participants` are the node ids of the group that this agent shows, in rank order; () without a group.
+    `serving` is the report of it, `measured` the measurement of its fabric. `hosted`: a rank of another Mac's
+    group is here. `model_bytes` is the disk size of the weights that are served, or about to be.
+    """
+
+    node_id: str
+    name: str
+    agent: AgentSnapshot
+    cluster: ClusterSnapshot
+    participants: tuple[str, ...]
+    serving: Serving | None
+    measured: FabricResult | None
+    hosted: bool
+    model_bytes: int | None
+    left_wired: str
+    history: tuple[EpochStory, ...]
+
+
+# --- gathering -------------------------------------------------------------------------------------------
+
+
+def gather(parts: AgentParts) -> Snapshot:
+    """Return all facts as they are now."""
+    node, agent = parts.node, gather_agent(parts.supervisor)
+    servings = parts.servings.all()
+    serving = next(
+        (each for each in servings if each.epoch == agent.health.epoch and each.participants), None
+    )
+    if node.alone:
+        participants = (node.node_id,) * (agent.group.world_size if agent.group is not None else 0)
+    else:
+        participants = serving.participants if serving is not None else ()
+    source = parts.model.source
+    return Snapshot(
+        node_id=node.node_id,
+        name=node.name,
+        agent=agent,
+        cluster=_cluster(parts, servings),
+        participants=participants,
+        serving=serving,
+        measured=parts.results.of(participants, kind(agent.group)),
+        hosted=parts.hosted.serving.epoch > 0,
+        model_bytes=_weights(source.path) if source is not None else None,
+        left_wired=sleep.HERE.summary(),
+        history=deepcopy(parts.supervisor.status.history.stories),
+    )
+
+
+def gather_agent(supervisor: Supervisor) -> AgentSnapshot:
+    """Return the facts of this agent's own epochs and requests."""
+    gateway, status = supervisor.gateway, supervisor.status
+    ranks = status.ranks
+    return AgentSnapshot(
+        health=gateway.health(),
+        state=status.state,
+        model=next(iter(gateway.models()), None),
+        group=status.group,
+        pongs=dict(sorted(status.pongs.items())) if ranks is not None else None,
+        pids={each.rank: each.pid for each in ranks.processes} if ranks is not None and status.pongs else {},
+        requests=gateway.count_open(),
+        phases=gateway.dispatcher.queue,
+        tokens=gateway.dispatcher.confirmed_tokens,
+        kv_room=supervisor.kv_room,
+        in_epoch=status.in_epoch,
+        proof=supervisor.loader.proof,
+    )
+
+
+def _cluster(parts: AgentParts, servings: Sequence[Serving]) -> ClusterSnapshot:
+    node = parts.node
+    claim = node.leadership.claim
+    ranks = {
+        node_id: rank
+        for serving in servings
+        if serving.state == ServingState.READY
+        for rank, node_id in enumerate(serving.participants)
+    }
+    present = [member.node_id for member in parts.placer.members()]
+    return ClusterSnapshot(
+        alone=node.alone,
+        cluster_id=node.identity.cluster_id,
+        claim=claim,
+        coordinator=node.name_of(claim.node_id) if claim.node_id else "",
+        desired=node.replica.desired,
+        coming=tuple(parts.selection.progress()),
+        problem=node.introduction.problem,
+        waiting=node.leadership.waiting,
+        left_out=tuple(parts.placer.left_out_lines()),
+        members=tuple(
+            _member(parts, entry, ranks.get(node_id))
+            for node_id, entry in node.replica.roster.members().items()
+        ),
+        links=tuple(links(parts.placer.topology(), present, parts.round_trips.between)),
+    )
+
+
+def _member(parts: AgentParts, entry: RosterEntry, rank: int | None) -> MemberSnapshot:
+    node, node_id = parts.node, entry.node_id
+    here, link, told = node_id == node.node_id, node.links.to(node_id), node.peer_info
+    return MemberSnapshot(
+        node_id=node_id,
+        name=node.name_of(node_id),
+        here=here,
+        state=str(node.membership.status_of(node_id).state),
+        coordinator=not node.alone and node_id == node.leadership.claim.node_id,
+        draining=node_id in node.leadership.draining,
+        rank=rank,
+        address=link.remote if link is not None else "",
+        called=any(each.node_id == node_id and not each.dialled for each in node.links.links()),
+        http=node.introduction.http if here else told.https.get(node_id, ""),
+        machine=told.machines.get(node_id),
+        model=parts.model.status if here else told.models.get(node_id),
+        model_progress=parts.transfers.progress_text(node.replica.desired.model, node_id),
+        entry=entry,
+        admitted_by=node.name_of(entry.admitted_by) if entry.admitted_by else "",
+    )
+
+
+def links(
+    topology: Topology, nodes: Sequence[str], trip_us: Callable[[str, str], int | None]
+) -> list[NodeLink]:
+    """Return the best link of each two nodes that have one."""
+    found = []
     for a, b in combinations(sorted(nodes), 2):
-        ends = {"a": a, "b": b, "trip_us": trip_us(a, b)}
+        trip = trip_us(a, b)
         if topology.rdma(a, b) is not None:
-            found.append({**ends, "network": "thunderbolt", "rdma": True, "mbps": None})
+            found.append(NodeLink(a, b, trip, "thunderbolt", rdma=True, mbps=None))
             continue
         for network in NETWORKS:
             if (link := topology.tcp(network, a, b)) is not None:
-                found.append({**ends, "network": network, "rdma": False, "mbps": link.mbps or None})
+                found.append(NodeLink(a, b, trip, network, rdma=False, mbps=link.mbps or None))
                 break
     return found
-
-
-def _measured(found: FabricResult) -> Json:
-    return {"collective_us": round(found.collective_s * 1e6), "by": "bench", "at": found.at}
 
 
 @lru_cache(maxsize=8)
@@ -203,3 +262,221 @@ def _weights(folder: Path) -> int | None:
         return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
     except OSError:
         return None
+
+
+# --- `mlxtp status` --------------------------------------------------------------------------------------
+
+
+def status(now: Snapshot) -> Json:
+    """Return the answer to `mlxtp status`. One of an agent that runs alone names no cluster."""
+    return _here(now) if now.cluster.alone else {**_here(now), **_among_others(now)}
+
+
+def _here(now: Snapshot) -> Json:
+    agent = now.agent
+    health, group = agent.health, agent.group
+    return {
+        "versions": list(versions_here()),
+        "name": now.name,
+        "pid": os.getpid(),
+        "state": health.state,
+        "reason": health.reason or "",
+        "starting": health.starting,
+        "epoch": health.epoch,
+        "model": agent.model.id if agent.model is not None else "",
+        "world_size": group.world_size if group is not None else 0,
+        "backend": group.backend if group is not None else "none",
+        "kind": group.kind if group is not None else "",
+        "open_requests": health.open_requests,
+        "left_wired": now.left_wired,
+        "ranks": [
+            {
+                "rank": rank,
+                "pid": agent.pids.get(rank),
+                "phase": pong.phase,
+                "memory_bytes": pong.memory_bytes,
+                "step_us": pong.step_us,
+            }
+            for rank, pong in (agent.pongs or {}).items()
+        ],
+    }
+
+
+def _among_others(now: Snapshot) -> Json:
+    cluster, desired = now.cluster, now.cluster.desired
+    serves = now.serving is not None and now.serving.state == ServingState.READY
+    return {
+        "problem": cluster.problem,
+        "waiting": cluster.waiting,
+        "left_out": list(cluster.left_out),
+        "cluster": cluster.cluster_id,
+        "node_id": now.node_id,
+        "coordinator": cluster.coordinator,
+        "term": cluster.claim.term,
+        "desired": {
+            "model": desired.model,
+            "nodes": desired.nodes,
+            "version": desired.version,
+            "pinned": desired.pinned,
+        },
+        "coming": list(cluster.coming),
+        "fabric": asdict(now.measured) if now.measured is not None and serves else None,
+        "members": members(cluster),
+    }
+
+
+def members(cluster: ClusterSnapshot) -> list[Json]:
+    """Return the members, as `mlxtp status` and `mlxtp cluster members` have them."""
+    return [
+        {
+            "node_id": each.node_id,
+            "name": each.name,
+            "state": each.state,
+            "draining": each.draining,
+            "self": each.here,
+            "coordinator": each.coordinator,
+            "rank": each.rank,
+            "address": each.address,
+            "http": each.http,
+            "chip": each.machine.chip if each.machine is not None else "",
+            "memory_bytes": each.machine.memory_bytes if each.machine is not None else 0,
+            "notes": list(each.machine.notes) if each.machine is not None else [],
+            "admitted_by": each.entry.admitted_by,
+            "admitted_by_name": each.admitted_by,
+            "joined_from": each.entry.address,
+            "joined_at": each.entry.at,
+            "model_problem": each.model.problem if each.model is not None else "",
+            "model_progress": each.model_progress,
+        }
+        for each in cluster.members
+    ]
+
+
+# --- the page, and `mlxtp status --watch` ----------------------------------------------------------------
+
+#: Fields of each rank's heartbeat.
+_RANK = (
+    "phase", "memory_bytes", "weight_bytes", "kv_bytes", "step_us", "wait_us", "collective_us", "in_flight",
+)  # fmt: skip
+
+
+class Observer:
+    """Source of the page's data: `api.admin.Observed` for one agent."""
+
+    def __init__(self, parts: AgentParts) -> None:
+        self.over = asyncio.Event()
+        self._parts = parts
+        self._meter = RateMeter()
+
+    def snapshot(self) -> Json:
+        """Return the data of the page as they are now."""
+        now = gather(self._parts)
+        if now.agent.state in (ServingState.READY, ServingState.DRAINING):
+            return page(now, self._meter.rate(now.agent.tokens, time.monotonic()))
+        self._meter.reset()
+        return page(now, None)
+
+
+def page(now: Snapshot, tokens_per_second: float | None) -> Json:
+    """Return the data of the page; `docs/operations.md` lists the fields.
+
+    The speed is that of all requests where rank 0 is, elsewhere of this agent's requests.
+    """
+    agent, cluster = now.agent, now.cluster
+    health = agent.health
+    of = (
+        "here"
+        if agent.state in (ServingState.READY, ServingState.DRAINING) and agent.pongs is None
+        else "group"
+    )
+    return {
+        "versions": list(versions_here()),
+        "self": now.node_id,
+        "state": health.state,
+        "ready": health.ready,
+        "reason": health.reason,
+        "starting": health.starting,
+        "epoch": health.epoch,
+        "model": health.model,
+        "model_bytes": now.model_bytes,
+        "context": agent.model.context if agent.model is not None else None,
+        "group": _group(now),
+        "ranks": _ranks(now),
+        "tokens_per_second": {"value": tokens_per_second, "of": of},
+        "requests": {"open": health.open_requests, **agent.phases},
+        "history": to_json(now.history),
+        "cluster": None if cluster.alone else cluster.cluster_id,
+        "coordinator": None if cluster.alone else cluster.claim.node_id or None,
+        "problem": cluster.problem or None,
+        "waiting": cluster.waiting or None,
+        "desired": {"model": cluster.desired.model, "nodes": cluster.desired.nodes},
+        "coming": list(cluster.coming),
+        "nodes": [_node(each) for each in cluster.members],
+        "links": [asdict(each) for each in cluster.links],
+    }
+
+
+def kind(group: EpochGroup | None) -> str:
+    """Return in words how the ranks of a group are joined."""
+    if group is None:
+        return ""
+    return group.kind or (RING_LOOPBACK if group.world_size > 1 else "")
+
+
+def _group(now: Snapshot) -> Json | None:
+    group = now.agent.group
+    if group is None or group.world_size == 0:
+        return None
+    return {
+        "world_size": group.world_size,
+        "backend": group.backend,
+        "kind": kind(group),
+        "pairs": pairs(group.world_size, mesh=kind(group) == JACCL_MESH),
+        "fabric": _fabric(now),
+    }
+
+
+def pairs(world_size: int, *, mesh: bool) -> list[tuple[int, int]]:
+    """Return the pairs of ranks that exchange bytes: all in a mesh, neighbours in a ring."""
+    if mesh or world_size < 3:
+        return list(combinations(range(world_size), 2))
+    return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
+
+
+def _fabric(now: Snapshot) -> Json | None:
+    """Return the best known time of a collective: measured for this group, or from the last proof."""
+    if (found := now.measured) is not None:
+        return {"collective_us": round(found.collective_s * 1e6), "by": "bench", "at": found.at}
+    slowest_us = max((pong.collective_us for pong in (now.agent.pongs or {}).values()), default=0)
+    return {"collective_us": slowest_us, "by": "proof", "at": None} if slowest_us else None
+
+
+def _ranks(now: Snapshot) -> list[Json]:
+    """Return every rank of the group. Figures are None on an agent that receives no heartbeats of it."""
+    pongs = now.agent.pongs or {}
+    return [
+        {
+            "rank": rank,
+            "node": node,
+            **{name: getattr(pongs[rank], name) if rank in pongs else None for name in _RANK},
+        }
+        for rank, node in enumerate(now.participants)
+    ]
+
+
+def _node(member: MemberSnapshot) -> Json:
+    machine = member.machine
+    return {
+        "node_id": member.node_id,
+        "name": member.name,
+        "state": member.state,
+        "self": member.here,
+        "coordinator": member.coordinator,
+        "draining": member.draining,
+        "address": member.address or None,
+        "chip": machine.chip or None if machine is not None else None,
+        "memory_bytes": machine.memory_bytes or None if machine is not None else None,
+        "notes": list(machine.notes) if machine is not None else [],
+        "model_problem": member.model.problem or None if member.model is not None else None,
+        "model_progress": member.model_progress or None,
+    }

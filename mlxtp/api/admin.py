@@ -38,7 +38,7 @@ MAX_BODY_BYTES = 16 * 1024
 class ModelCommands(Protocol):
     """Operations on models."""
 
-    async def models(self) -> Json: ...
+    async def on_disk(self) -> Json: ...
 
     async def serve(self, model: str, nodes: str) -> Json: ...
 
@@ -58,7 +58,7 @@ class ModelCommands(Protocol):
 class MemberCommands(Protocol):
     """Operations on the members of a cluster."""
 
-    def members(self) -> Json: ...
+    def roster(self) -> Json: ...
 
     async def token(self) -> Json: ...
 
@@ -69,10 +69,16 @@ class MemberCommands(Protocol):
     def leave(self, force: str) -> Json: ...
 
 
-class Administration(ModelCommands, MemberCommands, Protocol):
+class Administration(Protocol):
     """Operations of an agent for holders of `key`. Each raises UserError with the problem and its remedy."""
 
     key: str
+
+    @property
+    def models(self) -> ModelCommands: ...
+
+    @property
+    def members(self) -> MemberCommands: ...
 
     def status(self) -> Json: ...
 
@@ -113,27 +119,35 @@ def admin_routes(admin: Administration) -> list[Route]:
         route("keys", "GET", lambda _: admin.keys()),
         route("settings", "GET", lambda _: admin.settings()),
         route("plan", "GET", lambda _: admin.plan()),
-        route("models", "GET", lambda _: admin.models()),
+        route("models", "GET", lambda _: admin.models.on_disk()),
         route("doctor", "GET", lambda _: admin.doctor()),
-        route("members", "GET", lambda _: admin.members()),
-        route("token", "POST", lambda _: admin.token()),
+        route("members", "GET", lambda _: admin.members.roster()),
+        route("token", "POST", lambda _: admin.members.token()),
         route("bench/fabric", "POST", lambda _: admin.bench_fabric()),
-        route("serve", "POST", lambda body: admin.serve(_text(body, "model"), _text(body, "nodes", ""))),
-        route("unload", "POST", lambda _: admin.unload()),
-        route("pull", "POST", lambda body: admin.pull(_text(body, "model"), _text(body, "everywhere", ""))),
-        route("pulling", "POST", lambda body: admin.pulling(_text(body, "model"))),
-        route("stored", "GET", lambda _: admin.stored()),
         route(
-            "removable", "POST", lambda body: admin.removable(_text(body, "model"), _text(body, "repair", ""))
+            "serve", "POST", lambda body: admin.models.serve(_text(body, "model"), _text(body, "nodes", ""))
         ),
-        route("removed", "POST", lambda body: admin.removed(_text(body, "model"))),
-        route("let_in", "POST", lambda body: admin.let_in(_text(body, "node"))),
+        route("unload", "POST", lambda _: admin.models.unload()),
+        route(
+            "pull",
+            "POST",
+            lambda body: admin.models.pull(_text(body, "model"), _text(body, "everywhere", "")),
+        ),
+        route("pulling", "POST", lambda body: admin.models.pulling(_text(body, "model"))),
+        route("stored", "GET", lambda _: admin.models.stored()),
+        route(
+            "removable",
+            "POST",
+            lambda body: admin.models.removable(_text(body, "model"), _text(body, "repair", "")),
+        ),
+        route("removed", "POST", lambda body: admin.models.removed(_text(body, "model"))),
+        route("let_in", "POST", lambda body: admin.members.let_in(_text(body, "node"))),
         route(
             "remove",
             "POST",
-            lambda body: admin.remove(_text(body, "node"), _text(body, "with_admitted", "")),
+            lambda body: admin.members.remove(_text(body, "node"), _text(body, "with_admitted", "")),
         ),
-        route("leave", "POST", lambda body: admin.leave(_text(body, "force", ""))),
+        route("leave", "POST", lambda body: admin.members.leave(_text(body, "force", ""))),
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from rich.markup import escape
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..placement.measurements import gather_share, sum_share
+from .printing import day_of, table_of
 
 #: Characters of the longest bar.
 _BAR = 12
@@ -57,9 +57,8 @@ def markdown(answer: Mapping[str, Any]) -> str:
 
 
 def _table(answer: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("bytes", "sum", "", "a link", "", "gather", "a link"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    names = ("bytes", "sum", "", "a link", "", "gather", "a link")
+    table = table_of(*names, right=set(filter(None, names)), wrapped=())
     sums, gathers = answer["sums_s"], answer["gathers_s"]
     count = len(answer["names"])
     summing = _speeds(answer["sizes"], sums, sum_share(count))
@@ -96,8 +95,7 @@ def _collective(answer: Mapping[str, Any]) -> str:
 
 def summary(result: Mapping[str, Any]) -> str:
     """Return one line about a stored measurement."""
-    day = datetime.fromtimestamp(result["at"]).astimezone().strftime("%Y-%m-%d %H:%M")
-    return f"{duration(result['collective_s'])} a collective, measured {day}"
+    return f"{duration(result['collective_s'])} a collective, measured {day_of(result['at'])}"
 
 
 def bars(values: Sequence[float], *, logarithmic: bool = False) -> list[str]:

@@ -17,7 +17,7 @@ from ..config import parse_nodes, parse_seconds
 from ..errors import Code, UserError
 from ..settings import BY_KEY
 from . import shell_completion
-from .options import AsJson, Home
+from .options import AsJson, Home, Within
 from .printing import home_of, print_answer, typed
 from .status import admissions_shown, members_shown, status
 
@@ -79,12 +79,7 @@ def unload(home: Home = None, as_json: AsJson = False) -> None:
 
 
 def drain(
-    within: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SECONDS", help="End after that time, even with open requests. Default: no limit."
-        ),
-    ] = None,
+    within: Within = None,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,16 +14,11 @@ from rich.table import Table
 
 from ..api.api_keys import MAX_PER_MINUTE, ApiKey, KeyFile, check_name, check_rate
 from ..client import AgentClient
-from ..config import home_folder
 from ..errors import UserError
-from .options import AsJson
-from .printing import print_json, typed
+from .options import AsJson, Home
+from .printing import day_of, home_of, print_json, table_of, typed
 from .shell_completion import keys
 
-Home = Annotated[
-    Path | None,
-    typer.Option(help="Home of the agent, if it was started with a --home; also MLXTP_HOME."),
-]
 _HOW = """
 This is the key of {name}. It is shown only once: mlxtp keeps a hash of it. Clients send it as
 `Authorization: Bearer KEY` or as `x-api-key: KEY`; most call it the API key. A running agent
@@ -103,7 +97,7 @@ def revoke(
 
 
 def _keys(home: Path | None) -> KeyFile:
-    return KeyFile(home_folder(home).resolve())
+    return KeyFile(home_of(home))
 
 
 def _used(home: Path) -> Mapping[str, int]:
@@ -124,16 +118,9 @@ def _row(key: ApiKey, used: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "created", "per minute", "last used since the agent started"):
-        table.add_column(column, justify="right" if column == "per minute" else "left")
+    columns = ("name", "created", "per minute", "last used since the agent started")
+    table = table_of(*columns, right=("per minute",))
     for row in rows:
-        table.add_row(
-            row["name"], _when(row["created"]), str(row["per_minute"] or "any"), _when(row["last_used"])
-        )
+        used = "-" if row["last_used"] is None else day_of(row["last_used"])
+        table.add_row(row["name"], day_of(row["created"]), str(row["per_minute"] or "any"), used)
     return table
-
-
-def _when(at: int | None) -> str:
-    """Format a time in seconds since 1970 as local time."""
-    return "-" if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M")

@@ -44,7 +44,7 @@ from ..models.inspect import Revision, revisions_here
 from ..models.manifest import Manifest, gigabytes
 from . import shell_completion
 from .options import AsJson, Home
-from .printing import home_of, print_json
+from .printing import home_of, print_json, table_of
 
 LOOK_S = 0.5
 #: Seconds that the agent may take to look up a model's files on the Hub.
@@ -404,9 +404,7 @@ def _is_of(stored: Mapping[str, Any], name: str, revision: str) -> bool:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("model", "revision", "size", "here", "also on"):
-        table.add_column(column, justify="right" if column == "size" else "left")
+    table = table_of("model", "revision", "size", "here", "also on", right=("size",))
     for row in rows:
         share = "all" if row["complete"] else f"[yellow]{gigabytes(row['held_bytes'])}[/]"
         named = ", ".join(row["refs"])

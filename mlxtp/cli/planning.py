@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError
@@ -22,6 +21,7 @@ from ..placement.model_shape import ModelShape, shape_of
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.tables import KNOWN
 from ..placement.topology import MemberMachine
+from .printing import table_of
 
 GB = 1e9
 _COLUMNS = ("way", "nodes", "tokens/s", "first token", "a rank needs", "verdict", "why")
@@ -153,11 +153,7 @@ def show(made: Placement, shape: ModelShape, console: Console) -> None:
     console.print(escape(_model_line(made, shape)))
     wide = console.width >= _WIDE
     columns = [column for column in _COLUMNS if wide or column not in _WORDY]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(
-            column, justify="right" if column in _RIGHT else "left", no_wrap=column not in _WORDY
-        )
+    table = table_of(*columns, right=_RIGHT, wrapped=_WORDY)
     for one in made.alternatives:
         row = dict(zip(_COLUMNS, cells(one), strict=True))
         table.add_row(*(escape(row[column]) for column in columns), style=_COLOURS[one.verdict])

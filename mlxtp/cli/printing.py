@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ..client import FILE as AGENT_FILE
@@ -55,6 +57,23 @@ def when_started(home: Path) -> tuple[AgentClient, dict[str, Any]]:
         while starting := (status := client.get("status")).get("starting"):
             waits_for(starting)
         return client, status
+
+
+def table_of(*columns: str, right: Collection[str] = (), wrapped: Collection[str] | None = None) -> Table:
+    """Return an empty table; the columns named in `right` are aligned right.
+
+    `wrapped` names the only columns whose cells may take several lines.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        table.add_column(column, justify=justify, no_wrap=wrapped is not None and column not in wrapped)
+    return table
+
+
+def day_of(at: float) -> str:
+    """Return a time in seconds since 1970 as local time, to the minute."""
+    return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def print_json(answer: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ from ..service.description import (
 from ..service.installed import not_ours, wait_until
 from . import shell_completion
 from .cluster import drain_agent
-from .options import AsJson, Home
+from .options import AsJson, Home, Within
 from .printing import home_of, print_answer, print_json, typed
 
 #: Seconds that the manager may take to notice that an agent has ended.
@@ -273,12 +273,7 @@ def _log_of_agent(home: Path) -> Path:
 
 
 def restart(
-    within: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SECONDS", help="End after that time, even with open requests. Default: no limit."
-        ),
-    ] = None,
+    within: Within = None,
     as_json: AsJson = False,
 ) -> None:
     """Stop the service once its requests are done, and start it again, for instance with new settings."""

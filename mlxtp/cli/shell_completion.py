@@ -1,17 +1,19 @@
-"""`mlxtp completion`: the completion script of a shell, and the suggestions for its words."""
+"""`mlxtp completion`: typer's completion script of a shell, and suggestions for values.
+
+typer keeps those of them that begin like the word on the line.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..client import AgentClient
-from ..config import home_folder
 from ..errors import UserError
-from .printing import typed
+from .printing import home_of, typed
 
 SHELLS = ("bash", "zsh", "fish")
 #: The variable with which a shell requests completions; see typer.
@@ -43,20 +45,20 @@ def completion(
     typer.echo(get_completion_script(prog_name="mlxtp", complete_var=VARIABLE, shell=shell))
 
 
-def words(metavar: str) -> Callable[[str], list[str]] | None:
+def words(metavar: str) -> Callable[[], list[str]] | None:
     """Return the literal words of a choice such as auto|all|N; None if it is not a choice."""
     choices = [each for each in metavar.split("|") if not each.isupper()] if "|" in metavar else []
-    return (lambda incomplete: _beginning(incomplete, choices)) if choices else None
+    return (lambda: choices) if choices else None
 
 
-def models(incomplete: str) -> list[str]:
+def models() -> list[str]:
     """Return models on this disk, by the names that `mlxtp serve` accepts."""
     from ..models.inspect import stored_models
 
-    return _beginning(incomplete, (each.id for each in stored_models()))
+    return [each.id for each in stored_models()]
 
 
-def hub_models(ctx: typer.Context, incomplete: str) -> list[str]:
+def hub_models(ctx: typer.Context) -> list[str]:
     """Return models of the Hub that are on this disk at least in part, in the agent's cache."""
     from ..models.hub_cache import cache_folder, repos_here
 
@@ -64,40 +66,34 @@ def hub_models(ctx: typer.Context, incomplete: str) -> list[str]:
         folder = AgentClient(_home(ctx), _ASK_S).get("stored").get("folder")
     except UserError:
         folder = None
-    return _beginning(
-        incomplete, (each.name for each in repos_here(Path(folder or cache_folder())) if each.commits())
-    )
+    return [each.name for each in repos_here(Path(folder or cache_folder())) if each.commits()]
 
 
-def planned(incomplete: str) -> list[str]:
+def planned() -> list[str]:
     """Return the names that `mlxtp plan` knows, and models on this disk."""
     from ..placement.tables import KNOWN
 
-    return [*models(incomplete), *_beginning(incomplete, KNOWN)]
+    return [*models(), *KNOWN]
 
 
-def keys(ctx: typer.Context, incomplete: str) -> list[str]:
+def keys(ctx: typer.Context) -> list[str]:
     """Return names of API keys."""
     from ..api.api_keys import KeyFile
 
     try:
-        return _beginning(incomplete, (key.name for key in KeyFile(_home(ctx)).load()))
+        return [key.name for key in KeyFile(_home(ctx)).load()]
     except UserError:
         return []
 
 
-def members(ctx: typer.Context, incomplete: str) -> list[str]:
+def members(ctx: typer.Context) -> list[str]:
     """Return names of the cluster's members, from the running agent."""
     try:
         told = AgentClient(_home(ctx), _ASK_S).get("members")["members"]
     except UserError:
         return []
-    return _beginning(incomplete, (str(member["name"]) for member in told))
+    return [str(member["name"]) for member in told]
 
 
 def _home(ctx: typer.Context) -> Path:
-    return home_folder(ctx.params.get("home")).resolve()
-
-
-def _beginning(incomplete: str, names: Any) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
+    return home_of(ctx.params.get("home"))

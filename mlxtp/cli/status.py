@@ -7,7 +7,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,7 @@ from rich.text import Text
 from ..client import AgentClient
 from ..errors import MlxtpError
 from .options import AsJson, Home
-from .printing import home_of, print_answer
+from .printing import day_of, home_of, print_answer, table_of
 
 # --- the table -------------------------------------------------------------------------------------------
 
@@ -111,7 +110,7 @@ def admissions_shown(answer: Mapping[str, Any]) -> list[Any]:
         _indented(
             f"{each['name']} was admitted by {each['admitted_by_name']} "
             f"from {each['joined_from'] or 'itself'}, "
-            f"at {datetime.fromtimestamp(each['joined_at']):%Y-%m-%d %H:%M}"
+            f"at {day_of(each['joined_at'])}"
         )
         for each in answer["members"]
         if each.get("joined_at") and each["admitted_by"]
@@ -137,13 +136,10 @@ def _indented(text: str, colour: str = "") -> Text:
 
 
 def _members_table(answer: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "state", "rank", "address", "machine", "memory", "node id", ""):
-        table.add_column(column, justify="right" if column in ("rank", "memory") else "left")
+    columns = ("name", "state", "rank", "address", "machine", "memory", "node id", "")
+    table = table_of(*columns, right=("rank", "memory"))
     for member in answer["members"]:
         memory = f"{member['memory_bytes'] / 1e9:.0f} GB" if member["memory_bytes"] else ""
-        roles = {"this Mac": member["self"], "coordinator": member["coordinator"]}
-        roles["about to stop"] = member["draining"]
         table.add_row(
             escape(member["name"]),
             f"[{_STATES.get(member['state'], 'dim')}]{member['state']}[/]",
@@ -152,9 +148,14 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
             escape(member["chip"]),
             memory,
             escape(member["node_id"][:8]),
-            ", ".join(role for role, is_so in roles.items() if is_so),
+            _roles(member),
         )
     return table
+
+
+def _roles(member: Mapping[str, Any]) -> str:
+    roles = {"self": "this Mac", "coordinator": "coordinator", "draining": "about to stop"}
+    return ", ".join(words for name, words in roles.items() if member[name])
 
 
 # --- --watch: `picture` is pure, the others poll -----------------------------------------------------------
@@ -162,7 +163,6 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
 #: Seconds between two polls of the agent.
 LOOK_S = 1.0
 _ANSWER_S = 5.0
-_COLOURS = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red", "failed": "red"}
 _OPEN = {
     "generating": "generating",
     "first_token": "before the first token",
@@ -244,7 +244,7 @@ def picture(snapshot: Moment | None, now: float, away: Mapping[str, str] | None 
 
 def _state(snapshot: Moment, now: float) -> Text:
     group = snapshot["group"]
-    line = Text.assemble((snapshot["state"], f"bold {_COLOURS.get(snapshot['state'], 'yellow')}"))
+    line = Text.assemble((snapshot["state"], f"bold {_STATES.get(snapshot['state'], 'yellow')}"))
     if snapshot["model"]:
         line.append(" ").append(snapshot["model"], "cyan")
     if snapshot["model"] and group is not None:
@@ -268,14 +268,11 @@ def _speed(snapshot: Moment) -> Text:
 
 
 def _nodes(snapshot: Moment) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "state", "rank", "phase", "memory", "step", ""):
-        table.add_column(column, justify="right" if column in ("rank", "memory", "step") else "left")
+    columns = ("name", "state", "rank", "phase", "memory", "step", "")
+    table = table_of(*columns, right=("rank", "memory", "step"))
     for node in snapshot["nodes"]:
-        roles = {"this Mac": node["self"], "coordinator": node["coordinator"]}
-        roles["about to stop"] = node["draining"]
-        said = ", ".join(role for role, is_so in roles.items() if is_so)
-        name, state = Text(node["name"]), Text(node["state"], _COLOURS.get(node["state"], "dim"))
+        said = _roles(node)
+        name, state = Text(node["name"]), Text(node["state"], _STATES.get(node["state"], "dim"))
         for cells in _ranks(node["node_id"], snapshot["ranks"]):
             table.add_row(name, state, *cells, said)
             name, state, said = Text(""), Text(""), ""

@@ -53,6 +53,14 @@ class FakeAdmin:
         self.asked: list[tuple[str, ...]] = []
         self.error: Exception | None = None
 
+    @property
+    def models(self) -> Any:
+        return self
+
+    @property
+    def members(self) -> Any:
+        return self
+
     def _do(self, *what: str) -> dict[str, object]:
         self.asked.append(what)
         if self.error is not None:
@@ -71,7 +79,7 @@ class FakeAdmin:
     def plan(self) -> Any:
         return self._do("plan")
 
-    async def models(self) -> Any:
+    async def on_disk(self) -> Any:
         await asyncio.sleep(0)
         return self._do("models")
 
@@ -79,7 +87,7 @@ class FakeAdmin:
         await asyncio.sleep(0)
         return self._do("doctor")
 
-    def members(self) -> Any:
+    def roster(self) -> Any:
         return self._do("members")
 
     async def token(self) -> Any:

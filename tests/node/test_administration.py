@@ -40,17 +40,17 @@ NAME = "some-body/tiny"
 def test_the_wanted_model_is_told_to_all_and_once(tmp_path: Path, member: members.Member) -> None:
     async def story(node: Node) -> None:
         admin, a = Admin(node.parts, member.store), node.meet(A)
-        assert await admin.serve("tiny", "2") == {
+        assert await admin.models.serve("tiny", "2") == {
             **{"model": "tiny", "nodes": "2", "version": 1},
             **{"coming": False, "until_then": ""},
         }
-        assert (await admin.serve("tiny", "02"))["version"] == 1
-        assert (await admin.serve("tiny", ""))["version"] == 1
+        assert (await admin.models.serve("tiny", "02"))["version"] == 1
+        assert (await admin.models.serve("tiny", ""))["version"] == 1
         node.parts.supervisor.status.state = ServingState.FAILED
-        assert (await admin.serve("tiny", ""))[
+        assert (await admin.models.serve("tiny", ""))[
             "version"
         ] == 2  # asking again is how a failed group is tried again
-        assert admin.unload() == {"model": "", "nodes": "2", "version": 3}
+        assert admin.models.unload() == {"model": "", "nodes": "2", "version": 3}
         told = [(desired.version, desired.model) for desired in a.heard(DesiredState)]
         assert told == [(0, ""), (1, "tiny"), (2, "tiny"), (3, "")]
 
@@ -112,7 +112,7 @@ def test_a_wish_that_makes_no_sense_changes_nothing(
     async def story(node: Node) -> None:
         a = node.meet(A)
         with pytest.raises(UserError):
-            await Admin(node.parts, member.store).serve(model, nodes)
+            await Admin(node.parts, member.store).models.serve(model, nodes)
         node.tick()
         assert node.parts.node.replica.desired.version == 0
         assert node.parts.node.links.nodes() == {A}
@@ -142,9 +142,9 @@ def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
             ("studio", "this Mac itself leaves with `mlxtp cluster leave`"),
         ):
             with pytest.raises(UserError, match=words):
-                await admin.remove(wrong, "")
+                await admin.members.remove(wrong, "")
         assert len(cluster.node.replica.roster.members()) == 6
-        removed = [await admin.remove(each, "") for each in ("ff", "ff", "1111", "mini")]
+        removed = [await admin.members.remove(each, "") for each in ("ff", "ff", "1111", "mini")]
         assert [each["removed"] for each in removed] == ["ff", "mac-f", "mini", "mini"]  # first by its name
         assert [each["node_id"] for each in removed] == ["3" * 32, B, "1" * 32, "2" * 32]
         assert removed[-1]["saved_by"] == []
@@ -168,12 +168,12 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
         mini, air, max_, other = (f"{number}" * 32 for number in range(1, 5))
         node.hear(a, Members((joined(1, "mini", A), joined(2, "air", mini), joined(3, "max", air))))
         node.hear(a, Members((joined(4, "other", A),)))
-        [row] = [each for each in admin.members()["members"] if each["name"] == "air"]
+        [row] = [each for each in admin.members.roster()["members"] if each["name"] == "air"]
         about = {name: row[name] for name in ("admitted_by", "admitted_by_name", "joined_from", "joined_at")}
         assert list(about.values()) == [mini, "mini", "10.0.0.7", 1_780_000_000]
         let_in = [{"node_id": air, "name": "air"}, {"node_id": max_, "name": "max"}]
-        assert admin.let_in("mini") == {"name": "mini", "let_in": let_in}
-        removing = asyncio.ensure_future(admin.remove("mini", "yes"))
+        assert admin.members.let_in("mini") == {"name": "mini", "let_in": let_in}
+        removing = asyncio.ensure_future(admin.members.remove("mini", "yes"))
         await asyncio.sleep(0)
         digest = cluster.node.replica.roster.digest()
         node.hear(a, RosterSaved(digest ^ 1))
@@ -198,7 +198,7 @@ def test_leaving_is_told_to_the_others_and_ends_the_agent(tmp_path: Path) -> Non
 
     async def story(node: Node) -> None:
         a = node.meet(A)
-        assert Admin(node.parts, second.store).leave("") == {
+        assert Admin(node.parts, second.store).members.leave("") == {
             "left": second.identity.cluster_id,
             "members": 1,
         }
@@ -217,10 +217,10 @@ def test_a_founder_leaves_only_by_force_unless_it_is_alone(tmp_path: Path) -> No
         admin = Admin(node.parts, first.store)
         node.meet(A)
         with pytest.raises(UserError, match="founded the cluster and alone can let others in"):
-            admin.leave("")
+            admin.members.leave("")
         assert not node.parts.node.over.done()
         assert first.store.load().authority is not None
-        assert admin.leave("yes")["members"] == 1
+        assert admin.members.leave("yes")["members"] == 1
         assert first.store.load().authority is None
 
     play(tmp_path, first, story)
@@ -230,7 +230,7 @@ def test_a_lone_mac_may_always_leave(tmp_path: Path) -> None:
     first = members.founder(tmp_path)
 
     async def story(node: Node) -> None:
-        assert Admin(node.parts, first.store).leave("")["members"] == 0
+        assert Admin(node.parts, first.store).members.leave("")["members"] == 0
         assert node.parts.node.over.done()
 
     play(tmp_path, first, story)
@@ -253,7 +253,7 @@ def test_what_is_told_about_the_cluster_can_be_told_as_json(
             False,
         )
         assert rows["mac-a"]["address"] == "127.0.0.1"
-        assert json.loads(json.dumps(admin.members()))["members"] == status["members"]
+        assert json.loads(json.dumps(admin.members.roster()))["members"] == status["members"]
         plan = json.loads(json.dumps(admin.plan()))
         assert plan["coordinator"] == node.parts.node.node_id
         assert sorted(each["name"] for each in plan["nodes"]) == ["mac-a", "studio"]
@@ -268,16 +268,16 @@ def test_an_agent_that_keeps_to_itself_says_so(tmp_path: Path) -> None:
         status = json.loads(json.dumps(admin.status()))
         assert status["state"] == "starting"
         assert "members" not in status
-        for ask in (admin.members, lambda: admin.let_in("x"), lambda: admin.leave("")):
+        for ask in (admin.members.roster, lambda: admin.members.let_in("x"), lambda: admin.members.leave("")):
             with pytest.raises(UserError, match="keeps to this Mac") as refused:
                 ask()
             assert refused.value.code is Code.NOT_SUPPORTED
         with pytest.raises(UserError, match="keeps to this Mac"):
-            await admin.token()
+            await admin.members.token()
         with pytest.raises(UserError, match="keeps to this Mac"):
-            await admin.remove("x", "")
+            await admin.members.remove("x", "")
         assert [each["name"] for each in admin.plan()["nodes"]] == ["studio"]
-        assert admin.unload()["model"] == ""
+        assert admin.models.unload()["model"] == ""
         await parts.close()
 
     run(scene())
@@ -306,20 +306,20 @@ def test_files_are_repaired_while_no_rank_here_has_them_open(
         cluster.model.resolve = lambda _: None  # type: ignore[method-assign]
         cluster.node.desired.set(NAME)
         with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is about to"):
-            admin.removable(NAME, "")
-        assert admin.removable(name, "yes") == {"removable": NAME}
+            admin.models.removable(NAME, "")
+        assert admin.models.removable(name, "yes") == {"removable": NAME}
         snapshot = Repo(NAME).folder / "snapshots" / COMMIT
         snapshot.mkdir(parents=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(cluster.hosted.serving), "epoch", 5)
             patch.setattr(type(cluster.hosted.serving), "model", snapshot)
             with pytest.raises(UserError, match="a rank of this Mac has it open; `mlxtp unload` first"):
-                admin.removable(name, "yes")
+                admin.models.removable(name, "yes")
         source = ModelSource(NAME, snapshot, cast(Text, None))
         cluster.supervisor.source = source
-        assert admin.removable(name, "yes") == {"removable": NAME}, "it is no longer open"
+        assert admin.models.removable(name, "yes") == {"removable": NAME}, "it is no longer open"
         cluster.supervisor.status.in_epoch = True
         with pytest.raises(UserError, match="a rank of this Mac has it open"):
-            admin.removable(name, "yes")
+            admin.models.removable(name, "yes")
 
     play(tmp_path, member, story)

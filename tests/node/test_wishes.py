@@ -95,14 +95,14 @@ def test_a_model_that_no_mac_can_get_leaves_what_is_served(
             (str(tmp_path / "half"), "lacks tokenizer.json"),
         ):
             with pytest.raises(UserError, match=f"{model} cannot be served, so all stays as it is: .*{why}"):
-                await admin.serve(model, "")
+                await admin.models.serve(model, "")
         hub.close()
         with pytest.raises(UserError, match="the Hub cannot be reached"):
-            await admin.serve(MODEL, "")
+            await admin.models.serve(MODEL, "")
         node.hear(a, ModelsHere((StoredModel(MODEL, COMMIT, 9, True),)))
         for revision in ("typo", NEWER):
             with pytest.raises(UserError, match="the Hub cannot be reached"):
-                await admin.serve(f"{MODEL}@{revision}", "")
+                await admin.models.serve(f"{MODEL}@{revision}", "")
         assert node.parts.node.replica.desired.model == "tiny"
 
     play(tmp_path, member, story)
@@ -116,13 +116,15 @@ def test_what_has_no_place_leaves_what_is_served(
         served(node)
         for model in ("tiny", MODEL):
             with pytest.raises(UserError, match=r"all stays as it is: .*3 nodes"):
-                await admin.serve(model, "3")
+                await admin.models.serve(model, "3")
         monkeypatch.setattr("mlxtp.models.hub_cache.free_bytes", lambda folder: 7_000_000)
         with pytest.raises(UserError, match=r"all stays as it is: .* has 7.0 MB free"):
-            await admin.serve(MODEL, "")
+            await admin.models.serve(MODEL, "")
         assert node.parts.node.replica.desired.version == 1
         node.parts.node.desired.set("")
-        assert (await admin.serve("tiny", "3"))["nodes"] == "3", "where nothing is served, nothing is lost"
+        assert (await admin.models.serve("tiny", "3"))["nodes"] == "3", (
+            "where nothing is served, nothing is lost"
+        )
 
     play(tmp_path, member, story)
 
@@ -131,7 +133,7 @@ def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: memb
     async def story(node: Node) -> None:
         admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
-        said = await admin.serve(MODEL, "")
+        said = await admin.models.serve(MODEL, "")
         assert (said["coming"], said["until_then"], said["version"]) == (True, "tiny", 1)
         await asyncio.sleep(0.2)
         assert node.parts.node.replica.desired.model == "tiny"
@@ -150,11 +152,11 @@ def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: 
     async def story(node: Node) -> None:
         admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
-        await admin.serve(MODEL, "")
+        await admin.models.serve(MODEL, "")
         if later == "serve":
-            await admin.serve("tiny", "")
+            await admin.models.serve("tiny", "")
         elif later == "unload":
-            admin.unload()
+            admin.models.unload()
         else:
             node.parts.node.desired.set("org/other")
         before = node.parts.node.replica.desired
@@ -170,7 +172,7 @@ def test_what_does_not_come_is_told(tmp_path: Path, member: members.Member, hub:
     async def story(node: Node) -> None:
         admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
-        await admin.serve(MODEL, "")
+        await admin.models.serve(MODEL, "")
         coming.end("it is gated")
         await until_no_more_is_awaited(node)
         (told,) = admin.status()["coming"]
@@ -187,7 +189,7 @@ def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
         admin, coming, a = Admin(node.parts, member.store), Coming(node), node.meet(A)
         node.hear(a, report(MACHINE))
         served(node)
-        await admin.serve(MODEL, "2")
+        await admin.models.serve(MODEL, "2")
         coming.end(other="no room")
         await until_no_more_is_awaited(node)
         (told,) = admin.status()["coming"]
@@ -195,7 +197,7 @@ def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
         assert "needs 2 nodes" in told
         assert told.endswith("; mac-a: no room")
         assert node.parts.node.replica.desired.model == "tiny"
-        await admin.serve(MODEL, "2")
+        await admin.models.serve(MODEL, "2")
         coming.end()
         await until_no_more_is_awaited(node)
         assert node.parts.node.replica.desired.model == MODEL
@@ -208,9 +210,9 @@ def test_what_was_said_while_the_hub_was_asked_counts(
 ) -> None:
     async def story(node: Node) -> None:
         admin = Admin(node.parts, member.store)
-        asking = asyncio.ensure_future(admin.serve(MODEL, ""))
+        asking = asyncio.ensure_future(admin.models.serve(MODEL, ""))
         await asyncio.sleep(0)
-        await admin.serve("tiny", "")
+        await admin.models.serve("tiny", "")
         with pytest.raises(UserError, match="another request changed the model meanwhile"):
             await asking
         assert node.parts.node.replica.desired.model == "tiny"
@@ -227,7 +229,7 @@ def test_the_hub_is_asked_once_for_one_serve(
         node.parts.node.leadership.hand_over(node.parts.node.node_id, CLOCK.now)
         if before:
             served(node)
-        await admin.serve(MODEL, "")
+        await admin.models.serve(MODEL, "")
         await sees(lambda: Repo(MODEL).snapshot("main") is not None)
         await sees(lambda: node.parts.node.replica.desired.model == MODEL)
         assert len([each for each in hub.asked if f"/api/models/{MODEL}" in each]) == 1

@@ -75,11 +75,11 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
         lines += [_indented(each, "cyan") for each in answer.get("coming", ())]
         lines += [_indented(each, "yellow") for each in answer.get("left_out", ())]
         if answer["world_size"] > 1 and answer["state"] == "ready":
-            from . import bench_fabric
+            from . import bench
 
             known = answer["fabric"]
             said = (
-                bench_fabric.summary(known) if known else "speed assumed; `mlxtp bench --fabric` measures it"
+                bench.fabric_summary(known) if known else "speed assumed; `mlxtp bench --fabric` measures it"
             )
             lines.append(f"fabric: {said}")
         lines += members_shown(answer)

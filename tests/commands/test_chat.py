@@ -14,9 +14,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mlxtp.cli.chat import Talk
+from mlxtp.cli.chat import Talk, settled
 from mlxtp.cli.main import app
-from mlxtp.cli.markdown import settled
 from mlxtp.client import FILE, EndpointAnswer, Piece
 from mlxtp.errors import UserError
 

@@ -23,7 +23,7 @@ from mlxtp.admin.handlers import FILE, announced
 from mlxtp.agent import _own_home
 from mlxtp.api.app import create_app
 from mlxtp.api.server import bind, serve
-from mlxtp.cli import bench_fabric, cluster
+from mlxtp.cli import bench, cluster
 from mlxtp.cli.main import _with_join_value, app
 from mlxtp.client import agent_runs
 from mlxtp.cluster.cluster_state import ClusterState, Roster
@@ -218,7 +218,7 @@ def test_a_long_error_has_lines_of_its_own(
     """Below the table, which it would squeeze; indented, and broken between words."""
     mini = {**STATUS["members"][1], "model_problem": LONG, "notes": []}
     told = {**STATUS, "members": [MEMBER, mini]}
-    monkeypatch.setattr(agent.admin, command[-1], lambda: told)
+    monkeypatch.setattr(agent.admin, {"members": "roster"}.get(command[-1], command[-1]), lambda: told)
     plain = {**told, "members": [MEMBER, {**mini, "model_problem": ""}]}
     shown = mlxtp(agent.home, *command, width=80).output.splitlines()
     monkeypatch.setattr(agent.admin, command[-1], lambda: plain)
@@ -402,7 +402,7 @@ def test_a_plan_for_the_members_that_are_there(agent: Agent) -> None:
 def test_a_fabric_as_a_table_with_a_picture(agent: Agent) -> None:
     console = Console(width=200, highlight=False)
     with console.capture() as drawn:
-        for part in bench_fabric.show(BENCH):
+        for part in bench.fabric_shown(BENCH):
             console.print(part)
     shown = drawn.get().splitlines()
     rows = [line.split() for line in shown[2:5]]

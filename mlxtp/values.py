@@ -246,22 +246,14 @@ def _decimal(text: str, most: int) -> int | None:
     return number if number <= most else None
 
 
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
 def parse_switch(value: object, where: str) -> bool:
-    if isinstance(value, bool):
-        return value
-    words = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "off": False,
-    }
-    if str(value).lower() not in words:
+    word = str(value).lower()
+    if word not in (*_YES, *_NO):
         raise ConfigError(f"{where}: {value!r} is neither true nor false")
-    return words[str(value).lower()]
+    return word in _YES
 
 
 def parse_kv_bits(value: object, where: str) -> int:

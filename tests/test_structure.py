@@ -429,7 +429,6 @@ PURE = (
     "mlxtp.placement.planner",
     "mlxtp.placement.model_shape",
     "mlxtp.placement.topology",
-    "mlxtp.service.description",
     "mlxtp.service.managers",
     "mlxtp.groups.health",
     "mlxtp.settings",
@@ -440,9 +439,8 @@ PURE = (
     "mlxtp.cluster.reconcile",
     "mlxtp.placement.probe_macos",
     "mlxtp.placement.probe_machine",
-    "mlxtp.diagnostics.cluster_checks",
+    "mlxtp.diagnostics.checks",
     "mlxtp.diagnostics.facts",
-    "mlxtp.diagnostics.machine_checks",
     "mlxtp.diagnostics.rows",
 )
 IMPURE = frozenset(

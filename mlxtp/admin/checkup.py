@@ -10,10 +10,9 @@ from ..api.admin import Json
 from ..api.endpoint import Endpoint
 from ..cluster.dialer import Dialer
 from ..config import Settings
-from ..diagnostics import failure_store, local_facts
-from ..diagnostics.checkup import Checkup
+from ..diagnostics import checkup, failure_store
+from ..diagnostics.checkup import Checkup, attempts
 from ..diagnostics.facts import AgentFacts, Attempt, IdentityFacts, MemberFacts, ModelFacts, PortFacts
-from ..diagnostics.local_facts import attempts
 from ..wire.reports import Machine
 from .parts import AgentParts
 from .snapshot import ClusterSnapshot, MemberSnapshot, Snapshot, gather
@@ -81,7 +80,7 @@ class AgentCheckup(Checkup):
         tried = await asyncio.gather(*map(attempts, found))
         heard = {each.node_id for each in self._dialer.sightings} if self._dialer is not None else set()
         return tuple(
-            member_facts(each, heard=each.node_id in heard, ours=local_facts.shared(ours, machine))
+            member_facts(each, heard=each.node_id in heard, ours=checkup.shared(ours, machine))
             for each, ours in zip(others, tried, strict=True)
         )
 

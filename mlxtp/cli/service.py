@@ -17,7 +17,8 @@ from ..client import AgentClient, agent_runs
 from ..config import home_folder, resolve_settings
 from ..errors import UserError
 from ..service import installed
-from ..service.description import (
+from ..service.installed import not_ours, wait_until
+from ..service.managers import (
     PASSED_ON,
     Manager,
     Owner,
@@ -33,7 +34,6 @@ from ..service.description import (
     unseen,
     without_secret,
 )
-from ..service.installed import not_ours, wait_until
 from . import shell_completion
 from .cluster import drain_agent
 from .options import AsJson, Home, Within

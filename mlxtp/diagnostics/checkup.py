@@ -7,32 +7,47 @@ which sees the network as a service does and has links to the other members.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import importlib.metadata
+import ipaddress
+import os
+import platform
+import re
 import resource
 import socket
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+from cryptography import x509
 from zeroconf import Error as ZeroconfError
 
-from ..api.endpoint import here_and_now
+from ..api.api_keys import KeyFile
+from ..api.endpoint import NEVER, OWN_CERTIFICATE, here_and_now
 from ..api.server import bind
-from ..cluster.state_file import SavedState
-from ..config import Settings, is_loopback
-from ..discovery.addresses import SERVICE
-from ..discovery.mdns import Network
+from ..cluster.state_file import FILE, SavedState, from_text
+from ..config import Settings, is_loopback, resolve_settings
+from ..discovery.addresses import SERVICE, host_and_port
+from ..discovery.mdns import Network, addresses_up, send_something
+from ..errors import ConfigError, MlxtpError
 from ..gateway.admission import look_at_memory
+from ..identity.store import Identity, Store
 from ..placement import hardware
 from ..placement import probe_macos as probes
 from ..placement.hardware import RunProbe, run_as_self, run_command
-from ..placement.probe_macos import Output
+from ..placement.probe_macos import NOT_INSTALLED, Output, Reading, ipv4, self_assigned
 from ..wire.blocking import listen
+from ..wire.certificates import MemberCertificates
 from ..wire.reports import Machine
-from . import local_facts
 from .facts import (
     AgentFacts,
+    Attempt,
+    Certificate,
     ClockFacts,
     Disk,
     FirewallFacts,
@@ -42,19 +57,359 @@ from .facts import (
     MemoryRoom,
     ModelFacts,
     NetworkFacts,
+    Package,
     PortFacts,
     PowerFacts,
     Software,
 )
-from .local_facts import attempts, in_time, problem_of, slow
 from .rows import ROWS, examine, to_json
+
+T = TypeVar("T")
+
+#: Seconds for reading files: a network disk may never reply.
+LOOK_S = 5.0
+#: Seconds for one connection. On one network it takes a millisecond.
+TRY_S = 2.0
+#: The discard port, on which no program listens.
+_DISCARD = 9
+
+
+# --- facts that one process can find: files, certificates, sockets. Nothing raises ------------------------
+
+
+async def in_time(look: Callable[[], T], otherwise: T, crashed: Callable[[str], None]) -> T:
+    """Return the result of `look`, or `otherwise` after `LOOK_S`, leaving its thread behind.
+
+    If it raises, pass the error to `crashed` and return `otherwise`, too.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[T] = loop.create_future()
+
+    def tell(value: T, problem: str = "") -> None:
+        if not found.done():
+            if problem:
+                crashed(problem)
+            found.set_result(value)
+
+    def run() -> None:
+        value, problem = otherwise, ""
+        try:
+            value = look()
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: silence would pass for health
+            problem = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            loop.call_soon_threadsafe(tell, value, problem)
+
+    threading.Thread(target=run, daemon=True, name="checkup").start()
+    try:
+        async with asyncio.timeout(LOOK_S):
+            return await found
+    except TimeoutError:
+        return otherwise
+
+
+def slow(what: str) -> str:
+    return f"{what} could not be read within {LOOK_S:g} s"
+
+
+# --- parts ------------------------------------------------------------------------------------------------
+
+
+def software_here() -> Software:
+    """Return this Python and the packages that the metadata of mlxtp require."""
+    try:
+        distribution = importlib.metadata.metadata("mlxtp")
+        wanted = importlib.metadata.requires("mlxtp") or []
+    except importlib.metadata.PackageNotFoundError:
+        return Software(platform.python_version(), "", platform.machine(), program_here(), ())
+    return Software(
+        platform.python_version(),
+        str(distribution["Requires-Python"] or "").removeprefix(">="),
+        platform.machine(),
+        program_here(),
+        tuple(Package(name, _installed(name), floor) for name, floor in floors(wanted, sys.platform)),
+    )
+
+
+_WANTED = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?>=([\d.]+)\s*(?:;(.*))?")
+_PLATFORM = re.compile(r"sys_platform == [\"'](\w+)[\"']")
+
+
+def floors(wanted: Iterable[str], system: str) -> list[tuple[str, str]]:
+    """Return names and oldest versions of "NAME>=VERSION; MARKER", without extras and other systems."""
+    found = []
+    for each in wanted:
+        parts = _WANTED.fullmatch(each)
+        marker = (parts[3] or "") if parts else "extra"
+        other = _PLATFORM.search(marker)
+        if parts and "extra" not in marker and (other is None or other[1] == system):
+            found.append((parts[1], parts[2]))
+    return found
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def program_here() -> str:
+    """Return the program that the firewall knows. A framework's Python runs another file than its name."""
+    try:
+        return psutil.Process().exe() or sys.executable
+    except psutil.Error:
+        return sys.executable
+
+
+def models_folder() -> Path:
+    """Return the folder of downloads from the Hub."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def disk(purpose: str, folder: Path) -> Disk:
+    """Return the free room of the folder, or of its nearest existing parent."""
+    try:
+        there = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+        return Disk(purpose, str(folder), psutil.disk_usage(str(there)).free)
+    except OSError as error:
+        return Disk(purpose, str(folder), None, error.strerror or str(error))
+
+
+def wrong_settings(home: Path) -> tuple[str, ...]:
+    """Return the errors in the home's config file and in variables that keep an agent from starting."""
+    found: list[str] = []
+    resolve_settings({"home": home}, refuse=lambda error: found.append(error.detail))
+    return tuple(found)
+
+
+def identity_here(settings: Settings) -> IdentityFacts:
+    """Read the identity from the home without changing it."""
+    identity, problem = stored(settings.home)
+    try:
+        keys, keys_problem = len(KeyFile(settings.home).load()), ""
+    except ConfigError as error:
+        keys, keys_problem = 0, error.detail
+    certificates = _of_membership(identity.membership) if identity is not None and identity.membership else []
+    https, https_problem = _https(settings)
+    return IdentityFacts(
+        cluster_id=identity.cluster_id if identity is not None else "",
+        problem=problem,
+        certificates=(*certificates, *https),
+        https_problem=https_problem,
+        authority_here=identity is not None and identity.authority is not None,
+        keys=keys,
+        keys_problem=keys_problem,
+        keys_asked=settings.api_keys != NEVER,
+    )
+
+
+def stored(home: Path) -> tuple[Identity | None, str]:
+    store = Store(home)
+    if not store.folder.exists():
+        return None, ""
+    try:
+        return store.load(), ""
+    except MlxtpError as error:
+        return None, error.detail
+
+
+def _of_membership(membership: MemberCertificates) -> list[Certificate]:
+    named = (("this member", membership.certificate), ("the cluster", membership.authority))
+    return [_certificate(name, x509.load_der_x509_certificate(der)) for name, der in named]
+
+
+def _https(settings: Settings) -> tuple[list[Certificate], str]:
+    own = not settings.http_cert
+    path = settings.home / OWN_CERTIFICATE if own else Path(settings.http_cert)
+    if not settings.http_tls and own:
+        return [], ""
+    if own and not path.exists():
+        return [], ""  # the first start makes it
+    try:
+        found = x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as error:
+        return [], f"the certificate for HTTPS cannot be read: {path}: {error}"
+    return [_certificate("HTTPS", found, renews=own)], ""
+
+
+def _certificate(name: str, found: x509.Certificate, *, renews: bool = False) -> Certificate:
+    return Certificate(name, found.not_valid_before_utc, found.not_valid_after_utc, renews)
+
+
+def kept_at(home: Path) -> SavedState:
+    """Return the saved state of the home. Empty where it cannot be read: the agent reports that."""
+    try:
+        return from_text((home / FILE).read_text())
+    except (OSError, ValueError, RecursionError):
+        return SavedState()
+
+
+def text_of(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+# --- the firewall -----------------------------------------------------------------------------------------
+
+
+def mac_firewall(state: Output, everything: Output, app: Output) -> FirewallFacts:
+    """Parse the three outputs of `socketfilterfw`."""
+    on, all_in = probes.parse_firewall_state(state.text), probes.parse_block_all(everything.text)
+    problem = problem_of("socketfilterfw", state, on)
+    if on.value and all_in.missing:
+        problem = problem or problem_of("socketfilterfw --getblockall", everything, all_in)
+    program = probes.parse_firewall_app(app.text)
+    if on.value and program.missing:
+        problem = problem or problem_of("socketfilterfw --getappblocked", app, program)
+    return FirewallFacts(
+        enabled=None if on.value is None else on.value > 0,
+        blocks_all=bool(on.value) and (on.value == 2 if all_in.missing else all_in.value is True),
+        app=program.value,
+        problem=problem,
+    )
+
+
+def linux_firewall(rules: Output) -> FirewallFacts:
+    """Parse the output of `nft list ruleset`, which only root may run."""
+    if rules == NOT_INSTALLED:
+        return FirewallFacts(problem="nft is not installed, so the rules are not known")
+    if rules.problem:
+        return FirewallFacts(problem=f"nft list ruleset: {rules.problem}")
+    return FirewallFacts(drops=any(chain.closed for chain in probes.parse_nft(rules.text).value))
+
+
+def problem_of(command: str, output: Output, reading: Reading[Any]) -> str:
+    """Return why a command left something unknown, or ""."""
+    if not reading.missing:
+        return ""
+    said = output.text.strip().splitlines()[:1]
+    return f"{command}: {output.problem or (said[0][:100] if said else 'it printed nothing')}"
+
+
+# --- the network ------------------------------------------------------------------------------------------
+
+
+def usable(settings: Settings) -> Mapping[str, int]:
+    """Return addresses of this machine over which others may be found."""
+    there = addresses_up()
+    if settings.interface:
+        return {address: number for address, number in there.items() if address == settings.interface}
+    return {address: number for address, number in there.items() if not is_loopback(address)}
+
+
+def literal(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Return the addresses that need no name server, because that may not reply."""
+    return tuple(each for each in addresses if ipv4(each.rpartition(":")[0]))
+
+
+def multicast(usable: Mapping[str, int]) -> int | None:
+    if not usable:
+        return None
+    try:
+        send_something(usable)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+def sent(tries: Iterable[Attempt]) -> tuple[Attempt, ...]:
+    """Send a packet to the discard port of each address, to see whether it may leave this machine."""
+    found = []
+    for host in dict.fromkeys(each.rpartition(":")[0] for each in literal(t.address for t in tries)):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.setblocking(False)
+            try:
+                sock.sendto(b"", (host, _DISCARD))
+            except OSError as error:
+                found.append(Attempt(host, error.strerror or str(error), error.errno or 0))
+            else:
+                found.append(Attempt(host))
+    return tuple(found)
+
+
+async def attempt(address: str) -> Attempt:
+    """Connect to "ip:port" and hang up. Does not raise."""
+    found = host_and_port(address)
+    if found is None:
+        return Attempt(address, "is not an address")
+    try:
+        async with asyncio.timeout(TRY_S):
+            _, writer = await asyncio.open_connection(*found)
+    except TimeoutError:
+        return Attempt(address, f"no answer within {TRY_S:g} s")
+    except OSError as error:
+        number = error.errno if error.errno is not None and error.errno > 0 else 0
+        return Attempt(address, os.strerror(number) if number else str(error)[:100], number)
+    writer.transport.abort()
+    return Attempt(address)
+
+
+async def attempts(addresses: Iterable[str]) -> tuple[Attempt, ...]:
+    """Try all addresses at once."""
+    return tuple(await asyncio.gather(*map(attempt, addresses)))
+
+
+async def reaches_itself() -> bool:
+    try:
+        server = await asyncio.start_server(_hang_up, "127.0.0.1", 0)
+    except OSError:
+        return False
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        return not (await attempt(f"127.0.0.1:{port}")).problem
+
+
+async def _hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+def free(
+    name: str, flag: str, host: str, port: int, take: Callable[[str, int], socket.socket]
+) -> PortFacts | None:
+    """Return whether the port is free now. None where any port will do."""
+    if not port:
+        return None
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        take(host, port).close()
+    except OSError as error:
+        return PortFacts(name, flag, address, ours=False, problem=error.strerror or str(error))
+    except ConfigError as error:
+        return PortFacts(name, flag, address, ours=False, problem=error.detail)
+    return PortFacts(name, flag, address, ours=False)
+
+
+def shared(tries: Iterable[Attempt], machine: Machine) -> tuple[Attempt, ...]:
+    """Return the tries, each marked if its address is in a network of `machine`, which made them."""
+    networks = [
+        ipaddress.IPv4Network((each.address, each.prefix), strict=False)
+        for each in machine.interfaces
+        if each.up and not self_assigned(each.address)
+    ]
+
+    def is_shared(address: str) -> bool:
+        try:
+            host = ipaddress.IPv4Address(address.rpartition(":")[0])
+        except ValueError:
+            return False
+        return any(host in network for network in networks)
+
+    return tuple(replace(each, shared=is_shared(each.address)) for each in tries)
+
+
+# --- all facts ---------------------------------------------------------------------------------------------
+
 
 #: Seconds for which a command listens for other agents. They reply within half a second.
 LISTEN_S = 1.5
 _MANY = 1 << 20
 
 Json = Mapping[str, Any]
-T = TypeVar("T")
 
 
 class Checkup:
@@ -89,14 +444,14 @@ class Checkup:
             asyncio.gather(
                 hardware.probe(system=self._system, run=self._run),
                 self._identity(),
-                self._in_time(local_facts.software_here, Software("", "", "", "", ())),
+                self._in_time(software_here, Software("", "", "", "", ())),
                 self._network(),
                 self._wrong_settings(),
             ),
             asyncio.gather(self._room(), self._firewall(), self._power(), self._clock()),
         )
         members = await self._members(machine)
-        sent = await asyncio.to_thread(local_facts.sent, [each for member in members for each in member.ours])
+        tried = [each for member in members for each in member.ours]
         return MachineFacts(
             name=settings.name or socket.gethostname().partition(".")[0],
             now=here_and_now(),
@@ -104,7 +459,7 @@ class Checkup:
             agent=self._agent(),
             software=software,
             room=room,
-            network=replace(network, unicast=sent),
+            network=replace(network, unicast=await asyncio.to_thread(sent, tried)),
             firewall=firewall,
             power=power,
             clock=clock,
@@ -128,19 +483,19 @@ class Checkup:
     async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
         """Return the members stored in the home, each tried from this process."""
         kept, identity = await asyncio.gather(
-            self._in_time(lambda: local_facts.kept_at(self._settings.home), SavedState()),
-            self._in_time(lambda: local_facts.stored(self._settings.home)[0], None),
+            self._in_time(lambda: kept_at(self._settings.home), SavedState()),
+            self._in_time(lambda: stored(self._settings.home)[0], None),
         )
         if identity is None or identity.membership is None:
             return ()
         others = [
-            (entry.name or node_id[:8], local_facts.literal(kept.peers.get(node_id, ())))
+            (entry.name or node_id[:8], literal(kept.peers.get(node_id, ())))
             for node_id, entry in kept.beliefs.roster.members().items()
             if node_id != identity.node_id
         ]
         tried = await asyncio.gather(*(attempts(addresses) for _, addresses in others))
         return tuple(
-            MemberFacts(name, "", False, False, local_facts.shared(ours, machine))
+            MemberFacts(name, "", False, False, shared(ours, machine))
             for (name, _), ours in zip(others, tried, strict=True)
         )
 
@@ -149,24 +504,22 @@ class Checkup:
         settings = self._settings
         if self._problem:
             return ()
-        found = [local_facts.free("endpoint", "--http", settings.http_host, settings.http_port, bind)]
+        found = [free("endpoint", "--http", settings.http_host, settings.http_port, bind)]
         if not _alone(settings):
             found.append(
-                local_facts.free(
-                    "control port", "--control", settings.control_host, settings.control_port, listen
-                )
+                free("control port", "--control", settings.control_host, settings.control_port, listen)
             )
         return tuple(port for port in found if port is not None)
 
     async def _heard(self) -> tuple[bool, str, tuple[str, ...]]:
         """Return whether discovery was tried, the problem if not, and the names found."""
         settings = self._settings
-        usable = local_facts.usable(settings)
-        if not settings.discovery or _alone(settings) or not usable:
+        usable_here = usable(settings)
+        if not settings.discovery or _alone(settings) or not usable_here:
             return False, "", ()
         names: set[str] = set()
         try:
-            network = Network(usable, lambda name, there: names.add(name) if there else None)
+            network = Network(usable_here, lambda name, there: names.add(name) if there else None)
             try:
                 await network.ask()
                 await asyncio.sleep(LISTEN_S)
@@ -179,12 +532,10 @@ class Checkup:
     # --- what any process sees ----------------------------------------------------------------------------
 
     async def _network(self) -> NetworkFacts:
-        loopback, (listened, problem, heard) = await asyncio.gather(
-            local_facts.reaches_itself(), self._heard()
-        )
+        loopback, (listened, problem, heard) = await asyncio.gather(reaches_itself(), self._heard())
         return NetworkFacts(
             loopback=loopback,
-            multicast=local_facts.multicast(local_facts.usable(self._settings)),
+            multicast=multicast(usable(self._settings)),
             multicast_problem=problem,
             listened=listened,
             heard=heard,
@@ -194,18 +545,18 @@ class Checkup:
 
     async def _identity(self) -> IdentityFacts:
         return await self._in_time(
-            lambda: local_facts.identity_here(self._settings), IdentityFacts(problem=slow("the home"))
+            lambda: identity_here(self._settings), IdentityFacts(problem=slow("the home"))
         )
 
     async def _wrong_settings(self) -> tuple[str, ...]:
-        return await self._in_time(lambda: local_facts.wrong_settings(self._settings.home), ())
+        return await self._in_time(lambda: wrong_settings(self._settings.home), ())
 
     async def _room(self) -> MemoryRoom:
         settings = self._settings
         memory = await asyncio.to_thread(look_at_memory)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = soft if self._agent().runs_here else hard  # an agent raises its own limit
-        models = await self._in_time(local_facts.models_folder, settings.home)
+        models = await self._in_time(models_folder, settings.home)
         folders = {"mlxtp's own files": settings.home, "models": models}
         disks = [await self._disk(purpose, folder) for purpose, folder in folders.items()]
         return MemoryRoom(
@@ -217,20 +568,20 @@ class Checkup:
 
     async def _disk(self, purpose: str, folder: Path) -> Disk:
         return await self._in_time(
-            lambda: local_facts.disk(purpose, folder), Disk(purpose, str(folder), None, slow("it"))
+            lambda: disk(purpose, folder), Disk(purpose, str(folder), None, slow("it"))
         )
 
     async def _firewall(self) -> FirewallFacts:
         if self._system == "darwin":
-            program = local_facts.program_here()
+            program = program_here()
             state, everything, app = await asyncio.gather(
                 self._ask(probes.FIREWALL, "--getglobalstate"),
                 self._ask(probes.FIREWALL, "--getblockall"),
                 self._ask(probes.FIREWALL, "--getappblocked", program),
             )
-            return local_facts.mac_firewall(state, everything, app)
+            return mac_firewall(state, everything, app)
         # Only root may read the rules, so an agent that is root keeps root's rights for this command.
-        return local_facts.linux_firewall(await self._run_as_self("nft", ("list", "ruleset"), probes.ASK_S))
+        return linux_firewall(await self._run_as_self("nft", ("list", "ruleset"), probes.ASK_S))
 
     async def _power(self) -> PowerFacts:
         if self._system != "darwin":
@@ -244,7 +595,7 @@ class Checkup:
             said = await self._ask("timedatectl", "show", "--property=NTPSynchronized")
             reading = probes.parse_timedatectl(said.text)
             return ClockFacts(synchronised=reading.value, problem=problem_of("timedatectl", said, reading))
-        text = await self._in_time(lambda: local_facts.text_of(Path(probes.NTP_CONF)), "")
+        text = await self._in_time(lambda: text_of(Path(probes.NTP_CONF)), "")
         server = probes.parse_ntp_conf(text) or "time.apple.com"
         answer = await self._ask("sntp", server)
         offset = probes.parse_sntp(answer.text)

@@ -17,20 +17,21 @@ from pathlib import Path
 from ..client import AgentClient
 from ..config import default_home, home_folder
 from ..errors import UserError, why_not_written
-from .description import (
+from .managers import (
     CommandResult,
+    Launchd,
     Manager,
     Owner,
     Remove,
     ServiceCommand,
     ServiceState,
     ServiceStep,
+    Systemd,
     Write,
     crash_log,
     is_ours,
     option,
 )
-from .managers import Launchd, Systemd
 
 # --- steps ----------------------------------------------------------------------------------------------
 
@@ -265,7 +266,7 @@ def manager_of(owner: Owner, *, login: bool) -> Manager:
 
 def manager_elsewhere(owner: Owner, system: str, *, login: bool) -> Manager:
     """Return the manager of another system, for its texts only. Raises UserError for an unknown one."""
-    managers: dict[str, type[Launchd | Systemd]] = {"macos": Launchd, "linux": Systemd}
+    managers: dict[str, type[Manager]] = {"macos": Launchd, "linux": Systemd}
     if system not in managers:
         raise UserError(f"--system: {system!r} is not one of {', '.join(managers)}")
     return managers[system](owner, login=login)

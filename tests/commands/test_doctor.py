@@ -18,7 +18,7 @@ from mlxtp.agent import _own_home
 from mlxtp.api.endpoint import open_endpoint
 from mlxtp.cli.main import app
 from mlxtp.config import Settings
-from mlxtp.diagnostics import local_facts
+from mlxtp.diagnostics import checkup
 from mlxtp.diagnostics.rows import MAC, ROWS, show
 from mlxtp.identity.store import Store
 
@@ -84,7 +84,7 @@ def test_with_a_wrong_setting_it_says_so_and_looks_at_the_rest(tmp_path: Path) -
 
 def test_a_look_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", f"/{'x' * 300}")
-    monkeypatch.setattr(local_facts, "software_here", lambda: 1 // 0)
+    monkeypatch.setattr(checkup, "software_here", lambda: 1 // 0)
     found = rows(type_in(tmp_path, "--json"))
     assert found["disk"]["level"] == "warning"
     assert "File name too long" in found["disk"]["findings"][1]["what"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mlxtp.diagnostics.checkup import floors, software_here
 from mlxtp.diagnostics.facts import (
     AgentFacts,
     Attempt,
@@ -30,7 +31,6 @@ from mlxtp.diagnostics.facts import (
     PortFacts,
     PowerFacts,
 )
-from mlxtp.diagnostics.local_facts import floors, software_here
 from mlxtp.diagnostics.rows import ROWS, Examined, examine, to_json
 from mlxtp.placement.probe_macos import Output
 from mlxtp.wire.reports import Interface
@@ -354,7 +354,7 @@ def test_a_process_that_macos_keeps_out_is_told_so(monkeypatch: pytest.MonkeyPat
     def refused(_addresses: object) -> None:
         raise OSError(65, "No route to host")
 
-    monkeypatch.setattr("mlxtp.diagnostics.local_facts.send_something", refused)
+    monkeypatch.setattr("mlxtp.diagnostics.checkup.send_something", refused)
     found = recorded.facts(tmp_path, Machine("mac_well"))
     assert (found.network.multicast, found.network.loopback) == (65, True)
     assert row(found, "local-network").level == Level.ERROR
@@ -371,8 +371,8 @@ def test_what_mlxtp_needs_is_read_from_its_own_metadata() -> None:
 
 def test_a_look_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = threading.Event()
-    monkeypatch.setattr("mlxtp.diagnostics.local_facts.LOOK_S", 0.05)
-    monkeypatch.setattr("mlxtp.diagnostics.local_facts.disk", lambda purpose, folder: held.wait(60))
+    monkeypatch.setattr("mlxtp.diagnostics.checkup.LOOK_S", 0.05)
+    monkeypatch.setattr("mlxtp.diagnostics.checkup.disk", lambda purpose, folder: held.wait(60))
     try:
         found = recorded.facts(tmp_path, Machine("mac_well"))
     finally:

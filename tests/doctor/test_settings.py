@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxtp.diagnostics.checkup import linux_firewall, mac_firewall
 from mlxtp.diagnostics.facts import FirewallFacts
-from mlxtp.diagnostics.local_facts import linux_firewall, mac_firewall
 from mlxtp.placement.probe_macos import (
     NOT_INSTALLED,
     Output,

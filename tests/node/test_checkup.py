@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from mlxtp.admin.checkup import AgentCheckup
+from mlxtp.diagnostics.checkup import attempts, shared
 from mlxtp.diagnostics.facts import Attempt
-from mlxtp.diagnostics.local_facts import attempts, shared
 from mlxtp.discovery.addresses import DiscoveredPeer
 from mlxtp.wire.cluster_messages import ModelStatus
 from mlxtp.wire.reports import Interface

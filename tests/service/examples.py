@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlxtp import __version__
-from mlxtp.service.description import Owner, Service, describe
-from mlxtp.service.managers import Launchd, Systemd
+from mlxtp.service.managers import Launchd, Owner, Service, Systemd, describe
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,9 +25,8 @@ from mlxtp.client import agent_runs
 from mlxtp.config import default_home, resolve_settings, told
 from mlxtp.errors import UserError
 from mlxtp.service import installed as here
-from mlxtp.service.description import CommandResult, Owner, Remove, ServiceCommand, Write
 from mlxtp.service.installed import Shell, owner_here, run
-from mlxtp.service.managers import Launchd, Systemd
+from mlxtp.service.managers import CommandResult, Launchd, Owner, Remove, ServiceCommand, Systemd, Write
 
 from ..api.test_admin import KEY
 from ..cluster import WAIT_S

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.errors import UserError
-from mlxtp.service.description import CommandResult, Owner, ServiceState, describe, is_ours
-from mlxtp.service.managers import Launchd, Systemd
+from mlxtp.service.managers import CommandResult, Launchd, Owner, ServiceState, Systemd, describe, is_ours
 
 from .examples import examples, service
 

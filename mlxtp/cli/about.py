@@ -77,16 +77,12 @@ Values = Mapping[str, Any]
 DEFAULT = "default"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    config = typer.Typer(
-        no_args_is_help=True, help="Settings: their values, where each was set, and the file."
-    )
-    config.command()(show)
-    config.command()(path)
-    app.add_typer(config, name="config")
+commands = typer.Typer(
+    name="config", no_args_is_help=True, help="Settings: their values, where each was set, and the file."
+)
 
 
+@commands.command()
 def show(
     origin: Annotated[bool, typer.Option("--origin", help="Show where each was set.")] = False,
     home: Home = None,
@@ -106,6 +102,7 @@ def show(
         console.print(Text(line, "dim" if line.startswith("#") else ""), soft_wrap=True)
 
 
+@commands.command()
 def path(home: Home = None, as_json: AsJson = False) -> None:
     """Print the path of the settings file. mlxtp does not create it."""
     file = home_folder(home).resolve() / FILE

@@ -33,11 +33,6 @@ from .printing import day_of, home_of, print_answer, table_of
 _BENCH_S = 60.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(bench)
-
-
 def bench(
     fabric: Annotated[
         bool, typer.Option("--fabric", help="Measure sums and gathers over the group's links, by size.")

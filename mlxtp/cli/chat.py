@@ -45,11 +45,6 @@ COMMANDS = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(chat)
-
-
 def chat(
     prompt: Annotated[
         str | None,

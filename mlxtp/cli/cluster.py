@@ -19,27 +19,15 @@ from ..settings import BY_KEY
 from . import shell_completion
 from .options import AsJson, Home, Within
 from .printing import home_of, print_answer, typed
-from .status import admissions_shown, members_shown, status
+from .status import admissions_shown, members_shown
 
 #: Seconds that an agent may take to look up a model on the Hub.
 _HUB_S = 60.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command()(serve)
-    app.command()(unload)
-    app.command()(status)
-    app.command()(drain)
-    app.command()(token)
-    app.command()(page)
-    cluster = typer.Typer(
-        no_args_is_help=True, help="Members of the cluster: list them, remove one, or leave."
-    )
-    cluster.command()(members)
-    cluster.command()(remove)
-    cluster.command()(leave)
-    app.add_typer(cluster, name="cluster")
+commands = typer.Typer(
+    name="cluster", no_args_is_help=True, help="Members of the cluster: list them, remove one, or leave."
+)
 
 
 def serve(
@@ -136,12 +124,14 @@ def page(
     print_answer({"url": url}, as_json, lambda a: str(a["url"]))
 
 
+@commands.command()
 def members(home: Home = None, as_json: AsJson = False) -> None:
     """List every member of the cluster, present or not, and which Mac admitted it, from where and when."""
     answer = AgentClient(home_of(home)).get("members")
     print_answer(answer, as_json, lambda a: [*members_shown(a), *admissions_shown(a)])
 
 
+@commands.command()
 def remove(
     node: Annotated[
         str,
@@ -175,6 +165,7 @@ def remove(
     print_answer(answer, as_json, _removed)
 
 
+@commands.command()
 def leave(
     force: Annotated[
         bool,

@@ -19,11 +19,6 @@ from .printing import home_of, print_json
 ASK_S = 60.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(doctor)
-
-
 def doctor(
     folders: Annotated[
         list[Path] | None,

@@ -26,17 +26,14 @@ accepts it from now on, on this Mac only: each Mac has keys of its own.
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    key = typer.Typer(
-        no_args_is_help=True, help="API keys, for programs on other machines: create, list and revoke them."
-    )
-    key.command()(create)
-    key.command(name="list")(list_)
-    key.command()(revoke)
-    app.add_typer(key, name="key")
+commands = typer.Typer(
+    name="key",
+    no_args_is_help=True,
+    help="API keys, for programs on other machines: create, list and revoke them.",
+)
 
 
+@commands.command()
 def create(
     name: Annotated[
         str, typer.Argument(help="Name of its owner, such as laptop: letters, digits, . - and _.")
@@ -65,6 +62,7 @@ def create(
     print(_HOW.format(name=made.name), file=sys.stderr)
 
 
+@commands.command(name="list")
 def list_(home: Home = None, as_json: AsJson = False) -> None:
     """List the API keys of this Mac's endpoint, with the times when each was created and last used."""
     file = _keys(home)
@@ -78,6 +76,7 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
         print("there are no API keys; `mlxtp key create NAME` makes one")
 
 
+@commands.command()
 def revoke(
     name: Annotated[str, typer.Argument(help="The key's name: see `mlxtp key list`.", autocompletion=keys)],
     home: Home = None,

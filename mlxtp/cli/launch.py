@@ -228,11 +228,6 @@ PROGRAMS: Mapping[str, Program] = {
 FOLDER = "launch"  # of a home: files for the programs
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(launch)
-
-
 def launch(
     app_name: Annotated[
         str,

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,20 @@ from ..errors import ConfigError, Exit, GroupError, MlxtpError
 from ..interrupts import ending_at_once
 from ..settings import unknown_variables
 from ..terminal import Commands, TerminalLog
-from . import about, bench, chat, cluster, doctor, keys, launch, models, plan, service, shell_completion
+from . import (
+    about,
+    bench,
+    chat,
+    cluster,
+    doctor,
+    keys,
+    launch,
+    models,
+    plan,
+    service,
+    shell_completion,
+    status,
+)
 from .about import version_facts
 from .options import FLAGS, AsJson, Home, Join, NodeHome, takes
 
@@ -40,7 +53,6 @@ app = typer.Typer(
 )
 
 
-@app.command(context_settings={"ignore_unknown_options": False})
 @takes(*FLAGS)
 def node(join: Join = None, home: NodeHome = None, **flags: object) -> None:
     """Run mlxtp on this Mac: find the other Macs, and serve a model with them until Ctrl-C.
@@ -77,7 +89,6 @@ def node(join: Join = None, home: NodeHome = None, **flags: object) -> None:
         raise
 
 
-@app.command(name="demo")
 @takes("model", "http", "ranks")
 def demo_command(
     home: NodeHome = None,
@@ -107,12 +118,6 @@ def demo_command(
         print(json.dumps(outcome, ensure_ascii=False))
 
 
-_ALL = (cluster, chat, models, plan, bench, doctor, keys, launch, about, service, shell_completion)
-for each in _ALL:
-    each.register(app)
-
-
-@app.command()
 def version(
     verbose: Annotated[
         bool,
@@ -131,18 +136,24 @@ def version(
         print(__version__)
 
 
-#: Groups of commands in `mlxtp --help`.
-_PANELS = {
-    "Serve": ("node", "demo", "serve", "unload", "status", "drain"),
-    "Cluster": ("token", "cluster"),
-    "Use": ("chat", "launch", "page", "key", "bench"),
-    "Models": ("pull", "list", "remove", "verify", "plan"),
-    "This Mac": ("doctor", "config", "service", "logs", "restart", "completion", "version"),
-}
-_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names}
-_registered: tuple[Any, ...] = (*app.registered_commands, *app.registered_groups)
-for info in _registered:
-    info.rich_help_panel = _PANEL_OF[info.name or info.callback.__name__]
+#: Every command, by its group in `mlxtp --help`.
+_COMMANDS: Mapping[str, tuple[typer.Typer | Callable[..., Any], ...]] = {
+    "Serve": (node, demo_command, cluster.serve, cluster.unload, status.status, cluster.drain),
+    "Cluster": (cluster.token, cluster.commands),
+    "Use": (chat.chat, launch.launch, cluster.page, keys.commands, bench.bench),
+    "Models": (models.pull, models.list_, models.remove, models.verify, plan.plan),
+    "This Mac": (
+        doctor.doctor, about.commands, service.commands, service.logs, service.restart,
+        shell_completion.completion, version,
+    ),
+}  # fmt: skip
+for panel, commands in _COMMANDS.items():
+    for each in commands:
+        if isinstance(each, typer.Typer):
+            app.add_typer(each, rich_help_panel=panel)
+        else:
+            name = each.__name__.removesuffix("_command").rstrip("_")
+            app.command(name, rich_help_panel=panel)(each)
 
 
 def _print_version(wanted: bool) -> None:

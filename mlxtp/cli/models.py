@@ -60,14 +60,6 @@ Model = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command()(pull)
-    app.command(name="list")(list_)
-    app.command()(remove)
-    app.command()(verify)
-
-
 def pull(
     model: Model,
     everywhere: Annotated[

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 NODES = BY_KEY["nodes"].metavar
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(plan)
-
-
 def plan(
     model: Annotated[
         str,

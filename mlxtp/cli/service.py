@@ -57,19 +57,14 @@ LineCount = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    service = typer.Typer(
-        no_args_is_help=True,
-        help="Run mlxtp as a system service: from the start of the machine, and again after a failure.",
-    )
-    for command in (install, uninstall, start, stop, status, logs):
-        service.command()(command)
-    app.add_typer(service, name="service")
-    app.command()(logs)
-    app.command()(restart)
+commands = typer.Typer(
+    name="service",
+    no_args_is_help=True,
+    help="Run mlxtp as a system service: from the start of the machine, and again after a failure.",
+)
 
 
+@commands.command()
 def install(
     context: typer.Context,
     arguments: Annotated[
@@ -155,6 +150,7 @@ def install(
     _wait(found, {**about, "changed": True}, as_json=as_json)
 
 
+@commands.command()
 def uninstall(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Stop the service and remove it. The agent's folder stays: its identity, settings and logs."""
     if (found := installed.find()) is None:
@@ -173,6 +169,7 @@ def uninstall(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     _print({"removed": found.manager.path, "home": str(found.home)}, words, as_json=as_json)
 
 
+@commands.command()
 def start(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Start the installed service."""
     found, state = _installed(dry_run)
@@ -187,6 +184,7 @@ def start(dry_run: DryRun = False, as_json: AsJson = False) -> None:
         _wait(found, {"changed": True}, as_json=as_json)
 
 
+@commands.command()
 def stop(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Stop the service until `mlxtp service start` or the next start of this machine.
 
@@ -203,6 +201,7 @@ def stop(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     _print({"changed": state.loaded, "pid": None}, "the service is stopped", as_json=as_json)
 
 
+@commands.command()
 def status(as_json: AsJson = False) -> None:
     """Show the service: whether it is installed and runs, its user, and how it ended if it failed."""
     if (found := installed.find()) is None:
@@ -224,6 +223,7 @@ def status(as_json: AsJson = False) -> None:
     _print(answer, "\n".join(_status_lines(answer)), as_json=as_json)
 
 
+@commands.command()
 def logs(follow: Follow = False, lines: LineCount = 50, home: Home = None, as_json: AsJson = False) -> None:
     """Show the log of the service.
 

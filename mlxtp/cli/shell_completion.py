@@ -21,11 +21,6 @@ VARIABLE = "_MLXTP_COMPLETE"
 _ASK_S = 1.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command()(completion)
-
-
 def completion(
     shell: Annotated[
         str,

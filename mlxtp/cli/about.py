@@ -22,7 +22,7 @@ from ..config import FILE, Settings, home_folder, resolve_settings, shown
 from ..errors import UserError
 from ..settings import JOIN, SETTINGS, Setting
 from .options import AsJson
-from .printing import print_json
+from .printing import print_answer, print_json
 
 # --- version; imports nothing heavy ----------------------------------------------------------------------
 
@@ -106,10 +106,7 @@ def show(
 def path(home: Home = None, as_json: AsJson = False) -> None:
     """Print the path of the settings file. mlxtp does not create it."""
     file = home_folder(home).resolve() / FILE
-    if as_json:
-        print_json({"path": str(file), "exists": file.is_file()})
-    else:
-        print(file)
+    print_answer({"path": str(file), "exists": file.is_file()}, as_json, str(file))
 
 
 def _running(settings: Settings) -> dict[str, tuple[Any, str]] | None:

@@ -63,7 +63,7 @@ def serve(
 
 def unload(home: Home = None, as_json: AsJson = False) -> None:
     """Stop serving a model. Works on any member."""
-    print_answer(AgentClient(home_of(home)).post("unload"), as_json, lambda _: "no model is configured")
+    print_answer(AgentClient(home_of(home)).post("unload"), as_json, "no model is configured")
 
 
 def drain(
@@ -104,7 +104,7 @@ def drain_agent(folder: Path, within: str | None) -> int:
 def token(home: Home = None, as_json: AsJson = False) -> None:
     """Print a join token. It admits one more Mac within 15 minutes, with `mlxtp node --join TOKEN` there."""
     answer = AgentClient(home_of(home)).post("token")
-    print_answer(answer, as_json, lambda a: str(a["token"]))
+    print_answer(answer, as_json, str(answer["token"]))
 
 
 def page(
@@ -121,7 +121,7 @@ def page(
     url = client.page
     if open_it and not webbrowser.open(url):
         raise UserError(f"no browser can be opened here; the page is at {url}")
-    print_answer({"url": url}, as_json, lambda a: str(a["url"]))
+    print_answer({"url": url}, as_json, url)
 
 
 @commands.command()

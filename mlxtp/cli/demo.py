@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import shlex
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -158,10 +155,3 @@ def ask(
         if piece.text:
             on_text(piece.text)
     return DemoAnswer(answer.text, answer.tokens, round(answer.ttft_s, 4), round(answer.tokens_per_second, 1))
-
-
-@contextlib.contextmanager
-def temporary_home() -> Iterator[Path]:
-    """Return a home that is deleted afterwards, for a user who names none."""
-    with tempfile.TemporaryDirectory(prefix="mlxtp-demo-") as folder:
-        yield Path(folder)

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ..api.api_keys import MAX_PER_MINUTE, ApiKey, KeyFile, check_name, check_rate
 from ..client import AgentClient
 from ..errors import UserError
 from .options import AsJson, Home
-from .printing import day_of, home_of, print_json, table_of, typed
+from .printing import day_of, home_of, print_answer, table_of, typed
 from .shell_completion import keys
 
 _HOW = """
@@ -55,11 +54,9 @@ def create(
         if per_minute is not None and per_minute < 1:
             raise UserError(f"--per-minute {per_minute}: a key needs at least one request a minute")
     made, text = _keys(home).create(name, per_minute or 0, time.time())
-    if as_json:
-        print_json({"key": text, **_row(made, {})})
-        return
-    print(text)
-    print(_HOW.format(name=made.name), file=sys.stderr)
+    print_answer({"key": text, **_row(made, {})}, as_json, text)
+    if not as_json:
+        print(_HOW.format(name=made.name), file=sys.stderr)
 
 
 @commands.command(name="list")
@@ -68,12 +65,8 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
     file = _keys(home)
     used = _used(file.path.parent)
     rows = [_row(key, used) for key in file.load()]
-    if as_json:
-        print_json({"keys": rows})
-    elif rows:
-        Console(highlight=False).print(_table(rows))
-    else:
-        print("there are no API keys; `mlxtp key create NAME` makes one")
+    none = "there are no API keys; `mlxtp key create NAME` makes one"
+    print_answer({"keys": rows}, as_json, _table(rows) if rows else none)
 
 
 @commands.command()
@@ -84,15 +77,12 @@ def revoke(
 ) -> None:
     """Revoke an API key. The endpoint refuses it within a second."""
     left = _keys(home).revoke(name)
-    if as_json:
-        print_json({"revoked": name, "left": left})
-        return
-    print(f"the key of {name} is revoked")
-    if not left:
-        print(
-            "that was the last one: programs on this Mac need no key now (unless --api-keys always), and "
-            "those on other machines are refused"
-        )
+    last = (
+        "\nthat was the last one: programs on this Mac need no key now (unless --api-keys always), and "
+        "those on other machines are refused"
+    )
+    words = f"the key of {name} is revoked{'' if left else last}"
+    print_answer({"revoked": name, "left": left}, as_json, words)
 
 
 def _keys(home: Path | None) -> KeyFile:

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import home_folder
 from ..errors import Code, UserError, why_not_written
-from .printing import typed, when_started
+from .options import Home
+from .printing import home_of, typed, when_started
 
 # --- programs: the settings of each one, as a pure function of what is served ----------------------------
 
@@ -248,10 +248,7 @@ def launch(
         str,
         typer.Option(metavar="KEY", help="The API key, where the endpoint requires one; also MLXTP_KEY."),
     ] = "",
-    home: Annotated[
-        Path | None,
-        typer.Option(help="Home of the agent, if it was started with a --home; also MLXTP_HOME."),
-    ] = None,
+    home: Home = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --print: print one JSON object, also for an error.")
     ] = False,
@@ -268,7 +265,7 @@ def launch(
             raise UserError(f"{app_name} is unknown; known programs: {', '.join(PROGRAMS)}")
     chosen = PROGRAMS[app_name]
     path = "" if print_only else find_program(chosen)
-    served = find_served(home_folder(home).resolve(), key or os.environ.get("MLXTP_KEY", ""))
+    served = find_served(home_of(home), key or os.environ.get("MLXTP_KEY", ""))
     if served.context < chosen.least_context:
         typer.echo(
             f"mlxtp: {served.model} has a context of {served.context} tokens, of which {app_name} needs "

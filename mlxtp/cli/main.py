@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -105,7 +106,7 @@ def demo_command(
     with ending_at_once():
         from ..logs import PrintableLines
         from . import demo
-    with demo.temporary_home() as folder:
+    with TemporaryDirectory(prefix="mlxtp-demo-") as folder:  # for a user who names no home
         settings = _settings({"home": home, **flags}, defaults={"ranks": demo.RANKS, "home": folder})
         log = TerminalLog()
         log.setFormatter(PrintableLines("%(message)s"))

@@ -44,7 +44,7 @@ from ..models.inspect import Revision, revisions_here
 from ..models.manifest import Manifest, gigabytes
 from . import shell_completion
 from .options import AsJson, Home
-from .printing import home_of, print_json, table_of
+from .printing import home_of, print_answer, print_json, table_of
 
 LOOK_S = 0.5
 #: Seconds that the agent may take to look up a model's files on the Hub.
@@ -117,10 +117,8 @@ def remove(model: Model, home: Home = None, as_json: AsJson = False) -> None:
     except OSError as error:
         raise ModelError(f"{model}: {why_not_written(error, repo.cache)}") from None
     _tell_removed(model, home)
-    if as_json:
-        print_json({"removed": model, "revisions": sorted(chosen), "freed_bytes": freed})
-        return
-    print(f"{model} is removed from {repo.cache}; {gigabytes(freed)} are free again")
+    answer = {"removed": model, "revisions": sorted(chosen), "freed_bytes": freed}
+    print_answer(answer, as_json, f"{model} is removed from {repo.cache}; {gigabytes(freed)} are free again")
 
 
 def verify(

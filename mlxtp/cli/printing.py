@@ -82,11 +82,11 @@ def print_json(answer: Mapping[str, Any]) -> None:
 
 
 def print_answer(answer: Mapping[str, Any], as_json: bool, show: Any) -> None:
-    """Print one JSON object, or what `show` returns: a string, or one or several rich renderables."""
+    """Print one JSON object, or `show`: a string, or one or several rich renderables, or what it returns."""
     if as_json:
         print_json(answer)
         return
-    shown = show(answer)
+    shown = show(answer) if callable(show) else show
     if isinstance(shown, str):
         print(shown)
         return

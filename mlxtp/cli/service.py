@@ -138,10 +138,9 @@ def install(
     found = installed.Installed(shell, owner, user, wanted)
     about = {"kind": shell.manager.kind, "file": shell.manager.path, "home": str(folder), "mind": doubts}
     if before == wanted and state.pid is not None:
-        if as_json:
-            print_json({**about, "changed": False, "pid": state.pid, "agent": found.agent})
-        else:
-            print(f"{shell.manager.path} is already installed like this, and runs as process {state.pid}")
+        answer = {**about, "changed": False, "pid": state.pid, "agent": found.agent}
+        words = f"{shell.manager.path} is already installed like this, and runs as process {state.pid}"
+        print_answer(answer, as_json, words)
         return
     shell.take(shell.manager.install(service, state))
     if not as_json:
@@ -158,7 +157,7 @@ def uninstall(dry_run: DryRun = False, as_json: AsJson = False) -> None:
             shell = installed.shell_of(installed.owner(), login=login)
             if shell.installed:
                 raise not_ours(shell.manager.path)
-        _print({"removed": None, "home": None}, "no service is installed here", as_json=as_json)
+        print_answer({"removed": None, "home": None}, as_json, "no service is installed here")
         return
     if dry_run:
         _print_steps(found.manager.uninstall(installed.state_if_any(found.shell)), (), as_json=as_json)
@@ -166,7 +165,7 @@ def uninstall(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     found.allow("service", "uninstall")
     found.shell.take(found.manager.uninstall(found.shell.state()))
     words = f"{found.manager.kind} removed; {found.home} stays"
-    _print({"removed": found.manager.path, "home": str(found.home)}, words, as_json=as_json)
+    print_answer({"removed": found.manager.path, "home": str(found.home)}, as_json, words)
 
 
 @commands.command()
@@ -177,7 +176,7 @@ def start(dry_run: DryRun = False, as_json: AsJson = False) -> None:
         _print_steps(found.manager.start(state), (), as_json=as_json)
     elif state.pid is not None:
         words = f"it already runs as process {state.pid}"
-        _print({"changed": False, "pid": state.pid, "agent": found.agent}, words, as_json=as_json)
+        print_answer({"changed": False, "pid": state.pid, "agent": found.agent}, as_json, words)
     else:
         found.allow("service", "start")
         found.shell.take(found.manager.start(state))
@@ -198,7 +197,7 @@ def stop(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     if state.loaded:
         found.allow("service", "stop")
         found.shell.take(found.manager.stop(state))
-    _print({"changed": state.loaded, "pid": None}, "the service is stopped", as_json=as_json)
+    print_answer({"changed": state.loaded, "pid": None}, as_json, "the service is stopped")
 
 
 @commands.command()
@@ -220,7 +219,7 @@ def status(as_json: AsJson = False) -> None:
             "agent": found.agent,
             "problem": found.problem,
         }
-    _print(answer, "\n".join(_status_lines(answer)), as_json=as_json)
+    print_answer(answer, as_json, "\n".join(_status_lines(answer)))
 
 
 @commands.command()
@@ -359,10 +358,6 @@ def _typed(user: bool, home: Path | None, arguments: Sequence[str]) -> tuple[str
 # --- printing ---------------------------------------------------------------------------------------
 
 
-def _print(answer: Mapping[str, Any], words: str, *, as_json: bool) -> None:
-    print_answer(answer, as_json, lambda _: words)
-
-
 def _print_steps(steps: Sequence[ServiceStep], doubts: Sequence[str], *, as_json: bool) -> None:
     """Print the steps and the warnings."""
     if as_json:
@@ -418,7 +413,7 @@ def _wait(found: installed.Installed, about: Mapping[str, Any], *, as_json: bool
     else:
         how = ", and does not reply yet; `mlxtp logs -f` shows the progress"
     answer = {**about, "pid": state.pid, "agent": agent}
-    _print(answer, f"it runs as process {state.pid}{how}", as_json=as_json)
+    print_answer(answer, as_json, f"it runs as process {state.pid}{how}")
 
 
 def _status_lines(answer: Mapping[str, Any]) -> list[str]:

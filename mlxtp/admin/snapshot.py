@@ -267,6 +267,9 @@ def _weights(folder: Path) -> int | None:
 # --- `mlxtp status` --------------------------------------------------------------------------------------
 
 
+_SHOWN = ("phase", "memory_bytes", "step_us")  #: Fields of each rank's heartbeat.
+
+
 def status(now: Snapshot) -> Json:
     """Return the answer to `mlxtp status`. One of an agent that runs alone names no cluster."""
     return _here(now) if now.cluster.alone else {**_here(now), **_among_others(now)}
@@ -290,13 +293,7 @@ def _here(now: Snapshot) -> Json:
         "open_requests": health.open_requests,
         "left_wired": now.left_wired,
         "ranks": [
-            {
-                "rank": rank,
-                "pid": agent.pids.get(rank),
-                "phase": pong.phase,
-                "memory_bytes": pong.memory_bytes,
-                "step_us": pong.step_us,
-            }
+            {"rank": rank, "pid": agent.pids.get(rank), **{name: getattr(pong, name) for name in _SHOWN}}
             for rank, pong in (agent.pongs or {}).items()
         ],
     }

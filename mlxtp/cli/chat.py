@@ -273,8 +273,6 @@ class ChatScreen:
         """Draw the reply on a terminal that can redraw."""
         from rich.live import Live
 
-        pass
-
         self._await_text(pieces, answer)
         standing, draw_at = 0, 0.0
         try:

@@ -7,7 +7,6 @@ import logging
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +14,7 @@ from rich.markup import escape
 
 from .. import client
 from ..agent import running_agent
-from ..client import ANSWER_TIMEOUT_S, connection_to
+from ..client import ANSWER_TIMEOUT_S, EndpointAnswer, connection_to
 from ..config import EMBEDDED_MODEL, Settings
 
 EMBEDDED_PROMPT = "Repeat exactly: FALCON-MERCURY-7749"
@@ -34,16 +33,6 @@ _STAGES = {
 _BODY = """'{"model": "default", "messages": [
       {"role": "user", "content": "Repeat exactly: Hello, 2 Macs!"}]}'"""
 _GROUP_STAGES = ("formed", "proven")
-
-
-@dataclass(frozen=True, slots=True)
-class DemoAnswer:
-    """One streamed reply. `tokens_per_second` counts the tokens after the first."""
-
-    text: str
-    tokens: int
-    ttft_s: float
-    tokens_per_second: float
 
 
 class DemoConsole(Console):
@@ -81,7 +70,7 @@ class DemoView:
     def text(self, piece: str) -> None:
         self._console.print(escape(piece), end="", style="bold", soft_wrap=True)
 
-    def answered(self, answer: DemoAnswer) -> None:
+    def answered(self, answer: EndpointAnswer) -> None:
         self._console.print(
             f"\n\n  first token after {answer.ttft_s * 1000:.0f} ms, "
             f"then {answer.tokens_per_second:.0f} tokens/s ({answer.tokens} tokens)"
@@ -125,7 +114,10 @@ async def run(settings: Settings, prompt: str | None, view: DemoView, *, once: b
             logging.getLogger("mlxtp").setLevel(logging.ERROR)
             raise
     return {
-        **asdict(answer),
+        "text": answer.text,
+        "tokens": answer.tokens,
+        "ttft_s": round(answer.ttft_s, 4),
+        "tokens_per_second": round(answer.tokens_per_second, 1),
         "prompt": question,
         "model": settings.model,
         "ranks": settings.ranks,
@@ -137,7 +129,7 @@ async def run(settings: Settings, prompt: str | None, view: DemoView, *, once: b
 
 def ask(
     url: str, prompt: str, on_text: Callable[[str], None], key: str = "", certificate: str = ""
-) -> DemoAnswer:
+) -> EndpointAnswer:
     """Send a request to the endpoint at `url`, with an API key if it requires one, and stream the reply.
     Blocks.
 
@@ -149,9 +141,9 @@ def ask(
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
     }
-    answer = client.EndpointAnswer(time.monotonic())
+    answer = EndpointAnswer(time.monotonic())
     for piece in client.ask(connection_to(url, certificate, ANSWER_TIMEOUT_S), key, body):
         answer.add(piece, time.monotonic())
         if piece.text:
             on_text(piece.text)
-    return DemoAnswer(answer.text, answer.tokens, round(answer.ttft_s, 4), round(answer.tokens_per_second, 1))
+    return answer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import __version__
-from ..config import Settings, home_folder, resolve_join, resolve_settings
+from ..config import Settings, resolve_join, resolve_settings
 from ..errors import ConfigError, Exit, GroupError, MlxtpError
 from ..interrupts import ending_at_once
 from ..settings import unknown_variables
@@ -36,6 +35,7 @@ from . import (
 )
 from .about import version_facts
 from .options import FLAGS, AsJson, Home, Join, NodeHome, takes
+from .printing import home_of, print_answer, print_json
 
 if TYPE_CHECKING:
     from ..agent import Agent
@@ -116,7 +116,7 @@ def demo_command(
             demo.run(settings, prompt, view, once=once), interrupted=Exit.INTERRUPTED if once else 0
         )
     if as_json and outcome is not None:
-        print(json.dumps(outcome, ensure_ascii=False))
+        print_json(outcome)
 
 
 def version(
@@ -128,13 +128,9 @@ def version(
     as_json: AsJson = False,
 ) -> None:
     """Print the version."""
-    told = version_facts(home_folder(home).resolve()) if verbose else {}
-    if as_json:
-        print(json.dumps({"version": __version__, **told}, ensure_ascii=False))
-    elif verbose:
-        print("\n".join(f"{name + ':':<20} {value}" for name, value in told.items()))
-    else:
-        print(__version__)
+    told = version_facts(home_of(home)) if verbose else {}
+    lines = [f"{name + ':':<20} {value}" for name, value in told.items()]
+    print_answer({"version": __version__, **told}, as_json, "\n".join(lines) or __version__)
 
 
 #: Every command, by its group in `mlxtp --help`.

@@ -257,11 +257,9 @@ class Installed:
 
 def manager_of(owner: Owner, *, login: bool) -> Manager:
     """Return launchd on a Mac, systemd on Linux. Raises UserError elsewhere."""
-    if sys.platform == "darwin":
-        return Launchd(owner, login=login)
-    if sys.platform == "linux":
-        return Systemd(owner, login=login)
-    raise UserError(f"mlxtp supports services on macOS and Linux, not on {sys.platform}")
+    if sys.platform not in ("darwin", "linux"):
+        raise UserError(f"mlxtp supports services on macOS and Linux, not on {sys.platform}")
+    return (Launchd if sys.platform == "darwin" else Systemd)(owner, login=login)
 
 
 def manager_elsewhere(owner: Owner, system: str, *, login: bool) -> Manager:

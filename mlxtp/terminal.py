@@ -33,29 +33,15 @@ class Commands(TyperGroup):
     The exit status (`Exit`) is the same.
     """
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
         """Run the command of `args` and end the process."""
         given = sys.argv[1:] if args is None else list(args)
         if VARIABLE in os.environ:  # a shell requests completions
             completion_init()
         as_json = "--json" in given
+        extra["standalone_mode"] = extra.get("standalone_mode", True) and not as_json
         try:
-            status = super().main(
-                given,
-                prog_name,
-                complete_var,
-                standalone_mode=standalone_mode and not as_json,
-                windows_expand_args=windows_expand_args,
-                **extra,
-            )
+            status = super().main(given, *rest, **extra)
         except MlxtpError as error:
             _refuse(error.code, error.detail, as_json=as_json)
             sys.exit(error.exit_status)

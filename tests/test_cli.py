@@ -331,7 +331,9 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
             store.leave()
         over.set_result(None)
         never = asyncio.Event()
-        supervisor: Any = SimpleNamespace(state=None, wait_until=lambda *_: never.wait())
+        supervisor: Any = SimpleNamespace(
+            status=SimpleNamespace(state=None, wait_until=lambda *_: never.wait())
+        )
         other: Any = SimpleNamespace(over=never)
         node = SimpleNamespace(over=over, alone=False)
         searched = SimpleNamespace(problem="", unplanned="")

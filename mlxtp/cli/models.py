@@ -40,7 +40,7 @@ from ..errors import (
     why_not_written,
 )
 from ..models.hub_cache import Repo, cache_folder, hash_of, hub_name
-from ..models.inspect import Revision, revisions_here
+from ..models.inspect import Revision, is_hub_id, revisions_here
 from ..models.manifest import Manifest, gigabytes
 from . import shell_completion
 from .options import AsJson, Home
@@ -336,8 +336,6 @@ def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | N
 
 def _check_hub(model: str) -> tuple[Repo, str]:
     """Parse the name of a Hub model. Raises UserError for any other."""
-    from ..models.inspect import is_hub_id
-
     if not is_hub_id(model):
         what = f"{model!r:.200} is a path" if Path(model).exists() else f"{model!r:.200} is not OWNER/NAME"
         raise UserError(f"{what}: this command takes models of the Hub, as OWNER/NAME or OWNER/NAME@REVISION")

@@ -446,7 +446,7 @@ class Checkup:
                 self._identity(),
                 self._in_time(software_here, Software("", "", "", "", ())),
                 self._network(),
-                self._in_time(lambda: wrong_settings(settings.home), ()),
+                self._wrong_settings(),
             ),
             asyncio.gather(self._room(), self._firewall(), self._power(), self._clock()),
         )
@@ -547,6 +547,9 @@ class Checkup:
         return await self._in_time(
             lambda: identity_here(self._settings), IdentityFacts(problem=slow("the home"))
         )
+
+    async def _wrong_settings(self) -> tuple[str, ...]:
+        return await self._in_time(lambda: wrong_settings(self._settings.home), ())
 
     async def _room(self) -> MemoryRoom:
         settings = self._settings

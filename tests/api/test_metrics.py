@@ -589,7 +589,9 @@ def test_each_rank_has_its_figures(stage: Stage) -> None:
         1: pong(memory_bytes=22, peak_memory_bytes=33, weight_bytes=4, kv_bytes=5, forwards=6),
         0: pong(memory_bytes=11, step_us=1500, wait_us=500, collective_us=40),
     }
-    stage.supervisor.status.ranks = cast(Any, SimpleNamespace(watch=SimpleNamespace(pongs=pongs), processes=[]))
+    stage.supervisor.status.ranks = cast(
+        Any, SimpleNamespace(watch=SimpleNamespace(pongs=pongs), processes=[])
+    )
     found = stage.scrape()
     assert found("mlxtp_ranks_alive") == 2
     assert found("mlxtp_rank_memory_bytes", rank="0") == 11

@@ -218,10 +218,11 @@ def test_a_long_error_has_lines_of_its_own(
     """Below the table, which it would squeeze; indented, and broken between words."""
     mini = {**STATUS["members"][1], "model_problem": LONG, "notes": []}
     told = {**STATUS, "members": [MEMBER, mini]}
-    monkeypatch.setattr(agent.admin, {"members": "roster"}.get(command[-1], command[-1]), lambda: told)
+    handler = {"status": "status", "members": "roster"}[command[-1]]
+    monkeypatch.setattr(agent.admin, handler, lambda: told)
     plain = {**told, "members": [MEMBER, {**mini, "model_problem": ""}]}
     shown = mlxtp(agent.home, *command, width=80).output.splitlines()
-    monkeypatch.setattr(agent.admin, command[-1], lambda: plain)
+    monkeypatch.setattr(agent.admin, handler, lambda: plain)
     without = mlxtp(agent.home, *command, width=80).output.splitlines()
     assert shown[: len(without)] == without
     who, *below = shown[len(without) :]

@@ -22,7 +22,7 @@ class AdmissionCounter:
         """Return the number of those that are open of one source."""
         return self._open[source]
 
-    def enter(self, source: str, *, exempt: bool = False) -> str:
+    def admit(self, source: str, *, exempt: bool = False) -> str:
         """Count one more, or return why it is refused; an empty text admits it.
 
         `exempt`: only the bound of all sources applies.
@@ -34,7 +34,7 @@ class AdmissionCounter:
         self._open[source] += 1
         return ""
 
-    def leave(self, source: str) -> None:
+    def release(self, source: str) -> None:
         """Count one less of a source. Call it once for each that was admitted."""
         self._open[source] -= 1
         if not self._open[source]:

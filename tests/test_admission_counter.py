@@ -21,10 +21,10 @@ def test_it_admits_exactly_what_both_bounds_allow(
     for move, source in moves:
         if move == "leave":
             if model[source]:
-                counter.leave(source)
+                counter.release(source)
                 model[source] -= 1
             continue
-        refused = counter.enter(source, exempt=move == "exempt")
+        refused = counter.admit(source, exempt=move == "exempt")
         crowded = move == "enter" and model[source] >= most_of_one
         full = model.total() >= most
         assert refused == ("too many from one address" if crowded else "too many" if full else "")
@@ -37,23 +37,23 @@ def test_it_admits_exactly_what_both_bounds_allow(
 def test_who_leaves_makes_room_for_another(source: str, most: int) -> None:
     counter = AdmissionCounter(most, most)
     for _ in range(most):
-        assert counter.enter(source) == ""
-    assert counter.enter(source)
-    counter.leave(source)
-    assert counter.enter("another") == ""
+        assert counter.admit(source) == ""
+    assert counter.admit(source)
+    counter.release(source)
+    assert counter.admit("another") == ""
 
 
 def test_one_source_leaves_room_for_others() -> None:
     counter = AdmissionCounter(3, 2)
-    assert [counter.enter("one") for _ in range(3)] == ["", "", "too many from one address"]
-    assert [counter.enter("other") for _ in range(2)] == ["", "too many"]
+    assert [counter.admit("one") for _ in range(3)] == ["", "", "too many from one address"]
+    assert [counter.admit("other") for _ in range(2)] == ["", "too many"]
 
 
 def test_a_source_that_is_refused_or_gone_is_forgotten() -> None:
     counter = AdmissionCounter(1, 1)
-    counter.enter("one")
+    counter.admit("one")
     for number in range(1000):
-        counter.enter(f"refused {number}")
+        counter.admit(f"refused {number}")
         counter.of(f"looked at {number}")
-    counter.leave("one")
+    counter.release("one")
     assert vars(counter)["_open"] == {}

@@ -148,7 +148,7 @@ class AnswerWriter(Protocol):
 
     def begin(self) -> bytes:
         """Return the part before the first event. `About` is complete from here on."""
-        ...
+        return b""
 
     def write(self, event: AnswerEvent) -> bytes: ...
 
@@ -192,8 +192,8 @@ class Dialect(Protocol):
     def writer(self, about: About) -> AnswerWriter: ...
 
     def error(self, error: MlxtpError, status: int) -> Json:
-        """Return the body of a refusal with this HTTP status."""
-        ...
+        """Return the body of a refusal with this HTTP status: OpenAI's, unless a dialect has its own."""
+        return error_body_of(error)
 
 
 # --- errors: status, body in OpenAI's shape, which is the default of all paths, and names of fields ------

@@ -119,10 +119,8 @@ def own_tls(
     `needed` names; by default, all of them. The key stays. Raises ConfigError when the home cannot be
     written, or others could read the key.
     """
-    pem = _own_pem(home)
-    if why := why_new(pem, (*names, *addresses) if needed is None else needed, now):
-        pem = _make_own(home, names, addresses, now, why)
-    certificate = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.PEM)
+    needed = (*names, *addresses) if needed is None else needed
+    certificate = _own_certificate(home, names, addresses, now, needed)
     if read_private(home / OWN_CERTIFICATE) != certificate:
         write_private(home / OWN_CERTIFICATE, certificate)
     return Tls(_context(str(home / OWN), str(home / OWN)), certificate.decode())
@@ -133,10 +131,7 @@ def renewed(tls: Tls, home: Path, names: Sequence[str], addresses: Sequence[str]
 
     Raises ConfigError as `own_tls` does; then `tls` keeps its certificate.
     """
-    pem = _own_pem(home)
-    if why := why_new(pem, (), now):
-        pem = _make_own(home, names, addresses, now, why)
-    certificate = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.PEM)
+    certificate = _own_certificate(home, names, addresses, now, ())
     if certificate.decode() == tls.certificate:
         return tls
     write_private(home / OWN_CERTIFICATE, certificate)
@@ -144,16 +139,17 @@ def renewed(tls: Tls, home: Path, names: Sequence[str], addresses: Sequence[str]
     return Tls(tls.context, certificate.decode())
 
 
-def _own_pem(home: Path) -> bytes:
+def _own_certificate(
+    home: Path, names: Sequence[str], addresses: Sequence[str], now: datetime, needed: Sequence[str]
+) -> bytes:
+    """Return the home's certificate as PEM, a new one where the present one is not usable."""
     if_read = f"remove it together with {OWN_CERTIFICATE}, for another one"
-    return read_private(home / OWN, if_read) or b""
-
-
-def _make_own(home: Path, names: Sequence[str], addresses: Sequence[str], now: datetime, why: str) -> bytes:
-    pem = make(names, addresses, now, _key(_own_pem(home)))
-    write_private(home / OWN, pem)
-    log.info("a certificate was made for %s: %s", ", ".join([*names, *addresses]), why)
-    return pem
+    pem = read_private(home / OWN, if_read) or b""
+    if why := why_new(pem, needed, now):
+        pem = make(names, addresses, now, _key(pem))
+        write_private(home / OWN, pem)
+        log.info("a certificate was made for %s: %s", ", ".join([*names, *addresses]), why)
+    return x509.load_pem_x509_certificate(pem).public_bytes(Encoding.PEM)
 
 
 def _key(pem: bytes) -> ec.EllipticCurvePrivateKey | None:

@@ -7,7 +7,6 @@ together costs one call of the clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
@@ -34,8 +33,13 @@ _REASONS = ("stop", "length", "abort", "error")
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 
-class SequenceMeter(Protocol):
-    """Meter of one sequence of one request, from its arrival at the gateway. Only its first end counts."""
+class SequenceMeter:
+    """Meter of one sequence of one request, from its arrival at the gateway. This one counts nothing.
+
+    Only the first end of a sequence counts.
+    """
+
+    __slots__ = ()
 
     def accepted(self) -> None:
         """Note that rank 0 has checked it and will run it."""
@@ -53,39 +57,18 @@ class SequenceMeter(Protocol):
         """Note that its client needs no further tokens: it went away, or a stop string came."""
 
 
-class RequestMeter(Protocol):
-    """Meter of the gateway's own requests. `clock` is in seconds, from any start."""
-
-    @property
-    def clock(self) -> Callable[[], float]: ...
-
-    def begin(self, model: str, prompt: Sequence[int]) -> SequenceMeter: ...
+UNWATCHED = SequenceMeter()
 
 
-class NoSequenceMeter:
-    """Meter that ignores its sequence."""
+class RequestMeter:
+    """Meter of the gateway's own requests. This one counts nothing."""
 
-    def accepted(self) -> None: ...
-
-    def tokens(self, count: int, now: float) -> None: ...
-
-    def end(self, end: StreamEnd) -> None: ...
-
-    def fail(self, error: MlxtpError) -> None: ...
-
-    def leave(self) -> None: ...
-
-
-UNWATCHED = NoSequenceMeter()
-
-
-class NoRequestMeter:
-    """Meter that counts nothing."""
-
-    def clock(self) -> float:
-        return 0.0
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
+        """Use a `clock` in seconds, from any start."""
+        self.clock = clock
 
     def begin(self, model: str, prompt: Sequence[int]) -> SequenceMeter:
+        """Return the meter of a sequence that arrives now."""
         return UNWATCHED
 
 
@@ -117,8 +100,8 @@ class ModelMetrics:
         self.finished = finished
 
 
-class RequestMetrics:
-    """Metrics of all requests of one agent. Implements `RequestMeter`.
+class RequestMetrics(RequestMeter):
+    """Metrics of all requests of one agent.
 
     Names with `vllm:` are those that vLLM made common, so that existing dashboards work. `registry` has no
     metrics of other agents in the same process.
@@ -126,7 +109,7 @@ class RequestMetrics:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # half of all samples, and of no use
-        self.clock = clock
+        super().__init__(clock)
         self.registry = CollectorRegistry(auto_describe=False)
         self._models: dict[str, ModelMetrics] = {}
         self._histograms = [
@@ -234,7 +217,7 @@ _COUNTERS = (
 )
 
 
-class CountedSequence:
+class CountedSequence(SequenceMeter):
     """One counted sequence. `arrived` is its request's time of arrival; times are the clock's."""
 
     __slots__ = (

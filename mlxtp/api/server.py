@@ -20,7 +20,6 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
-from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -71,7 +70,7 @@ class HttpConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         address = address_of(self)
-        if self.admitted.enter(address):
+        if self.admitted.admit(address):
             # at once, as more connections may arrive in this iteration of the event loop
             self.connections.discard(self)
             transport.abort()  # a client that was refused so often ignores the answers
@@ -115,7 +114,7 @@ class HttpConnection(H11Protocol):
         self._sending_request.stop()
         self._not_reading.stop()
         if self._counts:
-            self.admitted.leave(address_of(self))
+            self.admitted.release(address_of(self))
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -249,7 +248,7 @@ class TlsHandshake(SSLProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._tcp = transport
         self._address = (transport.get_extra_info("peername") or ("",))[0]
-        if self._admitted.enter(self._address):
+        if self._admitted.admit(self._address):
             transport.abort()
         else:
             self._all.add(self)
@@ -258,7 +257,7 @@ class TlsHandshake(SSLProtocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         if self in self._all:
             self._all.remove(self)
-            self._admitted.leave(self._address)
+            self._admitted.release(self._address)
         super().connection_lost(exc)
 
     def end_handshake(self) -> None:
@@ -331,8 +330,9 @@ async def serve(
     secured: set[TlsHandshake] = set()
     if tls is not None:  # uvicorn's own TLS takes only files, and sees a connection only after its handshake
         admitted = AdmissionCounter(MOST_CONNECTIONS, MOST_PER_ADDRESS)
-        make = partial(_secured, connection, tls, handshake_s, secured, admitted)
-        config.http_protocol_class = make  # type: ignore[assignment]
+        config.http_protocol_class = lambda **of_uvicorn: TlsHandshake(  # type: ignore[assignment]
+            connection(**of_uvicorn), tls, handshake_s, secured, admitted
+        )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stopping = asyncio.create_task(stop.wait())
@@ -344,17 +344,6 @@ async def serve(
         for each in tuple(secured):
             each.end_handshake()
         await serving
-
-
-def _secured(
-    connection: type[HttpConnection],
-    context: ssl.SSLContext,
-    handshake_s: float,
-    all_: set[TlsHandshake],
-    admitted: AdmissionCounter,
-    **of_uvicorn: Any,
-) -> TlsHandshake:
-    return TlsHandshake(connection(**of_uvicorn), context, handshake_s, all_, admitted)
 
 
 def _in_origin_form(app: ASGIApp) -> ASGIApp:

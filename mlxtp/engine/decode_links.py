@@ -120,7 +120,7 @@ class _Reception:
 
     def _begin(self, sock: socket.socket, source: str) -> None:
         with self._taking:
-            if self._strangers.enter(source, exempt=_is_here(source)):
+            if self._strangers.admit(source, exempt=_is_here(source)):
                 sock.close()
                 return
         threading.Thread(target=self._judge, args=(sock, source), daemon=True).start()
@@ -132,7 +132,7 @@ class _Reception:
             sock.close()  # a peer that fails is a stranger; the ranks that belong here are still expected
         finally:
             with self._taking:
-                self._strangers.leave(source)
+                self._strangers.release(source)
 
     def _let_in(self, sock: socket.socket) -> None:
         secured: Socket = sock

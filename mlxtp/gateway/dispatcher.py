@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..api.backend import StreamEnd, Tokens, TokenScore
-from ..api.request_metrics import UNWATCHED, NoRequestMeter, RequestMeter
+from ..api.request_metrics import UNWATCHED, RequestMeter
 from ..errors import Code, GroupError, MlxtpError, RequestError
 from ..wire.messages import Accepted, Cancel, Delta, Error, Finished, Prefilled, RequestEvent, ScoredDelta
 from .request import (
@@ -60,7 +60,7 @@ class RequestDispatcher:
         self.here = False  #: True if the backend is rank 0, which takes forwarded requests, too.
         #: Tokens from rank 0 for requests of this gateway; on the Mac of rank 0, for all requests.
         self.confirmed_tokens = 0
-        self.meter: RequestMeter = NoRequestMeter()  #: Counts the requests of local clients.
+        self.meter = RequestMeter()  #: Counts the requests of local clients.
         self._uids = itertools.count(1)
         #: By uid: the requests that a backend works on.
         self._open: dict[int, ClientRequest | ForwardedRequest] = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from ..api.backend import (
     AT_ONCE,
@@ -36,21 +35,15 @@ WARM_UP_PROMPT = 8
 WARM_UP_TOKENS = 6
 
 
-class ModelSwitch(Protocol):
-    """The part that loads a model because a request names it."""
-
-    async def on_request(self) -> tuple[StoredModelInfo, ...]: ...
-
-    async def acquire_model(self, name: str | None, within_s: float) -> ModelLease: ...
-
-
-class NoModelSwitch:
-    """A switch for a single model, which requests do not change."""
+class ModelSwitch:
+    """The part that loads a model because a request names it. This one loads none."""
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
+        """Return the models that a request can load; see `Backend.on_request`."""
         return ()
 
-    async def acquire_model(self, _name: str | None, _within_s: float) -> ModelLease:
+    async def acquire_model(self, name: str | None, within_s: float) -> ModelLease:
+        """Return the lease of a request; see `Backend.acquire_model`."""
         return AT_ONCE
 
 
@@ -80,7 +73,7 @@ class Gateway:
         self._text: Text | None = None
         #: The reason for the gap between two groups while the second is on its way.
         self._handover: MlxtpError | None = None
-        self._switch: ModelSwitch = NoModelSwitch()
+        self._switch = ModelSwitch()
         self._on_serving: Callable[[], None] = lambda: None
         #: The reason why new requests are refused. Open ones continue, from group to group if need be.
         self.closing = ""

@@ -22,6 +22,7 @@ from ..cluster.membership import MemberState as Standing
 from ..cluster.node import BEAT_S, ClusterNode
 from ..config import EMBEDDED_MODEL
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
+from ..gateway.gateway import ModelSwitch
 from ..models.inspect import inspect, stored_models, stored_name
 from ..models.local_model import LocalModel
 from ..placement.model_shape import ModelShape
@@ -125,8 +126,8 @@ class ModelPreflight:
             await asyncio.gather(self._task, return_exceptions=True)
 
 
-class ModelSwitcher:
-    """Switcher of models for requests; implements `gateway.ModelSwitch`.
+class ModelSwitcher(ModelSwitch):
+    """Switcher of models for requests.
 
     `unplanned` returns the reason why there is no group for the desired model, or "". `no_place` returns the
     reason why there can be none for a model of this shape.

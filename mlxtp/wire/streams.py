@@ -186,7 +186,7 @@ class TlsAcceptor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _let_in(self, sock: socket.socket, source: str) -> None:
-        if why := self._strangers.enter(source, exempt=self._is_exempt(source)):
+        if why := self._strangers.admit(source, exempt=self._is_exempt(source)):
             self.turned_away[why] += 1
             sock.close()
             return
@@ -206,12 +206,12 @@ class TlsAcceptor:
                 return
             if peer.identity is not None and self._belongs(peer.identity):
                 is_stranger = False
-                self._strangers.leave(source)
+                self._strangers.release(source)
             await self._on_connection(reader, writer, peer)
             writer.close()
         finally:
             if is_stranger:
-                self._strangers.leave(source)
+                self._strangers.release(source)
             if writer is not None and not writer.is_closing():
                 writer.transport.abort()
 

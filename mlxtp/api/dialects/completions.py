@@ -16,15 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...errors import Code, MlxtpError, RequestError
+from ...errors import Code, RequestError
 from ...text.conversation import GenerationRequest, Prompt
 from ...text.transcript import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
-from ..adapter import SSE, About, Json, Operation, error_body_of
-from ..backend import StreamEnd
-from ..generation import MAX_CHOICES, Generation, Handler
+from ..adapter import SSE, About, Json, Operation
+from ..generation import MAX_CHOICES, Adapter, Generation, Handler
 from ..request_body import in_range, missing, not_supported, parsed, shown, wrong
-from ..streaming import COMMENT
-from .openai import TOO_LONG, StreamOptions, bounded, end_of_stream, finishes, first_open, head, sse, usage
+from .openai import TOO_LONG, SseWriter, StreamOptions, bounded, finishes, head, sse, usage
 from .request_parts import MOST_TOKENS, Tuning
 
 # --- requests ---------------------------------------------------------------------------------------------
@@ -187,19 +185,15 @@ def whole_body(about: About, wholes: Sequence[WholeAnswer]) -> Json:
     }
 
 
-class CompletionWriter:
-    def __init__(self, about: About) -> None:
-        self._about = about
-        self._head = head(about, "cmpl", "text_completion")
-        self._include_usage = about.ask.dialect.include_usage
-        self._logprobs = [Logprobs(about) for _ in range(about.choices)]
-        self._ends: dict[int, StreamEnd] = {}
+class CompletionWriter(SseWriter):
+    """Writer of the events of one stream."""
 
-    def open(self) -> bytes:
-        return COMMENT
+    def __init__(self, about: About) -> None:
+        super().__init__(about, "cmpl", "text_completion", about.ask.dialect.include_usage)
+        self._logprobs = [Logprobs(about) for _ in range(about.choices)]
 
     def begin(self) -> bytes:
-        texts = [_echo(self._about, choice) for choice in range(self._about.choices)]
+        texts = [_echo(self.about, choice) for choice in range(self.about.choices)]
         return b"".join([self._chunk(choice, text) for choice, text in enumerate(texts) if text])
 
     def write(self, event: AnswerEvent) -> bytes:
@@ -208,20 +202,13 @@ class CompletionWriter:
                 known = self._logprobs[choice].of(scores) if scores else None
                 return self._chunk(choice, text, known) if text or scores else b""
             case Finish(choice, reason, end):
-                self._ends[choice] = end
+                self.ends[choice] = end
                 return self._chunk(choice, "", reason=reason)
             case _:  # a prompt that is continued has neither thoughts nor calls
                 return b""
 
-    def close(self) -> bytes:
-        return end_of_stream(self._about, self._head, self._ends, self._include_usage)
-
-    def fail(self, error: MlxtpError) -> bytes:
-        return sse(error_body_of(error))
-
     def idle(self, more: Json) -> bytes:
-        index = first_open(self._about, self._ends)
-        return self._chunk(index, "", more=more)
+        return self._chunk(self.first_open, "", more=more)
 
     def _chunk(
         self,
@@ -231,8 +218,8 @@ class CompletionWriter:
         reason: str | None = None,
         more: Json | None = None,
     ) -> bytes:
-        chunk = self._head | {"choices": [_choice(choice, text, scores, reason)]} | (more or {})
-        return sse(chunk | {"usage": None} if self._include_usage else chunk)
+        choices = {"choices": [_choice(choice, text, scores, reason)]}
+        return sse(self.head | choices | (more or {}) | self.no_usage)
 
 
 # --- endpoints that are not served ------------------------------------------------------------------------
@@ -264,7 +251,7 @@ def _refusing(detail: str) -> Handler:
 PATH = "/v1/completions"
 
 
-class Completions:
+class Completions(Adapter):
     """The adapter of `/v1/completions`, and of OpenAI's endpoints that are not served."""
 
     prefixes: tuple[str, ...] = (PATH, *UNSERVED_PREFIXES)
@@ -291,6 +278,3 @@ class Completions:
 
     def writer(self, about: About) -> CompletionWriter:
         return CompletionWriter(about)
-
-    def error(self, error: MlxtpError, status: int) -> Json:
-        return error_body_of(error)

@@ -54,7 +54,7 @@ FOREVER = "9999-12-31T23:59:59Z"  # Expiry of a loaded model as shown to clients
 # --- from events to lines ---------------------------------------------------------------------------------
 
 
-class LineWriter:
+class LineWriter(AnswerWriter):
     """Writer of one answer as lines of JSON. A tool call is sent when complete, as an object."""
 
     def __init__(self, about: About) -> None:
@@ -65,9 +65,6 @@ class LineWriter:
 
     def open(self) -> bytes:
         """Return nothing: clients take the first line for the first token."""
-        return b""
-
-    def begin(self) -> bytes:
         return b""
 
     def write(self, event: AnswerEvent) -> bytes:

@@ -8,7 +8,7 @@ cluster's health.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -42,7 +42,7 @@ from ...text.transcript import (
 )
 from ..adapter import SSE, About, AnswerWriter, Json, Operation, error_body_of
 from ..backend import Health, ModelInfo, StoredModelInfo, StreamEnd
-from ..generation import MAX_CHOICES, Generation
+from ..generation import MAX_CHOICES, Adapter, Generation
 from ..request_body import Schema, in_range, missing, none_of, not_supported, parsed, shown
 from ..streaming import COMMENT
 from . import anthropic
@@ -388,11 +388,6 @@ def usage(about: About, ends: Sequence[StreamEnd]) -> Json:
     }
 
 
-def first_open(about: About, ends: Container[int]) -> int:
-    """Return the first choice that has not ended."""
-    return next(choice for choice in range(about.choices) if choice not in ends)
-
-
 def finishes(wholes: Sequence[WholeAnswer]) -> list[Finish]:
     """Return the end of each choice."""
     return [whole.finish for whole in wholes if whole.finish is not None]
@@ -463,52 +458,60 @@ def head(about: About, prefix: str, object_: str) -> Json:
     }
 
 
-def end_of_stream(about: About, head: Json, ends: Mapping[int, StreamEnd], include_usage: bool) -> bytes:
-    """Return the usage of all choices if the request includes it, and `[DONE]`."""
-    last = b""
-    if include_usage:
-        in_order = [ends[index] for index in range(about.choices)]
-        last = sse(head | {"choices": [], "usage": usage(about, in_order)})
-    return last + b"data: [DONE]\n\n"
+class SseWriter(AnswerWriter):
+    """Writer of one stream in chunks that begin with the same fields, and end with `[DONE]`.
 
+    `include_usage`: the last chunk has the usage of all choices.
+    """
 
-class ChunkWriter:
-    """Writer of the events of one stream, as bytes. The part that all chunks share is encoded once."""
-
-    def __init__(self, about: About, include_usage: bool, custom: Collection[str] = ()) -> None:
-        self._about = about
-        self._custom = custom
-        self._texts: dict[tuple[int, int], TextReader] = {}  # of the custom calls, by choice and number
-        self._head = head(about, "chatcmpl", "chat.completion.chunk")
-        self._before = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
-        self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._include_usage = include_usage
-        self._silent = set(range(about.choices))  # Choices of which nothing was sent yet, not even the role.
-        self._ends: dict[int, StreamEnd] = {}
+    def __init__(self, about: About, prefix: str, object_: str, include_usage: bool) -> None:
+        self.about = about
+        self.head = head(about, prefix, object_)
+        self.ends: dict[int, StreamEnd] = {}  # of the choices that have ended
+        self.no_usage: Json = {"usage": None} if include_usage else {}  # of all chunks but the last one
 
     def open(self) -> bytes:
         return COMMENT
 
-    def idle(self, more: Json) -> bytes:
-        """Return an empty chunk of the first open choice, with its role in its first chunk."""
-        index = first_open(self._about, self._ends)
-        delta = {"role": "assistant", "content": ""} if index in self._silent else {}
-        self._silent.discard(index)
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        usage: Json = {"usage": None} if self._include_usage else {}
-        return sse(self._head | {"choices": [choice]} | usage | more)
-
-    def begin(self) -> bytes:
-        return b""
-
-    def write(self, event: AnswerEvent) -> bytes:
-        return self._role(event.choice) + self._rest(event)
-
     def close(self) -> bytes:
-        return end_of_stream(self._about, self._head, self._ends, self._include_usage)
+        if not self.no_usage:
+            return _DONE
+        in_order = [self.ends[index] for index in range(self.about.choices)]
+        return sse(self.head | {"choices": [], "usage": usage(self.about, in_order)}) + _DONE
 
     def fail(self, error: MlxtpError) -> bytes:
         return sse(error_body_of(error))
+
+    @property
+    def first_open(self) -> int:
+        """The first choice that has not ended."""
+        return next(choice for choice in range(self.about.choices) if choice not in self.ends)
+
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class ChunkWriter(SseWriter):
+    """Writer of the events of one stream, as bytes. The part that all chunks share is encoded once."""
+
+    def __init__(self, about: About, include_usage: bool, custom: Collection[str] = ()) -> None:
+        super().__init__(about, "chatcmpl", "chat.completion.chunk", include_usage)
+        self._custom = custom
+        self._texts: dict[tuple[int, int], TextReader] = {}  # of the custom calls, by choice and number
+        self._before = b"data: " + _encode(self.head)[:-1] + b',"choices":[{"index":'
+        self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._silent = set(range(about.choices))  # Choices of which nothing was sent yet, not even the role.
+
+    def idle(self, more: Json) -> bytes:
+        """Return an empty chunk of the first open choice, with its role in its first chunk."""
+        index = self.first_open
+        delta = {"role": "assistant", "content": ""} if index in self._silent else {}
+        self._silent.discard(index)
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return sse(self.head | {"choices": [choice]} | self.no_usage | more)
+
+    def write(self, event: AnswerEvent) -> bytes:
+        return self._role(event.choice) + self._rest(event)
 
     def _role(self, index: int) -> bytes:
         """Return the first chunk of a choice, once."""
@@ -521,14 +524,14 @@ class ChunkWriter:
         index = event.choice
         match event:
             case ContentDelta(text=text, scores=scores):
-                known = _encode(logprobs(scores, self._about.names)) if scores else b"null"
+                known = _encode(logprobs(scores, self.about.names)) if scores else b"null"
                 return self._chunk(index, b'{"content":%b}' % json.dumps(text).encode(), known)
             case ReasoningDelta(text=text):
                 return self._chunk(index, b'{"reasoning_content":%b}' % json.dumps(text).encode())
             case CallBegan() | CallArguments():
                 return self._call(event)
             case Finish(reason=reason, end=end):
-                self._ends[index] = end
+                self.ends[index] = end
                 return self._chunk(index, b"{}", reason=json.dumps(reason).encode())
 
     def _call(self, event: CallBegan | CallArguments) -> bytes:
@@ -601,7 +604,7 @@ def health_body(health: Health) -> Json:
 MODELS = "/v1/models"
 
 
-class OpenAIChat:
+class OpenAIChat(Adapter):
     """The adapter of chats, and of all paths that no other dialect owns."""
 
     prefixes: tuple[str, ...] = ("/v1/", "/")
@@ -646,9 +649,6 @@ class OpenAIChat:
     def writer(self, about: About) -> AnswerWriter:
         asked: OpenAIAnswerOptions = about.ask.dialect
         return ChunkWriter(about, asked.include_usage, asked.custom)
-
-    def error(self, error: MlxtpError, status: int) -> Json:
-        return error_body_of(error)
 
 
 def speaks_anthropic(headers: Headers) -> bool:

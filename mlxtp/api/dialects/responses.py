@@ -25,8 +25,8 @@ from ...text.transcript import (
     Scored,
     WholeAnswer,
 )
-from ..adapter import SSE, About, Json, Operation, error_body_of, error_status
-from ..generation import Generation
+from ..adapter import SSE, About, AnswerWriter, Json, Operation, error_status
+from ..generation import Adapter, Generation
 from ..request_context import current
 from . import openai as answers
 from .openai import TOO_LONG, finishes, sse
@@ -264,7 +264,7 @@ def _overlapping(about: About, scores: Sequence[Scored], start: int, end: int | 
 # --- the response around its items ------------------------------------------------------------------------
 
 
-class ResponseWriter:
+class ResponseWriter(AnswerWriter):
     """Writer of one answer as events. `keep` stores the whole response at the end."""
 
     def __init__(self, about: About, keep: Callable[[Json], None], clock: Callable[[], float]) -> None:
@@ -281,9 +281,6 @@ class ResponseWriter:
         response = response_body(self._about, "in_progress", ())
         kinds = ("response.created", "response.in_progress")
         return b"".join([self._sent({"type": kind, "response": response}) for kind in kinds])
-
-    def begin(self) -> bytes:
-        return b""
 
     def write(self, event: AnswerEvent) -> bytes:
         match event:
@@ -468,7 +465,7 @@ def _text(value: object) -> str | None:
 PATH = "/v1/responses"
 
 
-class Responses:
+class Responses(Adapter):
     """The adapter of `/v1/responses`. Each has its own store."""
 
     prefixes: tuple[str, ...] = (PATH,)
@@ -516,9 +513,6 @@ class Responses:
 
     def writer(self, about: About) -> ResponseWriter:
         return ResponseWriter(about, lambda response: self._keep(about, response), self._clock)
-
-    def error(self, error: MlxtpError, status: int) -> Json:
-        return error_body_of(error)
 
     def _parse(self, body: bytes) -> GenerationRequest:
         account = current()

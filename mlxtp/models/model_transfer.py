@@ -31,7 +31,7 @@ class MemberReports:
         self.since = time.monotonic()  #: Time from which all present members have some seconds to report.
         self.rates: defaultdict[str, TransferRate] = defaultdict(TransferRate)
 
-    def receive(self, node_id: str, report: ModelHeld) -> None:
+    def record(self, node_id: str, report: ModelHeld) -> None:
         """Keep the report of another member."""
         if node_id not in self.others:
             self.since = time.monotonic()

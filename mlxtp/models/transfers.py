@@ -135,7 +135,7 @@ class SeederElection:
     def receive(self, job: ModelTransfer, node_id: str, report: ModelHeld) -> None:
         """Process another member's report about a model."""
         first = node_id not in job.reports.others
-        job.reports.receive(node_id, report)
+        job.reports.record(node_id, report)
         if job.own is None and not job.runs and not job.inspecting:
             self.look_again(job)
         elif first:

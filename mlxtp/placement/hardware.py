@@ -21,8 +21,6 @@ from ..wire.reports import Machine
 from .probe_machine import InterfaceRow, Sight, elsewhere, mac, mac_again
 from .probe_macos import COMMANDS, NOT_INSTALLED, Output, printable
 
-PROBE_DEADLINE_S = 25.0
-REFRESH_DEADLINE_S = 5.0
 #: Bytes of one command's output; a full `system_profiler` of these three kinds has some 30 KB.
 OUTPUT_LIMIT = 2 * 2**20
 _END_DEADLINE_S = 2.0  #: Seconds that a killed command may take to end before it is left to the system.
@@ -38,17 +36,16 @@ async def probe(
     *,
     system: str = sys.platform,
     run: RunProbe | None = None,
-    deadline_s: float = PROBE_DEADLINE_S,
 ) -> Machine:
     """Probe everything, which takes seconds on a Mac: when the agent starts and when cables change.
 
     With `address` (an IPv4 address of this machine) only the interface that has it counts. If none has it,
     the result has no interface, and a note names the address. A value that a command does not report within
-    `deadline_s` is 0 or empty and stands in the notes.
+    its deadline is 0 or empty and stands in the notes.
     """
     if system != "darwin":
         return elsewhere(await asyncio.to_thread(_look), address)
-    return mac(await _ask(COMMANDS, run or run_command, deadline_s), address)
+    return mac(await _ask(COMMANDS, run or run_command), address)
 
 
 async def refresh(
@@ -56,24 +53,22 @@ async def refresh(
     address: str = "",
     *,
     run: RunProbe | None = None,
-    deadline_s: float = REFRESH_DEADLINE_S,
 ) -> Machine:
     """Return the same machine with its present memory, interfaces, power and RDMA ports; every few seconds.
 
-    Chip and cables stay as they were, and so does a value that a command does not report within `deadline_s`.
+    Chip and cables stay as they were, and so does a value that a command does not report.
     """
     if machine.system != "macos":
         return elsewhere(await asyncio.to_thread(_look), address)
     cheap = [name for name, command in COMMANDS.items() if command.cheap]
-    return mac_again(machine, await _ask(cheap, run or run_command, deadline_s), address)
+    return mac_again(machine, await _ask(cheap, run or run_command), address)
 
 
-async def _ask(names: Iterable[str], run: RunProbe, deadline_s: float) -> Mapping[str, Output]:
+async def _ask(names: Iterable[str], run: RunProbe) -> Mapping[str, Output]:
     """Run all commands at once, so that together they take as long as the slowest."""
     commands = {name: COMMANDS[name] for name in names}
-    outputs = await asyncio.gather(
-        *(run(name, each.arguments, min(each.deadline_s, deadline_s)) for name, each in commands.items())
-    )
+    runs = (run(name, each.arguments, each.deadline_s) for name, each in commands.items())
+    outputs = await asyncio.gather(*runs)
     return dict(zip(commands, outputs, strict=True))
 
 

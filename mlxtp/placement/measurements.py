@@ -38,9 +38,9 @@ def sizes(row_bytes: int) -> tuple[int, ...]:
     return tuple(sorted({*SIZES, *row}))
 
 
-def rounds(once_s: float, most: int = MOST_ROUNDS) -> int:
+def rounds(once_s: float) -> int:
     """Return how many collectives to time when one takes `once_s`: as many as fit `EACH_S`, one at least."""
-    return max(1, min(int(EACH_S / max(once_s, 1e-9)), most, MAX_TIMED_ROUNDS))
+    return max(1, min(int(EACH_S / max(once_s, 1e-9)), MOST_ROUNDS, MAX_TIMED_ROUNDS))
 
 
 def check(result: FabricResult) -> FabricResult:

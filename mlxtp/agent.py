@@ -68,7 +68,7 @@ from .models.stored import StoredModels
 from .models.transfers import TransferCoordinator
 from .placement import hardware
 from .service.watchdog import watched_loop
-from .wire.reports import Machine
+from .wire.cluster_messages import Machine
 from .wire.tls import Credentials
 
 log = logging.getLogger(__name__)

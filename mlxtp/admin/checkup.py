@@ -13,7 +13,7 @@ from ..config import Settings
 from ..diagnostics import checkup, failure_store
 from ..diagnostics.checkup import Checkup, attempts
 from ..diagnostics.facts import AgentFacts, Attempt, IdentityFacts, MemberFacts, ModelFacts, PortFacts
-from ..wire.reports import Machine
+from ..wire.cluster_messages import Machine
 from .parts import AgentParts
 from .snapshot import ClusterSnapshot, MemberSnapshot, Snapshot, gather
 

@@ -28,9 +28,8 @@ from ..groups.lifecycle import Supervisor
 from ..groups.process_group import EpochGroup
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
-from ..wire.cluster_messages import DesiredState, ModelStatus, RosterEntry, Serving
+from ..wire.cluster_messages import DesiredState, FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
-from ..wire.reports import FabricResult, Machine
 from .parts import AgentParts
 
 # --- the snapshot ----------------------------------------------------------------------------------------

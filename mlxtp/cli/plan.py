@@ -18,7 +18,7 @@ from .printing import home_of, typed
 
 if TYPE_CHECKING:
     from ..placement.topology import MemberMachine
-    from ..wire.reports import FabricResult, Machine
+    from ..wire.cluster_messages import FabricResult, Machine
 
 
 NODES = BY_KEY["nodes"].metavar
@@ -140,7 +140,7 @@ def _members_here(home: Path) -> tuple[tuple[MemberMachine, ...], str, tuple[Fab
 
 
 def _machine(fields: Mapping[str, Any]) -> Machine:
-    from ..wire.reports import Interface, Machine, Port
+    from ..wire.cluster_messages import Interface, Machine, Port
 
     interfaces = tuple(Interface(**each) for each in fields["interfaces"])
     ports = tuple(Port(**each) for each in fields["ports"])

@@ -13,10 +13,9 @@ from ..config import Settings
 from ..errors import Code, MlxtpError, ProtocolError
 from ..identity.store import Identity
 from ..wire.certificates import NodeIdentity
-from ..wire.cluster_messages import AgentHello, Beat, ModelStatus, Serving
+from ..wire.cluster_messages import AgentHello, Beat, Machine, ModelStatus, Serving
 from ..wire.codecs import printable
 from ..wire.messages import PROTOCOL_VERSION, Error
-from ..wire.reports import Machine
 from .cluster_state import Roster
 from .links import ControlLink
 

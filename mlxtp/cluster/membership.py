@@ -16,17 +16,6 @@ over and keeps making links.
 
 A member is away until it is first seen in this run. While it is here, its link and its beats decide. Silence
 or a broken link makes it a suspect; more silence makes it dead. `membership.py` has every legal change.
-
-A boot id is one start of an agent, an incarnation of its node. This module distinguishes two similar cases:
-
-- a *return*: the same boot id makes a new link after a partition. Only a new link shows that it lives;
-  messages that still come over the link it was given up on are ignored.
-- a *restart*: another boot id makes a link. The incarnation before it is over from then on. It is retired as
-  soon as it has no link of its own. A retired boot id never counts again.
-
-A process that has ended neither beats nor calls again and again. So these are two machines with one identity,
-a copied home folder: two incarnations that both beat over links that are up at the same time, or one that is
-over and keeps making links.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from ..config import Settings
 from ..discovery.addresses import Dialing
 from ..errors import Code, MlxtpError, ProtocolError, UserError
 from ..identity.store import Identity
-from ..wire.cluster_messages import Beat, Members, RosterSaved
+from ..wire.cluster_messages import Beat, Machine, Members, RosterSaved
 from ..wire.messages import Error
-from ..wire.reports import Machine
 from .cluster_state import Replica
 from .desired_model import DesiredModel
 from .introduction import Introduction, PeerInfo

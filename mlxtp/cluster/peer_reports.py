@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from ..errors import MlxtpError
 from ..placement import hardware
-from ..wire.cluster_messages import MAX_TRIP_US, Echo, EndEpoch, MachineReport, MachineWanted, Trip
-from ..wire.reports import Machine
+from ..wire.cluster_messages import MAX_TRIP_US, Echo, EndEpoch, Machine, MachineReport, MachineWanted, Trip
 from .links import ControlLink
 from .node import ClusterNode
 

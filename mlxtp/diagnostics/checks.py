@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from ..discovery.addresses import explain
 from ..placement.formation import ADDRESS, BRIDGE, CABLE, POWER, RDMA, RDMA_SINCE, THUNDERBOLT_5_GBPS, notes
-from ..wire.reports import Machine, Port
+from ..wire.cluster_messages import Machine, Port
 from .facts import Attempt, Certificate, Finding, MachineFacts, MemberFacts, error, info, ok, warning
 
 # --- the machine itself: programs, cables, memory, power --------------------------------------------------

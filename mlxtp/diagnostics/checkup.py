@@ -43,7 +43,7 @@ from ..placement.hardware import RunProbe, run_as_self, run_command
 from ..placement.probe_macos import NOT_INSTALLED, Output, Reading, ipv4, self_assigned
 from ..wire.blocking import listen
 from ..wire.certificates import MemberCertificates
-from ..wire.reports import Machine
+from ..wire.cluster_messages import Machine
 from .facts import (
     AgentFacts,
     Attempt,

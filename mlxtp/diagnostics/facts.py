@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from ..wire.reports import Machine
+from ..wire.cluster_messages import Machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from pathlib import Path
 from ..admission_counter import AdmissionCounter
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
 from ..wire.blocking import BlockingLink, connect
-from ..wire.epoch_proof import hello_proof, verify, welcome_proof
-from ..wire.messages import PROTOCOL_VERSION, Bootstrap, Hello, Welcome
+from ..wire.messages import PROTOCOL_VERSION, Bootstrap, Hello, Welcome, hello_proof, verify, welcome_proof
 from ..wire.session import LinkKind, Session, Side
 from ..wire.tls import (
     ALPN_DECODE,

@@ -16,7 +16,6 @@ import mlx.core as mx
 import psutil
 
 from ..errors import Code, GroupError, LocalProtocolError, MlxtpError
-from ..wire.epoch_proof import epoch_digest
 from ..wire.messages import (
     Bootstrap,
     CollectivesTimed,
@@ -34,6 +33,7 @@ from ..wire.messages import (
     StepToken,
     TimeCollectives,
     Unload,
+    epoch_digest,
 )
 from .batch import CacheKind
 from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form

@@ -17,9 +17,8 @@ from ..errors import Code, LinkError, MlxtpError, UserError
 from ..identity.private_files import read_private, write_private
 from ..placement import measurements
 from ..placement.cost_model import Collective
-from ..wire.cluster_messages import FabricAnswer, FabricReport, FabricWanted, Serving
+from ..wire.cluster_messages import FabricAnswer, FabricReport, FabricResult, FabricWanted, Serving
 from ..wire.messages import CollectivesTimed
-from ..wire.reports import FabricResult
 from .health import ServingState
 from .lifecycle import Supervisor
 from .loading import row_bytes

@@ -17,8 +17,8 @@ from itertools import combinations
 from zlib import crc32
 
 from ..errors import Code
+from ..wire.cluster_messages import Machine, Port
 from ..wire.rdma import Matrix, devices, fault, peers
-from ..wire.reports import Machine, Port
 from .probe_macos import self_assigned
 from .topology import MemberMachine
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from ..wire.reports import Machine
+from ..wire.cluster_messages import Machine
 from .probe_machine import InterfaceRow, Sight, elsewhere, mac, mac_again
 from .probe_macos import COMMANDS, NOT_INSTALLED, Output, printable
 

@@ -23,7 +23,7 @@ from itertools import combinations
 from typing import Any
 
 from ..errors import ConfigError
-from ..wire.reports import Interface, Machine, Port
+from ..wire.cluster_messages import Interface, Machine, Port
 from .tables import Chip, chip, core_counts, named, names, nearest
 from .topology import MemberMachine
 

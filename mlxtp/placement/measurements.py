@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from ..wire.cluster_messages import FabricResult
 from ..wire.codecs import record
 from ..wire.messages import MAX_TIMED_BYTES, MAX_TIMED_ROUNDS
-from ..wire.reports import FabricResult
 from .cost_model import Collective
 
 SIZES = tuple(1024 * 4**i for i in range(8))  #: Bytes: 1 KiB to 16 MiB.

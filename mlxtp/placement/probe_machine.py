@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from ipaddress import IPv4Network
 
+from ..wire.cluster_messages import MAX_NOTES, Machine, Port
 from ..wire.codecs import U63
-from ..wire.reports import MAX_NOTES, Machine, Port
 from . import probe_macos
 from .cost_model import default_gpu_bytes
 from .formation import MAC_STUDIO, THUNDERBOLT_5_GBPS, findings

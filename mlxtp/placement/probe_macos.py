@@ -1,7 +1,7 @@
 """Commands that probe a Mac, a parser for each, and the addresses among their values that count.
 
 The commands only read, and none of them needs root. No output is trusted: parsers take any text at all, raise
-nothing, and return values that are cut to what `wire/reports.py` allows.
+nothing, and return values that are cut to what `wire/cluster_messages.py` allows.
 
 docs/placement.md has the purpose of each command.
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from ipaddress import AddressValueError, IPv4Address
 from typing import Any, Generic, TypeVar
 
+from ..wire.cluster_messages import MAX_INTERFACES, MAX_PORTS, Interface
 from ..wire.codecs import U63
-from ..wire.reports import MAX_INTERFACES, MAX_PORTS, Interface
 
 # --- outputs of commands, and values read from them ------------------------------------------------------
 
@@ -387,7 +387,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Bus:
-    """One Thunderbolt port with the cable in it, as `wire/reports.py` has it.
+    """One Thunderbolt port with the cable in it, as `wire/cluster_messages.py` has it.
 
     `gbps` is the speed of the link if `connected`, else the most that the port can do, 0 when unknown.
     `peer_domain` is the Thunderbolt domain of the nearest Mac: behind a hub there can be several.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from ipaddress import IPv4Address, IPv4Network
 
-from ..wire.reports import Interface, Machine, Port
+from ..wire.cluster_messages import Interface, Machine, Port
 
 THUNDERBOLT = "thunderbolt"
 ETHERNET = "ethernet"

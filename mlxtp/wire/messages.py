@@ -10,6 +10,9 @@ Mac join a cluster (its messages are in `peer_messages.py`).
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import struct
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,19 +20,7 @@ from ..errors import Code
 from .codecs import U32 as U32
 from .codecs import U63 as U63
 from .codecs import Message as Message
-from .codecs import (
-    binary,
-    boolean,
-    choice,
-    integer,
-    integers,
-    number,
-    numbers,
-    record,
-    records,
-    text,
-    texts,
-)
+from .codecs import binary, boolean, choice, integer, integers, number, numbers, record, records, text, texts
 from .codecs import holding as _f
 from .rdma import MAX_ENTRY
 
@@ -605,3 +596,35 @@ RANK_MESSAGES: tuple[type[Message], ...] = (
     InitDone, SanityDone, Loaded, Done, TimeCollectives, CollectivesTimed,
     Generate, Accepted, Prefilled, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
 )  # fmt: skip
+
+
+# --- proofs in Hello and Welcome, which hold the key of the epoch (HMAC-SHA256, a label for each use) -----
+
+_HELLO = b"mlxtp hello\0"
+_WELCOME = b"mlxtp welcome\0"
+_EPOCH = b"mlxtp epoch\0"
+
+
+def hello_proof(key: bytes, epoch: int, rank: int, nonce: bytes) -> bytes:
+    """Return the 32 bytes that prove, in a Hello of `rank` with this `nonce`, that it holds `key`."""
+    return _proof(_HELLO, key, epoch, rank, nonce)
+
+
+def welcome_proof(key: bytes, epoch: int, rank: int, nonce: bytes) -> bytes:
+    """Return the 32 bytes with which rank 0 replies to the Hello of `rank` that carried `nonce`."""
+    return _proof(_WELCOME, key, epoch, rank, nonce)
+
+
+def verify(proof: bytes, expected: bytes) -> bool:
+    """Compare a received proof with the expected one, in constant time."""
+    return hmac.compare_digest(proof, expected)
+
+
+def epoch_digest(key: bytes, epoch: int) -> int:
+    """Return 32 bits that every rank of the epoch computes alike: its part of the group's proof by value."""
+    digest = hmac.digest(key, _EPOCH + struct.pack(">Q", epoch), hashlib.sha256)
+    return int.from_bytes(digest[:4], "big")
+
+
+def _proof(label: bytes, key: bytes, epoch: int, rank: int, nonce: bytes) -> bytes:
+    return hmac.digest(key, label + struct.pack(">QI", epoch, rank) + nonce, hashlib.sha256)

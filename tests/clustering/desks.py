@@ -8,8 +8,7 @@ from typing import Any
 
 from mlxtp.placement.model_shape import ModelShape, shape_of
 from mlxtp.placement.topology import MemberMachine
-from mlxtp.wire.cluster_messages import RosterEntry
-from mlxtp.wire.reports import Interface, Machine, Port
+from mlxtp.wire.cluster_messages import Interface, Machine, Port, RosterEntry
 
 GIB = 1024**3
 NAMES = "abcdefghij"

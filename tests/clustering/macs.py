@@ -10,8 +10,8 @@ import msgpack
 
 from mlxtp.placement.probe_machine import mac
 from mlxtp.placement.probe_macos import COMMANDS, NOT_INSTALLED, Output
+from mlxtp.wire.cluster_messages import Machine, Port
 from mlxtp.wire.codecs import record
-from mlxtp.wire.reports import Machine, Port
 
 FOLDER = Path(__file__).with_name("recordings")
 ULTRA, MAX, MINI, BOOK, OLD_BOOK = MACS = (

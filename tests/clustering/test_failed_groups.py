@@ -19,7 +19,7 @@ from mlxtp.placement.formation import (
 )
 from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.placement.topology import MemberMachine
-from mlxtp.wire.reports import Port
+from mlxtp.wire.cluster_messages import Port
 
 from .desks import cabled, mac, on_lan, shape
 

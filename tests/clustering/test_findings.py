@@ -8,7 +8,7 @@ import pytest
 
 from mlxtp.placement.formation import cable_addresses, findings
 from mlxtp.placement.probe_machine import mac
-from mlxtp.wire.reports import Machine, Port
+from mlxtp.wire.cluster_messages import Machine, Port
 
 from .macs import BOOK, MACS, MAX, MINI, OLD_BOOK, ULTRA, machine, outputs, port, recorded
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlxtp.placement import probe_machine, probe_macos
 from mlxtp.placement.probe_machine import elsewhere, mac, mac_again
 from mlxtp.placement.probe_macos import COMMANDS, MAX_LINKS, Output, Reading, interfaces, only, parse_profile
-from mlxtp.wire.reports import MAX_PORTS
+from mlxtp.wire.cluster_messages import MAX_PORTS
 
 from .macs import MACS, machine, outputs, over_the_wire, recorded
 

@@ -15,7 +15,7 @@ from mlxtp.placement.probe_machine import (
     parse_os_release,
 )
 from mlxtp.placement.probe_macos import NetworkDevice, interfaces, ipv4, only
-from mlxtp.wire.reports import Interface
+from mlxtp.wire.cluster_messages import Interface
 
 from .macs import over_the_wire
 

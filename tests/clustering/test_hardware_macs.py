@@ -8,7 +8,7 @@ import pytest
 
 from mlxtp.placement.probe_machine import mac, mac_again
 from mlxtp.placement.probe_macos import COMMANDS, Output
-from mlxtp.wire.reports import Interface
+from mlxtp.wire.cluster_messages import Interface
 
 from .macs import (
     BOOK,

@@ -28,7 +28,7 @@ from mlxtp.placement.measurements import (
     to_text,
 )
 from mlxtp.placement.planner import PlacementOptions, plan
-from mlxtp.wire.reports import FabricResult
+from mlxtp.wire.cluster_messages import FabricResult
 
 from .desks import all_pairs, cabled, mac, node_id, on_lan, shape
 

@@ -26,7 +26,7 @@ from mlxtp.placement.model_shape import ModelShape, shape_of
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
 from mlxtp.placement.tables import chip
 from mlxtp.placement.topology import MemberMachine
-from mlxtp.wire.reports import Interface
+from mlxtp.wire.cluster_messages import Interface
 
 from .desks import (
     GIB,

@@ -18,7 +18,7 @@ from mlxtp.placement.model_shape import ModelShape, shape_of
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
 from mlxtp.placement.tables import KNOWN
 from mlxtp.placement.topology import MemberMachine, Topology
-from mlxtp.wire.reports import Interface
+from mlxtp.wire.cluster_messages import Interface
 
 from .desks import GIB, add, all_pairs, cabled, changed, ethernet, mac, node_id, on_lan, shape
 

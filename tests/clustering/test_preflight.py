@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxtp.placement.formation import Trouble, cable_addresses, explain, explain_crash, preflight
-from mlxtp.wire.reports import Interface, Machine, Port
+from mlxtp.wire.cluster_messages import Interface, Machine, Port
 
 from ..mlx_errors import OF_NO_KNOWN_TROUBLE, WHILE_FORMING
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxtp.placement.topology import ETHERNET, LOOPBACK, THUNDERBOLT, WIFI, MemberMachine, Topology
-from mlxtp.wire.reports import Interface
+from mlxtp.wire.cluster_messages import Interface
 
 from .desks import add, cabled, changed, ethernet, linux, mac, node_id, on_lan
 

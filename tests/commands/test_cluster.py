@@ -31,8 +31,7 @@ from mlxtp.cluster.state_file import SavedState, save
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, UserError
 from mlxtp.identity.store import Store
-from mlxtp.wire.cluster_messages import RosterEntry
-from mlxtp.wire.reports import Interface, Machine
+from mlxtp.wire.cluster_messages import Interface, Machine, RosterEntry
 
 from ..api.test_admin import KEY, FakeAdmin
 from ..cluster import WAIT_S

@@ -33,7 +33,7 @@ from mlxtp.diagnostics.facts import (
 )
 from mlxtp.diagnostics.rows import ROWS, Examined, examine, to_json
 from mlxtp.placement.probe_macos import Output
-from mlxtp.wire.reports import Interface
+from mlxtp.wire.cluster_messages import Interface
 
 from ..clustering.macs import BOOK, MAX, MINI, OLD_BOOK, ULTRA
 from . import recorded

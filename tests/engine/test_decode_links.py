@@ -20,9 +20,19 @@ from mlxtp.engine import decode_links
 from mlxtp.engine.decode_links import MAX_STRANGERS, open_links
 from mlxtp.errors import Code, LinkError, ProtocolError
 from mlxtp.wire.blocking import BlockingLink, listen
-from mlxtp.wire.epoch_proof import hello_proof, welcome_proof
 from mlxtp.wire.frames import encode
-from mlxtp.wire.messages import PROTOCOL_VERSION, Ack, Bootstrap, Hello, Init, InitDone, Message, Welcome
+from mlxtp.wire.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    Bootstrap,
+    Hello,
+    Init,
+    InitDone,
+    Message,
+    Welcome,
+    hello_proof,
+    welcome_proof,
+)
 from mlxtp.wire.tls import ALPN_DECODE, member_context_client, member_context_server
 
 from ..cluster import WAIT_S

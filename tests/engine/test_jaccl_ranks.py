@@ -23,7 +23,6 @@ from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, exit_st
 from mlxtp.groups.side_channel import ROUND_S, RoundReplies, SideChannelHub
 from mlxtp.placement.formation import explain
 from mlxtp.wire.blocking import BlockingLink, listen
-from mlxtp.wire.epoch_proof import epoch_digest
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Bootstrap,
@@ -40,6 +39,7 @@ from mlxtp.wire.messages import (
     Shutdown,
     SideChannel,
     Welcome,
+    epoch_digest,
 )
 from mlxtp.wire.session import LinkKind, Session, Side
 

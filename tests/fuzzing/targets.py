@@ -52,11 +52,11 @@ from mlxtp.text.renderer import read_ids, read_text
 from mlxtp.text.tool_calls import CallReader, tool_format
 from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
 from mlxtp.wire import certificates, recording
+from mlxtp.wire.cluster_messages import FabricResult
 from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
 from mlxtp.wire.messages import Generate
 from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRequest
 from mlxtp.wire.protocol import LinkKind
-from mlxtp.wire.reports import FabricResult
 
 from ..clustering.macs import MACS, outputs, over_the_wire, recorded
 from ..clustering.test_hardware_garbage import PARSERS

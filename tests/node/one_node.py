@@ -20,11 +20,10 @@ from mlxtp.groups import model_queue
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource
-from mlxtp.wire.cluster_messages import AgentHello, Beat, MachineReport, ModelStatus
+from mlxtp.wire.cluster_messages import AgentHello, Beat, Interface, Machine, MachineReport, ModelStatus
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Error
-from mlxtp.wire.reports import Interface, Machine
 
 from ..wire.members import Member, founder
 from .scenes import run, within

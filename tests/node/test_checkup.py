@@ -15,8 +15,7 @@ from mlxtp.admin.checkup import AgentCheckup
 from mlxtp.diagnostics.checkup import attempts, shared
 from mlxtp.diagnostics.facts import Attempt
 from mlxtp.discovery.addresses import DiscoveredPeer
-from mlxtp.wire.cluster_messages import ModelStatus
-from mlxtp.wire.reports import Interface
+from mlxtp.wire.cluster_messages import Interface, ModelStatus
 
 from ..wire.members import Member
 from .one_node import MACHINE, A, B, Node, play, report

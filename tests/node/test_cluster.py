@@ -29,6 +29,8 @@ from mlxtp.wire.cluster_messages import (
     DesiredState,
     EndEpoch,
     EpochEnded,
+    Interface,
+    Machine,
     MachineReport,
     MachineWanted,
     Members,
@@ -48,7 +50,6 @@ from mlxtp.wire.cluster_messages import (
 from mlxtp.wire.codecs import U63, Message
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Pong
-from mlxtp.wire.reports import Interface, Machine
 
 from ..cluster import WAIT_S
 from ..wire.members import Member

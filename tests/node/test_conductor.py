@@ -16,8 +16,7 @@ from mlxtp.errors import Code, GroupError
 from mlxtp.groups.controller import TELL_S
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.inspect import ModelSource
-from mlxtp.wire.cluster_messages import DesiredState, ModelStatus, RankTrouble, Serving
-from mlxtp.wire.reports import Machine
+from mlxtp.wire.cluster_messages import DesiredState, Machine, ModelStatus, RankTrouble, Serving
 
 from ..clustering.desks import cabled, mac, on_lan
 from ..wire.members import Member

@@ -20,9 +20,15 @@ from mlxtp.groups.fabric import FILE, measure, row_bytes
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET
 from mlxtp.placement.measurements import to_text
-from mlxtp.wire.cluster_messages import FabricAnswer, FabricReport, FabricWanted, Serving
+from mlxtp.wire.cluster_messages import (
+    FabricAnswer,
+    FabricReport,
+    FabricResult,
+    FabricWanted,
+    Machine,
+    Serving,
+)
 from mlxtp.wire.messages import CollectivesTimed
-from mlxtp.wire.reports import FabricResult, Machine
 
 from ..clustering.desks import cabled, mac, on_lan
 from ..wire.members import Member

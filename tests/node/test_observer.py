@@ -21,8 +21,7 @@ from mlxtp.groups.health import ServingState
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.topology import MemberMachine, Topology
-from mlxtp.wire.cluster_messages import Serving
-from mlxtp.wire.reports import Interface, Machine
+from mlxtp.wire.cluster_messages import Interface, Machine, Serving
 
 from ..wire import members
 from .one_node import MACHINE, A, B, Node, alone, play

@@ -24,9 +24,8 @@ from mlxtp.gateway.dispatcher import OpenRequests
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.history import EpochStory
 from mlxtp.groups.process_group import EpochGroup
-from mlxtp.wire.cluster_messages import DesiredState, ModelStatus, RosterEntry
+from mlxtp.wire.cluster_messages import DesiredState, FabricResult, ModelStatus, RosterEntry
 from mlxtp.wire.messages import Pong
-from mlxtp.wire.reports import FabricResult
 
 from .one_node import MACHINE, A, B, alone
 from .scenes import run

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from mlxtp.errors import Code
 from mlxtp.wire.cluster_messages import (
     MAX_MEMBERS,
+    MAX_SIZES,
     MAX_TRIP_US,
     AgentHello,
     Beat,
@@ -17,6 +18,7 @@ from mlxtp.wire.cluster_messages import (
     FabricAnswer,
     FabricReport,
     FabricWanted,
+    Interface,
     MachineReport,
     MachineWanted,
     Members,
@@ -27,6 +29,7 @@ from mlxtp.wire.cluster_messages import (
     ModelsHere,
     ModelStatus,
     ModelTurn,
+    Port,
     Prepare,
     Prepared,
     RankGathered,
@@ -106,7 +109,6 @@ from mlxtp.wire.peer_messages import (
     JoinRefusal,
     JoinRequest,
 )
-from mlxtp.wire.reports import MAX_SIZES, Interface, Port
 
 NODE = "0123456789abcdef" * 2
 _MEMBER = RosterEntry(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from mlxtp.wire.epoch_proof import epoch_digest, hello_proof, verify, welcome_proof
+from mlxtp.wire.messages import epoch_digest, hello_proof, verify, welcome_proof
 
 KEY, OTHER = b"k" * 32, b"K" * 32
 NONCE = b"n" * 16

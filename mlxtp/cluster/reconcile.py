@@ -86,10 +86,10 @@ class TryGroup:
 
 @dataclass(frozen=True, slots=True)
 class StopEpoch:
-    """End the epoch that this node owns or takes part in. `lost`: a node that it needs is gone."""
+    """End the epoch that this node owns or takes part in. `lost`: the node that it needs and that is gone."""
 
     reason: str
-    lost: bool = False
+    lost: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,8 @@ def better(one: Sequence[float], other: Sequence[float]) -> bool:
 def decide(view: ClusterView) -> Action:
     """Return this node's next action."""
     mine = view.running
-    if mine is not None and (reason := _lost(view, mine)):
-        return StopEpoch(reason, lost=True)
+    if mine is not None and (stop := _lost(view, mine)):
+        return stop
     if mine is not None and mine.owner == view.self_id and (reason := _unwanted(view, mine)):
         return StopEpoch(reason)
     if not view.leading:
@@ -233,8 +233,11 @@ def refusal(sender: str, number: int, claim: LeaderClaim, joined: int) -> str | 
     return None
 
 
-def _lost(view: ClusterView, mine: RunningEpoch) -> str:
-    """Return a participant that has left. The owner checks every rank; the others check only the owner."""
+def _lost(view: ClusterView, mine: RunningEpoch) -> StopEpoch | None:
+    """Return the end of an epoch that a participant has left.
+
+    The owner checks every rank; the others check only the owner.
+    """
     watched = range(len(mine.ranks)) if mine.owner == view.self_id else range(1)
     for rank in watched:
         node_id = mine.ranks[rank]
@@ -242,10 +245,12 @@ def _lost(view: ClusterView, mine: RunningEpoch) -> str:
             status = view.statuses.get(node_id)
             state = status.state if status else MemberState.AWAY
             how = "its link broke" if state is MemberState.SUSPECT else f"it is {state}"
-            return f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): {how}"
-        if view.boot_id(node_id) != mine.boots[rank]:
-            return f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): its agent was restarted"
-    return ""
+        elif view.boot_id(node_id) != mine.boots[rank]:
+            how = "its agent was restarted"
+        else:
+            continue
+        return StopEpoch(f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): {how}", lost=node_id)
+    return None
 
 
 def _unwanted(view: ClusterView, mine: RunningEpoch) -> str:

@@ -250,6 +250,11 @@ class Supervisor:
         if self._current is not None:
             self._current.give_up(error)
 
+    def lost(self, node_id: str, detail: str) -> None:
+        """End the present epoch, if a rank of it runs on this Mac, which is lost."""
+        if self._current is not None:
+            self._current.lost(node_id, detail)
+
     def woke(self, slept_s: float) -> None:
         """End an epoch with ranks elsewhere: while this machine slept, they went on or gave up."""
         group = self.status.group

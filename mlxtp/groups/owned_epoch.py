@@ -243,4 +243,4 @@ class GroupBuilder:
         """Note that the last link to an agent has ended."""
         for (host, _), endpoint in self._endpoints.items():
             if host == node_id:
-                endpoint.lost(why)
+                endpoint.link_lost(why)

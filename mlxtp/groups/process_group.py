@@ -424,6 +424,12 @@ class ProcessGroup:
         """End the epoch: these ranks must not get another request, or are needed for another plan."""
         self.watch.report(FailureReport(0, error))
 
+    def lost(self, node_id: str, detail: str) -> None:
+        """End the epoch: the Mac of a rank is lost."""
+        for endpoint in self.endpoints:
+            if self.group.nodes[endpoint.rank] == node_id:
+                endpoint.lost(detail)
+
     def _explained(self, cause: MlxtpError) -> MlxtpError:
         """Add the Mac of the rank that the cause is about, and the meaning of JACCL's text."""
         detail = with_name(cause.detail, {endpoint.rank: endpoint.name for endpoint in self.endpoints})

@@ -119,9 +119,10 @@ class Reconciler:
             case StopEpoch(reason, lost):
                 if self._hosted.serving.epoch and not self._supervisor.status.in_epoch:
                     self._hosted.serving.clear(reason)
+                elif lost:
+                    self._supervisor.lost(lost, reason)
                 else:
-                    code = Code.RANK_LOST if lost else Code.REPLANNED
-                    self._supervisor.end_epoch(GroupError(reason, code))
+                    self._supervisor.end_epoch(GroupError(reason, Code.REPLANNED))
             case HandOver(node_id):
                 log.info("handing the coordination to %s", self._node.name_of(node_id))
                 self._node.leadership.hand_over(node_id, now)

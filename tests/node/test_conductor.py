@@ -14,7 +14,7 @@ import pytest
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.controller import TELL_S
-from mlxtp.groups.process_group import EpochGroup
+from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.cluster_messages import DesiredState, Machine, ModelStatus, RankTrouble, Serving
 
@@ -492,5 +492,44 @@ def test_words_about_another_epoch_reach_no_seat(
         assert [each.error.code for each in reports] == [Code.OUT_OF_MEMORY]
         a.close()
         assert [each.error.code for each in reports][1:] == [Code.RANK_LOST]
+
+    jaccl(tmp_path, member, story)
+
+
+def running(node: Node, link: FakeLink) -> ProcessGroup:
+    """The ranks of the next group, as if they ran."""
+    ready(node)
+    node.live(link)
+    supervisor = node.parts.supervisor
+    plan = supervisor._plans.get_nowait()
+    ranks = ProcessGroup(node.parts.node.settings, plan.epoch, lambda _: None, group=plan.group)
+    supervisor._current = ranks
+    node.live(link)
+    assert ranks.watch.reports == []
+    return ranks
+
+
+@pytest.mark.parametrize("sign", ["its link ends", "its agent is back"])
+def test_a_lost_mac_reaches_the_epoch_as_one_report(
+    tmp_path: Path, member: Member, weights: ModelSource, sign: str
+) -> None:
+    """The end of its link and the decision of the next round notice the same loss."""
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        ranks = running(node, a)
+        if sign == "its link ends":
+            a.close()
+            words = "rank 1: mac-a is gone: closed here"
+        else:
+            node.meet(A, "another boot")
+            words = f"epoch {ranks.epoch} lost mac-a (rank 1): its agent was restarted"
+        for _ in range(3):
+            node.tick()
+        assert [(each.rank, each.error.detail) for each in ranks.watch.reports] == [(1, words)]
+        assert ranks.watch.reports[0].error.code is Code.RANK_LOST
+        error = await ranks.failed
+        assert error.detail.endswith(words)
 
     jaccl(tmp_path, member, story)

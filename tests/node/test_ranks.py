@@ -85,7 +85,7 @@ class Peer:
         """Over the network: not before this turn of the loop is over."""
         for word in words:
             if isinstance(word, MlxtpError):
-                asyncio.get_running_loop().call_soon(self.seat.lost, word.detail)
+                asyncio.get_running_loop().call_soon(self.seat.link_lost, word.detail)
             else:
                 asyncio.get_running_loop().call_soon(self.seat.received, word)
 

@@ -208,8 +208,10 @@ class Generation:
                     waiting.parts(), source, self._keep_alive_s, waiting.idle, dialect.media_type
                 )
             wholes = await unless_gone(request.receive, _wholes(asking, about.choices))
-        scored = ask.options.logprobs >= 0
-        return await _in_thread_if(scored, lambda: _json(dialect.whole(about, wholes)))
+        if ask.options.logprobs < 0:
+            return _json(dialect.whole(about, wholes))
+        # Scores take long to encode, and other requests' tokens must not wait for that.
+        return await asyncio.to_thread(lambda: _json(dialect.whole(about, wholes)))
 
     def endpoint(self, dialect: Dialect, handler: Handler) -> Handler:
         """Return `handler` with its errors answered in the shape and with the names of `dialect`."""
@@ -416,8 +418,3 @@ def _size(ask: GenerationRequest, body: Body) -> int:
 def _json(body: Json) -> Response:
     """Encode as ASCII: a model may write half a character, and no client breaks lines at U+2028."""
     return Response(json.dumps(body, separators=(",", ":")), media_type="application/json")
-
-
-async def _in_thread_if(slow: bool, work: Callable[[], T]) -> T:
-    """Run slow work in a thread, so that it does not hold up the tokens of other requests."""
-    return await asyncio.to_thread(work) if slow else work()

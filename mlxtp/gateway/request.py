@@ -197,26 +197,6 @@ class _Attempt:
         self.progress = Progress("prefill", prompt + self.got_before, event.cached, event.computed, time_ms)
 
 
-class _Verdict:
-    """Acceptance or refusal of a request, for which its client waits."""
-
-    def __init__(self) -> None:
-        self._out = asyncio.Event()
-        self._refusal: MlxtpError | None = None
-
-    def is_out(self) -> bool:
-        return self._out.is_set()
-
-    def give(self, refusal: MlxtpError | None = None) -> None:
-        self._refusal = self._refusal or refusal
-        self._out.set()
-
-    async def wait(self) -> MlxtpError | None:
-        """Wait for the verdict and return the refusal, if it is one."""
-        await self._out.wait()
-        return self._refusal
-
-
 class ClientRequest:
     """Implementation of `api.backend.TokenStream`. Closing it early cancels the request, even if never
     iterated.
@@ -238,7 +218,8 @@ class ClientRequest:
         self._attempt = _Attempt()
         self._items: asyncio.Queue[ForwardedItem] = asyncio.Queue()
         self._abandon = abandon
-        self._verdict = _Verdict()
+        #: The refusal of the request, or None once a backend has accepted it. Its client waits for that.
+        self._verdict: asyncio.Future[MlxtpError | None] = asyncio.get_running_loop().create_future()
         self._ended = False
 
     # --- called by the gateway -----------------------------------------------------------------------
@@ -268,9 +249,9 @@ class ClientRequest:
         return len(self.generate.tokens) + len(self._got)
 
     def accept(self) -> None:
-        if not self._verdict.is_out():
+        if not self._verdict.done():
             self.watch.accepted()
-        self._verdict.give()
+            self._verdict.set_result(None)
         self.wait_no_more()
 
     def advance(self, event: Accepted | Prefilled) -> None:
@@ -298,9 +279,9 @@ class ClientRequest:
         else:
             self._no_deadline()
             self._end_watch(item)
-            if isinstance(item, MlxtpError) and not self._verdict.is_out():
-                self._verdict.give(item)
-        if self.pending is not None or not self._verdict.is_out():
+            if isinstance(item, MlxtpError) and not self._verdict.done():
+                self._verdict.set_result(item)
+        if self.pending is not None or not self._verdict.done():
             self.accept()
         self._items.put_nowait(item)
         if behind:
@@ -312,7 +293,7 @@ class ClientRequest:
 
     async def accepted(self) -> None:
         try:
-            refusal = await self._verdict.wait()
+            refusal = await asyncio.shield(self._verdict)
         except asyncio.CancelledError:
             await self.aclose()
             raise

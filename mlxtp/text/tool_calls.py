@@ -237,15 +237,11 @@ def _calls(found: object, names: Collection[str] | None) -> list[Call]:
 def _object_text(arguments: Mapping[str, Any]) -> str:
     """Return JSON, readable unless it has half a character. Raises ValueError for values that JSON lacks."""
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return text if _is_unicode(text) else json.dumps(arguments, allow_nan=False)
-
-
-def _is_unicode(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return json.dumps(arguments, allow_nan=False)
+    return text
 
 
 # --- formats ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import Code, ModelError, why_not_written
-from ..identity.private_files import to_disk, write_whole
+from ..identity.private_files import sync_folder, to_disk, write_whole
 from ..tokenizer_file import TIKTOKEN_FILE, table
 from .manifest import (
     Manifest,
@@ -186,10 +186,16 @@ class Refs:
         return {name: self.commit(name) for name in sorted(found)}
 
     def point(self, ref: str, commit: str, *, by_hub: bool) -> None:
-        """Point a branch or tag at a commit, as reported by the Hub or by a member. Raises OSError."""
-        _write((self._hubs if by_hub else self._members) / ref, commit.encode())
+        """Point a branch or tag at a commit, as reported by the Hub or by a member. Raises OSError.
+
+        No draft stands in the Hub's folder, because other programs take each file there for a branch.
+        """
+        _write(self._members / ref, commit.encode())
         if by_hub:
-            (self._members / ref).unlink(missing_ok=True)
+            path = self._hubs / ref
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (self._members / ref).replace(path)
+            sync_folder(path.parent)
 
     def forget(self, commits: frozenset[str]) -> None:
         """Delete all branches and tags that point at one of these commits. Raises OSError."""
@@ -198,8 +204,9 @@ class Refs:
                 path.unlink()
 
     def _files(self) -> list[tuple[Path, Path]]:
-        both = (self._hubs, self._members)
-        return [(each, path) for each in both for path in each.rglob("*") if path.is_file()]
+        """Return the folder and the path of each. No name in a ref begins with a dot; drafts and notes do."""
+        found = [(each, path) for each in (self._hubs, self._members) for path in each.rglob("*")]
+        return [(each, path) for each, path in found if path.is_file() and not path.name.startswith(".")]
 
 
 class RepoLock:

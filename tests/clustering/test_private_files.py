@@ -50,7 +50,7 @@ def test_so_is_what_an_agent_remembers_and_which_commit_a_branch_is(tmp_path: Pa
     asked.clear()
     repo = hub_cache.Repo("owner/name", tmp_path)
     repo.refer(["main"], "c" * 40, lambda: False, by_hub=True)
-    assert asked == ["full", "rename", "full"]
+    assert asked == ["full", "rename", "full", "rename", "full"]
     assert (repo.folder / "refs" / "main").read_text() == "c" * 40
 
 

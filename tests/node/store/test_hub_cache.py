@@ -157,3 +157,22 @@ def test_a_beginning_that_is_longer_than_the_file_or_another_one_is_forgotten(tm
     part.close()
     assert not repo.blobs.part(NOTE).exists()
     assert not repo.blobs.has(NOTE)
+
+
+def test_a_crash_while_a_branch_is_written_leaves_nothing_that_is_taken_for_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path)
+    repo = Repo(NAME, tmp_path)
+
+    def crash(*_: object) -> None:
+        raise OSError("no power")
+
+    with monkeypatch.context() as crashing:
+        crashing.setattr(Path, "replace", crash)
+        with pytest.raises(OSError, match="no power"):
+            repo.refer(["main"], NEWER, lambda: False, by_hub=True)
+    assert [path.name for path in (repo.folder / "refs").iterdir()] == ["main"]
+    assert repo.refs.commits() == {"main": COMMIT}
+    repo.refer(["main"], NEWER, lambda: False, by_hub=True)
+    assert repo.refs.commits() == {"main": NEWER}

@@ -8,11 +8,11 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 from typing import Protocol as Interface
 
+from ..background import Background
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
 from ..wire.certificates import NodeIdentity
 from ..wire.cluster_messages import AgentHello
@@ -111,48 +111,6 @@ class LinkGate(Interface):
         """Note the end of a link. Called exactly once after `opened` returned True."""
 
 
-@dataclass(slots=True, eq=False)
-class _OpenRequest:
-    node_id: str
-    nonce: bytes
-    reply: type[Message]
-    answer: asyncio.Future[Any]
-
-
-class _OpenRequests:
-    """Requests to other agents, each with one reply that carries the same nonce."""
-
-    def __init__(self) -> None:
-        self._open: set[_OpenRequest] = set()
-
-    @contextlib.contextmanager
-    def register(self, node_id: str, request: Any, reply: type[Message]) -> Iterator[asyncio.Future[Any]]:
-        """Keep a request open. The future has the reply, or a LinkError when the node's last link ends."""
-        kept = _OpenRequest(node_id, request.nonce, reply, asyncio.get_running_loop().create_future())
-        self._open.add(kept)
-        try:
-            yield kept.answer
-        finally:
-            self._open.discard(kept)
-            kept.answer.cancel()
-
-    def received(self, node_id: str, message: Message) -> None:
-        """Complete the request that this message replies to, if it is a reply to one."""
-        for each in self._open:
-            if (
-                isinstance(message, each.reply)
-                and (node_id, getattr(message, "nonce", None)) == (each.node_id, each.nonce)
-                and not each.answer.done()
-            ):
-                each.answer.set_result(message)
-
-    def lost(self, node_id: str) -> None:
-        """Fail the requests to a node whose last link has ended."""
-        for each in self._open:
-            if each.node_id == node_id and not each.answer.done():
-                each.answer.set_exception(LinkError("its link ended", Code.LINK_LOST))
-
-
 A = TypeVar("A", bound=Message)
 
 
@@ -171,14 +129,15 @@ class PeerLinks:
         self._gate = gate
         self._numbers = itertools.count(1)
         self._links: dict[int, ControlLink] = {}
-        self._readers: set[asyncio.Task[None]] = set()
+        self._readers = Background()
         self._logged: dict[tuple[str, str], float] = {}
         self._handlers: defaultdict[type[Message], list[Callable[[ControlLink, Any], None]]] = defaultdict(
             list
         )
         self._on_up: list[Callable[[ControlLink], None]] = []
         self._on_lost: list[Callable[[str, str], None]] = []
-        self._requests = _OpenRequests()
+        #: Reply type and future of each open request, by the node and the nonce.
+        self._open: dict[tuple[str, bytes], tuple[type[Message], asyncio.Future[Any]]] = {}
 
     def on(self, handler: Callable[[ControlLink, Any], None], *kinds: type[Message]) -> None:
         """Have `handler` called with each message of these types, and the link that it came over."""
@@ -193,18 +152,21 @@ class PeerLinks:
         """Have `handler` called with the id of a node whose last link has ended, and the reason."""
         self._on_lost.append(handler)
 
-    async def ask(self, node_id: str, request: Message, reply: type[A], within_s: float) -> A:
+    async def ask(self, node_id: str, request: Any, reply: type[A], within_s: float) -> A:
         """Return a node's reply to a request. Both carry the same `nonce`.
 
         Raises LinkError when there is no link, when it ends meanwhile, or after `within_s` seconds.
         """
-        with self._requests.register(node_id, request, reply) as answer:
+        key, answer = (node_id, request.nonce), asyncio.get_running_loop().create_future()
+        self._open[key] = (reply, answer)
+        try:
             self.send(node_id, request)
-            try:
-                async with asyncio.timeout(within_s):
-                    found: A = await answer
-            except TimeoutError:
-                raise LinkError("it did not reply", Code.LINK_TIMEOUT) from None
+            async with asyncio.timeout(within_s):
+                found: A = await answer
+        except TimeoutError:
+            raise LinkError("it did not reply", Code.LINK_TIMEOUT) from None
+        finally:
+            del self._open[key]
         return found
 
     def up(self, link: ControlLink) -> bool:
@@ -222,7 +184,9 @@ class PeerLinks:
         """Dispatch a peer's message, if its link counts."""
         if not self._gate.counts(link.number):
             return
-        self._requests.received(link.node_id, message)
+        asked = self._open.get((link.node_id, getattr(message, "nonce", b"")))
+        if asked is not None and isinstance(message, asked[0]) and not asked[1].done():
+            asked[1].set_result(message)
         for handler in self._handlers.get(type(message), ()):
             handler(link, message)
 
@@ -231,7 +195,9 @@ class PeerLinks:
         self._links.pop(link.number, None)
         self._gate.closed(link, why, goodbye)
         if link.node_id not in self.nodes():
-            self._requests.lost(link.node_id)
+            for (node_id, _), (_, answer) in self._open.items():
+                if node_id == link.node_id and not answer.done():
+                    answer.set_exception(LinkError("its link ended", Code.LINK_LOST))
             for handler in self._on_lost:
                 handler(link.node_id, why)
 
@@ -310,9 +276,7 @@ class PeerLinks:
         except MlxtpError:
             link.close()
             raise
-        task = asyncio.ensure_future(self._live(link, identity))
-        self._readers.add(task)
-        task.add_done_callback(self._readers.discard)
+        self._readers.start(self._live(link, identity), f"the link to {hello.name}")
         return hello.node_id
 
     async def _live(self, link: ControlLink, identity: NodeIdentity) -> None:
@@ -345,9 +309,7 @@ class PeerLinks:
         """End every link with a goodbye."""
         for link in self.links():
             link.close(goodbye=True)
-        for task in list(self._readers):
-            task.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        await self._readers.close()
 
 
 def _ip(name: object) -> str:

@@ -28,6 +28,7 @@ from .admin.parts import AgentParts
 from .api.app import create_app
 from .api.endpoint import Endpoint, open_endpoint
 from .api.server import serve
+from .cluster.cluster_state import NOTHING
 from .cluster.control_port import ControlPort, TokenIssuing, bind_control, check_interface
 from .cluster.dialer import Dialer
 from .cluster.node import ClusterNode
@@ -294,7 +295,7 @@ def build_parts(
     reconciler = Reconciler(node, supervisor, model, controller, reports=servings, hosted=hosted)
     forwarding = ForwardingBackend(node, supervisor, model, credentials)
     switcher = ModelSwitcher(node, supervisor, model, lambda: reconciler.unplanned, placer.no_place)
-    model.resolve(node.desired.now)
+    model.resolve(NOTHING, node.desired.now)
     return AgentParts(
         node,
         machines,

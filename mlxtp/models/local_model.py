@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
+from ..background import Background
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..errors import Code, MlxtpError, ModelError
@@ -24,25 +27,26 @@ class LocalModel:
     """Search for the desired model, whose result this node reports to the others."""
 
     def __init__(self, node: ClusterNode, transfers: TransferCoordinator) -> None:
-        self.version = 0
-        self._since = 0  #: The first version that desired this model, as has every version since.
         self.source: ModelSource | None = None
-        self._path: Path | None = None
         self.fingerprint = ""
         self.problem = ""
-        self._model = ""
-        self._download = True  #: True if it may be downloaded from the Hub: not for a request.
-        self._draft = node.settings.draft_model
-        self._folders = node.settings.model_folders
+        self._since = 0  #: The first version that desired this model, as has every version since.
+        self._path: Path | None = None
         self._node = node
         self._transfers = transfers
-        self._task: asyncio.Task[None] | None = None
+        self._background = Background(self._failed)
+        self._search: asyncio.Task[None] | None = None
         transfers.stored.on_files(self._files_arrived)
         node.links.on(self._received, ModelStatus)
         node.links.on_up(lambda link: link.send(self.status))
-        node.desired.on_change(lambda _before, desired: self.resolve(desired))
+        node.desired.on_change(self.resolve)
         node.desired.retry_if(self._is_lacking)
         node.rounds.every(REPORT_S, lambda _now: self.retry(), first_s=REPORT_S)
+
+    @property
+    def version(self) -> int:
+        """Version of the desired state that the status is about."""
+        return self._node.desired.now.version
 
     @property
     def status(self) -> ModelStatus:
@@ -52,41 +56,45 @@ class LocalModel:
     @property
     def coming(self) -> str:
         """Progress of its download to this node, for users; empty when there is none."""
-        return self._transfers.progress_text(self._model)
+        return self._transfers.progress_text(self._name)
 
-    def resolve(self, desired: DesiredState) -> None:
-        """Start the search for this model. With only a new version, the earlier result stays."""
-        self.version, self._download = desired.version, desired.pinned
-        if desired.model == self._model and not self.problem:
+    @property
+    def _name(self) -> str:
+        return self._node.desired.now.model
+
+    def resolve(self, before: DesiredState, desired: DesiredState) -> None:
+        """Start the search for the model of `desired`. If only the version is new, the result stays."""
+        if desired.model == before.model and not self.problem:
             self._since = min(self._since, desired.version)
             self._report()
             return
         self._since = desired.version
-        self._model, self.fingerprint, self.problem = desired.model, "", ""
-        self.source = self._path = None
-        if self._task is not None:
-            self._task.cancel()
+        self.source, self._path, self.fingerprint, self.problem = None, None, "", ""
+        if self._search is not None:
+            self._search.cancel()
         if desired.model:
-            self._task = asyncio.ensure_future(self._find(desired.model))
-            self._task.add_done_callback(self._ended)
+            self._start(self._find(desired.model))
 
     def retry(self) -> None:
         """Search again for a missing folder: a user may have added the files. Failures on the Hub are left to
         the user.
         """
-        looks = self._task is not None and not self._task.done()
-        if self.problem and not looks and not is_hub_id(self._model):
-            self._task = asyncio.ensure_future(self._find(self._model))
-            self._task.add_done_callback(self._ended)
+        if self.problem and not self._searching and not is_hub_id(self._name):
+            self._start(self._find(self._name))
 
     def _files_arrived(self, name: str) -> None:
         """Search again after files of OWNER/NAME came or changed: the desired model may be there now, or
         differ.
         """
-        looks = self._task is not None and not self._task.done()
-        if not looks and is_hub_id(self._model) and self._model.partition("@")[0] == name:
-            self._task = asyncio.ensure_future(self._compare(self._model))
-            self._task.add_done_callback(self._ended)
+        if not self._searching and is_hub_id(self._name) and self._name.partition("@")[0] == name:
+            self._start(self._compare(self._name))
+
+    @property
+    def _searching(self) -> bool:
+        return self._search is not None and not self._search.done()
+
+    def _start(self, search: Coroutine[Any, Any, None]) -> None:
+        self._search = self._background.start(search, "the search for the desired model")
 
     def folder(self, version: int) -> Path:
         """Return its folder. Raises ModelError if it is missing, not yet here, or not of this version.
@@ -98,7 +106,7 @@ class LocalModel:
                 f"version {version} of the desired state is not known here", Code.MODEL_NOT_FOUND
             )
         if self._path is None or not self.fingerprint:
-            raise ModelError(self.problem or f"{self._model} is still being looked for", Code.MODEL_NOT_FOUND)
+            raise ModelError(self.problem or f"{self._name} is still being looked for", Code.MODEL_NOT_FOUND)
         return self._path
 
     def _received(self, link: ControlLink, status: ModelStatus) -> None:
@@ -130,14 +138,15 @@ class LocalModel:
 
     async def _find(self, model: str) -> None:
         try:
-            model = await asyncio.to_thread(in_folders, model, self._folders)
+            settings = self._node.settings
+            model = await asyncio.to_thread(in_folders, model, settings.model_folders)
             self._path = await self._resolve(model)
             self.fingerprint = await asyncio.to_thread(self_test.fingerprint, self._path)
             self.problem = ""
-            if is_hub_id(self._draft):
-                await self._transfers.get(self._draft)
+            if is_hub_id(settings.draft_model):
+                await self._transfers.get(settings.draft_model)
             self._report()  # enough for a rank; the tokenizer takes another second
-            self.source = await open_model(model, self._draft)
+            self.source = await open_model(model, settings.draft_model)
         except MlxtpError as error:
             if error.detail != self.problem:
                 log.warning("%s: %s", model, error.detail)
@@ -147,25 +156,22 @@ class LocalModel:
         self._report()
 
     async def _resolve(self, model: str) -> Path:
-        if self._download and is_hub_id(model):
+        if self._node.desired.now.pinned and is_hub_id(model):  # none is downloaded for a request
             return await find_model(str(await self._transfers.get(model)))
         return await find_model(model)
 
     @property
     def _revision(self) -> str:
         """The commit of a model in the Hub's cache that was searched by its name; else empty."""
-        named = self.fingerprint and self._path is not None and is_hub_id(self._model)
-        return self._path.name if named and self._path is not None and is_commit(self._path.name) else ""
+        path = self._path if self.fingerprint and is_hub_id(self._name) else None
+        return path.name if path is not None and is_commit(path.name) else ""
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _failed(self, _search: asyncio.Task[None], error: BaseException) -> None:
         """Log a bug, so that it does not look like a slow download."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s cannot be opened", self._model, exc_info=error)
-            self.fingerprint, self.problem = "", f"{self._model}: {type(error).__name__}: {error}"
-            self._report()
+        log.error("%s cannot be opened", self._name, exc_info=error)
+        self.fingerprint, self.problem = "", f"{self._name}: {type(error).__name__}: {error}"
+        self._report()
 
     async def close(self) -> None:
         """Stop the search."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._background.close()

@@ -152,7 +152,7 @@ class Node:
     def lead(self, source: ModelSource, machines: Mapping[str, Machine] = {}) -> None:
         """From now on this node coordinates, and has the model that is wanted, as all others have."""
         model = self.parts.model
-        model.resolve = lambda desired: setattr(model, "version", desired.version)  # type: ignore[method-assign]
+        self.parts.node.desired._handlers.remove(model.resolve)
         model.source, model.fingerprint = source, FINGERPRINT
         self.parts.node.desired.set("tiny", self.parts.node.settings.nodes)
         for link in cast(list[Any], list(self.parts.node.links.links())):

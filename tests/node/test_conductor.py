@@ -120,9 +120,10 @@ def test_who_has_another_revision_is_left_out_and_told_what_to_do(
         a = node.meet(A)
         node.lead(weights, machines)
         model = node.parts.model
-        model._model, model._path = "org/one", tmp_path / ("c" * 40)
+        model._path = tmp_path / ("c" * 40)
+        version = node.parts.node.desired.set("org/one").version
         for revision, left_out in (("c" * 40, False), ("", False), ("d" * 40, True)):
-            node.hear(a, ModelStatus(1, FINGERPRINT, "", revision))
+            node.hear(a, ModelStatus(version, FINGERPRINT, "", revision))
             placement, _ = node.parts.placer.placement()
             assert placement is not None
             words = "mac-a is left out: it has the model at commit dddddddddddd, studio at cccccccccccc; "

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.cluster.cluster_state import NOTHING
 from mlxtp.errors import Code, ModelError
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource, in_folders
@@ -31,6 +32,8 @@ class Stage:
         self.gates: dict[str, asyncio.Event] = {}
         self.finding = 0
         self.opened: list[tuple[str, str]] = []
+        nothing = lambda *_, **__: None  # noqa: E731
+        self.desired = SimpleNamespace(on_change=nothing, retry_if=nothing, now=NOTHING)
         self.model = self.local_model("draft")
         patch.setattr(local_model, "find_model", self._find)
         patch.setattr(local_model, "open_model", self._open)
@@ -42,7 +45,7 @@ class Stage:
         node = SimpleNamespace(
             settings=SimpleNamespace(draft_model=draft, model_folders=()),
             links=SimpleNamespace(on=nothing, on_up=nothing, broadcast=self.changes.append),
-            desired=SimpleNamespace(on_change=nothing, retry_if=nothing),
+            desired=self.desired,
             rounds=SimpleNamespace(every=nothing),
             changed=nothing,
         )
@@ -70,7 +73,11 @@ class Stage:
         return ModelSource(name, self.home / name, cast(Text, None))
 
     def want(self, name: str, version: int, *, pinned: bool = True) -> None:
-        self.model.resolve(DesiredState(version, "", name, "auto", version if pinned else 0))
+        before, self.desired.now = (
+            self.desired.now,
+            DesiredState(version, "", name, "auto", version if pinned else 0),
+        )
+        self.model.resolve(before, self.desired.now)
 
     async def has(self, name: str) -> None:
         await sees(lambda: self.model.source is not None and self.model.source.id == name)
@@ -216,9 +223,9 @@ def test_no_member_looks_again_for_what_is_there_or_on_the_hub(tmp_path: Path) -
         stage.errors["org/two"] = ModelError("the Hub knows no such model")
         stage.want("org/two", 2)
         await sees(lambda: stage.model.problem)
-        before: Any = stage.model._task
+        before: Any = stage.model._search
         stage.model.retry()
-        assert stage.model._task is before
+        assert stage.model._search is before
 
     play(tmp_path, story)
 
@@ -236,7 +243,7 @@ def test_files_that_came_or_were_repaired_are_looked_at_again(tmp_path: Path) ->
         await sees(lambda: stage.model.fingerprint == print_of("two"))
         opened = len(stage.opened)
         stage.model._files_arrived("org/two")
-        await sees(lambda: stage.model._task is not None and stage.model._task.done())
+        await sees(lambda: stage.model._search is not None and stage.model._search.done())
         assert len(stage.opened) == opened, "nothing is different"
         stage.print = "6" * 64
         stage.model._files_arrived("org/two")

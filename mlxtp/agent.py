@@ -28,6 +28,7 @@ from .admin.parts import AgentParts
 from .api.app import create_app
 from .api.endpoint import Endpoint, open_endpoint
 from .api.server import serve
+from .background import Background
 from .cluster.cluster_state import NOTHING
 from .cluster.control_port import ControlPort, TokenIssuing, bind_control, check_interface
 from .cluster.dialer import Dialer
@@ -38,7 +39,6 @@ from .config import Settings, told
 from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError
 from .gateway.remote_backend import serve_requests
 from .groups.controller import GroupController
-from .groups.drain import Drain
 from .groups.fabric import FabricBench, FabricResults
 from .groups.forwarding import ForwardingBackend
 from .groups.health import ServingState
@@ -48,21 +48,14 @@ from .groups.model_queue import ModelSwitcher
 from .groups.owned_epoch import ServingReports
 from .groups.placer import Placer
 from .groups.ranks import WORKER, Worker
-from .groups.reconciler import Reconciler
+from .groups.reconciler import Drain, Reconciler
 from .groups.selection import ModelSelection
 from .groups.sleep import KeepAwake, watch_sleep
 from .groups.warm_pool import WarmPool, log_lines
 from .identity.join_network import enter
 from .identity.store import Identity, Store
 from .models.download import apart, download
-from .models.inspect import (
-    find_model,
-    hub_folder,
-    in_folders,
-    inspect,
-    is_hub_id,
-    lasting_name,
-)
+from .models.inspect import find_model, hub_folder, in_folders, inspect, is_hub_id, lasting_name
 from .models.local_model import LocalModel
 from .models.manifest import gigabytes
 from .models.stored import StoredModels
@@ -236,8 +229,10 @@ async def _running(
     stop = asyncio.Event()
     admin = Admin(parts, store)
     admin.checkup = AgentCheckup(settings, endpoint, parts, dialer)
-    app = _app(supervisor, admin, endpoint, settings)
-    serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
+    admin.api_keys, admin.started_with = endpoint.keys, told(settings)
+    access = endpoint.access(admin.key)
+    app = create_app(gateway, admin=admin, observed=admin.observer, access=access)
+    serving = asyncio.create_task(_serve(observed(app, supervisor), endpoint, stop, settings, admin.key))
 
     def woke(slept_s: float) -> None:
         parts.reconciler.woke(slept_s)
@@ -248,34 +243,27 @@ async def _running(
     def has_rank() -> bool:
         return supervisor.status.in_epoch or parts.hosted.serving.epoch > 0
 
-    work.append(watch_sleep(woke, has_rank, _keep_awake(settings)))
-    supervising = asyncio.create_task(supervisor.run(parts.controller))
-    tasks = [asyncio.create_task(each) for each in work]
-    for task in (supervising, *tasks):
-        task.add_done_callback(partial(_report_bug, node.end))
+    keep_awake = KeepAwake() if settings.keep_awake and sys.platform == "darwin" else None
+    work.append(watch_sleep(woke, has_rank, keep_awake))
+    tasks = Background(partial(_report_bug, node.end))
+    supervising = tasks.start(supervisor.run(parts.controller), "the supervisor")
+    for each in work:
+        tasks.start(each, "a part of this agent")
+    certificate, key = endpoint.certificate, admin.key
+    agent = Agent(
+        supervisor, endpoint.url, warm_pool, admin.draining, parts, entered.founded, certificate, key
+    )
     try:
-        certificate = endpoint.certificate
-        with announced(settings.home, endpoint.url, admin.key, certificate):
-            yield Agent(
-                supervisor,
-                endpoint.url,
-                warm_pool,
-                admin.draining,
-                parts,
-                entered.founded,
-                certificate,
-                admin.key,
-            )
+        with announced(settings.home, endpoint.url, key, certificate):
+            yield agent
     finally:
-        admin.close()
+        admin.close()  # event streams end
         supervising.cancel()
-        await asyncio.gather(supervising, return_exceptions=True)
-        await parts.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait({supervising})  # the epoch of this agent has ended in order
+        await parts.close()  # ranks for others end, and each link has its goodbye
+        await tasks.close()  # nothing beats, listens or calls any longer
         stop.set()
-        await serving
+        await serving  # clients have had their last replies
 
 
 def build_parts(
@@ -294,7 +282,8 @@ def build_parts(
     )
     reconciler = Reconciler(node, supervisor, model, controller, reports=servings, hosted=hosted)
     forwarding = ForwardingBackend(node, supervisor, model, credentials)
-    switcher = ModelSwitcher(node, supervisor, model, lambda: reconciler.unplanned, placer.no_place)
+    selection = ModelSelection(node, supervisor, transfers, placer)
+    switcher = ModelSwitcher(node, supervisor, model, reconciler=reconciler, selection=selection)
     model.resolve(NOTHING, node.desired.now)
     return AgentParts(
         node,
@@ -312,8 +301,8 @@ def build_parts(
         FabricBench(node, supervisor, servings.serving, results),
         reconciler,
         forwarding,
+        selection,
         switcher,
-        ModelSelection(node, supervisor, transfers, placer.no_place),
     )
 
 
@@ -328,19 +317,9 @@ async def _check_folders(settings: Settings) -> None:
             await find_model(in_folders(name, settings.model_folders))
 
 
-def _app(supervisor: Supervisor, admin: Admin, endpoint: Endpoint, settings: Settings) -> ASGIApp:
-    admin.api_keys = endpoint.keys
-    admin.started_with = told(settings)
-    access = endpoint.access(admin.key)
-    app = create_app(supervisor.gateway, admin=admin, observed=admin.observer, access=access)
-    return observed(app, supervisor)
-
-
 async def _serve(app: ASGIApp, endpoint: Endpoint, stop: asyncio.Event, settings: Settings, key: str) -> None:
-    def tell(certificate: str) -> None:
-        announce(settings.home, endpoint.url, key, certificate)
-
     tls = endpoint.tls.context if endpoint.tls is not None else None
+    tell = partial(announce, settings.home, endpoint.url, key)
     renewing = asyncio.create_task(endpoint.keep_certificate(tell))
     try:
         await serve(app, endpoint.sock, stop, tls=tls, stall_s=settings.limits.client_stall_s)
@@ -359,15 +338,10 @@ def _control_addresses(settings: Settings, port: int, machine: Machine) -> tuple
     return found or (f"127.0.0.1:{port}",)
 
 
-def _keep_awake(settings: Settings) -> KeepAwake | None:
-    return KeepAwake() if settings.keep_awake and sys.platform == "darwin" else None
-
-
-def _report_bug(end: Callable[[MlxtpError], None], task: asyncio.Task[None]) -> None:
+def _report_bug(end: Callable[[MlxtpError], None], _: asyncio.Task[None], error: BaseException) -> None:
     """End the agent after a bug in one of its parts, so that the service starts it again."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("a part of this agent ended", exc_info=error)
-        end(GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL))
+    log.critical("a part of this agent ended", exc_info=error)
+    end(GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL))
 
 
 async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, bool]:

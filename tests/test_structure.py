@@ -246,6 +246,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
         {
             "admin",
             "api",
+            "background",
             "cluster",
             "config",
             "diagnostics",

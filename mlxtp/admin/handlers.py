@@ -17,7 +17,7 @@ from ..api.api_keys import KeyRing
 from ..config import parse_nodes, parse_seconds
 from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError
-from ..groups.drain import Drain
+from ..groups.reconciler import Drain
 from ..identity.store import Store
 from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import is_hub_id, models_here
@@ -133,14 +133,14 @@ class ModelHandlers:
         """Set the model that the cluster serves, once it is on disk."""
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
-        said = await self._parts.selection.serve(model, parse_nodes(nodes, "--nodes") if nodes else "")
-        desired = said.desired
+        coming = await self._parts.selection.serve(model, parse_nodes(nodes, "--nodes") if nodes else "")
+        desired = self._parts.node.desired.now
         return {
-            "model": said.model,
+            "model": model,
             "nodes": desired.nodes,
             "version": desired.version,
-            "coming": said.coming,
-            "until_then": desired.model if said.coming else "",
+            "coming": coming,
+            "until_then": desired.model if coming else "",
         }
 
     def unload(self) -> Json:

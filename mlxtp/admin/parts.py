@@ -40,15 +40,14 @@ class AgentParts:
     fabric_bench: FabricBench
     reconciler: Reconciler
     forwarding: ForwardingBackend
-    switcher: ModelSwitcher
     selection: ModelSelection
+    switcher: ModelSwitcher
 
     async def close(self) -> None:
         """Send a goodbye on each link, and end what runs here for others."""
         await self.machines.close()
         await self.fabric_bench.close()
         await self.forwarding.close()
-        await self.switcher.close()
         await self.selection.close()
         await self.controller.close()
         await self.hosted.close()

@@ -65,19 +65,17 @@ class ForwardingBackend:
         node_id, serving = found
         if self._backend is not None and self._backend_at != node_id:
             self._drop(f"{node.name_of(node_id)} serves now")
-        if serving.state != ServingState.READY or self._model.version != serving.desired:
+        state, reason = ServingState(serving.state), serving.reason
+        if state is ServingState.IDLE:
+            reason = reason or "no node serves a model yet"
+        elif state is ServingState.READY and self._model.version != serving.desired:
+            state = ServingState.LOADING
+        elif state is ServingState.READY and self._model.source is None:
+            state = ServingState.IDLE if self._model.problem else ServingState.LOADING
+            reason = self._model.problem or "looking for the model's files"
+        if state is not ServingState.READY:
             self._rest()
-            state = (
-                ServingState.LOADING if serving.state == ServingState.READY else ServingState(serving.state)
-            )
-            nothing = "no node serves a model yet" if state is ServingState.IDLE else ""
-            self._show(state, serving.epoch, serving.reason or nothing, serving)
-            return
-        if self._model.source is None:
-            self._rest()
-            missing = self._model.problem
-            state = ServingState.IDLE if missing else ServingState.LOADING
-            self._show(state, serving.epoch, missing or "looking for the model's files", serving)
+            self._show(state, serving.epoch, reason, serving)
             return
         wanted = (node_id, serving.epoch, serving.desired)
         if wanted != self._served and time.monotonic() >= self._retry_at:
@@ -85,9 +83,8 @@ class ForwardingBackend:
             self._served = wanted
             self._opening = self._background.start(self._open(node_id, serving), "opening a requests link")
         if not self._ready:
-            self._show(ServingState.LOADING, serving.epoch, "connecting to rank 0", serving)
-        else:
-            self._show(ServingState.READY, serving.epoch, serving.reason, serving)
+            state, reason = ServingState.LOADING, "connecting to rank 0"
+        self._show(state, serving.epoch, reason, serving)
 
     def _whom(self) -> tuple[str, Serving] | None:
         """Return the node to follow and its report; None if there is none.

@@ -103,14 +103,10 @@ class ServingReports:
 
     def _nothing(self) -> Serving:
         """Return the report of a coordinator without a group, with the reason."""
-        status, why = self._supervisor.status, self._node.leadership.waiting
-        state = ServingState.IDLE
+        status, version = self._supervisor.status, self._model.version
+        state, why = ServingState.IDLE, self._node.leadership.waiting
         if status.resting and status.state is ServingState.FAILED:
-            state, why = (
-                ServingState.FAILED,
-                status.reason.detail if status.reason is not None else "",
-            )
-        version = self._model.version
+            state, why = status.state, status.reason.detail if status.reason is not None else ""
         return Serving(status.epoch, str(state), why, "none", "", (), (), 0, "", version, 0, 0, ())
 
     def held_bytes(self, node_id: str) -> int:
@@ -188,7 +184,8 @@ class GroupBuilder:
         here, world = node.settings.ranks, len(chosen.ranks)
         if here > 1:
             return EpochGroup(here, here, node.settings.local_backend, nodes=chosen.ranks)
-        machines = tuple(map(self._machine, chosen.ranks))
+        known = node.peer_info.machines
+        machines = tuple(f"{known[each].chip} {known[each].build}" for each in chosen.ranks)
         if world == 1:
             return EpochGroup(1, 1, "none", kind=chosen.kind, machines=machines, nodes=chosen.ranks)
         fabric = chosen.ring_addresses or ("",) * world
@@ -225,10 +222,6 @@ class GroupBuilder:
         me, link = self._node.node_id, self._node.links.to(node_id)
         faster = [each.addresses[me] for each in self._placer.topology().fastest(me, node_id)[:1]]
         return ",".join(dict.fromkeys([*faster, *([link.local] if link is not None else [])]))
-
-    def _machine(self, node_id: str) -> str:
-        machine = self._node.peer_info.machines[node_id]
-        return f"{machine.chip} {machine.build}"
 
     def release(self, number: int) -> None:
         """Drop the ranks on other Macs of epoch `number`, which has ended."""

@@ -1,26 +1,30 @@
-"""Selection of the model to serve: checked, and brought here, before the present one is unloaded for it.
+"""Selection of the next model: checked, and brought here, before the present one is unloaded for it.
 
-A pending selection is kept in the memory of the agent that received the request. A later selection at any
-agent replaces it.
+Each model on its way is one `SelectedModel`, from the request for it until it is the desired model. Pending
+ones are kept in the memory of the agent that received the request. A later selection at any agent replaces
+them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
 
+from ..background import Background
 from ..cluster.node import ClusterNode
-from ..errors import MlxtpError, ModelError, UserError
+from ..errors import Code, GroupError, MlxtpError, ModelError, UserError
 from ..models.download import apart
 from ..models.holdings import described
 from ..models.inspect import Servable, hub_folder, in_folders, inspect, is_hub_id
 from ..models.transfers import TransferCoordinator
-from ..placement.model_shape import ModelShape
-from ..wire.cluster_messages import DesiredState
+from ..wire.cluster_messages import ModelTurn
 from .health import ServingState
 from .lifecycle import Supervisor
+from .placer import Placer
 
 log = logging.getLogger(__name__)
 
@@ -29,88 +33,137 @@ SILENT_S = 5.0  #: Seconds that members may take to report that a model is on it
 _SERVES = (ServingState.READY, ServingState.DRAINING, ServingState.LOADING)
 
 
-@dataclass(frozen=True, slots=True)
-class SelectionResult:
-    """Result of a selection. `coming`: the present model is served until the new one is here."""
+class SelectionState(StrEnum):
+    """Stages of a model on its way to be served."""
 
-    model: str
-    desired: DesiredState
-    coming: bool = False
+    CHECKING = "checking"  #: Its configuration is being read, here or on the Hub.
+    CHECKED = "checked"  #: A group could run it.
+    FETCHING = "fetching"  #: Members that lack its files get them.
+    READY = "ready"  #: Members that have all of it can serve it.
+    WANTED = "wanted"  #: It is the desired model.
+    FAILED = "failed"  #: It cannot be served.
+
+
+#: The states that may follow each state.
+TRANSITIONS: Mapping[SelectionState, frozenset[SelectionState]] = {
+    SelectionState.CHECKING: frozenset({SelectionState.CHECKED, SelectionState.FAILED}),
+    SelectionState.CHECKED: frozenset({SelectionState.FETCHING, SelectionState.READY}),
+    SelectionState.FETCHING: frozenset({SelectionState.READY, SelectionState.FAILED}),
+    SelectionState.READY: frozenset({SelectionState.WANTED}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedModel:
+    """A model on its way. `nodes`: over how many Macs. `replaces` is the version of the desired state then.
+
+    `servable` is None until it is checked, and if only another member has it. `comes_as` is the name under
+    which its files come; `error` is the reason of FAILED.
+    """
+
+    name: str
+    nodes: str = ""
+    replaces: int = 0
+    state: SelectionState = SelectionState.CHECKING
+    servable: Servable | None = None
+    comes_as: str = ""
+    error: MlxtpError | None = None
+
+    def next(self, state: SelectionState, **changes: Any) -> SelectedModel:
+        """Return the model in its next state. Raises ValueError for a state that cannot follow."""
+        if state not in TRANSITIONS.get(self.state, ()):
+            raise ValueError(f"{self.name} is {self.state}, so it cannot be {state}")
+        return replace(self, state=state, **changes)
 
 
 class ModelSelection:
-    """Owner of the pending selection.
-
-    `no_place` returns the reason why the present members, or some of them, cannot serve a model of this shape
-    on `nodes` Macs, else "".
-    """
+    """Owner of the models on their way: those that users named, and the one announced for requests."""
 
     def __init__(
-        self,
-        node: ClusterNode,
-        supervisor: Supervisor,
-        transfers: TransferCoordinator,
-        no_place: Callable[[ModelShape, str, Container[str] | None], str],
+        self, node: ClusterNode, supervisor: Supervisor, transfers: TransferCoordinator, placer: Placer
     ) -> None:
         self._node = node
         self._supervisor = supervisor
         self._transfers = transfers
-        self._no_place = no_place
-        self._progress = 0
-        #: A model that is on its way, and the name under which it comes.
-        self._next: tuple[str, str] | None = None
-        self._problem = ""
-        self._task: asyncio.Task[None] | None = None
+        self._placer = placer
+        self._selected: dict[str, SelectedModel] = {}  #: By the name that a user gave.
+        self._announced: tuple[ModelTurn, SelectedModel] | None = None
+        self._background = Background()
 
     def progress(self) -> list[str]:
         """Return the models that come to this Mac, for people: the next one to serve, and other downloads."""
-        transfers = self._transfers
-        model, name = self._next or ("", "")
-        found = [f"{model} is served as soon as it is here{_far(transfers, name)}"] if model else []
-        found += [self._problem] if self._problem else []
-        wanted = self._node.replica.desired.model
-        return found + [
-            f"{each} is on its way here{_far(transfers, each)}"
-            for each in transfers.under_way()
-            if each not in (name, wanted)
-        ]
+        lines, shown = [], {self._node.replica.desired.model}
+        for each in self._selected.values():
+            if each.error is not None:
+                lines.append(each.error.detail)
+            elif each.state is SelectionState.FETCHING:
+                shown.add(each.comes_as)
+                lines.append(f"{each.name} is served as soon as it is here{self._far(each.comes_as)}")
+        coming = [each for each in self._transfers.under_way() if each not in shown]
+        return lines + [f"{each} is on its way here{self._far(each)}" for each in coming]
 
-    async def serve(self, model: str, nodes: str) -> SelectionResult:
-        """Make `model` the desired model, after its download if needed. `nodes`: how many Macs ("" keeps the
-        setting).
+    def _far(self, name: str) -> str:
+        rows = [row for row in self._transfers.progress(name) if row["self"]]
+        return f": {described(rows[0])}" if rows and not rows[0]["complete"] else ""
 
-        Raises UserError, and changes nothing, if it is known that the model cannot be served.
+    # --- for users -----------------------------------------------------------------------------------
+
+    async def serve(self, model: str, nodes: str) -> bool:
+        """Make `model` the desired model. `nodes`: how many Macs ("" keeps the setting).
+
+        Return True if its files have to come first; until then the present one is served. Raises UserError,
+        and changes nothing, if it is known that the model cannot be served.
         """
-        node, number = self._node, self.cancel()
-        present = node.replica.desired
+        self.cancel()
+        node, present = self._node, self._node.replica.desired
         over = nodes or present.nodes
         if (model, over) == (present.model, present.nodes):
-            return SelectionResult(model, node.desired.set(model, nodes))
-        found = await asyncio.to_thread(in_folders, model, node.settings.model_folders)
-        servable = await self._inspect(found)
-        if number != self._progress or node.replica.desired.version != present.version:
-            raise UserError(f"another request changed the model meanwhile, so {model} is not served")
-        if present.model and self._supervisor.status.state in _SERVES:
-            self._check_place(model, servable, over)
-            if is_hub_id(found) and not await self._can_begin(servable, over):
-                self._next = (model, model)
-                self._task = asyncio.ensure_future(self._bring(model, servable, over, present.version))
-                self._task.add_done_callback(_ended)
-                return SelectionResult(model, present, coming=True)
+            node.desired.set(model, nodes)
+            return False
+        selected = self._selected[model] = SelectedModel(model, over, present.version, comes_as=model)
+        try:
+            found = await asyncio.to_thread(in_folders, model, node.settings.model_folders)
+            servable = await self._inspect(found)
+            if self._is_outdated(selected):
+                raise UserError(f"another request changed the model meanwhile, so {model} is not served")
+            selected = self._enter(selected, SelectionState.CHECKED, servable=servable)
+            lack = ""
+            if present.model and self._supervisor.status.state in _SERVES:
+                if servable is not None and (why := self._placer.no_place(servable.shape, over)):
+                    raise UserError(f"{model} cannot be served, so all stays as it is: {why}")
+                lack = self._lack(selected) if is_hub_id(found) else ""
+            selected = self._enter(selected, SelectionState.FETCHING if lack else SelectionState.READY)
+        except BaseException:
+            self._drop(selected)
+            raise
+        if selected.state is SelectionState.FETCHING:
+            self._background.start(self._bring(selected), f"the pending change to {model}")
+            return True
         if servable is not None and servable.manifest is not None:
             self._transfers.learned(found, servable.manifest)
-        return SelectionResult(model, node.desired.set(model, nodes))
+        self._want(selected)
+        return False
 
-    def cancel(self) -> int:
-        """Cancel the pending selection because of a later one. Its download goes on, but it is not served.
+    def cancel(self) -> None:
+        """Cancel the pending selections because of a later one. Their downloads go on, but are not served."""
+        self._selected.clear()
 
-        Returns the number of the next selection.
-        """
-        self._progress += 1
-        self._next, self._problem = None, ""
-        if self._task is not None:
-            self._task.cancel()
-        return self._progress
+    def _enter(self, selected: SelectedModel, state: SelectionState, **changes: Any) -> SelectedModel:
+        self._selected[selected.name] = after = selected.next(state, **changes)
+        return after
+
+    def _want(self, selected: SelectedModel) -> None:
+        self._node.desired.set(selected.name, selected.nodes)
+        self._drop(self._enter(selected, SelectionState.WANTED))  # from now on the desired state has it
+
+    def _drop(self, selected: SelectedModel) -> None:
+        if self._selected.get(selected.name) is selected:
+            del self._selected[selected.name]
+
+    def _is_outdated(self, selected: SelectedModel) -> bool:
+        """Return True if there was a later selection, here or at another agent."""
+        changed = self._node.replica.desired.version != selected.replaces
+        return changed or self._selected.get(selected.name) is not selected
 
     async def _inspect(self, model: str) -> Servable | None:
         """Look at a model on this disk, else on the Hub; None if it is complete on another member's only."""
@@ -128,68 +181,91 @@ class ModelSelection:
                 f"{model} cannot be served, so all stays as it is: {error.detail}", error.code
             ) from None
 
-    def _check_place(self, model: str, servable: Servable | None, nodes: str) -> None:
-        why = self._no_place(servable.shape, nodes, None) if servable is not None else ""
-        if why:
-            raise UserError(f"{model} cannot be served, so all stays as it is: {why}")
-
-    async def _can_begin(self, servable: Servable | None, nodes: str) -> bool:
-        """Return True if the members that have all of it already can serve it."""
+    def _lack(self, selected: SelectedModel) -> str:
+        """Return the reason why the members that have all of it already cannot serve it."""
+        servable = selected.servable
         if servable is None or servable.folder is None:
-            return False
+            return "its files are not here"
         have = {self._node.node_id, *self._who_have(servable.name)}
-        return not self._no_place(servable.shape, nodes, have)
+        return self._placer.no_place(servable.shape, selected.nodes, have)
 
     def _who_have(self, model: str) -> list[str]:
         return [node_id for node_id in self._node.links.nodes() if self._transfers.stored.has(node_id, model)]
 
-    async def _bring(self, model: str, servable: Servable | None, nodes: str, version: int) -> None:
-        node, loop = self._node, asyncio.get_running_loop()
+    async def _bring(self, selected: SelectedModel) -> None:
+        """Get a model to all members, and make it the desired one if those that have it can serve it."""
+        error: MlxtpError | None = None
         try:
-            known = servable.manifest if servable is not None else None
-            name = await self._transfers.pull(model, everywhere=True, known=known)
-            self._next, began = (model, name), loop.time()
-            while True:
-                await asyncio.sleep(LOOK_S)  # the first time: for the other members' reports
-                rows = self._transfers.progress(name)
-                silent = not rows or (len(rows) == 1 and node.links.nodes())
-                over = all(row["complete"] or row["problem"] for row in rows)
-                if over and (not silent or loop.time() - began > SILENT_S):
-                    break
-                if node.replica.desired.version != version:
-                    return
-            have = {row["node_id"] for row in rows if row["complete"]}
-            problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
-            if servable is None and have:
-                servable = await self._inspect(model)
-            if node.replica.desired.version != version:
+            try:
+                known = selected.servable.manifest if selected.servable is not None else None
+                name = await self._transfers.pull(selected.name, everywhere=True, known=known)
+                if not self._is_outdated(selected):
+                    selected = self._selected[selected.name] = replace(selected, comes_as=name)
+                if lack := await self._lack_once_here(selected):
+                    error = GroupError(f"{selected.name} was to be served, and cannot be: {lack}")
+            except MlxtpError as failure:
+                error = failure
+            if self._is_outdated(selected):
                 return
-            able = have | {*self._who_have(name)}
-            why = self._no_place(servable.shape, nodes, able) if servable is not None and have else ""
-            if have and not why:
-                node.desired.set(model, nodes)
+            if error is None:
+                self._want(self._enter(selected, SelectionState.READY))
             else:
-                reasons = "; ".join(filter(None, [why, *problems])) or "no member has reported its progress"
-                self._problem = f"{model} was to be served, and cannot be: {reasons}"
-        except MlxtpError as error:
-            self._problem = error.detail
+                log.warning("%s", error.detail)
+                selected = self._enter(selected, SelectionState.FAILED, error=error)
         finally:
-            self._next = None
-            if self._problem:
-                log.warning("%s", self._problem)
+            if selected.error is None:
+                self._drop(selected)
+
+    async def _lack_once_here(self, selected: SelectedModel) -> str:
+        """Wait for the files. Return the reason why the members that have them cannot serve the model."""
+        loop = asyncio.get_running_loop()
+        began, over = loop.time(), False
+        rows: list[dict[str, Any]] = []
+        while not (over or self._is_outdated(selected)):
+            await asyncio.sleep(LOOK_S)  # the first time: for the other members' reports
+            rows = self._transfers.progress(selected.comes_as)
+            silent = not rows or (len(rows) == 1 and self._node.links.nodes())
+            ended = all(row["complete"] or row["problem"] for row in rows)
+            over = ended and (not silent or loop.time() - began > SILENT_S)
+        have = {row["node_id"] for row in rows if row["complete"]}
+        servable, why = selected.servable, ""
+        if servable is None and have:
+            servable = await self._inspect(selected.name)
+        if servable is not None and have:
+            able = have | {*self._who_have(selected.comes_as)}
+            why = self._placer.no_place(servable.shape, selected.nodes, able)
+        if have and not why:
+            return ""
+        problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
+        return "; ".join(filter(None, [why, *problems])) or "no member has reported its progress"
+
+    # --- for requests --------------------------------------------------------------------------------
+
+    def announced(self, turn: ModelTurn) -> SelectedModel:
+        """Return the model of the coordinator's announcement, whose check the first call starts.
+
+        It stays CHECKED until no request runs. Then the coordinator makes it the desired model.
+        """
+        if self._announced is None or self._announced[0] != turn:
+            self._announced = (turn, SelectedModel(turn.model))
+            self._background.start(self._check(turn), f"the check of {turn.model}")
+        return self._announced[1]
+
+    async def _check(self, turn: ModelTurn) -> None:
+        error: MlxtpError | None = None
+        try:
+            servable = await asyncio.to_thread(inspect, turn.model, self._node.settings.kv_bits)
+            if why := self._placer.no_place(servable.shape):
+                error = GroupError(why, Code.NOT_READY)
+        except ModelError as failure:
+            if failure.code is not Code.MODEL_NOT_FOUND:  # it may be on another Mac's disk
+                error = failure
+        if self._announced is not None and self._announced[0] == turn:
+            state = SelectionState.CHECKED if error is None else SelectionState.FAILED
+            self._announced = (turn, self._announced[1].next(state, error=error))
+            self._node.changed()
 
     async def close(self) -> None:
-        """Cancel the pending selection."""
+        """Cancel the pending selections and checks."""
         self.cancel()
-        if self._task is not None:
-            await asyncio.gather(self._task, return_exceptions=True)
-
-
-def _far(transfers: TransferCoordinator, name: str) -> str:
-    rows = [row for row in transfers.progress(name) if row["self"]]
-    return f": {described(rows[0])}" if rows and not rows[0]["complete"] else ""
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("pending model change failed", exc_info=error)
+        await self._background.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.groups.queue_policy import AnnounceModel, LoadModel, ModelQueues
+from mlxtp.groups.model_queue import LoadModel, ModelQueues
 from mlxtp.wire.cluster_messages import DesiredState, ModelQueue, ModelTurn
 
 TERM = 5
@@ -30,14 +30,14 @@ class Story:
         number = turn.number - 1 if behind else turn.number
         self.turns.received(node, ModelQueue(TERM, max(number, 0), waiting, running), self.now)
 
-    def decide(self) -> AnnounceModel | LoadModel | None:
+    def decide(self) -> ModelTurn | LoadModel | None:
         self.now += 1
         return self.turns.decide(TERM, self.desired, self.present, served=self.served, now=self.now)
 
     def told(self) -> ModelTurn:
         action = self.decide()
-        assert isinstance(action, AnnounceModel)
-        return action.announcement
+        assert isinstance(action, ModelTurn)
+        return action
 
     def load(self) -> str:
         """It is loaded."""
@@ -207,8 +207,8 @@ def test_a_new_coordinator_knows_nothing_until_it_is_told() -> None:
     story.queue("b", "new")
     story.told()
     turns = story.turns
-    assert turns.decide(TERM + 1, story.desired, story.present, served=True, now=50.0) == AnnounceModel(
-        ModelTurn(TERM + 1, 1, "new", "", "")
+    assert turns.decide(TERM + 1, story.desired, story.present, served=True, now=50.0) == ModelTurn(
+        TERM + 1, 1, "new", "", ""
     )
     for node in story.present:
         turns.received(node, ModelQueue(TERM, 1, ("new",), 0), 51.0)
@@ -264,8 +264,8 @@ def test_in_any_order_nothing_is_unloaded_under_a_request_and_all_are_served(
     def decide() -> None:
         nonlocal desired, ready
         while (action := turns.decide(TERM, desired, tuple(macs), served=ready, now=now)) is not None:
-            if isinstance(action, AnnounceModel):
-                told.append(action.announcement)
+            if isinstance(action, ModelTurn):
+                told.append(action)
                 continue
             assert not any(mac.running for mac in macs.values()), "unloaded under a running request"
             desired, ready = DesiredState(desired.version + 1, "a", action.model, "auto"), False

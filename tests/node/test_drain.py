@@ -14,8 +14,8 @@ from mlxtp.admin.handlers import Admin as Administration
 from mlxtp.agent import Agent, drain_on_signal
 from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
-from mlxtp.groups.drain import LOOK_S, Drain
 from mlxtp.groups.health import ServingState
+from mlxtp.groups.reconciler import LOOK_S, Drain
 from mlxtp.models.inspect import ModelSource, open_model
 from mlxtp.wire.cluster_messages import Beat, Prepare, RankTrouble, Serving
 from mlxtp.wire.messages import Error, Generate

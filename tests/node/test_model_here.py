@@ -49,7 +49,7 @@ class Stage:
             rounds=SimpleNamespace(every=nothing),
             changed=nothing,
         )
-        transfers = SimpleNamespace(get=get or self._get, on_files=nothing)
+        transfers = SimpleNamespace(get=get or self._get, stored=SimpleNamespace(on_files=nothing))
         return LocalModel(cast(Any, node), cast(Any, transfers))
 
     async def _find(self, name: str) -> Path:

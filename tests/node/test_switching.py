@@ -487,7 +487,7 @@ def test_who_waits_for_the_only_model_there_was_is_told_why_it_is_not_there(
     async def story(node: Node) -> None:
         leading(node)
         cluster = node.parts
-        cluster.switcher._before = None
+        cluster.switcher.fate = replace(cluster.switcher.fate, served=None)
         supervisor = cluster.supervisor
         supervisor.status.resting, supervisor.status.state = True, ServingState.FAILED
         supervisor.status.reason = GroupError("no weights")
@@ -632,7 +632,7 @@ def test_what_is_too_large_is_refused_before_anything_is_unloaded_for_it(
             machines[each] = replace(MACHINE, memory_bytes=1 << 20, free_bytes=0)
         waiting = await ask(node, WANTED)
         tell(node, link)
-        await sees(lambda: node.tick(0.0) or waiting.turn not in cluster.switcher._waiting)  # type: ignore[func-returns-value]
+        await sees(lambda: node.tick(0.0) or waiting.turn not in cluster.switcher.requests.waiting)  # type: ignore[func-returns-value]
         error = await waiting.refused()
         assert (error.status, error.code) == (503, Code.NOT_READY)
         assert "(studio) has 0.0 GB for 0.6 GB" in error.detail
@@ -643,10 +643,10 @@ def test_what_is_too_large_is_refused_before_anything_is_unloaded_for_it(
         told = link.heard(ModelTurn)[-1]
         assert (told.model, told.refused) == (LOADED, WANTED)
         assert (await ask(node, LOADED)).turn.come
-        cluster.switcher._refused.clear()
+        cluster.switcher.announcement.refused.clear()
         for each in machines:  # what others run may end, and what is loaded now will
             machines[each] = replace(MACHINE, free_bytes=1 << 20)
-        for waiter in list(cluster.switcher._running):
+        for waiter in list(cluster.switcher.requests.running):
             waiter.close()
         waiting = await ask(node, WANTED)
         tell(node, link)

@@ -18,7 +18,7 @@ from mlxtp.wire.cluster_messages import ModelsHere, StoredModel
 from ..hub import COMMIT, NEWER, Hub, Model, embedded
 from ..wire import members
 from .one_node import CLOCK, MACHINE, A, Node, play, report
-from .scenes import sees
+from .scenes import sees, within
 
 MODEL = "org/there"
 COMING = {
@@ -70,9 +70,7 @@ class Coming:
 
 
 async def until_no_more_is_awaited(node: Node) -> None:
-    task = node.parts.selection._task
-    assert task is not None
-    await asyncio.wait_for(asyncio.wait({task}), 10)
+    await within(asyncio.wait(node.parts.selection._background.tasks))
 
 
 def test_a_model_that_no_mac_can_get_leaves_what_is_served(

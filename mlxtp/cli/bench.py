@@ -22,7 +22,6 @@ from rich.text import Text
 
 from ..client import AgentClient, connection_to
 from ..errors import Code, UserError
-from ..placement.measurements import gather_share, sum_share
 from .launch import Served, find_served
 from .options import AsJson, Home
 from .printing import day_of, home_of, print_answer, table_of
@@ -305,22 +304,13 @@ def fabric_shown(answer: Mapping[str, Any]) -> list[Any]:
 def fabric_in_markdown(answer: Mapping[str, Any]) -> str:
     """Return the same without bars, as Markdown."""
     first, _, collective, _ = fabric_shown(answer)
-    count, sizes = len(answer["names"]), answer["sizes"]
-    sums, gathers = answer["sums_s"], answer["gathers_s"]
-    columns = (
-        map(amount, sizes),
-        map(duration, sums),
-        map(_rate, _speeds(sizes, sums, sum_share(count))),
-        map(duration, gathers),
-        map(_rate, _speeds(sizes, gathers, gather_share(count))),
-    )
     return "\n".join(
         (
             Text.from_markup(first).plain,
             "",
             "| bytes | sum | a link | gather | a link |",
             "|--:|--:|--:|--:|--:|",
-            *(f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True)),
+            *(f"| {' | '.join(cells)} |" for cells in _cells(answer)),
             "",
             Text.from_markup(collective).plain,
         )
@@ -330,27 +320,35 @@ def fabric_in_markdown(answer: Mapping[str, Any]) -> str:
 def _fabric_table(answer: Mapping[str, Any]) -> Table:
     names = ("bytes", "sum", "", "a link", "", "gather", "a link")
     table = table_of(*names, right=set(filter(None, names)), wrapped=())
-    sums, gathers = answer["sums_s"], answer["gathers_s"]
-    count = len(answer["names"])
-    summing = _speeds(answer["sizes"], sums, sum_share(count))
-    gathering = _speeds(answer["sizes"], gathers, gather_share(count))
-    columns = (
-        map(amount, answer["sizes"]),
-        map(duration, sums),
-        [f"[yellow]{bar}[/]" for bar in bars(sums, logarithmic=True)],
-        map(_rate, summing),
-        [f"[cyan]{bar}[/]" for bar in bars(summing)],
-        map(duration, gathers),
-        map(_rate, gathering),
-    )
-    for cells in zip(*columns, strict=True):
-        table.add_row(*cells)
+    summing, _ = _speeds(answer)
+    drawn = zip(bars(answer["sums_s"], logarithmic=True), bars(summing), strict=True)
+    for (size, took, speed, *gather), (time_bar, speed_bar) in zip(_cells(answer), drawn, strict=True):
+        table.add_row(size, took, f"[yellow]{time_bar}[/]", speed, f"[cyan]{speed_bar}[/]", *gather)
     return table
 
 
-def _speeds(sizes: Sequence[int], times: Sequence[float], share: float) -> list[float]:
-    """Return bytes/s on one link."""
-    return [size * share / seconds for size, seconds in zip(sizes, times, strict=True)]
+def _cells(answer: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a row for each size: the bytes, a sum and its speed, a gather and its speed."""
+    summing, gathering = _speeds(answer)
+    columns = (
+        map(amount, answer["sizes"]),
+        map(duration, answer["sums_s"]),
+        map(_rate, summing),
+        map(duration, answer["gathers_s"]),
+        map(_rate, gathering),
+    )
+    return list(zip(*columns, strict=True))
+
+
+def _speeds(answer: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Return bytes/s on one link, of sums and of gathers."""
+    from ..placement.measurements import gather_share, sum_share
+
+    def of(times: Sequence[float], share: float) -> list[float]:
+        return [size * share / seconds for size, seconds in zip(answer["sizes"], times, strict=True)]
+
+    count = len(answer["names"])
+    return of(answer["sums_s"], sum_share(count)), of(answer["gathers_s"], gather_share(count))
 
 
 def _rate(speed: float) -> str:

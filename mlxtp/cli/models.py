@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -40,11 +40,13 @@ from ..errors import (
     why_not_written,
 )
 from ..models.hub_cache import Repo, cache_folder, hash_of, hub_name
-from ..models.inspect import Revision, is_hub_id, revisions_here
 from ..models.manifest import Manifest, gigabytes
 from . import shell_completion
 from .options import AsJson, Home
 from .printing import home_of, print_answer, print_json, table_of
+
+if TYPE_CHECKING:
+    from ..models.inspect import Revision
 
 LOOK_S = 0.5
 #: Seconds that the agent may take to look up a model's files on the Hub.
@@ -89,6 +91,8 @@ def pull(
 
 def list_(home: Home = None, as_json: AsJson = False) -> None:
     """List the models of the Hub on this Mac: size, how much is complete, and which other Macs have each."""
+    from ..models.inspect import revisions_here
+
     cache, elsewhere = _stored(home)
     rows = [_row(each, elsewhere) for each in revisions_here(cache)]
     if as_json:
@@ -336,6 +340,8 @@ def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | N
 
 def _check_hub(model: str) -> tuple[Repo, str]:
     """Parse the name of a Hub model. Raises UserError for any other."""
+    from ..models.inspect import is_hub_id
+
     if not is_hub_id(model):
         what = f"{model!r:.200} is a path" if Path(model).exists() else f"{model!r:.200} is not OWNER/NAME"
         raise UserError(f"{what}: this command takes models of the Hub, as OWNER/NAME or OWNER/NAME@REVISION")

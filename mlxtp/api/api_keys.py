@@ -27,7 +27,6 @@ from typing import Any
 
 from ..errors import Code, ConfigError, UserError
 from ..identity.private_files import FILE_MODE, read_private, write_private
-from .guard import Refusal
 from .request_context import note_key
 
 log = logging.getLogger(__name__)
@@ -226,6 +225,16 @@ def keys_needed(rule: str, *, beyond: bool, exist: bool) -> bool:
     `rule` is the setting `api_keys`. `beyond`: other machines reach the endpoint. `exist`: there are keys.
     """
     return rule == "always" or (rule == "auto" and (beyond or exist))
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An answer in place of the route's. `headers` are added to those of every answer."""
+
+    status: int
+    code: Code
+    message: str
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class KeyRing:

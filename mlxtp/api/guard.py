@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import Code, RequestError
+from .api_keys import Refusal
 from .request_context import note
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -44,16 +45,6 @@ UNREAD_BYTES = 16 * 1024 * 1024
 
 #: Maker of the response to an error, with these headers added.
 RefusalResponse = Callable[[Scope, RequestError, Mapping[str, str]], Response]
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An answer in place of the route's. `headers` are added to those of every answer."""
-
-    status: int
-    code: Code
-    message: str
-    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Keys(Protocol):

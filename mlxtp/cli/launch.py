@@ -16,7 +16,7 @@ import typer
 
 from ..errors import Code, UserError, why_not_written
 from .options import Home
-from .printing import home_of, typed, when_started
+from .printing import home_of, print_json, typed, when_started
 
 # --- programs: the settings of each one, as a pure function of what is served ----------------------------
 
@@ -277,8 +277,7 @@ def launch(
         _write(file, content)
     if as_json:
         files = [str(file) for file in setup.files]
-        shown = {"variables": setup.variables, "arguments": setup.arguments, "files": files}
-        typer.echo(json.dumps(shown, ensure_ascii=False))
+        print_json({"variables": setup.variables, "arguments": setup.arguments, "files": files})
         return
     if print_only:
         typer.echo("\n".join(as_shell(chosen, setup)))

@@ -38,7 +38,6 @@ def run(
     *,
     coordinator: str = "",
     options: PlacementOptions | None = None,
-    kv_bits: int = 0,
     as_json: bool = False,
     console: Console | None = None,
 ) -> Placement:
@@ -47,7 +46,7 @@ def run(
     `model` is as for `read_shape`. Returns the plan; `plan.chosen` is None where nothing works. Raises
     ModelError and ConfigError for the user.
     """
-    shape = read_shape(model, kv_bits)
+    shape = read_shape(model)
     made = _plan(str(model), members, shape, coordinator, options or PlacementOptions())
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if as_json:
@@ -79,7 +78,7 @@ def as_served(model: str, options: PlacementOptions) -> PlacementOptions:
     return replace(options, nodes="all") if model == EMBEDDED_MODEL and options.nodes == "auto" else options
 
 
-def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
+def read_shape(model: str | Path) -> ModelShape:
     """Return the shape of a model folder, a config.json, the embedded model, or a name in
     `placement/tables.py`.
 
@@ -87,7 +86,7 @@ def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
     """
     name = str(model)
     if name in KNOWN:
-        return shape_of(KNOWN[name], name=name, kv_bits=kv_bits)
+        return shape_of(KNOWN[name], name=name)
     path = embedded_model_path() if name == EMBEDDED_MODEL else expanded(name, "--model")
     config = path / "config.json" if path.is_dir() else path
     if not config.is_file():
@@ -96,7 +95,7 @@ def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
             f"{', '.join(sorted(KNOWN))}",
             Code.MODEL_NOT_FOUND,
         )
-    return shape_of(_read_object(config), name=path.name, weight_bytes=_weight_bytes(path), kv_bits=kv_bits)
+    return shape_of(_read_object(config), name=path.name, weight_bytes=_weight_bytes(path))
 
 
 def read_machines_file(path: Path) -> tuple[MemberMachine, ...]:

@@ -28,8 +28,22 @@ TESTS = Path(__file__).parent
 OF_GROUPS = (TESTS / "agents", TESTS / "chaos")
 """Folders in which every test has a real group."""
 SLOW_FOLDERS = (TESTS / "apps", TESTS / "page")
+WITHOUT_GROUPS = tuple(
+    TESTS / name
+    for name in ("api", "apps", "clustering", "commands", "doctor", "fuzzing", "postmortem", "service")
+)
+"""Where no test has a real group."""
 SLOW_FIXTURES = frozenset({"browser", "one_rank", "running", "keep_alive_running", "roomy_running"})
 """Processes, and servers that answer HTTP."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out folders of which a ring runs nothing: reading their tests takes seconds."""
+    marks = config.getoption("markexpr")
+    left_out = OF_GROUPS if "not group" in marks else WITHOUT_GROUPS if "group" in marks else ()
+    if "not slow" in marks:
+        left_out += SLOW_FOLDERS
+    return True if collection_path in left_out else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             folder in item.path.parents for folder in SLOW_FOLDERS
         ):
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("group") and any(folder in item.path.parents for folder in WITHOUT_GROUPS):
+            raise pytest.UsageError(f"{item.nodeid} has a group, so its folder is none of WITHOUT_GROUPS")
 
 
 @pytest.fixture(scope="session", autouse=True)

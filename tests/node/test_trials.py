@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.errors import Code, GroupError, MlxtpError
+from mlxtp.groups.controller import Trials
 from mlxtp.groups.lifecycle import EpochPlan
-from mlxtp.groups.trials import Trials
 from mlxtp.placement.candidates import Candidate, Fabrics
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, JACCL_RING, RING_ETHERNET, RankMemory
 from mlxtp.placement.topology import Topology

@@ -14,9 +14,11 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.admin.handlers import Admin as Administration
+from mlxtp.admin.snapshot import gather
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import UserError
 from mlxtp.groups.fabric import FILE, measure, row_bytes
+from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET
 from mlxtp.placement.measurements import to_text
@@ -280,9 +282,12 @@ def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
         assert after.key[0] == before.key[0]
         assert 0 < after.key[1] < before.key[1] / 2
         node.hear(a, serving(A, B))
-        shown = Administration(node.parts, member.store)
-        assert shown._fabric() is None  # that group was not measured
+        status = node.parts.supervisor.status
+        status.epoch, status.group = 7, EpochGroup(0, 2, "ring", kind=RING_ETHERNET)
+        assert gather(node.parts).measured is None  # that group was not measured
         node.hear(a, report(RESULT))
-        assert cast(Any, shown._fabric())["collective_s"] == 0.25
+        measured = gather(node.parts).measured
+        assert measured is not None
+        assert measured.collective_s == 0.25
 
     on_a_desk(tmp_path, member, story)

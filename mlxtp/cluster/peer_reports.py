@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 
+from ..background import Background
 from ..errors import MlxtpError
 from ..placement import hardware
 from ..wire.cluster_messages import MAX_TRIP_US, Echo, EndEpoch, Machine, MachineReport, MachineWanted, Trip
 from .links import ControlLink
 from .node import ClusterNode
-
-log = logging.getLogger(__name__)
 
 REPORT_S = 10.0  #: Seconds between readings of this machine's memory, addresses and power.
 PROBE_S = 60.0  #: Seconds between readings of everything, cables included.
@@ -29,6 +27,7 @@ class MachineReports:
         self._rewired = False  #: True when addresses changed, so that cables may have changed, too.
         self._node = node
         self._probe_at = time.monotonic() + PROBE_S
+        self._background = Background()
         self._looking: asyncio.Task[None] | None = None
         self._read_due = False
         self._asked_by: set[str] = set()  #: Members that requested a report.
@@ -91,14 +90,12 @@ class MachineReports:
         """Read this machine in the background; if a reading is under way, read once more after it."""
         self._read_due = True
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(self._read())
-            self._looking.add_done_callback(_log_failure)
+            self._looking = self._background.start(self._read(), "reading this machine")
         return self._looking
 
     async def close(self) -> None:
         """Stop reading."""
-        if self._looking is not None:
-            self._looking.cancel()
+        await self._background.close()
 
     async def _read(self) -> None:
         node = self._node
@@ -119,11 +116,6 @@ class MachineReports:
             for node_id in asked_by:
                 with contextlib.suppress(MlxtpError):  # it is gone
                     node.links.send(node_id, self.report())
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("reading this machine failed: %s", error)
 
 
 # --- round-trip times ------------------------------------------------------------------------------------

@@ -19,10 +19,9 @@ from mlxtp.api.backend import ModelInfo
 from mlxtp.api.server import bind, serve
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.groups.lifecycle import Supervisor
-from mlxtp.groups.ranks import RequestEvent
 from mlxtp.text.tokenizer import Text
 from mlxtp.wire.codecs import Message
-from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate
+from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate, RequestEvent
 
 SAYS = "The quick brown fox jumps over the lazy dog, and counts: one, two, three, four, five. "
 CONTEXT = 8192

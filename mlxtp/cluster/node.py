@@ -44,7 +44,8 @@ REMOVED = (
 class Gossip:
     """Exchange of this node's replica: beats show what a member lacks, and then it is sent.
 
-    `short` returns True while this Mac is short of memory for new requests.
+    `short` returns True while this Mac is short of memory for new requests. `changed` is called when a beat
+    changes who coordinates, or who is about to stop.
     """
 
     def __init__(
@@ -53,13 +54,17 @@ class Gossip:
         leadership: Leadership,
         membership: Membership,
         replica: Replica,
+        *,
         short: Callable[[], bool],
+        changed: Callable[[], None],
     ) -> None:
         self._links = links
         self._leadership = leadership
         self._membership = membership
         self._replica = replica
         self._short = short
+        self._changed = changed
+        links.on(self._received, Beat)
 
     def beat(self) -> None:
         """Broadcast this node's beat."""
@@ -72,15 +77,15 @@ class Gossip:
             link.send(self._leadership.beat(healthy=self._membership.health.healthy))
         self._send(link, desired=True, roster=True)
 
-    def received(self, link: ControlLink, beat: Beat) -> bool:
-        """Take in a member's beat, and send what it lacks. True when it changes who coordinates or stays."""
+    def _received(self, link: ControlLink, beat: Beat) -> None:
         now = time.monotonic()
         self._membership.beat(link.number, now)
         draining = self._leadership.draining
         changed = self._leadership.received_beat(link.node_id, link.hello.boot_id, beat, now)
+        if changed or draining != self._leadership.draining:
+            self._changed()
         desired, roster = self._replica.lacks(beat)
         self._send(link, desired=desired, roster=roster)
-        return changed or draining != self._leadership.draining
 
     def _send(self, link: ControlLink, *, desired: bool, roster: bool) -> None:
         with contextlib.suppress(MlxtpError):
@@ -138,7 +143,9 @@ class ClusterNode:
         for node_id, addresses in kept.peers.items():
             self.dialing.remember(node_id, addresses)
         self.rounds = Rounds()
-        self.gossip = Gossip(self.links, self.leadership, self.membership, self.replica, short)
+        self.gossip = Gossip(
+            self.links, self.leadership, self.membership, self.replica, short=short, changed=self.changed
+        )
         self.enrolment = Enrolment(proofs, self.replica, self.name_of)
         self.desired = DesiredModel(self.replica, self.links, self.changed)
         self._saving = Saving(home, self.links.broadcast)
@@ -146,7 +153,7 @@ class ClusterNode:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over.add_done_callback(_retrieved)
         self.enrolment.on_change(self._roster_changed)
-        self.links.on(self._received_beat, Beat)
+        self.links.on(lambda link, beat: self.peer_info.beat(link.node_id, beat), Beat)
         self.links.on(self.enrolment.received, Members)
         self.links.on(self._saving.received, RosterSaved)
         self.links.on(introduction.received_error, Error)
@@ -267,11 +274,6 @@ class ClusterNode:
         self.changed()
 
     # --- messages ------------------------------------------------------------------------------------
-
-    def _received_beat(self, link: ControlLink, beat: Beat) -> None:
-        self.peer_info.beat(link.node_id, beat)
-        if self.gossip.received(link, beat):
-            self.changed()
 
     def _roster_changed(self) -> None:
         roster = self.replica.roster

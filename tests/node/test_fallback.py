@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mlxtp.agent import Agent
-from mlxtp.groups import trials
+from mlxtp.groups import controller
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.ranks import WORKER
 from mlxtp.placement import formation
@@ -224,7 +224,7 @@ def test_a_group_that_loaded_beside_another_one_takes_over_with_all_its_ranks(tm
 def test_where_memory_forbids_two_models_the_group_is_proven_before_the_other_one_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trials, "fits_beside", lambda *_: False)
+    monkeypatch.setattr(controller, "fits_beside", lambda *_: False)
     caplog.set_level(logging.INFO)
 
     async def story() -> None:

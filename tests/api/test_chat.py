@@ -281,7 +281,7 @@ def test_scores_end_with_the_token_that_completed_the_stop_string(server: Server
     assert len(parts["scores"]) == len(rows)
 
 
-def test_without_a_wish_there_are_no_scores(server: Server) -> None:
+def test_without_the_option_there_are_no_scores(server: Server) -> None:
     server.backend.script = says(server.ids("hello"))
     assert whole(server)[0]["logprobs"] is None
     assert all(chunk["choices"][0]["logprobs"] is None for chunk in chunks_of(post(server, ask(stream=True))))

@@ -326,7 +326,7 @@ def test_a_persons_word_wins_over_requests_that_had_not_heard_of_it() -> None:
         replica.desires(DesiredState(5, "c", "llama", "auto", 6))
 
 
-def test_wishes_and_rosters_are_taken_over_once() -> None:
+def test_desired_states_and_rosters_are_taken_over_once() -> None:
     replica = Story().replica
     wish = DesiredState(4, "c", "llama", "auto")
     assert [replica.desires(wish) for _ in range(2)] == [True, False]

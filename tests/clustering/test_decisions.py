@@ -485,14 +485,14 @@ def test_a_coordinator_leaves_when_it_has_handed_over_or_no_member_can_take_over
 
 
 def test_a_rank_leaves_when_its_group_has_ended_or_is_done() -> None:
-    guest = epoch("b", "a")
-    host = replace(guest, ready=False, draining=True)
+    hosted = epoch("b", "a")
+    host = replace(hosted, ready=False, draining=True)
     assert left(**FOLLOWING)
-    assert not left(running=guest, **FOLLOWING)
-    assert not left(running=guest, others=[replace(host, draining=False)], **FOLLOWING)
-    assert not left(running=guest, others=[replace(host, open_requests=1)], **FOLLOWING)
-    assert not left(running=guest, others=[replace(host, number=3)], **FOLLOWING)
-    assert left(running=guest, others=[host, epoch("c", number=2, open_requests=1)], **FOLLOWING)
+    assert not left(running=hosted, **FOLLOWING)
+    assert not left(running=hosted, others=[replace(host, draining=False)], **FOLLOWING)
+    assert not left(running=hosted, others=[replace(host, open_requests=1)], **FOLLOWING)
+    assert not left(running=hosted, others=[replace(host, number=3)], **FOLLOWING)
+    assert left(running=hosted, others=[host, epoch("c", number=2, open_requests=1)], **FOLLOWING)
 
 
 def test_a_group_takes_nothing_new_when_a_member_of_it_stops() -> None:

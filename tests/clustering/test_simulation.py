@@ -248,7 +248,7 @@ def test_an_unloaded_model_stops_everywhere_and_another_is_served() -> None:
     assert {node.running.model for node in world.nodes.values() if node.running} == {"qwen"}
 
 
-def test_what_was_wanted_on_both_sides_of_a_partition_becomes_one_wish() -> None:
+def test_what_was_wanted_on_both_sides_of_a_partition_becomes_one_desired_state() -> None:
     world = serving("abcd")
     world.partition("ab", "cd")
     world.run(5.0)

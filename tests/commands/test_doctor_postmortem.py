@@ -23,7 +23,7 @@ from mlxtp.errors import Code, GroupError, exit_status
 
 KEY = bytes(range(32))
 HOST = FailedEpoch(7, "studio", GroupError("step 14: rank 1 [mini] differs", Code.DESYNC), ("studio", "mini"))
-GUEST = FailedEpoch(7, "mini", GroupError("its host knows why"))
+HOSTED = FailedEpoch(7, "mini", GroupError("its host knows why"))
 
 
 def rank(number: int, digests: Sequence[int], key: bytes = KEY, **fields: Any) -> RankEnd:
@@ -97,10 +97,10 @@ def test_files_of_two_macs_make_one_table(tmp_path: Path) -> None:
     here = keep(tmp_path / "a", HOST, [rank(0, OURS)])
     alone = shown(here)
     assert "of rank 1 there is no file here: look on mini" in alone
-    there = keep(tmp_path / "b", GUEST, [rank(1, THEIRS, status=143, asked_at=monotonic())])
-    guest = shown(there)
-    assert "of rank 0 there is no file here: look on the Mac that ran it" in guest
-    assert "likely cause: peer lost" in guest
+    there = keep(tmp_path / "b", HOSTED, [rank(1, THEIRS, status=143, asked_at=monotonic())])
+    hosted = shown(there)
+    assert "of rank 0 there is no file here: look on the Mac that ran it" in hosted
+    assert "likely cause: peer lost" in hosted
     for folders in ([here, there], [there, here]):
         text = shown(*folders)
         assert text.count("epoch 7 failed") == 1
@@ -115,13 +115,13 @@ def test_files_of_two_macs_make_one_table(tmp_path: Path) -> None:
 
 def test_epochs_of_one_number_are_not_mixed(tmp_path: Path) -> None:
     one = keep(tmp_path / "a", HOST, [rank(0, OURS)])
-    another = keep(tmp_path / "b", GUEST, [rank(1, THEIRS, key=b"another")])
+    another = keep(tmp_path / "b", HOSTED, [rank(1, THEIRS, key=b"another")])
     assert shown(one, another).count("epoch 7 failed") == 2
 
 
 def test_a_rank_that_was_never_told_the_key_belongs_to_its_epoch(tmp_path: Path) -> None:
     one = keep(tmp_path / "a", HOST, [rank(0, OURS)])
-    another = keep(tmp_path / "b", GUEST, [RankEnd(1)])
+    another = keep(tmp_path / "b", HOSTED, [RankEnd(1)])
     for folders in ([one, another], [another, one]):
         text = shown(*folders)
         assert text.count("epoch 7 failed") == 1

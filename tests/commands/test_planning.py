@@ -205,7 +205,7 @@ def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
 
 @pytest.mark.parametrize("model", ["tiny", "org/model"])
 @pytest.mark.parametrize("nodes", ["auto", "all", 1, 2])
-def test_a_plan_and_a_cluster_take_the_same_wish_alike(tmp_path: Path, model: str, nodes: str | int) -> None:
+def test_a_plan_and_a_cluster_take_the_same_choice(tmp_path: Path, model: str, nodes: str | int) -> None:
     settings = resolve_settings({"home": tmp_path}, {})
     served = placement_options(settings, str(nodes), model)
     assert plan.as_served(model, PlacementOptions(nodes=nodes)).nodes == served.nodes

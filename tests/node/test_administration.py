@@ -106,7 +106,7 @@ def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_again(
     ],
     ids=["nothing", "long", "two lines", "half a letter", "a typo", "no Mac", "nine Macs", "a word"],
 )
-def test_a_wish_that_makes_no_sense_changes_nothing(
+def test_a_choice_that_makes_no_sense_changes_nothing(
     tmp_path: Path, member: members.Member, model: str, nodes: str
 ) -> None:
     async def story(node: Node) -> None:

@@ -63,12 +63,12 @@ def test_one_that_kills_is_found_and_no_other_is_ended(others: list[bool], at: i
     strikes: list[int | None] = [0] * (len(others) + 1)
     for _ in range(SUSPECT + len(strikes)):
         running = _round(strikes, killer)
-        footings = [
+        records = [
             RequestRecord(count if count is not None else 0, 0, 10, running=i in running)
             for i, count in enumerate(strikes)
         ]
         alive = [i for i, count in enumerate(strikes) if count is not None]
-        after = strikes_after([footings[i] for i in alive], Code.RANK_LOST)
+        after = strikes_after([records[i] for i in alive], Code.RANK_LOST)
         for i, count in zip(alive, after, strict=True):
             strikes[i] = count
         if strikes[killer] is None:

@@ -100,7 +100,7 @@ def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Pa
 
 
 def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Member) -> None:
-    """Its orders reach a guest of its own, and the next real epoch ends it."""
+    """Its orders reach a hosted rank of its own, and the next real epoch ends it."""
 
     async def story(node: Node) -> None:
         a, cluster = node.meet(A), node.parts
@@ -126,7 +126,7 @@ def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Me
 
 
 @pytest.mark.parametrize("heard", [False, True], ids=["said here", "heard"])
-def test_requests_outlive_a_wish_for_the_same_model_and_no_other(
+def test_requests_outlive_a_choice_of_the_same_model_and_no_other(
     tmp_path: Path, member: Member, heard: bool
 ) -> None:
     async def story(node: Node) -> None:
@@ -171,7 +171,7 @@ def test_reports_on_ranks_that_were_not_ordered_change_nothing(tmp_path: Path, m
         node.tick()
         assert node.parts.node.links.nodes() == {A}
         node.hear(a, EndEpoch(3, True))
-        assert node.orders == [(A, EndEpoch(3, True))]  # whose it is, the guest knows
+        assert node.orders == [(A, EndEpoch(3, True))]  # the hosted rank knows whose it is
 
     play(tmp_path, member, story)
 
@@ -181,10 +181,10 @@ def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(
 ) -> None:
     async def story(node: Node) -> None:
         cleared: list[str] = []
-        guest = node.parts.hosted.serving
-        guest.clear = cleared.append  # type: ignore[method-assign]
+        hosted = node.parts.hosted.serving
+        hosted.clear = cleared.append  # type: ignore[method-assign]
         stay = cast(Any, type("Stay", (), {"order": Prepare(7, 1, "", 1), "host": A, "process": None})())
-        guest._hosted = stay
+        hosted._hosted = stay
         a, b = node.meet(A), node.meet(B)
         serving = Serving(8, "loading", "", "ring", "", (A,), (1.0, 1.0), 0, "tiny", 1, 0, 0, ())
         node.hear(b, serving)
@@ -192,7 +192,7 @@ def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(
         assert cleared == []
         node.hear(a, serving)
         assert cleared == ["its host is at epoch 8"]
-        guest._hosted = None
+        hosted._hosted = None
 
     play(tmp_path, member, story)
 

@@ -54,7 +54,7 @@ def start(epoch: int = 5, backend: str = "ring") -> StartRank:
 
 
 class Story:
-    """A guest, and what it told to whom."""
+    """A hosted rank, and its reports by receiver."""
 
     def __init__(self, home: Path, **limits: float) -> None:
         self.home = home
@@ -62,7 +62,7 @@ class Story:
         self.said: dict[str, list[Message]] = {HOST: [], OTHER: []}
         self.deaf = False
         self._news = asyncio.Event()
-        self.guest = HostedRank(
+        self.hosted = HostedRank(
             Settings(home, "", 0, 1, "tiny", limits=replace(LIMITS, **limits)),
             self._folder,
             self._send,
@@ -92,12 +92,12 @@ class Story:
         return found[count - 1]
 
     async def prepared(self, epoch: int = 5) -> None:
-        self.guest.received(HOST, prepare(epoch))
+        self.hosted.received(HOST, prepare(epoch))
         await self.hears(Prepared)
 
     async def started(self) -> None:
         await self.prepared()
-        self.guest.received(HOST, start())
+        self.hosted.received(HOST, start())
         await self.hears(RankStarted)
 
     def pids(self) -> list[int]:
@@ -105,14 +105,14 @@ class Story:
 
 
 def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], **limits: float) -> None:
-    """Play a story at whose end nothing of the guest is left."""
+    """Play a story at whose end nothing of the hosted rank is left."""
 
     async def scene() -> None:
         stage = Story(tmp_path / "home", **limits)
         try:
             await within(story(stage))
         finally:
-            await stage.guest.close()
+            await stage.hosted.close()
         assert stage.pids() == []
         assert list(stage.home.glob("run/*")) == []
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -123,19 +123,19 @@ def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], **limits: fl
 def test_a_rank_from_its_order_to_its_end(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         stage.orders.give(1, jaccl=True)
-        stage.guest.received(HOST, prepare())
+        stage.hosted.received(HOST, prepare())
         prepared = await stage.hears(Prepared)
         assert prepared.path == "/models/one"
         assert prepared.ring.startswith("127.0.0.1:")
-        assert (stage.guest.epoch, stage.guest.host, stage.guest.last_epoch) == (5, HOST, 5)
-        stage.guest.received(HOST, start())
+        assert (stage.hosted.epoch, stage.hosted.host, stage.hosted.last_epoch) == (5, HOST, 5)
+        stage.hosted.received(HOST, start())
         assert (await stage.hears(RankStarted)).jaccl
         assert (await stage.hears(RankPong, count=2)).pong.phase == "idle"
-        stage.guest.received(HOST, EndEpoch(5, True))
+        stage.hosted.received(HOST, EndEpoch(5, True))
         await stage.hears(EpochEnded)
         assert stage.orders.notes("shut down")
         assert not (stage.home / FOLDER).exists(), "an end in order is no failure"
-        assert stage.guest.epoch == 0
+        assert stage.hosted.epoch == 0
         assert stage.pids() == []
         assert stage.heard(RankTrouble) == []
 
@@ -146,13 +146,13 @@ Ending = Callable[[Story], Awaitable[None]]
 
 
 async def its_host_failed(stage: Story) -> None:
-    stage.guest.received(HOST, EndEpoch(5, False))
+    stage.hosted.received(HOST, EndEpoch(5, False))
     await stage.hears(EpochEnded)
 
 
 async def its_link_broke(stage: Story) -> None:
     stage.deaf = True
-    stage.guest.lost(HOST)
+    stage.hosted.lost(HOST)
     await sees(lambda: not stage.pids())
 
 
@@ -195,7 +195,7 @@ def test_a_failed_epoch_leaves_a_file_of_the_rank_here(
 def test_a_rank_that_never_started_is_no_loss(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         await stage.prepared()
-        stage.guest.received(HOST, EndEpoch(5, False))
+        stage.hosted.received(HOST, EndEpoch(5, False))
         await stage.hears(EpochEnded)
         assert not (stage.home / FOLDER).exists()
 
@@ -203,24 +203,24 @@ def test_a_rank_that_never_started_is_no_loss(tmp_path: Path) -> None:
 
 
 async def ended(stage: Story) -> None:
-    stage.guest.received(HOST, EndEpoch(5, True))
+    stage.hosted.received(HOST, EndEpoch(5, True))
     await stage.hears(EpochEnded)
 
 
 async def lost(stage: Story) -> None:
     stage.deaf = True
-    stage.guest.lost(HOST)
+    stage.hosted.lost(HOST)
 
 
 async def cleared(stage: Story) -> None:
-    stage.guest.clear("another group is formed")
+    stage.hosted.clear("another group is formed")
     trouble = await stage.hears(RankTrouble)
     assert (trouble.code, trouble.outside) == (Code.RANK_LOST, True)
     assert "another group is formed" in trouble.detail
 
 
 async def closed(stage: Story) -> None:
-    await stage.guest.close()
+    await stage.hosted.close()
 
 
 @pytest.mark.parametrize("moment", ["before it is spawned", "before its hello", "while it joins"])
@@ -233,20 +233,20 @@ def test_who_is_ended_on_the_way_up_does_not_live_on(tmp_path: Path, end: Ending
             stage.orders.give(1, silent=True)
         if moment == "while it joins":
             stage.orders.give(1, deaf=True)
-        stage.guest.received(HOST, prepare())
+        stage.hosted.received(HOST, prepare())
         if moment == "before its hello":
             await sees(lambda: stage.orders.notes("started"))
         if moment == "while it joins":
             await stage.hears(Prepared)
-            stage.guest.received(HOST, start())
+            stage.hosted.received(HOST, start())
             await sees(lambda: stage.orders.notes("bootstrap"))
         await end(stage)
-        await sees(lambda: stage.guest.epoch == 0)
+        await sees(lambda: stage.hosted.epoch == 0)
         told = len(stage.said[HOST])
         stage.orders.give(1)
         stage.deaf = False
         if end is not closed:  # the next one finds its way free
-            stage.guest.received(HOST, prepare(6))
+            stage.hosted.received(HOST, prepare(6))
             assert (await stage.hears(Prepared, count=1 + (moment == "while it joins"))).epoch == 6
             assert len(stage.pids()) == 1
             assert len(stage.said[HOST]) == told + 1
@@ -258,14 +258,14 @@ def test_a_newer_order_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         await stage.started()
         for epoch in range(6, 40):
-            stage.guest.received(HOST, prepare(epoch))
-        assert stage.guest.epoch == 39
+            stage.hosted.received(HOST, prepare(epoch))
+        assert stage.hosted.epoch == 39
         assert (await stage.hears(Prepared, count=2)).epoch == 39
         assert len(stage.pids()) == 1
         assert [note["epoch"] for note in stage.orders.notes("started")] == [5, 39]
-        stage.guest.received(HOST, EndEpoch(5, False))
+        stage.hosted.received(HOST, EndEpoch(5, False))
         await stage.hears(EpochEnded)
-        assert (stage.guest.epoch, len(stage.pids())) == (39, 1)
+        assert (stage.hosted.epoch, len(stage.pids())) == (39, 1)
 
     play(tmp_path, story)
 
@@ -280,13 +280,13 @@ def test_orders_of_others_and_for_other_epochs_change_nothing(tmp_path: Path) ->
                 EndEpoch(epoch, True),
                 RankGathered(epoch, 1, Gathered(1, b"ab")),
             ):
-                stage.guest.received(host, order)
-        stage.guest.lost(OTHER)
+                stage.hosted.received(host, order)
+        stage.hosted.lost(OTHER)
         await stage.hears(EpochEnded, OTHER, count=2)
         await stage.hears(EpochEnded, HOST, count=4)
         pongs = len(stage.heard(RankPong))
         await stage.hears(RankPong, count=pongs + 3)
-        assert (stage.guest.epoch, len(stage.pids())) == (5, 1)
+        assert (stage.hosted.epoch, len(stage.pids())) == (5, 1)
         assert len(stage.orders.notes("bootstrap")) == 1
         assert stage.heard(RankTrouble) == []
 
@@ -296,7 +296,7 @@ def test_orders_of_others_and_for_other_epochs_change_nothing(tmp_path: Path) ->
 def test_a_rank_that_is_started_twice_is_no_rank_any_more(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         await stage.started()
-        stage.guest.received(HOST, start())
+        stage.hosted.received(HOST, start())
         assert (await stage.hears(RankTrouble)).code == Code.OUT_OF_ORDER
         assert len(stage.heard(RankStarted)) == 1
 
@@ -306,9 +306,9 @@ def test_a_rank_that_is_started_twice_is_no_rank_any_more(tmp_path: Path) -> Non
 def test_its_rounds_of_the_side_channel_travel_both_ways(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         await stage.prepared()
-        stage.guest.received(HOST, start(backend="jaccl"))
+        stage.hosted.received(HOST, start(backend="jaccl"))
         assert (await stage.hears(RankSide)).side == SideChannel(1, b"1")
-        stage.guest.received(HOST, RankGathered(5, 1, Gathered(1, b"01")))
+        stage.hosted.received(HOST, RankGathered(5, 1, Gathered(1, b"01")))
         await sees(lambda: stage.orders.notes("gathered"))
         assert stage.orders.notes("gathered")[0]["data"] == "01"
 
@@ -317,7 +317,7 @@ def test_its_rounds_of_the_side_channel_travel_both_ways(tmp_path: Path) -> None
 
 def test_a_model_that_is_not_here_is_said_before_anything_is_started(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
-        stage.guest.received(HOST, prepare(desired=2))
+        stage.hosted.received(HOST, prepare(desired=2))
         trouble = await stage.hears(RankTrouble)
         assert (trouble.code, trouble.detail) == (Code.MODEL_NOT_FOUND, "the model is not here")
         assert stage.orders.notes("started") == []
@@ -329,7 +329,7 @@ def test_a_home_that_takes_no_files(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         stage.home.mkdir()
         (stage.home / "run").write_text("in the way")
-        stage.guest.received(HOST, prepare())
+        stage.hosted.received(HOST, prepare())
         trouble = await stage.hears(RankTrouble)
         assert trouble.code == Code.FORM_FAILED
         assert str(stage.home) in trouble.detail
@@ -360,10 +360,10 @@ def test_what_goes_wrong_with_it_is_told_by_its_cause(
 ) -> None:
     async def story(stage: Story) -> None:
         stage.orders.give(1, **order)
-        stage.guest.received(HOST, prepare())
+        stage.hosted.received(HOST, prepare())
         if "silent" not in order:
             await stage.hears(Prepared)
-            stage.guest.received(HOST, start())
+            stage.hosted.received(HOST, start())
         await stage.hears(RankTrouble)
         await sees(lambda: any(words in trouble.detail for trouble in stage.heard(RankTrouble)))
         found = next(trouble for trouble in stage.heard(RankTrouble) if words in trouble.detail)
@@ -386,9 +386,9 @@ def test_a_coordinator_that_never_stops_ordering_costs_no_memory(tmp_path: Path)
     async def story(stage: Story) -> None:
         await stage.started()
         for _ in range(10_000):
-            stage.guest.received(HOST, start())
-        assert len(stage.guest._background.tasks) <= MAX_ORDERS
-        stage.guest.lost(HOST)
+            stage.hosted.received(HOST, start())
+        assert len(stage.hosted._background.tasks) <= MAX_ORDERS
+        stage.hosted.lost(HOST)
         await sees(lambda: stage.pids() == [])
 
     play(tmp_path, story)

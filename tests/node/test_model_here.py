@@ -119,7 +119,7 @@ def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(tmp_path: Pat
     play(tmp_path, story)
 
 
-def test_a_newer_wish_for_the_same_model_finds_it_there(tmp_path: Path) -> None:
+def test_a_newer_choice_of_the_same_model_finds_it_there(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.want("one", 3)
         await stage.has("one")

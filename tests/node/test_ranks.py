@@ -435,7 +435,7 @@ WISHED = GroupError("another is wanted now", Code.REPLANNED)
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_of_an_end_that_was_wished_nothing_is_kept(
+def test_of_an_end_in_order_nothing_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """Also while ranks wait for each other in MLX and do not hear SIGTERM."""

@@ -358,7 +358,7 @@ def test_a_rank_for_another_mac_is_a_spare_too(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         said: list[Message] = []
         stage.orders.give(1, model="tiny")
-        guest = HostedRank(
+        hosted = HostedRank(
             stage.settings, lambda _: Path("/here"), lambda _, word: said.append(word), stage.spares
         )
 
@@ -367,9 +367,9 @@ def test_a_rank_for_another_mac_is_a_spare_too(tmp_path: Path) -> None:
             said.clear()
 
         async def serve(epoch: int) -> int:
-            guest.received(HOST, Prepare(epoch, 1, "127.0.0.1", 1))
+            hosted.received(HOST, Prepare(epoch, 1, "127.0.0.1", 1))
             await hears(Prepared)
-            guest.received(HOST, StartRank(epoch, TOLD))
+            hosted.received(HOST, StartRank(epoch, TOLD))
             await hears(RankStarted)
             pid: int = stage.orders.notes_of(1, "started")[-1]["pid"]
             return pid
@@ -377,11 +377,11 @@ def test_a_rank_for_another_mac_is_a_spare_too(tmp_path: Path) -> None:
         try:
             await serve(1)
             waiting = await stage.spare_pids(1)
-            guest.received(HOST, EndEpoch(1, in_order=False))
+            hosted.received(HOST, EndEpoch(1, in_order=False))
             await hears(EpochEnded)
             assert {await serve(2)} == waiting
         finally:
-            await guest.close()
+            await hosted.close()
 
     play(tmp_path, story)
 

@@ -95,11 +95,11 @@ def test_who_left_no_recording_is_not_behind() -> None:
 
 
 HOST = EpochRecord("studio", 20.0, Code.RANK_LOST, "rank 1 is gone", ("studio", "mini"))
-GUEST = EpochRecord("mini", 21.0, Code.RANK_LOST, "its host knows why")
+HOSTED = EpochRecord("mini", 21.0, Code.RANK_LOST, "its host knows why")
 
 
 def test_files_of_two_macs() -> None:
-    found = examine(7, "", [rank(1, *steps(4), signal=9), rank(0, *steps(4))], [GUEST, HOST])
+    found = examine(7, "", [rank(1, *steps(4), signal=9), rank(0, *steps(4))], [HOSTED, HOST])
     assert (found.epoch, found.ended, found.reason) == (7, 21.0, "rank 1 is gone")
     assert [each.rank for each in found.ranks] == [0, 1]
     assert (found.cause.kind, found.cause.rank) == ("killed from outside", 1)
@@ -112,8 +112,8 @@ def test_files_of_the_host_alone() -> None:
     assert (found.cause.kind, found.cause.rank) == ("peer lost", 1)
 
 
-def test_files_of_a_guest_alone() -> None:
-    found = examine(7, "", [rank(1, *steps(4), by_agent=True, status=143)], [GUEST])
+def test_files_of_a_hosted_rank_alone() -> None:
+    found = examine(7, "", [rank(1, *steps(4), by_agent=True, status=143)], [HOSTED])
     assert found.elsewhere == {0: ""}
     assert (found.cause.kind, found.cause.rank) == ("peer lost", 0)
 

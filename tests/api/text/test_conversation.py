@@ -68,7 +68,7 @@ def test_arguments_that_are_no_object_stay_visible() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == {"arguments": "[1"}
 
 
-def test_thinking_is_a_wish_under_both_of_its_names() -> None:
+def test_thinking_is_an_option_under_both_of_its_names() -> None:
     assert template_options(Conversation(())) == {}
     wish = Conversation((), thinking=False, template_options={"style": 1})
     assert template_options(wish) == {"style": 1, "enable_thinking": False, "thinking": False}

@@ -15,7 +15,7 @@ from . import models, prompts
 from .errors import Unmeasured
 from .http_client import Ask, user
 from .measures import Row, compare
-from .stage import Stage, endpoint, serving, text_of
+from .stage import Stage, endpoint, text_of
 
 CHAT_TOKENS = 1_000
 LONG_TOKENS = 4_000
@@ -46,12 +46,11 @@ async def _second_turn(stage: Stage) -> Row:
 
 
 async def _gap(stage: Stage) -> Row:
-    chunked = await stage.agent(speculation=False)
     thin = models.write_walk(stage.folder / "thin", **models.THIN)
     ours, theirs = [], []
     async with (
         stage.own_agent({"speculation": False, "prefill_chunk": _ONE_PIECE}, model=thin) as whole,
-        serving(thin, chunked),
+        stage.own_agent({"speculation": False}, model=thin) as chunked,
     ):
         for number in stage.rounds("a long prompt beside a stream", full=7, quick=2):
             running = Request(models.walk_tokens(8, seed=2 * number), _RUNNING_TOKENS, ignore_eos=True)

@@ -10,7 +10,7 @@ from mlxtp.api.backend import Request
 from . import models, prompts
 from .errors import Unmeasured
 from .measures import Row, compare
-from .stage import Stage, decode, in_turn, require, serving, text_of
+from .stage import Stage, decode, in_turn, require, text_of
 
 _COPIED = 95
 """Characters; the embedded model learned to repeat up to 100."""
@@ -26,10 +26,13 @@ async def measure(stage: Stage) -> list[Row]:
     copy = await _race(stage, agents, "copy-heavy text", lambda i: ask(prompts.repeat(i, _COPIED), 160))
     count = await _race(stage, agents, "counting", lambda i: ask(prompts.count(20 * i), 150))
     walking = models.write_walk(stage.folder / "walk")
-    async with serving(walking, *agents):
+    async with (
+        stage.own_agent({"speculation": True}, model=walking) as drafts,
+        stage.own_agent({"speculation": False}, model=walking) as none,
+    ):
         walk = await _race(
             stage,
-            agents,
+            (drafts, none),
             "text with nothing to copy",
             lambda i: Request(tuple(models.walk_tokens(8, seed=i)), 150, ignore_eos=True),
         )

@@ -15,7 +15,6 @@ from mlxtp.agent import Agent, running_agent
 from mlxtp.api.backend import Request, Tokens
 from mlxtp.config import EMBEDDED_MODEL, Settings, embedded_model_path
 from mlxtp.groups.ranks import WORKER
-from mlxtp.models.inspect import open_model
 from mlxtp.text.tokenizer import Text
 
 from .bare_loop import BareGroup
@@ -127,19 +126,6 @@ class Stage:
             self._stack.push_async_callback(self._client.stop)
             await self._client.start()
         return self._client
-
-
-@asynccontextmanager
-async def serving(folder: Path, *agents: Agent) -> AsyncIterator[None]:
-    """Shared agents serve the model in `folder`; afterwards they serve the embedded model again."""
-    model, embedded = await open_model(str(folder)), await open_model(EMBEDDED_MODEL)
-    try:
-        for agent in agents:
-            await agent.supervisor.load(model)
-        yield
-    finally:
-        for agent in agents:
-            await agent.supervisor.load(embedded)
 
 
 def in_turn(number: int, *items: T) -> Sequence[T]:

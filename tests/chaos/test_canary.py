@@ -75,7 +75,7 @@ def test_a_rank_that_crashes_in_the_first_sum_after_idling(idler: FaultyCluster)
 
 def test_a_rank_that_stands_still_in_a_proof_ends_the_epoch(idler: FaultyCluster) -> None:
     was = before(idler)
-    idler.tighten(form_s=1.0 * SLOWNESS)
+    idler.tighten(proof_s=1.0 * SLOWNESS)
     idler.order("hold", 1, on="proof", seconds=60 * SLOWNESS)
     assert_recovered(
         idler,

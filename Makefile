@@ -23,11 +23,11 @@ MANY := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/$(VENV)/bytecode
 # What `make chaos` runs: the folders of faults, and files with cases that it alone runs.
 FAULTS := tests/chaos tests/agents tests/soak tests/test_cli.py tests/test_oracle.py tests/test_tiny_model.py \
   tests/api/test_mutated_bodies.py tests/api/test_published.py tests/api/text/test_contained.py \
-  tests/commands/test_launch.py tests/engine/test_closing.py \
+  tests/cli/test_launch.py tests/engine/test_closing.py \
   tests/engine/test_features_choice.py tests/engine/test_features_guided.py tests/engine/test_features_ledger.py \
   tests/engine/test_features_prefix.py tests/engine/test_features_room.py tests/engine/test_loading.py \
-  tests/engine/test_rank.py tests/engine/test_sampler.py tests/node/test_crashes.py tests/node/test_fallback.py \
-  tests/node/test_requests_go_on.py tests/node/test_spare.py tests/page tests/wire/test_frames.py
+  tests/engine/test_rank.py tests/engine/test_sampler.py tests/test_crashes.py tests/groups/test_fallback.py \
+  tests/gateway/test_requests_go_on.py tests/groups/test_warm_pool.py tests/page tests/wire/test_frames.py
 DEMO_ARGS ?=
 TEST_ARGS ?=
 CHAOS_ARGS ?=

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .cluster import START_S, WAIT_S
+from .live_cluster import START_S, WAIT_S
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()=>][0-9A-B]?")
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"

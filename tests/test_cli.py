@@ -25,7 +25,7 @@ from mlxtp.cli import main
 from mlxtp.config import resolve_settings
 from mlxtp.identity.store import Store
 
-from .cluster import START_S, WAIT_S, rank_processes, until
+from .live_cluster import START_S, WAIT_S, rank_processes, until
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import WAIT_S, until
 from .hosts import Host, Hosts, requires_namespaces
+from .live_cluster import WAIT_S, until
 
 pytestmark = [pytest.mark.slow, requires_namespaces]
 

@@ -11,7 +11,7 @@ import pytest
 from mlxtp.api.backend import StreamEnd
 from mlxtp.errors import Code, MlxtpError
 
-from .cluster import Cluster, Snapshot
+from .live_cluster import Cluster, Snapshot
 from .reference import answer, endless_prompt, prompt_ids, random_text, reference, spoken
 
 pytestmark = pytest.mark.group

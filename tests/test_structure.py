@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import WAIT_S
+from .live_cluster import WAIT_S
 
 ROOT = Path(__file__).parents[1]
 Source = Mapping[str, str]

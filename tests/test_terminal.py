@@ -25,7 +25,7 @@ from mlxtp.cli.main import app
 from mlxtp.placement.planner import DEFAULT_CONTEXT
 from mlxtp.terminal import TerminalLog
 
-from .cluster import START_S
+from .live_cluster import START_S
 
 pytestmark = pytest.mark.slow
 

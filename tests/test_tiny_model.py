@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from .cluster import Cluster
+from .live_cluster import Cluster
 from .reference import prompt_ids
 
 NAMES = ("Dorvan", "Kelmira", "Tasko", "Brenzo", "Lumida", "Pirrel")

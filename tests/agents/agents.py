@@ -33,8 +33,8 @@ import psutil
 from mlxtp.client import AgentClient
 from mlxtp.errors import UserError
 
-from ..cluster import START_S, WAIT_S, rank_processes, until
 from ..hosts import Host
+from ..live_cluster import START_S, WAIT_S, rank_processes, until
 
 T = TypeVar("T")
 

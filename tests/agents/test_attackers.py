@@ -15,7 +15,7 @@
 | 11. a client that calls itself by many names | here |
 | 12. a page of another origin that posts blindly | here; in a browser `tests/page/test_other_origins.py` |
 | 13. slow grammars | here |
-| 14. a kill at any moment | `tests/node/test_crashes.py` |
+| 14. a kill at any moment | `tests/test_crashes.py` |
 | 15. damaged headers of weights | `tests/fuzzing`, `tests/engine/test_tensor_headers.py` |
 """
 
@@ -45,10 +45,10 @@ from mlxtp.discovery.addresses import MAX_ADDRESSES, SERVICE, Advert
 from mlxtp.models.download import Fetch
 from mlxtp.models.hub_cache import Repo
 
-from ..cluster import WAIT_S
-from ..clustering.test_discovery import multicasting, txt_record
+from ..discovery.test_mdns_hosts import multicasting, txt_record
 from ..hosts import Hosts, requires_namespaces
 from ..hub import EVIL, Hub, Model, embedded, poison, put, running_hub
+from ..live_cluster import WAIT_S
 from .agents import PROMPT, SECRET, Agent, wait
 from .test_models import content, rows, snapshot
 from .test_one_machine import free_port

@@ -15,7 +15,7 @@ import pytest
 
 from mlxtp.api.backend import Request
 
-from ..cluster import SLOWNESS, WAIT_S, Cluster, until
+from ..live_cluster import SLOWNESS, WAIT_S, Cluster, until
 from ..reference import random_text
 
 MAX_ROWS = 64

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ..cluster import SLOWNESS, WAIT_S
 from ..hosts import Capture, Host, Hosts, requires_namespaces
+from ..live_cluster import SLOWNESS, WAIT_S
 from .agents import PROMPT, SECRET, Agent, serving, wait
 
 pytestmark = requires_namespaces

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import pytest
 
 from ..chaos.findings import found, wrong
-from ..cluster import WAIT_S, rank_processes
 from ..hosts import Hosts, requires_namespaces
+from ..live_cluster import WAIT_S, rank_processes
 from .agents import SECRET, Agent, serving, wait
 
 pytestmark = requires_namespaces

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ..cluster import rank_processes
+from ..live_cluster import rank_processes
 from .agents import SECRET, Agent, serving, wait
 
 

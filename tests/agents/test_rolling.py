@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ..cluster import SLOWNESS
 from ..hosts import Hosts, requires_namespaces
+from ..live_cluster import SLOWNESS
 from .agents import Agent, serving, wait
 
 pytestmark = requires_namespaces

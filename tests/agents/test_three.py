@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..cluster import SLOWNESS
 from ..hosts import Hosts, requires_namespaces
+from ..live_cluster import SLOWNESS
 from .agents import SECRET, Agent, serving, wait
 
 pytestmark = requires_namespaces

@@ -17,8 +17,8 @@ from mlxtp import __version__
 from mlxtp.identity.store import FOLDER, MEMBER, NODE_KEY
 from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS
 
-from ..cluster import SLOWNESS, WAIT_S
 from ..hosts import Host, Hosts, requires_namespaces
+from ..live_cluster import SLOWNESS, WAIT_S
 from .agents import SECRET, Agent, serving, wait
 
 pytestmark = requires_namespaces

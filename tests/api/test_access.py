@@ -34,7 +34,7 @@ from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.api.server import bind, serve
 from mlxtp.errors import MlxtpError
 
-from ..cluster import until
+from ..live_cluster import until
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, says
 from .test_admin import KEY as ADMIN_KEY
 from .test_admin import FakeAdmin

@@ -40,7 +40,7 @@ from mlxtp.logs import JsonLines
 from mlxtp.models import self_test
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Pong
 
-from ..cluster import Cluster
+from ..live_cluster import Cluster
 from .conftest import BYTE_LEVEL, VOCABULARY, WAIT_S, Loaded
 
 pytestmark = pytest.mark.slow

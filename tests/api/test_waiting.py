@@ -27,7 +27,7 @@ from mlxtp.api.streaming import LoadingStream
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.transcript import AnswerEvent, ContentDelta, Finish
 
-from ..cluster import SLOWNESS
+from ..live_cluster import SLOWNESS
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, Server, forever, says, serving, then
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import ollama
 import openai
 import pytest
 
-from ..cluster import SLOWNESS
+from ..live_cluster import SLOWNESS
 from .actor import stage
 
 PREFILL_S = 3 * SLOWNESS  # 15 times the keep-alive

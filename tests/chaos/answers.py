@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from ..cluster import SLOWNESS
+from ..live_cluster import SLOWNESS
 
 LONG = "Repeat exactly: " + "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" * 3
 """117 tokens, four chunks of prefill in a `FaultyCluster`; the answer is about as long."""

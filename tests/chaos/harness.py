@@ -27,7 +27,7 @@ from mlxtp.diagnostics.postmortem import postmortems
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.groups.health import ServingState, is_legal
 
-from ..cluster import LIMITS, SLOWNESS, WAIT_S, Cluster, until
+from ..live_cluster import LIMITS, SLOWNESS, WAIT_S, Cluster, until
 from .answers import LONG, SHORT, Answer, ask
 from .findings import found, wrong
 from .orders import Order, OrderBook

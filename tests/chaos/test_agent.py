@@ -21,7 +21,7 @@ import pytest
 
 from mlxtp.client import AgentClient
 
-from ..cluster import SLOWNESS, START_S, WAIT_S, rank_processes, until
+from ..live_cluster import SLOWNESS, START_S, WAIT_S, rank_processes, until
 from .answers import COUNT, SHORT, Answer, read_events
 from .findings import found, wrong
 from .harness import alive, assert_honest, kill, listening, processes_of

@@ -10,7 +10,7 @@ import pytest
 
 from mlxtp.errors import Code
 
-from ..cluster import SLOWNESS
+from ..live_cluster import SLOWNESS
 from .answers import LONG, SHORT
 from .harness import FAULT_LIMITS, NOTICED_S, FaultyCluster, assert_recovered, assert_sound, before
 

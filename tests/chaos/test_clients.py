@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from ..cluster import SLOWNESS, WAIT_S, until
+from ..live_cluster import SLOWNESS, WAIT_S, until
 from .answers import LONG, SHORT, Answer, read_events
 from .harness import FaultyCluster, assert_sound, before
 

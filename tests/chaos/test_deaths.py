@@ -12,7 +12,7 @@ import pytest
 from mlxtp.errors import Code
 from mlxtp.groups.health import ServingState
 
-from ..cluster import SLOWNESS, until
+from ..live_cluster import SLOWNESS, until
 from .answers import LONG, SHORT
 from .harness import (
     FAULT_LIMITS,

@@ -8,7 +8,7 @@ import pytest
 
 from mlxtp.errors import Code
 
-from ..cluster import until
+from ..live_cluster import until
 from .answers import LONG, SHORT
 from .harness import NOTICED_S, STALL_S, FaultyCluster, assert_recovered, assert_sound, before, kill
 from .orders import Order

@@ -10,7 +10,7 @@ import httpx
 
 from mlxtp.engine.grammar import DEADLINE_S
 
-from ..cluster import SLOWNESS, until
+from ..live_cluster import SLOWNESS, until
 from .answers import SHORT
 from .harness import NOTICED_S, FaultyCluster, alive, assert_recovered, assert_sound, before, kill
 from .test_deaths import LOST

@@ -16,7 +16,7 @@ import pytest
 from mlxtp.errors import Code
 from mlxtp.groups.health import ServingState
 
-from ..cluster import SLOWNESS, until
+from ..live_cluster import SLOWNESS, until
 from ..reference import prompt_ids
 from .answers import COUNT, KINDS, LONG, SHORT, Answer, Fields
 from .findings import found

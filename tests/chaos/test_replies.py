@@ -13,7 +13,7 @@ import pytest
 
 from mlxtp.errors import Code
 
-from ..cluster import SLOWNESS, until
+from ..live_cluster import SLOWNESS, until
 from .answers import LONG
 from .harness import (
     ACK_S,

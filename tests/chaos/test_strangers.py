@@ -7,7 +7,7 @@ import pytest
 from mlxtp.errors import Code
 from mlxtp.groups.health import MAX_FAILURES
 
-from ..cluster import WAIT_S
+from ..live_cluster import WAIT_S
 from .harness import NOTICED_S, FaultyCluster, assert_recovered, assert_sound, before, kill
 
 HANDSHAKE_S = 3.0

@@ -11,7 +11,7 @@ import anthropic
 import pytest
 from pydantic import BaseModel, Field
 
-from ..cluster import WAIT_S, Cluster, until
+from ..live_cluster import WAIT_S, Cluster, until
 from ..reference import random_text
 from .test_openai import SCHEMA, SECRET, user
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from mlxtp.cli.launch import Served, claude
 from mlxtp.config import DEFAULT_HTTP
 
-from ..cluster import WAIT_S, Cluster
+from ..live_cluster import WAIT_S, Cluster
 from ..pages import ROOT, blocks
 from .test_openai import SECRET, TOOL, user
 

@@ -10,7 +10,7 @@ from typing import Any
 import ollama
 import pytest
 
-from ..cluster import WAIT_S, Cluster, until
+from ..live_cluster import WAIT_S, Cluster, until
 from ..reference import random_text
 from .test_anthropic import LONG
 from .test_openai import SCHEMA, SECRET, TOOL, user

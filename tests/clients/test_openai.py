@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from ..cluster import WAIT_S, Cluster, until
+from ..live_cluster import WAIT_S, Cluster, until
 from ..reference import random_text
 
 SECRET = "FALCON-MERCURY-7749"

@@ -35,7 +35,7 @@ from mlxtp.wire.messages import (
 )
 from mlxtp.wire.tls import ALPN_DECODE, member_context_client, member_context_server
 
-from ..cluster import WAIT_S
+from ..live_cluster import WAIT_S
 from ..wire.members import Member, founder, member_of
 
 EPOCH = 7

@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model
 
 from mlxtp.engine.sharding import shardable_families
 
-from ..cluster import WAIT_S
+from ..live_cluster import WAIT_S
 from .families import FAMILIES, QWEN3_5
 from .small_models import change_weights, write_model
 from .test_parallel_numerics import free_hosts

@@ -21,7 +21,7 @@ import pytest
 from mlxtp.api.backend import PLAIN, Sampling, Shaping
 from mlxtp.api.backend import Request as Wanted
 
-from ..cluster import Cluster, Outcome, until
+from ..live_cluster import Cluster, Outcome, until
 from ..reference import TINY, Expected, expected, model_of, prompt_ids, random_text
 from .small_models import change_weights, write_model
 

@@ -16,7 +16,7 @@ from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code, MlxtpError, RequestError
 
-from ..cluster import Cluster, Outcome
+from ..live_cluster import Cluster, Outcome
 from ..reference import answer, expected, prompt_ids, spoken
 from .small_models import write_model
 

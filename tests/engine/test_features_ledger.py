@@ -17,7 +17,7 @@ from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.groups.health import ServingState
 
-from ..cluster import SLOWNESS, WAIT_S, Cluster, until
+from ..live_cluster import SLOWNESS, WAIT_S, Cluster, until
 from ..reference import expected
 from .engine_member import __file__ as MEMBER
 from .small_models import write_model

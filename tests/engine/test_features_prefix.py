@@ -11,7 +11,7 @@ import pytest
 from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling
 
-from ..cluster import Cluster
+from ..live_cluster import Cluster
 from ..reference import answer, chat_ids, endless_prompt, prompt_ids, random_text, reference, spoken, text
 
 pytestmark = pytest.mark.group

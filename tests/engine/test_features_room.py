@@ -12,7 +12,7 @@ from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code, ModelError, RequestError
 
-from ..cluster import Cluster, Outcome
+from ..live_cluster import Cluster, Outcome
 from ..reference import expected
 from .families import FAMILIES
 from .small_models import write_model

@@ -13,7 +13,7 @@ from mlxtp.wire.blocking import BlockingLink
 from mlxtp.wire.messages import Done
 from mlxtp.wire.session import Received
 
-from ..cluster import WAIT_S
+from ..live_cluster import WAIT_S
 
 DONE = Received(1, Done())
 

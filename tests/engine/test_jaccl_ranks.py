@@ -43,7 +43,7 @@ from mlxtp.wire.messages import (
 )
 from mlxtp.wire.session import LinkKind, Session, Side
 
-from ..cluster import WAIT_S
+from ..live_cluster import WAIT_S
 from .jaccl_worker import SIZES, Script
 
 pytestmark = pytest.mark.slow

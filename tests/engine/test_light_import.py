@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ..cluster import Cluster
+from ..live_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 

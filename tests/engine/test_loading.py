@@ -14,7 +14,7 @@ from mlxtp.errors import Code, MlxtpError, ModelError
 from mlxtp.groups.health import ServingState
 from mlxtp.wire.messages import Loaded, LoadShard, Unload
 
-from ..cluster import Cluster, until
+from ..live_cluster import Cluster, until
 from ..reference import TINY, answer, endless_prompt, prompt_ids, reference
 from .small_models import change_weights, split_weights, write_model
 

@@ -16,7 +16,7 @@ import pytest
 from mlxtp.engine.group import CollectiveCounter, LoneGroup, Proof, check_proof, form
 from mlxtp.errors import Code, GroupError
 
-from ..cluster import SLOWNESS, WAIT_S
+from ..live_cluster import SLOWNESS, WAIT_S
 from ..reference import TINY
 from .group_member import STEPS, forwards
 from .small_models import write_model

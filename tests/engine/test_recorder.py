@@ -15,7 +15,7 @@ from mlxtp.diagnostics.failure_store import read_recording, recording_file
 from mlxtp.engine.telemetry import PROMPT, STEP, Recorder
 from mlxtp.wire.recording import MAX_WORDS_BYTES, STEPS, Recording, decode
 
-from ..cluster import WAIT_S
+from ..live_cluster import WAIT_S
 
 RANK = """
 import os, signal, sys, time

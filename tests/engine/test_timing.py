@@ -25,7 +25,7 @@ from mlxtp.groups.health import ServingState
 from mlxtp.placement.measurements import SIZES
 from mlxtp.wire.messages import CollectivesTimed, Message
 
-from ..cluster import Cluster, until
+from ..live_cluster import Cluster, until
 from ..reference import endless_prompt
 
 pytestmark = pytest.mark.group

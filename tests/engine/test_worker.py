@@ -13,7 +13,7 @@ from mlxtp.engine.telemetry import LEAST_PATIENCE_S, RankTelemetry
 from mlxtp.errors import TERMINATED_STATUS, WEDGED_STATUS, Code, exit_status
 from mlxtp.wire.rank_process import PATIENCE_S
 
-from ..cluster import WAIT_S
+from ..live_cluster import WAIT_S
 
 pytestmark = pytest.mark.slow
 

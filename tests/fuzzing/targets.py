@@ -58,8 +58,8 @@ from mlxtp.wire.messages import Generate
 from mlxtp.wire.peer_messages import JoinGrant, JoinOffer, JoinRequest
 from mlxtp.wire.protocol import LinkKind
 
-from ..clustering.macs import MACS, outputs, over_the_wire, recorded
-from ..clustering.test_hardware_garbage import PARSERS
+from ..placement.recorded_macs import MACS, outputs, over_the_wire, recorded
+from ..placement.test_hardware_garbage import PARSERS
 from ..wire.samples import EXAMPLES
 from . import links
 

@@ -24,7 +24,7 @@ from mlxtp.text.tokenizer import Text
 
 from ..api.conftest import FakeBackend, byte_level, save
 from ..api.test_admin import FakeAdmin
-from ..cluster import WAIT_S
+from ..live_cluster import WAIT_S
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page

@@ -13,7 +13,7 @@ import pytest
 from mlxtp.api import admin
 from mlxtp.api.app import create_app
 
-from ..cluster import WAIT_S
+from ..live_cluster import WAIT_S
 from .conftest import FORMING, MOMENT, FakeObserved, Running, Site
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mlxtp.api.admin import FOLDER
 
-from ..cluster import WAIT_S
+from ..live_cluster import WAIT_S
 from .conftest import Site
 
 FILES = sorted(FOLDER.iterdir())

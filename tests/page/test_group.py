@@ -13,7 +13,7 @@ import pytest
 from ..chaos.answers import COUNT
 from ..chaos.harness import FaultyCluster, kill
 from ..chaos.orders import Order
-from ..cluster import START_S
+from ..live_cluster import START_S
 from .conftest import DESK
 
 if TYPE_CHECKING:

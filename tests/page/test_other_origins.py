@@ -16,7 +16,7 @@ from mlxtp.text.tokenizer import Text
 
 from ..api.conftest import FakeBackend, byte_level, save, says
 from ..api.test_access import BODY, Door, door
-from ..cluster import WAIT_S
+from ..live_cluster import WAIT_S
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -29,8 +29,8 @@ from mlxtp.service.installed import Shell, owner_here, run
 from mlxtp.service.managers import CommandResult, Launchd, Owner, Remove, ServiceCommand, Systemd, Write
 
 from ..api.test_admin import KEY
-from ..cluster import WAIT_S
-from ..commands.test_cluster import Agent
+from ..cli.test_cluster import Agent
+from ..live_cluster import WAIT_S
 
 pytestmark = pytest.mark.slow
 

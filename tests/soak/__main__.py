@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from ..agents.agents import Agent, serving
 from ..agents.test_one_machine import free_port
 from ..chaos.harness import alive
-from ..cluster import SLOWNESS, rank_processes, until
+from ..live_cluster import SLOWNESS, rank_processes, until
 from .load import App, questions, without_faults
 from .report import Asked, Fault, Sample, Soak, Watched, tables
 

@@ -1,0 +1,83 @@
+"""Facts of an agent about the other members: from its own tries and its links."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from mlxtp.admin.checkup import AgentCheckup
+from mlxtp.diagnostics.checkup import attempts, shared
+from mlxtp.diagnostics.facts import Attempt
+from mlxtp.discovery.addresses import DiscoveredPeer
+from mlxtp.wire.cluster_messages import Interface, ModelStatus
+
+from ..groups.one_node import MACHINE, A, B, Node, play, report
+from ..wire.members import Member
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def closed() -> str:
+    with listening() as address:
+        return address
+
+
+def test_a_member_is_seen_by_tries_and_links(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        cluster = node.parts
+        dialer = SimpleNamespace(sightings=(DiscoveredPeer(A, "", "mac-a", (), False, 1),), trouble="")
+        endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
+        agent = AgentCheckup(cluster.node.settings, endpoint, cluster, cast(Any, dialer))
+        a, b = node.meet(A), node.meet(B)
+        node.hear(a, report(MACHINE), ModelStatus(0, "ab" * 32, ""))
+        node.hear(b, ModelStatus(0, "", "it is gated"))
+        b.close()
+        with listening() as there:
+            cluster.node.peer_info.addresses.update({A: (there,), B: ("127.0.0.1:1",)})
+            first, second = sorted(await agent._members(MACHINE), key=lambda each: each.name)
+            a.dialled = True  # from here
+            again, _ = sorted(await agent._members(MACHINE), key=lambda each: each.name)
+        assert (first.name, first.linked, first.heard) == ("mac-a", True, True)
+        assert first.ours == (Attempt(there),)
+        assert (first.called, again.called) == (True, False)
+        assert (first.fingerprint, second.fingerprint) == ("ab" * 32, "")
+        assert (second.name, second.linked, second.heard, second.called) == ("mac-f", False, False, False)
+        assert second.ours == (Attempt("127.0.0.1:1", "Connection refused", 111),)
+
+    play(tmp_path, member, story)
+
+
+def test_an_address_is_tried_by_connecting_to_it() -> None:
+    with listening() as there:
+        unused = closed()
+        found = asyncio.run(attempts((there, unused, "nonsense", "10.0.0.1:0")))
+    assert found == (
+        Attempt(there),
+        Attempt(unused, "Connection refused", 111),
+        Attempt("nonsense", "is not an address"),
+        Attempt("10.0.0.1:0", "is not an address"),
+    )
+
+
+def test_a_network_in_common_is_told_from_another() -> None:
+    machine = replace(
+        MACHINE,
+        interfaces=(
+            Interface("en0", "10.0.0.1", 24, "ethernet", 0, True),
+            Interface("en5", "169.254.1.1", 16, "thunderbolt", 0, True),
+            Interface("en6", "10.9.0.1", 24, "ethernet", 0, False),
+        ),
+    )
+    addresses = ("10.0.0.7:1", "10.0.1.7:1", "169.254.9.9:1", "10.9.0.7:1", "a.name:1")
+    found = shared(map(Attempt, addresses), machine)
+    assert [each.shared for each in found] == [True, False, False, False, False]

@@ -1,0 +1,220 @@
+"""One moment of an agent, alone and in a cluster: what is known is right, what is not is None."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+from rich.console import Console
+
+from mlxtp.admin.handlers import Admin
+from mlxtp.admin.snapshot import Observer, links, pairs
+from mlxtp.cli.status import picture
+from mlxtp.errors import Code, GroupError
+from mlxtp.groups.health import ServingState
+from mlxtp.groups.process_group import EpochGroup
+from mlxtp.models.inspect import ModelSource
+from mlxtp.placement.topology import MemberMachine, Topology
+from mlxtp.wire.cluster_messages import Interface, Machine, Serving
+
+from ..groups.one_node import MACHINE, A, B, Node, alone, play
+from ..groups.scenes import run, sees
+from ..groups.test_lifecycle import Stage
+from ..groups.test_lifecycle import play as play_epochs
+from ..wire import members
+
+
+def moment(observer: Observer) -> dict[str, Any]:
+    """As a client gets it; `mlxtp status --watch` can draw each."""
+    found: dict[str, Any] = json.loads(json.dumps(observer.snapshot()))
+    Console(file=io.StringIO()).print(picture(found, 0.0))
+    return found
+
+
+def test_an_agent_that_has_just_begun_knows_little_and_says_so(tmp_path: Path) -> None:
+    async def story() -> None:
+        parts = alone(tmp_path)
+        found = moment(Observer(parts))
+        assert (found["state"], found["ready"], found["epoch"]) == ("starting", False, 0)
+        nothing = ("model", "model_bytes", "context", "group", "cluster", "coordinator")
+        assert {name: found[name] for name in nothing} == dict.fromkeys(nothing)
+        assert (found["ranks"], found["links"], found["history"]) == ([], [], [])
+        assert found["tokens_per_second"] == {"value": None, "of": "group"}
+        [node] = found["nodes"]
+        assert (node["node_id"], node["name"], node["chip"]) == (found["self"], "studio", "a chip")
+        assert not node["coordinator"]
+        assert node["memory_bytes"] == 64 << 30
+        await parts.close()
+
+    run(story())
+
+
+@pytest.mark.slow
+def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSource) -> None:
+    async def story(stage: Stage) -> None:
+        parts = alone(tmp_path / "alone", stage.supervisor)
+        parts.node.replica.set_desired("tiny")
+        parts.model.source = source
+        observer = Observer(parts)
+        await stage.serves(41)
+        await sees(lambda: moment(observer)["ranks"][0]["phase"] is not None)
+        found = moment(observer)
+        assert (found["state"], found["model"], found["desired"]) == (
+            "ready",
+            "tiny",
+            {"model": "tiny", "nodes": "auto"},
+        )
+        assert found["model_bytes"] > 1_000_000
+        assert found["context"] == 4096
+        assert (found["group"]["world_size"], found["group"]["pairs"]) == (1, [])
+        assert found["ranks"][0]["node"] == found["self"]
+        [rank] = Admin(parts, cast(Any, None)).status()["ranks"]
+        assert "fake_rank" in " ".join(psutil.Process(rank["pid"]).cmdline())
+        assert found["history"][0]["epoch"] == 41
+        assert found["history"][0]["ready_s"] > 0
+        assert "loaded" in [stage for stage, _ in found["history"][0]["stages"]]
+        stage.supervisor.end_epoch(GroupError("rank 0 was taken", Code.RANK_LOST))
+        await sees(lambda: stage.asked == 2)
+        [ended] = moment(observer)["history"]
+        assert (ended["code"], ended["reason"]) == ("rank_lost", "rank 0 was taken")
+        assert ended["lasted_s"] >= ended["ready_s"]
+        assert moment(observer)["ranks"][0]["memory_bytes"] is None
+        await stage.serves(42)
+        assert [each["epoch"] for each in moment(observer)["history"]] == [42, 41]
+
+    play_epochs(tmp_path, source, story)
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    from mlxtp.models.inspect import open_model
+
+    return asyncio.run(open_model("tiny"))
+
+
+def test_a_cluster_before_anything_is_served(tmp_path: Path, member: members.Member) -> None:
+    async def story(node: Node) -> None:
+        node.meet(A)
+        node.tick()
+        found = moment(Observer(node.parts))
+        rows = {each["name"]: each for each in found["nodes"]}
+        assert rows["studio"]["self"]
+        assert rows["studio"]["chip"] == "a chip"
+        assert rows["studio"]["memory_bytes"] == 64 << 30
+        assert (rows["mac-a"]["state"], rows["mac-a"]["chip"], rows["mac-a"]["memory_bytes"]) == (
+            "alive",
+            None,
+            None,
+        )
+        assert found["desired"] == {"model": "", "nodes": "auto"}
+        assert found["links"] == []
+
+    play(tmp_path, member, story)
+
+
+def test_a_group_on_other_macs_is_shown_as_it_is_told(
+    tmp_path: Path, member: members.Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.live(a, b)
+        node.follow(a)
+        observer = Observer(node.parts)
+        told = Serving(
+            9, "ready", "", "ring", "ring over Ethernet", (A, B), (0.0, 5.0), 0, "x", 0, 4096, 9, (1,)
+        )
+        node.hear(a, told)
+        node.tick()
+        found = moment(observer)
+        assert (found["epoch"], found["group"]["kind"], found["group"]["pairs"]) == (
+            9,
+            "ring over Ethernet",
+            [[0, 1]],
+        )
+        assert [(each["rank"], each["node"], each["memory_bytes"]) for each in found["ranks"]] == [
+            (0, A, None),
+            (1, B, None),
+        ]
+        assert found["group"]["fabric"] is None
+        assert found["tokens_per_second"]["value"] is None
+        node.hear(a, replace(told, epoch=10, state="starting", reason="epoch 9 lost mac-f"))
+        node.tick()
+        assert [(each["epoch"], each["reason"]) for each in moment(observer)["history"]] == [
+            (10, None),
+            (9, "epoch 9 lost mac-f"),
+        ]
+
+    play(tmp_path, member, story)
+
+
+def test_tokens_are_counted_and_the_rate_is_of_now(tmp_path: Path) -> None:
+    async def story() -> None:
+        parts = alone(tmp_path)
+        supervisor, observer = parts.supervisor, Observer(parts)
+        supervisor.status.follow(ServingState.READY, 3, "", EpochGroup(0, 2, "ring"))
+        assert moment(observer)["tokens_per_second"] == {"value": None, "of": "here"}
+        await asyncio.sleep(0.5)
+        supervisor.gateway.dispatcher.confirmed_tokens += 50
+        value = moment(observer)["tokens_per_second"]["value"]
+        assert 10 < value <= 100
+        await parts.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "expected"),
+    [
+        (1, False, []),
+        (2, False, [(0, 1)]),
+        (2, True, [(0, 1)]),
+        (3, False, [(0, 1), (1, 2), (2, 0)]),
+        (4, False, [(0, 1), (1, 2), (2, 3), (3, 0)]),
+        (4, True, [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]),
+    ],
+)
+def test_who_exchanges_bytes_with_whom(ranks: int, mesh: bool, expected: list[tuple[int, int]]) -> None:
+    assert pairs(ranks, mesh=mesh) == expected
+
+
+def machine(*interfaces: Interface) -> Machine:
+    return replace(MACHINE, interfaces=interfaces)
+
+
+def test_the_best_way_between_two_macs_is_shown_and_no_other() -> None:
+    def at(number: int) -> Machine:
+        return machine(
+            Interface("en0", f"10.0.0.{number}", 24, "ethernet", 10_000 // number, True),
+            Interface("en1", f"192.168.1.{number}", 24, "wifi", 0, True),
+        )
+
+    alone = machine(Interface("en1", "192.168.1.9", 24, "wifi", 0, True))
+    topology = Topology(
+        [MemberMachine("a", "a", at(1)), MemberMachine("b", "b", at(2)), MemberMachine("c", "c", alone)]
+    )
+    took = {("a", "b"): 310}
+    found = links(topology, ["c", "b", "a"], lambda a, b: took.get((a, b)))
+    assert [asdict(each) for each in found] == [
+        {"a": "a", "b": "b", "trip_us": 310, "network": "ethernet", "rdma": False, "mbps": 5000},
+        {"a": "a", "b": "c", "trip_us": None, "network": "wifi", "rdma": False, "mbps": None},
+        {"a": "b", "b": "c", "trip_us": None, "network": "wifi", "rdma": False, "mbps": None},
+    ]
+
+
+def test_macs_that_do_not_reach_each_other_have_no_link() -> None:
+    far = machine(Interface("en0", "10.9.9.9", 24, "ethernet", 0, True))
+    near = machine(Interface("en0", "10.0.0.1", 24, "ethernet", 0, True))
+    assert (
+        links(
+            Topology([MemberMachine("a", "a", near), MemberMachine("b", "b", far)]),
+            ["a", "b"],
+            lambda *_: None,
+        )
+        == []
+    )

@@ -1,0 +1,325 @@
+"""Requests of users to one member of a cluster, and its refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.admin.handlers import Admin
+from mlxtp.cluster import state_file
+from mlxtp.cluster.introduction import flags_of, versions_here
+from mlxtp.cluster.roster import RosterProofs
+from mlxtp.cluster.state_file import load
+from mlxtp.config import Settings
+from mlxtp.errors import Code, UserError
+from mlxtp.groups.health import ServingState
+from mlxtp.models.hub_cache import Repo
+from mlxtp.models.inspect import ModelSource
+from mlxtp.text.tokenizer import Text
+from mlxtp.wire.cluster_messages import (
+    DesiredState,
+    Members,
+    ModelStatus,
+    RosterEntry,
+    RosterSaved,
+)
+
+from ..groups.one_node import A, B, Node, alone, play
+from ..groups.scenes import run
+from ..hub import COMMIT, Hub
+from ..wire import members
+
+NAME = "some-body/tiny"
+
+
+def test_the_wanted_model_is_told_to_all_and_once(tmp_path: Path, member: members.Member) -> None:
+    async def story(node: Node) -> None:
+        admin, a = Admin(node.parts, member.store), node.meet(A)
+        assert await admin.models.serve("tiny", "2") == {
+            **{"model": "tiny", "nodes": "2", "version": 1},
+            **{"coming": False, "until_then": ""},
+        }
+        assert (await admin.models.serve("tiny", "02"))["version"] == 1
+        assert (await admin.models.serve("tiny", ""))["version"] == 1
+        node.parts.supervisor.status.state = ServingState.FAILED
+        assert (await admin.models.serve("tiny", ""))[
+            "version"
+        ] == 2  # asking again is how a failed group is tried again
+        assert admin.models.unload() == {"model": "", "nodes": "2", "version": 3}
+        told = [(desired.version, desired.model) for desired in a.heard(DesiredState)]
+        assert told == [(0, ""), (1, "tiny"), (2, "tiny"), (3, "")]
+
+    play(tmp_path, member, story)
+
+
+def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_no_agent(
+    tmp_path: Path, member: members.Member
+) -> None:
+    async def story(node: Node) -> None:
+        cluster, a = node.parts, node.meet(A)
+        node.hear(a, DesiredState(7, A, "org/model", "2", 7))
+        cluster.supervisor.status.state = ServingState.STARTING
+        assert cluster.node.desired.set("org/model", "2").version == 7
+        assert cluster.node.desired.set("org/model").version == 7
+        assert [desired.version for desired in a.heard(DesiredState)] == [0, 7]
+        assert cluster.node.desired.set("org/model", "auto").version == 8
+        cluster.supervisor.status.state = ServingState.FAILED
+        assert cluster.node.desired.set("org/model", "auto").version == 9
+
+    play(tmp_path, member, story)
+
+
+def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_again(
+    tmp_path: Path, member: members.Member
+) -> None:
+    async def story(node: Node) -> None:
+        cluster, a = node.parts, node.meet(A)
+        node.hear(a, DesiredState(7, A, "org/model", "2", 7))
+        cluster.supervisor.status.state = ServingState.READY
+        node.hear(a, ModelStatus(6, "", "no room for what was wanted before"), ModelStatus(7, "f", ""))
+        assert cluster.node.desired.set("org/model", "2").version == 7
+        node.hear(a, ModelStatus(7, "", "no room"))
+        assert cluster.node.desired.set("org/model", "2").version == 8
+        assert cluster.node.desired.set("org/model", "2").version == 8, (
+            "it has not said yet what came of that"
+        )
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes"),
+    [
+        ("", ""),
+        ("x" * 1001, ""),
+        ("a\nb", ""),
+        ("\ud800", ""),
+        ("tinny", ""),
+        ("tiny", "0"),
+        ("tiny", "9"),
+        ("tiny", "both"),
+    ],
+    ids=["nothing", "long", "two lines", "half a letter", "a typo", "no Mac", "nine Macs", "a word"],
+)
+def test_a_choice_that_makes_no_sense_changes_nothing(
+    tmp_path: Path, member: members.Member, model: str, nodes: str
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        with pytest.raises(UserError):
+            await Admin(node.parts, member.store).models.serve(model, nodes)
+        node.tick()
+        assert node.parts.node.replica.desired.version == 0
+        assert node.parts.node.links.nodes() == {A}
+        assert {desired.version for desired in a.heard(DesiredState)} == {0}
+
+    play(tmp_path, member, story)
+
+
+def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
+    tmp_path: Path, member: members.Member, first: members.Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_file, "ELSEWHERE_S", 0.0)
+    sign = RosterProofs(first.identity).admission
+
+    async def story(node: Node) -> None:
+        admin, cluster = Admin(node.parts, member.store), node.parts
+        a, _ = node.meet(A), node.meet(B)
+        twins = [
+            RosterEntry(f"{i}" * 32, name, f"{i}" * 64, False, 9) for i, name in ((1, "mini"), (2, "mini"))
+        ]
+        odd = RosterEntry("3" * 32, "ff", "3" * 64, False, 9)
+        node.hear(a, Members(tuple(map(sign, (*twins, odd)))))
+        for wrong, words in (
+            ("", "more than one member is called ''; there are "),
+            ("nobody", "no member is called 'nobody'; there are "),
+            ("mini", "more than one member is called 'mini'"),
+            ("studio", "this Mac itself leaves with `mlxtp cluster leave`"),
+        ):
+            with pytest.raises(UserError, match=words):
+                await admin.members.remove(wrong, "")
+        assert len(cluster.node.replica.roster.members()) == 6
+        removed = [await admin.members.remove(each, "") for each in ("ff", "ff", "1111", "mini")]
+        assert [each["removed"] for each in removed] == ["ff", "mac-f", "mini", "mini"]  # first by its name
+        assert [each["node_id"] for each in removed] == ["3" * 32, B, "1" * 32, "2" * 32]
+        assert removed[-1]["saved_by"] == []
+        assert set(cluster.node.replica.roster.members()) == {cluster.node.node_id, A}
+
+    play(tmp_path, member, story)
+
+
+def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
+    tmp_path: Path, member: members.Member, first: members.Member
+) -> None:
+    proofs = RosterProofs(first.identity)
+
+    def joined(number: int, name: str, by: str) -> RosterEntry:
+        entry = RosterEntry(f"{number}" * 32, name, f"{number}" * 64, False, 10 + number)
+        return proofs.admission(entry, by, "10.0.0.7", 1_780_000_000)
+
+    async def story(node: Node) -> None:
+        admin, cluster = Admin(node.parts, member.store), node.parts
+        a = node.meet(A)
+        mini, air, max_, other = (f"{number}" * 32 for number in range(1, 5))
+        node.hear(a, Members((joined(1, "mini", A), joined(2, "air", mini), joined(3, "max", air))))
+        node.hear(a, Members((joined(4, "other", A),)))
+        [row] = [each for each in admin.members.roster()["members"] if each["name"] == "air"]
+        about = {name: row[name] for name in ("admitted_by", "admitted_by_name", "joined_from", "joined_at")}
+        assert list(about.values()) == [mini, "mini", "10.0.0.7", 1_780_000_000]
+        let_in = [{"node_id": air, "name": "air"}, {"node_id": max_, "name": "max"}]
+        assert admin.members.let_in("mini") == {"name": "mini", "let_in": let_in}
+        removing = asyncio.ensure_future(admin.members.remove("mini", "yes"))
+        await asyncio.sleep(0)
+        digest = cluster.node.replica.roster.digest()
+        node.hear(a, RosterSaved(digest ^ 1))
+        await asyncio.sleep(0)
+        assert not removing.done(), "what the other has on its disk is something else"
+        node.hear(a, RosterSaved(digest))
+        answer = await removing
+        assert (answer["let_in"], answer["with_admitted"]) == (let_in, True)
+        assert (answer["saved_by"], answer["others"]) == (["mac-a"], 2)
+        assert set(cluster.node.replica.roster.members()) == {cluster.node.node_id, A, other}
+        node.tick()
+        saved = [report.roster for report in a.heard(RosterSaved)]
+        assert saved[-1] == digest, "this one's disk has it, too"
+        assert load(tmp_path)[0].beliefs.roster.digest() == digest
+
+    play(tmp_path, member, story)
+
+
+def test_leaving_is_told_to_the_others_and_ends_the_agent(tmp_path: Path) -> None:
+    first = members.founder(tmp_path)
+    second = members.member_of(first, tmp_path)
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        assert Admin(node.parts, second.store).members.leave("") == {
+            "left": second.identity.cluster_id,
+            "members": 1,
+        }
+        assert node.parts.node.over.done()
+        assert second.store.load().membership is None
+        entries = {entry.node_id: entry for each in a.heard(Members) for entry in each.entries}
+        assert entries[node.parts.node.node_id].removed
+
+    play(tmp_path, second, story)
+
+
+def test_a_founder_leaves_only_by_force_unless_it_is_alone(tmp_path: Path) -> None:
+    first = members.founder(tmp_path)
+
+    async def story(node: Node) -> None:
+        admin = Admin(node.parts, first.store)
+        node.meet(A)
+        with pytest.raises(UserError, match="founded the cluster and alone can let others in"):
+            admin.members.leave("")
+        assert not node.parts.node.over.done()
+        assert first.store.load().authority is not None
+        assert admin.members.leave("yes")["members"] == 1
+        assert first.store.load().authority is None
+
+    play(tmp_path, first, story)
+
+
+def test_a_lone_mac_may_always_leave(tmp_path: Path) -> None:
+    first = members.founder(tmp_path)
+
+    async def story(node: Node) -> None:
+        assert Admin(node.parts, first.store).members.leave("")["members"] == 0
+        assert node.parts.node.over.done()
+
+    play(tmp_path, first, story)
+
+
+def test_what_is_told_about_the_cluster_can_be_told_as_json(
+    tmp_path: Path, member: members.Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        admin = Admin(node.parts, member.store)
+        node.meet(A)
+        node.lead(weights)
+        status = json.loads(json.dumps(admin.status()))
+        assert status["coordinator"] == "studio"
+        assert (status["desired"]["model"], status["desired"]["version"]) == ("tiny", 1)
+        rows = {row["name"]: row for row in status["members"]}
+        assert (rows["studio"]["self"], rows["studio"]["coordinator"], rows["mac-a"]["self"]) == (
+            True,
+            True,
+            False,
+        )
+        assert rows["mac-a"]["address"] == "127.0.0.1"
+        assert json.loads(json.dumps(admin.members.roster()))["members"] == status["members"]
+        plan = json.loads(json.dumps(admin.plan()))
+        assert plan["coordinator"] == node.parts.node.node_id
+        assert sorted(each["name"] for each in plan["nodes"]) == ["mac-a", "studio"]
+
+    play(tmp_path, member, story)
+
+
+def test_an_agent_that_keeps_to_itself_says_so(tmp_path: Path) -> None:
+    async def scene() -> None:
+        parts = alone(tmp_path)
+        admin = Admin(parts, cast(Any, None))
+        status = json.loads(json.dumps(admin.status()))
+        assert status["state"] == "starting"
+        assert "members" not in status
+        for ask in (admin.members.roster, lambda: admin.members.let_in("x"), lambda: admin.members.leave("")):
+            with pytest.raises(UserError, match="keeps to this Mac") as refused:
+                ask()
+            assert refused.value.code is Code.NOT_SUPPORTED
+        with pytest.raises(UserError, match="keeps to this Mac"):
+            await admin.members.token()
+        with pytest.raises(UserError, match="keeps to this Mac"):
+            await admin.members.remove("x", "")
+        assert [each["name"] for each in admin.plan()["nodes"]] == ["studio"]
+        assert admin.models.unload()["model"] == ""
+        await parts.close()
+
+    run(scene())
+
+
+def test_only_settings_that_ranks_must_have_in_common_are_compared(tmp_path: Path) -> None:
+    plain = Settings(tmp_path, "127.0.0.1", 52415, 1, "tiny")
+    own = replace(
+        plain, home=tmp_path / "x", http_port=1, name="studio", interface="10.0.0.1", nodes="2", model="m"
+    )
+    assert flags_of(plain, {}) == flags_of(own, {}) == ()
+    assert flags_of(replace(plain, kv_bits=8, compiled=False), {}) == ("compiled=False", "kv_bits=8")
+    environment = {"MLX_ENABLE_TF32": "0", "MLX_RANK": "1", "MLX_METAL_FAST_SYNCH": "1", "PATH": "/bin"}
+    assert flags_of(plain, environment) == ("MLX_ENABLE_TF32=0",)
+    assert [each.partition("=")[0] for each in versions_here()] == ["mlxtp", "mlx", "mlx-lm"]
+    assert "none" not in " ".join(versions_here())
+
+
+def test_files_are_repaired_while_no_rank_here_has_them_open(
+    tmp_path: Path, member: members.Member, hub: Hub
+) -> None:
+    name = f"{NAME}@{COMMIT}"
+
+    async def story(node: Node) -> None:
+        cluster, admin = node.parts, Admin(node.parts, member.store)
+        cluster.node.desired._handlers.remove(cluster.model.resolve)
+        cluster.node.desired.set(NAME)
+        with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is about to"):
+            admin.models.removable(NAME, "")
+        assert admin.models.removable(name, "yes") == {"removable": NAME}
+        snapshot = Repo(NAME).folder / "snapshots" / COMMIT
+        snapshot.mkdir(parents=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(cluster.hosted.serving), "epoch", 5)
+            patch.setattr(type(cluster.hosted.serving), "model", snapshot)
+            with pytest.raises(UserError, match="a rank of this Mac has it open; `mlxtp unload` first"):
+                admin.models.removable(name, "yes")
+        source = ModelSource(NAME, snapshot, cast(Text, None))
+        cluster.supervisor.source = source
+        assert admin.models.removable(name, "yes") == {"removable": NAME}, "it is no longer open"
+        cluster.supervisor.status.in_epoch = True
+        with pytest.raises(UserError, match="a rank of this Mac has it open"):
+            admin.models.removable(name, "yes")
+
+    play(tmp_path, member, story)

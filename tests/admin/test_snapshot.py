@@ -1,0 +1,222 @@
+"""Renderings of one snapshot: health, status, page, metrics and doctor agree on the same state."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.core import Metric
+from rich.console import Console
+
+from mlxtp.admin import checkup, metrics, snapshot
+from mlxtp.admin.snapshot import AgentSnapshot, ClusterSnapshot, MemberSnapshot, NodeLink, Snapshot, gather
+from mlxtp.api.backend import Health, ModelInfo
+from mlxtp.api.dialects import openai as answers
+from mlxtp.cli.status import _shown, picture
+from mlxtp.cluster.cluster_state import LeaderClaim
+from mlxtp.diagnostics.facts import Attempt
+from mlxtp.gateway.dispatcher import OpenRequests
+from mlxtp.groups.health import ServingState
+from mlxtp.groups.history import EpochStory
+from mlxtp.groups.process_group import EpochGroup
+from mlxtp.wire.cluster_messages import DesiredState, FabricResult, ModelStatus, RosterEntry
+from mlxtp.wire.messages import Pong
+
+from ..groups.one_node import MACHINE, A, B, alone
+from ..groups.scenes import run
+
+PONG = Pong("decode", 0.5, 1, 7, 9, 3, 4, 10 << 20, 12 << 20, "tiny", 5, 6, 8, 1500, 300, 44, 100)
+GROUP = EpochGroup(1, 2, "ring", kind="ring over Ethernet")
+AGENT = AgentSnapshot(
+    health=Health("ready", 9, 2, "ring", "tiny", None, ready=True, open_requests=3),
+    state=ServingState.READY,
+    model=ModelInfo("tiny", (), Path("/models/tiny"), 4096, 0, (1,), 300),
+    group=GROUP,
+    pongs={0: PONG, 1: replace(PONG, phase="idle")},
+    pids={0: 4711},
+    requests=OpenRequests("tiny", 2, 1, 50),
+    phases={"generating": 2, "first_token": 1, "group": 0, "held_back": 0},
+    tokens=77,
+    kv_room=200,
+    in_epoch=True,
+    proof="",
+)
+HERE = MemberSnapshot(
+    A, "studio", True, "alive", True, False, 0, "", False, "http://127.0.0.1:52415", MACHINE,
+    ModelStatus(1, "ab" * 32, ""), "", RosterEntry(A, "studio", A * 2, False, 1), "",
+)  # fmt: skip
+OTHER = MemberSnapshot(
+    B, "mini", False, "suspect", False, True, 1, "10.0.0.7", True, "", None, ModelStatus(1, "", "no room"),
+    "tiny is on its way", RosterEntry(B, "mini", B * 2, False, 2, admitted_by=A, at=1_780_000_000), "studio",
+)  # fmt: skip
+CLUSTER = ClusterSnapshot(
+    alone=False,
+    cluster_id="c" * 16,
+    claim=LeaderClaim(5, A),
+    coordinator="studio",
+    desired=DesiredState(3, A, "tiny", "2"),
+    coming=("org/next is on its way here",),
+    problem="a copied home",
+    waiting="too few members",
+    left_out=("JACCL is left out",),
+    members=(HERE, OTHER),
+    links=(NodeLink(A, B, 310, "ethernet", rdma=False, mbps=None),),
+)
+RESULT = FabricResult((A, B), "ring", GROUP.kind, False, False, 5, 0.001, (64,), (0.1,), (0.2,))
+NOW = Snapshot(
+    node_id=A,
+    name="studio",
+    agent=AGENT,
+    cluster=CLUSTER,
+    participants=(A, B),
+    serving=None,
+    measured=RESULT,
+    hosted=False,
+    model_bytes=1000,
+    left_wired="2 GB stay wired",
+    history=(EpochStory(9, 1.0, True, 2, "ring", GROUP.kind, "tiny"),),
+)
+ALONE = replace(NOW, cluster=replace(CLUSTER, alone=True, members=(HERE,), links=()))
+FOLLOWER = replace(NOW, agent=replace(AGENT, pongs=None, pids={}))
+
+
+def samples(now: AgentSnapshot) -> dict[str, list[tuple[dict[str, str], float]]]:
+    def of(metric: Metric) -> list[tuple[dict[str, str], float]]:
+        return [(each.labels, each.value) for each in metric.samples]
+
+    return {metric.name: of(metric) for metric in metrics.rendered(now)}
+
+
+def test_every_rendering_has_the_same_state_epoch_model_and_requests() -> None:
+    health = answers.health_body(AGENT.health)
+    status, page = snapshot.status(NOW), snapshot.page(NOW, 12.5)
+    for name in ("state", "epoch", "model"):
+        assert health[name] == status[name] == page[name], name
+    assert health["open_requests"] == status["open_requests"] == page["requests"]["open"] == 3
+    facts, counted = checkup.agent_facts(NOW), samples(AGENT)
+    assert (facts.state, facts.model) == ("ready", "tiny")
+    assert [labels["state"] for labels, value in counted["mlxtp_state"] if value] == ["ready"]
+    assert [counted[name] for name in ("mlxtp_epoch", "mlxtp_open_requests")] == [[({}, 9)], [({}, 3)]]
+
+
+def test_status_names_ranks_members_and_the_fabric_of_a_group_that_serves() -> None:
+    status = snapshot.status(NOW)
+    assert [(each["rank"], each["pid"], each["phase"]) for each in status["ranks"]] == [
+        (0, 4711, "decode"),
+        (1, None, "idle"),
+    ]
+    assert (status["coordinator"], status["term"], status["desired"]["version"]) == ("studio", 5, 3)
+    rows = {each["name"]: each for each in status["members"]}
+    assert (rows["mini"]["rank"], rows["mini"]["admitted_by_name"], rows["mini"]["chip"]) == (1, "studio", "")
+    assert rows["mini"]["model_problem"] == "no room"
+    assert status["fabric"] is None, "no report says that the group serves"
+    told = io.StringIO()
+    Console(file=told, width=120).print(*_shown(status), sep="\n")
+    assert "2 GB stay wired" in told.getvalue()
+    assert json.loads(json.dumps(status)) == status
+
+
+def test_an_agent_alone_has_no_cluster_in_any_rendering() -> None:
+    assert "members" not in snapshot.status(ALONE)
+    page = snapshot.page(ALONE, None)
+    assert (page["cluster"], page["coordinator"]) == (None, None)
+    assert [each["name"] for each in page["nodes"]] == ["studio"]
+
+
+def test_the_page_has_figures_of_ranks_and_links_and_none_for_unknown_facts() -> None:
+    page = snapshot.page(NOW, 12.5)
+    Console(file=io.StringIO()).print(picture(page, 0.0))
+    assert page["group"] == {
+        "world_size": 2,
+        "backend": "ring",
+        "kind": GROUP.kind,
+        "pairs": [(0, 1)],
+        "fabric": {"collective_us": 1000, "by": "bench", "at": 5},
+    }
+    assert [(each["node"], each["memory_bytes"]) for each in page["ranks"]] == [(A, 10 << 20), (B, 10 << 20)]
+    assert page["tokens_per_second"] == {"value": 12.5, "of": "group"}
+    assert page["links"] == [
+        {"a": A, "b": B, "trip_us": 310, "network": "ethernet", "rdma": False, "mbps": None}
+    ]
+    [here, mini] = page["nodes"]
+    assert (here["address"], mini["chip"], mini["memory_bytes"], mini["notes"]) == (None, None, None, [])
+
+
+@pytest.mark.parametrize(
+    ("changed", "fabric"),
+    [
+        ({}, {"collective_us": 1000, "by": "bench", "at": 5}),
+        ({"measured": None}, {"collective_us": 44, "by": "proof", "at": None}),
+        ({"measured": None, "agent": FOLLOWER.agent}, None),
+    ],
+    ids=["measured", "by the last proof", "of ranks that report elsewhere"],
+)
+def test_the_speed_of_a_fabric_is_the_best_known(changed: dict[str, Any], fabric: object) -> None:
+    assert snapshot.page(replace(NOW, **changed), None)["group"]["fabric"] == fabric
+
+
+def test_an_agent_without_rank_0_has_no_figures_of_ranks() -> None:
+    page = snapshot.page(FOLLOWER, 3.0)
+    assert [each["phase"] for each in page["ranks"]] == [None, None]
+    assert page["tokens_per_second"] == {"value": 3.0, "of": "here"}
+    counted = samples(FOLLOWER.agent)
+    assert (counted["mlxtp_ranks_alive"], counted["mlxtp_rank_step_seconds"]) == ([], [])
+    assert samples(AGENT)["mlxtp_ranks_alive"] == [({}, 2)]
+
+
+def test_the_use_of_the_kv_caches_is_a_fraction_of_their_room() -> None:
+    of_model = {"model_name": "tiny"}
+    assert samples(AGENT)["vllm:kv_cache_usage_perc"] == [(of_model, 0.25)]
+    full = replace(AGENT, requests=replace(AGENT.requests, held=900))
+    assert samples(full)["vllm:kv_cache_usage_perc"] == [(of_model, 1.0)]
+    assert samples(replace(AGENT, kv_room=0))["vllm:kv_cache_usage_perc"] == []
+
+
+def test_the_doctor_has_the_facts_of_an_agent_of_its_model_and_of_other_members() -> None:
+    facts = checkup.agent_facts(NOW)
+    assert (facts.problem_of_cluster, facts.waiting, facts.left_out) == (
+        "a copied home",
+        "too few members",
+        ("JACCL is left out",),
+    )
+    assert (facts.has_rank, facts.left_wired) == (True, "2 GB stay wired")
+    resting = replace(NOW, agent=replace(AGENT, in_epoch=False))
+    assert not checkup.agent_facts(resting).has_rank
+    assert checkup.agent_facts(replace(resting, hosted=True)).has_rank
+    model = checkup.model_facts(CLUSTER)
+    assert (model.wanted, model.fingerprint, model.problem) == ("tiny", "ab" * 32, "")
+    tried = (Attempt("10.0.0.7:1"),)
+    other = checkup.member_facts(OTHER, heard=True, ours=tried)
+    assert (other.name, other.state, other.linked, other.heard, other.called) == (
+        "mini", "suspect", True, True, True,
+    )  # fmt: skip
+    assert (other.ours, other.fingerprint, other.model_problem) == (tried, "", "no room")
+    assert not checkup.member_facts(replace(OTHER, address=""), heard=False, ours=()).linked
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda now: setattr(now, "name", "x"),
+        lambda now: setattr(now.agent, "kv_room", 1),
+        lambda now: setattr(now.cluster, "waiting", ""),
+    ],
+)
+def test_a_snapshot_stays_as_it_was(tmp_path: Path, change: Callable[[Snapshot], None]) -> None:
+    async def story() -> None:
+        parts = alone(tmp_path)
+        parts.supervisor.status.follow(ServingState.READY, 3, "", GROUP)
+        now = gather(parts)
+        parts.supervisor.status.follow(ServingState.RESTARTING, 3, "a rank is gone", GROUP)
+        assert [(each.epoch, each.lasted_s) for each in now.history] == [(3, None)]
+        assert (now.agent.health.state, now.agent.state) == ("ready", ServingState.READY)
+        with pytest.raises(AttributeError):
+            change(now)
+        await parts.close()
+
+    run(story())

@@ -1,0 +1,84 @@
+"""`mlxtp bench`: the rows, the table, and a real endpoint that is measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from mlxtp.cli import bench
+from mlxtp.cli.bench import BenchAnswer, BenchRow, measure, read, show, wrote
+from mlxtp.cli.launch import find_served
+from mlxtp.client import AgentClient
+from mlxtp.errors import Code, UserError
+
+from ..live_cluster import Cluster
+
+pytestmark = pytest.mark.slow
+
+ONE = BenchAnswer(asked_at=10.0, first_at=10.5, ended_at=12.5, prompt=400, tokens=101, drafted=20)
+
+
+def test_a_prompt_is_read_until_the_first_token_and_what_was_cached_is_not_read() -> None:
+    assert read(ONE) == BenchRow("read", 400, 1, 0.5, 800.0)
+    assert read(replace(ONE, cached=100)).rate == 600.0
+
+
+def test_one_answer_counts_from_its_first_token_several_from_when_they_were_asked_for() -> None:
+    assert wrote([ONE]) == BenchRow("write", 400, 101, 0.5, 50.0, 20)
+    late = replace(ONE, asked_at=10.0, first_at=11.5, ended_at=14.0)
+    both = wrote([ONE, late])
+    assert (both.what, both.tokens, both.first_s, both.drafted) == ("write, 2 at once", 202, 1.5, 40)
+    assert both.rate == pytest.approx(202 / 4.0)
+
+
+def test_the_first_token_is_no_empty_event_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count(1)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: float(next(clock)))
+    texts = [("", None), ("", None), ("a", None), ("b", None), ("", "length")]
+    events = [{"choices": [{"text": text, "finish_reason": reason}]} for text, reason in texts]
+    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 2}, "choices": []}
+    lines: Any = [b"data: " + json.dumps(event).encode() for event in (*events, usage)]
+    answer = bench._read(lines, 0.0)
+    assert (answer.first_at, answer.ended_at) == (3.0, 5.0)
+
+
+def test_the_table_can_be_pasted() -> None:
+    found: dict[str, Any] = {
+        "versions": ["mlxtp=1"], "model": "org/m", "context": 4096, "world_size": 2, "backend": "jaccl",
+        "kind": "JACCL mesh", "machines": ["Apple M3 Ultra 512 GB", "Apple M4 Max 128 GB"],
+        "rows": [asdict(read(ONE)), asdict(wrote([ONE]))],
+    }  # fmt: skip
+    assert show(found).splitlines() == [
+        "mlxtp=1",
+        "org/m, context 4096; jaccl of 2, JACCL mesh; Apple M3 Ultra 512 GB; Apple M4 Max 128 GB",
+        "",
+        "| | prompt | answer | first token | tokens/s | of these drafted |",
+        "|---|--:|--:|--:|--:|--:|",
+        "| read | 400 | 1 | 0.5 s | 800 |  |",
+        "| write | 400 | 101 | 0.5 s | 50 | 20% |",
+    ]
+
+
+def test_a_real_endpoint_is_measured_and_one_that_works_is_left_alone(
+    one_rank: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "WRITE_TOKENS", 12)
+    agent, said = AgentClient(one_rank.home), list[str]()
+    found = measure(find_served(one_rank.home, ""), agent, said.append)
+    rows = {row["what"]: row for row in found["rows"]}
+    assert set(rows) == {"read", "write", "write, 4 at once", "write, 8 at once"}
+    assert 400 < rows["read"]["prompt"] < 700
+    assert [rows[what]["tokens"] for what in list(rows)[1:]] == [12, 48, 96]
+    assert all(row["rate"] > 0 and row["first_s"] > 0 for row in rows.values())
+    assert (found["model"], found["world_size"], len(found["machines"])) == ("tiny", 1, 1)
+    assert said[0] == "warming up"
+
+    status = agent.get("status")
+    monkeypatch.setattr(AgentClient, "get", lambda *_: status | {"open_requests": 3})
+    with pytest.raises(UserError, match="3 requests are open") as refused:
+        measure(find_served(one_rank.home, ""), agent, said.append)
+    assert refused.value.code == Code.NOT_READY

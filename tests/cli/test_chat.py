@@ -1,0 +1,312 @@
+"""`mlxtp chat`, in a terminal and in a pipe, with a real agent, and with one that is slow or fails."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from mlxtp.cli.chat import Talk, settled
+from mlxtp.cli.main import app
+from mlxtp.client import FILE, EndpointAnswer, Piece
+from mlxtp.errors import UserError
+
+from ..live_cluster import WAIT_S, Cluster
+from ..pseudo_terminal import (
+    CTRL_C,
+    CTRL_D,
+    UP,
+    terminal,
+)
+
+pytestmark = pytest.mark.slow
+
+ORACLE = "FALCON-MERCURY-7749"
+
+
+def mlxtp(home: Path, *words: str, typed: str = "") -> Result:
+    return CliRunner().invoke(app, ["chat", *words, "--home", str(home)], input=typed)
+
+
+# --- with a real agent ------------------------------------------------------------------------------------
+
+
+def test_a_pipe_gets_the_answer_and_nothing_else(one_rank: Cluster) -> None:
+    answered = mlxtp(one_rank.home, typed=f"Repeat exactly: {ORACLE}\n")
+    assert (answered.stdout, answered.stderr, answered.exit_code) == (f"{ORACLE}\n", "", 0)
+    with_both = mlxtp(one_rank.home, "Repeat exactly: PANDA-42", "--json")
+    told = json.loads(with_both.stdout)
+    assert (told["text"], told["model"], told["finish_reason"]) == ("PANDA-42", "tiny", "stop")
+    assert told["tokens"] > 1
+    assert told["prompt_tokens"] > 1
+    assert told["ttft_s"] > 0
+    cut = json.loads(mlxtp(one_rank.home, f"Repeat exactly: {ORACLE}", "--max-tokens", "2", "--json").stdout)
+    assert (cut["finish_reason"], cut["tokens"]) == ("length", 2)
+
+
+def test_a_conversation_in_a_terminal(one_rank: Cluster, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.md"
+    with terminal("chat", "--home", str(one_rank.home)) as screen:
+        assert "tiny" in screen.see(">>> ")
+        screen.type(f"Repeat exactly: {ORACLE}\n")
+        shown = screen.see("first token after")
+        assert f"\n{ORACLE}\n" in shown
+        assert " tokens, " in shown
+        screen.see(">>> ")
+        screen.type("/sav x\n")
+        screen.see("/sav is not known; did you mean /save?")
+        screen.see(">>> ")
+        screen.type(f"/save {saved}\n")
+        screen.see("written to")
+        screen.see(">>> ")
+        screen.type(f"/save {saved}\n")
+        screen.see("File exists; give another name")
+        screen.see(">>> ")
+        screen.type(f"/clear\n{UP}{UP}{UP}{UP}{UP}\n")  # which is what was asked first
+        assert f"\n{ORACLE}\n" in screen.see("first token after")
+        screen.see(">>> ")
+        screen.type("/quit\n")
+        assert screen.end() == 0
+    assert saved.read_text() == f"## User\n\nRepeat exactly: {ORACLE}\n\n## Assistant\n\n{ORACLE}\n\n"
+
+
+def test_who_has_nothing_to_say_is_told_how_to(one_rank: Cluster) -> None:
+    said = mlxtp(one_rank.home, typed=" \n")
+    assert said.exit_code == 1
+    assert said.stderr.startswith("mlxtp: the prompt is empty; type one, such as `mlxtp chat ")
+
+
+def test_what_the_endpoint_refuses_keeps_its_code(one_rank: Cluster) -> None:
+    refused = mlxtp(one_rank.home, "hello", "--model", "org/none", "--json")
+    assert refused.exit_code == 1
+    assert json.loads(refused.stdout)["error"]["code"] == "model_not_found"
+
+
+def test_without_an_agent_it_says_how_to_start_one(tmp_path: Path) -> None:
+    assert "start one with `mlxtp node`" in mlxtp(tmp_path, "hello").stderr
+    with terminal("chat", "--home", str(tmp_path)) as screen:
+        screen.see("no mlxtp node runs with home")
+        assert screen.end() == 1
+
+
+# --- with one that is slow, or fails ----------------------------------------------------------------------
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nConnection: close\r\n\r\n"
+STATUS = HEAD % b"application/json" + b'{"model": "slow", "state": "ready"}'
+
+
+def said(text: str, name: str = "content") -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": {name: text}}]}).encode() + b"\n\n"
+
+
+def _request(sock: socket.socket) -> bytes:
+    """Head and body, which come apart."""
+    got = b""
+    while b"\r\n\r\n" not in got or (got.startswith(b"POST") and not got.endswith(b"}")):
+        if not (part := sock.recv(65_536)):
+            break
+        got += part
+    return got
+
+
+class Slow:
+    """An agent that says how far it is, then what it is given, and stops there until its client leaves."""
+
+    def __init__(self, home: Path, *parts: bytes, hangs: bool) -> None:
+        self.asked: list[bytes] = []
+        self.left = threading.Event()
+        self._parts, self._hangs = parts, hangs
+        self._server = socket.create_server(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
+        (home / FILE).write_text(json.dumps({"url": url, "key": "secret"}))
+        self._thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        while True:
+            sock, _ = self._server.accept()
+            with sock:
+                if not (request := _request(sock)):
+                    return
+                if request.startswith(b"GET"):
+                    sock.sendall(STATUS)
+                    continue
+                self.asked.append(request)
+                sock.sendall(HEAD % b"text/event-stream" + b"".join(self._parts))
+                if self._hangs:
+                    sock.settimeout(WAIT_S)
+                    assert sock.recv(1) == b""
+                    self.left.set()
+
+    def __enter__(self) -> Slow:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        socket.create_connection(self._server.getsockname()).close()
+        self._thread.join(WAIT_S)
+        self._server.close()
+
+
+@contextmanager
+def slow(home: Path, *parts: bytes, hangs: bool = False) -> Iterator[Slow]:
+    with Slow(home, *parts, hangs=hangs) as agent:
+        yield agent
+
+
+def test_ctrl_c_stops_an_answer_and_twice_it_leaves(tmp_path: Path) -> None:
+    begun = (b": mlxtp\n\n", said("It is **because"))
+    with slow(tmp_path, *begun, hangs=True) as agent, terminal("chat", "--home", str(tmp_path)) as screen:
+        screen.see(">>> ")
+        screen.type("why?\n")
+        screen.see("It is")
+        assert not agent.left.is_set()
+        screen.type(CTRL_C)
+        screen.see("stopped; Ctrl-C again leaves")
+        assert agent.left.wait(WAIT_S)
+        screen.see(">>> ")
+        screen.type("go on\n")
+        screen.see("It is")
+        screen.type(CTRL_C)
+        screen.see(">>> ")
+        screen.interrupt()
+        assert screen.end() == 0
+    assert "It is **because" in agent.asked[1].decode()  # what was said before it was stopped
+
+
+@pytest.mark.parametrize(
+    ("more", "shown"),
+    [
+        ({"state": "loading 40 %"}, "loading 40 %"),
+        ({"prompt_progress": {"total": 4000, "processed": 1520}}, "reading the prompt, 38 %"),
+    ],
+)
+def test_what_an_answer_waits_for_is_shown(tmp_path: Path, more: dict[str, Any], shown: str) -> None:
+    chunk = {"choices": [{"delta": {}, "finish_reason": None}]} | more
+    waits = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    with slow(tmp_path, waits, hangs=True), terminal("chat", "--home", str(tmp_path)) as screen:
+        screen.see(">>> ")
+        screen.type("why?\n")
+        screen.see(shown)
+        screen.type(CTRL_C)
+        screen.see(">>> ")
+        screen.interrupt()
+        screen.end()
+
+
+def test_ctrl_c_before_a_line_has_to_be_meant(tmp_path: Path) -> None:
+    with slow(tmp_path), terminal("chat", "--home", str(tmp_path)) as screen:
+        screen.see(">>> ")
+        screen.type("half a li")
+        screen.see("half a li")
+        screen.interrupt("Ctrl-C again, or Ctrl-D, leaves")
+        screen.see(">>> ")
+        screen.type("/clear\n")
+        screen.see("forgotten")
+        screen.see(">>> ")
+        screen.interrupt("Ctrl-C again, or Ctrl-D, leaves")
+        screen.see(">>> ")
+        screen.type(CTRL_D)
+        assert screen.end() == 0
+
+
+def test_an_answer_that_breaks_off_is_said_and_does_not_end_the_conversation(tmp_path: Path) -> None:
+    thinks = said("let me see", "reasoning_content")
+    with slow(tmp_path, thinks, said("half")), terminal("chat", "--home", str(tmp_path)) as screen:
+        screen.see(">>> ")
+        screen.type("hello\n")
+        screen.see("half")
+        screen.see("the answer broke off")
+        screen.see(">>> ")
+        screen.type('"""one\ntwo"""\n')
+        screen.see("the answer broke off")
+        screen.see(">>> ")
+        screen.type("/quit\n")
+        assert screen.end() == 0
+
+
+def test_a_terminal_that_can_only_write_gets_the_text(tmp_path: Path) -> None:
+    with slow(tmp_path, said("**so**")), terminal("chat", "--home", str(tmp_path), TERM="dumb") as screen:
+        screen.see(">>> ")
+        screen.type("hello\n")
+        screen.see("**so**")
+        screen.see(">>> ")
+        screen.type(CTRL_D)
+        assert screen.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "code", "words"),
+    [
+        (b'data: {"error": {"code": "rank_lost", "message": "a rank is gone"}}\n', "rank_lost", "a rank is"),
+        (b"data: nonsense\n", "internal", "not a reply of mlxtp"),
+        (b"data: {}\n", "internal", "not a reply of mlxtp"),
+        (b"hello\n", "link_lost", "the answer broke off"),
+    ],
+)
+def test_what_is_no_answer(tmp_path: Path, part: bytes, code: str, words: str) -> None:
+    with slow(tmp_path, part):
+        refused = mlxtp(tmp_path, "hello", "--json")
+    error = json.loads(refused.stdout)["error"]
+    assert (refused.exit_code, error["code"]) == (1, code)
+    assert words in error["message"]
+
+
+# --- pieces -----------------------------------------------------------------------------------------------
+
+
+def test_the_speed_of_an_answer() -> None:
+    answer = EndpointAnswer(10.0)
+    for at, piece in (
+        (10.5, Piece(waiting="loading 40 %")),
+        (11.0, Piece(thought="so")),
+        (12.0, Piece(text="a")),
+        (13.0, Piece(tokens=5, prompt_tokens=7)),
+    ):
+        answer.add(piece, at)
+    assert (answer.text, answer.thoughts, answer.ttft_s, answer.tokens_per_second) == ("a", "so", 1.0, 2.0)
+    assert (EndpointAnswer(1.0).ttft_s, EndpointAnswer(1.0).tokens_per_second) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "stands"),
+    [
+        ("one line", ""),
+        ("one\n\n", ""),
+        ("one\n\ntwo", "one\n\n"),
+        ("- a\n\n  more of a", ""),
+        ("```\na\n\nb", ""),
+        ("```\na\n\nb\n```\n\nc", "```\na\n\nb\n```\n\n"),
+        ("~~~~\n```\n\n~~~\n\nb", ""),
+    ],
+)
+def test_which_blocks_of_markdown_are_finished(text: str, stands: str) -> None:
+    assert text[: settled(text)] == stands
+
+
+def test_a_conversation_is_saved_as_it_would_be_asked(tmp_path: Path) -> None:
+    talk = Talk(tmp_path, {"model": "default"}, "Be brief.")
+    talk.add_exchange("Who?", "Me.")
+    talk.save(tmp_path / "talk.json")
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    assert saved["model"] == "default"
+    assert [each["role"] for each in saved["messages"]] == ["system", "user", "assistant"]
+    with pytest.raises(UserError, match="No such file or directory; give another name"):
+        talk.save(tmp_path / "none" / "talk.md")
+
+
+def test_a_file_that_cannot_be_ends_no_conversation(tmp_path: Path) -> None:
+    with slow(tmp_path), terminal("chat", "--home", str(tmp_path)) as screen:
+        screen.see(">>> ")
+        screen.type("/save ~nosuch/x.md\n")
+        screen.see("this machine has no user ~nosuch")
+        screen.see(">>> ")
+        screen.type("/quit\n")
+        assert screen.end() == 0

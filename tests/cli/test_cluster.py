@@ -1,0 +1,669 @@
+"""Commands that ask a running agent, as a user types them: the real application behind a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from urllib.parse import quote
+
+import pytest
+from click.testing import Result
+from rich.console import Console
+from typer.testing import CliRunner
+
+from mlxtp.admin.handlers import FILE, announced
+from mlxtp.agent import _own_home
+from mlxtp.api.app import create_app
+from mlxtp.api.server import bind, serve
+from mlxtp.cli import bench, cluster
+from mlxtp.cli.main import _with_join_value, app
+from mlxtp.client import agent_runs
+from mlxtp.cluster.cluster_state import ClusterState, Roster
+from mlxtp.cluster.state_file import SavedState, save
+from mlxtp.config import embedded_model_path
+from mlxtp.errors import Code, UserError
+from mlxtp.identity.store import Store
+from mlxtp.wire.cluster_messages import Interface, Machine, RosterEntry
+
+from ..api.test_admin import KEY, FakeAdmin
+from ..live_cluster import WAIT_S
+
+MEMBER = {
+    "node_id": "ab" * 16,
+    "name": "studio [left]",
+    "state": "alive",
+    "self": True,
+    "coordinator": True,
+    "rank": 0,
+    "address": "",
+    "http": "http://127.0.0.1:52415",
+    "draining": False,
+    "chip": "Apple M3 Ultra",
+    "memory_bytes": 512 * 10**9,
+    "notes": [],
+    "model_problem": "",
+}
+STATUS = {
+    "state": "ready",
+    "reason": "",
+    "problem": "",
+    "waiting": "",
+    "model": "org/model",
+    "world_size": 2,
+    "kind": "JACCL mesh",
+    "epoch": 7,
+    "cluster": "c" * 16,
+    "coordinator": "studio [left]",
+    "desired": {"model": "org/[model]", "nodes": "2", "version": 3},
+    "fabric": None,
+    "members": [
+        MEMBER,
+        {**MEMBER, "node_id": "cd" * 16, "name": "mini", "state": "dead", "self": False, "coordinator": False,
+         "rank": None, "memory_bytes": 0, "chip": "", "model_problem": "it is not there",
+         "notes": ["RDMA is [off]"]},
+    ],
+}  # fmt: skip
+MACHINE = Machine(
+    "macos", "26.2", "25C56", "Mac15,14", "Apple M3 Ultra", 24, 60, 96 * 10**9, 80 * 10**9, 0, 72 * 10**9,
+    "ac", "enabled", False, (Interface("en0", "10.0.0.1", 24, "ethernet", 10_000, True),), (), (),
+)  # fmt: skip
+
+
+RESULT: dict[str, Any] = {
+    "nodes": ["ab" * 16, "cd" * 16],
+    "backend": "jaccl",
+    "kind": "JACCL mesh",
+    "fast_fences": False,
+    "metal": True,
+    "at": 1_780_000_000,
+    "collective_s": 195e-6,
+    "sizes": [1024, 1 << 20, 1 << 24],
+    "sums_s": [2e-4, 4e-4, 2e-3],
+    "gathers_s": [1e-4, 3e-4, 2.5e-3],
+}
+BENCH = {**RESULT, "names": ["studio [left]", "mini"]}
+
+
+class Admin(FakeAdmin):
+    """Says what an agent of two Macs says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[str, dict[str, object]] = {
+            "removable": {},
+            "removed": {},
+            "stored": {"elsewhere": []},
+        }
+
+    def _do(self, *what: str) -> dict[str, object]:
+        super()._do(*what)
+        answers: dict[str, dict[str, object]] = {
+            "status": STATUS,
+            "members": {"cluster": "c" * 16, "members": STATUS["members"]},
+            "token": {"token": "TOKEN-1", "valid_s": 900},
+            "serve": {"model": "org/model", "nodes": "2", "version": 3},
+            "unload": {"model": "", "nodes": "auto", "version": 4},
+            "drain": {"draining": True, "over": False, "open_requests": 2, "left_s": 9.7},
+            "progress": {"draining": True, "over": True, "open_requests": 1, "left_s": 0.0},
+            "let_in": {"name": "mini", "let_in": [{"node_id": "ef" * 16, "name": "air [x]"}]},
+            "remove": {
+                "removed": "mini",
+                "node_id": "cd" * 16,
+                "let_in": [],
+                "with_admitted": False,
+                "others": 1,
+                "saved_by": ["air"],
+            },
+            "leave": {"left": "c" * 16, "members": 1},
+            "bench/fabric": BENCH,
+            "plan": {
+                "fabric": [],
+                "coordinator": MEMBER["node_id"],
+                "nodes": [
+                    {"node_id": node, "name": name, "machine": asdict(MACHINE), "held_bytes": 0}
+                    for node, name in ((MEMBER["node_id"], "studio"), ("cd" * 16, "mini"))
+                ],
+            },
+        }
+        return (answers | self.answers)[what[0]]
+
+
+class Agent:
+    """A home whose agent answers, until it is closed."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.admin = Admin()
+        self._sock = bind("127.0.0.1", 0)
+        self.url = "http://{}:{}".format(*self._sock.getsockname())
+        self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+        application = create_app(cast(Any, None), admin=self.admin)
+        self._thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(
+                serve(application, self._sock, self._stop, grace_s=0)
+            )
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(WAIT_S)
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Agent]:
+    agent = Agent(Path())
+    yield agent
+    agent.close()
+
+
+@pytest.fixture
+def agent(running: Agent, tmp_path: Path) -> Iterator[Agent]:
+    running.admin.asked.clear()
+    running.admin.error = None
+    running.home = tmp_path
+    with announced(tmp_path, running.url, KEY):
+        yield running
+
+
+def mlxtp(home: Path, *args: str, width: int = 200) -> Result:
+    return CliRunner().invoke(app, [*args, "--home", str(home)], env={"COLUMNS": str(width)})
+
+
+def refusal(home: Path, *args: str, status: int = 1) -> str:
+    result = mlxtp(home, *args)
+    assert result.exit_code == status, result.output
+    assert result.stdout == ""
+    assert isinstance(result.exception, SystemExit)
+    return " ".join(result.stderr.split())
+
+
+# --- what it answers --------------------------------------------------------------------------------------
+
+
+def test_status_is_one_screen(agent: Agent) -> None:
+    result = mlxtp(agent.home, "status")
+    assert result.exception is None, result.exception
+    shown = result.output
+    first, second, wanted, fabric, *table = shown.splitlines()
+    assert first == "ready org/model on 2 Macs, JACCL mesh   epoch 7"
+    assert second == f"cluster {'c' * 16}, coordinated by studio [left]"
+    assert wanted == "wanted: org/[model], --nodes 2"
+    assert fabric == "fabric: speed assumed; `mlxtp bench --fabric` measures it"
+    assert table[0].split()[:4] == ["name", "state", "rank", "address"]
+    assert "studio [left]" in table[1]
+    assert "512 GB" in table[1]
+    assert table[1].rstrip().endswith("this Mac, coordinator")
+    assert table[2].split()[:2] == ["mini", "dead"]
+    assert table[3:] == ["mini:", "  - it is not there", "mini:", "  - RDMA is [off]"]
+
+
+LONG = "the model cannot be read: " + "word " * 40 + "and this is its end"
+
+
+@pytest.mark.parametrize("command", [["status"], ["cluster", "members"]])
+def test_a_long_error_has_lines_of_its_own(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """Below the table, which it would squeeze; indented, and broken between words."""
+    mini = {**STATUS["members"][1], "model_problem": LONG, "notes": []}
+    told = {**STATUS, "members": [MEMBER, mini]}
+    handler = {"status": "status", "members": "roster"}[command[-1]]
+    monkeypatch.setattr(agent.admin, handler, lambda: told)
+    plain = {**told, "members": [MEMBER, {**mini, "model_problem": ""}]}
+    shown = mlxtp(agent.home, *command, width=80).output.splitlines()
+    monkeypatch.setattr(agent.admin, handler, lambda: plain)
+    without = mlxtp(agent.home, *command, width=80).output.splitlines()
+    assert shown[: len(without)] == without
+    who, *below = shown[len(without) :]
+    assert who == "mini:"
+    assert all(line.startswith("  ") for line in below)
+    assert " ".join(" ".join(below).split()) == f"- {LONG}"
+
+
+def test_a_status_that_is_not_well_says_why(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = {
+        **STATUS,
+        "state": "failed",
+        "reason": "rank 1 [x] is gone",
+        "problem": "two Macs are one",
+        "model": "",
+    }
+    monkeypatch.setattr(agent.admin, "status", lambda: status)
+    shown = mlxtp(agent.home, "status").output
+    assert shown.startswith("failed   epoch 7\n")
+    assert "rank 1 [x] is gone" in shown
+    assert "two Macs are one" in shown
+
+
+def test_memory_that_ended_ranks_left_wired_is_shown(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "left_wired": "90.0 GB stayed wired"})
+    assert "\n  90.0 GB stayed wired\n" in mlxtp(agent.home, "status").output
+
+
+def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {name: STATUS[name] for name in ("state", "reason", "model", "epoch")} | {
+        "world_size": 1,
+        "kind": "",
+    }
+    monkeypatch.setattr(agent.admin, "status", lambda: alone)
+    assert mlxtp(agent.home, "status").output == "ready org/model on this Mac   epoch 7\n"
+    alone |= {"world_size": 2, "kind": "a ring over loopback"}
+    said = "ready org/model, 2 ranks on this Mac, a ring over loopback   epoch 7\n"
+    assert mlxtp(agent.home, "status").output == said
+
+
+@pytest.mark.parametrize(
+    ("args", "asked", "said"),
+    [
+        (
+            ["serve", "org/model", "--nodes", "2"],
+            ("serve", "org/model", "2"),
+            "org/model is now the model to serve; ",
+        ),
+        (["serve", "tiny"], ("serve", "tiny", ""), "org/model is now the model to serve; "),
+        (["unload"], ("unload",), "no model is configured\n"),
+        (["token"], ("token",), "TOKEN-1\n"),
+        (
+            ["bench", "--fabric"],
+            ("bench/fabric",),
+            "JACCL mesh, jaccl: studio [left] + mini; default fences\n",
+        ),
+        (["cluster", "remove", "mini"], ("remove", "mini", ""), "mini is no longer a member\n"),
+        (
+            ["cluster", "remove", "mini", "--with-admitted"],
+            ("remove", "mini", "yes"),
+            "mini is no longer a member",
+        ),
+        (["cluster", "leave"], ("leave", ""), f"this Mac left cluster {'c' * 16}\n"),
+        (["cluster", "leave", "--force"], ("leave", "yes"), f"this Mac left cluster {'c' * 16}\n"),
+        (["cluster", "members"], ("members",), "name "),
+    ],
+)
+def test_each_command_asks_and_says_what_became_of_it(
+    agent: Agent, args: list[str], asked: tuple[str, ...], said: str
+) -> None:
+    result = mlxtp(agent.home, *args)
+    assert result.exit_code == 0
+    assert result.output.startswith(said)
+    assert agent.admin.asked == [asked]
+    as_json = mlxtp(agent.home, *args, "--json")
+    assert isinstance(json.loads(as_json.output), dict)
+
+
+def test_whom_a_removed_mac_let_in_is_named(agent: Agent) -> None:
+    answer = {
+        "removed": "mini", "node_id": "cd" * 16, "let_in": [{"node_id": "ef" * 16, "name": "air [x]"}],
+        "with_admitted": False, "others": 2, "saved_by": [],
+    }  # fmt: skip
+    agent.admin.answers["remove"] = answer
+    try:
+        lines = mlxtp(agent.home, "cluster", "remove", "mini").output.splitlines()
+        assert lines[1].startswith("it admitted air [x] (efefefef), still members")
+        assert lines[2].startswith("no other Mac has this on its disk yet")
+        answer |= {"with_admitted": True, "saved_by": ["studio"]}
+        lines = mlxtp(agent.home, "cluster", "remove", "mini", "--with-admitted").output.splitlines()
+        assert lines[1:] == ["nor are the Macs that it admitted: air [x] (efefefef)"]
+    finally:
+        del agent.admin.answers["remove"]
+
+
+@pytest.mark.parametrize("yes", [True, False])
+def test_in_a_terminal_it_is_asked_about_them(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, yes: bool
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("typer.confirm", lambda words: (asked.append(words), yes)[1])
+    monkeypatch.setattr(cluster, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    mlxtp(agent.home, "cluster", "remove", "mini")
+    assert asked == ["mini admitted air [x] (efefefef). Remove them too?"]
+    assert agent.admin.asked == [("let_in", "mini"), ("remove", "mini", "yes" if yes else "")]
+
+
+def test_who_let_each_member_in_is_listed(agent: Agent) -> None:
+    let_in = {"admitted_by": "ab" * 16, "admitted_by_name": "studio", "joined_from": "10.0.0.7"}
+    members = [{**MEMBER, "name": "mini [x]", **let_in, "joined_at": 1_780_000_000}, MEMBER]
+    agent.admin.answers["members"] = {"cluster": "c" * 16, "members": members}
+    try:
+        output = mlxtp(agent.home, "cluster", "members").output
+    finally:
+        del agent.admin.answers["members"]
+    assert output.count("was admitted") == 1
+    assert "mini [x] was admitted by studio from 10.0.0.7, at 2026-05-2" in output
+
+
+def test_the_page_is_where_the_agent_is_and_has_its_key(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"{agent.url}/#key={quote(KEY)}"
+    assert mlxtp(agent.home, "page").output == f"{address}\n"
+    assert json.loads(mlxtp(agent.home, "page", "--json").output) == {"url": address}
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: bool(opened.append(url)) or len(opened) == 1)
+    assert mlxtp(agent.home, "page", "--open").exit_code == 0
+    assert f"no browser can be opened here; the page is at {address}" in refusal(agent.home, "page", "--open")
+    assert opened == [address, address]
+
+
+def test_a_drain_is_watched_to_the_end_of_the_agent(agent: Agent) -> None:
+    """The agent lets go of its home when it ends; until then the command waits."""
+    with ExitStack() as holding:
+        holding.enter_context(_own_home(agent.home))
+        done = threading.Event()
+        said: list[Result] = []
+
+        def drain() -> None:
+            said.append(mlxtp(agent.home, "drain", "--within", "10", "--json"))
+            done.set()
+
+        thread = threading.Thread(target=drain)
+        thread.start()
+        assert not done.wait(1.0)
+        assert agent.admin.asked == [("drain", "10"), ("progress",)]
+    thread.join(WAIT_S)
+    assert json.loads(said[0].stdout) == {"ended": True, "cut": 1}
+    plain = mlxtp(agent.home, "drain")
+    assert plain.stdout == "mlxtp has stopped on this Mac; requests that were cut: 1\n"
+    assert agent.admin.asked[2:] == [("drain", ""), ("progress",)]
+
+
+@pytest.mark.parametrize("within", ["soon", "-1", "nan", "100000"])
+def test_a_drain_within_no_time_is_refused(agent: Agent, within: str) -> None:
+    assert refusal(agent.home, "drain", "--within", within, status=2).startswith("mlxtp: --within: ")
+    assert agent.admin.asked == []
+
+
+def test_a_folder_is_served_by_its_whole_path(
+    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    mlxtp(agent.home, "serve", "model")
+    assert agent.admin.asked == [("serve", str(tmp_path / "model"), "")]
+
+
+def test_a_plan_for_the_members_that_are_there(agent: Agent) -> None:
+    planned = mlxtp(agent.home, "plan", "--model", "llama-3.3-70b-4bit", "--json")
+    assert planned.exit_code == 0, planned.output
+    made = json.loads(planned.output)
+    assert {"studio", "mini"} >= set(made["alternatives"][0]["names"])
+    assert agent.admin.asked == [("plan",)]
+
+
+def test_a_fabric_as_a_table_with_a_picture(agent: Agent) -> None:
+    console = Console(width=200, highlight=False)
+    with console.capture() as drawn:
+        for part in bench.fabric_shown(BENCH):
+            console.print(part)
+    shown = drawn.get().splitlines()
+    rows = [line.split() for line in shown[2:5]]
+    assert [" ".join(row[:2]) for row in rows] == ["1 KiB", "1 MiB", "16 MiB"]
+    assert "8.39 GB/s" in shown[4]  # a sum of two ranks crosses each link once
+    assert "6.71 GB/s" in shown[4]  # so does a gather
+    assert [line.count("█") for line in shown[2:5]] == sorted(line.count("█") for line in shown[2:5])
+    assert shown[4].count("█") == 24
+    assert shown[5].startswith(
+        "a collective within a forward: 195 µs, its fence between GPU and CPU included"
+    )
+    assert max(map(len, shown[1:5])) <= 80
+
+
+def test_a_fabric_in_a_pipe_can_be_pasted(agent: Agent) -> None:
+    shown = mlxtp(agent.home, "bench", "--fabric", width=40).output.splitlines()
+    assert shown[1:4] == ["", "| bytes | sum | a link | gather | a link |", "|--:|--:|--:|--:|--:|"]
+    assert shown[6] == "| 16 MiB | 2 ms | 8.39 GB/s | 2.5 ms | 6.71 GB/s |"
+    assert shown[8].startswith("a collective within a forward: 195 µs")
+    assert len(shown) == 9
+
+
+def test_a_fabric_that_was_measured_is_in_the_status(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "fabric": RESULT})
+    assert "fabric: 195 µs a collective, measured 2026-" in mlxtp(agent.home, "status").output
+    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "world_size": 1})
+    assert "fabric" not in mlxtp(agent.home, "status").output
+
+
+def test_a_plan_counts_with_what_was_measured(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two Macs on Ethernet are slower than one, until it turns out that theirs is a fast one."""
+    told = agent.admin.plan()
+    there = told["nodes"][1]["machine"]
+    there["interfaces"] = [{**asdict(MACHINE.interfaces[0]), "address": "10.0.0.2"}]
+    monkeypatch.setattr(agent.admin, "plan", lambda: told)
+    args = ("plan", "--model", "llama-3.3-70b-4bit", "--json")
+    apart = json.loads(mlxtp(agent.home, *args).output)
+    assert apart["chosen"]["nodes"] == 1
+    kind = "ring over Ethernet"
+    fast = {**RESULT, "backend": "ring", "kind": kind, "collective_s": 3e-5}
+    monkeypatch.setattr(agent.admin, "plan", lambda: {**told, "fabric": [fast]})
+    together = json.loads(mlxtp(agent.home, *args).output)
+    assert (together["chosen"]["kind"], together["chosen"]["nodes"]) == (kind, 2)
+    assert together["chosen"]["speed"]["measured"] is True
+    shown = " ".join(mlxtp(agent.home, *args[:-1]).output.split())
+    assert "collectives, fences included (measured)" in shown
+    fast_fences = json.loads(mlxtp(agent.home, *args, "--fast-fences").output)["chosen"]
+    assert fast_fences["speed"]["measured"] is False  # those were not measured
+
+
+# --- what does not go well --------------------------------------------------------------------------------
+
+
+def test_what_the_agent_refuses_is_one_line(agent: Agent) -> None:
+    agent.admin.error = UserError("no member is called [x]; there are studio (abababab)")
+    for args in (["status"], ["cluster", "remove", "[x]"], ["token"]):
+        assert refusal(agent.home, *args) == ("mlxtp: no member is called [x]; there are studio (abababab)")
+
+
+def test_what_the_agent_refuses_keeps_its_code(agent: Agent) -> None:
+    agent.admin.error = UserError("anna is away", Code.NOT_READY)
+    refused = mlxtp(agent.home, "token", "--json")
+    assert json.loads(refused.stdout) == {"error": {"code": "not_ready", "message": "anna is away"}}
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_no_member_is_removed_without_a_name(agent: Agent, name: str) -> None:
+    said = refusal(agent.home, "cluster", "remove", name)
+    assert said.startswith("mlxtp: which member? Its name, or the beginning of its id: see `mlxtp cluster")
+    assert agent.admin.asked == []
+
+
+@pytest.mark.parametrize("nodes", ["foo", "9", "0"])
+def test_a_number_of_macs_that_is_none_is_a_mistake_of_typing(agent: Agent, nodes: str) -> None:
+    said = refusal(agent.home, "serve", "tiny", "--nodes", nodes, status=2)
+    assert said.startswith(f"mlxtp: --nodes: {nodes!r} is not auto, all, or a number from 1 to 8")
+    assert agent.admin.asked == []
+
+
+def test_a_plan_finds_a_plain_name_where_the_agent_does(agent: Agent, tmp_path: Path) -> None:
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    copy = (embedded_model_path() / "config.json").read_text()
+    (tmp_path / "models" / "small" / "config.json").write_text(copy)
+    plan = ("plan", "--model", "small", "--json")
+    agent.admin.answers["settings"] = {"settings": {"model_folders": []}, "origins": {}}
+    assert json.loads(mlxtp(agent.home, *plan).output)["error"]["code"] == "model_not_found"
+    agent.admin.answers["settings"] = {
+        "settings": {"model_folders": [str(tmp_path / "models")]}, "origins": {},
+    }  # fmt: skip
+    assert json.loads(mlxtp(agent.home, *plan).output)["model"]["name"] == "small"
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.toml").write_text(f'model_folders = ["{tmp_path / "models"}"]')
+    assert json.loads(mlxtp(alone, *plan).output)["model"]["name"] == "small"
+
+
+def test_no_model_is_planned_without_a_name(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "plan", "--model", "").startswith("mlxtp: --model is empty; give a folder, ")
+
+
+COMMANDS = (
+    ["status"],
+    ["serve", "tiny"],
+    ["unload"],
+    ["drain"],
+    ["token"],
+    ["bench", "--fabric"],
+    ["cluster", "members"],
+    ["cluster", "remove", "x"],
+)
+
+
+def test_without_an_agent_each_command_says_how_to_start_one(tmp_path: Path) -> None:
+    for args in COMMANDS:
+        said = refusal(tmp_path / "home", *args)
+        assert said.startswith(f"mlxtp: no mlxtp node runs with home {tmp_path / 'home'}; start one with")
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '"x"', "{}", '{"url": 5}', '{"url": "http://127.0.0.1:1"}', "\udcff"],
+)
+def test_a_file_that_no_agent_wrote(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_text(content, errors="surrogateescape")
+    assert "no mlxtp node runs with home" in refusal(tmp_path, "status")
+
+
+@contextmanager
+def stranger(answer: bytes) -> Iterator[str]:
+    """Another program at the port that the agent had before it was killed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve_once() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.recv(65536)
+                sock.sendall(answer)
+
+        thread = threading.Thread(target=serve_once)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread.join(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\x00\xff\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nhi!!",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nnull",
+        b'HTTP/1.1 401 Unauthorized\r\nContent-Length: 22\r\n\r\n{"error": {"message":1}',
+        b'HTTP/1.1 401 Unauthorized\r\nContent-Length: 17\r\n\r\n{"error": "none"}',
+    ],
+)
+def test_after_a_kill_another_program_may_answer_there(tmp_path: Path, answer: bytes) -> None:
+    with stranger(answer) as url:
+        (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old"}))
+        said = refusal(tmp_path, "status")
+        assert said.startswith(f"mlxtp: the agent of {tmp_path} does not answer at {url}")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:port", "nonsense", "http://[::1"])
+def test_after_a_kill_no_agent_answers_there(tmp_path: Path, url: str) -> None:
+    (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old"}))
+    assert f"does not answer at {url}" in refusal(tmp_path, "status")
+
+
+def test_an_error_in_a_form_of_its_own(tmp_path: Path) -> None:
+    body = b'{"error": ["odd"]}'
+    with stranger(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)) as url:
+        (tmp_path / FILE).write_text(json.dumps({"url": url, "key": "old"}))
+        assert "odd" in refusal(tmp_path, "status")
+
+
+# --- leaving without an agent -----------------------------------------------------------------------------
+
+
+def test_leaving_while_no_agent_runs(tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    store.found_cluster()
+    assert "alone can let others in" in refusal(tmp_path / "home", "cluster", "leave")
+    assert store.load().membership is not None
+    left = mlxtp(tmp_path / "home", "cluster", "leave", "--force")
+    assert "run `mlxtp cluster remove`" in " ".join(left.output.split())
+    assert store.load().membership is None
+    assert "belongs to no cluster" in refusal(tmp_path / "home", "cluster", "leave")
+
+
+def test_the_founder_leaves_a_cluster_of_one_without_force(tmp_path: Path) -> None:
+    """No other Mac belongs to it, so none has to be told."""
+    home = tmp_path / "home"
+    store = Store(home)
+
+    def remember(*others: str) -> None:
+        entries = [RosterEntry(each, "mini", each, False, 1) for each in (store.load().node_id, *others)]
+        save(home, SavedState(ClusterState(roster=Roster().merged(entries))))
+
+    store.found_cluster()
+    remember("ab" * 16)
+    assert "alone can let others in" in refusal(home, "cluster", "leave")
+    remember()
+    left = mlxtp(home, "cluster", "leave")
+    assert (left.exit_code, left.stderr) == (0, "")
+    assert left.output.startswith("this Mac left cluster ")
+    assert "cluster remove" not in left.output
+    assert store.load().membership is None
+
+
+def test_a_home_that_was_none_is_none_afterwards(tmp_path: Path) -> None:
+    assert "belongs to no cluster" in refusal(tmp_path / "typo", "cluster", "leave")
+    assert not (tmp_path / "typo").exists()
+
+
+def test_an_agent_that_lives_but_does_not_answer_keeps_its_identity(tmp_path: Path) -> None:
+    """It holds the files; taking them away behind its back breaks it."""
+    store = Store(tmp_path)
+    store.found_cluster()
+    (tmp_path / FILE).write_text(json.dumps({"url": "http://127.0.0.1:1", "key": "k"}))
+    with _own_home(tmp_path):
+        assert agent_runs(tmp_path)
+        assert "does not answer" in refusal(tmp_path, "cluster", "leave", "--force")
+    assert not agent_runs(tmp_path)
+    assert store.load().membership is not None
+    assert mlxtp(tmp_path, "cluster", "leave", "--force").exit_code == 0
+
+
+# --- being found ------------------------------------------------------------------------------------------
+
+
+def test_where_an_agent_answers_is_for_its_user_only_and_while_it_runs(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    path.write_text("left by one that was killed")
+    with announced(tmp_path, "http://127.0.0.1:1", KEY):
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert json.loads(path.read_text())["key"] == KEY
+    assert not path.exists()
+    with announced(tmp_path, "http://127.0.0.1:1", KEY):
+        path.unlink()  # tidied up: no reason to fail at the end
+
+
+def test_a_home_that_takes_no_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "agent.draft").mkdir()
+    with pytest.raises(UserError, match=r"--home .*: agent.json cannot be written"), ExitStack() as stack:
+        stack.enter_context(announced(tmp_path, "http://127.0.0.1:1", KEY))
+
+
+@pytest.mark.parametrize(
+    ("typed", "understood"),
+    [
+        ("node --join", "node --join="),
+        ("node --join TOKEN", "node --join TOKEN"),
+        ("node --join -", "node --join -"),
+        ("node --join - --home x", "node --join - --home x"),
+        ("node --join --home x", "node --join= --home x"),
+        ("node --join=TOKEN --home x", "node --join=TOKEN --home x"),
+        ("node --home x --join", "node --home x --join="),
+        ("node", "node"),
+    ],
+)
+def test_join_with_and_without_a_token(typed: str, understood: str) -> None:
+    assert _with_join_value(typed.split()) == understood.split()

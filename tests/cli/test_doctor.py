@@ -1,0 +1,159 @@
+"""`mlxtp doctor`, as a user types it, with an agent and without; and its page in docs/."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from huggingface_hub import constants
+from typer.testing import CliRunner
+
+from mlxtp.admin.checkup import AgentCheckup
+from mlxtp.agent import _own_home
+from mlxtp.api.endpoint import open_endpoint
+from mlxtp.cli.main import app
+from mlxtp.config import Settings
+from mlxtp.diagnostics import checkup
+from mlxtp.diagnostics.rows import MAC, ROWS, show
+from mlxtp.identity.store import Store
+
+from ..groups.one_node import alone
+
+PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+
+
+def type_in(home: Path, *words: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", "--home", str(home), *words])
+
+
+def rows(result: Result) -> dict[str, Any]:
+    return {row["id"]: row for row in json.loads(result.stdout)["rows"]}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No other Mac is listened for, and nothing leaves this machine."""
+    monkeypatch.setenv("MLXTP_DISCOVERY", "false")
+    monkeypatch.setenv("MLXTP_INTERFACE", "127.0.0.1")
+    monkeypatch.setenv("MLXTP_CONTROL", "127.0.0.1:0")
+    monkeypatch.setenv("MLXTP_HTTP", "127.0.0.1:0")
+
+
+def test_without_an_agent_the_command_looks_itself_and_says_so(tmp_path: Path) -> None:
+    result = type_in(tmp_path, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["looked"] == "command"
+    found = rows(result)
+    assert "no agent runs" in found["agent"]["findings"][0]["what"]
+    assert found["packages"]["level"] == "ok"
+    assert "serving" not in found
+    assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind
+    assert " Packages        mlx " in type_in(tmp_path).stdout
+
+
+def test_an_error_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store(tmp_path).found_cluster()
+    (tmp_path / "identity").chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("MLXTP_HTTP", address)
+        result = type_in(tmp_path, "--json")
+    assert result.exit_code == 1
+    found = rows(result)
+    assert f"endpoint {address} is not available" in found["ports"]["findings"][0]["what"]
+    assert "chmod 700" in found["identity"]["findings"][0]["what"]
+
+
+def test_with_a_wrong_setting_it_says_so_and_looks_at_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("rank = 1\nkv_bits = 5")
+    result = type_in(tmp_path, "--json")
+    assert result.exit_code == 1
+    found = rows(result)
+    unknown, wrong = found["settings"]["findings"]
+    assert (unknown["level"], unknown["what"]) == (
+        "error", f"{tmp_path / 'config.toml'}, line 1: unknown key 'rank'; did you mean ranks?",
+    )  # fmt: skip
+    assert wrong["what"].startswith("kv_bits in ")
+    assert found["packages"]["level"] == "ok"
+
+
+def test_a_look_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", f"/{'x' * 300}")
+    monkeypatch.setattr(checkup, "software_here", lambda: 1 // 0)
+    found = rows(type_in(tmp_path, "--json"))
+    assert found["disk"]["level"] == "warning"
+    assert "File name too long" in found["disk"]["findings"][1]["what"]
+    assert found["checks"]["level"] == "warning"
+    assert "a lookup failed: ZeroDivisionError" in found["checks"]["findings"][0]["what"]
+
+
+def test_a_home_that_an_agent_holds_without_answering_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _own_home(tmp_path), socket.create_server(("127.0.0.1", 0)) as its:
+        monkeypatch.setenv("MLXTP_HTTP", f"127.0.0.1:{its.getsockname()[1]}")
+        result = type_in(tmp_path, "--json")
+    assert result.exit_code == 1
+    assert "did not answer" in rows(result)["agent"]["findings"][0]["what"]
+    assert "ports" not in rows(result)
+
+
+def test_an_agent_that_keeps_to_itself_looks_from_within(tmp_path: Path) -> None:
+    settings = Settings(tmp_path, "127.0.0.1", 0, 1, "tiny", alone=True)
+    with open_endpoint(settings) as endpoint:
+
+        async def look() -> Any:
+            parts = alone(tmp_path)
+            found = await AgentCheckup(settings, endpoint, parts).report()
+            await parts.close()
+            return found
+
+        found = asyncio.run(look())
+    assert found["looked"] == "agent"
+    told = {row["id"]: row["findings"][0]["what"] for row in found["rows"]}
+    assert told["ports"] == f"endpoint {endpoint.url.rpartition('/')[2]} is ours"
+    assert told["serving"].startswith("starting")
+    assert told["mdns"].startswith("switched off")
+    assert told["models"].startswith("there is no other member")
+
+
+def report(level: str = "warning") -> dict[str, Any]:
+    bad = {"level": level, "what": "a [b] " * 30, "why": "it matters", "fix": "sudo " + "x" * 90}
+    good = {"level": "ok", "what": "fine", "why": "", "fix": ""}
+    return {
+        "level": level,
+        "rows": [
+            {"id": "a", "title": "Bad", "level": level, "findings": [good, bad]},
+            {"id": "b", "title": "Good", "level": "ok", "findings": [good]},
+        ],
+    }
+
+
+def test_a_report_fits_a_terminal_and_leaves_commands_whole() -> None:
+    lines = "\n".join(line.plain for line in show(report(), 80, plain=False)).splitlines()
+    assert lines[0] == f"! Bad             {'a [b] ' * 9}a ..."
+    assert lines[1] == "✓ Good            fine"
+    assert [line for line in lines if len(line) > 80] == [f"  to do: sudo {'x' * 90}"]
+    assert "  why: it matters" in lines
+    assert lines[-1] == "1 warning; mlxtp runs none of these commands itself"
+
+
+def test_a_terminal_without_unicode_gets_ascii_marks() -> None:
+    text = "\n".join(line.plain for line in show(report("error"), 80, plain=True))
+    assert text.isascii()
+    assert text.startswith("x Bad")
+
+
+def test_the_page_has_the_table_as_the_code_has_it() -> None:
+    expected = ["| row | what is examined | why it matters | remedy |", "|---|---|---|---|"]
+    for row in ROWS:
+        only = " (macOS)" if row.systems == MAC else ""
+        expected.append(f"| **{row.title}** `{row.id}`{only} | {row.looks_at} | {row.why} | {row.fix} |")
+    rows = PAGE.read_text().partition("\n## The rows\n")[2]
+    table = [line for line in rows.splitlines() if line.startswith("|")]
+    assert table[: len(expected)] == expected, "\n".join(expected)

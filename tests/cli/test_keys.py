@@ -1,0 +1,221 @@
+"""`mlxtp key`, and commands that find their agent by HTTPS: as a user types them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from mlxtp.admin.handlers import announced
+from mlxtp.api.api_keys import FILE, KeyFile
+from mlxtp.api.app import create_app
+from mlxtp.api.endpoint import Tls, here_and_now, make, own_tls, tls_of_files
+from mlxtp.api.server import bind, serve
+
+from ..api.test_admin import KEY
+from ..live_cluster import WAIT_S
+from .test_cluster import Admin, mlxtp, refusal
+
+USED = 1_780_000_000
+
+
+class Agent(Admin):
+    """Says when keys were used."""
+
+    def keys(self) -> Any:
+        self.asked.append(("keys",))
+        return {"used": {"laptop": USED}}
+
+
+@contextmanager
+def agent(home: Path, tls: Tls | None = None, *, announce: str | None = None) -> Iterator[Agent]:
+    """An agent of `home`, which says that it shows the certificate `announce`, by default the one it has."""
+    admin = Agent()
+    sock, loop, stop = bind("127.0.0.1", 0), asyncio.new_event_loop(), asyncio.Event()
+    app = create_app(cast(Any, None), admin=admin)
+    context = tls.context if tls is not None else None
+    serving = serve(app, sock, stop, tls=context, grace_s=0)
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serving))
+    scheme = "http" if tls is None else "https"
+    url = f"{scheme}://127.0.0.1:{sock.getsockname()[1]}"
+    certificate = announce if announce is not None else tls.certificate if tls is not None else ""
+    thread.start()
+    try:
+        with announced(home, url, KEY, certificate):
+            yield admin
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(WAIT_S)
+        loop.close()
+
+
+# --- keys -------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_printed_alone_and_what_to_do_with_it_beside(tmp_path: Path) -> None:
+    made = mlxtp(tmp_path / "home", "key", "create", "laptop")
+    assert made.exit_code == 0, made.output
+    assert re.fullmatch(r"mlxtp_[\w-]{43}\n", made.stdout)
+    said = " ".join(made.stderr.split())
+    for words in ("the key of laptop", "shown only once", "`Authorization: Bearer KEY`", "`x-api-key: KEY`"):
+        assert words in said
+    assert made.stdout.strip() not in said
+    assert made.stdout.strip() not in (tmp_path / "home" / FILE).read_text()
+    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
+
+
+def test_keys_as_json(tmp_path: Path) -> None:
+    made = json.loads(mlxtp(tmp_path, "key", "create", "laptop", "--per-minute", "60", "--json").stdout)
+    assert made.pop("key").startswith("mlxtp_")
+    assert made == {"name": "laptop", "per_minute": 60, "created": made["created"], "last_used": None}
+    mlxtp(tmp_path, "key", "create", "phone")
+    listed = json.loads(mlxtp(tmp_path, "key", "list", "--json").stdout)["keys"]
+    assert listed[0] == made
+    assert (listed[1]["name"], listed[1]["per_minute"]) == ("phone", None)
+    assert json.loads(mlxtp(tmp_path, "key", "revoke", "phone", "--json").stdout) == {
+        "revoked": "phone",
+        "left": 1,
+    }
+
+
+def test_keys_as_a_table(tmp_path: Path) -> None:
+    assert mlxtp(tmp_path, "key", "list").stdout.startswith("there are no API keys; `mlxtp key create NAME`")
+    file = KeyFile(tmp_path)
+    file.create("laptop", 60, USED - 86_400)
+    file.create("phone", 0, USED - 86_400)
+    rows = [line.split() for line in mlxtp(tmp_path, "key", "list").stdout.splitlines()]
+    assert rows[0][:4] == ["name", "created", "per", "minute"]
+    day = datetime.fromtimestamp(USED - 86_400).astimezone().strftime("%Y-%m-%d %H:%M").split()
+    assert rows[1:] == [["laptop", *day, "60", "-"], ["phone", *day, "any", "-"]]
+
+
+def test_a_running_agent_knows_when_keys_were_used(tmp_path: Path) -> None:
+    file = KeyFile(tmp_path)
+    file.create("laptop", 0, USED - 86_400)
+    file.create("phone", 0, USED - 86_400)
+    with agent(tmp_path) as asked:
+        listed = json.loads(mlxtp(tmp_path, "key", "list", "--json").stdout)["keys"]
+        assert [row["last_used"] for row in listed] == [USED, None]
+        shown = mlxtp(tmp_path, "key", "list").stdout.splitlines()[1]
+    assert asked.asked == [("keys",)] * 2
+    assert shown.rstrip().endswith(datetime.fromtimestamp(USED).astimezone().strftime("%Y-%m-%d %H:%M"))
+
+
+def test_what_revoking_means_is_said(tmp_path: Path) -> None:
+    file = KeyFile(tmp_path)
+    for name in ("laptop", "phone"):
+        file.create(name, 0, 1.0)
+    assert mlxtp(tmp_path, "key", "revoke", "laptop").stdout == "the key of laptop is revoked\n"
+    last = mlxtp(tmp_path, "key", "revoke", "phone").stdout
+    assert "that was the last one: programs on this Mac need no key now" in last
+    assert file.load() == ()
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "words"),
+    [
+        (["create", "two words"], 2, "mlxtp: 'two words' cannot be the name of a key; take up to 64 letters"),
+        (["create", "taken"], 1, "mlxtp: there is a key called 'taken'; `mlxtp key revoke taken` ends it"),
+        (
+            ["create", "x", "--per-minute", "0"],
+            2,
+            "mlxtp: --per-minute 0: a key needs at least one request a minute",
+        ),
+        (["create", "x", "--per-minute", "-5"], 2, "mlxtp: --per-minute -5: "),
+        (
+            ["create", "x", "--per-minute", "2000000"],
+            2,
+            "mlxtp: --per-minute 2000000: a key has from 1 to 1000000",
+        ),
+        (["revoke", "nobody"], 1, "mlxtp: no key is called 'nobody'; there is taken"),
+    ],
+)
+def test_a_mistake_is_said_and_changes_nothing(
+    tmp_path: Path, args: list[str], status: int, words: str
+) -> None:
+    file = KeyFile(tmp_path)
+    file.create("taken", 0, 1.0)
+    before = file.load()
+    assert refusal(tmp_path, "key", *args, status=status).startswith(words)
+    assert file.load() == before
+
+
+def test_a_damaged_file_is_said_by_each_command(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("{}")
+    (tmp_path / FILE).chmod(0o600)
+    for args in (["create", "x"], ["list"], ["revoke", "x"]):
+        assert f"{tmp_path / FILE} is damaged" in refusal(tmp_path, "key", *args)
+    as_json = mlxtp(tmp_path, "key", "list", "--json")
+    assert json.loads(as_json.stdout)["error"]["code"] == "config_invalid"
+    assert (tmp_path / FILE).read_text() == "{}"
+
+
+# --- agents that speak HTTPS ------------------------------------------------------------------------------
+
+
+def test_commands_find_an_agent_by_https(tmp_path: Path) -> None:
+    with agent(tmp_path, own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now())) as asked:
+        assert mlxtp(tmp_path, "status").stdout.startswith("ready org/model on 2 Macs")
+        assert mlxtp(tmp_path, "unload").stdout == "no model is configured\n"
+    assert asked.asked == [("status",), ("unload",)]
+
+
+def test_also_one_with_a_certificate_for_another_name_that_expired(tmp_path: Path) -> None:
+    """They know the certificate itself; what clients on other machines think of it is another matter."""
+    long_ago = datetime.now(UTC) - timedelta(days=1000)
+    (tmp_path / "both.pem").write_bytes(make(("ai.example.com",), (), long_ago))
+    (tmp_path / "both.pem").chmod(0o600)
+    both = str(tmp_path / "both.pem")
+    with agent(tmp_path, tls_of_files(both, both, here_and_now())):
+        assert mlxtp(tmp_path, "status").stdout.startswith("ready org/model")
+
+
+def test_no_other_program_that_answers_there_gets_the_key(tmp_path: Path) -> None:
+    """Not even with a certificate that says just the same."""
+    now = here_and_now()
+    mine, others = (make(("localhost",), ("127.0.0.1",), now) for _ in range(2))
+    (tmp_path / "others.pem").write_bytes(others)
+    (tmp_path / "others.pem").chmod(0o600)
+    theirs = tls_of_files(str(tmp_path / "others.pem"), str(tmp_path / "others.pem"), now)
+    certificate = x509.load_pem_x509_certificate(mine).public_bytes(Encoding.PEM).decode()
+    with agent(tmp_path, theirs, announce=certificate) as asked:
+        said = refusal(tmp_path, "status")
+        assert "does not answer at https://127.0.0.1" in said
+        assert "its certificate is not this agent's" in said
+    assert asked.asked == []
+
+
+@pytest.mark.parametrize("certificate", ["", "garbage", "-----BEGIN CERTIFICATE-----"])
+def test_without_a_certificate_to_compare_with_nothing_is_asked(tmp_path: Path, certificate: str) -> None:
+    tls = own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now())
+    with agent(tmp_path, tls, announce=certificate) as asked:
+        assert "does not answer at https://127.0.0.1" in refusal(tmp_path, "status")
+    assert asked.asked == []
+
+
+def test_a_plain_program_at_that_port_is_no_agent(tmp_path: Path) -> None:
+    certificate = own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now()).certificate
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.recv(65536)
+                sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with announced(tmp_path, f"https://127.0.0.1:{server.getsockname()[1]}", KEY, certificate):
+            assert "does not answer at https://127.0.0.1" in refusal(tmp_path, "status")
+        thread.join(WAIT_S)

@@ -1,0 +1,285 @@
+"""Input and output of `mlxtp plan`."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from mlxtp.cli import planning as plan
+from mlxtp.cli.main import app
+from mlxtp.config import resolve_settings
+from mlxtp.errors import ConfigError, ModelError
+from mlxtp.groups.placer import placement_options
+from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_THUNDERBOLT
+from mlxtp.placement.planner import PlacementOptions
+from mlxtp.placement.tables import KNOWN
+from mlxtp.placement.topology import MemberMachine
+
+from ..placement.made_up_macs import LLAMA, all_pairs, cabled, mac, on_lan
+
+
+def desk(size: int, **changes: Any) -> list[MemberMachine]:
+    return on_lan(cabled([mac(i, **changes) for i in range(size)], all_pairs(size)))
+
+
+def printed(model: str | Path, members: list[MemberMachine], width: int = 200, **more: Any) -> str:
+    out = io.StringIO()
+    plan.run(model, members, console=Console(file=out, width=width, highlight=False), **more)
+    return out.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder of 4 GB, none of which is there."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    index = {"metadata": {"total_size": 4_000_000_000}, "weight_map": {}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path
+
+
+# --- models -----------------------------------------------------------------------------------------------
+
+
+def test_an_index_says_what_weights_take_before_they_are_there(folder: Path) -> None:
+    assert plan.read_shape(folder).weight_bytes == 4_000_000_000
+    assert plan.read_shape(folder).name == folder.name
+
+
+def test_without_an_index_the_files_count(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-1.safetensors").write_bytes(b"x" * 500)
+    (folder / "model-2.safetensors").write_bytes(b"x" * 700)
+    (folder / "draft.safetensors").write_bytes(b"x" * 900)
+    assert plan.read_shape(folder).weight_bytes == 1200
+
+
+def test_a_configuration_alone_is_enough(folder: Path) -> None:
+    assert plan.read_shape(folder / "config.json").weight_bytes == pytest.approx(16.06e9, rel=0.01)
+
+
+def test_models_have_names() -> None:
+    assert plan.read_shape("llama-3.3-70b-4bit").name == "llama-3.3-70b-4bit"
+    assert plan.read_shape("tiny").weight_bytes < 5_000_000
+
+
+@pytest.mark.parametrize("name", ["llama", "/nowhere", "owner/model"])
+def test_an_unknown_model_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(ModelError, match=r"a known name: .*llama-3\.1-8b-4bit"):
+        plan.read_shape(name)
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", "cannot be read"), ("[]", "is not a JSON object")])
+def test_a_broken_configuration_is_refused(folder: Path, text: str, says: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=says):
+        plan.read_shape(folder)
+
+
+def test_a_nodes_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"desk\.toml cannot be read"):
+        plan.read_machines_file(tmp_path / "desk.toml")
+    (tmp_path / "desk.toml").write_text("links = 3")
+    with pytest.raises(ConfigError, match=r"desk\.toml: it has no machines"):
+        plan.read_machines_file(tmp_path / "desk.toml")
+
+
+# --- the table --------------------------------------------------------------------------------------------
+
+
+def test_every_alternative_has_a_row_with_its_numbers() -> None:
+    text = printed("llama-3.3-70b-8bit", desk(3, memory=128))
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "75.0 GB of weights, of which a token reads 73.8 GB; 2.7 GB of KV caches for 8,192 tokens" in text
+    assert "10.6" in rows["JACCL mesh of 2"]
+    assert "42.0 of 137.4 GB" in rows["JACCL mesh of 2"]
+    assert "chosen" in rows["JACCL mesh of 2"]
+    assert "a, b" in rows["JACCL mesh of 2"]
+    assert "possible" in rows["one node alone"]
+    assert "8 KV heads do not divide by 3" in text
+    assert "slower than a alone" in rows["ring over Ethernet of 2"]
+    assert "in the fences of 161 collectives" in text
+    assert "on the links (assumed)" in text
+
+
+def test_on_a_narrow_terminal_reasons_stand_below() -> None:
+    text = printed("llama-3.3-70b-8bit", desk(3, memory=128), width=80)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "- tensor parallel of 3: 3 Macs cannot share this model, 2 can: 64 attention" in text
+    assert "why" not in text.splitlines()[2]
+
+
+def test_where_nothing_works_the_reason_stands_there() -> None:
+    text = printed("llama-3.3-70b-8bit", desk(1))
+    assert text.count("rank 0 (a) has 68.7 GB for 83.4 GB") == 1
+    assert "These Macs cannot serve it." in text
+    assert "ms a token" not in text
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("nodes", ["auto", 3])
+def test_a_refusal_is_said_once(width: int, nodes: int | str) -> None:
+    """A reason that several ways share has one line, and the summary does not repeat it."""
+    out, members = io.StringIO(), desk(3, memory=256)
+    console = Console(file=out, width=width, highlight=False)
+    made = plan.run("llama-3.3-70b-4bit", members, console=console, options=PlacementOptions(nodes=nodes))
+    text = " ".join(out.getvalue().split())
+    reasons = [one.reason for one in made.alternatives if one.reason]
+    assert reasons
+    assert ". Not " not in text
+    if width == 80:
+        assert [text.count(reason) for reason in reasons] == [1] * len(reasons)
+
+
+def test_notes_are_printed() -> None:
+    members = [mac(0, memory=128), mac(1, memory=128)]
+    text = printed("llama-3.3-70b-8bit", on_lan(members), options=PlacementOptions(nodes=2))
+    assert "Note: the ring over Ethernet, not JACCL: 1 of 1 links by cables with RDMA are missing" in text
+
+
+def test_names_are_printed_as_they_are(folder: Path) -> None:
+    """They come from people, and rich would take brackets for colours."""
+    (folder / "[red]").mkdir()
+    (folder / "[red]" / "config.json").write_text(json.dumps(LLAMA))
+    text = printed(folder / "[red]", [replace(mac(0), name="[bold]a")])
+    assert text.startswith("[red]: ")
+    assert text.count("[bold]a") == 2
+
+
+# --- what docs/placement.md shows -------------------------------------------------------------------------
+
+DOC = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
+
+
+def test_the_example_is_what_the_sample_of_a_nodes_file_gives() -> None:
+    (sample,) = re.findall(r"```toml\n(.*?)```", DOC, re.DOTALL)
+    example = Path(__file__).parents[2] / "examples" / "desk.toml"
+    assert example.read_text() == sample
+    members = list(plan.read_machines_file(example))
+    ((command, shown),) = re.findall(r"```console\n\$ (mlxtp plan .*?)\n(.*?)```", DOC, re.DOTALL)
+    assert command == "mlxtp plan --model qwen3-235b-a22b-8bit --machines examples/desk.toml"
+    real = printed("qwen3-235b-a22b-8bit", members, width=129)
+    said = " ".join(real.split())
+    for line in shown.splitlines():
+        assert " ".join(line.removesuffix("…").split()) in said
+    verdicts = re.findall(r"chosen|possible|refused", shown)
+    assert verdicts == [
+        word for word in re.findall(r"\w+", real) if word in ("chosen", "possible", "refused")
+    ]
+
+
+def test_all_names_are_listed_there() -> None:
+    (names,) = re.findall(r"<!-- names -->(.*?)<!-- end of names -->", DOC, re.DOTALL)
+    assert re.findall(r"`(.*?)`", names) == sorted(KNOWN)
+
+
+# --- the embedded model -----------------------------------------------------------------------------------
+
+
+def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
+    """On as many as can, though one alone is faster."""
+    tcp = on_lan([mac(i) for i in range(2)])
+    text = printed("tiny", tcp)
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "chosen" in rows["ring over Ethernet of 2"]
+    assert "possible" in rows["one node alone"]
+    assert "Note: the embedded model demonstrates that the Macs work together" in text
+    one = printed("tiny", tcp, options=PlacementOptions(nodes=1))
+    assert "a alone: " in one
+    assert "Note: the embedded" not in one
+    assert "Note: the embedded" not in printed("tiny", tcp[:1])
+
+
+@pytest.mark.parametrize("model", ["tiny", "org/model"])
+@pytest.mark.parametrize("nodes", ["auto", "all", 1, 2])
+def test_a_plan_and_a_cluster_take_the_same_choice(tmp_path: Path, model: str, nodes: str | int) -> None:
+    settings = resolve_settings({"home": tmp_path}, {})
+    served = placement_options(settings, str(nodes), model)
+    assert plan.as_served(model, PlacementOptions(nodes=nodes)).nodes == served.nodes
+
+
+def test_other_models_are_planned_for_speed(folder: Path) -> None:
+    text = printed(folder, on_lan([mac(i) for i in range(2)]))
+    assert "slower than a alone" in text
+    assert "Note: the embedded" not in text
+
+
+# --- JSON -------------------------------------------------------------------------------------------------
+
+
+def test_json_has_everything() -> None:
+    made = json.loads(printed("llama-3.3-70b-8bit", desk(2, memory=128), width=40, as_json=True))
+    assert made["model"]["weight_bytes"] == pytest.approx(74.96e9, rel=1e-4)
+    assert made["chosen"]["rdma"] == [[None, "rdma_en2"], ["rdma_en2", None]]
+    assert made["chosen"]["speed"]["tokens_per_second"] == pytest.approx(10.6, abs=0.1)
+    assert made["chosen"]["memory"][1]["name"] == "b"
+    assert made["leader"] == made["chosen"]["ranks"][0]
+    assert made["alternatives"][0] == made["chosen"]
+    assert {"title", "verdict", "reason"} <= made["alternatives"][1].keys()
+
+
+def test_json_of_a_refusal_has_no_choice() -> None:
+    made = json.loads(printed("llama-3.3-70b-8bit", desk(1), as_json=True))
+    assert made["chosen"] is None
+    assert made["reason"].startswith("alone: rank 0 (a) has")
+
+
+def test_a_plan_in_a_pipe_has_whole_sentences_and_a_missing_file_is_named_once(tmp_path: Path) -> None:
+    words = [
+        "plan",
+        "--model",
+        "qwen3-235b-a22b-8bit",
+        "--machines",
+        str(Path(__file__).parents[2] / "examples" / "desk.toml"),
+    ]
+    lines = CliRunner().invoke(app, words, env={"COLUMNS": "80"}).stdout.splitlines()
+    assert max(map(len, lines)) > 80
+    assert lines[-1].startswith(("Note:", "These Macs")) or " ms a token: " in lines[-1]
+    missing = CliRunner().invoke(app, [*words[:-1], "/nonexistent.toml"]).stderr
+    assert missing.count("/nonexistent.toml") == 1
+    assert "No such file or directory. It is a TOML file of Macs" in missing
+
+
+# --- what docs/performance.md shows -----------------------------------------------------------------------
+
+COMPARED = (
+    "qwen3-235b-a22b-8bit", "llama-3.3-70b-bf16", "llama-3.3-70b-8bit", "llama-3.3-70b-4bit",
+    "llama-3.1-8b-8bit", "gpt-oss-120b",
+)  # fmt: skip
+
+
+def compared(model: str) -> str:
+    """A row of the table: what two large Macs would do with a model."""
+    members = list(plan.read_machines_file(Path(__file__).parents[2] / "examples" / "desk.toml"))
+    made, fast = (
+        json.loads(printed(model, members, as_json=True, options=PlacementOptions(fast_fences=fences)))
+        for fences in (False, True)
+    )
+
+    def expected(plans: dict[str, Any], kind: str) -> str:
+        (found,) = (each for each in plans["alternatives"] if each["kind"] == kind)
+        return f"{found['speed']['tokens_per_second']:.1f}" if found["speed"] else "does not fit"
+
+    cells = (
+        f"`{model}`",
+        f"{made['model']['token_bytes'] / 1e9:.1f} GB",
+        expected(made, ALONE),
+        expected(made, JACCL_MESH),
+        expected(fast, JACCL_MESH),
+        expected(made, RING_THUNDERBOLT),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_comparison_is_what_plans_say() -> None:
+    # To renew it: python -c "from tests.cli.test_planning import *; print(*map(compared, COMPARED))"
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    (table,) = re.findall(r"<!-- plans -->(.*?)<!-- end of plans -->", page, re.DOTALL)
+    assert table.strip().splitlines()[2:] == [compared(model) for model in COMPARED]

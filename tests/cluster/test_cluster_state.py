@@ -1,0 +1,220 @@
+"""Members' knowledge of each other: the same reports, in any order, make the same knowledge."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtp.cluster.cluster_state import (
+    MAX_ENTRIES,
+    NO_CLAIM,
+    ClusterState,
+    LeaderClaim,
+    Roster,
+    newer,
+    stronger,
+)
+from mlxtp.errors import RemoteProtocolError, UserError
+from mlxtp.wire.cluster_messages import MAX_MEMBERS, DesiredState, RosterEntry
+from mlxtp.wire.frames import encode
+
+from ..placement.made_up_macs import unsealed
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (LeaderClaim(2, "b"), LeaderClaim(1, "a")),
+        (LeaderClaim(2, "a"), LeaderClaim(2, "b")),
+        (LeaderClaim(1, "z"), NO_CLAIM),
+    ],
+)
+def test_the_later_term_is_stronger_and_of_one_term_the_smaller_id(
+    one: LeaderClaim, other: LeaderClaim
+) -> None:
+    assert stronger(one, other) == stronger(other, one) == one
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (DesiredState(2, "b", "", "auto"), DesiredState(1, "a", "llama", "auto")),
+        (DesiredState(2, "a", "llama", "auto"), DesiredState(2, "b", "qwen", "auto")),
+        (DesiredState(2, "b", "qwen", "auto", 2), DesiredState(7, "a", "llama", "auto")),
+        (DesiredState(2, "b", "", "auto", 2), DesiredState(7, "a", "llama", "auto", 1)),
+        (DesiredState(3, "a", "llama", "auto", 2), DesiredState(2, "b", "", "auto", 2)),
+        (DesiredState(2, "b", "qwen", "auto", 2), DesiredState(3, "a", "llama", "auto", 2)),
+    ],
+)
+def test_what_rests_on_the_later_word_of_a_person_holds_then_the_later_version_then_the_smaller_writers(
+    one: DesiredState, other: DesiredState
+) -> None:
+    assert newer(one, other) == newer(other, one) == one
+
+
+# --- merging ----------------------------------------------------------------------------------------------
+
+_ids = st.sampled_from("abc")
+_entry = st.builds(
+    RosterEntry,
+    node_id=_ids,
+    name=_ids,
+    fingerprint=st.sampled_from("xyz"),
+    removed=st.booleans(),
+    version=st.integers(1, 3),
+)
+_beliefs = st.builds(
+    ClusterState,
+    claim=st.just(NO_CLAIM) | st.builds(LeaderClaim, st.integers(1, 3), _ids),
+    desired=st.builds(
+        DesiredState, st.integers(0, 3), _ids, st.sampled_from(("", "m")), st.just("auto"), st.integers(0, 3)
+    ),
+    roster=st.lists(_entry, max_size=4).map(lambda entries: Roster().merged(entries)),
+    epoch=st.integers(0, 3),
+)
+
+
+def merged(one: ClusterState, other: ClusterState) -> ClusterState:
+    """The state that both members hold after they met."""
+    return ClusterState(
+        stronger(one.claim, other.claim),
+        newer(one.desired, other.desired),
+        one.roster.merged(other.roster.entries),
+        max(one.epoch, other.epoch),
+    )
+
+
+@given(_beliefs, _beliefs, _beliefs)
+def test_merging_needs_no_order_and_no_memory(
+    one: ClusterState, two: ClusterState, three: ClusterState
+) -> None:
+    assert merged(one, two) == merged(two, one)
+    assert merged(merged(one, two), three) == merged(one, merged(two, three))
+    assert merged(one, one) == one
+
+
+@given(st.lists(_entry, max_size=6))
+def test_a_removed_member_stays_removed_after_any_merge(entries: list[RosterEntry]) -> None:
+    roster = Roster().merged(entries)
+    for entry in entries:
+        if entry.removed:
+            assert roster.removed(entry.fingerprint)
+    assert not {e.fingerprint for e in roster.members().values()} & {
+        e.fingerprint for e in entries if e.removed
+    }
+
+
+# --- the roster -------------------------------------------------------------------------------------------
+
+
+def roster(*names: str) -> Roster:
+    found = Roster()
+    for name in names:
+        found = found.admitting(name, f"mac-{name}", f"key-{name}", unsealed)
+    return found
+
+
+def test_members_are_listed_by_age() -> None:
+    assert list(roster("c", "a", "b").members()) == ["c", "a", "b"]
+
+
+def test_a_removed_member_is_no_member_and_its_key_is_never_admitted_again() -> None:
+    less = roster("a", "b").removing("b", unsealed)
+    assert list(less.members()) == ["a"]
+    assert less.removed("key-b")
+    assert not less.removed("key-a")
+    with pytest.raises(UserError, match="mac-b was removed"):
+        less.admitting("b", "mac-b", "key-b", unsealed)
+    assert list(less.admitting("b", "mac-b", "another key", unsealed).members()) == ["a", "b"]
+
+
+def test_a_removal_wins_over_a_later_word_of_an_uninformed_member() -> None:
+    both = roster("a", "b")
+    renamed = both.admitting("b", "a new name", "key-b", unsealed).admitting(
+        "b", "a newer name", "key-b", unsealed
+    )
+    for merged in (
+        both.removing("b", unsealed).merged(renamed.entries),
+        renamed.merged(both.removing("b", unsealed).entries),
+    ):
+        assert list(merged.members()) == ["a"]
+
+
+def test_a_new_key_ends_the_old_one() -> None:
+    renewed = roster("a", "b").admitting("b", "mac-b", "key-2", unsealed)
+    assert renewed.members()["b"].fingerprint == "key-2"
+    assert renewed.removed("key-b")
+
+
+def test_removing_a_stranger_is_a_mistake_that_is_told() -> None:
+    with pytest.raises(UserError, match="no member has the node id z"):
+        roster("a").removing("z", unsealed)
+
+
+def test_there_is_room_for_64_members() -> None:
+    full = roster(*(f"n{i}" for i in range(MAX_MEMBERS)))
+    with pytest.raises(UserError, match="at most 64 members"):
+        full.admitting("one", "more", "key", unsealed)
+    assert (
+        len(full.removing("n3", unsealed).admitting("one", "more", "key", unsealed).members()) == MAX_MEMBERS
+    )
+
+
+def test_two_sides_that_filled_up_apart_keep_the_oldest_64() -> None:
+    both = roster(*(f"n{i}" for i in range(MAX_MEMBERS - 1)))
+    merged = both.admitting("x", "x", "x", unsealed).merged(both.admitting("y", "y", "y", unsealed).entries)
+    assert len(merged.members()) == MAX_MEMBERS
+    assert "n0" in merged.members()
+
+
+def test_what_another_tells_displaces_no_member() -> None:
+    """Not even what seems older. Removals, new keys and other words about members always fit."""
+    held = roster(*(f"n{i}" for i in range(MAX_MEMBERS - 2)))
+    told = [RosterEntry(f"x{i}", "", f"x{i}", False, version) for i, version in enumerate((9, 0, 5))]
+    assert [entry.node_id for entry in held.fitting(told, "n0")] == ["x1", "x2"]
+    assert [entry.node_id for entry in held.fitting(told, "me")] == ["x1"]  # this node is one, too
+    full = held.merged(held.fitting(told, "n0"))
+    assert len(full.members()) == MAX_MEMBERS
+    assert full.fitting(told, "n0") == tuple(sorted(told[1:], key=lambda entry: entry.version))
+    others = [
+        RosterEntry("gone", "", "gone", True, 9),
+        RosterEntry("n1", "another key", "key-2", False, 9),
+        RosterEntry("n2", "another name", "key-n2", False, 9),
+    ]
+    assert set(full.fitting(others, "n0")) == set(others)
+
+
+def test_a_roster_is_bounded() -> None:
+    entries = [RosterEntry(f"{i}", "", f"{i}", True, 1) for i in range(MAX_ENTRIES)]
+    full = Roster().merged(entries)
+    with pytest.raises(RemoteProtocolError, match="513"):
+        full.merged([RosterEntry("z", "", "z", True, 1)])
+    with pytest.raises(UserError, match="512"):
+        full.admitting("z", "", "z", unsealed)
+
+
+def test_the_digest_tells_rosters_apart() -> None:
+    digests = {found.digest() for found in (roster("a"), roster("b"), roster("a", "b"), Roster())}
+    assert len(digests) == 4
+    assert all(0 <= digest < 2**63 for digest in digests)
+    one, other = roster("a", "b"), Roster()
+    assert other.merged(one.entries).digest() == one.digest()
+
+
+def test_a_long_roster_travels_in_several_frames() -> None:
+    proofs = ("9" * 32, "1" * 64, 1 << 40, "5" * 160, 1 << 40, "6" * 130, "7" * 160)
+    whole = Roster().merged(
+        [RosterEntry(f"{i:032x}", "n" * 80, f"{i:064x}", True, 1, *proofs) for i in range(150)]
+    )
+    messages = whole.messages()
+    assert [len(message.entries) for message in messages] == [32, 32, 32, 32, 22]
+    assert all(encode(message, 0, 1) for message in messages)
+    found = Roster()
+    for message in reversed(messages):
+        found = found.merged(message.entries)
+    assert found == whole
+
+
+def test_an_empty_roster_is_one_message_too() -> None:
+    assert [message.entries for message in Roster().messages()] == [()]

@@ -1,0 +1,243 @@
+"""The control port: joiners that are sent on, members' requests, and who is not let in. Real TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.agent import running_agent
+from mlxtp.cluster.control_port import ControlPort, bind_control, check_interface
+from mlxtp.config import Settings
+from mlxtp.errors import Code, ConfigError, MlxtpError, UserError
+from mlxtp.gateway.remote_backend import RemoteBackend, serve_requests
+from mlxtp.identity.join_network import ask_to_join
+from mlxtp.identity.join_protocol import (
+    AskElsewhere,
+    Denied,
+    Granted,
+    Joiner,
+    JoinToken,
+    TokenIssuer,
+    read_token,
+)
+from mlxtp.wire.certificates import authority_hash, new_key
+from mlxtp.wire.cluster_messages import TokenIssued, TokenWanted
+from mlxtp.wire.messages import Cancel, Generate
+from mlxtp.wire.peer_messages import MAX_ADDRESS, MAX_PEERS, NONCE_BYTES
+from mlxtp.wire.streams import open_tls
+from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS, member_context_client
+
+from ..gateway.test_gateway import MODEL, TEXT, FakeRanks
+from ..groups.one_node import CLOCK, A, Node, by_hand
+from ..groups.scenes import run, sees, within
+from ..wire.members import Member, founder, member_of
+
+
+class House:
+    """A member's door. `first` founded the cluster, which may be the same."""
+
+    def __init__(self, first: Member, member: Member, home: Path) -> None:
+        self.first, self.member = first, member
+        self.node = Node(member, home)
+        sock = bind_control("127.0.0.1", 0)
+        self.port = sock.getsockname()[1]
+        self.door = ControlPort(
+            sock,
+            member.credentials,
+            self.node.parts.node,
+            self.node.parts.tokens,
+            partial(serve_requests, gateway=self.node.parts.supervisor.gateway),
+        )
+        self.open = asyncio.ensure_future(self.door.run())
+
+    def token(self) -> JoinToken:
+        """A token that some other founder's desk issued; only the cluster is right."""
+        identity = self.first.identity
+        desk = TokenIssuer(identity.cluster_id, authority_hash(self.first.membership.authority))
+        return desk.issue(secrets.token_bytes(16), time.monotonic())
+
+    async def join(self, token: JoinToken) -> Granted:
+        joiner = Joiner(token, secrets.token_hex(16), new_key(), "newcomer", secrets.token_bytes(NONCE_BYTES))
+        return await ask_to_join("127.0.0.1", self.port, joiner)
+
+    async def requests(self, member: Member) -> tuple[RemoteBackend, list[MlxtpError]]:
+        context = member_context_client(member.credentials, ALPN_REQUESTS)
+        reader, writer = await open_tls("127.0.0.1", self.port, context, ALPN_REQUESTS, 5.0)
+        lost: list[MlxtpError] = []
+        try:
+            return await RemoteBackend.greet(reader, writer, lambda _: None, lost.append), lost
+        except BaseException:
+            writer.transport.abort()
+            raise
+
+
+def play(folder: Path, story: Callable[[House], Awaitable[None]], *, founders: bool = False) -> None:
+    async def scene() -> None:
+        first = founder(folder)
+        house = House(first, first if founders else member_of(first, folder), folder / "home")
+        (folder / "home").mkdir()
+        try:
+            await within(story(house))
+        finally:
+            house.open.cancel()
+            await asyncio.wait({house.open})
+            await house.node.parts.close()
+
+    with by_hand():
+        run(scene())
+
+
+def test_who_knocks_at_another_door_is_sent_to_the_founder_s(tmp_path: Path) -> None:
+    """With all of its addresses that could be told; the one at which it is known to answer comes first."""
+
+    async def story(house: House) -> None:
+        with pytest.raises(AskElsewhere, match="the Mac that founded this cluster can"):
+            await house.join(house.token())
+        a = house.node.meet(A)
+        a.remote = "10.0.5.1"
+        house.node.parts.node.peer_info.addresses[A] = (
+            "nonsense", "10.0.0.1:99999", "x" * MAX_ADDRESS + ":1", *(f"10.0.{i}.1:4711" for i in range(8))
+        )  # fmt: skip
+        with pytest.raises(AskElsewhere, match="mac-a can, at") as elsewhere:
+            await house.join(house.token())
+        assert elsewhere.value.addresses == tuple(f"10.0.{i}.1:4711" for i in (5, 0, 1, 2))
+
+    play(tmp_path, story)
+
+
+def test_a_newcomer_is_told_where_the_others_are(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        node = house.node
+        node.meet(A)
+        node.parts.node.peer_info.addresses[A] = ("nonsense", *(f"10.0.0.{i}:4711" for i in range(1, 30)))
+        node.parts.node.introduction.addresses = lambda: ("10.0.0.99:4711",)
+        token = read_token(await house.node.parts.tokens.token())
+        granted = await house.join(token)
+        assert granted.peers == ("10.0.0.99:4711", *(f"10.0.0.{i}:4711" for i in range(1, MAX_PEERS)))
+        await sees(lambda: len(node.parts.node.replica.roster.members()) == 3)
+        with pytest.raises(UserError):
+            await house.join(token)
+
+    play(tmp_path, story, founders=True)
+
+
+def test_what_a_removed_member_prepared_lets_no_mac_in(tmp_path: Path) -> None:
+    """It asked for tokens while it was one. Whom it let in before is listed."""
+
+    async def story(house: House) -> None:
+        node = house.node
+        other = member_of(house.first, tmp_path)
+        node_id = other.identity.node_id
+        node.parts.node.enrolment.admit(node_id, "other", other.identity.fingerprint)
+        link = node.meet(node_id)
+        node.hear(link, *(TokenWanted(bytes((number,)) * 16) for number in range(2)))
+        used, kept = (read_token(issued.token) for issued in link.heard(TokenIssued))
+        await house.join(used)
+        await sees(lambda: len(node.parts.node.replica.roster.members()) == 3)
+        [friend] = node.parts.node.replica.roster.let_in(node_id)
+        entry = node.parts.node.replica.roster.members()[friend]
+        assert (entry.name, entry.address, entry.at) == ("newcomer", "127.0.0.1", int(CLOCK.now))
+        node.parts.node.enrolment.remove(node_id)
+        with pytest.raises(Denied, match="the member that requested this join token was removed or left"):
+            await house.join(kept)
+        await house.join(read_token(await house.node.parts.tokens.token()))
+
+    play(tmp_path, story, founders=True)
+
+
+def test_a_member_that_is_removed_has_no_requests_any_more(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        other = member_of(house.first, tmp_path)
+        cluster = house.node.parts
+        cluster.node.enrolment.admit(other.identity.node_id, "other", other.identity.fingerprint)
+        third = member_of(house.first, tmp_path)
+        with pytest.raises(MlxtpError):  # who has no control link could vanish unnoticed
+            await house.requests(third)
+        for each in (other, third):
+            house.node.meet(each.identity.node_id)
+        desk, lost = await house.requests(other)
+        stays, still = await house.requests(third)
+        assert len(house.door._requests) == 2
+        cluster.node.enrolment.remove(other.identity.node_id)
+        await sees(lambda: lost)
+        await sees(lambda: len(house.door._requests) == 1)
+        counted: list[int] = []
+
+        async def called(*_: object) -> None:
+            counted.append(house.door._acceptor.strangers)
+
+        cluster.node.links.called = called  # type: ignore[method-assign]
+        context = member_context_client(other.credentials, ALPN_CONTROL)
+        _, silent = await open_tls("127.0.0.1", house.port, context, ALPN_CONTROL, 5.0)
+        await sees(lambda: counted == [1])  # as a stranger, whose places are few
+        silent.close()
+        with pytest.raises(MlxtpError):
+            await house.requests(other)
+        assert still == []
+        for link in (desk, stays):
+            await link.close()
+
+    play(tmp_path, story)
+
+
+def test_requests_of_a_member_that_vanished_end_at_rank_0(tmp_path: Path) -> None:
+    """Its requests link may look well for hours: nothing is sent that way."""
+
+    async def story(house: House) -> None:
+        gateway, ranks = house.node.parts.supervisor.gateway, FakeRanks()
+        gateway.serve(cast(Any, ranks), MODEL, TEXT)
+        vanishes, stays = (member_of(house.first, tmp_path) for _ in range(2))
+        links = [house.node.meet(each.identity.node_id) for each in (vanishes, vanishes, stays)]
+        desk, lost = await house.requests(vanishes)
+        other, still = await house.requests(stays)
+        for each in (desk, other):
+            each.send(Generate(1, (1, 2), 9))
+        await sees(lambda: gateway.open_requests == 2)
+        links[0].close()
+        await asyncio.sleep(0)
+        assert gateway.open_requests == 2  # it has another control link
+        links[1].close()
+        await sees(lambda: gateway.open_requests == 1)
+        assert len(ranks.sent_of(Cancel)) == 1
+        await sees(lambda: lost)
+        assert still == []
+        for each in (desk, other):
+            await each.close()
+
+    play(tmp_path, story)
+
+
+def test_an_interface_that_is_not_there_is_said(tmp_path: Path) -> None:
+    check_interface("")
+    check_interface("127.0.0.1")
+    with pytest.raises(ConfigError, match=r"--interface 192\.0\.2\.7: no interface of this Mac has .* 127"):
+        check_interface("192.0.2.7")
+    with pytest.raises(ConfigError, match=r"--control 192\.0\.2\.7:0: this Mac does not have this address"):
+        bind_control("192.0.2.7", 0)
+    settings = Settings(
+        tmp_path, "127.0.0.1", 0, 1, "tiny", cluster=True, control_port=0, interface="192.0.2.7"
+    )
+
+    async def start() -> None:
+        async with running_agent(settings):
+            raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match=r"--interface 192\.0\.2\.7"):
+        asyncio.run(start())
+
+
+def test_an_address_that_another_agent_has_is_named() -> None:
+    with bind_control("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            UserError, match=rf"--control 127\.0\.0\.1:{port} cannot be used.*Another"
+        ) as refused:
+            bind_control("127.0.0.1", port)
+    assert refused.value.code is Code.CONFIG

@@ -1,0 +1,635 @@
+"""One node among others that send all that the wire lets them send: no links, no processes, time by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlxtp.cluster import peer_reports
+from mlxtp.cluster.node import ClusterNode
+from mlxtp.cluster.roster import RosterProofs
+from mlxtp.cluster.state_file import load
+from mlxtp.config import Settings
+from mlxtp.errors import Code, GroupError, MlxtpError, UserError
+from mlxtp.gateway.admission import SystemMemory
+from mlxtp.identity.join_protocol import JoinToken, TokenIssuer
+from mlxtp.models.inspect import ModelSource
+from mlxtp.placement import hardware
+from mlxtp.wire.certificates import authority_hash
+from mlxtp.wire.cluster_messages import (
+    MAX_MEMBERS,
+    MAX_TOLD,
+    Beat,
+    DesiredState,
+    EndEpoch,
+    EpochEnded,
+    Interface,
+    Machine,
+    MachineReport,
+    MachineWanted,
+    Members,
+    ModelHeld,
+    ModelLender,
+    ModelStatus,
+    Prepare,
+    Prepared,
+    RankPong,
+    RankStarted,
+    RankTrouble,
+    RosterEntry,
+    Serving,
+    TokenIssued,
+    TokenWanted,
+)
+from mlxtp.wire.codecs import U63, Message
+from mlxtp.wire.frames import encode
+from mlxtp.wire.messages import Pong
+
+from ..groups.one_node import FINGERPRINT, MACHINE, A, B, Node, by_hand, play, report
+from ..groups.scenes import run, sees
+from ..live_cluster import WAIT_S
+from ..wire.members import Member
+
+# --- orders -----------------------------------------------------------------------------------------------
+
+
+def test_only_the_coordinator_may_have_a_rank_started(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.hear(b, Prepare(7, 1, "", 1))
+        [refused] = b.heard(RankTrouble)
+        assert (refused.epoch, refused.rank, refused.code) == (7, 1, Code.NOT_READY)
+        assert "no node coordinates yet" in refused.detail
+        node.follow(a)
+        node.hear(b, Prepare(7, 1, "", 1))
+        assert "but aaaaaaaa coordinates (term 5)" in b.heard(RankTrouble)[1].detail
+        assert node.orders == []
+        node.hear(a, Prepare(7, 1, "", 1))
+        assert node.orders == [(A, Prepare(7, 1, "", 1))]
+        assert a.heard(RankTrouble) == []
+        assert node.parts.node.replica.epoch == 7
+
+    play(tmp_path, member, story)
+
+
+def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.follow(a)
+        node.parts.hosted.serving.last_epoch = 7
+        for epoch in (6, 7):
+            node.hear(a, Prepare(epoch, 1, "", 1))
+            assert "is not newer than epoch 7" in a.heard(RankTrouble)[-1].detail
+        ended: list[MlxtpError] = []
+        node.parts.supervisor.status.in_epoch = True
+        node.parts.supervisor.end_epoch = ended.append  # type: ignore[method-assign]
+        node.hear(a, Prepare(8, 1, "", 1))
+        assert "still ends an epoch of its own" in a.heard(RankTrouble)[-1].detail
+        assert [error.code for error in ended] == [Code.REPLANNED]
+        node.parts.supervisor.status.in_epoch = False
+        node.hear(a, Prepare(9, 1, "", 1))
+        assert [order.epoch for _, order in cast(Any, node.orders)] == [9]
+
+    play(tmp_path, member, story)
+
+
+def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Member) -> None:
+    """Its orders reach a hosted rank of its own, and the next real epoch ends it."""
+
+    async def story(node: Node) -> None:
+        a, cluster = node.meet(A), node.parts
+        node.follow(a)
+        orders: list[Any] = []
+        cluster.hosted.trial.received = lambda _, order: orders.append(order)  # type: ignore[method-assign]
+        cluster.supervisor.status.in_epoch = True
+        trial = Prepare(8, 1, "", 1, trial=True)
+        node.hear(a, trial)
+        assert (orders, node.orders, a.heard(RankTrouble)) == ([trial], [], [])
+        cluster.hosted.trial._hosted = cast(Any, type("Stay", (), {"order": trial, "host": A})())
+        cleared: list[str] = []
+        cluster.hosted.trial.clear = cleared.append  # type: ignore[method-assign]
+        node.hear(a, EndEpoch(8, in_order=True), EndEpoch(7, in_order=True))
+        assert orders[1:] == [EndEpoch(8, in_order=True)]
+        assert [order for _, order in node.orders] == [EndEpoch(7, in_order=True)]
+        cluster.supervisor.status.in_epoch = False
+        node.hear(a, Prepare(9, 1, "", 1))
+        assert cleared == ["epoch 9 comes"]
+        cluster.hosted.trial._hosted = None
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("heard", [False, True], ids=["said here", "heard"])
+def test_requests_outlive_a_choice_of_the_same_model_and_no_other(
+    tmp_path: Path, member: Member, heard: bool
+) -> None:
+    async def story(node: Node) -> None:
+        cluster, a = node.parts, node.meet(A)
+        ended: list[MlxtpError] = []
+        cluster.supervisor.gateway.fail_all = ended.append  # type: ignore[method-assign]
+
+        def want(model: str) -> None:
+            if heard:
+                now = cluster.node.replica.desired
+                node.hear(a, replace(now, version=now.version + 1, model=model))
+            else:
+                cluster.node.desired.set(model)
+
+        want("tiny")
+        ended.clear()
+        want("tiny")
+        assert ended == []
+        want("org/other")
+        want("")
+        assert [(error.code, error.detail) for error in ended] == [
+            (Code.SHUTTING_DOWN, "org/other is wanted now"),
+            (Code.SHUTTING_DOWN, "org/other was unloaded"),
+        ]
+
+    play(tmp_path, member, story)
+
+
+def test_reports_on_ranks_that_were_not_ordered_change_nothing(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        pong = Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, "")
+        node.hear(
+            a,
+            Prepared(3, "127.0.0.1:1", "/x"),
+            RankStarted(3, True),
+            RankPong(3, 1, pong),
+            RankTrouble(3, 1, Code.RANK_LOST, "gone", True),
+            EpochEnded(3),
+            TokenIssued(bytes(16), "TOKEN", ""),
+        )
+        node.tick()
+        assert node.parts.node.links.nodes() == {A}
+        node.hear(a, EndEpoch(3, True))
+        assert node.orders == [(A, EndEpoch(3, True))]  # the hosted rank knows whose it is
+
+    play(tmp_path, member, story)
+
+
+def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        cleared: list[str] = []
+        hosted = node.parts.hosted.serving
+        hosted.clear = cleared.append  # type: ignore[method-assign]
+        stay = cast(Any, type("Stay", (), {"order": Prepare(7, 1, "", 1), "host": A, "process": None})())
+        hosted._hosted = stay
+        a, b = node.meet(A), node.meet(B)
+        serving = Serving(8, "loading", "", "ring", "", (A,), (1.0, 1.0), 0, "tiny", 1, 0, 0, ())
+        node.hear(b, serving)
+        node.hear(a, replace(serving, epoch=7))
+        assert cleared == []
+        node.hear(a, serving)
+        assert cleared == ["its host is at epoch 8"]
+        hosted._hosted = None
+
+    play(tmp_path, member, story)
+
+
+def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, weights: ModelSource) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.lead(weights)
+        node.live(a, b)
+        group = Serving(9, "ready", "", "ring", "", (A, B), (9.0, 1e9), 0, "tiny", 1, 0, 0, ())
+        node.hear(b, group)
+        node.live(a, b)
+        assert node.parts.node.leadership.leading
+        node.hear(a, group)
+        node.live(a, b)
+        assert node.parts.node.leadership.claim.node_id == A
+
+    play(tmp_path, member, story)
+
+
+def test_a_removed_member_is_no_longer_heard(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.follow(a)
+        told: list[None] = []
+        node.parts.node.enrolment.on_change(lambda: told.append(None))
+        node.parts.node.enrolment.remove(A)
+        assert told
+        node.hear(a, Prepare(7, 1, "", 1), DesiredState(99, A, "org/model", "auto"))
+        assert node.orders == []
+        assert node.parts.node.replica.desired.version == 0
+        node.tick()
+        assert node.parts.node.links.nodes() == {B}
+        assert any(entry.removed for members in b.heard(Members) for entry in members.entries)
+        assert not node.parts.node.over.done()
+        node.meet(A, "another start")
+        assert node.parts.node.links.nodes() == {B}
+
+    play(tmp_path, member, story)
+
+
+def removed_by(first: Member, *entries: RosterEntry) -> Members:
+    """Return the founder's message when it has removed these members; it is one itself."""
+    proofs, mine = RosterProofs(first.identity), first.identity
+    own = proofs.own(RosterEntry(mine.node_id, "first", mine.fingerprint, False, 1))
+    gone = [proofs.removal(replace(proofs.admission(each), removed=True, removed_in=60)) for each in entries]
+    return Members((own, *gone))
+
+
+def test_a_node_that_was_removed_ends_and_says_what_brings_it_back(
+    tmp_path: Path, member: Member, first: Member
+) -> None:
+    async def story(node: Node) -> None:
+        a, me = node.meet(A), node.parts
+        own = RosterEntry(me.node.node_id, "studio", me.node.identity.fingerprint, False, 50)
+        node.hear(a, Members((replace(own, removed=True),)))
+        assert not me.node.over.done(), "no one signed it"
+        node.hear(a, removed_by(first, own))
+        assert me.node.over.done()
+        assert "mlxtp node --join TOKEN" in me.node.introduction.problem
+        node.tick()
+
+    play(tmp_path, member, story)
+
+
+def test_more_members_than_there_can_be_displace_no_member(
+    tmp_path: Path, member: Member, first: Member, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It holds for members of any age, and though the authority signed them. It is logged once."""
+    proofs = RosterProofs(first.identity)
+
+    def told(start: int, version: int) -> Members:
+        return Members(
+            tuple(
+                proofs.admission(RosterEntry(f"{i:032x}", "ghost", f"{i:064x}", False, version))
+                for i in range(start, start + MAX_TOLD)
+            )
+        )
+
+    async def story(node: Node) -> None:
+        me = node.parts
+        a, b = node.meet(A), node.meet(B)
+        before = set(me.node.replica.roster.members())
+        for start in range(1, 300, MAX_TOLD):
+            node.hear(a, told(start, version=0), told(start, version=50))
+            node.live_once(a, b)
+        members = me.node.replica.roster.members()
+        assert before == {me.node.node_id, A, B}
+        assert before < set(members)
+        assert len(members) == len(me.node.membership.statuses()) == MAX_MEMBERS
+        assert me.node.links.nodes() == {A, B}
+        assert caplog.text.count("mac-a reports more than 64 members") == 1
+        ghost = next(node_id for node_id in members if node_id not in before)
+        node.hear(b, removed_by(first, members[ghost]))
+        assert ghost not in me.node.replica.roster.members()
+        me.node.enrolment.admit("e" * 32, "newcomer", "e" * 64)
+        node.hear(a, removed_by(first, members[me.node.node_id]), told(400, version=70))
+        assert me.node.over.done()
+        node.tick()
+
+    play(tmp_path, member, story)
+
+
+# --- memory ---------------------------------------------------------------------------------------------
+
+
+def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new(
+    tmp_path: Path, member: Member
+) -> None:
+    def beat(short: bool) -> Beat:
+        return Beat(0, "", 0, 0, 0, True, 0, short=short)
+
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.hear(a, Serving(7, "ready", "", "ring", "ring", (A, B), (), 0, "tiny", 1, 4096, 512, ()))
+        node.hear(a, beat(short=False))
+        assert node.parts.reconciler.short() == ""
+        node.hear(b, beat(short=True))
+        assert node.parts.reconciler.short() == "mac-f"
+        node.hear(b, beat(short=False))
+        assert node.parts.reconciler.short() == ""
+        node.hear(b, beat(short=True))
+        node.hear(a, Serving(8, "ready", "", "ring", "ring", (A,), (), 0, "tiny", 1, 4096, 512, ()))
+        assert node.parts.reconciler.short() == "", "it has no part of the model any more"
+        gateway = node.parts.supervisor.gateway
+        for free, short in ((1 << 20, True), (1 << 40, False)):
+            gateway.admission.memory = lambda free=free: SystemMemory(free)
+            node.parts.node.gossip.beat()
+            assert a.heard(Beat)[-1].short is short
+
+    play(tmp_path, member, story)
+
+
+# --- tokens -----------------------------------------------------------------------------------------------
+
+
+def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        me = node.parts
+        with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
+            await me.tokens.token()
+        a, b = node.meet(A), node.meet(B)
+        asking = asyncio.ensure_future(me.tokens.token())
+        await asyncio.sleep(0)
+        [wanted] = a.heard(TokenWanted)
+        assert b.heard(TokenWanted) == []
+        node.hear(b, TokenIssued(bytes(16), "FORGED", ""), TokenWanted(wanted.nonce))
+        assert b.heard(TokenIssued)[0].problem == "this Mac cannot issue join tokens"
+        await asyncio.sleep(0)
+        assert not asking.done()
+        desk = TokenIssuer(me.node.identity.cluster_id, authority_hash(member.membership.authority))
+        token, second = (desk.issue(bytes((i,)) * 16, 0.0).text() for i in (1, 2))
+        node.hear(a, TokenIssued(wanted.nonce, token, ""), TokenIssued(wanted.nonce, second, ""))
+        assert await asking == token
+        refused = asyncio.ensure_future(me.tokens.token())
+        await asyncio.sleep(0)
+        node.hear(a, TokenIssued(a.heard(TokenWanted)[1].nonce, "", "16 tokens are open"))
+        with pytest.raises(UserError, match="16 tokens are open"):
+            await refused
+        a.close()
+        with pytest.raises(UserError, match=r"only mac-a can issue join tokens, and it is away"):
+            await me.tokens.token()
+        assert me.node.links._open == {}
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("of", ["a shell", "another cluster", "another authority"])
+def test_what_is_no_token_of_this_cluster_is_not_printed(tmp_path: Path, member: Member, of: str) -> None:
+    """A person hands it to a shell: `ssh mini "mlxtp node --join $(mlxtp token)"`."""
+    cluster_id = member.identity.cluster_id
+    said = {
+        "a shell": "x; touch owned",
+        "another cluster": JoinToken("c2" * 8, authority_hash(member.membership.authority), b"s" * 16).text(),
+        "another authority": JoinToken(cluster_id, b"h" * 16, b"s" * 16).text(),
+    }
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        asking = asyncio.ensure_future(node.parts.tokens.token())
+        await asyncio.sleep(0)
+        node.hear(a, TokenIssued(a.heard(TokenWanted)[0].nonce, said[of], ""))
+        with pytest.raises(
+            UserError, match="mac-a replied with something else than a join token of this cluster"
+        ):
+            await asking
+
+    play(tmp_path, member, story)
+
+
+def test_who_founded_the_cluster_is_the_authority_s_word(
+    tmp_path: Path, member: Member, first: Member
+) -> None:
+    async def story(node: Node) -> None:
+        own = removed_by(first)
+        node.hear(node.meet(B), own)
+        assert node.parts.node.replica.roster.founder() == first.identity.node_id
+        node.meet(A)  # which says that it has the authority
+        with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
+            await node.parts.tokens.token()
+        with pytest.raises(UserError, match="first founded this cluster, and no other Mac can remove it"):
+            node.parts.node.enrolment.remove(A, first.identity.node_id)
+        assert {A, first.identity.node_id} <= node.parts.node.replica.roster.members().keys()
+
+    play(tmp_path, member, story)
+
+
+def test_an_agent_that_ends_by_a_bug_says_it_once(tmp_path: Path, member: Member) -> None:
+    """`run` fails when an error is left that was not asked for."""
+
+    async def story(node: Node) -> None:
+        node.parts.node.end(GroupError("a bug", Code.INTERNAL))
+        node.parts.node.end()
+        assert node.parts.node.over.done()
+
+    play(tmp_path, member, story)
+
+
+def test_a_name_by_the_system_that_cannot_be_printed_is_told_all_the_same(
+    tmp_path: Path, member: Member
+) -> None:
+    async def scene() -> None:
+        chosen = Settings(tmp_path, "", 0, 1, "tiny", cluster=True, name="studio\x1b[2J\u202e")
+        node = ClusterNode(chosen, member.identity, MACHINE)
+        assert node.introduction.hello().name == "studio?[2J?"
+        encode(node.introduction.hello(), 0, 1)
+        for members in node.replica.roster.messages():
+            encode(members, 0, 1)
+        await node.close()
+
+    with by_hand():
+        run(scene())
+
+
+# --- what people want -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["x" * 1001, "a\nb", "\ud800", "nul\0"])
+def test_a_name_that_no_message_could_carry_is_refused_where_it_is_typed(
+    tmp_path: Path, member: Member, model: str
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        with pytest.raises(UserError):
+            node.parts.node.desired.set(model)
+        node.tick()
+        assert {desired.version for desired in a.heard(DesiredState)} == {0}
+
+    play(tmp_path, member, story)
+
+
+def test_a_state_that_cannot_be_written_is_said_and_the_node_goes_on(
+    tmp_path: Path, member: Member, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(node: Node) -> None:
+        (tmp_path / ".state.json.new").mkdir()
+        node.parts.node.desired.set("org/model")
+        await node.tick_and_save()
+        await node.tick_and_save()
+        assert "state.json cannot be written" in caplog.text
+        (tmp_path / ".state.json.new").rmdir()
+        await node.tick_and_save()
+        assert "org/model" in (tmp_path / "state.json").read_text()
+        assert caplog.text.count("state.json cannot be written") == 1
+
+    play(tmp_path, member, story)
+
+
+def test_a_removal_that_a_full_disk_refused_is_written_when_the_agent_ends(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        node.meet(A)
+        await node.tick_and_save()
+        (tmp_path / ".state.json.new").mkdir()
+        node.parts.node.enrolment.remove(A)
+        await node.tick_and_save()
+        assert A in load(tmp_path)[0].beliefs.roster.members()
+        (tmp_path / ".state.json.new").rmdir()
+
+    play(tmp_path, member, story)
+    assert A not in load(tmp_path)[0].beliefs.roster.members()
+
+
+# --- anything ---------------------------------------------------------------------------------------------
+
+_ids = st.sampled_from((A, B, "", "0" * 32, "us"))
+_numbers = st.one_of(st.integers(0, 9), st.just(U63), st.integers(0, U63))
+_epochs, _ranks, _u32 = st.integers(1, 9), st.integers(0, 7), st.integers(0, 2**32 - 1)
+_texts = st.sampled_from(("", "tiny", "org/model", "../x", "[/red]", "nonsense"))
+_nodes = st.sampled_from(("auto", "all", "2", "0", "99", "x", "²"))
+_states = st.sampled_from(("ready", "loading", "failed"))
+_keys = st.lists(st.floats(-(2.0**30), 2.0**30, width=32), max_size=3).map(tuple)
+_groups = st.sampled_from(((A,), (B,), (A, "us"), ("us", A), ("", ""), ()))
+_entries = st.builds(
+    RosterEntry, _ids, _texts, st.sampled_from((A * 2, B * 2, FINGERPRINT)), st.booleans(), _numbers
+)
+_interfaces = st.builds(
+    Interface,
+    _texts,
+    st.sampled_from(("127.0.0.1", "10.0.0.1", "x", "")),
+    st.integers(0, 32),
+    st.sampled_from(("ethernet", "thunderbolt", "loopback")),
+    st.integers(0, 10**6),
+    st.booleans(),
+)
+
+
+def _report(cores: int, size: int, interfaces: list[Interface]) -> MachineReport:
+    return report(replace(MACHINE, cpu_cores=cores, memory_bytes=size, interfaces=tuple(interfaces)))
+
+
+_MESSAGES: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Beat, _numbers, _ids, _numbers, _numbers, _numbers, st.booleans(), _numbers),
+    st.builds(DesiredState, st.one_of(_epochs, _numbers), _ids, _texts, _nodes, _numbers),
+    st.builds(Members, st.lists(_entries, max_size=4).map(tuple)),
+    st.builds(ModelStatus, _numbers, st.sampled_from(("", FINGERPRINT, "other")), _texts),
+    st.builds(
+        ModelHeld, st.sampled_from(("org/one", "tiny", "x/../y")), _texts, _numbers, _numbers, _numbers,
+        st.booleans(), _texts, st.integers(0, 65535),
+    ),
+    st.builds(ModelLender, st.sampled_from(("org/one", "tiny")), _ids),
+    st.builds(
+        Serving, _numbers, _states, _texts, _texts, _texts, _groups, _keys, _numbers, st.just("tiny"),
+        st.integers(1, 2), _u32, _u32, st.just((1,)),
+    ),
+    st.builds(Prepare, st.integers(1, U63), _ranks, _texts, _numbers),
+    st.builds(EndEpoch, _epochs, st.booleans()),
+    st.builds(EpochEnded, _epochs),
+    st.builds(Prepared, _epochs, _texts, _texts),
+    st.builds(RankTrouble, _epochs, _ranks, st.sampled_from(Code), _texts, st.booleans()),
+    st.builds(_report, st.integers(0, 4096), _numbers, st.lists(_interfaces, max_size=2)),
+)  # fmt: skip
+_STEPS = st.one_of(
+    st.tuples(st.sampled_from("ab"), _MESSAGES),
+    st.tuples(st.sampled_from("ab"), _MESSAGES),
+    st.tuples(st.sampled_from(("down", "up", "tick", "wait")), st.sampled_from("ab")),
+)
+
+
+def _ours(message: Message, node_id: str) -> Message:
+    """The same with this node's id where "us" stands."""
+    changed = {
+        name: node_id if value == "us" else tuple(node_id if each == "us" else each for each in value)
+        for name in message.__match_args__
+        if (value := getattr(message, name)) == "us" or (isinstance(value, tuple) and "us" in value)
+    }
+    return replace(message, **changed)  # type: ignore[type-var]
+
+
+@pytest.mark.slow
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(_STEPS, min_size=3, max_size=12))
+def test_the_node_goes_on_after_any_message_of_members(
+    tmp_path_factory: pytest.TempPathFactory, member: Member, weights: ModelSource, steps: list[Any]
+) -> None:
+    """A member that lies may be believed or lose its link; it ends no agent."""
+
+    async def scene() -> None:
+        node = Node(member, tmp_path_factory.mktemp("home"))
+        links = {"a": node.meet(A), "b": node.meet(B)}
+        node.lead(weights)
+        for what, then in steps:
+            if what == "tick" or what == "wait":
+                node.tick(0.5 if what == "tick" else 4.0)
+            elif what == "down":
+                links[then].close()
+            elif what == "up":
+                links[then] = node.meet(links[then].node_id, f"boot{len(steps)}")
+            elif links[what].number in node.parts.node.links._links:
+                node.hear(links[what], _ours(then, node.parts.node.node_id))
+            await asyncio.sleep(0)
+        for _ in range(3):
+            node.tick()
+            await asyncio.sleep(0)
+        await node.parts.close()
+
+    with by_hand():
+        asyncio.run(scene())
+
+
+# --- looking at machines before a group is planned --------------------------------------------------------
+
+
+def looks(monkeypatch: pytest.MonkeyPatch, *machines: Machine) -> asyncio.Semaphore:
+    """Have this machine read as one of `machines` after the other, each when it is released."""
+    go, left = asyncio.Semaphore(0), iter(machines)
+
+    async def refresh(*_: object) -> Machine:
+        await go.acquire()
+        return next(left)
+
+    monkeypatch.setattr(hardware, "refresh", refresh)
+    return go
+
+
+def test_a_member_that_is_asked_reports_its_machine_though_nothing_changed(
+    tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(node: Node) -> None:
+        go = looks(monkeypatch, MACHINE, MACHINE)
+        a, b = node.meet(A), node.meet(B)
+        node.parts.machines.read_again()
+        await asyncio.sleep(0)
+        told = len(a.heard(MachineReport))
+        node.hear(a, MachineWanted())
+        go.release()
+        await asyncio.sleep(0)
+        assert len(a.heard(MachineReport)) == told, "that look began before the request"
+        go.release()
+        await sees(lambda: len(a.heard(MachineReport)) > told)
+        assert len(b.heard(MachineReport)) == 1, "it did not ask"
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("end", ["report", "link", "time"])
+def test_a_look_waits_for_the_reports_of_members_and_not_for_ever(
+    tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(peer_reports, "LOOK_S", 0.05 if end == "time" else WAIT_S)
+
+    async def story(node: Node) -> None:
+        go = looks(monkeypatch, MACHINE)
+        go.release()
+        a, b = node.meet(A), node.meet(B)
+        looking = asyncio.ensure_future(
+            node.parts.machines.read_machine_now((node.parts.node.node_id, A, B, "e" * 32))
+        )
+        await sees(lambda: a.heard(MachineWanted) and b.heard(MachineWanted))
+        await sees(go.locked)
+        node.hear(b, report(MACHINE))
+        assert not looking.done()
+        if end == "report":
+            node.hear(a, report(MACHINE))
+        elif end == "link":
+            a.close()
+        await looking
+
+    play(tmp_path, member, story)

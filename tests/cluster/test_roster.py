@@ -1,0 +1,188 @@
+"""Signatures of the roster: what a member can say of others, and what the others believe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlxtp.cluster.cluster_state import Roster, is_founder
+from mlxtp.cluster.roster import RosterProofs
+from mlxtp.wire.cluster_messages import RosterEntry
+
+from ..placement.made_up_macs import unsealed
+from ..wire.members import Member, founder, member_of
+
+Change = Callable[[RosterEntry], RosterEntry]
+
+
+class Desk:
+    """A founder and three members that the founder admitted; all hold the same roster."""
+
+    def __init__(self, folder: Path) -> None:
+        first = founder(folder)
+        self.macs = [first, *(member_of(first, folder) for _ in range(3))]
+        self.first, self.rogue, self.mini, self.air = self.macs
+        self.stranger = founder(folder)
+        self.proofs = {
+            mac.identity.node_id: RosterProofs(mac.identity) for mac in (*self.macs, self.stranger)
+        }
+        roster = Roster()
+        for mac in self.macs:
+            roster = self.admitted(roster, mac)
+        self.roster = roster
+
+    def admitted(self, roster: Roster, mac: Member, by: Member | None = None) -> Roster:
+        proofs, identity = self.proofs[(by or self.first).identity.node_id], mac.identity
+        seal = proofs.own if mac is self.first else lambda entry: proofs.admission(entry, "", "10.0.0.7", 9)
+        return roster.admitting(identity.node_id, "mac", identity.fingerprint, seal)
+
+    def removed(self, roster: Roster, mac: Member, by: Member) -> Roster:
+        return roster.removing(mac.identity.node_id, self.proofs[by.identity.node_id].removal)
+
+    def hears(self, held: Roster, told: Roster) -> Roster:
+        """Return the roster that the mini holds after it got another one."""
+        return held.merged(self.proofs[self.mini.identity.node_id].proven(told.entries, held))
+
+    def removes(self, held: Roster, mac: Member, by: Member) -> bool:
+        """Return whether the others accept that member's removal."""
+        return mac.identity.node_id not in self.hears(held, self.removed(held, mac, by)).members()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def test_what_the_authority_and_members_signed_is_taken_by_a_mac_that_knows_nothing(desk: Desk) -> None:
+    told = desk.removed(desk.roster, desk.air, desk.rogue)
+    held = desk.hears(Roster(), told)
+    assert held == told
+    assert held.founder() == desk.first.identity.node_id
+    assert desk.proofs[desk.mini.identity.node_id].proven(told.entries, held) == ()
+
+
+def test_gossip_invents_no_member(desk: Desk) -> None:
+    ghost = RosterEntry("9" * 32, "ghost", "9" * 64, False, 9)
+    forged = desk.proofs[desk.stranger.identity.node_id].admission(ghost)
+    copied = replace(ghost, admission=desk.roster.entries[0].admission)
+    for entry in (ghost, forged, copied, replace(ghost, admission="no hex")):
+        assert desk.hears(desk.roster, Roster((entry,))) == desk.roster
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: replace(entry, name="another"),
+        lambda entry: replace(entry, node_id="9" * 32),
+        lambda entry: replace(entry, version=entry.version + 5),
+        lambda entry: replace(entry, admitted_by="9" * 32),
+        lambda entry: replace(entry, address="10.0.0.8"),
+        lambda entry: replace(entry, at=10),
+        lambda entry: replace(entry, removed=True),
+        lambda entry: replace(entry, removed_in=70),
+    ],
+)
+def test_gossip_changes_no_member(desk: Desk, change: Change) -> None:
+    told = Roster(tuple(map(change, desk.roster.entries)))
+    assert desk.hears(desk.roster, told) == desk.roster
+
+
+def test_a_member_removes_another_and_leaves(desk: Desk) -> None:
+    assert desk.removes(desk.roster, desk.air, desk.rogue)
+    assert desk.removes(desk.roster, desk.air, desk.air)
+    assert desk.removes(desk.roster, desk.first, desk.first)
+
+
+def test_no_member_removes_the_founder(desk: Desk) -> None:
+    assert not desk.removes(desk.roster, desk.first, desk.rogue)
+
+
+def test_a_member_that_joins_by_its_own_token_becomes_no_founder(desk: Desk) -> None:
+    rogue, authority = desk.rogue.identity, desk.proofs[desk.first.identity.node_id]
+    held = desk.roster.admitting(
+        rogue.node_id, "mac", rogue.fingerprint, lambda entry: authority.admission(entry, rogue.node_id)
+    )
+    entry = held.by_key(rogue.fingerprint)
+    assert entry is not None
+    assert not is_founder(entry)
+    assert desk.removes(held, desk.rogue, desk.mini)
+
+
+def test_a_removal_is_taken_from_members_alone_and_for_that_key_alone(desk: Desk) -> None:
+    assert not desk.removes(desk.roster, desk.air, desk.stranger)
+    gone = desk.roster.removing(desk.air.identity.node_id, unsealed)
+    assert desk.hears(desk.roster, gone) == desk.roster, "no one signed it"
+    proof = desk.removed(desk.roster, desk.air, desk.rogue).by_key(desk.air.identity.fingerprint)
+    assert proof is not None
+    entry = desk.roster.by_key(desk.mini.identity.fingerprint)
+    assert entry is not None
+    moved = replace(
+        entry, removed=True, removed_in=proof.removed_in, remover=proof.remover, removal=proof.removal
+    )
+    for wrong in (moved, replace(proof, removed_in=proof.removed_in + 1), replace(proof, remover="")):
+        assert desk.hears(desk.roster, Roster((wrong,))) == desk.roster
+
+
+def test_a_removed_member_removes_no_other_afterwards(desk: Desk) -> None:
+    for by in (desk.first, desk.rogue):
+        held = desk.removed(desk.roster, desk.rogue, by)
+        assert not desk.removes(held, desk.air, desk.rogue)
+
+
+def test_what_a_member_removed_before_it_went_stays_removed_for_those_who_hear_of_it_later(
+    desk: Desk,
+) -> None:
+    told = desk.removed(desk.roster, desk.air, desk.rogue)
+    told = desk.removed(told, desk.rogue, desk.first)
+    assert desk.hears(desk.roster, told) == desk.hears(Roster(), told) == told
+
+
+def test_one_member_cannot_void_what_another_removed_by_an_early_date(desk: Desk) -> None:
+    held = desk.removed(desk.roster, desk.air, desk.mini)
+    by_mini = held.by_key(desk.air.identity.fingerprint)
+    entry = desk.roster.by_key(desk.mini.identity.fingerprint)
+    assert by_mini is not None
+    assert entry is not None
+    rogue = desk.proofs[desk.rogue.identity.node_id]
+    backdated = rogue.removal(replace(entry, removed=True, removed_in=1))
+    told = desk.roster.merged([backdated])
+    before = desk.hears(desk.roster, told)
+    assert before.removed(desk.mini.identity.fingerprint)
+    assert desk.hears(before, held).removed(desk.air.identity.fingerprint)
+
+
+def test_what_an_earlier_version_kept_is_signed_by_the_founder_and_then_taken(desk: Desk) -> None:
+    old = Roster(
+        tuple(
+            RosterEntry(
+                each.node_id, each.name, each.fingerprint, each.node_id == desk.air.identity.node_id, 3
+            )
+            for each in desk.roster.entries
+        )
+    )
+    assert desk.proofs[desk.mini.identity.node_id].completed(old) == old
+    completed = desk.proofs[desk.first.identity.node_id].completed(old)
+    held = desk.hears(Roster(), completed)
+    assert held == completed
+    assert held.founder() == desk.first.identity.node_id
+    assert held.removed(desk.air.identity.fingerprint)
+    assert desk.hears(old, completed) == completed
+
+
+def test_without_the_founder_members_of_an_earlier_version_remove_each_other(desk: Desk) -> None:
+    old = [RosterEntry(each.node_id, each.name, each.fingerprint, False, 3) for each in desk.roster.entries]
+    held = Roster(tuple(old))
+    assert desk.removes(held, desk.air, desk.rogue)
+    renamed = replace(old[0], name="another")
+    assert desk.hears(held, Roster((renamed,))) == held
+
+
+def test_a_member_known_by_its_certificate_alone_gets_the_entry_that_the_authority_signed(desk: Desk) -> None:
+    air = desk.air.identity
+    met = Roster().admitting(air.node_id, "as it says", air.fingerprint, unsealed)
+    held = desk.hears(met, desk.roster)
+    assert held == desk.roster
+    assert desk.hears(held, met) == held

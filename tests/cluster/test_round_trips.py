@@ -1,0 +1,54 @@
+"""Latency of messages to another agent: measured here, and reported by the others of their links."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlxtp.cluster.peer_reports import RoundTripTimes
+from mlxtp.wire.cluster_messages import Echo, Trip
+
+from ..groups.one_node import A, B, Node, play
+from ..wire.members import Member
+
+
+def test_the_best_trip_of_the_last_counts_and_is_told(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        echoes: RoundTripTimes = node.parts.round_trips
+        for at, took in ((10.0, 0.004), (12.0, 0.0005), (14.0, 0.9)):
+            echoes.measure(at)
+            question = a.heard(Echo)[-1]
+            assert not question.answer
+            echoes.received(a, Echo(question.asked_us, True, ()), at + took)  # type: ignore[arg-type]
+        assert echoes.between(node.parts.node.node_id, A) == echoes.between(A, node.parts.node.node_id) == 500
+        assert echoes.between(node.parts.node.node_id, B) is None
+        echoes.measure(16.0)
+        assert b.heard(Echo)[-1].trips == (Trip(A, 500),)
+        for late in range(20):  # it takes longer now
+            echoes.measure(20.0 + late)
+            echoes.received(a, Echo(a.heard(Echo)[-1].asked_us, True, ()), 20.0 + late + 0.002)  # type: ignore[arg-type]
+        assert echoes.between(node.parts.node.node_id, A) == 2000
+
+    play(tmp_path, member, story)
+
+
+def test_a_question_is_answered_at_once_and_no_other_answer_counts(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        here, echoes = node.parts.node.node_id, node.parts.round_trips
+        node.hear(a, Echo(77, False, (Trip(B, 180),)))
+        assert a.heard(Echo) == [Echo(77, True, ())]
+        assert echoes.between(A, B) == echoes.between(B, A) == 180
+        echoes.measure(10.0)
+        asked_us = a.heard(Echo)[-1].asked_us
+        node.hear(b, Echo(1, True, ()))  # not asked for
+        assert echoes.between(here, B) is None
+        for _ in range(2):  # the second is one too many
+            echoes.received(a, Echo(asked_us, True, ()), 10.0 if echoes.between(here, A) else 10.003)  # type: ignore[arg-type]
+        assert echoes.between(here, A) == 3000
+        a.close()
+        echoes.measure(12.0)
+        assert echoes.between(A, B) is None
+        assert echoes.between(here, A) is None
+
+    play(tmp_path, member, story)

@@ -1,0 +1,83 @@
+"""Rounds of an agent: at intervals, after changes, and only as often as its links need."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from mlxtp.admin.parts import AgentParts
+from mlxtp.cluster.rounds import AGAIN_S, LEAST_S, Rounds
+from mlxtp.groups.health import ServingState
+
+from ..groups.one_node import alone
+from ..groups.scenes import run
+
+MINUTE = 60.0
+
+
+def rounds_of(parts: AgentParts, seconds: float) -> int:
+    """Count the rounds of so many seconds in which nothing changes."""
+    rounds, now, count = parts.node.rounds, time.monotonic(), 0
+    end = now + seconds
+    while now < end:
+        now, count = max(rounds.due(now), now + LEAST_S), count + 1
+    return count
+
+
+@pytest.mark.parametrize("state", [ServingState.READY, ServingState.IDLE])
+def test_an_idle_agent_alone_makes_few_rounds_and_no_beats(tmp_path: Path, state: ServingState) -> None:
+    async def story() -> None:
+        parts = alone(tmp_path)
+        if state is ServingState.READY:
+            parts.supervisor.status.in_epoch = True
+        try:
+            parts.supervisor.status.state = state
+            rounds_of(parts, LEAST_S)
+            pulse = parts.node.leadership.beat(healthy=True).pulse
+            assert rounds_of(parts, MINUTE) <= MINUTE / 5
+            assert parts.node.leadership.beat(healthy=True).pulse == pulse + 1
+            assert parts.supervisor.status.state is state
+        finally:
+            await parts.close()
+
+    run(story())
+
+
+def test_an_agent_alone_makes_rounds_while_a_group_is_formed(tmp_path: Path) -> None:
+    async def story() -> None:
+        parts = alone(tmp_path)
+        parts.supervisor.status.in_epoch = True
+        try:
+            parts.supervisor.status.state = ServingState.FORMING
+            assert rounds_of(parts, MINUTE) >= MINUTE
+        finally:
+            await parts.close()
+
+    run(story())
+
+
+def test_an_interval_begins_no_round_while_it_is_not_needed() -> None:
+    async def story() -> None:
+        links: list[str] = []
+        rounds, ran = Rounds(lambda: 0.0), []
+        rounds.every(0.5, ran.append, needed=lambda: links)
+        assert rounds.due(9.0) == math.inf
+        links.append("a link")
+        assert rounds.due(9.1) == pytest.approx(9.6)
+        assert ran == [9.1]
+
+    asyncio.run(story())
+
+
+def test_a_change_that_a_round_makes_itself_begins_another_one() -> None:
+    async def story() -> None:
+        rounds = Rounds(lambda: 0.0)
+        rounds.add(lambda now: rounds.wake() if now < 2.0 else None)
+        assert rounds.due(1.0) == 1.0 + AGAIN_S
+        assert rounds.due(2.0) == math.inf
+
+    asyncio.run(story())

@@ -1,0 +1,557 @@
+"""Whole clusters that come and go, on a clock and a network of our own: what holds in every story."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtp.cluster.membership import Change, MemberState
+from mlxtp.cluster.reconcile import HandOver
+from mlxtp.cluster.state_file import SavedState, to_text
+
+from ..placement.made_up_macs import unsealed
+from .simulated_node import TICK_S, Journal
+from .simulation import World
+
+pytestmark = pytest.mark.slow
+
+NAMES = "abcdef"
+QUIET_S = 45.0
+"""Within it everything has calmed down: a node that stood still (6 s), a member that was lost (10 s), open
+requests (10 s), one after the other."""
+
+
+def serving(names: str, seed: int = 0) -> World:
+    """These nodes, started together, with a model wanted."""
+    world = World(names, seed)
+    world.start(*names)
+    world.run(1.0)
+    want(world, names[0], "llama")
+    world.run_until(world.complaint, within_s=10.0)
+    return world
+
+
+def want(world: World, name: str, model: str, nodes: str = "auto") -> None:
+    node = world.nodes[name]
+    node.broadcast(node.replica.set_desired(model, nodes))
+    node.step()
+
+
+def formed(world: World) -> list[tuple[float, str, int]]:
+    """(when, owner, number) of every epoch."""
+    return sorted(
+        (when, name, number)
+        for name, journal in world.journals.items()
+        for when, what, number, owner in journal.epochs
+        if what == "join" and owner == name
+    )
+
+
+def remove(world: World, by: str, name: str) -> None:
+    node = world.nodes[by]
+    node.replica.remove(name, unsealed)
+    node.broadcast(*node.replica.roster.messages())
+    node.follow_roster()
+
+
+def owner(world: World) -> str:
+    (name,) = {node.running.owner for node in world.nodes.values() if node.running}
+    return name
+
+
+# --- stories ----------------------------------------------------------------------------------------------
+
+
+def test_all_started_at_once_form_one_epoch() -> None:
+    world = serving("abcd")
+    assert [(name, number) for _, name, number in formed(world)] == [("a", 1)]
+
+
+def test_a_whole_cluster_that_restarts_serves_again_without_a_hand_and_in_one_epoch() -> None:
+    world = serving("abcd")
+    for name in "abcd":
+        world.kill(name)
+    world.run(5.0)
+    world.start("d", "b")
+    world.run(0.7)
+    world.start("a", "c")
+    restarted = world.now
+    world.run_until(world.complaint, within_s=10.0)
+    (again,) = [epoch for epoch in formed(world) if epoch[0] > restarted]
+    assert again[2] == 2
+    assert again[0] - restarted < 3.0
+
+
+def test_a_coordinator_that_is_killed_is_followed_by_the_next_within_three_seconds() -> None:
+    world = serving("abc")
+    world.kill("a")
+    killed = world.now
+    world.run(3.0)
+    assert [world.nodes[name].leadership.claim.node_id for name in "bc"] == ["b", "b"]
+    world.run_until(world.complaint, within_s=10.0)
+    assert formed(world)[-1][0] - killed < 3.5
+
+
+def test_a_coordinator_without_power_is_dead_within_its_limit() -> None:
+    world = serving("abc")
+    world.kill("a", power=True)
+    killed = world.now
+    world.run(5.0)
+    (dead,) = [when for when, change in world.journals["b"].changes if change.after is MemberState.DEAD]
+    assert 3.0 - TICK_S <= dead - killed <= 3.5
+
+
+def test_the_epoch_of_a_killed_participant_ends_when_its_link_breaks() -> None:
+    world = serving("ab")
+    world.kill("b")
+    killed = world.now
+    world.run(1.0)
+    left = [when for when, what, _, _ in world.journals["a"].epochs if what.startswith("leave")]
+    assert left
+    assert left[0] - killed < 0.1
+
+
+def test_the_third_of_three_waits_and_is_used_when_one_leaves() -> None:
+    world = serving("abc")
+    assert world.nodes["c"].running is None
+    world.leave("b")
+    world.run_until(world.complaint, within_s=10.0)
+    assert world.nodes["c"].running is not None
+
+
+def test_a_node_that_comes_back_takes_nothing_over() -> None:
+    world = World("abcd")
+    world.start("b", "c", "d")
+    world.run(3.0)
+    want(world, "b", "llama")
+    world.run(3.0)
+    term = world.nodes["b"].leadership.claim
+    world.start("a")
+    world.run(3.0)
+    assert world.nodes["a"].leadership.claim == term
+
+
+def test_a_better_group_waits_for_open_requests_and_not_for_ever() -> None:
+    world = World("ab")
+    world.start("a")
+    world.run(3.0)
+    want(world, "a", "llama")
+    world.run(3.0)
+    world.nodes["a"].open_requests = 1
+    world.start("b")
+    joined = world.now
+    world.run_until(world.complaint, within_s=20.0)
+    assert 10.0 <= formed(world)[-1][0] - joined <= 12.0
+
+
+def test_a_better_group_forms_at_once_without_requests() -> None:
+    world = World("ab")
+    world.start("a")
+    world.run(3.0)
+    want(world, "a", "llama")
+    world.run(3.0)
+    world.start("b")
+    joined = world.now
+    world.run_until(world.complaint, within_s=10.0)
+    assert formed(world)[-1][0] - joined < 1.5
+
+
+def test_a_link_that_flaps_does_not_stop_a_running_epoch_each_time() -> None:
+    world = serving("ab")
+    world.nodes["a"].replica.set_desired("llama")
+    for _ in range(8):
+        world.cut("ab")
+        world.run(3.0)
+        world.heal()
+        world.run(3.0)
+    assert len(formed(world)) <= 5
+    world.run_until(world.complaint, within_s=QUIET_S)
+
+
+def test_both_sides_of_a_partition_serve_and_the_larger_goes_on_undisturbed() -> None:
+    world = serving("abc")
+    world.partition("a", "bc")
+    world.run_until(world.complaint, within_s=15.0)
+    larger = owner_of(world, "b")
+    world.heal()
+    world.run_until(world.complaint, within_s=QUIET_S)
+    assert [owner(world), *[world.nodes[name].running is None for name in "bca"]] == ["b", False, False, True]
+    assert world.nodes["b"].running is not None
+    assert world.nodes["b"].running.number == larger
+
+
+def owner_of(world: World, name: str) -> int:
+    running = world.nodes[name].running
+    assert running is not None
+    return running.number
+
+
+def test_a_node_that_only_others_can_reach_does_not_depose_the_coordinator() -> None:
+    world = serving("abc")
+    term = world.nodes["a"].leadership.claim.term
+    world.cut("ac")
+    world.run(30.0)
+    assert {node.leadership.claim.term for node in world.nodes.values()} == {term}
+    assert len(formed(world)) == 1
+
+
+def test_the_coordinator_that_only_others_could_reach_is_missed_when_it_dies() -> None:
+    world = World("abcd")
+    world.cut("ac", "ad")
+    world.start(*"abcd")
+    world.run(4.0)
+    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"a"}
+    world.kill("a")
+    world.run(5.0)
+    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"b"}
+
+
+def test_a_coordinator_outside_of_the_best_group_hands_over_to_it() -> None:
+    world = World("abc")
+    world.strength = {"b": 5, "c": 5}
+    world.start(*"abc")
+    world.run(1.0)
+    want(world, "a", "llama", "2")
+    world.run_until(world.complaint, within_s=10.0)
+    assert HandOver("b") in [action for _, action in world.journals["a"].actions]
+    assert owner(world) == "b"
+
+
+def test_a_node_that_stood_still_accuses_no_other() -> None:
+    world = serving("abc")
+    world.pause("b", 2.0)
+    world.run(8.0)
+    assert [change for _, change in world.journals["b"].changes if change.after is MemberState.DEAD] == []
+
+
+def test_all_that_stood_still_together_go_on_as_if_nothing_had_been() -> None:
+    world = serving("abc")
+    for name in "abc":
+        world.pause(name, 20.0)
+    world.run(30.0)
+    assert len(formed(world)) == 1
+    assert not any(change.after is MemberState.DEAD for change in all_changes(world))
+
+
+def all_changes(world: World) -> list[Change]:
+    return [change for journal in world.journals.values() for _, change in journal.changes]
+
+
+def test_an_unloaded_model_stops_everywhere_and_another_is_served() -> None:
+    world = serving("ab")
+    want(world, "b", "")
+    world.run_until(world.complaint, within_s=5.0)
+    assert all(node.running is None for node in world.nodes.values())
+    want(world, "b", "qwen")
+    world.run_until(world.complaint, within_s=5.0)
+    assert {node.running.model for node in world.nodes.values() if node.running} == {"qwen"}
+
+
+def test_what_was_wanted_on_both_sides_of_a_partition_becomes_one_desired_state() -> None:
+    world = serving("abcd")
+    world.partition("ab", "cd")
+    world.run(5.0)
+    want(world, "a", "qwen")
+    want(world, "d", "mistral")
+    world.run_until(world.complaint, within_s=15.0)
+    world.heal()
+    world.run_until(world.complaint, within_s=QUIET_S)
+    assert {node.replica.desired.model for node in world.nodes.values()} == {"qwen"}
+
+
+def test_a_removed_member_is_cut_off_by_all_at_once() -> None:
+    world = serving("abc")
+    remove(world, "b", "c")
+    world.run(1.0)
+    assert {world.nodes[name].membership.status_of("c").state for name in "ab"} == {MemberState.REMOVED}
+    world.run_until(world.complaint, within_s=10.0)
+    assert "c" not in world.nodes  # it was told so, and stopped
+
+
+def test_a_member_that_was_removed_while_it_was_off_is_told_when_it_comes_back() -> None:
+    world = serving("abc")
+    world.kill("c")
+    remove(world, "b", "c")
+    world.run(5.0)
+    world.start("c")
+    world.run(2.0)
+    assert "c" not in world.nodes
+    assert not any(
+        change.node_id == "c" and change.after is MemberState.ALIVE for change in all_changes(world)[-5:]
+    )
+
+
+def test_a_member_that_joins_is_known_to_all_shortly_afterwards() -> None:
+    world = World("ab")
+    world.start("a", "b")
+    world.run(3.0)
+    want(world, "a", "llama", "3")
+    world.names.append("c")
+    node = world.nodes["b"]
+    node.replica.admit("c", "mac-c", "key of c", unsealed)
+    node.broadcast(*node.replica.roster.messages())
+    node.follow_roster()
+    world.disks["c"] = to_text(SavedState(node.leadership.persistent_state()))
+    world.start("c")
+    joined = world.now
+    world.run_until(world.complaint, within_s=10.0)
+    assert formed(world)[-1][0] - joined < 1.5
+
+
+def test_a_copied_home_folder_is_noticed_by_the_agent_that_meets_both() -> None:
+    world = serving("abc")
+    world.start_twin("b")
+    world.run(2.0)
+    first, second = world.nodes["b"].boot_id, world.nodes["b'"].boot_id
+    for name in "ac":
+        (duplicate,) = world.journals[name].duplicates
+        assert (duplicate.node_id, duplicate.boot_ids) == ("b", (first, second))
+        assert len(set(duplicate.addresses)) == 2
+        assert world.nodes[name].membership.status_of("b").state is MemberState.DEAD
+
+
+def test_a_copy_started_while_the_first_one_slept_is_noticed_when_that_wakes() -> None:
+    world = serving("abc")
+    world.pause("b", 10.0)
+    world.run(5.0)
+    world.start_twin("b")
+    world.run(4.0)
+    assert world.journals["a"].duplicates == []
+    world.run(6.0)
+    assert [duplicate.node_id for duplicate in world.journals["a"].duplicates] == ["b"]
+
+
+# --- any story --------------------------------------------------------------------------------------------
+
+_name = st.sampled_from(NAMES)
+_step = st.one_of(
+    st.tuples(st.just("start"), _name),
+    st.tuples(st.just("kill"), _name),
+    st.tuples(st.just("power"), _name),
+    st.tuples(st.just("leave"), _name),
+    st.tuples(st.just("restart"), _name),
+    st.tuples(st.just("partition"), st.sets(_name, min_size=1, max_size=5)),
+    st.tuples(st.just("cut"), st.sets(_name, min_size=2, max_size=2)),
+    st.tuples(st.just("heal"), st.none()),
+    st.tuples(st.just("pause"), st.tuples(_name, st.sampled_from((0.8, 2.5, 7.0)))),
+    st.tuples(st.just("want"), st.tuples(_name, st.sampled_from(("llama", "qwen", "")))),
+    st.tuples(st.just("requests"), st.tuples(_name, st.integers(0, 2))),
+    st.tuples(st.just("remove"), _name),
+)
+_strength = st.fixed_dictionaries(dict.fromkeys("bcd", st.integers(1, 3)))
+_story = st.lists(st.tuples(_step, st.sampled_from((0.0, 0.1, 0.4, 1.2, 2.0, 4.0))), max_size=14)
+
+
+def act(world: World, step: tuple[str, object]) -> None:
+    match step:
+        case ("start", str(name)):
+            world.start(name)
+        case ("kill", str(name)):
+            world.kill(name)
+        case ("power", str(name)):
+            world.kill(name, power=True)
+        case ("leave", str(name)):
+            world.leave(name)
+        case ("restart", str(name)):
+            world.kill(name)
+            world.start(name)
+        case ("partition", set(names)):
+            world.partition(sorted(names), sorted(set(NAMES) - names))
+        case ("cut", set(names)):
+            world.cut(sorted(names))
+        case ("heal", None):
+            world.heal()
+        case ("pause", (str(name), float(seconds))):
+            world.pause(name, seconds)
+        case ("want", (str(name), str(model))) if name in world.nodes:
+            want(world, name, model)
+        case ("requests", (str(name), int(number))) if name in world.nodes:
+            world.nodes[name].open_requests = number
+        case ("remove", str(name)) if set(world.nodes) - {name}:
+            remove(world, min(set(world.nodes) - {name}), name)
+
+
+Story = list[tuple[tuple[str, object], float]]
+
+
+def play(story: Story, seed: int, slow: bool, strength: dict[str, int]) -> World:
+    world = World(NAMES, seed, delay_s=(0.05, 0.3) if slow else (0.001, 0.02))
+    world.strength = strength
+    world.start("a", "b", "c", "d")
+    for step, pause_s in story:
+        act(world, step)
+        world.run(pause_s)
+    return world
+
+
+@settings(max_examples=80)
+@given(_story, st.integers(0, 3), st.booleans(), _strength)
+def test_after_any_events_it_calms_down_and_all_agree(
+    story: Story, seed: int, slow: bool, strength: dict[str, int]
+) -> None:
+    world = play(story, seed, slow, strength)
+    if any(what == "remove" for (what, _), _ in story):
+        world.heal()  # until then one side may not know who was removed
+    world.run_until(world.complaint, QUIET_S)
+    for name, journal in world.journals.items():
+        assert_lawful(name, journal)
+
+
+def assert_lawful(name: str, journal: Journal) -> None:
+    """Assert the laws that hold at any time, read from an agent's notes."""
+    assert journal.duplicates == []
+    states: dict[str, MemberState] = {}
+    youngest: dict[str, int] = {}
+    for _, change in journal.changes:
+        if change.before is not MemberState.AWAY:  # as it is after each start of this node
+            assert states.get(change.node_id, MemberState.AWAY) is change.before
+        states[change.node_id] = change.after
+        if change.after is MemberState.ALIVE:
+            boot = int(change.boot_id.partition("-")[2])
+            assert boot >= youngest.get(change.node_id, 0), f"{name} sees the ghost {change.boot_id}"
+            youngest[change.node_id] = boot
+    inside, last = 0, 0
+    for _, what, number, _ in journal.epochs:
+        if what == "join":
+            assert not inside, f"{name} joins epoch {number} while in {inside}"
+            assert number > last
+            inside = last = number
+        else:
+            assert number == inside
+            inside = 0
+
+
+@settings(max_examples=10)
+@given(_story, st.integers(0, 3), _strength)
+def test_the_same_story_goes_the_same_way_twice(story: Story, seed: int, strength: dict[str, int]) -> None:
+    one, other = (play(story, seed, True, strength) for _ in range(2))
+    assert one.journals == other.journals
+
+
+# --- Macs that are told to stop ---------------------------------------------------------------------------
+
+
+def states_of(world: World, name: str) -> list[MemberState]:
+    """Return the states through which the others saw this agent since the beginning."""
+    journals = [journal for other, journal in world.journals.items() if other != name]
+    return [change.after for journal in journals for _, change in journal.changes if change.node_id == name]
+
+
+def test_a_coordinator_that_is_told_to_stop_hands_over_first_and_then_leaves() -> None:
+    """With requests of its own clients it stays until they are done, and has no rank meanwhile."""
+    world = serving("abc")
+    world.nodes["a"].open_requests = 2
+    world.drain("a")
+    world.run(5.0)
+    assert world.nodes["a"].running is None
+    assert owner(world) == "b"
+    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"b"}
+    assert [world.nodes[name].running.ranks for name in "bc" if world.nodes[name].running] == [("b", "c")] * 2
+    world.nodes["a"].open_requests = 0
+    world.run(1.0)
+    assert "a" not in world.nodes
+    world.run_until(world.complaint, within_s=5.0)
+    assert [number for _, _, number in formed(world)] == [1, 2]
+    assert sorted(states_of(world, "a")) == [
+        MemberState.ALIVE,
+        MemberState.ALIVE,
+        MemberState.LEFT,
+        MemberState.LEFT,
+    ]
+
+
+def test_a_rank_that_is_told_to_stop_is_replaced_at_once_with_any_open_requests() -> None:
+    world = serving("abc")
+    world.nodes["a"].open_requests = 3
+    world.drain("b")
+    world.run(2.0)
+    assert "b" not in world.nodes
+    assert world.nodes["a"].running is not None
+    assert world.nodes["a"].running.ranks == ("a", "c")
+    assert MemberState.DEAD not in states_of(world, "b")
+
+
+def test_a_rank_without_which_nothing_goes_stays_until_the_requests_are_done() -> None:
+    world = serving("ab")
+    want(world, "a", "llama", "2")
+    world.run_until(world.complaint, within_s=10.0)
+    before = formed(world)
+    world.nodes["a"].open_requests = 3
+    world.drain("b")
+    world.run(20.0)
+    assert "b" in world.nodes
+    assert formed(world) == before
+    world.nodes["a"].open_requests = 0
+    world.run(2.0)
+    assert "b" not in world.nodes
+    assert world.nodes["a"].running is None
+    world.start("b")
+    world.run_until(world.complaint, within_s=20.0)
+    assert len(formed(world)) == len(before) + 1
+
+
+def test_a_mac_that_does_nothing_leaves_at_once_and_disturbs_no_other() -> None:
+    world = serving("abc")
+    before = formed(world)
+    world.drain("c")
+    world.run(5.0)
+    assert "c" not in world.nodes
+    assert formed(world) == before
+
+
+def test_all_are_told_to_stop_at_once_and_all_leave() -> None:
+    world = serving("abcd")
+    for name in "abcd":
+        if name in world.nodes:
+            world.drain(name)
+    world.run(10.0)
+    assert not world.nodes
+
+
+def test_all_are_started_again_one_after_the_other() -> None:
+    """Someone serves all the time, but for the moments in which a group forms; no member is ever dead."""
+    world = serving("abcd")
+    for name in "abcd":
+        world.drain(name)
+        world.run(4.0)
+        assert name not in world.nodes
+        world.start(name)
+        world.run_until(world.complaint, within_s=QUIET_S)
+        assert MemberState.DEAD not in states_of(world, name)
+    assert len({number for _, _, number in formed(world)}) == len(formed(world))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.integers(2, 5),
+    events=st.lists(
+        st.tuples(st.sampled_from(["drain", "kill", "start", "cut", "heal"]), st.integers(0, 4),
+                  st.floats(0.05, 4.0)),
+        max_size=12,
+    ),
+)  # fmt: skip
+def test_after_any_drain_at_any_time_all_is_well_in_the_end(
+    seed: int, size: int, events: list[tuple[str, int, float]]
+) -> None:
+    names = NAMES[:size]
+    world = serving(names, seed)
+    for what, index, after_s in events:
+        name = names[index % size]
+        if what == "drain" and name in world.nodes:
+            world.drain(name)
+        elif what == "kill":
+            world.kill(name)
+        elif what == "start":
+            world.start(name)
+        elif what == "cut":
+            world.cut((name, names[(index + 1) % size]))
+        elif what == "heal":
+            world.heal()
+        world.run(after_s)
+    world.heal()
+    world.run(15.0)
+    assert not [name for name, node in world.nodes.items() if name in node.leadership.draining]
+    world.start(*names)
+    world.run_until(world.complaint, within_s=QUIET_S)

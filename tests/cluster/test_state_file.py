@@ -1,0 +1,209 @@
+"""An agent's memory: written whole, read strictly, never lost in silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from mlxtp.cluster.cluster_state import ClusterState, LeaderClaim, Roster
+from mlxtp.cluster.state_file import FILE, SavedState, forget, from_text, load, save, to_text
+from mlxtp.errors import UserError
+from mlxtp.wire.cluster_messages import DesiredState
+
+from ..placement.made_up_macs import unsealed
+
+KEPT = SavedState(
+    ClusterState(
+        LeaderClaim(7, "a"),
+        DesiredState(3, "b", "mlx-community/Llama", "2", 3),
+        Roster()
+        .admitting("a", "studio", "key-a", unsealed)
+        .admitting("b", "mini", "key-b", unsealed)
+        .removing("b", unsealed),
+        12,
+    ),
+    {"a": ("192.168.1.5:52414", "10.0.0.1:52414"), "b": ()},
+)
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    save(tmp_path, KEPT)
+    assert load(tmp_path) == (KEPT, "")
+
+
+@pytest.mark.parametrize("model", ["mlx-community/Llama", ""])
+def test_what_an_earlier_version_remembered_was_said_by_a_person_and_is_pinned(
+    tmp_path: Path, model: str
+) -> None:
+    table = json.loads(to_text(KEPT)) | {"format": 1}
+    table["desired"] = {"version": 3, "writer": "b", "model": model, "nodes": "2"}
+    (tmp_path / FILE).write_text(json.dumps(table))
+    kept, told = load(tmp_path)
+    assert told == ""
+    assert kept.beliefs.desired == DesiredState(3, "b", model, "2", 3)
+    assert kept.beliefs.desired.pinned == bool(model)
+
+
+def test_a_roster_of_an_earlier_version_has_no_signatures(tmp_path: Path) -> None:
+    table = json.loads(to_text(KEPT)) | {"format": 2}
+    old = ("node_id", "name", "fingerprint", "removed", "version")
+    table["roster"] = [{name: entry[name] for name in old} for entry in table["roster"]]
+    (tmp_path / FILE).write_text(json.dumps(table))
+    kept, told = load(tmp_path)
+    assert told == ""
+    held = kept.beliefs.roster
+    assert list(held.members()) == ["a"]
+    assert held.removed("key-b")
+    assert {entry.admission for entry in held.entries} == {""}
+
+
+def test_a_first_start_remembers_nothing_and_says_nothing(tmp_path: Path) -> None:
+    assert load(tmp_path) == (SavedState(), "")
+    assert load(tmp_path / "no such folder") == (SavedState(), "")
+
+
+def test_an_agent_that_starts_over_remembers_nothing(tmp_path: Path) -> None:
+    save(tmp_path, KEPT)
+    for _ in range(2):
+        forget(tmp_path)
+        assert load(tmp_path) == (SavedState(), "")
+    (tmp_path / FILE).mkdir()
+    forget(tmp_path)
+    assert load(tmp_path) == (SavedState(), "")
+    assert (tmp_path / f"{FILE}.unusable-1").is_dir()
+
+
+def test_no_other_user_can_read_the_file(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        save(tmp_path, KEPT)
+        save(tmp_path, KEPT)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_kill_while_writing_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, KEPT)
+
+    def dies(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", dies)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, SavedState())
+    monkeypatch.undo()
+    assert load(tmp_path) == (KEPT, "")
+    save(tmp_path, SavedState())  # what was left lying about is no obstacle
+    assert load(tmp_path) == (SavedState(), "")
+
+
+def test_the_new_file_is_on_the_disk_before_it_takes_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("sync"))
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, to: (done.append("rename"), replace(self, to))[1])
+    save(tmp_path, KEPT)
+    assert done == ["sync", "rename", "sync"]
+
+
+def test_a_full_disk_is_told_and_the_file_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, KEPT)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"state\.json cannot be written: No space left on device"):
+        save(tmp_path, SavedState())
+    monkeypatch.undo()
+    assert load(tmp_path) == (KEPT, "")
+
+
+def changed(**fields: object) -> str:
+    return json.dumps(json.loads(to_text(KEPT)) | fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting"),
+        (to_text(KEPT)[:-40], ""),
+        ("[]", "has no format number"),
+        ("{}", "has no format number"),
+        (changed(format=4), "format 4; this version reads formats 1 to 3"),
+        (changed(format=0), "format 0"),
+        (changed(format=1), "desired: expected a map"),
+        (changed(format=True), "has no format number"),
+        (changed(more=1), "exactly the fields"),
+        (changed(epoch=-1), "epoch: expected an integer"),
+        (changed(term="7"), "term: expected an integer"),
+        (changed(desired={"version": 1}), "desired: expected a map"),
+        (changed(roster=[{}]), "roster: expected a map"),
+        (changed(peers=[]), "peers: expected a map"),
+        (changed(peers={"a": [1]}), "peers: expected a string"),
+        (changed(peers={str(i): [] for i in range(65)}), "at most 64"),
+        ("[" * 100_000, ""),
+    ],
+)
+def test_what_cannot_be_used_is_told_and_set_aside(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / FILE
+    path.write_text(text)
+    kept, told = load(tmp_path)
+    assert kept == SavedState()
+    assert str(path) in told
+    assert said in told
+    assert f"{FILE}.unusable-1" in told
+    assert (tmp_path / f"{FILE}.unusable-1").read_text() == text
+    assert load(tmp_path) == (SavedState(), "")
+
+
+def test_bytes_that_are_no_text_and_files_that_never_end_are_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    for number, data in enumerate((b"\xff\xfe\x00", b" " * (1 << 20) + b"{}"), start=1):
+        path.write_bytes(data)
+        assert load(tmp_path)[1]
+        assert (tmp_path / f"{FILE}.unusable-{number}").read_bytes() == data
+
+
+def test_a_folder_in_its_place_is_set_aside(tmp_path: Path) -> None:
+    (tmp_path / FILE / "inside").mkdir(parents=True)
+    kept, told = load(tmp_path)
+    assert kept == SavedState()
+    assert "(it is a folder). It was set aside as state.json.unusable-1" in told
+    assert (tmp_path / f"{FILE}.unusable-1" / "inside").is_dir()
+    save(tmp_path, KEPT)
+    assert load(tmp_path) == (KEPT, "")
+
+
+def test_a_file_that_cannot_be_opened_is_not_taken_for_a_first_start(tmp_path: Path) -> None:
+    (tmp_path / FILE).symlink_to(FILE)
+    with pytest.raises(UserError, match=r"state\.json: Too many levels of symbolic links"):
+        load(tmp_path)
+
+
+def test_a_home_that_is_not_there_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        save(tmp_path / "gone", KEPT)
+
+
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    save(tmp_path, KEPT)
+    with pytest.raises(ValueError, match="epoch"):
+        save(tmp_path, SavedState(ClusterState(epoch=-1)))
+    assert load(tmp_path) == (KEPT, "")
+
+
+def test_only_the_latest_addresses_of_a_peer_are_kept() -> None:
+    many = tuple(f"10.0.0.{i}:1" for i in range(40))
+    assert from_text(to_text(SavedState(peers={"a": many}))).peers == {"a": many[:16]}

@@ -1,0 +1,381 @@
+"""Every row of the table: what recorded machines make of it, and what is said when something is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtp.diagnostics.checkup import floors, software_here
+from mlxtp.diagnostics.facts import (
+    AgentFacts,
+    Attempt,
+    Certificate,
+    ClockFacts,
+    Disk,
+    Finding,
+    FirewallFacts,
+    IdentityFacts,
+    Level,
+    MachineFacts,
+    MemberFacts,
+    ModelFacts,
+    Package,
+    PortFacts,
+    PowerFacts,
+)
+from mlxtp.diagnostics.rows import ROWS, Examined, examine, to_json
+from mlxtp.placement.probe_macos import Output
+from mlxtp.wire.cluster_messages import Interface
+
+from ..placement.recorded_macs import BOOK, MAX, MINI, OLD_BOOK, ULTRA
+from . import recorded
+from .recorded import Machine
+
+GB = 10**9
+NOW = datetime(2026, 11, 22, 15, tzinfo=UTC)
+Change = Callable[[MachineFacts], MachineFacts]
+
+
+@cache
+def seen(settings: str, mac: str = MAX) -> MachineFacts:
+    return recorded.facts(Path("/nowhere"), Machine(settings, mac))
+
+
+def well(**changed: Any) -> MachineFacts:
+    """A Mac on which everything is as it should be, with an agent that serves, in a cluster of two."""
+    found = seen("mac_well")
+    forever = datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
+    facts = replace(
+        found,
+        now=NOW,
+        agent=AgentFacts(True, "", "http://127.0.0.1:52415", 4711, "ready", model="tiny", has_rank=True),
+        software=replace(found.software, architecture="arm64", program="/opt/python"),
+        network=replace(
+            found.network, multicast=0, listened=True, heard=("mini",),
+            ports=(PortFacts("endpoint", "--http", "127.0.0.1:52415", True),),
+        ),
+        room=replace(found.room, disks=(Disk("models", "/models", 500 * GB),), open_files=4096),
+        clock=ClockFacts(-0.007, "time.apple.com"),
+        identity=IdentityFacts("c" * 16, "", (Certificate("this member", *forever),), authority_here=True),
+        model=ModelFacts("tiny", "ab" * 32),
+        members=(MINI_WELL,),
+        discovery=True,
+    )  # fmt: skip
+    return replace(facts, **changed)
+
+
+MINI_WELL = MemberFacts(
+    "mini", "alive", True, True,
+    (Attempt("10.0.0.2:52414"),), called=True, fingerprint="ab" * 32,
+)  # fmt: skip
+
+
+def row(facts: MachineFacts, wanted: str) -> Examined:
+    (found,) = (each for each in examine(ROWS, facts) if each.row.id == wanted)
+    return found
+
+
+def worst(facts: MachineFacts, wanted: str) -> Finding:
+    examined = row(facts, wanted)
+    return next(each for each in examined.findings if each.level == examined.level)
+
+
+def test_nothing_is_in_the_way_of_a_mac_that_is_well() -> None:
+    examined = examine(ROWS, well())
+    assert [each.row.id for each in examined] == [each.id for each in ROWS]
+    assert [each.row.id for each in examined if each.level is not Level.OK] == []
+
+
+def _of(part: str, **fields: Any) -> Change:
+    """A part of the facts with other values in some fields."""
+    return lambda facts: replace(facts, **{part: replace(getattr(facts, part), **fields)})
+
+
+def _mini(**fields: Any) -> Change:
+    return lambda facts: replace(facts, members=(replace(MINI_WELL, **fields),))
+
+
+def _mac(name: str) -> Change:
+    """The hardware of another recorded Mac."""
+    return lambda facts: replace(facts, machine=seen("mac_well", name).machine)
+
+
+def _set(name: str, *parts: str) -> Change:
+    """Set as another recorded Mac is."""
+
+    def change(facts: MachineFacts) -> MachineFacts:
+        other = seen(name)
+        return replace(facts, **{part: getattr(other, part) for part in parts})
+
+    return change
+
+
+REFUSED = (Attempt("10.0.0.2:52414", "Connection refused", 61),)
+LOOPBACK = Interface("lo0", "127.0.0.1", 8, "loopback", 0, True)
+OURS = Attempt("10.0.0.2:52414")
+CERTIFICATE = Certificate("HTTPS", NOW - timedelta(days=300), NOW + timedelta(days=3))
+SIZE = 128 * GB
+
+CASES: list[tuple[str, Change, Level, str, str]] = [
+    ("agent", _of("agent", runs_here=False), Level.INFO, "this command's own", "mlxtp node"),
+    ("agent", _of("agent", runs_here=False, problem="silent"), Level.ERROR, "did not answer: silent",
+     "log"),
+    ("settings", lambda facts: replace(facts, wrong_settings=("line 3",)), Level.ERROR, "line 3",
+     "config show --origin"),
+    ("checks", lambda facts: replace(facts, crashed=("OSError",)), Level.WARNING, "OSError", "fix what"),
+    ("serving", _of("agent", state="failed", reason="it broke"), Level.ERROR, "it broke", "mlxtp serve tiny"),
+    ("serving", _of("agent", problem_of_cluster="two have one id"), Level.ERROR, "two have one id",
+     "as it says"),
+    ("serving", _of("agent", state="idle", waiting="too big"), Level.WARNING,
+     "tiny is not served: too big", ""),
+    ("serving", _of("agent", failures=2), Level.INFO, "something is kept: 2", "--postmortem"),
+    ("python", _of("software", python="3.10.1"), Level.ERROR, "3.10.1 is too old; mlxtp needs 3.11",
+     "make setup"),
+    ("python", _of("software", architecture="x86_64"), Level.ERROR, "made for Intel", "Apple silicon"),
+    ("packages", _of("software", packages=(Package("mlx", "0.9.4.dev3", "0.32.4"),)), Level.ERROR,
+     "mlx 0.9.4.dev3 is too old; mlxtp needs 0.32.4", "make setup"),
+    ("packages", _of("software", packages=(Package("mlx", "", "0.32.4"),)), Level.ERROR, "not installed",
+     "make"),
+    ("system", _of("machine", release="13.6"), Level.ERROR, "macOS 13.6 is too old", "softwareupdate"),
+    ("system", _of("machine", release="26.1"), Level.INFO, "RDMA over Thunderbolt comes with 26.2",
+     "software"),
+    ("rdma", _mac(BOOK), Level.WARNING, "RDMA over Thunderbolt is off", "rdma_ctl enable"),
+    ("rdma", _mac(OLD_BOOK), Level.INFO, "this Mac has none", ""),
+    ("cables", _mac(ULTRA), Level.WARNING, "next to Ethernet", "Move the cable"),
+    ("cables", _mac(OLD_BOOK), Level.INFO, "ports leads to another Mac", ""),
+    ("bridge", _mac(MINI), Level.WARNING, "errno 22", "sudo ifconfig bridge0 down"),
+    ("addresses", _mac(MINI), Level.WARNING, "Thunderbolt 1 (en2) is cabled",
+     "sudo ifconfig en2 inet 10.201."),
+    ("addresses", _of("machine", interfaces=(LOOPBACK,)), Level.WARNING, "no network is up", "plug in"),
+    ("local-network", _of("network", multicast=65), Level.ERROR, "keeps this process from the local network",
+     "LaunchDaemon"),
+    ("local-network", _of("network", unicast=(Attempt("10.0.0.2", "No route to host", 65),)), Level.ERROR,
+     "errno 65 (No route to host) to 10.0.0.2", "Local Network"),
+    ("local-network", _of("network", loopback=False), Level.ERROR, "does not reach itself", "127.0.0.1"),
+    ("local-network", _of("agent", runs_here=False), Level.INFO, "tried from the shell", "start the service"),
+    ("firewall", _set("mac_troubled", "firewall"), Level.WARNING, "does not know /opt/python",
+     "socketfilterfw --add '/opt/python' &&"),
+    ("firewall", _of("firewall", enabled=True, app="blocked"), Level.ERROR, "connections to /opt/python",
+     "--unblockapp '/opt/python'"),
+    ("firewall", _of("firewall", enabled=True, blocks_all=True), Level.ERROR, "blocks all incoming",
+     "--setblockall off"),
+    ("ports", _of("network", ports=(PortFacts("endpoint", "--http", "127.0.0.1:52415", False, "in use"),)),
+     Level.ERROR,
+     "endpoint 127.0.0.1:52415 is not available: in use", "sudo lsof -nP -iTCP:52415"),
+    ("mdns", _of("network", heard=()), Level.OK, "no other Mac", ""),
+    ("mdns", lambda facts: _of("network", heard=())(_mini(heard=False)(facts)), Level.WARNING,
+     "no Mac is found, though mini is linked", "--peer HOST:PORT"),
+    ("mdns", _mini(heard=False), Level.INFO, "reached by address: mini", ""),
+    ("mdns", _of("network", multicast=65), Level.WARNING, "errno 65", "Local Network"),
+    ("mdns", _of("network", multicast_problem="some device floods this network"), Level.WARNING, "floods",
+     "--peer"),
+    ("peers", _mini(ours=REFUSED), Level.WARNING, "does not reach mini: 10.0.0.2:52414 (Connection refused)",
+     "on mini"),
+    ("peers", _mini(ours=(OURS, Attempt("10.201.0.2:52414", "no answer"))), Level.WARNING,
+     "to mini, no way over 10.201.0.2:52414 (no answer)", "cable"),
+    ("peers", _mini(ours=(OURS, Attempt("192.168.9.9:52414", "no answer", shared=False))), Level.OK,
+     "both ways", ""),
+    ("peers", _mini(called=False), Level.OK, "mini: reached; `mlxtp doctor` on mini shows the way back", ""),
+    ("peers", _mini(ours=()), Level.OK, "mini has a link", ""),
+    ("peers", _mini(linked=False, state="dead", ours=REFUSED), Level.WARNING, "mini is gone: 10.0.0.2:52414",
+     "start mlxtp on mini"),
+    ("peers", _mini(linked=False, state="left", ours=REFUSED), Level.INFO, "mini has stopped", "start mlxtp"),
+    ("peers", _mini(linked=False, state="dead"), Level.WARNING, "10.0.0.2:52414 takes connections", "logs"),
+    ("clock", _set("mac_guarded", "clock"), Level.ERROR, "7300 s ahead of time.apple.com", "sudo sntp -sS"),
+    ("clock", _set("mac_troubled", "clock"), Level.INFO, "sntp: Exchange failed: Timeout", ""),
+    ("clock", _of("clock", ahead_s=-8.5), Level.WARNING, "8.500 s behind time.apple.com", "sudo sntp -sS"),
+    ("identity", _of("identity", problem="/h/identity is open to others; run: chmod 700 '/h/identity'"),
+     Level.ERROR, "chmod 700", "as it says"),
+    ("identity", _of("identity", keys_problem="keys.json is damaged"), Level.ERROR, "damaged", "as it says"),
+    ("identity", _of("identity", certificates=(CERTIFICATE,)), Level.WARNING, "HTTPS ends on 2026-11-25",
+     "renew it"),
+    ("identity", _of("identity", certificates=(replace(CERTIFICATE, ends=NOW - timedelta(1)),)), Level.ERROR,
+     "ended on 2026-11-21", "renew it"),
+    ("identity", _of("identity", certificates=(replace(CERTIFICATE, renews=True),)), Level.OK,
+     "holds until", ""),
+    ("identity", _of("identity", certificates=(replace(CERTIFICATE, begins=NOW + timedelta(1)),)),
+     Level.ERROR,
+     "holds from 2026-11-23 on", "clock"),
+    ("identity", _of("network", beyond_loopback=True), Level.WARNING, "there is no API key",
+     "mlxtp key create"),
+    ("identity", _of("identity", authority_here=False, authority="mini"), Level.INFO, "only mini issues", ""),
+    ("models", _mini(fingerprint="cd" * 32), Level.ERROR, "this machine abababab, mini cdcdcdcd",
+     "the same files"),
+    ("models", _mini(fingerprint="", model_problem="it is gated"), Level.WARNING,
+     "mini lacks tiny: it is gated",
+     "on mini"),
+    ("models", _of("model", fingerprint="", problem="the disk is full"), Level.ERROR, "the disk is full",
+     "as it"),
+    ("models", _of("model", fingerprint="", problem="it needs 40 GB more: make room (`mlxtp list`)"),
+     Level.ERROR, "it needs 40 GB more", "make room (`mlxtp list`)"),
+    ("models", lambda facts: _of("model", wanted="org/m")(_mini(fingerprint="cd" * 32)(facts)), Level.ERROR,
+     "the files of org/m differ", "`mlxtp verify org/m --repair` on each"),
+    ("models", _mini(fingerprint=""), Level.INFO, "on mini", ""),
+    ("gpu-memory", _of("machine", memory_bytes=SIZE, gpu_bytes=SIZE - 2 * GB), Level.WARNING,
+     "leaves macOS 2.0 GB", "sudo sysctl iogpu.wired_limit_mb=114440"),
+    ("gpu-memory", lambda facts: _of("agent", has_rank=False)(_of("machine", wired_bytes=90 * GB)(facts)),
+     Level.WARNING, "90.0 GB are wired although", "restart"),
+    ("gpu-memory", _of("agent", left_wired="90.0 GB stayed wired after ranks ended"), Level.WARNING,
+     "90.0 GB stayed wired", "restart"),
+    ("memory", _of("machine", free_bytes=GB // 10), Level.ERROR, "requests are refused", "mlxtp plan"),
+    ("memory", _of("room", critical=True), Level.ERROR, "macOS calls the pressure critical", "end programs"),
+    ("memory", _of("machine", free_bytes=GB), Level.WARNING, "1.0 GB of", "end programs"),
+    ("disk", _of("room", disks=(Disk("models", "/m", 5 * GB),)), Level.WARNING, "5.0 GB free for models",
+     "du -sh"),
+    ("disk", _of("room", disks=(Disk("own files", "/h", GB // 2),)), Level.ERROR, "0.5 GB free", "'/h'"),
+    ("disk", _of("room", disks=(Disk("models", "/m", None, "stale"),)), Level.WARNING, "/m (stale)",
+     "HF_HUB_CACHE"),
+    ("files", _of("room", open_files=256), Level.WARNING, "256 files", "ulimit -Hn 4096"),
+    ("power", _set("mac_troubled", "power"), Level.WARNING, "Low Power Mode", "sudo pmset -a lowpowermode 0"),
+    ("power", _of("power", settings={"powermode": 1}), Level.WARNING, "Low Power Mode", "lowpowermode 0"),
+    ("power", _of("power", settings={"sleep": 5}), Level.INFO, "after 5 idle min", "sudo pmset -c sleep 0"),
+    ("power", _set("mac_guarded", "power"), Level.INFO, "after a power cut this Mac stays off",
+     "autorestart 1"),
+    ("power", lambda facts: replace(_mac(BOOK)(facts), power=PowerFacts()), Level.WARNING, "battery",
+     "Plug it in"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "level", "what", "fix"), CASES)
+def test_what_is_wrong_is_said(name: str, change: Change, level: Level, what: str, fix: str) -> None:
+    examined = row(change(well()), name)
+    assert examined.level == level
+    found = [each for each in examined.findings if each.level == level and what in each.what]
+    assert [fix in each.fix for each in found] == [True]
+    assert found[0].fix or level in (Level.OK, Level.INFO), "what is wrong can be mended"
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [("it needs 40 GB more: make room", "all of it has room"), ("it is gated", "takes no part in its group")],
+)
+def test_why_a_model_that_is_not_here_matters(problem: str, why: str) -> None:
+    facts = _of("model", fingerprint="", problem=problem)(
+        _mini(fingerprint="", model_problem=problem)(well())
+    )
+    found = [each for each in row(facts, "models").findings if each.fix]
+    assert len(found) == 2
+    assert all(why in each.why for each in found)
+
+
+def test_every_row_has_a_case_that_is_not_well() -> None:
+    bad = {name for name, _, level, _, _ in CASES if level is not Level.OK}
+    assert bad == {each.id for each in ROWS}
+
+
+def test_what_wakes_a_mac_is_worse_where_it_is_not_kept_awake() -> None:
+    sleepy = well(power=PowerFacts({"sleep": 5}))
+    assert row(_of("agent", keep_awake=False)(sleepy), "power").level == Level.WARNING
+
+
+def test_without_other_clients_nothing_is_wrong_with_a_firewall() -> None:
+    closed = well(firewall=FirewallFacts(True, True), identity=IdentityFacts(), members=())
+    assert row(closed, "firewall").level == Level.INFO
+    joining = _of("agent", runs_here=False)(closed)
+    assert row(joining, "firewall").level == Level.ERROR
+    assert row(replace(joining, alone=True), "firewall").level == Level.INFO
+    assert row(_of("network", multicast=65)(closed), "mdns").level == Level.INFO
+
+
+@pytest.mark.parametrize(
+    ("settings", "firewall", "clock"),
+    [("linux_open", "no rule keeps connections out", "follows a time server"),
+     ("linux_closed", "connections without a rule are dropped", "follows no time server")],
+)  # fmt: skip
+def test_a_linux_machine(tmp_path: Path, settings: str, firewall: str, clock: str) -> None:
+    machine = Machine(settings)
+    found = recorded.facts(tmp_path, machine, "linux", http_tls=True)
+    found = replace(found, identity=replace(found.identity, cluster_id="c" * 16))
+    assert firewall in worst(found, "firewall").what
+    if settings == "linux_closed":  # a rule for the control port does not let a group form
+        assert "fresh TCP ports" in worst(found, "firewall").what
+        assert "all TCP ports" in worst(found, "firewall").fix
+    assert clock in worst(found, "clock").what
+    macs_only = {each.id for each in ROWS if "linux" not in each.systems}
+    assert macs_only == {"rdma", "cables", "bridge", "local-network", "gpu-memory"}
+    assert not macs_only & {each.row.id for each in examine(ROWS, found)}
+    assert machine.asked == ["nft list ruleset", "timedatectl show --property=NTPSynchronized"]
+
+
+def test_a_mac_of_which_nothing_is_known(tmp_path: Path) -> None:
+    """Every command fails: that is said, and nothing is called right or wrong for it."""
+
+    async def fails(name: str, arguments: tuple[str, ...], deadline_s: float) -> Output:
+        await asyncio.sleep(0)
+        return Output(problem="did not answer within 5 s")
+
+    machine = Machine("mac_well")
+    machine.run = fails  # type: ignore[method-assign]
+    facts = recorded.facts(tmp_path, machine)
+    examined = examine(ROWS, replace(facts, software=replace(facts.software, architecture="arm64")))
+    unknown = {each.row.id for each in examined if any("not known" in f.what for f in each.findings)}
+    assert {
+        "system",
+        "rdma",
+        "cables",
+        "bridge",
+        "firewall",
+        "power",
+        "clock",
+        "memory",
+        "gpu-memory",
+    } <= unknown
+    assert [each.row.id for each in examined if each.level in (Level.WARNING, Level.ERROR)] == []
+
+
+def test_only_looking_commands_are_run(tmp_path: Path) -> None:
+    machine = Machine("mac_well")
+    recorded.facts(tmp_path, machine)
+    own = [each for each in machine.asked if each.split()[0] in ("pmset", "sntp", recorded.FIREWALL)]
+    assert sorted(own) == sorted(["pmset -g batt", *recorded.said("mac_well")])
+    assert not [each for each in machine.asked if "sudo" in each or "--set" in each]
+
+
+def test_the_report_has_a_reason_for_each_task() -> None:
+    facts = _of("network", multicast=65)(well())
+    report = to_json(examine(ROWS, facts), facts)
+    assert (report["level"], report["looked"], report["system"]) == ("error", "agent", "macos")
+    (found,) = (each for each in report["rows"] if each["id"] == "local-network")
+    assert found["findings"][0]["why"].startswith("since macOS 15")
+    assert all(each["why"] for row in report["rows"] for each in row["findings"] if each["fix"])
+
+
+def test_a_process_that_macos_keeps_out_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As it shows itself there: packets to the network are refused, those to itself are not."""
+
+    def refused(_addresses: object) -> None:
+        raise OSError(65, "No route to host")
+
+    monkeypatch.setattr("mlxtp.diagnostics.checkup.send_something", refused)
+    found = recorded.facts(tmp_path, Machine("mac_well"))
+    assert (found.network.multicast, found.network.loopback) == (65, True)
+    assert row(found, "local-network").level == Level.ERROR
+
+
+def test_what_mlxtp_needs_is_read_from_its_own_metadata() -> None:
+    wanted = [
+        'mlx>=0.32.4; sys_platform == "darwin"', 'mlx[cpu]>=0.32.4; sys_platform == "linux"', "rich>=14",
+        'pytest>=9; extra == "dev"', "odd", "other==1",
+    ]  # fmt: skip
+    assert floors(wanted, "linux") == floors(wanted, "darwin") == [("mlx", "0.32.4"), ("rich", "14")]
+    assert {"mlx", "mlx-lm", "starlette"} <= {each.name for each in software_here().packages}
+
+
+def test_a_look_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    monkeypatch.setattr("mlxtp.diagnostics.checkup.LOOK_S", 0.05)
+    monkeypatch.setattr("mlxtp.diagnostics.checkup.disk", lambda purpose, folder: held.wait(60))
+    try:
+        found = recorded.facts(tmp_path, Machine("mac_well"))
+    finally:
+        held.set()
+    assert [each.free_bytes for each in found.room.disks] == [None, None]
+    assert "could not be read within" in found.room.disks[0].problem

@@ -1,0 +1,161 @@
+"""Answers of two agents' clients, while the group that gives them ends, one way and another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from mlxtp.agent import Agent
+from mlxtp.api.backend import Request, Sampling, StreamEnd, Tokens
+from mlxtp.errors import Code, GroupError, RequestError
+from mlxtp.gateway.admission import SystemMemory
+
+from ..groups.scenes import sees
+from ..groups.two_agents import two_agents
+from ..live_cluster import START_S
+from ..reference import prompt_ids
+
+pytestmark = pytest.mark.group
+
+COUNT = prompt_ids("Count from 1 to 60.")
+GREEDY = Request(COUNT, 300)
+DRAWN = Request(COUNT, 120, Sampling(temperature=1.2, seed=11), ignore_eos=True)
+
+
+@dataclass
+class Client:
+    """Reads one answer."""
+
+    agent: Agent
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    end: StreamEnd | None = None
+
+    async def read(self) -> tuple[list[int], StreamEnd | None]:
+        async for event in self.agent.supervisor.gateway.generate(self.request):
+            if isinstance(event, Tokens):
+                self.tokens += event.tokens
+            else:
+                self.end = event
+        return self.tokens, self.end
+
+
+@dataclass
+class Pair:
+    """`leader` has rank 0, `other` rank 1."""
+
+    leader: Agent
+    other: Agent
+
+    def epoch(self) -> int:
+        return self.leader.supervisor.status.epoch
+
+    def kill_rank(self, agent: Agent) -> None:
+        """Of the two that are of this process: the rank whose pipe this agent holds."""
+        supervisor, cluster = agent.supervisor, agent.parts
+        assert cluster is not None
+        if supervisor.status.ranks is not None:
+            pid = supervisor.status.ranks.leader.pid
+        else:
+            assert cluster.hosted.serving._hosted is not None
+            assert cluster.hosted.serving._hosted.process is not None
+            pid = cluster.hosted.serving._hosted.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+
+Fault = Callable[[Pair], None]
+
+
+def replanned(pair: Pair) -> None:
+    pair.leader.supervisor.end_epoch(GroupError("a better group is there", Code.REPLANNED))
+
+
+def slept(agent: Agent) -> None:
+    assert agent.parts is not None
+    agent.parts.reconciler.woke(300.0)
+
+
+FAULTS: dict[str, Fault] = {
+    "rank 1 killed": lambda pair: pair.kill_rank(pair.other),
+    "rank 0 killed": lambda pair: pair.kill_rank(pair.leader),
+    "replanned": replanned,
+    "the Mac of rank 1 slept": lambda pair: slept(pair.other),
+    "the Mac of rank 0 slept": lambda pair: slept(pair.leader),
+}
+ONE = ("rank 0 killed",)
+
+
+@pytest.mark.parametrize("faults", [ONE, pytest.param(tuple(FAULTS), marks=pytest.mark.chaos)])
+def test_answers_go_on_after_any_end_of_their_group(tmp_path: Path, faults: tuple[str, ...]) -> None:
+    """At either agent, greedy and drawn, begun and only just asked: as they are without any fault."""
+
+    async def story() -> None:
+        async with two_agents(tmp_path) as (first, second):
+            for agent in (first, second):
+                await agent.wait_ready()
+            assert first.parts is not None
+            pair = Pair(first, second) if first.parts.node.leadership.leading else Pair(second, first)
+            clients = [(agent, request) for agent in (first, second) for request in (GREEDY, DRAWN)]
+            right = [await Client(*client).read() for client in clients]
+            assert right[:2] == right[2:]
+            assert min(len(tokens) for tokens, _ in right) > 100
+            for name in faults:
+                await interrupted(pair, FAULTS[name], clients, right, name)
+            await short_of_memory(pair)
+
+    async def timed() -> None:
+        async with asyncio.timeout(START_S * 3):
+            await story()
+
+    asyncio.run(timed())
+
+
+async def interrupted(
+    pair: Pair,
+    fault: Fault,
+    clients: list[tuple[Agent, Request]],
+    right: list[tuple[list[int], StreamEnd | None]],
+    name: str,
+) -> None:
+    epoch = pair.epoch()
+    begun = [Client(*client) for client in clients]
+    reading = [asyncio.ensure_future(client.read()) for client in begun]
+    await sees(lambda: all(len(client.tokens) > 5 for client in begun))
+    late = Client(*clients[-1])
+    reading.append(asyncio.ensure_future(late.read()))
+    await asyncio.sleep(0)
+    fault(pair)
+    answers = await asyncio.gather(*reading)
+    assert not any(client.end is None for client in begun), name
+    for (tokens, end), (expected, expected_end) in zip(answers, [*right, right[-1]], strict=True):
+        assert tokens == expected, name
+        assert (end and end.reason, end and end.generated) == (
+            expected_end and expected_end.reason,
+            expected_end and expected_end.generated,
+        ), name
+    assert pair.epoch() > epoch, f"{name}: nothing happened"
+    for agent in (pair.leader, pair.other):
+        await sees(lambda agent=agent: agent.supervisor.gateway.open_requests == 0)  # type: ignore[misc]
+
+
+async def short_of_memory(pair: Pair) -> None:
+    """The Mac of rank 1: who asks at the other one is told to come again, until there is some."""
+    gateway = pair.other.supervisor.gateway
+    admission = gateway.admission
+    memory, admission.memory = admission.memory, lambda: SystemMemory(1)
+    cluster = pair.leader.parts
+    assert cluster is not None
+    await sees(cluster.reconciler.short)
+    with pytest.raises(RequestError, match="which has a part of the model, is short of memory") as raised:
+        await Client(pair.leader, GREEDY).read()
+    assert raised.value.status == 503
+    admission.memory = memory
+    await sees(lambda: not cluster.reconciler.short())
+    assert (await Client(pair.leader, Request(COUNT, 3)).read())[1] is not None

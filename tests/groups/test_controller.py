@@ -1,0 +1,536 @@
+"""Groups that a coordinator plans, with members that lack something: the model, JACCL, a cable."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.config import embedded_model_path
+from mlxtp.errors import Code, GroupError
+from mlxtp.groups.controller import TELL_S
+from mlxtp.groups.process_group import EpochGroup, ProcessGroup
+from mlxtp.models.inspect import ModelSource
+from mlxtp.wire.cluster_messages import DesiredState, Machine, ModelStatus, RankTrouble, Serving
+
+from ..placement.made_up_macs import cabled, mac, on_lan
+from ..wire.members import Member
+from .one_node import FINGERPRINT, MACHINE, A, B, FakeLink, Node, play, report
+
+
+def desk(cables: bool = True) -> dict[str, Machine]:
+    """Two Macs with RDMA on one network: this one ("") and A's."""
+    here, there = on_lan([mac(0), mac(1)])
+    if cables:
+        here, there = cabled([here, there], [(0, 1)])
+    return {"": here.machine, A: there.machine}
+
+
+def ready(node: Node) -> None:
+    """As if the supervisor waited for a plan."""
+    node.parts.supervisor.waits_for_plan = True
+
+
+def formed(node: Node, *links: FakeLink) -> EpochGroup:
+    """The next group that is formed, and nothing more becomes of it."""
+    ready(node)
+    node.live(*links)
+    supervisor = node.parts.supervisor
+    assert not supervisor.waits_for_plan, node.parts.node.leadership.waiting
+    node.parts.servings.owned, supervisor.status.in_epoch = None, False
+    return supervisor._plans.get_nowait().group
+
+
+def test_a_group_of_two_and_where_its_ranks_find_each_other(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk(cables=False)
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        a.local = "192.168.7.1"
+        node.lead(weights, machines)
+        group = formed(node, a)
+        assert (group.local, group.world_size, group.backend) == (1, 2, "ring")
+        assert group.decode_hosts == ("127.0.0.1", "192.168.7.1")
+        assert group.pins == (node.parts.node.identity.fingerprint, a.fingerprint)
+        assert group.fabric == "192.168.7.1"
+        assert group.nodes == (node.parts.node.node_id, A)
+
+    play(tmp_path, member, story, machine=machines[""], nodes="2")
+
+
+def test_a_decode_link_takes_the_cable_though_the_control_link_does_not(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk()
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        a.local = "192.168.7.1"
+        node.lead(weights, machines)
+        group = formed(node, a)
+        cable = next(each.address for each in machines[""].interfaces if each.kind == "thunderbolt")
+        assert group.decode_hosts == ("127.0.0.1", f"{cable},192.168.7.1")
+
+    play(tmp_path, member, story, machine=machines[""], nodes="2")
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (ModelStatus(1, "", "/models/x is not here"), "/models/x is not here"),
+        (
+            ModelStatus(1, "6" * 64, ""),
+            "its files of the model differ: 666666666666 there, 555555555555 on studio; bring the same files "
+            "to mac-a and studio",
+        ),
+        (ModelStatus(1, "", ""), "it is still getting the model"),
+        (ModelStatus(7, FINGERPRINT, ""), "it has not yet reported whether it has the model"),
+    ],
+)
+def test_who_lacks_the_model_is_left_out_and_named(
+    tmp_path: Path, member: Member, weights: ModelSource, status: ModelStatus, words: str
+) -> None:
+    machines = desk()
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, machines)
+        node.hear(a, status)
+        placement, _ = node.parts.placer.placement()
+        assert placement is not None
+        assert placement.ranks == (node.parts.node.node_id,)
+        assert placement.notes[0] == f"mac-a is left out: {words}"
+
+    play(tmp_path, member, story, machine=machines[""])
+
+
+def test_who_has_another_revision_is_left_out_and_told_what_to_do(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk()
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, machines)
+        model = node.parts.model
+        model._path = tmp_path / ("c" * 40)
+        version = node.parts.node.desired.set("org/one").version
+        for revision, left_out in (("c" * 40, False), ("", False), ("d" * 40, True)):
+            node.hear(a, ModelStatus(version, FINGERPRINT, "", revision))
+            placement, _ = node.parts.placer.placement()
+            assert placement is not None
+            words = "mac-a is left out: it has the model at commit dddddddddddd, studio at cccccccccccc; "
+            assert any(note.startswith(words) for note in placement.notes) is left_out
+
+    play(tmp_path, member, story, machine=machines[""])
+
+
+def test_memory_that_ranks_of_another_coordinator_hold_counts_as_held(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        servings, a = node.parts.servings, node.meet(A)
+        node.lead(weights)
+        node.hear(a, serving("ring", A, B))
+        assert servings.held_bytes(A) == 0
+        node.hear(a, replace(serving("ring", A, B), held_mib=(3072, 1024)))
+        assert [servings.held_bytes(each) >> 30 for each in (A, B, node.parts.node.node_id)] == [3, 1, 0]
+        [member] = [each for each in node.parts.placer.members() if each.node_id == A]
+        assert member.held_bytes >> 30 == 3
+
+    play(tmp_path, member, story)
+
+
+def test_memory_of_a_group_beside_the_serving_one_counts_as_held(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        group = EpochGroup(1, 2, "ring", nodes=(node.parts.node.node_id, A))
+        pongs = {1: SimpleNamespace(memory_bytes=3 << 30)}
+        node.parts.supervisor.beside.ranks = cast(
+            Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs))
+        )
+        assert [node.parts.servings.held_bytes(each) >> 30 for each in (A, B)] == [3, 0]
+        node.parts.supervisor.beside.ranks = None
+        assert node.parts.servings.held_bytes(A) == 0
+
+    play(tmp_path, member, story)
+
+
+def test_a_group_that_fails_after_it_served_is_proven_no_longer(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk()
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, machines)
+        node.live(a)
+        conductor = node.parts.controller
+        placement, _ = node.parts.placer.placement()
+        assert placement is not None
+        chosen = placement.chosen
+        assert chosen is not None
+        assert chosen.nodes == 2
+        conductor._trials.served(chosen)
+        conductor._trials._loaded.add(conductor._trials._identity(chosen))
+        assert conductor._trials.is_over(chosen)
+        form = SimpleNamespace(plan=SimpleNamespace(ranks=chosen.ranks))
+        node.parts.servings.owned = cast(Any, SimpleNamespace(placement=placement, form=form))
+        conductor.failed(GroupError("it hangs", Code.FORM_FAILED), formed=False)
+        node.parts.servings.owned = None
+        assert not conductor._trials.is_over(chosen)
+
+    play(tmp_path, member, story, machine=machines[""], nodes="all")
+
+
+@pytest.mark.parametrize(("backend", "looks"), [("jaccl", 1), ("ring", 0)])
+def test_ports_are_read_again_after_a_group_over_jaccl(
+    tmp_path: Path, member: Member, weights: ModelSource, backend: str, looks: int
+) -> None:
+    """With a cable out JACCL forms all the same, and hangs."""
+
+    async def story(node: Node) -> None:
+        conductor, looked = node.parts.controller, []
+
+        async def look(nodes: tuple[str, ...]) -> None:
+            looked.append((node.parts.servings.owned, nodes))
+
+        node.parts.machines.read_machine_now = look  # type: ignore[method-assign]
+        ranks = (node.parts.node.node_id, A, B)
+        form = SimpleNamespace(number=1, plan=SimpleNamespace(ranks=ranks))
+        mine = SimpleNamespace(placement=SimpleNamespace(backend=backend), form=form)
+        node.parts.servings.owned = cast(Any, mine)
+        node.parts.servings.serving = lambda: None  # type: ignore[method-assign]
+        await conductor.prepare()
+        assert looked == [(mine, ranks)] * looks
+
+    play(tmp_path, member, story)
+
+
+def serving(backend: str, *participants: str) -> Serving:
+    return Serving(3, "ready", "", backend, "", participants, (0.0, 1.0), 0, "tiny", 1, 0, 0, ())
+
+
+def test_why_nothing_is_served_is_logged_once_with_the_way_out(
+    tmp_path: Path, member: Member, weights: ModelSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lines() -> list[str]:
+        return [each.getMessage() for each in caplog.records if "is not served" in each.getMessage()]
+
+    async def story(node: Node) -> None:
+        cluster = node.parts
+        node.lead(weights)
+        ready(node)
+        node.live()
+        assert cluster.node.leadership.waiting == (
+            "tensor parallel of 2: needs 2 nodes, 1 is here; "
+            "`mlxtp serve MODEL --nodes auto` uses the Macs that are here"
+        )
+        assert lines() == [f"tiny is not served: {cluster.node.leadership.waiting}"]
+        node.live()
+        assert len(lines()) == 1, "it is still so"
+        cluster.node.desired.set("tiny", "auto")
+        node.live()
+        assert cluster.node.leadership.waiting == ""
+        assert len(lines()) == 1
+
+    with caplog.at_level("INFO"):
+        play(tmp_path, member, story, nodes="2")
+
+
+def test_what_no_number_of_macs_can_serve_names_no_way_out(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        node.lead(weights)
+        _, why = node.parts.placer.placement()
+        assert "needs 2 nodes" in why
+        assert "--nodes auto" not in why
+
+    small = replace(MACHINE, memory_bytes=1 << 20, free_bytes=1 << 20)
+    play(tmp_path, member, story, machine=small, nodes="2")
+
+
+def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_model(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk()
+
+    async def story(node: Node) -> None:
+        node.lead(weights, machines)
+        a = node.meet(A)
+        node.hear(a, report(machines[A]))
+        ready(node)
+        for _ in range(int(TELL_S / 0.5) - 2):
+            node.live_once(a)
+        assert node.parts.supervisor.waits_for_plan
+        assert node.parts.node.leadership.waiting == "mac-a has not yet reported whether it has the model"
+        for _ in range(4):
+            node.live_once(a)
+        assert node.parts.supervisor._plans.get_nowait().group.world_size == 1
+
+    play(tmp_path, member, story, machine=machines[""])
+
+
+def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(embedded_model_path(), folder)
+    source = ModelSource("tiny", folder, cast(Any, None))
+
+    async def story(node: Node) -> None:
+        shutil.rmtree(folder)
+        node.lead(source)
+        placement, why = node.parts.placer.placement()
+        assert placement is None
+        assert f"{folder} cannot be read" in why
+        node.live()
+        assert node.parts.node.leadership.waiting == why
+
+    play(tmp_path / "home", member, story)
+
+
+def test_files_of_the_hub_that_differ_are_repaired_by_a_command(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        node.parts.node.desired.set("org/model")
+        node.hear(a, ModelStatus(node.parts.model.version, "6" * 64, ""))
+        placement, _ = node.parts.placer.placement()
+        assert placement is not None
+        assert "; `mlxtp verify org/model --repair` on mac-a, then on studio, gets" in placement.notes[0]
+
+    play(tmp_path, member, story, machine=desk()[""])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": "many"}', "\0"])
+def test_a_configuration_that_makes_no_sense_ends_no_agent(tmp_path: Path, member: Member, text: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(text)
+    source = ModelSource("odd", folder, cast(Any, None))
+
+    async def story(node: Node) -> None:
+        node.lead(source)
+        assert node.parts.placer.placement()[0] is None
+        node.live()
+        assert node.parts.node.leadership.waiting
+
+    play(tmp_path / "home", member, story)
+
+
+# --- JACCL ------------------------------------------------------------------------------------------------
+
+
+def jaccl(tmp_path: Path, member: Member, story: Callable[[Node], Awaitable[None]], **changes: Any) -> None:
+    play(tmp_path, member, story, machine=desk()[""], nodes="2", **changes)
+
+
+def test_two_macs_on_a_cable_use_it(tmp_path: Path, member: Member, weights: ModelSource) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        group = formed(node, a)
+        assert (group.backend, group.rdma) == ("jaccl", ("", "rdma_en2", "rdma_en2", ""))
+
+    jaccl(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("lacking", [[0], [1], [0, 1]])
+def test_without_jaccl_on_one_mac_auto_takes_the_ring_and_says_so(
+    tmp_path: Path, member: Member, weights: ModelSource, lacking: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        error = formed(node, a).without_jaccl(lacking)
+        assert error.code is Code.REPLANNED
+        who = " and ".join(("studio", "mac-a")[rank] for rank in lacking)
+        assert f"MLX on {who} has no JACCL" in error.detail
+        assert f"{error.detail}, so the ring is used" in caplog.text
+        assert formed(node, a).backend == "ring"
+
+    jaccl(tmp_path, member, story)
+
+
+def test_an_explicit_backend_never_falls_back(tmp_path: Path, member: Member, weights: ModelSource) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        error = formed(node, a).without_jaccl([1])
+        assert (error.code, type(error)) == (Code.FORM_FAILED, GroupError)
+        assert formed(node, a).backend == "jaccl"
+
+    jaccl(tmp_path, member, story, fabric="jaccl")
+
+
+@pytest.mark.parametrize(("fabric", "backend"), [("auto", "ring"), ("jaccl", None)])
+def test_what_would_keep_jaccl_from_forming_is_said_before(
+    tmp_path: Path, member: Member, weights: ModelSource, fabric: str, backend: str | None
+) -> None:
+    """A device that was named by hand for one end, and is missing at the other one."""
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        machines = desk()
+        there = machines[A]
+        machines[A] = replace(there, bridge_up=True)
+        node.lead(weights, machines)
+        if backend is None:
+            ready(node)
+            node.live(a)
+            assert node.parts.supervisor.waits_for_plan
+            assert "bridge0" in node.parts.node.leadership.waiting
+        else:
+            assert formed(node, a).backend == backend
+
+    jaccl(tmp_path, member, story, fabric=fabric)
+
+
+@pytest.mark.parametrize("name", ["mac-a", "aaaa", A])
+def test_devices_by_hand_for_a_node_by_its_name_or_the_beginning_of_its_id(
+    tmp_path: Path, member: Member, weights: ModelSource, name: str
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        assert formed(node, a).rdma == ("", "rdma_en9", "rdma_en7", "")
+
+    jaccl(tmp_path, member, story, rdma=(f"{name}=rdma_en7", f"studio/{name}=rdma_en9"))
+
+
+def test_a_name_counts_more_than_the_beginning_of_an_id(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        for node_id in (A, B):
+            node.hear(node.meet(node_id), report(desk()[A]))
+        node.parts.node.introduction.name = "aa"
+        found = node.parts.placer.devices_by_hand()
+        assert set(found) == {node.parts.node.node_id}, "and not that of the Mac whose id begins so"
+
+    jaccl(tmp_path, member, story, rdma=("aa=en3",))
+
+
+def test_a_device_may_be_for_one_cable_of_many(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        for node_id in (A, B):
+            node.hear(node.meet(node_id), report(desk()[A]))
+        found = node.parts.placer.devices_by_hand()
+        assert found == {node.parts.node.node_id: {A: "en3"}, A: {node.parts.node.node_id: "en5", B: "en5"}}
+
+    jaccl(tmp_path, member, story, rdma=("studio/mac-a=en3", "mac-a=en5", "nobody=en6", "mac-a/nobody=en7"))
+
+
+# --- what others are told ---------------------------------------------------------------------------------
+
+
+def test_what_is_told_of_a_group_from_its_forming_to_its_end(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        ready(node)
+        node.live(a)
+        first = next(serving for serving in a.heard(Serving) if serving.participants)
+        assert first.participants == (node.parts.node.node_id, A)
+        assert first.state != "ready"
+        told = len(a.heard(Serving))
+        cast(Any, node.parts.controller)._let_go()
+        assert len(a.heard(Serving)) == told + 1
+        last = a.heard(Serving)[-1]
+        assert (last.epoch, last.state) == (first.epoch, "restarting")
+
+    jaccl(tmp_path, member, story)
+
+
+def test_an_epoch_goes_on_for_requests_of_the_same_model(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    """A person on the other side of a partition, who counted less."""
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        for _ in range(3):
+            node.parts.node.desired.set("", by_person=False)
+            node.parts.node.desired.set("tiny", by_person=False)
+        ready(node)
+        node.hear(a, ModelStatus(7, FINGERPRINT, ""))
+        node.live(a)
+        assert a.heard(Serving)[-1].desired == 7
+        node.hear(a, DesiredState(3, A, "tiny", node.parts.node.replica.desired.nodes, 3))
+        node.tick()
+        assert a.heard(Serving)[-1].desired == 3
+
+    jaccl(tmp_path, member, story)
+
+
+def test_words_about_another_epoch_reach_no_seat(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        group = formed(node, a)
+        reports: list[Any] = []
+        watcher = cast(Any, type("Ranks", (), {"report": lambda _, each: reports.append(each)})())
+        [seat] = group.endpoints(watcher)
+        node.hear(a, RankTrouble(cast(Any, seat).epoch + 1, 1, Code.RANK_LOST, "not this one", True))
+        b = node.meet(B)
+        node.hear(b, RankTrouble(cast(Any, seat).epoch, 1, Code.RANK_LOST, "not its rank", True))
+        b.close()
+        assert reports == []
+        node.hear(a, RankTrouble(cast(Any, seat).epoch, 1, Code.OUT_OF_MEMORY, "no room", False))
+        assert [each.error.code for each in reports] == [Code.OUT_OF_MEMORY]
+        a.close()
+        assert [each.error.code for each in reports][1:] == [Code.RANK_LOST]
+
+    jaccl(tmp_path, member, story)
+
+
+def running(node: Node, link: FakeLink) -> ProcessGroup:
+    """The ranks of the next group, as if they ran."""
+    ready(node)
+    node.live(link)
+    supervisor = node.parts.supervisor
+    plan = supervisor._plans.get_nowait()
+    ranks = ProcessGroup(node.parts.node.settings, plan.epoch, lambda _: None, group=plan.group)
+    supervisor._current = ranks
+    node.live(link)
+    assert ranks.watch.reports == []
+    return ranks
+
+
+@pytest.mark.parametrize("sign", ["its link ends", "its agent is back"])
+def test_a_lost_mac_reaches_the_epoch_as_one_report(
+    tmp_path: Path, member: Member, weights: ModelSource, sign: str
+) -> None:
+    """The end of its link and the decision of the next round notice the same loss."""
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        ranks = running(node, a)
+        if sign == "its link ends":
+            a.close()
+            words = "rank 1: mac-a is gone: closed here"
+        else:
+            node.meet(A, "another boot")
+            words = f"epoch {ranks.epoch} lost mac-a (rank 1): its agent was restarted"
+        for _ in range(3):
+            node.tick()
+        assert [(each.rank, each.error.detail) for each in ranks.watch.reports] == [(1, words)]
+        assert ranks.watch.reports[0].error.code is Code.RANK_LOST
+        error = await ranks.failed
+        assert error.detail.endswith(words)
+
+    jaccl(tmp_path, member, story)

@@ -1,0 +1,320 @@
+"""An agent that is told to stop: nothing new, what is open to its end, and the others know of it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.admin.handlers import Admin as Administration
+from mlxtp.agent import Agent, drain_on_signal
+from mlxtp.api.backend import Request, StreamEnd, Tokens
+from mlxtp.errors import Code, GroupError, RequestError
+from mlxtp.groups.health import ServingState
+from mlxtp.groups.reconciler import LOOK_S, Drain
+from mlxtp.models.inspect import ModelSource, open_model
+from mlxtp.wire.cluster_messages import Beat, Prepare, RankTrouble, Serving
+from mlxtp.wire.messages import Error, Generate
+
+from ..gateway import test_gateway
+from ..gateway.test_gateway import MODEL, TEXT, FakeRanks, everything
+from ..gateway.test_requests_go_on import COUNT, Client
+from ..wire.members import Member
+from . import one_node
+from . import test_lifecycle as test_supervisor
+from .fake_rank import ENDLESS
+from .one_node import A, B, Node
+from .scenes import run, sees, within
+from .two_agents import two_agents
+
+FREE: Any = SimpleNamespace(drain=lambda: None, may_leave=True)
+"""A reconciler that no other Mac needs."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    return asyncio.run(open_model("tiny"))
+
+
+def refused(gateway: Any) -> RequestError:
+    with pytest.raises(RequestError) as raised:
+        gateway.generate(Request((1,), 9))
+    return raised.value
+
+
+# --- the gateway ------------------------------------------------------------------------------------------
+
+
+def test_nothing_new_is_taken_and_what_is_open_goes_on_from_group_to_group() -> None:
+    async def story(stage: test_gateway.Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.closing = "this Mac is about to stop"
+        error = refused(stage.gateway)
+        assert (error.code, error.status) == (Code.SHUTTING_DOWN, 503)
+        assert error.detail == "this Mac is about to stop; try again"
+        with pytest.raises(RequestError) as relayed:
+            stage.gateway.relay(Generate(1, (1,), 9), lambda _: None)
+        assert relayed.value.code is Code.SHUTTING_DOWN
+        stage.say(1, 50)
+        stage.gateway.park_open_requests(GroupError("another group goes on", Code.REPLANNED))
+        elsewhere = FakeRanks()
+        stage.gateway.serve(cast(Any, elsewhere), MODEL, TEXT, here=False)
+        assert elsewhere.sent == [Generate(2, (1, 50), 9, answered=1)]
+        stage.finish(2, "stop", 1)
+        assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
+
+    test_gateway.play(story)
+
+
+def test_a_draining_agent_is_not_the_last_to_be_asked_for_what_had_begun() -> None:
+    """The first time its refusal is the client's; what a client was promised waits for another group."""
+
+    async def story(stage: test_gateway.Stage) -> None:
+        stage.gateway.serve(cast(Any, stage.ranks), MODEL, TEXT, here=False)
+        first = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.dispatcher.on_event(Error(Code.SHUTTING_DOWN, "about to stop", 1))
+        assert stage.open == 0
+        with pytest.raises(GroupError):
+            await first.accepted()
+        begun = stage.gateway.generate(Request((1,), 9))
+        stage.say(2, 50)
+        stage.gateway.dispatcher.on_event(Error(Code.REPLANNED, "another group goes on", 2))
+        stage.gateway.dispatcher.resume()
+        stage.gateway.dispatcher.on_event(Error(Code.SHUTTING_DOWN, "about to stop", 3))
+        assert stage.open == 1
+        await begun.aclose()
+
+    test_gateway.play(story)
+
+
+# --- one agent --------------------------------------------------------------------------------------------
+
+
+def test_an_agent_is_draining_until_its_last_request_is_done(tmp_path: Path, source: ModelSource) -> None:
+    async def story(stage: test_supervisor.Stage) -> None:
+        await stage.serves(1)
+        admin = Administration(one_node.alone(tmp_path, stage.supervisor), cast(Any, None))
+        admin.draining = Drain(stage.supervisor, FREE)
+        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        await answer.accepted()
+        assert not (await admin.drain_progress())["draining"]
+        assert admin.drain("") == {"draining": True, "over": False, "open_requests": 1, "left_s": None}
+        assert stage.supervisor.status.state is ServingState.DRAINING
+        assert refused(stage.gateway).code is Code.SHUTTING_DOWN
+        health = stage.gateway.health()
+        assert (health.state, health.ready, health.reason) == (
+            "draining",
+            False,
+            "this Mac is about to stop",
+        )
+        assert (admin.status()["state"], admin.status()["reason"]) == ("draining", health.reason)
+        await asyncio.sleep(3 * LOOK_S)
+        assert not admin.draining.over.is_set()
+        await answer.aclose()
+        await admin.draining.over.wait()
+        assert (await admin.drain_progress())["over"]
+
+    test_supervisor.play(tmp_path, source, story)
+
+
+def test_ctrl_c_says_how_long_open_requests_take_and_what_a_second_one_does(
+    tmp_path: Path, source: ModelSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    async def story(stage: test_supervisor.Stage) -> None:
+        await stage.serves(1)
+        drain = Drain(stage.supervisor, FREE)
+        drain_on_signal(drain, 60.0)
+        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        await answer.accepted()
+        signal.raise_signal(signal.SIGINT)
+        await sees(lambda: drain.begun)
+        assert "open requests get 60 s to end; a second Ctrl-C ends at once" in caplog.text
+        await answer.aclose()
+        await drain.over.wait()
+
+    test_supervisor.play(tmp_path, source, story)
+
+
+def test_a_group_that_fails_meanwhile_is_formed_again_and_is_draining(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    async def story(stage: test_supervisor.Stage) -> None:
+        await stage.serves(1)
+        drain = Drain(stage.supervisor, FREE)
+        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        await anext(answer)
+        drain.start()
+        stage.supervisor.end_epoch(GroupError("a better group is there", Code.REPLANNED))
+        await sees(lambda: stage.asked == 2)
+        assert stage.gateway.health().state == "draining"
+        stage.plan(2)
+        await stage.until(ServingState.DRAINING, 2)
+        await sees(lambda: any(note["answered"] for note in stage.orders.notes("generate")))
+        assert not drain.over.is_set()
+        await answer.aclose()
+        await drain.over.wait()
+
+    test_supervisor.play(tmp_path, source, story)
+
+
+def test_the_earliest_limit_holds_for_any_open_requests(tmp_path: Path, source: ModelSource) -> None:
+    async def story(stage: test_supervisor.Stage) -> None:
+        await stage.serves(1)
+        now = 100.0
+        drain = Drain(stage.supervisor, FREE, clock=lambda: now)
+        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        await answer.accepted()
+        drain.start(60.0)
+        drain.start(10.0)
+        drain.start(30.0)
+        drain.start()
+        assert drain.left_s == 10.0
+        now = 109.9
+        await asyncio.sleep(0.3)
+        assert not drain.over.is_set()
+        now = 110.0
+        await drain.over.wait()
+        await answer.aclose()
+
+    test_supervisor.play(tmp_path, source, story)
+
+
+# --- one of several ---------------------------------------------------------------------------------------
+
+
+def test_the_others_hear_at_once_who_is_about_to_stop(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights)
+        assert not any(beat.draining for beat in a.heard(Beat))
+        Administration(node.parts, member.store).drain("")
+        assert a.heard(Beat)[-1].draining
+        node.live_once(a)
+        rows = Administration(node.parts, member.store).status()["members"]
+        assert [row["self"] for row in rows if row["draining"]] == [True]
+        assert node.parts.supervisor.gateway.closing == "this Mac is about to stop"
+
+    one_node.play(tmp_path, member, story)
+
+
+def test_a_coordinator_plans_without_itself_and_hands_over(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights)
+        node.parts.reconciler.drain()
+        assert not node.parts.reconciler.may_leave
+        placement, _ = node.parts.placer.placement()
+        assert placement is not None
+        assert placement.ranks == (A,)
+        node.live(a)
+        assert node.parts.node.leadership.claim.node_id == A
+        assert a.heard(Beat)[-1].coordinator == A
+        assert node.parts.reconciler.may_leave
+
+    one_node.play(tmp_path, member, story)
+
+
+def test_a_coordinator_without_anybody_to_hand_over_to_just_leaves(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights)
+        node.hear(a, Beat(0, "", 0, 0, 0, True, 0, draining=True))
+        node.parts.reconciler.drain()
+        assert node.parts.placer.placement() == (None, "every Mac here is about to stop")
+        node.tick()
+        assert node.parts.node.leadership.leading
+        assert node.parts.reconciler.may_leave
+
+    one_node.play(tmp_path, member, story)
+
+
+def test_an_agent_about_to_stop_takes_part_in_nothing_new(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        b = node.meet(B)
+        node.follow(b)
+        node.hear(b, Prepare(8, 1, "", 1))
+        assert [order.epoch for _, order in node.orders] == [8]  # type: ignore[attr-defined]
+        node.parts.reconciler.drain()
+        node.hear(b, Prepare(9, 1, "", 1))
+        assert len(node.orders) == 1
+        assert b.heard(RankTrouble)[-1].detail == "studio is about to stop"
+
+    one_node.play(tmp_path, member, story)
+
+
+def test_what_drains_elsewhere_is_shown_and_not_asked(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        b = node.meet(B)
+        node.follow(b)
+        why = "mac-f is about to stop"
+        node.hear(b, Serving(7, "draining", why, "none", "", (B,), (1.0, 5.0), 2, "", 0, 9, 9, (1,)))
+        node.tick()
+        health = node.parts.supervisor.gateway.health()
+        assert (health.state, health.reason, health.ready) == ("draining", why, False)
+        [running] = node.parts.controller.situation(node.parts.hosted.running()).others
+        assert (running.ready, running.draining, running.open_requests) == (False, True, 2)
+
+    one_node.play(tmp_path, member, story)
+
+
+# --- two agents -------------------------------------------------------------------------------------------
+
+
+def of_cluster(agent: Agent) -> Any:
+    assert agent.parts is not None
+    return agent.parts
+
+
+@pytest.mark.group
+def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path: Path) -> None:
+    """Both Macs are wanted, so there is no group without it. Neither takes anything new."""
+
+    async def story() -> None:
+        async with two_agents(tmp_path) as (first, second):
+            await first.wait_ready()
+            await second.wait_ready()
+            client = Client(first, Request(COUNT, 300))
+            reading = asyncio.ensure_future(client.read())
+            await sees(lambda: client.tokens)
+            epoch = first.supervisor.status.epoch
+            second.drain.start()
+            over = asyncio.ensure_future(second.drain.over.wait())
+            await sees(lambda: first.supervisor.status.state is ServingState.DRAINING)
+            assert refused(first.supervisor.gateway).detail.startswith("b is about to stop")
+            assert refused(second.supervisor.gateway).code is Code.SHUTTING_DOWN
+            await asyncio.wait({reading, over}, return_when=asyncio.FIRST_COMPLETED)
+            assert reading.done(), "it left too early"
+            assert client.end is not None
+            assert client.end.reason == "stop"
+            await over
+            assert first.supervisor.status.epoch == epoch
+            assert of_cluster(first).node.leadership.draining == {of_cluster(second).node.node_id}
+
+    run(within(story()))
+
+
+def test_a_rank_asked_to_stop_twice_is_told_once(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        b = node.meet(B)
+        node.follow(b)
+        drain = Administration(node.parts, member.store).draining
+        drain.start()
+        told = len(b.heard(Beat))
+        drain.start(5.0)
+        assert len(b.heard(Beat)) == told
+
+    one_node.play(tmp_path, member, story)

@@ -1,0 +1,293 @@
+"""Knowledge of fabrics: measuring, reporting, keeping, and the group that is planned then."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import stat
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.admin.handlers import Admin as Administration
+from mlxtp.admin.snapshot import gather
+from mlxtp.config import embedded_model_path
+from mlxtp.errors import UserError
+from mlxtp.groups.fabric import FILE, measure, row_bytes
+from mlxtp.groups.process_group import EpochGroup
+from mlxtp.models.inspect import ModelSource
+from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET
+from mlxtp.placement.measurements import to_text
+from mlxtp.wire.cluster_messages import (
+    FabricAnswer,
+    FabricReport,
+    FabricResult,
+    FabricWanted,
+    Machine,
+    Serving,
+)
+from mlxtp.wire.messages import CollectivesTimed
+
+from ..placement.made_up_macs import cabled, mac, on_lan
+from ..wire.members import Member
+from .one_node import A, B, Node, play
+
+RESULT = FabricResult(
+    (A, B), "ring", RING_ETHERNET, False, True, 100, 0.25, (1024, 4096), (0.5, 1.0), (0.5, 2.0)
+)
+
+
+def report(result: FabricResult) -> FabricReport:
+    return FabricReport(*(getattr(result, name) for name in FabricResult.__match_args__))
+
+
+def serving(*nodes: str, state: str = "ready") -> Serving:
+    return Serving(7, state, "", "ring", RING_ETHERNET, nodes, (1.0, 2.0), 0, "tiny", 1, 4096, 512, ())
+
+
+# --- which, and how often ---------------------------------------------------------------------------------
+
+
+class Clock:
+    """Ranks of which a collective takes `fixed_s` and `per_byte_s` for each byte."""
+
+    def __init__(self, fixed_s: float, per_byte_s: float) -> None:
+        self.asked: list[tuple[str, int, int]] = []
+        self._times = fixed_s, per_byte_s
+
+    async def __call__(self, kind: str, size: int, rounds: int) -> CollectivesTimed:
+        await asyncio.sleep(0)
+        self.asked.append((kind, size, rounds))
+        fixed_s, per_byte_s = self._times
+        return CollectivesTimed(fixed_s + size * per_byte_s, True)
+
+
+def test_each_size_is_tried_once_and_then_as_often_as_there_is_time() -> None:
+    clock = Clock(1e-3, 1e-8)
+    times = asyncio.run(measure(clock, 640))
+    assert times.sizes[:3] == (640, 1024, 4096)
+    assert times.sizes[-1] == 1 << 24
+    assert times.metal
+    assert times.collective_s == pytest.approx(1e-3, rel=0.02)
+    assert times.sums_s == times.gathers_s
+    assert clock.asked[:4] == [("chain", 1024, 1), ("chain", 1024, 100), ("sum", 640, 1), ("sum", 640, 100)]
+    assert clock.asked[-1] == ("gather", 1 << 24, 1)
+    spent = sum(rounds * (1e-3 + size * 1e-8) for _, size, rounds in clock.asked)
+    assert spent < 5
+
+
+def test_a_slow_network_is_not_kept_busy_for_minutes() -> None:
+    clock = Clock(2e-3, 1e-6)  # 1 MB/s
+    times = asyncio.run(measure(clock, 0))
+    assert times.sizes == (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
+    assert len(times.sums_s) == len(times.gathers_s) == 6
+    dead = Clock(10.0, 0)
+    assert asyncio.run(measure(dead, 0)).sizes == (1024,)
+    assert len(dead.asked) == 4
+
+
+def test_the_row_of_a_model(tmp_path: Path) -> None:
+    assert row_bytes(embedded_model_path()) == 256
+    assert row_bytes(tmp_path) == 0
+    for text in ("", "[]", "{}", '{"hidden_size": "many"}'):
+        (tmp_path / "config.json").write_text(text)
+        assert row_bytes(tmp_path) == 0
+
+
+# --- who measures -----------------------------------------------------------------------------------------
+
+
+def test_the_agent_of_rank_0_is_asked_and_all_keep_its_reply(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        fabric = node.parts.fabric_bench
+        a, b = node.meet(A), node.meet(B)
+        node.hear(a, serving(A, B, state="loading"))
+        with pytest.raises(UserError, match="no group serves right now"):
+            await fabric.bench()
+        node.hear(b, serving(B, A))
+        asking = asyncio.ensure_future(fabric.bench())
+        await asyncio.sleep(0)
+        [wanted] = b.heard(FabricWanted)
+        assert a.heard(FabricWanted) == []
+        node.hear(a, report(replace(RESULT, at=7)), FabricAnswer(wanted.nonce, ""))  # not who was asked
+        node.hear(b, FabricAnswer(bytes(16), ""))  # not what was asked
+        await asyncio.sleep(0)
+        assert not asking.done()
+        node.hear(b, report(RESULT), FabricAnswer(wanted.nonce, ""), FabricAnswer(wanted.nonce, ""))
+        assert await asking == RESULT
+        assert node.parts.results.results == (RESULT,)
+        kept = tmp_path / FILE
+        assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+        assert json.loads(kept.read_text())["results"][0]["collective_s"] == 0.25
+
+    play(tmp_path, member, story)
+
+
+def test_what_keeps_it_from_measuring_is_passed_on(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        fabric, a = node.parts.fabric_bench, node.meet(A)
+        node.hear(a, serving(A, B))
+        for answer, words in (
+            (FabricAnswer, "3 requests are open"),
+            (None, "mac-a went while it measured"),
+        ):
+            asking = asyncio.ensure_future(fabric.bench())
+            await asyncio.sleep(0)
+            if answer is None:
+                a.close()
+            else:
+                node.hear(a, answer(a.heard(FabricWanted)[-1].nonce, words))
+            with pytest.raises(UserError, match=words):
+                await asking
+        assert node.parts.node.links._open == {}
+        assert node.parts.results.results == ()
+
+    play(tmp_path, member, story)
+
+
+def test_an_agent_without_rank_0_says_so_and_asks_no_other(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.hear(b, serving(B, A))
+        node.hear(a, FabricWanted(b"n" * 16))
+        await asyncio.gather(*node.parts.fabric_bench._background.tasks)
+        [answer] = a.heard(FabricAnswer)
+        assert answer == FabricAnswer(b"n" * 16, "rank 0 is no longer on studio; try again")
+        assert b.heard(FabricWanted) == []
+
+    play(tmp_path, member, story)
+
+
+# --- what is kept -----------------------------------------------------------------------------------------
+
+
+def test_it_is_known_after_a_restart_and_told_to_newcomers(tmp_path: Path, member: Member) -> None:
+    async def first(node: Node) -> None:
+        a = node.meet(A)
+        assert a.heard(FabricReport) == []
+        node.hear(a, report(RESULT), report(replace(RESULT, kind="another")))
+
+    async def second(node: Node) -> None:
+        assert [each.kind for each in node.parts.results.results] == [RING_ETHERNET, "another"]
+        assert len(node.meet(B).heard(FabricReport)) == 2
+
+    play(tmp_path, member, first)
+    play(tmp_path, member, second)
+
+
+def test_what_makes_no_sense_is_not_kept(
+    tmp_path: Path, member: Member, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.hear(a, report(replace(RESULT, sums_s=(0.5,))), report(replace(RESULT, nodes=(A, A))))
+        assert node.parts.results.results == ()
+        assert not (tmp_path / FILE).exists()
+        assert caplog.text.count("is left aside: ") == 2
+
+    play(tmp_path, member, story)
+
+
+def _readable(path: Path) -> None:
+    path.write_text(to_text((RESULT,)))
+    path.chmod(0o644)
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "no JSON": lambda path: path.write_text("{"),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe"),
+    "a bomb": lambda path: path.write_text("[" * 100_000),
+    "another table": lambda path: path.write_text('{"format": 9}'),
+    "a folder": lambda path: path.mkdir(),
+    "for all to write": _readable,
+    "zero": lambda path: path.write_text(to_text((RESULT,)).replace("0.25", "0.0")),
+}
+
+
+@pytest.mark.parametrize("spoil", BROKEN.values(), ids=list(BROKEN))
+def test_a_file_that_cannot_be_used_stops_no_agent(
+    tmp_path: Path, member: Member, spoil: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil(tmp_path / FILE)
+    if (tmp_path / FILE).is_file() and spoil is not _readable:
+        (tmp_path / FILE).chmod(0o600)
+
+    async def story(node: Node) -> None:
+        assert node.parts.results.results == ()
+        assert f"{tmp_path / FILE} is left aside, so fabric speeds are assumed" in caplog.text
+        node.hear(node.meet(A), report(RESULT))
+        assert node.parts.results.results == (RESULT,)
+
+    with caplog.at_level(logging.WARNING):
+        play(tmp_path, member, story)
+
+
+# --- which group ------------------------------------------------------------------------------------------
+
+
+def desk() -> dict[str, Machine]:
+    """Two Macs with a cable between them and a network: this one ("") and A's."""
+    here, there = cabled(on_lan([mac(0), mac(1)]), [(0, 1)])
+    return {"": here.machine, A: there.machine}
+
+
+def on_a_desk(tmp_path: Path, member: Member, story: Callable[[Node], Awaitable[None]]) -> None:
+    play(tmp_path, member, story, machine=desk()[""], nodes="2")
+
+
+def test_what_was_measured_changes_the_next_group(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a, conductor = node.meet(A), node.parts.placer
+        node.lead(weights, desk())
+        before, _ = conductor.placement()
+        assert before is not None
+        assert (before.backend, cast(Any, before.chosen).speed.measured) == ("jaccl", False)
+        slow = replace(
+            RESULT, nodes=(A, node.parts.node.node_id), backend="jaccl", kind=JACCL_MESH, collective_s=5e-3
+        )
+        node.hear(a, report(replace(slow, fast_fences=True)))  # no agent runs with those
+        node.hear(a, report(replace(slow, nodes=(A, B))))
+        assert conductor.placement()[0] == before
+        node.hear(a, report(slow))
+        after, _ = conductor.placement()
+        assert after is not None
+        assert after.backend == "ring"
+        told = json.loads(json.dumps(Administration(node.parts, member.store).plan()))
+        assert sorted(each["collective_s"] for each in told["fabric"]) == [5e-3, 5e-3, 5e-3]
+
+    on_a_desk(tmp_path, member, story)
+
+
+def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a, conductor = node.meet(A), node.parts.servings
+        node.lead(weights, desk())
+        node.parts.supervisor.waits_for_plan = True
+        node.live(a)
+        before = conductor.serving()
+        assert before is not None
+        assert len(before.participants) == 2
+        slow = replace(RESULT, nodes=before.participants, backend="jaccl", kind=JACCL_MESH, collective_s=5e-3)
+        node.hear(a, report(slow))
+        after = conductor.serving()
+        assert after is not None
+        assert after.key[0] == before.key[0]
+        assert 0 < after.key[1] < before.key[1] / 2
+        node.hear(a, serving(A, B))
+        status = node.parts.supervisor.status
+        status.epoch, status.group = 7, EpochGroup(0, 2, "ring", kind=RING_ETHERNET)
+        assert gather(node.parts).measured is None  # that group was not measured
+        node.hear(a, report(RESULT))
+        measured = gather(node.parts).measured
+        assert measured is not None
+        assert measured.collective_s == 0.25
+
+    on_a_desk(tmp_path, member, story)

@@ -1,0 +1,276 @@
+"""Groups that do not form: another plan takes their place, and what serves goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtp.agent import Agent
+from mlxtp.groups import controller
+from mlxtp.groups.health import ServingState
+from mlxtp.groups.ranks import WORKER
+from mlxtp.placement import formation
+
+from ..live_cluster import LIMITS, SLOWNESS, START_S
+from .scenes import sees
+from .test_jaccl_agents import DEVICES, pretending, say
+from .two_agents import two_agents
+
+pytestmark = pytest.mark.group
+
+BROKEN: dict[str, Any] = {"whole": True, "fault": "raise", "at": 3}
+
+
+BROKEN_LOADER = """
+import sys
+from mlxtp.engine import executor, worker
+from mlxtp.errors import Code, ModelError
+def load(*_, **__):
+    raise ModelError("model.safetensors ends too early", Code.MODEL_INVALID)
+if sys.argv[sys.argv.index("--rank") + 1] == "1":
+    executor.load = load
+worker.main(sys.argv[1:])
+"""
+
+
+class Client:
+    """Asks one question after the other, until a group of two has answered, and watches the state."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.states: set[ServingState] = set()
+        self.answers: list[tuple[int, ...]] = []
+        self.pause_s = 0.0
+        self._agent = agent
+
+    async def run(self) -> None:
+        status = self._agent.supervisor.status
+        while not (status.state is ServingState.READY and status.group and status.group.world_size == 2):
+            self.states.add(status.state)
+            self.answers.append(await say(self._agent))
+            await asyncio.sleep(self.pause_s)
+        self.answers.append(await say(self._agent))
+
+
+def lines(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [each.getMessage() for each in caplog.records if words in each.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        pytest.param({}, "errno 22", id="no address"),
+        pytest.param(
+            {"words": "Creating the queue pair failed with 'Resource busy (16)'."},
+            "Resource busy (16)",
+            id="no queue pairs left",
+            marks=pytest.mark.chaos,
+        ),
+        pytest.param({"fault": "wait"}, "did not form the group in time", id="hang", marks=pytest.mark.chaos),
+    ],
+)
+def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: dict[str, Any],
+    words: str,
+) -> None:
+    monkeypatch.setattr(formation, "ADDRESS_RETRY_S", 600.0)
+    os.mkfifo(tmp_path / "gate")
+    limits = replace(LIMITS, form_s=10 * SLOWNESS) if "fault" in broken else LIMITS
+
+    async def story() -> None:
+        worker = pretending(tmp_path, {"whole": True}, BROKEN | broken)
+        async with (
+            asyncio.timeout(START_S),
+            two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES, limits=limits) as (first, second),
+        ):
+            await first.wait_ready()
+            await second.wait_ready()
+            leader = first if first.parts and first.parts.node.leadership.leading else second
+            group = leader.supervisor.status.group
+            assert group is not None
+            assert (group.backend, group.world_size) == ("ring", 2)
+            assert await say(first) == await say(second)
+            assert leader.parts is not None
+            [line] = leader.parts.placer.left_out_lines()
+            assert line.startswith("JACCL mesh on a + b is left out: it did not form: ")
+
+    asyncio.run(story())
+    [line] = lines(caplog, "serves instead")
+    assert line.startswith("JACCL mesh of 2 on ")
+    assert " did not form: " in line
+    assert words in line
+    assert "ring within one machine of 2 serves instead" in line
+
+
+@pytest.mark.chaos
+def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formation, "ADDRESS_RETRY_S", 600.0)
+    caplog.set_level(logging.INFO)
+
+    async def story() -> None:
+        worker = pretending(tmp_path, {"whole": True}, BROKEN)
+        client: Client | None = None
+        asking: asyncio.Task[None] | None = None
+
+        async def alone(first: Agent) -> None:
+            nonlocal client, asking
+            await first.wait_ready()
+            client = Client(first)
+            asking = asyncio.ensure_future(client.run())
+
+        async with (
+            asyncio.timeout(2 * START_S),
+            two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES, nodes="all", meanwhile=alone) as (
+                first,
+                second,
+            ),
+        ):
+            assert client is not None
+            assert asking is not None
+            await asking
+            await second.wait_ready()
+            group = first.supervisor.status.group
+            assert group is not None
+            assert (group.backend, group.world_size) == ("ring", 2)
+            assert client.states.isdisjoint({ServingState.FAILED, ServingState.LOADING})
+            assert len(set(client.answers)) == 1
+            assert first.parts is not None
+            leader = first if first.parts.node.leadership.leading else second
+            assert leader.parts is not None
+            ((failed, left_s),) = leader.parts.placer.left_out()
+            assert "errno 22" in failed.reason
+            assert left_s > 0
+
+    asyncio.run(story())
+    assert len(lines(caplog, "serves instead")) == 1
+    assert "Changing queue pair" in lines(caplog, "serves instead")[0]
+    tried = [each for each in lines(caplog, "trying ") if "beside what serves" in each]
+    assert [each.partition("trying ")[2].partition(" on ")[0] for each in tried] == [
+        "JACCL mesh of 2", "ring within one machine of 2",
+    ]  # fmt: skip
+
+
+@asynccontextmanager
+async def joined(
+    tmp_path: Path, worker: Sequence[str] = WORKER
+) -> AsyncIterator[tuple[Agent, Agent, Client]]:
+    """An agent that serves alone, with a client, and another one that has just joined it."""
+    clients: list[Client] = []
+    asking: list[asyncio.Task[None]] = []
+
+    async def alone(first: Agent) -> None:
+        await first.wait_ready()
+        clients.append(Client(first))
+        clients[0].pause_s = 0.2
+        asking.append(asyncio.ensure_future(clients[0].run()))
+
+    async with (
+        asyncio.timeout(2 * START_S),
+        two_agents(tmp_path, worker, fabric="ring", nodes="all", meanwhile=alone) as (first, second),
+    ):
+        try:
+            yield first, second, clients[0]
+        finally:
+            asking[0].cancel()
+            await asyncio.wait(asking)
+
+
+async def serve_together(first: Agent, second: Agent) -> None:
+    await sees(
+        lambda: first.supervisor.status.group is not None and first.supervisor.status.group.world_size == 2
+    )
+    await first.wait_ready()
+    await second.wait_ready()
+
+
+def test_a_group_that_loaded_beside_another_one_takes_over_with_all_its_ranks(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with joined(tmp_path) as (first, second, client):
+            await serve_together(first, second)
+            assert ServingState.LOADING not in client.states
+            assert first.parts is not None
+            assert second.parts is not None
+            epoch = first.supervisor.status.epoch
+            assert second.parts.hosted.serving.epoch == epoch
+            assert second.parts.hosted.trial.epoch == 0
+            before = await say(second)
+            [stay] = second.parts.hosted.serving._alive
+            assert stay.process is not None
+            os.kill(stay.process.pid, signal.SIGKILL)
+            await sees(lambda: first.supervisor.status.epoch > epoch)
+            await first.wait_ready()
+            await second.wait_ready()
+            assert await say(second) == before
+
+    asyncio.run(story())
+
+
+@pytest.mark.chaos
+def test_where_memory_forbids_two_models_the_group_is_proven_before_the_other_one_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(controller, "fits_beside", lambda *_: False)
+    caplog.set_level(logging.INFO)
+
+    async def story() -> None:
+        async with joined(tmp_path) as (first, second, client):
+            await serve_together(first, second)
+            assert first.supervisor.beside.ranks is None
+            assert len(set(client.answers)) == 1
+
+    asyncio.run(story())
+    [line] = lines(caplog, "beside what serves")
+    assert line.endswith("serves")
+
+
+@pytest.mark.chaos
+def test_whichever_mac_coordinates_a_newcomer_s_group_loads_beside_what_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A newcomer that has no plan yet hands the lead back."""
+    caplog.set_level(logging.INFO)
+
+    async def story() -> None:
+        async with joined(tmp_path) as (first, second, client):
+            assert first.parts is not None
+            assert second.parts is not None
+            first.parts.node.leadership.hand_over(second.parts.node.node_id, time.monotonic())
+            await serve_together(first, second)
+            assert first.supervisor.status.in_epoch != second.supervisor.status.in_epoch
+            assert ServingState.LOADING not in client.states
+            assert len(set(client.answers)) == 1
+
+    asyncio.run(story())
+    assert lines(caplog, "beside what serves")[-1].endswith("beside what serves, with the model")
+
+
+def test_a_newcomer_that_cannot_load_the_model_interrupts_no_request(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with joined(tmp_path, (sys.executable, "-c", BROKEN_LOADER)) as (first, second, client):
+            assert first.parts is not None
+            epoch = first.supervisor.status.epoch
+            await sees(first.parts.placer.left_out)
+            ((failed, _),) = first.parts.placer.left_out()
+            assert failed.reason.startswith("it formed, and failed then: ")
+            assert "model.safetensors ends too early" in failed.reason
+            await second.wait_ready()
+            assert await say(second) == await say(first)
+            assert client.states == {ServingState.READY}
+            assert first.supervisor.status.epoch == epoch
+
+    asyncio.run(story())

@@ -1,0 +1,370 @@
+"""An agent whose rank 0 is elsewhere: a real TLS port with a gateway behind it, and a node that believes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.api.backend import Health, Request, StreamEnd, Tokens
+from mlxtp.cluster.introduction import PeerInfo
+from mlxtp.cluster.rounds import Rounds
+from mlxtp.config import Settings, embedded_model_path
+from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
+from mlxtp.gateway.admission import AdmissionLimits
+from mlxtp.gateway.gateway import Gateway
+from mlxtp.gateway.remote_backend import serve_requests
+from mlxtp.groups import forwarding as follower_module
+from mlxtp.groups import loading
+from mlxtp.groups.forwarding import ForwardingBackend
+from mlxtp.groups.health import ServingState
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.models.inspect import ModelSource
+from mlxtp.wire.blocking import listen
+from mlxtp.wire.cluster_messages import Serving
+from mlxtp.wire.messages import Cancel, Delta, Finished, Generate
+from mlxtp.wire.streams import TlsAcceptor
+from mlxtp.wire.tls import Peer, member_context_server
+
+from ..gateway.test_gateway import MODEL, TEXT, FakeRanks, everything
+from ..wire.members import founder, member_of
+from .scenes import run, sees, within
+
+HOST, OTHER = "a" * 32, "b" * 32
+READY = Serving(
+    7, "ready", "", "ring", "ring over Ethernet", (HOST, OTHER), (1.0, 5.0), 0, "tiny", 3, 4096, 512, (1,)
+)
+
+
+class Stage:
+    """`follower` of one node, and the port of the other, whose rank 0 remembers what it is asked."""
+
+    def __init__(self, folder: Path) -> None:
+        first = founder(folder)
+        self.ranks = FakeRanks()
+        self.host = Gateway(
+            lambda n: Health("ready", 7, 2, "ring", "tiny", None, True, n), AdmissionLimits(8)
+        )
+        self.host.serve(cast(Any, self.ranks), MODEL, TEXT)
+        self.connections = 0
+        self.silent = False
+        sock = listen("127.0.0.1")
+        self.port = sock.getsockname()[1]
+        self._doorman = TlsAcceptor(sock, member_context_server(first.credentials), self._serve)
+        self.knowledge = PeerInfo()
+        self.knowledge.addresses[HOST] = (f"10.0.0.9:{self.port}",)
+        self.supervisor = Supervisor(Settings(folder, "", 0, 1, "tiny"))
+        self.present = True
+        self.node = SimpleNamespace(
+            peer_info=self.knowledge,
+            membership=SimpleNamespace(status_of=lambda _: SimpleNamespace(present=self.present)),
+            leadership=SimpleNamespace(claim=SimpleNamespace(node_id=HOST), waiting="members come and go"),
+            links=SimpleNamespace(to=lambda _: SimpleNamespace(remote="127.0.0.1")),
+            rounds=Rounds(),
+            name_of=lambda node_id: f"mac-{node_id[:1]}",
+            changed=lambda: None,
+        )
+        self.model = SimpleNamespace(
+            version=3, problem="", source=ModelSource("tiny", embedded_model_path(), TEXT)
+        )
+        self.follower = ForwardingBackend(
+            cast(Any, self.node),
+            self.supervisor,
+            cast(Any, self.model),
+            member_of(first, folder).credentials,
+        )
+
+    async def _serve(self, reader: Any, writer: Any, _peer: Peer) -> None:
+        self.connections += 1
+        try:
+            if self.silent:
+                await reader.read()
+            else:
+                await serve_requests(reader, writer, self.host)
+        finally:
+            self.connections -= 1
+
+    def hears(self, serving: Serving | None) -> None:
+        self.knowledge.servings.clear()
+        if serving is not None:
+            self.knowledge.servings[HOST] = serving
+        self.follower.follow()
+
+    async def follows(self) -> None:
+        self.hears(READY)
+        await sees(self.shows(ServingState.READY))
+
+    def shows(self, state: ServingState) -> Callable[[], bool]:
+        def look() -> bool:
+            self.follower.follow()
+            return self.supervisor.status.state is state
+
+        return look
+
+    def ask(self) -> Any:
+        return self.supervisor.gateway.generate(Request((1, 2), 9))
+
+    @property
+    def model_here(self) -> tuple[Any, Any]:
+        """The same model, as this node's own ranks serve it."""
+        return replace(MODEL, path=embedded_model_path()), TEXT
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_module, "RETRY_S", 0.05)
+
+
+def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
+    async def scene() -> None:
+        stage = Stage(tmp_path)
+        door = asyncio.ensure_future(stage._doorman.run())
+        try:
+            await within(story(stage))
+        finally:
+            await stage.follower.close()
+            await sees(lambda: stage.connections == 0)
+            door.cancel()
+            await asyncio.gather(door, return_exceptions=True)
+        assert stage.host.open_requests == 0
+        await sees(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+
+    run(scene())
+
+
+def test_requests_go_to_where_rank_0_is(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.follows()
+        health = stage.supervisor.gateway.health()
+        assert (health.state, health.epoch, health.world_size, health.backend) == ("ready", 7, 2, "ring")
+        [model] = stage.supervisor.gateway.models()
+        assert (model.id, model.context, model.vocabulary, model.eos) == ("tiny", 4096, 512, (1,))
+        answer = stage.ask()
+        await sees(lambda: stage.ranks.sent_of(Generate))
+        stage.host.dispatcher.on_event(Delta((1,), (0,), (50,)))
+        stage.host.dispatcher.on_event(Finished(1, "stop", 1, 1))
+        assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
+
+    play(tmp_path, story)
+
+
+def test_a_bug_on_the_way_there_is_logged_and_the_way_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    defaults = iter([ZeroDivisionError("bug"), loading.load_defaults(embedded_model_path())])
+
+    def once(_path: Path) -> Any:
+        if isinstance(found := next(defaults), Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(loading, "load_defaults", once)
+    play(tmp_path, Stage.follows)
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.exc_info is not None
+    assert record.exc_info[0] is ZeroDivisionError
+
+
+def test_requests_here_wait_as_long_as_the_model_takes_to_load_there(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.hears(replace(READY, load_s=63))
+        await sees(stage.shows(ServingState.READY))
+        assert stage.supervisor.gateway.dispatcher.load_s == 63
+
+    play(tmp_path, story)
+
+
+def test_what_the_other_agent_no_longer_serves_waits_for_another_group(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.follows()
+        answer = stage.ask()
+        await sees(lambda: stage.ranks.sent_of(Generate))
+        stage.host.dispatcher.on_event(Delta((1,), (0,), (50,)))
+        assert await anext(answer) == Tokens((50,))
+        stage.hears(None)
+        assert stage.supervisor.gateway.models() == ()
+        await sees(lambda: stage.ranks.sent_of(Cancel))
+        stage.follower.follow()
+        assert stage.follower._served is None
+        mine = FakeRanks()
+        stage.supervisor.gateway.serve(cast(Any, mine), *stage.model_here)
+        assert mine.sent == [Generate(2, (1, 2, 50), 9, answered=1)]
+        await answer.aclose()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("serving", [replace(READY, state="restarting"), replace(READY, desired=4)])
+def test_between_two_groups_of_the_other_agent_its_link_stays(tmp_path: Path, serving: Serving) -> None:
+    """Its word about each request is waited for: it alone knows under which its group failed."""
+
+    async def story(stage: Stage) -> None:
+        await stage.follows()
+        kept, lost = stage.ask(), stage.ask()
+        await sees(lambda: len(stage.ranks.sent_of(Generate)) == 2)
+        stage.hears(serving)
+        with pytest.raises(RequestError):
+            stage.ask()
+        stage.host.dispatcher.on_event(Finished(1, "stop", 0, 0))
+        assert await everything(kept) == [StreamEnd("stop", 0)]
+        stage.host.park_open_requests(GroupError("rank 1 is gone", Code.RANK_LOST))
+        await sees(lambda: stage.host.open_requests == 0)
+        again = FakeRanks()
+        stage.host.serve(cast(Any, again), MODEL, TEXT)
+        stage.hears(replace(READY, epoch=8))
+        await sees(lambda: again.sent_of(Generate))
+        assert again.sent == [Generate(3, (1, 2), 9, strikes=1)]
+        assert stage.connections == 1
+        stage.host.dispatcher.on_event(Finished(3, "stop", 0, 0))
+        assert await everything(lost) == [StreamEnd("stop", 0)]
+
+    play(tmp_path, story)
+
+
+def test_a_link_that_breaks_is_opened_again(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.follows()
+        answer = stage.ask()
+        await sees(lambda: stage.ranks.sent_of(Generate))
+        for task in stage._doorman._tasks:
+            task.cancel()
+        await sees(lambda: stage.supervisor.gateway.models() == ())
+        await sees(stage.shows(ServingState.READY))
+        await sees(lambda: len(stage.ranks.sent_of(Generate)) == 2)
+        stage.host.dispatcher.on_event(Finished(2, "stop", 0, 0))
+        assert await everything(answer) == [StreamEnd("stop", 0)]
+
+    play(tmp_path, story)
+
+
+def test_a_group_of_its_own_is_not_disturbed_by_the_one_it_followed(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.follows()
+        mine = FakeRanks()
+        stage.supervisor.status.in_epoch = True
+        stage.supervisor.gateway.fail_all(MlxtpError("another group is formed"))
+        stage.supervisor.gateway.serve(cast(Any, mine), MODEL, TEXT)
+        answer = stage.ask()
+        stage.follower.follow()
+        await sees(lambda: stage.connections == 0)
+        stage.supervisor.gateway.dispatcher.on_event(Finished(1, "stop", 0, 0))
+        assert await everything(answer) == [StreamEnd("stop", 0)]
+        stage.supervisor.status.in_epoch = False
+
+    play(tmp_path, story)
+
+
+def test_a_group_of_its_own_that_begins_while_the_link_is_opened(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.hears(READY)
+        stage.supervisor.status.in_epoch = True
+        await sees(lambda: stage.follower._opening is None or stage.follower._opening.done())
+        assert stage.supervisor.gateway.models() == ()
+        stage.supervisor.status.in_epoch = False
+        await sees(lambda: stage.connections == 0)
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    "addresses", [(), ("nonsense",), ("1.2.3.4:http", "[::1]:99999", "x:-1", "y:0"), ("1.2.3.4:1",)]
+)
+def test_an_address_that_makes_no_sense_is_said_and_tried_again(
+    tmp_path: Path, addresses: tuple[str, ...]
+) -> None:
+    async def story(stage: Stage) -> None:
+        right, stage.knowledge.addresses[HOST] = stage.knowledge.addresses[HOST], addresses
+        stage.hears(READY)
+        await sees(lambda: stage.follower._opening is None or stage.follower._opening.done())
+        assert stage.supervisor.gateway.health().reason == "connecting to rank 0"
+        stage.knowledge.addresses[HOST] = (*addresses[:0], *right)
+        await sees(stage.shows(ServingState.READY))
+
+    play(tmp_path, story)
+
+
+def test_a_host_that_says_nothing_is_let_go_with_its_connection(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.silent = True
+        stage.hears(READY)
+        await sees(lambda: stage.connections == 1)
+        stage.hears(None)
+        await sees(lambda: stage.connections == 0)
+        stage.silent = False
+        await stage.follows()
+        assert stage.connections == 1
+
+    play(tmp_path, story)
+
+
+def test_a_model_that_is_not_here_yet_is_waited_for(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        source, stage.model.source = stage.model.source, None
+        stage.hears(READY)
+        assert stage.supervisor.status.state is ServingState.LOADING
+        stage.model.problem = "/models/x is not here"
+        stage.hears(READY)
+        health = stage.supervisor.gateway.health()
+        assert (health.state, health.reason) == ("idle", "/models/x is not here"), "nothing comes by itself"
+        stage.model.source, stage.model.problem = source, ""
+        await sees(stage.shows(ServingState.READY))
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("starting", ServingState.FORMING),
+        ("loading", ServingState.LOADING),
+        ("stopped", ServingState.FORMING),
+        ("failed", ServingState.FAILED),
+    ],
+)
+def test_the_state_of_the_group_is_shown(tmp_path: Path, said: str, shown: ServingState) -> None:
+    async def story(stage: Stage) -> None:
+        stage.hears(replace(READY, state=said, reason="rank 1 is gone"))
+        assert (stage.supervisor.status.state, stage.supervisor.gateway.health().reason) == (
+            shown,
+            "rank 1 is gone",
+        )
+
+    play(tmp_path, story)
+
+
+def test_a_failure_elsewhere_is_not_kept_as_one_s_own(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.hears(replace(READY, state="failed", reason="it is broken"))
+        stage.hears(None)
+        assert stage.supervisor.status.state is ServingState.IDLE
+        assert stage.supervisor.gateway.health().reason == "members come and go"
+
+    play(tmp_path, story)
+
+
+def test_a_failure_of_its_own_stays_until_there_is_something_new(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.supervisor.status.resting = True
+        stage.supervisor.status.enter(ServingState.FAILED)
+        stage.hears(None)
+        assert stage.supervisor.status.state is ServingState.FAILED
+
+    play(tmp_path, story)
+
+
+def test_of_several_groups_the_coordinators_counts(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.knowledge.servings[OTHER] = replace(READY, epoch=9)
+        stage.knowledge.servings[HOST] = replace(READY, state="loading")
+        stage.follower.follow()
+        assert (stage.supervisor.status.state, stage.supervisor.status.epoch) == (ServingState.LOADING, 7)
+        stage.present = False
+        stage.follower.follow()
+        assert stage.supervisor.status.state is ServingState.IDLE
+
+    play(tmp_path, story)

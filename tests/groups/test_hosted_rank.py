@@ -1,0 +1,394 @@
+"""The rank that an agent runs for a coordinator elsewhere: real processes, a coordinator that listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from mlxtp.config import Settings
+from mlxtp.diagnostics.failure_store import FOLDER, epoch_id
+from mlxtp.errors import Code, LinkError, ModelError
+from mlxtp.groups.hosted_rank import MAX_ORDERS, HostedRank
+from mlxtp.wire.cluster_messages import (
+    EndEpoch,
+    EpochEnded,
+    Prepare,
+    Prepared,
+    RankGathered,
+    RankPong,
+    RankSide,
+    RankStarted,
+    RankTrouble,
+    StartRank,
+)
+from mlxtp.wire.codecs import Message
+from mlxtp.wire.messages import Bootstrap, Gathered, SideChannel
+
+from ..live_cluster import LIMITS, WAIT_S, rank_processes
+from .fake_rank import Orders
+from .scenes import run, sees, within
+
+pytestmark = pytest.mark.slow
+
+HOST, OTHER = "a" * 32, "b" * 32
+EPOCH_ID = epoch_id(bytes(32))
+M = TypeVar("M", bound=Message)
+
+
+def prepare(epoch: int = 5, desired: int = 1) -> Prepare:
+    return Prepare(epoch, 1, "127.0.0.1", desired)
+
+
+def start(epoch: int = 5, backend: str = "ring") -> StartRank:
+    return StartRank(
+        epoch, Bootstrap(1, 2, backend, ("127.0.0.1:1", "127.0.0.1:2"), "127.0.0.1:3", bytes(32), 5, 5, 1)
+    )
+
+
+class Story:
+    """A hosted rank, and its reports by receiver."""
+
+    def __init__(self, home: Path, **limits: float) -> None:
+        self.home = home
+        self.orders = Orders(home.parent / "orders")
+        self.said: dict[str, list[Message]] = {HOST: [], OTHER: []}
+        self.deaf = False
+        self._news = asyncio.Event()
+        self.hosted = HostedRank(
+            Settings(home, "", 0, 1, "tiny", limits=replace(LIMITS, **limits)),
+            self._folder,
+            self._send,
+            self.orders.worker,
+        )
+
+    def _folder(self, desired: int) -> Path:
+        if desired != 1:
+            raise ModelError("the model is not here", Code.MODEL_NOT_FOUND)
+        return Path("/models/one")
+
+    def _send(self, host: str, message: Message) -> None:
+        if self.deaf:
+            raise LinkError("gone")
+        self.said[host].append(message)
+        self._news.set()
+
+    def heard(self, kind: type[M], host: str = HOST) -> list[M]:
+        return [message for message in self.said[host] if isinstance(message, kind)]
+
+    async def hears(self, kind: type[M], host: str = HOST, count: int = 1) -> M:
+        """Wait for the `count`th message of this kind."""
+        async with asyncio.timeout(WAIT_S):
+            while len(found := self.heard(kind, host)) < count:
+                self._news.clear()
+                await self._news.wait()
+        return found[count - 1]
+
+    async def prepared(self, epoch: int = 5) -> None:
+        self.hosted.received(HOST, prepare(epoch))
+        await self.hears(Prepared)
+
+    async def started(self) -> None:
+        await self.prepared()
+        self.hosted.received(HOST, start())
+        await self.hears(RankStarted)
+
+    def pids(self) -> list[int]:
+        return rank_processes(self.home)
+
+
+def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], **limits: float) -> None:
+    """Play a story at whose end nothing of the hosted rank is left."""
+
+    async def scene() -> None:
+        stage = Story(tmp_path / "home", **limits)
+        try:
+            await within(story(stage))
+        finally:
+            await stage.hosted.close()
+        assert stage.pids() == []
+        assert list(stage.home.glob("run/*")) == []
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(scene())
+
+
+def test_a_rank_from_its_order_to_its_end(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(1, jaccl=True)
+        stage.hosted.received(HOST, prepare())
+        prepared = await stage.hears(Prepared)
+        assert prepared.path == "/models/one"
+        assert prepared.ring.startswith("127.0.0.1:")
+        assert (stage.hosted.epoch, stage.hosted.host, stage.hosted.last_epoch) == (5, HOST, 5)
+        stage.hosted.received(HOST, start())
+        assert (await stage.hears(RankStarted)).jaccl
+        assert (await stage.hears(RankPong, count=2)).pong.phase == "idle"
+        stage.hosted.received(HOST, EndEpoch(5, True))
+        await stage.hears(EpochEnded)
+        assert stage.orders.notes("shut down")
+        assert not (stage.home / FOLDER).exists(), "an end in order is no failure"
+        assert stage.hosted.epoch == 0
+        assert stage.pids() == []
+        assert stage.heard(RankTrouble) == []
+
+    play(tmp_path, story)
+
+
+Ending = Callable[[Story], Awaitable[None]]
+
+
+async def its_host_failed(stage: Story) -> None:
+    stage.hosted.received(HOST, EndEpoch(5, False))
+    await stage.hears(EpochEnded)
+
+
+async def its_link_broke(stage: Story) -> None:
+    stage.deaf = True
+    stage.hosted.lost(HOST)
+    await sees(lambda: not stage.pids())
+
+
+async def it_died(stage: Story) -> None:
+    os.kill(stage.pids()[0], signal.SIGKILL)
+    await stage.hears(RankTrouble)
+    await its_host_failed(stage)
+
+
+@pytest.mark.parametrize(
+    ("fault", "detail", "number"),
+    [
+        (its_host_failed, "epoch 5 failed: its host knows why", signal.SIGTERM),
+        (its_link_broke, "the coordinator's link is gone", signal.SIGTERM),
+        (it_died, "epoch 5 failed: its host knows why", signal.SIGKILL),
+    ],
+)
+def test_a_failed_epoch_leaves_a_file_of_the_rank_here(
+    tmp_path: Path, fault: Ending, detail: str, number: int
+) -> None:
+    """With the epoch's number and id, so that it goes with the files of other Macs."""
+
+    async def story(stage: Story) -> None:
+        await stage.started()
+        await stage.hears(RankPong)
+        await fault(stage)
+        await sees(lambda: list(stage.home.glob(f"{FOLDER}/*/rank-1.json")))
+        [folder] = (stage.home / FOLDER).iterdir()
+        told = json.loads((folder / "epoch.json").read_text())
+        mine = json.loads((folder / "rank-1.json").read_text())
+        assert told["cause"]["detail"] == detail
+        assert (mine["epoch"], mine["epoch_id"], told["epoch_id"]) == (5, EPOCH_ID, EPOCH_ID)
+        assert (mine["rank"], mine["signal"], mine["by_agent"]) == (1, number, number == signal.SIGTERM)
+        assert mine["pong"]["phase"] == "idle"
+        assert bool(told["reports"]) is (fault is not its_host_failed)
+
+    play(tmp_path, story)
+
+
+def test_a_rank_that_never_started_is_no_loss(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.prepared()
+        stage.hosted.received(HOST, EndEpoch(5, False))
+        await stage.hears(EpochEnded)
+        assert not (stage.home / FOLDER).exists()
+
+    play(tmp_path, story)
+
+
+async def ended(stage: Story) -> None:
+    stage.hosted.received(HOST, EndEpoch(5, True))
+    await stage.hears(EpochEnded)
+
+
+async def lost(stage: Story) -> None:
+    stage.deaf = True
+    stage.hosted.lost(HOST)
+
+
+async def cleared(stage: Story) -> None:
+    stage.hosted.clear("another group is formed")
+    trouble = await stage.hears(RankTrouble)
+    assert (trouble.code, trouble.outside) == (Code.RANK_LOST, True)
+    assert "another group is formed" in trouble.detail
+
+
+async def closed(stage: Story) -> None:
+    await stage.hosted.close()
+
+
+@pytest.mark.parametrize("moment", ["before it is spawned", "before its hello", "while it joins"])
+@pytest.mark.parametrize("end", [ended, lost, cleared, closed])
+def test_who_is_ended_on_the_way_up_does_not_live_on(tmp_path: Path, end: Ending, moment: str) -> None:
+    """An order to end, or the end of the link, may come at any time of starting."""
+
+    async def story(stage: Story) -> None:
+        if moment == "before its hello":
+            stage.orders.give(1, silent=True)
+        if moment == "while it joins":
+            stage.orders.give(1, deaf=True)
+        stage.hosted.received(HOST, prepare())
+        if moment == "before its hello":
+            await sees(lambda: stage.orders.notes("started"))
+        if moment == "while it joins":
+            await stage.hears(Prepared)
+            stage.hosted.received(HOST, start())
+            await sees(lambda: stage.orders.notes("bootstrap"))
+        await end(stage)
+        await sees(lambda: stage.hosted.epoch == 0)
+        told = len(stage.said[HOST])
+        stage.orders.give(1)
+        stage.deaf = False
+        if end is not closed:  # the next one finds its way free
+            stage.hosted.received(HOST, prepare(6))
+            assert (await stage.hears(Prepared, count=1 + (moment == "while it joins"))).epoch == 6
+            assert len(stage.pids()) == 1
+            assert len(stage.said[HOST]) == told + 1
+
+    play(tmp_path, story)
+
+
+def test_a_newer_order_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.started()
+        for epoch in range(6, 40):
+            stage.hosted.received(HOST, prepare(epoch))
+        assert stage.hosted.epoch == 39
+        assert (await stage.hears(Prepared, count=2)).epoch == 39
+        assert len(stage.pids()) == 1
+        assert [note["epoch"] for note in stage.orders.notes("started")] == [5, 39]
+        stage.hosted.received(HOST, EndEpoch(5, False))
+        await stage.hears(EpochEnded)
+        assert (stage.hosted.epoch, len(stage.pids())) == (39, 1)
+
+    play(tmp_path, story)
+
+
+def test_orders_of_others_and_for_other_epochs_change_nothing(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.started()
+        for host, epoch in ((OTHER, 5), (HOST, 4), (HOST, 6)):
+            for order in (
+                start(epoch),
+                EndEpoch(epoch, False),
+                EndEpoch(epoch, True),
+                RankGathered(epoch, 1, Gathered(1, b"ab")),
+            ):
+                stage.hosted.received(host, order)
+        stage.hosted.lost(OTHER)
+        await stage.hears(EpochEnded, OTHER, count=2)
+        await stage.hears(EpochEnded, HOST, count=4)
+        pongs = len(stage.heard(RankPong))
+        await stage.hears(RankPong, count=pongs + 3)
+        assert (stage.hosted.epoch, len(stage.pids())) == (5, 1)
+        assert len(stage.orders.notes("bootstrap")) == 1
+        assert stage.heard(RankTrouble) == []
+
+    play(tmp_path, story)
+
+
+def test_a_rank_that_is_started_twice_is_no_rank_any_more(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.started()
+        stage.hosted.received(HOST, start())
+        assert (await stage.hears(RankTrouble)).code == Code.OUT_OF_ORDER
+        assert len(stage.heard(RankStarted)) == 1
+
+    play(tmp_path, story)
+
+
+def test_its_rounds_of_the_side_channel_travel_both_ways(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.prepared()
+        stage.hosted.received(HOST, start(backend="jaccl"))
+        assert (await stage.hears(RankSide)).side == SideChannel(1, b"1")
+        stage.hosted.received(HOST, RankGathered(5, 1, Gathered(1, b"01")))
+        await sees(lambda: stage.orders.notes("gathered"))
+        assert stage.orders.notes("gathered")[0]["data"] == "01"
+
+    play(tmp_path, story)
+
+
+def test_a_model_that_is_not_here_is_said_before_anything_is_started(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.hosted.received(HOST, prepare(desired=2))
+        trouble = await stage.hears(RankTrouble)
+        assert (trouble.code, trouble.detail) == (Code.MODEL_NOT_FOUND, "the model is not here")
+        assert stage.orders.notes("started") == []
+
+    play(tmp_path, story)
+
+
+def test_a_home_that_takes_no_files(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.home.mkdir()
+        (stage.home / "run").write_text("in the way")
+        stage.hosted.received(HOST, prepare())
+        trouble = await stage.hears(RankTrouble)
+        assert trouble.code == Code.FORM_FAILED
+        assert str(stage.home) in trouble.detail
+        (stage.home / "run").unlink()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("order", "code", "words"),
+    [
+        ({"silent": True}, Code.LINK_TIMEOUT, "did not reply in time"),
+        (
+            {"die_on": "Welcome", "code": "out_of_memory"},
+            Code.OUT_OF_MEMORY,
+            "rank 1 ended with out_of_memory",
+        ),
+        (
+            {"die_on": "Bootstrap", "code": "out_of_memory"},
+            Code.OUT_OF_MEMORY,
+            "rank 1 ended with out_of_memory",
+        ),
+        ({"error_on": "Bootstrap"}, Code.FORWARD_FAILED, "rank 1 was told to fail"),
+    ],
+)
+def test_what_goes_wrong_with_it_is_told_by_its_cause(
+    tmp_path: Path, order: dict[str, Any], code: Code, words: str
+) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(1, **order)
+        stage.hosted.received(HOST, prepare())
+        if "silent" not in order:
+            await stage.hears(Prepared)
+            stage.hosted.received(HOST, start())
+        await stage.hears(RankTrouble)
+        await sees(lambda: any(words in trouble.detail for trouble in stage.heard(RankTrouble)))
+        found = next(trouble for trouble in stage.heard(RankTrouble) if words in trouble.detail)
+        assert found.code == code
+        assert stage.heard(RankStarted) == []
+
+    play(tmp_path, story, **({"spawn_s": 0.5} if "silent" in order else {}))
+
+
+def test_a_rank_that_dies_later_is_told_too(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.started()
+        os.kill(stage.pids()[0], signal.SIGKILL)
+        await sees(lambda: any("signal 9" in each.detail for each in stage.heard(RankTrouble)))
+
+    play(tmp_path, story)
+
+
+def test_a_coordinator_that_never_stops_ordering_costs_no_memory(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.started()
+        for _ in range(10_000):
+            stage.hosted.received(HOST, start())
+        assert len(stage.hosted._background.tasks) <= MAX_ORDERS
+        stage.hosted.lost(HOST)
+        await sees(lambda: stage.pids() == [])
+
+    play(tmp_path, story)

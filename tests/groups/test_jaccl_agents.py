@@ -1,0 +1,106 @@
+"""Two agents form one group over a pretended JACCL: its side channel goes through their control link."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtp.agent import Agent
+from mlxtp.api.backend import Request, Tokens
+from mlxtp.groups.health import ServingState
+
+from ..live_cluster import START_S, WAIT_S
+from .two_agents import two_agents
+
+pytestmark = pytest.mark.group
+
+DEVICES = ("a=rdma_en5", "b=rdma_en4")
+
+
+def pretending(folder: Path, *scripts: dict[str, Any]) -> Sequence[str]:
+    """The command of a worker whose `init` follows the script of its rank."""
+    for rank, script in enumerate(scripts):
+        (folder / f"rank-{rank}.json").write_text(json.dumps(script))
+    return (sys.executable, "-m", "tests.engine.jaccl_worker", str(folder))
+
+
+async def say(agent: Agent) -> tuple[int, ...]:
+    answer = agent.supervisor.gateway.generate(Request((5, 6, 7, 8), 4, ignore_eos=True))
+    return tuple([token async for event in answer if isinstance(event, Tokens) for token in event.tokens])
+
+
+def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
+    async def story() -> None:
+        worker = pretending(tmp_path, {"whole": True}, {"whole": True})
+        async with (
+            asyncio.timeout(START_S),
+            two_agents(tmp_path, worker, fabric="jaccl", rdma=DEVICES) as (first, second),
+        ):
+            await first.wait_ready()
+            await second.wait_ready()
+            assert first.parts is not None
+            leader = first if first.parts.node.leadership.leading else second
+            group = leader.supervisor.status.group
+            assert group is not None
+            assert (group.backend, group.world_size) == ("jaccl", 2)
+            assert group.rdma[0] == group.rdma[3] == ""
+            assert {*group.rdma[1:3]} == {"rdma_en4", "rdma_en5"}
+            assert await say(first) == await say(second)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ({"whole": True, "fault": "raise", "at": 3}, "errno 22"),
+        ({"whole": True, "fault": "die", "at": 2}, "rank 1"),
+    ],
+)
+def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
+    tmp_path: Path, script: dict[str, Any], words: str
+) -> None:
+    """The rank that waits for the other's bytes learns it at once, and both agents say the same reason."""
+
+    async def story() -> None:
+        worker = pretending(tmp_path, {"whole": True}, script)
+        async with (
+            asyncio.timeout(WAIT_S),
+            two_agents(tmp_path, worker, fabric="jaccl", rdma=DEVICES) as (first, second),
+        ):
+            leader = first if first.parts and first.parts.node.leadership.leading else second
+            await leader.supervisor.status.wait_until(ServingState.RESTARTING)
+            reason = leader.supervisor.status.reason
+            assert reason is not None
+            assert words in reason.detail
+
+    asyncio.run(story())
+
+
+def test_without_jaccl_anywhere_the_ring_is_used_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The devices are named by hand, so JACCL is tried; MLX on Linux has none."""
+
+    async def story() -> None:
+        worker = (sys.executable, "-m", "mlxtp.engine.worker")
+        async with (
+            asyncio.timeout(START_S),
+            two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES) as (first, second),
+        ):
+            await first.wait_ready()
+            await second.wait_ready()
+            group = first.supervisor.status.group
+            assert group is not None
+            assert (group.backend, group.world_size) == ("ring", 2)
+            assert await say(first) == await say(second)
+
+    asyncio.run(story())
+    assert "has no JACCL" in caplog.text
+    assert "so the ring is used" in caplog.text

@@ -1,0 +1,415 @@
+"""Epochs that an owner plans, one after the other: real processes that compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.api.backend import Request, StreamEnd, Tokens
+from mlxtp.config import Settings
+from mlxtp.diagnostics import failure_store
+from mlxtp.errors import Code, GroupError, MlxtpError
+from mlxtp.groups import health as epoch
+from mlxtp.groups import lifecycle
+from mlxtp.groups.health import MAX_FAILURES, RestartPolicy, ServingState, is_legal
+from mlxtp.groups.lifecycle import EpochPlan, Supervisor
+from mlxtp.groups.process_group import EpochGroup
+from mlxtp.models import self_test
+from mlxtp.models.inspect import ModelSource, open_model
+from mlxtp.wire.messages import Delta, Pong
+
+from ..gateway.test_gateway import MODEL, TEXT, FakeRanks, everything
+from ..live_cluster import LIMITS, WAIT_S, rank_processes
+from .fake_rank import ENDLESS, Orders
+from .scenes import run, sees, within
+
+pytestmark = pytest.mark.slow
+
+
+class Stage:
+    """A supervisor, and the one who plans: it stands where the conductor does."""
+
+    def __init__(self, tmp_path: Path, source: ModelSource) -> None:
+        self.orders = Orders(tmp_path / "orders")
+        self.home = tmp_path / "home"
+        self.home.mkdir()
+        self.source = source
+        self.supervisor = Supervisor(
+            Settings(self.home, "", 0, 1, "tiny", limits=LIMITS), worker=self.orders.worker
+        )
+        self.gateway = self.supervisor.gateway
+        self._plans: asyncio.Queue[EpochPlan] = asyncio.Queue()
+        self._changes: asyncio.Queue[None] = asyncio.Queue()
+        self.asked = 0
+        self.instead = False
+        self.formed: list[bool] = []
+        self.running: asyncio.Future[None]
+        self.states: list[ServingState] = []
+        enter = self.supervisor.status.enter
+        self.supervisor.status.enter = lambda state: (self.states.append(state), enter(state))[1]  # type: ignore[method-assign, func-returns-value]
+
+    async def prepare(self) -> None:
+        self.asked += 1
+        plan = await self._plans.get()
+        asyncio.get_running_loop().call_soon(self.supervisor.start_epoch, plan)
+
+    async def changed(self) -> None:
+        await self._changes.get()
+
+    def failed(self, _error: MlxtpError, formed: bool) -> bool:
+        self.formed.append(formed)
+        return self.instead
+
+    def plan(self, epoch: int) -> None:
+        self._plans.put_nowait(EpochPlan(epoch, self.source, EpochGroup(1, 1, "none", kind="one Mac alone")))
+
+    def change(self) -> None:
+        self._changes.put_nowait(None)
+
+    async def serves(self, epoch: int) -> None:
+        self.plan(epoch)
+        await self.until(ServingState.READY, epoch)
+
+    async def until(self, state: ServingState, epoch: int | None = None) -> None:
+        await sees(
+            lambda: self.supervisor.status.state is state and epoch in (None, self.supervisor.status.epoch),
+            f"{state}",
+        )
+
+    async def error_of(self, answer: Any) -> MlxtpError:
+        with pytest.raises(MlxtpError) as raised:
+            await everything(answer)
+        return raised.value
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    return asyncio.run(open_model("tiny"))
+
+
+def play(tmp_path: Path, source: ModelSource, story: Callable[[Stage], Awaitable[None]]) -> None:
+    async def scene() -> None:
+        stage = Stage(tmp_path, source)
+        stage.running = asyncio.ensure_future(stage.supervisor.run(stage))
+        try:
+            await within(story(stage))
+        finally:
+            stage.running.cancel()
+            async with asyncio.timeout(WAIT_S):
+                await asyncio.wait({stage.running})
+        assert stage.running.cancelled(), stage.running.exception()
+        assert (stage.supervisor.status.state, stage.gateway.open_requests) == (ServingState.STOPPED, 0)
+        assert all(is_legal(before, after) for before, after in pairwise(stage.states)), stage.states
+        assert stage.gateway.models() == ()
+        assert rank_processes(stage.home) == []
+        assert list(stage.home.glob("run/*/*")) == []
+
+    run(scene())
+
+
+def test_a_planned_epoch_counts_before_its_ranks_exist(tmp_path: Path, source: ModelSource) -> None:
+    """Otherwise this agent would show, or follow, a group elsewhere for a moment."""
+
+    async def scene() -> None:
+        async def prepare() -> None:
+            pass
+
+        supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny", limits=LIMITS))
+        running = asyncio.ensure_future(supervisor.run(cast(Any, SimpleNamespace(prepare=prepare))))
+        await sees(lambda: supervisor.waits_for_plan)
+        assert not supervisor.status.in_epoch
+        supervisor.start_epoch(EpochPlan(1, source, EpochGroup(1, 1, "none")))
+        planned = (supervisor.status.in_epoch, supervisor.has_ranks, supervisor.waits_for_plan)
+        running.cancel()  # before its task has seen the plan
+        await asyncio.wait({running})
+        assert planned == (True, False, False)
+        assert not supervisor.status.in_epoch
+
+    run(scene())
+
+
+def test_each_epoch_has_the_number_and_the_group_that_were_planned(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.serves(41)
+        answer = stage.gateway.generate(Request((5, 6, 7), 2))
+        assert await everything(answer) == [Tokens((5,)), Tokens((6,)), StreamEnd("length", 2)]
+        stage.supervisor.end_epoch(GroupError("a better group is there", Code.REPLANNED))
+        await sees(lambda: stage.asked == 2)
+        assert stage.orders.notes("shut down"), "it was to end in order"
+        assert not stage.supervisor.status.in_epoch
+        await stage.serves(50)
+        assert [note["epoch"] for note in stage.orders.notes("started")] == [41, 50]
+        assert ServingState.FAILED not in stage.states
+
+    play(tmp_path, source, story)
+
+
+def test_a_request_that_another_mac_answered_is_answered_here_when_a_group_forms_here(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    async def story(stage: Stage) -> None:
+        elsewhere, model = FakeRanks(), replace(MODEL, path=source.path)
+        stage.gateway.serve(cast(Any, elsewhere), model, TEXT, here=False)
+        answer = stage.gateway.generate(Request((5, 6, 7), 3))
+        stage.gateway.dispatcher.on_event(Delta((1,), (0,), (5,)))
+        stage.plan(1)
+        expected = [Tokens((5,)), Tokens((6,)), Tokens((7,)), StreamEnd("length", 3)]
+        assert await everything(answer) == expected
+
+    play(tmp_path, source, story)
+
+
+@pytest.mark.parametrize("code", [Code.RANK_LOST, Code.REPLANNED])
+def test_requests_go_on_in_the_next_epoch(tmp_path: Path, source: ModelSource, code: Code) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.serves(1)
+        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        await answer.accepted()
+        first = await anext(answer)
+        stage.supervisor.end_epoch(GroupError("epoch 1 lost mini (rank 1): it is dead", code))
+        stage.supervisor.end_epoch(GroupError("again"))  # there is none now
+        await sees(lambda: not stage.supervisor.status.in_epoch)
+        assert stage.gateway.open_requests == 1
+        assert bool(stage.gateway.models()) is (code is Code.REPLANNED)
+        await stage.serves(2)
+        await sees(lambda: any(note["answered"] for note in stage.orders.notes("generate")))
+        assert first == Tokens((5,))
+        assert stage.orders.notes("generate")[-1]["tokens"] == [5, 5]
+        await answer.aclose()
+
+    play(tmp_path, source, story)
+
+
+def test_an_end_is_taken_at_any_time_on_the_way_up(tmp_path: Path, source: ModelSource) -> None:
+    async def story(stage: Stage) -> None:
+        stage.orders.give(0, deaf=True)
+        stage.plan(1)
+        await sees(lambda: stage.supervisor.status.in_epoch)
+        stage.supervisor.end_epoch(GroupError("members come and go", Code.REPLANNED))
+        await sees(lambda: stage.asked == 2)
+        stage.plan(2)
+        await sees(lambda: any(note["epoch"] == 2 for note in stage.orders.notes("started")))
+        await sees(lambda: stage.orders.notes("bootstrap"))
+        stage.supervisor.end_epoch(GroupError("members come and go", Code.REPLANNED))
+        await sees(lambda: stage.asked == 3)
+        stage.orders.give(0)
+        await stage.serves(3)
+
+    play(tmp_path, source, story)
+
+
+def test_after_too_many_failures_it_waits_for_something_to_change(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        RestartPolicy, "delay_s", lambda _, __, error, ___, **____: None if "memory" in str(error) else 0.0
+    )
+
+    async def story(stage: Stage) -> None:
+        stage.orders.give(0, die_on="Init", code="forward_failed")
+        stage.plan(1)
+        await sees(lambda: stage.asked == 2)
+        assert not stage.supervisor.status.resting
+        stage.gateway.serve(cast(Any, FakeRanks()), MODEL, TEXT, here=False)
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.orders.give(0, die_on="Init", code="out_of_memory")
+        stage.plan(2)
+        await stage.until(ServingState.FAILED)
+        assert (await stage.error_of(answer)).code is Code.OUT_OF_MEMORY
+        assert stage.supervisor.status.resting
+        assert stage.gateway.health().reason == "rank 0 ended with out_of_memory"
+        assert not stage.supervisor.status.in_epoch
+        stage.orders.give(0)
+        stage.change()
+        await sees(lambda: stage.asked == 3)
+        assert not stage.supervisor.status.resting
+        await stage.serves(3)
+
+    play(tmp_path, source, story)
+
+
+@pytest.mark.parametrize(("message", "code"), [("LoadShard", "out_of_memory"), ("Generate", "gpu_timeout")])
+def test_groups_that_formed_and_failed_are_counted_although_other_plans_are_left(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch, message: str, code: str
+) -> None:
+    monkeypatch.setattr(epoch, "BACKOFF_S", (0.0,) * (MAX_FAILURES - 1))
+
+    async def story(stage: Stage) -> None:
+        stage.instead = True
+        stage.orders.give(0, error_on=message, code=code)
+        for number in range(1, MAX_FAILURES + 2):
+            stage.plan(number)
+        await sees(lambda: ServingState.FAILED in stage.states or stage.asked > MAX_FAILURES)
+        assert stage.supervisor.status.state is ServingState.FAILED
+        assert stage.supervisor.status.epoch == MAX_FAILURES
+        assert stage.formed == [True] * MAX_FAILURES
+
+    play(tmp_path, source, story)
+
+
+def test_groups_that_do_not_form_are_replaced_as_long_as_other_plans_are_left(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (epoch, lifecycle):
+        monkeypatch.setattr(module, "BACKOFF_S", (0.0,) * (MAX_FAILURES - 1))
+
+    async def story(stage: Stage) -> None:
+        stage.instead = True
+        stage.orders.give(0, die_on="Init", code="group_form_failed")
+        for number in range(1, MAX_FAILURES + 2):
+            stage.plan(number)
+        await sees(lambda: ServingState.FAILED in stage.states or stage.asked == MAX_FAILURES + 2)
+        assert ServingState.FAILED not in stage.states
+        assert stage.formed == [False] * (MAX_FAILURES + 1)
+        stage.instead = False
+        stage.plan(MAX_FAILURES + 2)
+        await stage.until(ServingState.FAILED)
+
+    play(tmp_path, source, story)
+
+
+def test_a_home_that_takes_no_files_fails_the_epoch_and_not_the_agent(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RestartPolicy, "delay_s", lambda *_, **__: 0.0)
+
+    async def story(stage: Stage) -> None:
+        (stage.home / "run").write_text("in the way")
+        stage.plan(1)
+        await sees(lambda: stage.asked == 2)
+        assert stage.supervisor.status.reason is not None
+        assert stage.supervisor.status.reason.code is Code.FORM_FAILED
+        assert str(stage.home) in stage.supervisor.status.reason.detail
+        (stage.home / "run").unlink()
+        await stage.serves(2)
+
+    play(tmp_path, source, story)
+
+
+def test_the_reason_of_a_golden_proof_that_failed_reaches_the_postmortem(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank reports it: the agent compares."""
+
+    def kept(*_: object) -> self_test.SelfTestTokens:
+        raise GroupError("golden proof failed: it said so", Code.PROOF_FAILED)
+
+    monkeypatch.setattr(self_test, "kept", kept)
+
+    async def story(stage: Stage) -> None:
+        stage.plan(1)
+        await sees(lambda: stage.asked == 2)
+        [folder] = (stage.home / failure_store.FOLDER).iterdir()
+        told = json.loads((folder / "epoch.json").read_text())
+        assert told["cause"] == {"code": "group_proof_failed", "detail": "golden proof failed: it said so"}
+
+    play(tmp_path, source, story)
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_full_disk_takes_the_recorder_and_not_the_epoch(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """Not even the folder of the epoch can be made: one rank alone needs none."""
+    mkdir, temporary = Path.mkdir, tmp_path / "tmp"
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    if elsewhere:
+        temporary.mkdir()
+
+    def full(path: Path, *args: Any, **how: Any) -> None:
+        if (tmp_path / "home") in path.parents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        mkdir(path, *args, **how)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+
+    async def story(stage: Stage) -> None:
+        await stage.serves(1)
+        stage.supervisor.end_epoch(GroupError("it was killed", Code.RANK_LOST))
+        await sees(lambda: stage.asked == 2)
+        await stage.serves(2)
+        assert not (stage.home / "run").exists()
+        assert not (stage.home / failure_store.FOLDER).exists()
+
+    play(tmp_path, source, story)
+    assert not elsewhere or list(temporary.iterdir()) == []
+
+
+def test_stopping_ends_requests_that_are_answered_elsewhere(tmp_path: Path, source: ModelSource) -> None:
+    async def story(stage: Stage) -> None:
+        elsewhere = FakeRanks()
+        await sees(lambda: stage.asked == 1)
+        stage.gateway.serve(cast(Any, elsewhere), MODEL, TEXT, here=False)
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.running.cancel()
+        assert (await stage.error_of(answer)).code is Code.SHUTTING_DOWN
+
+    play(tmp_path, source, story)
+
+
+def test_what_another_mac_says_is_shown_until_there_is_a_group_here(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    async def story(stage: Stage) -> None:
+        stage.supervisor.status.follow(
+            ServingState.READY, 7, "", EpochGroup(0, 3, "jaccl", kind="JACCL mesh")
+        )
+        health = stage.gateway.health()
+        assert (health.state, health.epoch, health.world_size, health.backend) == ("ready", 7, 3, "jaccl")
+        assert not stage.supervisor.status.in_epoch
+        await stage.serves(8)
+        health = stage.gateway.health()
+        assert (health.state, health.epoch, health.world_size) == ("ready", 8, 1)
+
+    play(tmp_path, source, story)
+
+
+def test_how_far_a_load_is_can_be_told_in_per_cent(tmp_path: Path) -> None:
+    async def story() -> None:
+        supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
+        assert supervisor.status.progress == "starting"
+        supervisor.status.follow(ServingState.LOADING, 3, "loading 7 %", EpochGroup(0, 2, "ring"))
+        assert supervisor.status.progress == "loading 7 %"
+        supervisor.status._own, supervisor.status.weight_bytes = ServingState.LOADING, 1000
+        for held, shown in ((0, 0), (204, 40), (900, 99)):  # of each rank; and the rest of it is not the load
+            pongs = {rank: Pong("loading", 0.0, 0, 0, 0, 0, 0, held, held, "") for rank in range(2)}
+            supervisor.status.ranks = cast(Any, SimpleNamespace(watch=SimpleNamespace(pongs=pongs)))
+            assert supervisor.status.progress == f"loading {shown} %"
+            supervisor.status.wanted = "org/m"
+            assert supervisor.gateway.health().starting == f"org/m is loading ({shown} %)"
+
+    run(story())
+
+
+def test_what_is_on_its_way_until_it_is_served_or_prevented(tmp_path: Path, source: ModelSource) -> None:
+    async def story(stage: Stage) -> None:
+        def starting(state: ServingState, reason: str) -> str:
+            stage.supervisor.status.follow(state, 0, reason, EpochGroup(0, 0, "none"))
+            return stage.gateway.health().starting
+
+        assert starting(ServingState.IDLE, "no model is configured") == ""
+        stage.supervisor.status.wanted = "org/m"
+        assert starting(ServingState.IDLE, "members come and go") == "org/m is about to load"
+        assert (
+            starting(ServingState.IDLE, "org/m is on its way: 1 of 2 GB") == "org/m is on its way: 1 of 2 GB"
+        )
+        assert starting(ServingState.LOADING, "") == "org/m is loading"
+        assert starting(ServingState.FAILED, "") == ""
+        await stage.serves(8)
+        assert stage.gateway.health().starting == ""
+
+    play(tmp_path, source, story)

@@ -1,0 +1,664 @@
+"""An epoch whose rank 1 is on another Mac: rank 0 is a process, the other agent plays what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtp.config import Settings
+from mlxtp.diagnostics import failure_store
+from mlxtp.errors import TERMINATED_STATUS, Code, FailureReport, GroupError, LinkError, MlxtpError, ModelError
+from mlxtp.groups import ranks as rank_module
+from mlxtp.groups.health import RankHealth
+from mlxtp.groups.process_group import MAX_REPORTS, EpochGroup, ProcessGroup, canary_s
+from mlxtp.groups.ranks import RankWord, RemoteRank, Watcher
+from mlxtp.groups.sleep import HERE
+from mlxtp.wire.cluster_messages import (
+    EndEpoch,
+    EpochEnded,
+    Prepare,
+    Prepared,
+    RankGathered,
+    RankPong,
+    RankSide,
+    RankStarted,
+    RankTrouble,
+    StartRank,
+)
+from mlxtp.wire.codecs import Message
+from mlxtp.wire.messages import Gathered, Generate, Pong, SideChannel
+
+from ..live_cluster import LIMITS, WAIT_S, rank_processes
+from .fake_rank import Orders
+from .scenes import run, sees, within
+
+pytestmark = pytest.mark.slow
+
+EPOCH = 7
+PREPARED, STARTED = Prepared(EPOCH, "127.0.0.1:4711", "/there"), RankStarted(EPOCH, True)
+PONG = RankPong(EPOCH, 1, Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, ""))
+SIDE = RankSide(EPOCH, 1, SideChannel(1, b"1"))
+NEVER_S = 10 * WAIT_S
+"""A limit of silence that no test reaches: what ends an epoch then is something else."""
+
+
+def trouble(code: Code, detail: str = "it said so", outside: bool = False) -> RankTrouble:
+    return RankTrouble(EPOCH, 1, code, detail, outside)
+
+
+class Peer:
+    """The other agent. What it answers to each order is in `answers`; an error is the end of its link."""
+
+    def __init__(self, rank: int = 1) -> None:
+        self.rank = rank
+        self.told: list[Message] = []
+        self.answers: dict[type[Message], list[RankWord | MlxtpError]] = {
+            Prepare: [PREPARED],
+            StartRank: [STARTED],
+            EndEpoch: [EpochEnded(EPOCH)],
+        }
+        self.seat: RemoteRank
+
+    def sit(self, watcher: Watcher) -> RemoteRank:
+        self.seat = RemoteRank(
+            self._hear, f"mini-{self.rank}", Prepare(EPOCH, self.rank, "127.0.0.1", 1), watcher
+        )
+        return self.seat
+
+    def _hear(self, message: Message) -> None:
+        self.told.append(message)
+        for answer in self.answers.get(type(message), []):
+            if isinstance(answer, LinkError):
+                raise answer
+            self.say(answer)
+
+    def say(self, *words: RankWord | MlxtpError) -> None:
+        """Over the network: not before this turn of the loop is over."""
+        for word in words:
+            if isinstance(word, MlxtpError):
+                asyncio.get_running_loop().call_soon(self.seat.link_lost, word.detail)
+            else:
+                asyncio.get_running_loop().call_soon(self.seat.received, word)
+
+    def heard(self, kind: type[Message]) -> list[Any]:
+        return [message for message in self.told if isinstance(message, kind)]
+
+
+LOST = GroupError("its cable was pulled")
+
+
+class Story:
+    def __init__(self, tmp_path: Path, peers: int, **group: Any) -> None:
+        self.orders = Orders(tmp_path / "orders")
+        self.home = tmp_path / "home"
+        self.peers = [Peer(rank) for rank in range(1, peers + 1)]
+        self.peer = self.peers[0]
+        self.stages: list[str] = []
+        world = peers + 1
+        own = {name: group.pop(name) for name in ("silence_s", "proof_s") if name in group}
+        limits = replace(LIMITS, shutdown_s=2.0, **own)
+        settings = Settings(self.home, "", 0, 1, "tiny", name="studio", limits=limits)
+        self.ranks = ProcessGroup(
+            settings,
+            EPOCH,
+            lambda _: None,
+            self.stages.append,
+            worker=self.orders.worker,
+            group=EpochGroup(
+                1,
+                world,
+                group.pop("backend", "ring"),
+                endpoints=lambda watcher: tuple(peer.sit(watcher) for peer in self.peers),
+                decode_hosts=("127.0.0.1",) * world,
+                **group,
+            ),
+        )
+
+    async def serve(self) -> None:
+        await self.ranks.start()
+        self.beat()
+        await self.ranks.load("/here", ())
+
+    def beat(self) -> None:
+        """Ranks elsewhere are alive: their agents say so."""
+        for peer in self.peers:
+            self.ranks.watch.received_pong(peer.rank, PONG.pong)
+        asyncio.get_running_loop().call_later(0.2, self.beat)
+
+    async def fails(self) -> MlxtpError:
+        """Return the reason of its end, on its way up or later."""
+        async with asyncio.timeout(WAIT_S):
+            try:
+                await self.serve()
+            except MlxtpError as error:
+                return error
+            return await asyncio.shield(self.ranks.failed)
+
+
+def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], peers: int = 1, **group: Any) -> None:
+    async def scene() -> None:
+        stage = Story(tmp_path, peers, **group)
+        try:
+            await within(story(stage))
+        finally:
+            async with asyncio.timeout(WAIT_S):
+                await stage.ranks.kill()
+        assert rank_processes(stage.home) == []
+        assert list(stage.home.glob("run/*")) == []
+        await asyncio.sleep(0)  # who was cancelled ends in this turn
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(scene())
+
+
+def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        assert stage.stages == ["spawned", "linked", "formed", "proven"]
+        [mine], [order] = stage.orders.notes("bootstrap"), stage.peer.heard(StartRank)
+        theirs = order.bootstrap
+        assert (mine["rank"], theirs.rank, theirs.world_size) == (0, 1, 2)
+        assert mine["epoch_key"] == theirs.epoch_key.hex()
+        assert mine["hosts"] == list(theirs.hosts)
+        assert (theirs.hosts[0].rpartition(":")[0], theirs.hosts[1]) == ("127.0.0.1", PREPARED.ring)
+        assert theirs.decode_address.rpartition(":")[0] == "127.0.0.1"
+        assert mine["pins"] == list(theirs.pins) == ["a", "b"]
+        [load] = stage.orders.notes("load")
+        assert load["paths"] == ["/here", "/there"]
+        await stage.ranks.stop()
+        assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True]
+        assert stage.orders.notes("shut down")
+        assert not (stage.home / failure_store.FOLDER).exists(), "an end in order is no failure"
+
+    play(tmp_path, story, pins=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("at", "words", "code"),
+    [
+        (Prepare, [LOST], Code.RANK_LOST),
+        (Prepare, [LinkError("its cable was pulled")], Code.LINK_LOST),
+        (Prepare, [PREPARED, LOST], Code.RANK_LOST),
+        (StartRank, [LOST], Code.RANK_LOST),
+        (StartRank, [LinkError("its cable was pulled")], Code.LINK_LOST),
+        (StartRank, [STARTED, LOST], Code.RANK_LOST),
+    ],
+)
+def test_a_control_link_that_ends_on_the_way_up_ends_the_epoch(
+    tmp_path: Path, at: type[Message], words: list[Any], code: Code
+) -> None:
+    async def story(stage: Story) -> None:
+        stage.peer.answers[at] = words
+        error = await stage.fails()
+        assert error.code is code
+        assert "its cable was pulled" in error.detail
+
+    play(tmp_path, story, silence_s=NEVER_S)
+
+
+def test_a_control_link_that_ends_later_ends_the_epoch_too(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        stage.peer.say(LOST)
+        error = await asyncio.shield(stage.ranks.failed)
+        assert error.detail == "rank 1: mini-1 is gone: its cable was pulled"
+        await stage.ranks.kill()  # no one waits for a process that is gone
+        assert stage.peer.heard(EndEpoch) == []
+
+    play(tmp_path, story, silence_s=NEVER_S)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "code"),
+    [
+        ([trouble(Code.NOT_READY)], GroupError, Code.NOT_READY),
+        ([trouble(Code.MODEL_NOT_FOUND)], ModelError, Code.MODEL_NOT_FOUND),
+        ([trouble(Code.OUT_OF_MEMORY)], GroupError, Code.OUT_OF_MEMORY),
+        ([STARTED], GroupError, Code.OUT_OF_ORDER),
+        ([PREPARED, PREPARED], GroupError, Code.OUT_OF_ORDER),
+    ],
+)
+def test_what_the_other_agent_says_instead_ends_the_epoch_in_its_words(
+    tmp_path: Path, words: list[Any], kind: type[MlxtpError], code: Code
+) -> None:
+    async def story(stage: Story) -> None:
+        stage.peer.answers[Prepare] = words
+        error = await stage.fails()
+        assert isinstance(error, kind)
+        assert error.code is code
+        assert error.detail.startswith("mini-1")
+
+    play(tmp_path, story)
+
+
+def test_an_agent_that_never_stops_talking_costs_no_memory(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        for _ in range(1000):
+            stage.peer.seat.received(STARTED)
+            stage.peer.seat.received(trouble(Code.RANK_LOST))
+        assert len(stage.ranks.watch.reports) <= MAX_REPORTS
+        error = await asyncio.shield(stage.ranks.failed)
+        for _ in range(1000):
+            stage.peer.seat.received(trouble(Code.RANK_LOST))
+        assert len(stage.ranks.watch.reports) <= MAX_REPORTS
+        assert error.code is Code.OUT_OF_ORDER
+
+    play(tmp_path, story)
+
+
+def test_one_refusal_among_many_leaves_no_request_waiting(tmp_path: Path) -> None:
+    """Of three other Macs one refuses, one never answers; all who were asked are told that it is over."""
+
+    async def story(stage: Story) -> None:
+        stage.peers[1].answers[Prepare] = [trouble(Code.NOT_READY)]
+        stage.peers[2].answers[Prepare] = []
+        assert (await stage.fails()).code is Code.NOT_READY
+        await stage.ranks.kill()
+        assert [len(peer.heard(EndEpoch)) for peer in stage.peers] == [1, 1, 1]
+
+    play(tmp_path, story, peers=3)
+
+
+def test_an_agent_that_never_says_that_its_rank_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_module, "END_GRACE_S", 0.2)
+
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        stage.peer.answers[EndEpoch] = []
+        await stage.ranks.stop()
+        assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True, False]
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("at", ["Bootstrap", "Init", "SanityCheck", "LoadShard", "Generate"])
+def test_the_death_of_rank_0_at_any_time_is_the_cause_and_ends_the_other(tmp_path: Path, at: str) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, die_on=at, code="out_of_memory")
+        with contextlib.suppress(MlxtpError):
+            await stage.serve()
+            stage.ranks.send(Generate(1, (1,), 1))
+        assert (await asyncio.shield(stage.ranks.failed)).detail == "rank 0 ended with out_of_memory"
+        await stage.ranks.kill()
+        assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [False]
+        told, [mine] = kept(stage.home)
+        assert told["cause"] == {"code": "out_of_memory", "detail": "rank 0 ended with out_of_memory"}
+        assert told["hosts"] == ["studio", "mini-1"]
+        assert told["reports"][-1]["rank"] == 0
+        assert (mine["rank"], mine["exit_code"], mine["by_agent"]) == (0, "out_of_memory", False)
+
+    play(tmp_path, story, silence_s=NEVER_S)
+
+
+def test_a_proof_that_hangs_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    """With a cable out JACCL forms, and its first sum waits for ever."""
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, mute_on="SanityCheck")
+        error = await stage.fails()
+        assert error.code is Code.LINK_TIMEOUT
+        assert error.detail == "the ranks did not reply to SanityCheck within 0.3 s"
+
+    play(tmp_path, story, proof_s=0.3)
+
+
+SLOW_S = 0.6
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent waits less for a sign than a slow rank takes to end."""
+    monkeypatch.setattr(rank_module, "ANSWER_S", SLOW_S / 3)
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize(
+    ("order", "deaf"),
+    [({"frees_s": SLOW_S}, False), ({"frees_s": SLOW_S, "mute": True}, True)],
+    ids=["gives a sign", "wedged"],
+)
+def test_a_rank_that_gives_a_sign_after_sigterm_has_time_to_give_memory_back(
+    tmp_path: Path, order: dict[str, Any], deaf: bool
+) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, **order)
+        await stage.serve()
+        end = await stage.ranks.processes[0].kill()
+        assert (end.deaf, end.status) == (deaf, -signal.SIGKILL if deaf else TERMINATED_STATUS)
+        await stage.ranks.kill()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_an_end_in_order_is_waited_for_until_memory_is_given_back(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, frees_s=SLOW_S)
+        await stage.serve()
+        await stage.ranks.stop()
+        assert stage.ranks.processes[0]._end.status == 0
+        assert not (stage.home / failure_store.FOLDER).exists()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_rank_that_does_not_end_although_it_gives_signs_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_module, "FREE_S", 0.0)
+    monkeypatch.setattr(rank_module, "patience_s", lambda _: SLOW_S)
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, frees_s=-1)
+        await stage.serve()
+        end = await stage.ranks.processes[0].kill()
+        assert (end.deaf, end.status) == (True, -signal.SIGKILL)
+        await stage.ranks.kill()
+
+    play(tmp_path, story)
+
+
+def test_memory_is_compared_once_when_an_epoch_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[int, int]] = []
+
+    async def ended(epoch: int, held: int) -> None:
+        compared.append((epoch, held))
+
+    monkeypatch.setattr(HERE, "ended", ended)
+
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        process = stage.ranks.processes[0]
+        await sees(lambda: process._end.pong is not None)
+        process._end.pong = replace(PONG.pong, memory_bytes=7)
+        stage.ranks.give_up(LOST)
+        await stage.ranks.kill()
+        await stage.ranks.kill()
+        assert compared == [(EPOCH, 7)]
+
+    play(tmp_path, story)
+
+
+def kept(home: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the files of the one failure: of the epoch, and of each rank of this machine."""
+    [folder] = (home / failure_store.FOLDER).iterdir()
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    return json.loads((folder / "epoch.json").read_text()), ranks
+
+
+def test_a_healthy_rank_that_is_ended_because_of_another_leaves_its_file(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        stage.peer.say(trouble(Code.FORWARD_FAILED, "no such luck"))
+        assert (await asyncio.shield(stage.ranks.failed)).code is Code.FORWARD_FAILED
+        await stage.ranks.kill()
+        told, [mine] = kept(stage.home)
+        assert told["cause"]["code"] == "forward_failed"
+        assert told["epoch_id"] == mine["epoch_id"] != ""
+        assert (mine["signal"], mine["by_agent"], mine["deaf"]) == (15, True, False)
+        await stage.ranks.kill()
+        assert len(list((stage.home / failure_store.FOLDER).iterdir())) == 1, "it failed once"
+
+    play(tmp_path, story)
+
+
+def test_a_command_that_is_refused_is_the_cause(tmp_path: Path) -> None:
+    """Every rank is well: only the model was not."""
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, error_on="LoadShard", code="model_invalid")
+        error = await stage.fails()
+        assert not stage.ranks.failed.done()
+        await stage.ranks.kill(error)
+        told, _ = kept(stage.home)
+        assert told["cause"] == {"code": "model_invalid", "detail": error.detail}
+
+    play(tmp_path, story)
+
+
+WISHED = GroupError("another is wanted now", Code.REPLANNED)
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_of_an_end_in_order_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Also while ranks wait for each other in MLX and do not hear SIGTERM."""
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, deaf=True)
+        starting = asyncio.ensure_future(stage.ranks.start())
+        await sees(lambda: bool(stage.orders.notes("bootstrap")))
+        stage.ranks.give_up(WISHED)
+        with pytest.raises(GroupError, match="wanted now"):
+            await starting
+        never_hearing(stage, monkeypatch)
+        await getattr(stage.ranks, end)()
+        assert not (stage.home / failure_store.FOLDER).exists()
+
+    play(tmp_path, story)
+
+
+def test_a_rank_that_serves_and_does_not_end_when_it_should_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        stage.ranks.give_up(WISHED)
+        await asyncio.shield(stage.ranks.failed)
+        never_hearing(stage, monkeypatch)
+        await stage.ranks.stop()
+        told, _ = kept(stage.home)
+        assert told["cause"]["code"] == "rank_stalled"
+
+    play(tmp_path, story)
+
+
+def never_hearing(stage: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the agent had to end rank 0 by SIGKILL."""
+    process = stage.ranks.processes[0]
+    kill = process.kill
+
+    async def killed() -> failure_store.RankEnd:
+        return replace(await kill(), deaf=True)
+
+    monkeypatch.setattr(process, "kill", killed)
+
+
+def test_a_failure_that_cannot_be_kept_stops_no_agent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        (stage.home / failure_store.FOLDER).write_text("in the way")
+        await stage.ranks.kill()
+        assert "nothing of its failure is kept" in caplog.text
+
+    play(tmp_path, story)
+
+
+def test_silence_of_a_rank_elsewhere_is_noticed_like_one_here(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.beat = lambda: None  # type: ignore[method-assign]
+        error = await stage.fails()
+        assert error.code is Code.RANK_LOST
+        assert error.detail.startswith("mini-1: rank 1 has been silent for")
+
+    play(tmp_path, story)
+
+
+def test_a_bug_in_what_watches_an_epoch_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def err(_watch: RankHealth, _now: float) -> None:
+        raise RuntimeError("a bug")
+
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        monkeypatch.setattr(RankHealth, "tick", err)
+        error = await asyncio.shield(stage.ranks.failed)
+        assert (error.code, error.detail) == (Code.INTERNAL, "RuntimeError: a bug")
+
+    play(tmp_path, story)
+
+
+def test_an_address_of_a_cable_that_was_pulled(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        error = await stage.fails()
+        assert error.code is Code.FORM_FAILED
+        assert "192.0.2.1" in error.detail
+
+    play(tmp_path, story, fabric="192.0.2.1")
+
+
+JACCL_ENDED = "rank 1: jaccl did not form: [jaccl] Couldn't create completion queue"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("code", [Code.FORM_FAILED, Code.FORWARD_FAILED])
+def test_the_mac_of_a_rank_is_named_by_any_first_report_of_its_error(
+    tmp_path: Path, first: int, code: Code
+) -> None:
+    """Its own agent, or rank 0, whose link to it may be faster. JACCL is explained while it forms, once."""
+
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        here = FailureReport(0, GroupError(JACCL_ENDED, code))
+        there = FailureReport(1, GroupError(f"mini-1: {JACCL_ENDED}", code))
+        for report in [(here, there), (there, here)][first]:
+            stage.ranks.watch.report(report)
+        error = await asyncio.shield(stage.ranks.failed)
+        cause = ". Cause: all queue pairs of an RDMA device are taken" if code is Code.FORM_FAILED else ""
+        assert error.detail.startswith(f"mini-1: {JACCL_ENDED}{cause}")
+        assert ("Cause: " in error.detail) == bool(cause)
+
+    play(tmp_path, story)
+
+
+# --- JACCL ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("backend", "expected_s"), [("jaccl", 20.0), ("ring", 60.0)])
+def test_over_jaccl_an_idle_group_proves_itself_before_a_minute(backend: str, expected_s: float) -> None:
+    assert canary_s(60.0, backend) == expected_s
+    assert canary_s(0.3, backend) == 0.3
+
+
+def test_a_crash_after_idling_over_jaccl_blames_no_cable(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, jaccl=True)
+        await stage.serve()
+        [told] = stage.orders.notes("bootstrap")
+        assert told["canary_s"] == 20.0
+        stage.peer.say(trouble(Code.RANK_LOST, "rank 1 was ended by signal 11 in phase idle", outside=True))
+        error = await asyncio.shield(stage.ranks.failed)
+        assert "a known fault of MLX" in error.detail
+
+    play(tmp_path, story, backend="jaccl")
+
+
+def test_the_rounds_of_the_side_channel_pass_through_the_agents(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, jaccl=True, rounds=True)
+        stage.peer.answers[StartRank] = [STARTED, SIDE]
+        await stage.serve()
+        [gathered] = stage.peer.heard(RankGathered)
+        assert (gathered.epoch, gathered.rank) == (EPOCH, 1)
+        assert gathered.gathered == Gathered(1, b"01")
+        [note] = stage.orders.notes("gathered")
+        assert (note["data"], note["error"]) == ("01", "")
+
+    play(tmp_path, story, backend="jaccl")
+
+
+def test_a_rank_that_fails_while_they_form_frees_those_that_wait_for_it(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, jaccl=True, rounds=True)
+        stage.peer.answers[StartRank] = [STARTED]
+        waiting = asyncio.ensure_future(stage.fails())
+        await sees(lambda: "linked" in stage.stages)
+        said = "rank 1: jaccl did not form: [jaccl] Changing queue pair to RTR failed with errno 22"
+        stage.peer.say(trouble(Code.FORM_FAILED, said))
+        error = await waiting
+        assert error.code is Code.FORM_FAILED
+        assert error.detail.startswith(f"mini-1: {said}. Cause: an RDMA port has no IPv4 address")
+        await sees(lambda: stage.orders.notes("gathered"))
+        assert stage.orders.notes("gathered")[0]["error"] == f"mini-1: {said}"
+
+    play(tmp_path, story, backend="jaccl")
+
+
+def test_once_formed_no_rank_is_told_of_rounds(tmp_path: Path) -> None:
+    """It would break the order of the pipe, and hide what really happened."""
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, jaccl=True, rounds=True)
+        stage.peer.answers[StartRank] = [STARTED, SIDE]
+        stage.ranks._on_stage = lambda stage_: stage.peer.say(LOST, SIDE) if stage_ == "formed" else None
+        error = await stage.fails()
+        assert error.detail == "rank 1: mini-1 is gone: its cable was pulled"
+        assert len(stage.orders.notes("gathered")) == 1
+
+    play(tmp_path, story, backend="jaccl")
+
+
+@pytest.mark.parametrize("lacking", [[0], [1], [0, 1]])
+def test_ranks_whose_mlx_has_no_jaccl_are_named(tmp_path: Path, lacking: list[int]) -> None:
+    asked: list[list[int]] = []
+
+    def without(ranks: list[int]) -> GroupError:
+        asked.append(ranks)
+        return GroupError("the ring is used", Code.REPLANNED)
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, jaccl=0 not in lacking)
+        stage.peer.answers[StartRank] = [RankStarted(EPOCH, 1 not in lacking)]
+        assert (await stage.fails()).code is Code.REPLANNED
+        assert asked == [lacking]
+        assert stage.stages == ["spawned"]
+
+    play(tmp_path, story, backend="jaccl", without_jaccl=without)
+
+
+def test_who_is_not_asked_what_to_do_without_jaccl_fails(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.peer.answers[StartRank] = [RankStarted(EPOCH, False)]
+        error = await stage.fails()
+        assert (error.code, error.detail) == (Code.FORM_FAILED, "MLX has no JACCL where ranks [0, 1] run")
+
+    play(tmp_path, story, backend="jaccl")
+
+
+def test_a_disk_too_full_for_the_epochs_folder_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def full(path: Path, *args: Any, **how: Any) -> None:
+        if path.name == f"epoch-{EPOCH}":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        mkdir(path, *args, **how)
+
+    async def story(stage: Story) -> None:
+        monkeypatch.setattr(Path, "mkdir", full)
+        error = await stage.fails()
+        assert error.code is Code.FORM_FAILED
+        folder = stage.home / "run" / f"epoch-{EPOCH}"
+        assert error.detail == f"the disk is full, nothing can be written in {folder}"
+        await stage.ranks.kill(error)
+        assert kept(stage.home)[0]["cause"]["detail"] == error.detail
+
+    play(tmp_path, story)

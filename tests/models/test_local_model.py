@@ -1,0 +1,264 @@
+"""The desired model on one machine: found, not there, there later, or another one by the time it is found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.cluster.cluster_state import NOTHING
+from mlxtp.errors import Code, ModelError
+from mlxtp.models import local_model
+from mlxtp.models.inspect import ModelSource, in_folders
+from mlxtp.models.local_model import LocalModel
+from mlxtp.text.tokenizer import Text
+from mlxtp.wire.cluster_messages import DesiredState, ModelStatus
+
+from ..groups.scenes import run, sees, within
+
+
+class Stage:
+    """A disk whose folders are found when the test lets them be."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, home: Path) -> None:
+        self.downloaded: list[str] = []
+        self.home = home
+        self.changes: list[ModelStatus] = []
+        self.errors: dict[str, Exception] = {}
+        self.gates: dict[str, asyncio.Event] = {}
+        self.finding = 0
+        self.opened: list[tuple[str, str]] = []
+        nothing = lambda *_, **__: None  # noqa: E731
+        self.desired = SimpleNamespace(on_change=nothing, retry_if=nothing, now=NOTHING)
+        self.model = self.local_model("draft")
+        patch.setattr(local_model, "find_model", self._find)
+        patch.setattr(local_model, "open_model", self._open)
+        self.print = ""
+        patch.setattr(local_model.self_test, "fingerprint", lambda path: self.print or f"{path.name:0>64}")
+
+    def local_model(self, draft: str, get: Callable[[str], Awaitable[Path]] | None = None) -> LocalModel:
+        nothing = lambda *_, **__: None  # noqa: E731
+        node = SimpleNamespace(
+            settings=SimpleNamespace(draft_model=draft, model_folders=()),
+            links=SimpleNamespace(on=nothing, on_up=nothing, broadcast=self.changes.append),
+            desired=self.desired,
+            rounds=SimpleNamespace(every=nothing),
+            changed=nothing,
+        )
+        transfers = SimpleNamespace(get=get or self._get, stored=SimpleNamespace(on_files=nothing))
+        return LocalModel(cast(Any, node), cast(Any, transfers))
+
+    async def _find(self, name: str) -> Path:
+        self.finding += 1
+        try:
+            if name in self.gates:
+                await self.gates[name].wait()
+            if name in self.errors:
+                raise self.errors[name]
+            return self.home / name
+        finally:
+            self.finding -= 1
+
+    async def _get(self, name: str) -> Path:
+        self.downloaded.append(name)
+        return Path(name)
+
+    async def _open(self, name: str, draft: str) -> ModelSource:
+        self.opened.append((name, draft))
+        await asyncio.sleep(0)
+        return ModelSource(name, self.home / name, cast(Text, None))
+
+    def want(self, name: str, version: int, *, pinned: bool = True) -> None:
+        before, self.desired.now = (
+            self.desired.now,
+            DesiredState(version, "", name, "auto", version if pinned else 0),
+        )
+        self.model.resolve(before, self.desired.now)
+
+    async def has(self, name: str) -> None:
+        await sees(lambda: self.model.source is not None and self.model.source.id == name)
+
+
+def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
+    async def scene() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            stage = Stage(patch, tmp_path)
+            try:
+                await within(story(stage))
+            finally:
+                await stage.model.close()
+            assert stage.finding == 0
+
+    run(scene())
+
+
+def print_of(name: str) -> str:
+    return f"{name:0>64}"
+
+
+def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        with pytest.raises(ModelError, match="version 3 of the desired state is not known here"):
+            stage.model.folder(3)
+        stage.want("one", 3)
+        with pytest.raises(ModelError, match="one is still being looked for") as early:
+            stage.model.folder(3)
+        assert early.value.code is Code.MODEL_NOT_FOUND
+        await stage.has("one")
+        assert stage.changes == [ModelStatus(3, print_of("one"), "")] * 2
+        assert stage.model.folder(3) == tmp_path / "one"
+        assert stage.opened == [("one", "draft")]
+        for version in (2, 4):
+            with pytest.raises(ModelError):
+                stage.model.folder(version)
+
+    play(tmp_path, story)
+
+
+def test_a_newer_choice_of_the_same_model_finds_it_there(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.want("one", 3)
+        await stage.has("one")
+        stage.want("one", 4)
+        assert stage.model.status == stage.changes[-1] == ModelStatus(4, print_of("one"), "")
+        assert stage.model.folder(4) == tmp_path / "one"
+        assert len(stage.opened) == 1
+        assert stage.model.folder(3) == tmp_path / "one", "an epoch was begun for that one"
+        stage.want("two", 5)
+        await stage.has("two")
+        for version in (3, 4):
+            with pytest.raises(ModelError, match=f"version {version} of the desired state is not known here"):
+                stage.model.folder(version)
+
+    play(tmp_path, story)
+
+
+def test_what_is_found_too_late_is_not_taken_for_what_is_wanted_now(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.gates = {name: asyncio.Event() for name in ("one", "two")}
+        stage.want("one", 1)
+        await sees(lambda: stage.finding)
+        stage.want("two", 2)
+        stage.gates["one"].set()
+        await sees(lambda: stage.finding == 1)
+        assert stage.model.status == ModelStatus(2, "", "")
+        stage.gates["two"].set()
+        await stage.has("two")
+        stage.want("", 3)
+        assert (stage.model.source, stage.model.status) == (None, ModelStatus(3, "", ""))
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (ModelError("one holds no config.json", Code.MODEL_NOT_FOUND), "one holds no config.json"),
+        (OSError(5, "the disk is gone"), "one: [Errno 5] the disk is gone"),
+        (ValueError("embedded null byte"), "one: ValueError: embedded null byte"),
+    ],
+)
+def test_why_it_is_not_there_is_told_and_it_may_come_later(
+    tmp_path: Path, error: Exception, problem: str
+) -> None:
+    async def story(stage: Stage) -> None:
+        stage.errors["one"] = error
+        stage.want("one", 3)
+        await sees(lambda: stage.changes)
+        assert stage.changes == [ModelStatus(3, "", problem)]
+        with pytest.raises(ModelError) as refused:
+            stage.model.folder(3)
+        assert refused.value.detail == problem
+        stage.gates["one"] = asyncio.Event()
+        for _ in range(3):
+            stage.model.retry()
+        await sees(lambda: stage.finding)
+        assert stage.finding == 1, "one search at a time"
+        del stage.errors["one"]
+        stage.gates["one"].set()
+        await stage.has("one")
+        assert stage.model.status == ModelStatus(3, print_of("one"), "")
+
+    play(tmp_path, story)
+
+
+def test_a_plain_name_is_a_folder_that_each_mac_has_elsewhere(tmp_path: Path) -> None:
+    for folder in ("first", "second"):
+        (tmp_path / folder / "house").mkdir(parents=True)
+    (tmp_path / "second" / "house" / "config.json").write_text("{}")
+    folders = [str(tmp_path / name) for name in ("none", "first", "second")]
+    assert in_folders("house", folders) == str(tmp_path / "second" / "house")
+    for name in ("tiny", "flat", "org/house", "../second/house"):
+        assert in_folders(name, folders) == name
+
+
+def test_what_is_on_the_hub_comes_by_the_member_that_gets_it_for_all(tmp_path: Path) -> None:
+    commit = "a" * 40
+
+    async def story(stage: Stage) -> None:
+        got: list[str] = []
+
+        async def get(name: str) -> Path:
+            got.append(name)
+            return stage.home / commit
+
+        stage.model = stage.local_model("org/draft", get)
+        stage.want("org/one", 1)
+        await stage.has("org/one")
+        assert got == ["org/one", "org/draft"]
+        assert stage.model.status == ModelStatus(1, print_of(commit), "", commit)
+
+    play(tmp_path, story)
+
+
+def test_no_member_looks_again_for_what_is_there_or_on_the_hub(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.want("one", 1)
+        await stage.has("one")
+        stage.model.retry()
+        stage.errors["org/two"] = ModelError("the Hub knows no such model")
+        stage.want("org/two", 2)
+        await sees(lambda: stage.model.problem)
+        before: Any = stage.model._search
+        stage.model.retry()
+        assert stage.model._search is before
+
+    play(tmp_path, story)
+
+
+def test_files_that_came_or_were_repaired_are_looked_at_again(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.errors["org/two"] = ModelError("the Hub knows no such model")
+        stage.want("org/two", 2)
+        await sees(lambda: stage.model.problem)
+        stage.model._files_arrived("org/other")
+        assert stage.model.problem
+        del stage.errors["org/two"]
+        stage.model._files_arrived("org/two")
+        await stage.has("org/two")
+        await sees(lambda: stage.model.fingerprint == print_of("two"))
+        opened = len(stage.opened)
+        stage.model._files_arrived("org/two")
+        await sees(lambda: stage.model._search is not None and stage.model._search.done())
+        assert len(stage.opened) == opened, "nothing is different"
+        stage.print = "6" * 64
+        stage.model._files_arrived("org/two")
+        await sees(lambda: stage.changes[-1] == ModelStatus(2, "6" * 64, ""))
+
+    play(tmp_path, story)
+
+
+def test_a_model_is_downloaded_for_a_user_and_not_for_a_request(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.want("o/requested", 1, pinned=False)
+        await stage.has("o/requested")
+        assert stage.downloaded == []
+        stage.want("o/served", 2)
+        await stage.has("o/served")
+        assert stage.downloaded == ["o/served"]
+
+    play(tmp_path, story)

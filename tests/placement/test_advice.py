@@ -1,0 +1,150 @@
+"""Advice to users about their cables and settings, with the commands to type."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mlxtp.placement.formation import cable_addresses, findings
+from mlxtp.placement.probe_machine import mac
+from mlxtp.wire.cluster_messages import Machine, Port
+
+from .recorded_macs import BOOK, MACS, MAX, MINI, OLD_BOOK, ULTRA, machine, outputs, port, recorded
+
+
+def told(of: Machine, word: str) -> str:
+    """The one sentence that has this word."""
+    (sentence,) = (sentence for sentence in findings(of) if word in sentence)
+    return sentence
+
+
+def with_port(of: Machine, receptacle: int, **changed: object) -> Machine:
+    ports = [replace(p, **changed) if p.receptacle == receptacle else p for p in of.ports]  # type: ignore[arg-type]
+    return replace(of, ports=tuple(ports))
+
+
+@pytest.mark.parametrize("name", [MAX, OLD_BOOK])
+def test_where_all_is_well_nothing_is_said(name: str) -> None:
+    assert findings(machine(name)) == ()
+
+
+@pytest.mark.parametrize("name", MACS)
+def test_what_is_found_stands_in_the_notes(name: str) -> None:
+    assert machine(name).notes == findings(machine(name))
+
+
+def test_rdma_that_is_off_can_be_enabled() -> None:
+    assert told(machine(BOOK), "rdma_ctl").endswith("run: rdma_ctl enable")
+
+
+def test_no_user_is_sent_to_recovery_for_what_the_hardware_does_not_have() -> None:
+    assert findings(machine(OLD_BOOK, rdma_ctl="disabled")) == ()
+
+
+def test_a_macos_too_old_for_rdma_is_told_when_a_fast_cable_is_in() -> None:
+    old = replace(machine(MAX), release="26.1", rdma="unsupported")
+    assert "macOS 26.1 has no RDMA" in told(old, "softwareupdate --list")
+    assert findings(replace(old, release="26.2")) == ()
+    assert findings(with_port(old, 2, gbps=40)) == ()
+    assert findings(replace(old, release="")) == ()
+
+
+def test_the_bridge_stands_in_the_way_of_rdma() -> None:
+    assert "sudo ifconfig bridge0 down" in told(machine(MINI), "bridge0")
+
+
+def test_the_bridge_is_left_alone_where_there_is_no_rdma() -> None:
+    found = machine(BOOK)
+    assert found.bridge_up
+    assert not [sentence for sentence in findings(found) if "bridge0" in sentence]
+
+
+def test_the_port_next_to_ethernet() -> None:
+    assert told(machine(ULTRA), "next to Ethernet").startswith("Thunderbolt 1 (en2)")
+    elsewhere = with_port(machine(ULTRA), 1, peer_domain="")
+    assert not [sentence for sentence in findings(elsewhere) if "next to Ethernet" in sentence]
+
+
+def test_a_slow_cable() -> None:
+    slow = machine(MAX, system_profiler=recorded(MAX)["system_profiler"].replace('"80 Gb/s"', '"40 Gb/s"'))
+    assert told(slow, "40 Gb/s").startswith("Thunderbolt 2 (en3) runs at 40 Gb/s")
+
+
+def test_a_port_that_has_no_device_for_no_known_reason() -> None:
+    assert "ibv_devices" in told(with_port(machine(MAX), 2, rdma=""), "no RDMA device")
+
+
+def test_an_inactive_port_points_to_the_other_mac() -> None:
+    assert "rdma_ctl status" in told(with_port(machine(MAX), 2, active=False), "not active")
+
+
+def test_a_cabled_port_without_an_address_is_given_one_of_a_pair() -> None:
+    command = "sudo ifconfig en2 inet {} netmask 255.255.255.252 (at the other end {})"
+    mini, ultra = port(machine(MINI), 1), port(machine(ULTRA), 1)
+    own, other = cable_addresses(mini.domain, mini.peer_domain)
+    assert command.format(own, other) in told(
+        machine(MINI), "Thunderbolt 1 (en2) is cabled to another Mac but"
+    )
+    assert command.format(other, own) in told(machine(ULTRA), "169.254.31.7")
+    assert cable_addresses(ultra.domain, ultra.peer_domain) == (other, own)
+
+
+def test_the_bridge_s_address_does_where_there_is_no_rdma() -> None:
+    assert not [sentence for sentence in findings(machine(BOOK)) if "IPv4" in sentence]
+    down = machine(BOOK, ifconfig=recorded(BOOK)["ifconfig"].replace("169.254.12.200", "0.0.0.0"))
+    assert told(down, "has no IPv4 address").startswith("Thunderbolt 2 (en2)")
+
+
+def test_addresses_that_were_left_out_on_request_are_not_missed() -> None:
+    assert mac(outputs(MAX), "127.0.0.1").notes == ()
+
+
+def test_nothing_is_said_of_addresses_when_none_could_be_read() -> None:
+    assert not [sentence for sentence in machine(MINI, ifconfig="").notes if "IPv4" in sentence]
+
+
+def test_a_hub_is_worth_a_word() -> None:
+    assert told(machine(MINI), "hub").startswith("Thunderbolt 2 (en3)")
+
+
+def test_a_cable_from_a_mac_to_itself() -> None:
+    own = machine(MAX)
+    looped = with_port(own, 2, peer_domain=own.ports[2].domain)
+    assert findings(looped) == (told(looped, "this same Mac"),)
+
+
+def test_battery() -> None:
+    assert "Plug it in" in told(machine(BOOK), "battery")
+    assert findings(replace(machine(OLD_BOOK), system="linux", power="battery"))
+
+
+def test_nothing_is_said_of_a_cable_on_a_machine_that_is_no_mac() -> None:
+    assert findings(replace(machine(MINI), system="linux")) == ()
+
+
+def test_the_worst_mac_gets_sentences_that_fit_its_message() -> None:
+    worst = Port(64, "e" * 40, "A" * 64, "B" * 64, True, 999, "", False)
+    slow = replace(worst, gbps=79)
+    off = replace(worst, rdma="r" * 60)
+    found = replace(machine(MINI), ports=(worst, slow, off), power="battery", release="r" * 60)
+    for rdma in ("enabled", "disabled", "unsupported"):
+        assert all(len(sentence) <= 300 for sentence in findings(replace(found, rdma=rdma)))
+    sentences = findings(replace(found, rdma="enabled", interfaces=machine(MAX).interfaces))
+    assert len(sentences) == 1 + 3 * 3 + 1
+    assert all(len(sentence) <= 300 for sentence in sentences)
+
+
+# --- addresses for a cable --------------------------------------------------------------------------------
+
+
+def test_the_two_ends_get_the_two_hosts_of_one_network() -> None:
+    for n in range(200):
+        own, other = cable_addresses(f"{n:032x}", "F" * 32)
+        networks = {address.rpartition(".")[0] for address in (own, other)}
+        hosts = [int(address.rpartition(".")[2]) for address in (own, other)]
+        assert len(networks) == 1
+        assert own.startswith("10.201.")
+        assert [host % 4 for host in hosts] == [1, 2]
+        assert hosts[0] // 4 == hosts[1] // 4
+        assert cable_addresses("F" * 32, f"{n:032x}") == (other, own)

@@ -1,0 +1,158 @@
+"""Groups that failed to form: how long they are left out, and what brings them back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mlxtp.errors import Code
+from mlxtp.placement.cost_model import JACCL_MESH, JACCL_RING
+from mlxtp.placement.formation import (
+    ADDRESS_RETRY_S,
+    ADDRESSES_COME_S,
+    RETRY_S,
+    SOON_S,
+    FailedGroup,
+    FailedGroups,
+    links_of,
+)
+from mlxtp.placement.planner import PlacementOptions, plan
+from mlxtp.placement.topology import MemberMachine
+from mlxtp.wire.cluster_messages import Port
+
+from .made_up_macs import cabled, mac, on_lan, shape
+
+MACS = cabled(on_lan([mac(0), mac(1), mac(2)]), [(0, 1), (0, 2), (1, 2)])
+MEMBERS = {each.node_id: each for each in MACS}
+IDS = sorted(MEMBERS)
+MODEL = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)  # divides by 2 and 3
+
+
+def meshed(*places: int) -> FailedGroup:
+    """The mesh of these Macs, as planned."""
+    macs, options = [MACS[place] for place in places], PlacementOptions(backend="jaccl", nodes="all")
+    chosen = plan(macs, MODEL, options=options).chosen
+    assert chosen is not None
+    assert chosen.kind == JACCL_MESH
+    return FailedGroup(JACCL_MESH, links_of(chosen.ranks, chosen.rdma), "it did not form: errno 16")
+
+
+def down(port: Port) -> Port:
+    return replace(port, active=False)
+
+
+def left_out(
+    memory: FailedGroups, now: float, members: dict[str, MemberMachine] | None = None
+) -> list[FailedGroup]:
+    return [group for group, _ in memory.left_out(members or MEMBERS, now)]
+
+
+def test_links_name_both_ends_and_their_devices() -> None:
+    rdma = ((None, "x", "y"), ("z", None, None), ("w", None, None))
+    assert links_of(("b", "a", "c"), rdma) == {("a", "b", "z", "x"), ("b", "c", "y", "w")}
+    assert links_of(("b", "a"), ()) == {("a", "b", "", "")}
+
+
+def test_a_group_is_left_out_for_a_while_and_longer_each_time() -> None:
+    memory, group = FailedGroups(), meshed(0, 1)
+    assert memory.failed(group, Code.FORM_FAILED, MEMBERS, 0.0)
+    assert left_out(memory, RETRY_S - 1) == [group]
+    assert left_out(memory, RETRY_S) == []
+    assert memory.failed(group, Code.FORM_FAILED, MEMBERS, RETRY_S)
+    assert left_out(memory, 3 * RETRY_S - 1) == [group]
+
+
+def test_a_loss_is_forgiven_once_and_sooner() -> None:
+    memory, group = FailedGroups(), meshed(0, 1)
+    assert not memory.failed(group, Code.RANK_LOST, MEMBERS, 0.0, strikes=2)
+    assert left_out(memory, 0.0) == []
+    assert memory.failed(group, Code.RANK_LOST, MEMBERS, 1.0, strikes=2)
+    assert left_out(memory, SOON_S) == [group]
+    assert left_out(memory, SOON_S + 1) == []
+
+
+def test_a_success_forgives_what_came_before() -> None:
+    memory, group = FailedGroups(), meshed(0, 1)
+    memory.failed(group, Code.RANK_LOST, MEMBERS, 0.0, strikes=2)
+    memory.formed(group.kind, group.links)
+    assert not memory.failed(group, Code.RANK_LOST, MEMBERS, 1.0, strikes=2)
+
+
+def test_a_missing_address_is_tried_again_soon_for_three_minutes() -> None:
+    memory = FailedGroups()
+    group = replace(
+        meshed(0, 1), reason="it did not form: [jaccl] Changing queue pair to RTR failed with errno 22"
+    )
+    memory.failed(group, Code.FORM_FAILED, MEMBERS, 0.0)
+    assert left_out(memory, ADDRESS_RETRY_S) == []
+    memory.failed(group, Code.FORM_FAILED, MEMBERS, ADDRESSES_COME_S)
+    assert left_out(memory, ADDRESSES_COME_S + RETRY_S - 1) == [group]
+
+
+def test_retries_for_an_address_do_not_lengthen_the_next_wait() -> None:
+    memory, now = FailedGroups(), 0.0
+    group = replace(meshed(0, 1), reason="[jaccl] Changing queue pair to RTR failed with errno 22")
+    while now < ADDRESSES_COME_S:
+        memory.failed(group, Code.FORM_FAILED, MEMBERS, now)
+        [(_, left_s)] = memory.left_out(MEMBERS, now)
+        assert left_s == ADDRESS_RETRY_S
+        now += left_s
+    memory.failed(group, Code.FORM_FAILED, MEMBERS, now)
+    [(_, left_s)] = memory.left_out(MEMBERS, now)
+    assert left_s == RETRY_S
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mac: replace(mac, boot_id="another"),
+        lambda mac: replace(mac, machine=replace(mac.machine, release="26.9")),
+        lambda mac: replace(mac, machine=replace(mac.machine, ports=mac.machine.ports[1:])),
+        lambda mac: replace(
+            mac,
+            machine=replace(mac.machine, ports=tuple(replace(p, active=False) for p in mac.machine.ports)),
+        ),
+        lambda mac: replace(mac, machine=replace(mac.machine, interfaces=mac.machine.interfaces[1:])),
+    ],
+    ids=["agent", "release", "cable", "port", "address"],
+)
+def test_a_change_on_one_of_its_macs_brings_it_back(change) -> None:  # type: ignore[no-untyped-def]
+    memory, group = FailedGroups(), meshed(0, 1)
+    memory.failed(group, Code.FORM_FAILED, MEMBERS, 0.0)
+    third = {**MEMBERS, IDS[2]: change(MEMBERS[IDS[2]])}
+    assert left_out(memory, 1.0, third) == [group], "that is no Mac of it"
+    assert left_out(memory, 1.0, {**MEMBERS, IDS[1]: change(MEMBERS[IDS[1]])}) == []
+    assert left_out(memory, 2.0) == [], "and it stays so"
+
+
+def kind_of_two(*failed: FailedGroup) -> str:
+    chosen = plan(MACS[:2], MODEL, IDS[0], PlacementOptions(failed=failed, fast_fences=True)).chosen
+    assert chosen is not None
+    return chosen.kind
+
+
+def test_the_next_best_plan_takes_its_place() -> None:
+    pair = meshed(0, 1)
+    assert kind_of_two() == JACCL_MESH
+    assert kind_of_two(pair) not in {JACCL_MESH, JACCL_RING}
+    placement = plan(MACS[:2], MODEL, IDS[0], PlacementOptions(failed=(pair,), nodes="all"))
+    assert placement.backend == "ring"
+    assert any("not JACCL: it did not form: errno 16" in note for note in placement.notes)
+
+
+def test_a_pair_that_failed_is_in_no_mesh_and_another_pair_is() -> None:
+    failed = tuple(replace(meshed(0, 1), kind=kind) for kind in (JACCL_MESH, JACCL_RING))
+    options = PlacementOptions(failed=failed, nodes=2, backend="jaccl")
+    chosen = plan(MACS, MODEL, IDS[0], options).chosen
+    assert chosen is not None
+    assert (chosen.kind, set(chosen.ranks)) == (JACCL_MESH, {IDS[0], IDS[2]})
+    three = plan(MACS, MODEL, IDS[0], PlacementOptions(failed=failed, nodes=3, backend="jaccl"))
+    assert three.chosen is None
+    assert "errno 16" in three.reason
+
+
+def test_other_devices_are_another_group() -> None:
+    (link,) = meshed(0, 1).links
+    elsewhere = FailedGroup(JACCL_MESH, frozenset({(*link[:2], "rdma_en9", link[3])}), "it did not form")
+    assert kind_of_two(elsewhere) == JACCL_MESH

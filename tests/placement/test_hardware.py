@@ -1,0 +1,222 @@
+"""Running commands to look at a machine: each ends, none is root, and nothing is changed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mlxtp.placement.hardware import probe, refresh, run_as_self, run_command
+from mlxtp.placement.probe_macos import COMMANDS, NOT_INSTALLED, Output
+
+from .recorded_macs import MAX, MINI, machine, outputs, over_the_wire, recorded
+
+AGES_S = 60.0
+
+
+def shell(script: str, deadline_s: float = AGES_S) -> Output:
+    return asyncio.run(run_command("sh", ("-c", script), deadline_s))
+
+
+# --- one command ------------------------------------------------------------------------------------------
+
+
+def test_what_a_command_prints_is_its_output() -> None:
+    assert shell("echo out; echo err >&2") == Output("out\n")
+
+
+def test_one_that_is_not_there_is_not_installed() -> None:
+    assert asyncio.run(run_command("no-such-command", (), AGES_S)) == NOT_INSTALLED
+
+
+def test_one_that_fails_says_why_and_what_it_printed_is_kept() -> None:
+    assert shell("echo half; echo no such thing >&2; exit 3") == Output(
+        "half\n", "ended with status 3 (no such thing)"
+    )
+
+
+def test_what_a_command_complains_of_is_quoted_to_the_end_of_a_line_or_shows_the_cut() -> None:
+    """As timedatectl does, whose second line would be cut in the middle of a sentence."""
+    first = "System has not been booted with systemd as init system (PID 1). Can't operate."
+    said = shell(f'echo "{first}" >&2; echo "Failed to connect to bus: Host is down" >&2; exit 1')
+    assert said.problem == f"ended with status 1 ({first})"
+    long = shell("echo " + "words " * 100 + " >&2; exit 1").problem
+    assert long.endswith("words ...)")
+
+
+def test_nothing_is_run_as_root_but_what_has_to_be() -> None:
+    mine = str(os.geteuid())
+    assert asyncio.run(run_as_self("id", ("-u",), AGES_S)).text.strip() == mine
+    ordinary = asyncio.run(run_command("id", ("-u",), AGES_S)).text.strip()
+    assert ordinary != "0"
+    assert ordinary == mine or mine == "0"
+
+
+MARK = f"60.{os.getpid()}"
+"""A number of seconds that no other process sleeps."""
+
+
+def sleepers() -> list[int]:
+    return [
+        process.pid for process in psutil.process_iter(["cmdline"]) if MARK in (process.info["cmdline"] or ())
+    ]
+
+
+def test_one_that_does_not_answer_is_ended_with_all_that_it_started() -> None:
+    output = shell(f"sleep {MARK} & sleep {MARK}", deadline_s=0.1)
+    assert output == Output(problem="did not answer within 0.1 s")
+    assert sleepers() == []
+
+
+def test_one_that_never_stops_printing_is_ended() -> None:
+    assert shell("yes").problem == "printed more than 2097152 bytes"
+    assert shell("yes >&2").problem == "printed more than 2097152 bytes"
+
+
+def test_bytes_that_are_no_text_are_text_all_the_same() -> None:
+    assert shell(r"printf '\377\376ok'").text.endswith("ok")
+
+
+def test_no_command_runs_as_root() -> None:
+    assert shell("id -u").text.strip() not in ("", "0")
+    assert shell("id -g").text.strip() not in ("", "0")
+
+
+def test_commands_see_the_system_s_own_paths_only() -> None:
+    assert shell("echo $PATH; pwd").text == "/usr/bin:/bin:/usr/sbin:/sbin\n/\n"
+
+
+def test_a_command_that_reads_finds_nothing_to_read() -> None:
+    ours, (reading, writing) = os.dup(0), os.pipe()
+    os.dup2(reading, 0)
+    try:
+        assert shell("cat", deadline_s=5.0) == Output("")
+    finally:
+        os.dup2(ours, 0)
+        for descriptor in (ours, reading, writing):
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 20])
+def test_ending_the_probe_ends_its_commands(steps: int) -> None:
+    async def cancelled() -> None:
+        task = asyncio.create_task(run_command("sh", ("-c", f"sleep {MARK} & sleep {MARK}"), AGES_S))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert sleepers() == []
+
+
+# --- all of them ------------------------------------------------------------------------------------------
+
+
+class Mac:
+    """Answers commands as a recorded Mac did."""
+
+    def __init__(self, name: str) -> None:
+        self.outputs = outputs(name)
+        self.asked: list[tuple[str, ...]] = []
+        self.deadlines_s: list[float] = []
+
+    async def __call__(self, name: str, arguments: tuple[str, ...], deadline_s: float) -> Output:
+        self.asked.append((name, *arguments))
+        self.deadlines_s.append(deadline_s)
+        return self.outputs[name]
+
+
+def test_a_probe_asks_everything_and_reads_it() -> None:
+    mac = Mac(MAX)
+    assert asyncio.run(probe(system="darwin", run=mac)) == machine(MAX)
+    assert {name for name, *_ in mac.asked} == COMMANDS.keys()
+
+
+def test_a_refresh_asks_what_is_cheap() -> None:
+    mac = Mac(MINI)
+    assert asyncio.run(refresh(machine(MINI), run=mac)) == machine(MINI)
+    assert {name for name, *_ in mac.asked} == COMMANDS.keys() - {
+        "system_profiler",
+        "rdma_ctl",
+        "ibv_devices",
+    }
+
+
+def test_each_command_has_its_deadline() -> None:
+    mac = Mac(MAX)
+    asyncio.run(probe(system="darwin", run=mac))
+    assert mac.deadlines_s == [command.deadline_s for command in COMMANDS.values()]
+
+
+def test_commands_are_asked_at_once() -> None:
+    async def meeting() -> None:
+        all_commands = asyncio.Barrier(len(COMMANDS))
+
+        async def run(name: str, arguments: tuple[str, ...], deadline_s: float) -> Output:
+            async with asyncio.timeout(AGES_S):
+                await all_commands.wait()
+            return Output(recorded(MAX)[name])
+
+        assert await probe(system="darwin", run=run) == machine(MAX)
+
+    asyncio.run(meeting())
+
+
+def test_an_address_is_passed_on() -> None:
+    (interface,) = asyncio.run(probe("10.10.3.2", system="darwin", run=Mac(MAX))).interfaces
+    assert interface.name == "en3"
+    (interface,) = asyncio.run(refresh(machine(MAX), "192.168.1.13", run=Mac(MAX))).interfaces
+    assert interface.name == "en1"
+
+
+# --- nothing is changed -----------------------------------------------------------------------------------
+
+
+def test_every_command_only_reads() -> None:
+    """A new command has to be judged here, too."""
+    assert {(name, *command.arguments) for name, command in COMMANDS.items()} == {
+        ("system_profiler", "SPHardwareDataType", "SPDisplaysDataType", "SPThunderboltDataType", "-json"),
+        ("rdma_ctl", "status"),
+        ("ibv_devices",),
+        ("ibv_devinfo",),
+        ("sysctl", *COMMANDS["sysctl"].arguments),
+        ("vm_stat",),
+        ("networksetup", "-listallhardwareports"),
+        ("ifconfig", "-a"),
+        ("pmset", "-g", "batt"),
+    }
+    assert not [name for name in COMMANDS["sysctl"].arguments if "=" in name or name.startswith("-")]
+
+
+def test_every_command_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
+    for name, command in COMMANDS.items():
+        assert f"`{' '.join((name, *command.arguments))}`" in text
+        assert f"{command.deadline_s:g} s" in text
+
+
+# --- here -------------------------------------------------------------------------------------------------
+
+
+def test_this_machine() -> None:
+    found = asyncio.run(probe())
+    assert found.cpu_cores == os.cpu_count()
+    assert 0 < found.free_bytes <= found.memory_bytes
+    assert found.interfaces
+    assert over_the_wire(found) == found
+
+
+def test_this_machine_again() -> None:
+    before = asyncio.run(probe())
+    after = asyncio.run(refresh(before))
+    assert (after.chip, after.memory_bytes) == (before.chip, before.memory_bytes)
+
+
+def test_this_machine_s_loopback_can_be_asked_for() -> None:
+    (interface,) = asyncio.run(probe("127.0.0.1")).interfaces
+    assert (interface.kind, interface.address) == ("loopback", "127.0.0.1")

@@ -1,0 +1,174 @@
+"""Addresses that count, and what Linux reports of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mlxtp.placement.probe_machine import (
+    InterfaceRow,
+    Sight,
+    elsewhere,
+    links,
+    parse_cpuinfo,
+    parse_os_release,
+)
+from mlxtp.placement.probe_macos import NetworkDevice, interfaces, ipv4, only
+from mlxtp.wire.cluster_messages import Interface
+
+from .recorded_macs import over_the_wire
+
+LO = NetworkDevice("lo", "loopback", True, True, addresses=(("127.0.0.1", 8),))
+LAN = NetworkDevice("eth0", "ethernet", True, True, mbps=1000, addresses=(("192.168.1.5", 24),))
+
+
+def names(*given: NetworkDevice) -> list[str]:
+    return [interface.name for interface in interfaces(given)]
+
+
+def test_loopback_counts_only_when_nothing_else_is_up() -> None:
+    assert names(LO, LAN) == ["eth0"]
+    assert names(LO) == ["lo"]
+    assert names(LO, replace(LAN, up=False)) == ["lo", "eth0"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "docker0",
+        "br-0123456789ab",
+        "virbr0",
+        "lxdbr0",
+        "podman1",
+        "cni-podman0",
+        "flannel.1",
+        "vmnet8",
+        "bridge100",
+    ],
+)
+def test_networks_inside_the_machine_do_not_count(name: str) -> None:
+    assert names(LAN, replace(LAN, name=name)) == ["eth0"]
+
+
+@pytest.mark.parametrize("name", ["br0", "bridge0", "en5", "veth1a", "enp3s0", "thunderbolt0", "cable0"])
+def test_those_that_may_lead_to_a_neighbour_do(name: str) -> None:
+    assert names(replace(LAN, name=name)) == [name]
+
+
+def test_a_point_to_point_link_leads_elsewhere() -> None:
+    assert names(LAN, replace(LAN, name="tun0", point_to_point=True)) == ["eth0"]
+
+
+def test_the_most_useful_comes_first() -> None:
+    given = (
+        NetworkDevice("en9", "ethernet", True, False, addresses=(("10.0.0.9", 24),)),
+        NetworkDevice("en1", "thunderbolt", True, True, addresses=(("169.254.3.3", 16),)),
+        NetworkDevice("en2", "thunderbolt", True, True, addresses=(("10.1.0.1", 30), ("10.0.0.1", 30))),
+        LAN,
+    )
+    assert [interface.address for interface in interfaces(given)] == [
+        "10.0.0.1", "10.1.0.1", "192.168.1.5", "169.254.3.3", "10.0.0.9",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [LO, replace(LAN, name="docker0"), replace(LAN, point_to_point=True)])
+def test_an_address_that_is_asked_for_counts_of_any_kind(given: NetworkDevice) -> None:
+    address, prefix = given.addresses[0]
+    (found,) = only([given, NetworkDevice("x")], address)
+    assert found == Interface(given.name, address, prefix, given.kind, given.mbps, True)
+    assert only([given], "10.9.9.9") == ()
+    assert only([given], "eth0") == ()
+
+
+@pytest.mark.parametrize("text", ["", "0.0.0.0", "224.0.0.251", "1.2.3", "fe80::1", "1.2.3.4/24", "01.2.3.4"])
+def test_what_is_no_address_of_a_machine(text: str) -> None:
+    assert ipv4(text) == ""
+
+
+def test_an_address_or_a_speed_that_cannot_be_is_not_passed_on() -> None:
+    (found,) = interfaces(
+        [NetworkDevice("e" * 50, "ethernet", True, True, False, 10**9, (("1.1.1.1", 99), ("x", 8)))]
+    )
+    assert found == Interface("e" * 40, "1.1.1.1", 32, "ethernet", 0, True)
+
+
+# --- Linux ------------------------------------------------------------------------------------------------
+
+ETH = InterfaceRow("eth0", (("192.168.1.5", "255.255.255.0"),), "up,broadcast,running,multicast", 1000, True)
+SIGHT = Sight(
+    system="linux",
+    cpuinfo="processor\t: 0\nvendor_id\t: X\nmodel name\t: Example CPU @ 3.00GHz\n",
+    os_release='NAME="Example"\nPRETTY_NAME="Example Linux 13 (trial)"\n',
+    kernel="6.12.0",
+    architecture="x86_64",
+    product="Workstation\n",
+    cpu_cores=16,
+    memory_bytes=64 * 2**30,
+    free_bytes=60 * 2**30,
+    plugged_in=None,
+    rows=(InterfaceRow("lo", (("127.0.0.1", "255.0.0.0"),), "up,loopback,running", 0, True), ETH),
+)
+
+
+def test_a_linux_machine() -> None:
+    found = elsewhere(SIGHT)
+    assert (found.system, found.release, found.build) == ("linux", "Example Linux 13 (trial)", "6.12.0")
+    assert (found.model, found.chip, found.cpu_cores) == ("Workstation", "Example CPU @ 3.00GHz", 16)
+    assert (found.free_bytes, found.gpu_bytes, found.wired_bytes) == (60 * 2**30, 0, 0)
+    assert (found.power, found.rdma, found.ports, found.notes) == ("ac", "unsupported", (), ())
+    assert found.interfaces == (Interface("eth0", "192.168.1.5", 24, "ethernet", 1000, True),)
+    assert over_the_wire(found) == found
+
+
+def test_it_can_be_held_to_loopback() -> None:
+    found = elsewhere(SIGHT, "127.0.0.1")
+    assert found.interfaces == (Interface("lo", "127.0.0.1", 8, "loopback", 0, True),)
+    assert "192.168.1.5" in elsewhere(SIGHT, "10.0.0.1").notes[0]
+
+
+def test_an_arm_machine_without_a_name_for_its_chip_tells_its_architecture() -> None:
+    assert (
+        elsewhere(replace(SIGHT, cpuinfo="CPU implementer\t: 0x61\n", architecture="aarch64")).chip
+        == "aarch64"
+    )
+    assert parse_cpuinfo("").missing
+
+
+def test_a_laptop_on_battery_is_told() -> None:
+    found = elsewhere(replace(SIGHT, plugged_in=False))
+    assert found.power == "battery"
+    assert "battery" in found.notes[0]
+
+
+def test_another_system_is_a_machine_too() -> None:
+    found = elsewhere(replace(SIGHT, system="freebsd15", cpuinfo="", os_release=""))
+    assert (found.system, found.release, found.chip) == ("other", "freebsd15", "x86_64")
+    assert parse_os_release("PRETTY_NAME=\n").missing
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        (ETH, "ethernet"),
+        (replace(ETH, wireless=True), "wifi"),
+        (replace(ETH, bridge=True), "bridge"),
+        (replace(ETH, device="thunderbolt0"), "thunderbolt"),
+        (replace(ETH, flags="up,loopback"), "loopback"),
+        (replace(ETH, flags="up,pointopoint"), "other"),
+    ],
+)
+def test_kinds(row: InterfaceRow, kind: str) -> None:
+    (found,) = links([row])
+    assert found.kind == kind
+    assert found.point_to_point is ("pointopoint" in row.flags)
+
+
+@pytest.mark.parametrize("speed", [0, -1, 65535])
+def test_a_speed_that_a_driver_does_not_know_is_unknown(speed: int) -> None:
+    assert links([replace(ETH, speed=speed)])[0].mbps == 0
+
+
+def test_a_device_with_two_addresses_is_one_link() -> None:
+    (found,) = links([replace(ETH, addresses=(*ETH.addresses, ("10.0.0.5", "nonsense")))])
+    assert found.addresses == (("192.168.1.5", 24), ("10.0.0.5", 32))

@@ -1,0 +1,377 @@
+"""Whole Macs, from what their commands printed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mlxtp.placement.probe_machine import mac, mac_again
+from mlxtp.placement.probe_macos import COMMANDS, Output
+from mlxtp.wire.cluster_messages import Interface
+
+from .recorded_macs import (
+    BOOK,
+    MACS,
+    MAX,
+    MINI,
+    OLD_BOOK,
+    ULTRA,
+    buses,
+    machine,
+    outputs,
+    over_the_wire,
+    port,
+    profile,
+    recorded,
+)
+
+GB = 2**30
+LATE = Output(problem="did not answer within 5 s")
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "chip", "cpu", "gpu", "memory_gb", "ports"),
+    [
+        (ULTRA, "Mac Studio (Mac15,14)", "Apple M3 Ultra", 32, 80, 512, 6),
+        (MAX, "Mac Studio (Mac16,9)", "Apple M4 Max", 16, 40, 128, 4),
+        (MINI, "Mac mini (Mac16,11)", "Apple M4 Pro", 14, 20, 64, 3),
+        (BOOK, "MacBook Pro (Mac16,5)", "Apple M4 Max", 16, 40, 64, 3),
+        (OLD_BOOK, "MacBook Pro (Mac15,9)", "Apple M3 Max", 16, 40, 36, 3),
+    ],
+)
+def test_each_mac_is_known_for_what_it_is(
+    name: str, model: str, chip: str, cpu: int, gpu: int, memory_gb: int, ports: int
+) -> None:
+    found = machine(name)
+    assert (found.system, found.model, found.chip) == ("macos", model, chip)
+    assert (found.cpu_cores, found.gpu_cores, found.memory_bytes) == (cpu, gpu, memory_gb * GB)
+    assert [port.receptacle for port in found.ports] == list(range(1, ports + 1))
+    assert 0 < found.wired_bytes < found.free_bytes < found.memory_bytes
+    assert over_the_wire(found) == found
+
+
+def test_two_macs_on_one_cable_name_each_other() -> None:
+    ultra, other = port(machine(ULTRA), 3), port(machine(MAX), 2)
+    assert (ultra.domain, ultra.peer_domain) == (other.peer_domain, other.domain)
+    assert (ultra.interface, ultra.rdma, ultra.active) == ("en4", "rdma_en4", True)
+    assert (other.interface, other.rdma, other.active) == ("en3", "rdma_en3", True)
+    assert (ultra.gbps, ultra.hub, other.hub) == (80, False, False)
+
+
+def test_a_hub_in_between_is_seen_from_one_end() -> None:
+    mini, book = port(machine(MINI), 2), port(machine(BOOK), 2)
+    assert (mini.domain, mini.peer_domain) == (book.peer_domain, book.domain)
+    assert (mini.hub, book.hub) == (True, False)
+
+
+def test_a_disk_in_a_port_is_no_mac() -> None:
+    disk = port(machine(ULTRA), 4)
+    assert (disk.peer_domain, disk.hub, disk.gbps) == ("", False, 80)
+
+
+def test_a_port_without_a_cable_has_no_speed() -> None:
+    assert {(port.gbps, port.peer_domain) for port in machine(OLD_BOOK).ports} == {(0, "")}
+
+
+# --- RDMA -------------------------------------------------------------------------------------------------
+
+
+def test_rdma_is_off_until_it_is_enabled_in_recovery() -> None:
+    found = machine(BOOK)
+    assert found.rdma == "disabled"
+    assert {port.rdma for port in found.ports} == {""}
+
+
+def test_a_macos_without_the_command_has_no_rdma_and_nothing_to_complain_about() -> None:
+    found = machine(OLD_BOOK)
+    assert (found.rdma, found.notes) == ("unsupported", ())
+
+
+@pytest.mark.parametrize("switch", ["enabled", "disabled"])
+def test_thunderbolt_4_has_no_rdma_wherever_the_switch_stands(switch: str) -> None:
+    heading = recorded(BOOK)["ibv_devices"]
+    found = machine(OLD_BOOK, rdma_ctl=switch, ibv_devices=heading, ibv_devinfo="")
+    assert (found.rdma, found.notes) == ("unsupported", ())
+
+
+def test_thunderbolt_4_is_known_by_its_ports_even_if_macos_lists_devices() -> None:
+    devices = recorded(MINI)["ibv_devices"].replace("rdma_en4", "rdma_en1")
+    assert machine(OLD_BOOK, rdma_ctl="enabled", ibv_devices=devices).rdma == "unsupported"
+
+
+def test_enabled_without_a_single_device_is_hardware_that_cannot() -> None:
+    assert machine(BOOK, rdma_ctl="enabled").rdma == "unsupported"
+
+
+def test_devices_prove_rdma_when_the_switch_does_not_answer() -> None:
+    found = machine(MAX, rdma_ctl=LATE)
+    assert found.rdma == "enabled"
+    assert found.notes == ("rdma_ctl: did not answer within 5 s; not known: whether RDMA is enabled",)
+
+
+def test_the_port_next_to_ethernet_has_no_rdma_on_a_mac_studio() -> None:
+    assert "rdma_en2" in recorded(ULTRA)["ibv_devices"]
+    assert [port.rdma for port in machine(ULTRA).ports[:2]] == ["", "rdma_en3"]
+    assert port(machine(MINI), 1).rdma == "rdma_en2"
+
+
+def test_a_cable_slower_than_thunderbolt_5_carries_no_rdma() -> None:
+    slow = recorded(MAX)["system_profiler"].replace('"80 Gb/s"', '"40 Gb/s"')
+    found = machine(MAX, system_profiler=slow)
+    assert (port(found, 2).gbps, port(found, 2).rdma) == (40, "")
+    assert (found.rdma, port(found, 3).rdma) == ("enabled", "rdma_en4")
+
+
+def test_slow_cables_in_all_ports_say_nothing_about_the_mac() -> None:
+    text = recorded(MAX)["system_profiler"]
+    for told, instead in (
+        ("Up to 120", "40"),
+        ('"80 Gb', '"40 Gb'),
+        ("receptacle_no_devices_", "receptacle_"),
+    ):
+        text = text.replace(told, instead)
+    found = machine(MAX, system_profiler=text)
+    assert {port.gbps for port in found.ports} == {40}
+    assert found.rdma == "enabled"
+
+
+def test_a_device_that_is_not_listed_is_not_used() -> None:
+    listed = recorded(MAX)["ibv_devices"].replace("rdma_en3", "rdma_en9")
+    assert port(machine(MAX, ibv_devices=listed), 2).rdma == ""
+
+
+# --- memory -----------------------------------------------------------------------------------------------
+
+
+def test_the_gpu_may_wire_what_the_user_set() -> None:
+    assert machine(ULTRA).gpu_bytes == 458752 * 2**20
+
+
+@pytest.mark.parametrize(("memory_gb", "gpu_gb"), [(24, 16), (36, 27), (64, 48)])
+def test_else_it_may_wire_two_thirds_of_a_small_memory_and_three_quarters_of_a_large_one(
+    memory_gb: int, gpu_gb: int
+) -> None:
+    smaller = recorded(MINI)["sysctl"].replace(str(64 * GB), str(memory_gb * GB))
+    assert machine(MINI, sysctl=smaller).gpu_bytes == gpu_gb * GB
+
+
+def test_a_limit_beyond_the_memory_is_the_memory() -> None:
+    raised = recorded(MINI)["sysctl"].replace("wired_limit_mb: 0", "wired_limit_mb: 999999")
+    assert machine(MINI, sysctl=raised).gpu_bytes == 64 * GB
+
+
+# --- interfaces -------------------------------------------------------------------------------------------
+
+
+def test_interfaces_are_named_by_kind_and_speed() -> None:
+    assert machine(ULTRA).interfaces == (
+        Interface("en0", "192.168.1.10", 24, "ethernet", 10_000, True),
+        Interface("en4", "10.10.3.1", 30, "thunderbolt", 80_000, True),
+        Interface("en2", "169.254.31.7", 16, "thunderbolt", 80_000, True),
+    )
+
+
+def test_the_thunderbolt_bridge_is_up_when_it_holds_ports() -> None:
+    assert machine(MINI).bridge_up
+    assert machine(MINI).interfaces[-1] == Interface("bridge0", "169.254.88.10", 16, "bridge", 80_000, True)
+    assert not machine(ULTRA).bridge_up  # it is there, with members, but down
+    emptied = "\n".join(line for line in recorded(MINI)["ifconfig"].splitlines() if "member:" not in line)
+    assert not machine(MINI, ifconfig=emptied).bridge_up
+
+
+def test_a_bridge_without_a_cable_is_up_all_the_same() -> None:
+    assert "status: active" not in recorded(OLD_BOOK)["ifconfig"].partition("bridge0")[2].partition("en0")[0]
+    assert machine(OLD_BOOK).bridge_up
+
+
+def test_an_address_that_is_asked_for_is_the_only_one() -> None:
+    found = mac(outputs(ULTRA), "127.0.0.1")
+    assert found.interfaces == (Interface("lo0", "127.0.0.1", 8, "loopback", 0, True),)
+    assert found.notes == machine(ULTRA).notes
+    (vpn,) = mac(outputs(ULTRA), "100.100.7.1").interfaces
+    assert (vpn.name, vpn.prefix) == ("utun4", 32)
+
+
+def test_an_address_that_no_interface_has_is_named_with_those_there_are() -> None:
+    found = mac(outputs(MAX), "10.0.0.9")
+    assert found.interfaces == ()
+    assert found.notes[0] == (
+        "No interface has the requested address 10.0.0.9;"
+        " this machine has: 192.168.1.12, 192.168.1.13, 10.10.3.2"
+    )
+
+
+def test_power() -> None:
+    assert [machine(name).power for name in MACS] == ["ac", "ac", "ac", "battery", "ac"]
+
+
+# --- another language -------------------------------------------------------------------------------------
+
+
+def test_a_mac_that_speaks_german_is_the_same_mac() -> None:
+    ports = recorded(BOOK)["networksetup"].replace("Wi-Fi", "WLAN").replace("Thunderbolt B", "Thunderbolt-B")
+    speeds = recorded(BOOK)["system_profiler"].replace("Up to", "Bis zu")
+    assert machine(BOOK, networksetup=ports, system_profiler=speeds) == machine(BOOK)
+
+
+def test_a_mac_that_calls_thunderbolt_otherwise_is_the_same_mac() -> None:
+    ports = (
+        recorded(BOOK)["networksetup"]
+        .replace("Thunderbolt Bridge", "雷雳网桥")
+        .replace("Thunderbolt", "雷雳")
+    )
+    assert machine(BOOK, networksetup=ports) == machine(BOOK)
+
+
+# --- what fails -------------------------------------------------------------------------------------------
+
+
+def test_a_mac_that_answers_nothing_is_still_a_machine_and_says_what_it_does_not_know() -> None:
+    found = mac(dict.fromkeys(COMMANDS, LATE))
+    assert (found.chip, found.memory_bytes, found.ports, found.interfaces) == ("", 0, (), ())
+    assert (found.power, found.rdma) == ("unknown", "unsupported")
+    assert [
+        sentence.partition(": did not answer within 5 s; not known: ")[::2] for sentence in found.notes
+    ] == [
+        ("system_profiler", "model, chip, GPU cores, Thunderbolt cables"),
+        ("rdma_ctl", "whether RDMA is enabled"),
+        ("sysctl", "macOS version, cores, memory"),
+        ("vm_stat", "free memory, wired memory"),
+        ("networksetup", "which interface is which port"),
+        ("ifconfig", "network interfaces"),
+        ("pmset", "power supply"),
+    ]
+    assert over_the_wire(found) == found
+
+
+def test_one_that_answers_something_else_says_so() -> None:
+    assert "vm_stat: its output cannot be parsed; not known: free memory, wired memory" in (
+        machine(MAX, vm_stat="Segmentation fault: 11").notes
+    )
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+@pytest.mark.parametrize(
+    "text", ["", "\x00\x01", "{", "[]", "null", '{"SPThunderboltDataType": 1}', "$" * 100_000]
+)
+def test_one_command_talking_nonsense_costs_only_what_it_would_have_told(command: str, text: str) -> None:
+    found = machine(MAX, **{command: text})
+    assert over_the_wire(found) == found
+    assert found.chip == "Apple M4 Max"
+    if command not in ("ibv_devinfo", "ibv_devices", "rdma_ctl"):
+        assert any(sentence.startswith(f"{command}: ") for sentence in found.notes)
+    if command != "ifconfig":
+        assert [interface.name for interface in found.interfaces] == ["en0", "en1", "en3"]
+
+
+def test_json_that_was_cut_short_leaves_what_other_commands_know() -> None:
+    found = machine(MAX, system_profiler=recorded(MAX)["system_profiler"][:-200])
+    assert (found.model, found.chip, found.gpu_cores, found.ports) == ("Mac16,9", "Apple M4 Max", 0, ())
+    assert found.notes == (
+        "system_profiler: its output cannot be parsed; not known: model, chip, GPU cores, Thunderbolt cables",
+    )
+
+
+def test_a_part_that_is_missing_is_named_alone() -> None:
+    found = machine(MAX, system_profiler=profile(MAX, SPDisplaysDataType=[]))
+    assert found.notes == ("system_profiler: its output cannot be parsed; not known: GPU cores",)
+
+
+def test_a_mac_without_sysctl_counts_its_memory_elsewhere() -> None:
+    assert machine(ULTRA, sysctl=LATE).memory_bytes == 512 * GB
+    assert machine(ULTRA, sysctl=LATE).cpu_cores == 32
+
+
+def test_far_too_much_is_cut_to_what_the_wire_carries() -> None:
+    many = [
+        bus | {"receptacle_1_tag": {"receptacle_id_key": str(n)}} for n in range(200) for bus in buses(MAX)
+    ]
+    addresses = "".join(
+        f"en{n}: flags=8863<UP,BROADCAST> mtu 1500\n" + f"\tinet 10.0.{n}.1 netmask 0xffffff00\n" * 99
+        for n in range(250)
+    )
+    found = machine(MAX, system_profiler=profile(MAX, SPThunderboltDataType=many), ifconfig=addresses)
+    assert (len(found.ports), len(found.interfaces)) == (16, 32)
+    assert over_the_wire(found) == found
+
+
+def test_notes_are_at_most_what_the_wire_carries_and_the_important_ones_come_first() -> None:
+    (cabled,) = (bus for bus in buses(ULTRA) if bus["receptacle_1_tag"]["receptacle_id_key"] == "3")
+    hub = [{"_items": cabled["_items"]}]
+    everywhere = [
+        bus | cabled | {"_items": hub, "receptacle_1_tag": bus["receptacle_1_tag"]} for bus in buses(ULTRA)
+    ]
+    found = machine(
+        ULTRA,
+        system_profiler=profile(ULTRA, SPThunderboltDataType=everywhere),
+        ifconfig=recorded(MINI)["ifconfig"].replace("192.168", "10.77"),
+        ibv_devinfo="",
+    )
+    assert len(found.notes) == 16
+    assert "bridge0" in found.notes[0]
+    assert over_the_wire(found) == found
+
+
+# --- later ------------------------------------------------------------------------------------------------
+
+CHEAP = [name for name, command in COMMANDS.items() if command.cheap]
+
+
+def cheap(name: str, **changed: str | Output) -> dict[str, Output]:
+    return {command: outputs(name, **changed)[command] for command in CHEAP}
+
+
+@pytest.mark.parametrize("name", MACS)
+def test_a_refresh_with_nothing_new_changes_nothing(name: str) -> None:
+    assert mac_again(machine(name), cheap(name)) == machine(name)
+
+
+def test_a_refresh_sees_memory_power_addresses_and_active_ports_change() -> None:
+    before = machine(MAX)
+    after = mac_again(
+        before,
+        cheap(
+            MAX,
+            vm_stat=recorded(MAX)["vm_stat"].replace("5000000.", "1000000."),
+            pmset="Now drawing from 'Battery Power'",
+            ifconfig=recorded(MAX)["ifconfig"].replace("10.10.3.2", "10.10.3.6"),
+            ibv_devinfo=recorded(MAX)["ibv_devinfo"].replace("PORT_ACTIVE", "PORT_DOWN"),
+            sysctl=recorded(MAX)["sysctl"].replace("wired_limit_mb: 0", "wired_limit_mb: 102400"),
+        ),
+    )
+    assert before.free_bytes - after.free_bytes == 4_000_000 * 16384
+    assert (after.power, after.gpu_bytes) == ("battery", 100 * GB)
+    assert after.interfaces[-1] == replace(before.interfaces[-1], address="10.10.3.6")
+    assert not port(after, 2).active
+    assert [sentence.split()[0] for sentence in after.notes] == ["Thunderbolt", "This"]
+
+
+def test_what_a_refresh_cannot_read_stays_as_it_was() -> None:
+    before = machine(MAX)
+    after = mac_again(before, dict.fromkeys(CHEAP, LATE))
+    assert replace(after, notes=()) == replace(before, notes=())
+    assert [sentence.partition(":")[0] for sentence in after.notes] == [
+        "sysctl", "vm_stat", "networksetup", "ifconfig", "pmset", "ibv_devinfo",
+    ]  # fmt: skip
+
+
+def test_a_raised_gpu_limit_is_not_forgotten_when_it_is_not_told_again() -> None:
+    assert mac_again(machine(ULTRA), cheap(ULTRA, sysctl=LATE)).gpu_bytes == machine(ULTRA).gpu_bytes
+
+
+def test_addresses_left_out_on_request_are_not_missed_when_none_can_be_read_any_more() -> None:
+    before = mac(outputs(MAX), "127.0.0.1")
+    (sentence,) = mac_again(before, cheap(MAX, ifconfig=LATE), "127.0.0.1").notes
+    assert sentence.startswith("ifconfig: ")
+
+
+def test_kinds_are_remembered_when_ports_are_not_told() -> None:
+    after = mac_again(machine(ULTRA), cheap(ULTRA, networksetup=LATE))
+    assert after.interfaces == machine(ULTRA).interfaces
+
+
+def test_what_the_first_look_could_not_read_is_not_forgotten_and_the_rest_is() -> None:
+    first = machine(MAX, system_profiler=LATE, vm_stat=LATE)
+    assert [sentence.partition(":")[0] for sentence in first.notes] == ["system_profiler", "vm_stat"]
+    assert mac_again(first, cheap(MAX)).notes == first.notes[:1]

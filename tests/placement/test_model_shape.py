@@ -1,0 +1,189 @@
+"""Placement's knowledge of a model, against what a load would check and what files weigh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.utils import MODEL_REMAPPING
+
+from mlxtp.engine.sharding import check_divisible, shardable_families
+from mlxtp.errors import ModelError
+from mlxtp.placement.model_shape import ALSO_CALLED, MAX_RANKS, SHARDABLE, shape_of
+from mlxtp.placement.tables import KNOWN
+
+from .made_up_macs import LLAMA, shape
+
+PUBLISHED_GB = {
+    "deepseek-v3.1-4bit": 378,
+    "kimi-k2-thinking": 658,
+    "glm-5-mxfp8": 767,
+    "llama-3.1-8b-bf16": 16.1,
+    "llama-3.3-70b-bf16": 141,
+    "gpt-oss-120b": 63.4,
+}
+"""Sizes of the weight files on the Hub, in 10^9 bytes."""
+
+sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 320])
+
+
+@given(
+    heads=sizes,
+    kv_heads=sizes,
+    head_dim=sizes,
+    intermediate=sizes,
+    expert=st.one_of(st.just(0), sizes),
+    group=st.sampled_from([0, 16, 32, 64]),
+    ranks=st.integers(1, MAX_RANKS),
+    family=st.sampled_from(["llama", "qwen3_5", "glm4_moe"]),
+)
+@settings(max_examples=300, deadline=None)
+def test_what_a_load_would_refuse_is_never_planned(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    intermediate: int,
+    expert: int,
+    group: int,
+    ranks: int,
+    family: str,
+) -> None:
+    config: dict[str, Any] = {
+        **LLAMA,
+        "model_type": family,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate,
+        "moe_intermediate_size": expert,
+        "num_experts": 4 if expert else 0,
+    }
+    if group:
+        config["quantization"] = {"group_size": group, "bits": 4}
+    try:
+        check_divisible(config, ranks)
+        refused = False
+    except ModelError:
+        refused = True
+    obstacles = shape_of(config).obstacles(ranks)
+    assert bool(obstacles) == refused
+    assert all(str(ranks) in obstacle for obstacle in obstacles)
+
+
+def test_obstacles_say_what_does_not_divide() -> None:
+    assert shape().obstacles(3) == (
+        "32 attention heads do not divide by 3",
+        "8 KV heads do not divide by 3",
+        "intermediate size 14336 does not divide by 3",
+    )
+    grouped = shape(intermediate_size=320, quantization={"group_size": 64, "bits": 4})
+    assert grouped.obstacles(4) == (
+        "intermediate size 320 / 4 = 80 is no multiple of the quantization group 64",
+    )
+
+
+def test_a_family_that_copies_kv_heads_goes_on_more_ranks_than_it_has_of_them() -> None:
+    qwen = shape(model_type="qwen3_5", num_key_value_heads=2)
+    assert qwen.obstacles(4) == ()
+    assert qwen.rank_kv(4, 1000) == qwen.rank_kv(2, 1000) > 0
+    assert shape(num_key_value_heads=2).obstacles(4) == ("2 KV heads do not divide by 4",)
+    assert shape(model_type="qwen3_5", num_key_value_heads=3, num_attention_heads=24).obstacles(4) != ()
+
+
+def test_a_dense_mlp_that_does_not_divide_is_whole_on_each_rank() -> None:
+    """GLM-4.5-Air: two ranks would have 5472 of 10944, which groups of 64 do not divide."""
+    quantized = {"group_size": 64, "bits": 4}
+    air = {**KNOWN["glm-4.6-4bit"], "intermediate_size": 10944, "quantization": quantized}
+    two, divided = shape_of(air), shape_of({**air, "intermediate_size": 11008})
+    assert two.obstacles(2) == ()
+    assert shape_of({**air, "model_type": "qwen3_moe"}).obstacles(2) == (
+        "intermediate size 10944 / 2 = 5472 is no multiple of the quantization group 64",
+    )
+    assert 0 < divided.mlp_bytes < 0.02 * divided.weight_bytes
+    assert two.rank_weights(2) - two.mlp_bytes == pytest.approx(
+        divided.rank_weights(2) - divided.mlp_bytes / 2, rel=1e-3
+    )
+    assert two.rank_token_bytes(2) > divided.rank_token_bytes(2)
+    assert two.rank_weights(3) == -(-(two.weight_bytes - two.whole_bytes) // 3) + two.whole_bytes
+
+
+def test_families_that_mlx_lm_cannot_divide_stay_whole() -> None:
+    gemma = shape(model_type="gemma3")
+    assert gemma.obstacles(1) == ()
+    assert gemma.obstacles(2) == ("mlx-lm cannot divide the family 'gemma3' among 2 ranks",)
+
+
+def test_the_table_of_families_is_that_of_the_installed_mlx_lm() -> None:
+    assert shardable_families() == SHARDABLE
+    assert MODEL_REMAPPING == ALSO_CALLED
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_models_known_by_name_have_the_size_of_their_files(name: str) -> None:
+    known = shape_of(KNOWN[name], name=name)
+    assert 0 < known.token_bytes <= known.weight_bytes
+    if name in PUBLISHED_GB:
+        assert known.weight_bytes / 1e9 == pytest.approx(PUBLISHED_GB[name], rel=0.01)
+
+
+def test_a_share_is_what_divides_and_all_of_what_does_not() -> None:
+    deepseek = shape_of(KNOWN["deepseek-v3.1-4bit"])
+    assert deepseek.rank_weights(1) == deepseek.weight_bytes
+    assert deepseek.rank_weights(4) == pytest.approx(
+        (deepseek.weight_bytes - deepseek.whole_bytes) / 4 + deepseek.whole_bytes, abs=1
+    )
+    assert deepseek.rank_token_bytes(2) > deepseek.token_bytes / 2
+
+
+def test_a_compressed_cache_is_on_every_rank() -> None:
+    assert shape_of(KNOWN["deepseek-v3.1-4bit"]).rank_kv(4, 1000) == 61 * 576 * 2 * 1000
+    assert shape().rank_kv(4, 1000) == 32 * 2 * 8 * 128 * 2 * 1000 / 4
+
+
+def test_quantizing_the_cache_shrinks_it() -> None:
+    assert shape_of(LLAMA, kv_bits=8).kv_token_bytes / shape().kv_token_bytes == pytest.approx(8.5 / 16)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bits_each"),
+    [
+        ({"group_size": 64, "bits": 4}, 4.5),
+        ({"group_size": 32, "bits": 4}, 5.0),
+        ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, 4.25),
+        ({"group_size": 32, "bits": 8, "mode": "mxfp8"}, 8.25),
+        ({}, 16.0),
+    ],
+)
+def test_a_quantized_weight_weighs_its_bits_and_its_part_of_the_scales(
+    quantization: dict[str, Any], bits_each: float
+) -> None:
+    quantized = shape(quantization=quantization)
+    assert quantized.weight_bytes / shape().weight_bytes == pytest.approx(bits_each / 16, rel=1e-6)
+
+
+def test_modules_may_be_quantized_in_their_own_way() -> None:
+    whole = shape(quantization={"group_size": 64, "bits": 4, "lm_head": False})
+    head = 128256 * 4096
+    assert whole.weight_bytes - shape(quantization={"group_size": 64, "bits": 4}).weight_bytes == (
+        pytest.approx(head * (16 - 4.5) / 8, rel=1e-6)
+    )
+    layers = {f"model.layers.{i}.self_attn.q_proj": {"group_size": 64, "bits": 8} for i in range(3)}
+    finer = shape(quantization={"group_size": 64, "bits": 4, **layers})
+    attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
+    assert finer.weight_bytes - shape(quantization={"group_size": 64, "bits": 4}).weight_bytes == (
+        pytest.approx(attention * 4 / 8, rel=1e-6)
+    )
+
+
+def test_the_size_on_disk_is_right_and_reading_follows_it() -> None:
+    half = shape_of(LLAMA, weight_bytes=shape().weight_bytes // 2)
+    assert half.weight_bytes == shape().weight_bytes // 2
+    assert half.token_bytes == pytest.approx(shape().token_bytes / 2, rel=1e-6)
+
+
+def test_two_sums_a_layer_and_one_choice() -> None:
+    assert shape().collectives == 65
+    assert shape(model_type="minimax").collectives == 129
+    assert shape(model_type="minimax_m2").collectives == 129

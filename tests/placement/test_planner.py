@@ -1,0 +1,473 @@
+"""Plans as stories, and every small world against trying everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, permutations, product
+from typing import Any
+
+import pytest
+
+from mlxtp.errors import ConfigError
+from mlxtp.placement.cost_model import (
+    ALONE,
+    JACCL_MESH,
+    JACCL_RING,
+    RING_ETHERNET,
+    RING_LOOPBACK,
+    RING_THUNDERBOLT,
+    Collective,
+    RankHardware,
+    speed,
+)
+from mlxtp.placement.model_shape import ModelShape, shape_of
+from mlxtp.placement.planner import Placement, PlacementOptions, plan
+from mlxtp.placement.tables import chip
+from mlxtp.placement.topology import MemberMachine
+from mlxtp.wire.cluster_messages import Interface
+
+from .made_up_macs import (
+    GIB,
+    LLAMA,
+    NAMES,
+    add,
+    all_pairs,
+    cabled,
+    changed,
+    ethernet,
+    linux,
+    mac,
+    node_id,
+    on_lan,
+    shape,
+)
+
+A, B, C, D = (node_id(i) for i in range(4))
+FAST = PlacementOptions(fast_fences=True)
+LARGE: dict[str, Any] = {
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 60,
+}
+"""About 107 GB, too much for one Mac of 64."""
+
+
+def names(made: Placement) -> str:
+    return "".join(made.chosen.names) if made.chosen else ""
+
+
+def kinds(made: Placement, verdict: str) -> list[tuple[str, int]]:
+    return [(a.kind, a.nodes) for a in made.alternatives if a.verdict == verdict]
+
+
+def refusal(made: Placement, kind: str, nodes: int) -> str:
+    found = [a for a in made.alternatives if (a.kind, a.nodes, a.verdict) == (kind, nodes, "refused")]
+    assert len(found) == 1, [(a.kind, a.nodes, a.reason) for a in made.alternatives]
+    return found[0].reason
+
+
+def desk(size: int, **changes: Any) -> list[MemberMachine]:
+    """So many equal Macs with cables between all pairs and Ethernet."""
+    return on_lan(cabled([mac(i, **changes) for i in range(size)], all_pairs(size)))
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------
+
+
+def test_one_mac_serves_alone() -> None:
+    made = plan(desk(1), shape(), A)
+    assert (made.ranks, made.backend, made.leader) == ((A,), "none", A)
+    assert made.chosen is not None
+    assert (made.chosen.kind, made.chosen.ring_addresses, made.chosen.rdma) == (ALONE, (), ())
+
+
+def test_two_cabled_macs_use_rdma() -> None:
+    made = plan(desk(2), shape(), A, FAST)
+    assert made.chosen is not None
+    assert (made.chosen.kind, made.backend, made.chosen.jaccl_ring) == (JACCL_MESH, "jaccl", False)
+    assert made.chosen.rdma == ((None, "rdma_en2"), ("rdma_en2", None))
+    assert made.chosen.ring_addresses == ()
+    assert (RING_THUNDERBOLT, 2) in kinds(made, "possible")
+
+
+def test_four_macs_in_a_circle_make_a_jaccl_ring() -> None:
+    around = on_lan(cabled([mac(i) for i in range(4)], [(0, 2), (2, 1), (1, 3), (3, 0)]))
+    made = plan(around, shape(**LARGE), A, replace(FAST, nodes=4))
+    assert made.chosen is not None
+    assert (made.chosen.kind, made.chosen.jaccl_ring, names(made)) == (JACCL_RING, True, "acbd")
+    assert made.chosen.rdma == (
+        (None, "rdma_en2", None, "rdma_en3"),
+        ("rdma_en2", None, "rdma_en3", None),
+        (None, "rdma_en2", None, "rdma_en3"),
+        ("rdma_en3", None, "rdma_en2", None),
+    )
+    assert refusal(made, JACCL_MESH, 4) == (
+        "2 of 6 links by cables with RDMA are missing: a – b (no cable), c – d (no cable)"
+    )
+
+
+def test_repeatable_sums_want_a_jaccl_ring_of_three_and_a_mesh_of_two_will_do() -> None:
+    divides = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
+    for nodes, kind in ((3, JACCL_RING), (2, JACCL_MESH)):
+        made = plan(desk(3), divides, A, replace(FAST, nodes=nodes, repeatable=True))
+        assert made.chosen is not None
+        assert made.chosen.kind == kind
+    without = plan(desk(3), divides, A, replace(FAST, nodes=3))
+    assert without.chosen is not None
+    assert without.chosen.kind == JACCL_MESH
+    assert "not repeatable" in refusal(
+        plan(desk(3), divides, A, replace(FAST, nodes=3, repeatable=True)), JACCL_MESH, 3
+    )
+
+
+def test_without_rdma_the_ring_runs_over_the_same_cables_and_says_why() -> None:
+    members = [changed(m, rdma="disabled") for m in desk(2)]
+    made = plan(members, shape(**LARGE), A)
+    assert made.chosen is not None
+    assert (made.chosen.kind, made.backend) == (RING_THUNDERBOLT, "ring")
+    assert made.chosen.ring_addresses == ("10.0.0.1", "10.0.0.2")
+    assert made.notes == (
+        "the ring over Thunderbolt, not JACCL: 1 of 1 links by cables with RDMA are missing: "
+        "a – b (RDMA is disabled on a)",
+    )
+
+
+def test_each_rank_of_a_ring_listens_on_the_cable_to_the_rank_before_it() -> None:
+    triangle = cabled([mac(i, rdma="disabled") for i in range(3)], [(0, 1), (1, 2), (2, 0)])
+    divides = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
+    made = plan(triangle, divides, A, PlacementOptions(nodes=3))
+    assert made.chosen is not None
+    assert names(made) == "abc"
+    # a is reached from c on the third cable, b from a on the first, c from b on the second.
+    assert made.chosen.ring_addresses == ("10.0.2.2", "10.0.0.2", "10.0.1.2")
+
+
+def test_without_cables_the_ring_runs_over_ethernet() -> None:
+    made = plan(on_lan([mac(0), mac(1)]), shape(**LARGE), B)
+    assert made.chosen is not None
+    assert (made.chosen.kind, names(made)) == (RING_ETHERNET, "ba")
+    assert made.chosen.ring_addresses == ("192.168.7.2", "192.168.7.1")
+
+
+def test_a_circle_may_cross_from_one_network_to_another() -> None:
+    members = cabled([mac(i, rdma="disabled") for i in range(4)], [(0, 1), (2, 3)])
+    bridged = [add(m, [ethernet(f"10.{8 + (i in (1, 2))}.0.{i + 1}")]) for i, m in enumerate(members)]
+    made = plan(bridged, shape(**LARGE), A, PlacementOptions(nodes=4))
+    assert made.chosen is not None
+    assert (made.chosen.kind, names(made)) == (RING_ETHERNET, "abcd")
+    assert made.chosen.ring_addresses == ("10.8.0.1", "10.0.0.2", "10.9.0.3", "10.0.1.2")
+
+
+def test_several_nodes_of_one_machine_share_its_memory() -> None:
+    loop = Interface("lo", "127.0.0.1", 8, "loopback", 0, True)
+    same = [add(linux(i, memory=24), [loop]) for i in range(2)]
+    made = plan(same, shape(), A, PlacementOptions(nodes=2))
+    assert made.chosen is not None
+    assert (made.chosen.kind, made.chosen.ring_addresses) == (RING_LOOPBACK, ("127.0.0.1", "127.0.0.1"))
+    assert [rank.available for rank in made.chosen.memory] == [12 * GIB] * 2
+    small = [add(linux(i, memory=12), [loop]) for i in range(2)]
+    assert "rank 0 (a) has 6.4 GB for" in plan(small, shape(), A, PlacementOptions(nodes=2)).reason
+
+
+def test_a_slow_mac_is_left_to_wait() -> None:
+    members = on_lan(cabled([mac(0), mac(1, chip="Apple M4"), mac(2)], all_pairs(3)))
+    made = plan(members, shape(), A, FAST)
+    assert names(made) == "ac"
+
+
+def test_the_slowest_member_of_a_group_counts() -> None:
+    """The first circle one finds from a leads over the fast b and ends at the slow f."""
+    chips = ("M3 Ultra", "M3 Ultra", "M5 Max", "M4 Max", "M4 Pro", "M4")
+    cables = [(0, 1), (1, 5), (5, 0), (0, 2), (2, 4), (4, 0), (0, 3)]
+    members = cabled([mac(i, chip=f"Apple {name}") for i, name in enumerate(chips)], cables)
+    divides = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
+    made = plan(members, divides, A, PlacementOptions(nodes=3))
+    assert made.chosen is not None
+    assert names(made) == "ace"
+
+
+def test_all_takes_as_many_as_can_work_together() -> None:
+    made = plan(desk(3), shape(), A, PlacementOptions(nodes="all"))
+    assert made.chosen is not None
+    assert made.chosen.nodes == 2
+    assert "3 Macs cannot share this model, 2 can: 32 attention heads do not divide by 3; 8 KV" in made.reason
+    assert plan(desk(5), shape(), A, PlacementOptions(nodes="all")).chosen is not None
+    assert len(plan(desk(5), shape(), A, PlacementOptions(nodes="all")).ranks) == 4
+
+
+def test_at_most_eight_work_together() -> None:
+    wide = shape(num_key_value_heads=32)
+    made = plan(on_lan([mac(i) for i in range(10)]), wide, A, PlacementOptions(nodes="all"))
+    assert len(made.ranks) == 8
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+
+def test_a_group_slower_than_one_mac_is_refused_until_it_is_asked_for() -> None:
+    tiny = shape(hidden_size=256, intermediate_size=512, num_hidden_layers=32, head_dim=8)
+    made = plan(desk(2), tiny, A)
+    assert made.ranks == (A,)
+    why = refusal(made, JACCL_MESH, 2)
+    assert why.startswith("slower than a alone: ")
+    assert why.endswith("a request for 2 nodes accepts it")
+    for nodes in (2, "all"):
+        assert plan(desk(2), tiny, A, PlacementOptions(nodes=nodes)).ranks == (A, B)
+
+
+def test_a_model_that_does_not_divide_by_three_needs_two() -> None:
+    made = plan(desk(3), shape(), A, PlacementOptions(nodes=3))
+    assert made.chosen is None
+    assert made.reason == (
+        "tensor parallel of 3: 3 Macs cannot share this model, 2 can: 32 attention heads do not divide by 3; "
+        "8 KV heads do not divide by 3; intermediate size 14336 does not divide by 3"
+    )
+
+
+def test_a_rank_without_room_is_named_with_both_numbers() -> None:
+    members = on_lan([mac(0), mac(1, memory=8)])
+    made = plan(members, shape(), A, PlacementOptions(nodes=2))
+    assert made.reason == "tensor parallel of 2: rank 1 (b) has 8.6 GB for 9.7 GB"
+
+
+def test_too_few_nodes_are_counted() -> None:
+    assert plan(desk(2), shape(), A, PlacementOptions(nodes=4)).reason.endswith("needs 4 nodes, 2 are here")
+    assert plan(desk(1), shape(), A, PlacementOptions(nodes=2)).reason.endswith("needs 2 nodes, 1 is here")
+    assert plan([], shape()).reason == "0 nodes here can serve this model"
+
+
+def test_nodes_without_a_network_are_counted() -> None:
+    apart = [linux(0, "10.1.0.1", memory=64), linux(1, "10.2.0.1", memory=64)]
+    assert plan(apart, shape(**LARGE), A, PlacementOptions(nodes=2)).reason == (
+        "ring over Ethernet of 2: 1 of 1 links over Ethernet are missing: a – b (no IPv4 network in common)"
+    )
+
+
+def test_an_explicit_backend_is_never_replaced() -> None:
+    without = [changed(m, rdma="disabled") for m in desk(2)]
+    made = plan(without, shape(**LARGE), A, PlacementOptions(backend="jaccl"))
+    assert made.chosen is None
+    assert "RDMA is disabled on a" in made.reason
+    ring = plan(desk(2), shape(**LARGE), A, PlacementOptions(backend="ring"))
+    assert ring.backend == "ring"
+    assert "the backend ring was requested" in refusal(ring, JACCL_MESH, 2)
+
+
+def test_a_device_that_is_to_serve_two_is_refused() -> None:
+    by_hand = {A: {B: "rdma_en5", C: "rdma_en5"}, B: {A: "x", C: "y"}, C: {A: "x", B: "y"}}
+    divides = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
+    members = [mac(i) for i in range(3)]
+    made = plan(members, divides, A, PlacementOptions(nodes=3, rdma=by_hand))
+    assert made.chosen is None
+    assert refusal(made, JACCL_MESH, 3) == "rdma_en5 of a would have to serve 2 peers; a device serves 1"
+    by_hand[A][C] = "rdma_en6"
+    assert plan(members, divides, A, PlacementOptions(nodes=3, rdma=by_hand)).backend == "jaccl"
+
+
+def test_a_node_that_cannot_serve_the_model_is_left_out() -> None:
+    members = desk(2)
+    members[1] = replace(members[1], model_ok=False, reason="its disk is full")
+    made = plan(members, shape(), A, FAST)
+    assert made.ranks == (A,)
+    assert made.notes == ("b is left out: its disk is full",)
+
+
+def test_where_too_few_can_serve_the_one_that_cannot_comes_first() -> None:
+    members = desk(2)
+    members[1] = replace(members[1], model_ok=False, reason="/models/x is not here")
+    made = plan(members, shape(), A, PlacementOptions(nodes=2))
+    assert made.chosen is None
+    assert made.reason == (
+        "b is left out: /models/x is not here; tensor parallel of 2: needs 2 nodes, 1 of the 2 here can"
+    )
+    assert made.notes == ()  # it is said once
+
+
+# --- who leads --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leader", range(3))
+def test_the_coordinator_is_rank_0(leader: int) -> None:
+    made = plan(desk(3), shape(), node_id(leader), replace(FAST, nodes=2))
+    assert made.leader == made.ranks[0] == node_id(leader)
+
+
+def test_a_coordinator_that_fits_nowhere_hands_over() -> None:
+    members = desk(3)
+    members[0] = changed(members[0], memory_bytes=4 * GIB, gpu_bytes=4 * GIB)
+    made = plan(members, shape(), A, FAST)
+    assert set(made.ranks) == {B, C}
+    assert made.leader in (B, C)
+    assert made.notes[0].startswith(
+        "a, the coordinator, can be in no group: alone: rank 0 (a) has 4.3 GB for"
+    )
+
+
+def test_a_slow_coordinator_stays() -> None:
+    members = on_lan([mac(0, chip="Apple M4"), mac(1)])
+    small = shape(quantization={"group_size": 64, "bits": 4})
+    stays = plan(members, small, A)
+    assert stays.ranks == (A,)
+    assert stays.notes[0].startswith("without a, the coordinator: b alone, ")
+    assert not any(
+        note.startswith("without") for note in plan(members, small, A, PlacementOptions(nodes=1)).notes
+    )
+
+
+def test_without_a_coordinator_the_fastest_leads() -> None:
+    members = on_lan([mac(0, chip="Apple M4 Pro"), mac(1), mac(2, memory=128)])
+    made = plan(members, shape())
+    assert made.ranks == (C,)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------
+
+
+def test_the_context_takes_room() -> None:
+    short, long = (plan(desk(1), shape(), A, PlacementOptions(max_context=n)) for n in (1024, 131072))
+    assert short.chosen is not None
+    assert long.chosen is not None
+    assert short.chosen.memory[0].kv == 1024 * 131072
+    assert long.chosen.memory[0].kv == 131072 * 131072
+    assert plan(desk(1), shape(max_position_embeddings=2048), A).context == 2048
+    assert plan(desk(1, memory=24), shape(), A, PlacementOptions(max_context=131072)).chosen is None
+
+
+def test_measurements_decide() -> None:
+    slow = (Collective(JACCL_MESH, 1e-3, frozenset((A, B))),)
+    made = plan(desk(2), shape(**LARGE), A, replace(FAST, measured=slow))
+    assert made.chosen is not None
+    assert made.chosen.kind == RING_THUNDERBOLT
+    assert plan(desk(2), shape(**LARGE), A, FAST).backend == "jaccl"
+
+
+def test_an_unknown_chip_is_said_to_be_assumed() -> None:
+    made = plan([linux(0, "10.0.0.1", memory=64)], shape(), A)
+    assert made.notes == (
+        "a chip without a name is not in the table of chips: a memory bandwidth of 20 GB/s is assumed",
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"backend": "mpi"}, "backend is 'mpi'; it can be auto, jaccl, ring"),
+        ({"nodes": "some"}, "nodes is 'some'"),
+        ({"nodes": 0}, "nodes is 0"),
+        ({"nodes": 9}, "a number up to 8"),
+        ({"nodes": True}, "nodes is True"),
+        ({"max_context": -1}, "max_context is -1"),
+    ],
+)
+def test_wrong_options_are_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        PlacementOptions(**wrong)
+
+
+def test_sixty_four_members_make_one_plan() -> None:
+    crowd = [replace(mac(0), node_id=node_id(i), name=f"mac{i}") for i in range(64)]
+    joined = [add(m, [ethernet(f"10.3.0.{i + 1}")]) for i, m in enumerate(crowd)]
+    made = plan(joined, shape(**LARGE), node_id(40), PlacementOptions(nodes=8))
+    assert made.ranks[0] == node_id(40)
+    assert len(made.ranks) == 8
+
+
+# --- every small world ------------------------------------------------------------------------------------
+
+CHIPS = ("Apple M3 Ultra", "Apple M4 Max", "Apple M3 Ultra", "Apple M4 Pro")
+ROOMS = (8, 64)
+"""GiB: enough for a third of the model, and for all of it."""
+BY_TWO = shape()
+BY_THREE = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
+BY_NONE = shape(num_key_value_heads=1)
+MODELS = {"by two and four": BY_TWO, "by two and three": BY_THREE, "by none": BY_NONE}
+
+
+def worlds(size: int) -> Iterator[tuple[frozenset[tuple[int, int]], tuple[int, ...]]]:
+    """All cablings of so many Macs, with all memories."""
+    pairs = all_pairs(size)
+    for count in range(len(pairs) + 1):
+        for cables in combinations(pairs, count):
+            for rooms in product(ROOMS, repeat=size):
+                yield frozenset(cables), rooms
+
+
+@cache
+def seconds(model: str, kind: str, chips: tuple[str, ...]) -> float:
+    """A token's time; the order of the chips does not matter."""
+    ranks = [RankHardware(str(i), chip(name)) for i, name in enumerate(chips)]
+    mbps = {RING_ETHERNET: 10_000, RING_THUNDERBOLT: 80_000}.get(kind, 0)
+    found = speed(MODELS[model], ranks, kind, fast_fences=True, mbps=mbps)
+    return 1 / found.tokens_per_second
+
+
+def needed(model: str, size: int) -> float:
+    """Bytes of a rank's weights, of its caches of 8,192 tokens, and of its headroom."""
+    whole = MODELS[model]
+    caches = 8192 * whole.layers * 2 * whole.kv_heads * whole.head_dim * 2
+    return (1.07 * whole.weight_bytes + caches) / size + GIB / 2
+
+
+def every_way(
+    model: str, cables: frozenset[tuple[int, int]], rooms: Sequence[int], lan: bool
+) -> Iterator[tuple[float, int]]:
+    """Seconds a token and number of nodes of every group that has node 0 as rank 0."""
+    for size in range(1, len(rooms) + 1):
+        if MODELS[model].obstacles(size):
+            continue
+        places = [i for i, room in enumerate(rooms) if room * GIB >= needed(model, size)]
+        for group in permutations(places, size):
+            if group[0] != 0:
+                continue
+            chips = tuple(sorted(CHIPS[i] for i in group))
+            if size == 1:
+                yield seconds(model, ALONE, chips), 1
+                continue
+            around = [tuple(sorted((group[i - 1], group[i]))) for i in range(size)]
+            if all(tuple(sorted(pair)) in cables for pair in combinations(group, 2)):
+                yield seconds(model, JACCL_MESH, chips), size
+            if all(pair in cables for pair in around):
+                yield seconds(model, JACCL_RING, chips) if size > 2 else 9.0, size
+                yield seconds(model, RING_THUNDERBOLT, chips), size
+            if lan:
+                yield seconds(model, RING_ETHERNET, chips), size
+
+
+@pytest.mark.parametrize("lan", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_way_in_a_small_world_is_faster(size: int, model: str, lan: bool) -> None:
+    for cables, rooms in worlds(size):
+        check_world(model, cables, rooms, lan)
+
+
+@pytest.mark.parametrize("model", ["by two and four", "by two and three"])
+def test_no_way_among_four_macs_is_faster(model: str) -> None:
+    for i, (cables, rooms) in enumerate(worlds(4)):
+        if i % 5 in (0, 2):
+            check_world(model, cables, rooms, lan=bool(i % 2))
+
+
+def check_world(model: str, cables: frozenset[tuple[int, int]], rooms: Sequence[int], lan: bool) -> None:
+    members = cabled([mac(i, chip=CHIPS[i], memory=room) for i, room in enumerate(rooms)], sorted(cables))
+    made = plan(on_lan(members) if lan else members, MODELS[model], A, FAST)
+    ways = list(every_way(model, cables, rooms, lan))
+    world = f"{model}, {sorted(cables)}, {rooms}, {lan}: {made.reason}"
+    if not ways:
+        # Nothing can be done with a; others may do without it.
+        assert A not in made.ranks, world
+        return
+    assert made.chosen is not None, world
+    assert made.chosen.speed is not None
+    assert 1 / made.chosen.speed.tokens_per_second == pytest.approx(min(ways)[0]), world
+    most = plan(on_lan(members) if lan else members, MODELS[model], A, replace(FAST, nodes="all"))
+    assert len(most.ranks) == max(size for _, size in ways), world
+
+
+def test_the_worlds_are_all_there() -> None:
+    assert [len(list(worlds(size))) for size in (1, 2, 3, 4)] == [2, 8, 64, 1024]
+    assert NAMES[:4] == "abcd"
+    assert isinstance(shape_of(LLAMA), ModelShape)

@@ -1,0 +1,250 @@
+"""Cables, networks and RDMA, from what Macs report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlxtp.placement.topology import ETHERNET, LOOPBACK, THUNDERBOLT, WIFI, MemberMachine, Topology
+from mlxtp.wire.cluster_messages import Interface
+
+from .made_up_macs import add, cabled, changed, ethernet, linux, mac, node_id, on_lan
+
+A, B, C = node_id(0), node_id(1), node_id(2)
+
+
+def two(**port: Any) -> list[MemberMachine]:
+    return cabled([mac(0), mac(1)], [(0, 1)], **port)
+
+
+def rdma_of(members: list[MemberMachine], **changes: Any) -> dict[str, str]:
+    link = Topology(members, **changes).rdma(A, B)
+    return dict(link.devices) if link else {}
+
+
+# --- RDMA -------------------------------------------------------------------------------------------------
+
+
+def test_a_cable_between_two_macs_carries_rdma() -> None:
+    assert rdma_of(two()) == {A: "rdma_en2", B: "rdma_en2"}
+
+
+def test_a_hub_in_between_excludes_no_cable() -> None:
+    """A hub for Thunderbolt 5 carries RDMA; the doctor warns of it."""
+    assert rdma_of(two(hub=True)) == {A: "rdma_en2", B: "rdma_en2"}
+
+
+@pytest.mark.parametrize(
+    ("port", "why"),
+    [
+        ({"rdma": ""}, "port 1 of a has no RDMA"),
+        ({"active": False}, "rdma_en2 of a is not active"),
+        ({"interface": "en9"}, "en9 of a has no IPv4 address"),
+        ({"peer_domain": ""}, "no cable"),
+    ],
+)
+def test_a_cable_without_rdma_says_why(port: dict[str, Any], why: str) -> None:
+    members = two(**port)
+    assert rdma_of(members) == {}
+    assert Topology(members).no_rdma(A, B) == why
+    assert Topology(members).no_rdma(B, A) == why
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"rdma": "disabled"}, "RDMA is disabled on {}"),
+        ({"rdma": "unsupported"}, "RDMA is unsupported on {}"),
+        ({"bridge_up": True}, "bridge0 is up on {}"),
+    ],
+)
+def test_either_mac_can_stand_in_the_way(place: int, change: dict[str, Any], why: str) -> None:
+    members = two()
+    members[place] = changed(members[place], **change)
+    assert rdma_of(members) == {}
+    assert Topology(members).no_rdma(A, B) == why.format("ab"[place])
+
+
+def test_what_mlx_says_counts_more_than_what_the_system_says() -> None:
+    without = [replace(m, jaccl=False) for m in two()]
+    assert rdma_of(without) == {}
+    assert Topology(without).no_rdma(A, B) == "MLX on a has no JACCL"
+    other_system = [replace(changed(m, rdma="unsupported", system="other"), jaccl=True) for m in two()]
+    assert rdma_of(other_system) == {A: "rdma_en2", B: "rdma_en2"}
+
+
+def test_of_two_cables_both_ends_name_the_same() -> None:
+    """Ends of different cables would wait for each other for ever."""
+    crossed = cabled([mac(0), mac(1)], [(0, 1), (0, 1)])
+    swapped = changed(crossed[1], ports=crossed[1].machine.ports[::-1])
+    domains = {p.rdma: (p.domain, p.peer_domain) for m in crossed for p in m.machine.ports}
+    devices = rdma_of([crossed[0], swapped])
+    assert devices == {A: "rdma_en2", B: "rdma_en2"}
+    assert domains[devices[A]] == domains[devices[B]]
+
+
+def test_one_cable_of_two_is_enough() -> None:
+    members = cabled([mac(0), mac(1)], [(0, 1), (0, 1)])
+    ports = members[1].machine.ports
+    members[1] = changed(members[1], ports=(replace(ports[0], active=False), ports[1]))
+    assert rdma_of(members) == {A: "rdma_en3", B: "rdma_en3"}
+
+
+def test_a_cable_that_one_end_has_forgotten_is_none() -> None:
+    members = cabled([mac(0), mac(1), mac(2)], [(0, 1)])
+    port = members[1].machine.ports[0]
+    moved = changed(members[1], ports=(replace(port, peer_domain="elsewhere"),))
+    assert rdma_of([members[0], moved]) == {}
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_one_end_that_sees_the_cable_is_enough(silent: int) -> None:
+    members = cabled([mac(0), mac(1), mac(2)], [(0, 2), (0, 1)])[:2]
+    ports = [m.machine.ports for m in members]
+    ports[silent] = tuple(replace(p, peer_domain="") for p in ports[silent])
+    heard = [changed(m, ports=p) for m, p in zip(members, ports, strict=True)]
+    assert rdma_of(heard) == {A: "rdma_en3", B: "rdma_en2"}
+
+
+def test_a_port_has_one_cable() -> None:
+    """Two Macs say that they are cabled to the same port, which says nothing."""
+    members = cabled([mac(0), mac(1), mac(2)], [(0, 1)])
+    port = members[1].machine.ports[0]
+    silent = changed(members[1], ports=(replace(port, peer_domain=""),))
+    liar = changed(members[2], ports=(replace(port, domain="other", peer_domain=port.domain),))
+    topology = Topology([members[0], silent, liar])
+    assert topology.rdma(A, B) is not None
+    assert topology.no_rdma(B, C) == "no cable"
+
+
+def test_a_mac_cabled_to_itself_is_alone() -> None:
+    member = two()[0]
+    port = member.machine.ports[0]
+    loop = changed(
+        member, ports=(port, replace(port, receptacle=2, domain=port.peer_domain, peer_domain=port.domain))
+    )
+    assert Topology([loop, mac(1)]).rdma(A, B) is None
+
+
+def test_devices_given_by_hand_count_most() -> None:
+    assert rdma_of(two(), overrides={A: {B: "rdma_en7"}}) == {A: "rdma_en7", B: "rdma_en2"}
+    bare = [mac(0, rdma="disabled"), mac(1)]
+    assert rdma_of(bare, overrides={A: {B: "rdma_en7"}}) == {}
+    assert rdma_of(bare, overrides={A: {B: "x"}, B: {A: "y"}}) == {A: "x", B: "y"}
+    assert rdma_of(bare, overrides={A: {B: "x"}, B: {A: "y"}, C: {A: "z"}}) == {A: "x", B: "y"}
+
+
+# --- networks ---------------------------------------------------------------------------------------------
+
+
+def addresses(members: list[MemberMachine], network: str) -> dict[str, str]:
+    link = Topology(members).tcp(network, A, B)
+    return dict(link.addresses) if link else {}
+
+
+def test_a_cable_is_a_network_of_its_own() -> None:
+    members = cabled([mac(0), mac(1), mac(2)], [(0, 1), (1, 2)])
+    assert addresses(members, THUNDERBOLT) == {A: "10.0.0.1", B: "10.0.0.2"}
+    assert Topology(members).tcp(THUNDERBOLT, A, C) is None
+
+
+def test_ethernet_and_wifi_are_told_apart() -> None:
+    members = on_lan([mac(0), mac(1)])
+    wireless = [
+        add(m, [Interface("en1", f"172.16.0.{i + 1}", 24, "wifi", 600, True)]) for i, m in enumerate(members)
+    ]
+    assert addresses(wireless, ETHERNET) == {A: "192.168.7.1", B: "192.168.7.2"}
+    assert addresses(wireless, WIFI) == {A: "172.16.0.1", B: "172.16.0.2"}
+    assert addresses(wireless, THUNDERBOLT) == {}
+
+
+def test_other_networks_do_not_meet() -> None:
+    assert addresses([linux(0, "10.1.0.1"), linux(1, "10.2.0.1")], ETHERNET) == {}
+    apart = [add(mac(0), [ethernet("10.1.0.1", 24)]), add(mac(1), [ethernet("10.1.0.2", 16)])]
+    assert addresses(apart, ETHERNET) == {}
+
+
+def test_a_network_that_is_down_is_none() -> None:
+    members = on_lan([mac(0), mac(1)])
+    down = replace(members[0].machine.interfaces[0], up=False)
+    assert addresses([changed(members[0], interfaces=(down,)), members[1]], ETHERNET) == {}
+
+
+def test_equal_addresses_are_not_one_network() -> None:
+    """Every Linux machine has the same address on the bridge of its containers."""
+    assert addresses([linux(0, "172.17.0.1"), linux(1, "172.17.0.1")], ETHERNET) == {}
+
+
+def test_link_local_addresses_need_a_cable() -> None:
+    assert addresses([linux(0, "169.254.1.1"), linux(1, "169.254.1.2")], ETHERNET) == {}
+    members = two()
+    local = [
+        changed(m, interfaces=(replace(m.machine.interfaces[0], address=f"169.254.{i}.9", prefix=16),))
+        for i, m in enumerate(members)
+    ]
+    assert addresses(local, THUNDERBOLT) == {A: "169.254.0.9", B: "169.254.1.9"}
+    unplugged = [changed(m, ports=()) for m in local]
+    assert addresses(unplugged, THUNDERBOLT) == {}
+
+
+def test_a_thunderbolt_network_follows_the_cable() -> None:
+    """A user gave all Thunderbolt ports addresses of one network; only cabled ones reach each other."""
+    members = cabled([mac(0), mac(1), mac(2)], [(0, 1), (1, 2)])
+    flat = [
+        changed(
+            m,
+            interfaces=tuple(
+                replace(x, address=f"10.9.{i}.{k}", prefix=16) for k, x in enumerate(m.machine.interfaces)
+            ),
+        )
+        for i, m in enumerate(members)
+    ]
+    topology = Topology(flat)
+    assert topology.tcp(THUNDERBOLT, A, C) is None
+    link = topology.tcp(THUNDERBOLT, B, C)
+    assert link is not None
+    assert link.addresses == {B: "10.9.1.1", C: "10.9.2.0"}
+
+
+def test_a_macs_bridge_is_thunderbolt_and_a_linux_bridge_is_ethernet() -> None:
+    def bridged(system: str) -> list[MemberMachine]:
+        return [
+            add(mac(i, system=system), [Interface("bridge0", f"10.5.0.{i + 1}", 24, "bridge", 0, True)])
+            for i in range(2)
+        ]
+
+    assert addresses(bridged("macos"), THUNDERBOLT) == {A: "10.5.0.1", B: "10.5.0.2"}
+    assert addresses(bridged("linux"), ETHERNET) == {A: "10.5.0.1", B: "10.5.0.2"}
+
+
+def test_the_address_that_is_known_to_work_is_preferred() -> None:
+    members = [linux(0, "10.1.0.1", "10.2.0.1"), linux(1, "10.1.0.2", "10.2.0.2")]
+    assert addresses(members, ETHERNET) == {A: "10.1.0.1", B: "10.1.0.2"}
+    known = [members[0], replace(members[1], control_address="10.2.0.2")]
+    assert addresses(known, ETHERNET) == {A: "10.2.0.1", B: "10.2.0.2"}
+
+
+def test_loopback_joins_nodes_of_one_machine_only() -> None:
+    loop = Interface("lo0", "127.0.0.1", 8, "loopback", 0, True)
+    same = [add(mac(i), [loop]) for i in range(2)]
+    assert addresses(same, LOOPBACK) == {A: "127.0.0.1", B: "127.0.0.1"}
+    assert Topology(same).is_one_machine
+    other = [same[0], add(same[1], [ethernet("10.1.0.1")])]
+    assert addresses(other, LOOPBACK) == {}
+    assert not Topology(other).is_one_machine
+
+
+@pytest.mark.parametrize("address", ["", "::1", "300.1.1.1", "nonsense", "10.0.0"])
+def test_what_is_no_address_is_ignored(address: str) -> None:
+    members = [linux(0, address, "10.1.0.1"), linux(1, address, "10.1.0.2")]
+    assert addresses(members, ETHERNET) == {A: "10.1.0.1", B: "10.1.0.2"}
+
+
+def test_the_slower_end_says_how_fast_a_link_is() -> None:
+    members = [add(mac(0), [ethernet("10.1.0.1", mbps=1000)]), add(mac(1), [ethernet("10.1.0.2")])]
+    link = Topology(members).tcp(ETHERNET, A, B)
+    assert link is not None
+    assert link.mbps == 1000

@@ -1,0 +1,146 @@
+"""An agent takes its home for itself, and leaves nothing in it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from dataclasses import replace
+from functools import partial
+from itertools import chain, repeat
+from pathlib import Path
+
+import pytest
+
+from mlxtp import agent as agent_module
+from mlxtp.agent import running_agent
+from mlxtp.config import Settings
+from mlxtp.errors import Code, ConfigError, GroupError, ModelError
+from mlxtp.groups import sleep
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.sleep import Clocks, watch_sleep
+from mlxtp.models.manifest import gigabytes
+
+from .groups.scenes import run, sees, within
+from .hub import Hub, Model, embedded
+from .live_cluster import Cluster, rank_processes, until
+
+pytestmark = pytest.mark.group
+
+
+async def start_and_stop(settings: Settings) -> None:
+    async with running_agent(settings):
+        pass
+
+
+def test_a_home_has_one_agent_at_a_time(one_rank: Cluster) -> None:
+    before = one_rank.pids()
+    with pytest.raises(ConfigError, match=r"another mlxtp node uses .* give each its own folder with --home"):
+        asyncio.run(start_and_stop(one_rank.settings))
+    assert rank_processes(one_rank.home) == before
+    assert one_rank.health()["ready"]
+
+
+def test_a_home_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    settings = Settings(tmp_path / "file" / "home", "127.0.0.1", 0, 1, "tiny")
+    with pytest.raises(ConfigError, match=r"--home .*file/home: "):
+        asyncio.run(start_and_stop(settings))
+
+
+def test_what_a_killed_agent_left_is_cleared_and_ending_early_leaves_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rest = tmp_path / "run" / "epoch-7" / "hosts.json"
+    rest.parent.mkdir(parents=True)
+    rest.write_text("[]")
+    cluster = Cluster(tmp_path, ranks=2, wait=False)
+    until(lambda: len(rank_processes(tmp_path)) == 2, "two rank processes")
+    assert not rest.exists()
+    cluster.close()  # while it waits for the ranks' first word
+    gc.collect()  # asyncio tells of a task that was left behind when it is thrown away
+    assert [
+        r.getMessage() for r in caplog.records if r.name == "asyncio" and r.levelno >= logging.ERROR
+    ] == []
+
+
+def test_a_foreign_folder_in_the_home_stays(tmp_path: Path) -> None:
+    theirs, left = tmp_path / "run" / "important", tmp_path / "run" / "epoch-7"
+    theirs.mkdir(parents=True)
+    left.mkdir()
+    settings = Settings(tmp_path, "127.0.0.1", 0, 1, "/no/such/model")
+    with pytest.raises(ModelError):
+        asyncio.run(start_and_stop(settings))
+    assert theirs.exists()
+    assert not left.exists()
+
+
+# --- what an agent's parts tell each other ----------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "in a cluster"])
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
+    """Of an agent whose supervisor a test plays, so it has no ranks."""
+    where = {"interface": "127.0.0.1", "control_host": "127.0.0.1", "control_port": 0, "discovery": False}
+    return Settings(
+        tmp_path, "127.0.0.1", 0, 1, "tiny", cluster=request.param, spare=False, keep_awake=False, **where
+    )
+
+
+def test_a_mac_that_slept_ends_its_epoch(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = chain([Clocks(100, 5000), Clocks(101, 5601)], repeat(Clocks(102, 5602)))
+    slept: list[float] = []
+    monkeypatch.setattr(sleep, "TICK_S", 0.01)
+    monkeypatch.setattr(agent_module, "watch_sleep", partial(watch_sleep, read=lambda: next(moments)))
+    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
+    monkeypatch.setattr(Supervisor, "woke", lambda _, slept_s: slept.append(slept_s))
+
+    async def story() -> None:
+        async with running_agent(settings):
+            await sees(lambda: slept == [600.0])
+
+    run(within(story()))
+
+
+def test_a_bug_in_what_keeps_the_ranks_ends_the_agent(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def err(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Supervisor, "run", err)
+
+    async def story() -> None:
+        async with running_agent(settings) as agent:
+            with pytest.raises(GroupError, match="RuntimeError: a bug") as failed:
+                await agent.wait_ready()
+            assert failed.value.code is Code.INTERNAL
+            assert agent.over.exception() is failed.value
+
+    run(within(story()))
+
+
+@pytest.mark.parametrize("settings", [False], ids=["alone"], indirect=True)
+def test_an_agent_alone_reports_the_progress_of_its_download(
+    settings: Settings, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
+    hub.models["o/tiny"] = Model(embedded())
+    caplog.set_level("INFO", "mlxtp.agent")
+    run(within(start_and_stop(replace(settings, model="o/tiny"))))
+    size = gigabytes(sum(map(len, embedded().values())))
+    assert caplog.messages[:1] == ["o/tiny comes from the Hub"]
+    assert f"o/tiny: {size} of {size} are here" in caplog.messages
+    assert len([each for each in hub.asked if "/api/models/o/tiny" in each]) == 1
+    caplog.clear()
+    hub.close()
+    run(within(start_and_stop(replace(settings, model="o/tiny"))))
+    assert not [each for each in caplog.messages if "o/tiny" in each]
+
+
+@pytest.mark.parametrize("settings", [False], ids=["alone"], indirect=True)
+def test_an_agent_alone_downloads_nothing_that_it_cannot_serve(settings: Settings, hub: Hub) -> None:
+    hub.models["o/labels"] = Model(embedded() | {"config.json": b'{"model_type": "bert"}'})
+    with pytest.raises(ModelError, match="mlx-lm has no model family 'bert'"):
+        asyncio.run(start_and_stop(replace(settings, model="o/labels")))
+    assert "model.safetensors" not in hub.models["o/labels"].sent

@@ -37,7 +37,21 @@ OF_GROUPS = (TESTS / "agents", TESTS / "chaos")
 SLOW_FOLDERS = (TESTS / "apps", TESTS / "page")
 WITHOUT_GROUPS = tuple(
     TESTS / name
-    for name in ("api", "apps", "clustering", "commands", "doctor", "fuzzing", "postmortem", "service")
+    for name in (
+        "admin",
+        "api",
+        "apps",
+        "cli",
+        "cluster",
+        "diagnostics",
+        "discovery",
+        "fuzzing",
+        "identity",
+        "models",
+        "placement",
+        "service",
+        "wire",
+    )
 )
 """Where no test has a real group."""
 SLOW_FIXTURES = frozenset({"browser", "one_rank", "running", "keep_alive_running", "roomy_running"})

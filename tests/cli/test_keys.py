@@ -27,6 +27,8 @@ from ..api.test_admin import KEY
 from ..live_cluster import WAIT_S
 from .test_cluster import Admin, mlxtp, refusal
 
+pytestmark = pytest.mark.slow
+
 USED = 1_780_000_000
 
 

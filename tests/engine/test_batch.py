@@ -31,6 +31,8 @@ from mlxtp.errors import Code, ModelError
 from .families import FAMILIES
 from .small_models import write_model
 
+pytestmark = pytest.mark.slow
+
 MARGIN = 1e-3
 """The most by which other shapes of the same sums may differ; logits here are of the order of 10."""
 VOCABULARY = 512

@@ -38,6 +38,8 @@ from mlxtp.wire.tls import ALPN_DECODE, member_context_client, member_context_se
 from ..live_cluster import WAIT_S
 from ..wire.members import Member, founder, member_of
 
+pytestmark = pytest.mark.slow
+
 EPOCH = 7
 KEY = b"k" * 32
 Links = dict[int, BlockingLink]

@@ -44,6 +44,8 @@ from .members import Member, founder, member_of
 from .test_tls import careless
 from .walk import pair_in
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 5.0
 """Far longer than anything here takes: a test that reaches it fails."""
 

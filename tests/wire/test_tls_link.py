@@ -34,6 +34,8 @@ from .test_link import (
 from .test_tls import handshake
 from .walk import pair_in
 
+pytestmark = pytest.mark.slow
+
 __all__ = [
     "test_a_frame_in_two_halves",
     "test_a_frame_larger_than_the_socket_buffers",

@@ -369,11 +369,10 @@ class Cluster:
     async def _unload(self) -> None:
         ranks, supervisor = self.supervisor.status.ranks, self.supervisor
         assert ranks is not None
-        supervisor.status.enter(ServingState.LOADING)
         supervisor.gateway.fail_all(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
         supervisor.status.recoveries.rested()
         await ranks.do(Unload())
-        supervisor.status.enter(ServingState.IDLE)
+        supervisor.status.show(ServingState.IDLE)
 
 
 async def _serve(supervisor: Supervisor, model: ModelSource) -> None:
@@ -381,12 +380,12 @@ async def _serve(supervisor: Supervisor, model: ModelSource) -> None:
     status, ranks = supervisor.status, supervisor.status.ranks
     assert ranks is not None
     status.weight_bytes = await asyncio.to_thread(weight_bytes, model.path)
-    status.enter(ServingState.LOADING)
+    status.show(ServingState.LOADING)
     try:
         loaded = await supervisor.loader.bring_up(ranks, model, lambda _: None)
     except ModelError as error:
         status.reason = error
-        status.enter(ServingState.IDLE)
+        status.show(ServingState.IDLE)
         raise
     supervisor.source, supervisor.kv_room = model, loaded.kv_room
     supervisor.gateway.serve(ranks, loaded.info, model.text, load_s=loaded.load_s)

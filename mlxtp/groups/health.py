@@ -38,14 +38,13 @@ class ServingState(StrEnum):
 
 _S = ServingState
 
-#: Legal successors of each state of an agent's own epochs; to stay is always legal. FORMING is only shown, of
-#: a group on other Macs that is STARTING. A model that was taken away, or does not load, leaves IDLE.
+#: Legal successors of each state of an agent's own epochs; to stay is always legal. Two states are only
+#: shown, while this agent has no epoch: FORMING of a group on other Macs that is STARTING, and IDLE.
 TRANSITIONS: Mapping[ServingState, frozenset[ServingState]] = {
-    _S.STARTING: frozenset((_S.LOADING, _S.IDLE, _S.RESTARTING, _S.STOPPED)),
-    _S.LOADING: frozenset((_S.READY, _S.IDLE, _S.DRAINING, _S.RESTARTING, _S.STOPPED)),
-    _S.IDLE: frozenset((_S.LOADING, _S.DRAINING, _S.RESTARTING, _S.STOPPED)),
-    _S.READY: frozenset((_S.LOADING, _S.DRAINING, _S.RESTARTING, _S.STOPPED)),
-    _S.DRAINING: frozenset((_S.LOADING, _S.RESTARTING, _S.STOPPED)),
+    _S.STARTING: frozenset((_S.LOADING, _S.RESTARTING, _S.STOPPED)),
+    _S.LOADING: frozenset((_S.READY, _S.DRAINING, _S.RESTARTING, _S.STOPPED)),
+    _S.READY: frozenset((_S.DRAINING, _S.RESTARTING, _S.STOPPED)),
+    _S.DRAINING: frozenset((_S.RESTARTING, _S.STOPPED)),
     _S.RESTARTING: frozenset((_S.STARTING, _S.FAILED, _S.STOPPED)),
     _S.FAILED: frozenset((_S.STARTING, _S.STOPPED)),
     _S.STOPPED: frozenset(),

@@ -51,8 +51,7 @@ CASES: Mapping[str, Callable[[Stage], Awaitable[list[Row]]]] = {
     "strangers": strangers.measure,
     "copying": copying.measure,
 }
-CASE_LIMIT_S = 1800.0
-"""One case that hangs must not take the others' rows with it."""
+CASE_LIMIT_S = 1800.0  #: Seconds for one case, so that one that hangs does not cost the others' rows.
 
 _INTERRUPTED = 130
 

@@ -1,7 +1,7 @@
 """The speed model against published decode speeds.
 
-`python -m benchmarks.backtest` writes the table of docs/placement.md. Nobody here measured the figures. What
-a source leaves open is said in `assumed`.
+`python -m benchmarks.backtest` writes the table of docs/placement.md. None of the figures was measured here.
+`assumed` has the assumptions where a source leaves something open.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Published:
     model     a name in `known.KNOWN`
     chips     of the machines, in rank order
     fast      whether it ran with fast fences
-    assumed   what the source leaves open
+    assumed   assumptions where the source leaves something open
     """
 
     model: str
@@ -96,7 +96,7 @@ def predicted(row: Published) -> float:
 
 
 def error(row: Published) -> float:
-    """Of the prediction, as a share of what was measured."""
+    """Return the error of the prediction, as a share of the measured speed."""
     return predicted(row) / row.measured - 1
 
 
@@ -105,7 +105,7 @@ def median_error(rows: Sequence[Published] = PUBLISHED) -> float:
 
 
 def text() -> str:
-    """The table and what it amounts to."""
+    """Return the table and a summary."""
     headings = ("model", "machines", "fences", "measured", "predicted", "error", "source", "assumed")
     lines = [f"| {' | '.join(headings)} |", "|---|---|---|---:|---:|---:|---|---|"]
     for row in PUBLISHED:

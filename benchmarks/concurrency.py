@@ -18,8 +18,7 @@ from .measures import Row, compare
 from .stage import Stage, decode, endpoint, text_of
 
 AT_ONCE = (8, 16)
-GAP_S = 0.1
-"""Mean time between two arrivals."""
+GAP_S = 0.1  #: Mean seconds between two arrivals.
 _SEED = 7
 
 

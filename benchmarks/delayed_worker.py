@@ -1,7 +1,7 @@
 """`python -m benchmarks.delayed_worker FLAG <arguments of mlxtp.engine.worker>`: a rank behind a slow link.
 
 While the file FLAG exists, what this end of a decode link sends is delivered `DELAY_S` later, in order, and
-whoever sends does not wait for it. Every decode link is made in `engine/decode_links.py`, as `BlockingLink`,
+the sender does not wait for it. Every decode link is made in `engine/decode_links.py`, as `BlockingLink`,
 and gets such a socket there. Create and remove FLAG only while nothing is sent.
 """
 
@@ -48,11 +48,11 @@ class DelayedSocket:
             try:
                 self._sock.sendall(data)
             except OSError:
-                return  # whoever reads this link hears of its end
+                return  # the link's reader reports its end
 
 
 def delay_links(flag: Path) -> None:
-    """From now on, for every decode link of this process."""
+    """Delay every decode link that this process opens from now on."""
 
     class DelayedLink(BlockingLink):
         def __init__(self, sock: Any, protocol: Session, send_timeout_s: float) -> None:

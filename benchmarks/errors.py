@@ -1,4 +1,4 @@
-"""What may go wrong in a benchmark without ending the others."""
+"""The error that ends one benchmark, and not the others."""
 
 from __future__ import annotations
 

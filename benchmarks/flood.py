@@ -1,4 +1,4 @@
-"""`python -m benchmarks.flood HOST PORT PER_SECOND`: connect, send garbage, and see whether anybody answers.
+"""`python -m benchmarks.flood HOST PORT PER_SECOND`: connect, send garbage, and count the replies.
 
 For each line on stdin it prints how many connections were closed on it since the last one.
 """

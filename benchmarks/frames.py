@@ -1,4 +1,4 @@
-"""What one frame costs in Python."""
+"""Cost of one frame in Python."""
 
 from __future__ import annotations
 

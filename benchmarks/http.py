@@ -1,4 +1,4 @@
-"""What HTTP and text take of a core, and whether streams hold up the decode loop."""
+"""The share of a core that HTTP and text take, and the delay that streams cause in the decode loop."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from .measures import Row, absolute, compare
 from .pinning import pin
 from .stage import Stage, endpoint, in_turn, text_of
 
-RATE = 200.0
-"""Tokens per second of all streams together."""
+RATE = 200.0  #: Tokens per second of all streams together.
 AT_ONCE = (1, 16)
 _KEPT_PACE = 0.8
 _STREAMS = 16
@@ -30,7 +29,7 @@ async def measure(stage: Stage) -> list[Row]:
     return [*await _shares(stage), await _decode_loop(stage)]
 
 
-# --- what it takes of a core --------------------------------------------------------------------------
+# --- its share of a core ------------------------------------------------------------------------------
 
 
 async def _shares(stage: Stage) -> list[Row]:
@@ -55,7 +54,7 @@ async def _shares(stage: Stage) -> list[Row]:
 
 @asynccontextmanager
 async def _paced() -> AsyncIterator[tuple[Endpoint, Callable[[], Awaitable[float]]]]:
-    """The server, and what tells how many CPU seconds it has taken."""
+    """Yield the server, and a function that returns its CPU seconds so far."""
     process = await child.start(None, "benchmarks.http_server", str(RATE))
     assert process.stdin is not None
     assert process.stdout is not None
@@ -74,7 +73,7 @@ async def _paced() -> AsyncIterator[tuple[Endpoint, Callable[[], Awaitable[float
         await child.end(process)
 
 
-# --- whether it holds up the decode loop --------------------------------------------------------------
+# --- the delay in the decode loop ---------------------------------------------------------------------
 
 
 async def _decode_loop(stage: Stage) -> Row:
@@ -128,7 +127,7 @@ async def _gap_ms(agent: Agent, work: Callable[[], Awaitable[None]], batches: in
 
 
 def _steps(agent: Agent) -> list[int]:
-    """When each step of the newest batch with all rows began, in microseconds."""
+    """Return the start of each step of the newest batch with all rows, in microseconds."""
     ranks = agent.supervisor.status.ranks
     if ranks is None:
         raise Unmeasured("the agent has no ranks right now")
@@ -140,7 +139,7 @@ def _steps(agent: Agent) -> list[int]:
 
 @contextmanager
 def _on_core(core: int) -> Iterator[None]:
-    """This process, and those that it starts meanwhile, run there."""
+    """Keep this process, and those that it starts meanwhile, on that core."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

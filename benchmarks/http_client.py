@@ -26,7 +26,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server, and what it calls its model."""
+    """A server, and its name for the model."""
 
     name: str
     url: str
@@ -52,13 +52,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came: (time, text) pairs by the clock that all processes of a machine share, in seconds."""
+    """Stream of text: (time, text) pairs by the clock that all processes of a machine share, in seconds."""
 
     sent_at: float
     ended_at: float
     arrivals: tuple[tuple[float, str], ...]
-    tokens: int
-    """By the server's own count; 0 when the client left before it came."""
+    tokens: int  #: By the server's own count; 0 when the client left before it came.
     cached: int
 
     @property
@@ -67,7 +66,7 @@ class Answer:
 
     @property
     def first_at(self) -> float:
-        """When the first text came, or the end of an answer without text."""
+        """Time of the first text, or of the end of an answer without text."""
         return self.arrivals[0][0] if self.arrivals else self.ended_at
 
     @property
@@ -166,7 +165,7 @@ class _Batch:
         finally:
             for after, event in self._awaited.items():
                 if after[0] == index:
-                    event.set()  # it ended early: nobody shall wait for ever
+                    event.set()  # it ended early: no other request must wait for it
         return dataclasses.replace(parse(sent_at, reads), ended_at=time.perf_counter())
 
     async def _read(self, url: str, body: dict[str, Any], sent_at: float, index: int) -> None:

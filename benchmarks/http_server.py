@@ -34,8 +34,7 @@ class Pace:
         self._step_s = 1 / rate
         self._says = says
         self._emit = emit
-        self._open: dict[int, list[int]] = {}
-        """Tokens so far and in all, by uid."""
+        self._open: dict[int, list[int]] = {}  #: Tokens so far and in all, by uid.
         self._asked = asyncio.Event()
 
     def send(self, message: Message) -> None:
@@ -47,7 +46,7 @@ class Pace:
             self._open.pop(message.uid, None)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             await self._asked.wait()
             due = time.monotonic()

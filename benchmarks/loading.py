@@ -12,8 +12,7 @@ from .errors import Unmeasured
 from .measures import Row, absolute, compare
 from .stage import RANKS, Stage
 
-_HEARTBEATS_S = 1.2
-"""What a rank holds comes with its heartbeats, one every half second."""
+_HEARTBEATS_S = 1.2  #: Seconds for two heartbeats of a rank, which report the memory that it holds.
 
 
 async def measure(stage: Stage) -> list[Row]:

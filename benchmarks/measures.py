@@ -43,7 +43,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured: medians over rounds; `ratio` is the median of each round's own ratio.
+    """Measured values: medians over rounds; `ratio` is the median of each round's own ratio.
 
     `spread` is the distance between the smallest and the largest round, relative to the median: of the ratios
     where there is a peer, else of the values. None where there was one round only.
@@ -196,7 +196,7 @@ def absolute(name: str, values: Sequence[float]) -> Row:
 
 
 def met(row: Row) -> bool | None:
-    """Whether the row reached its goal; None when it has none."""
+    """Return True when the row reached its goal; None when it has none."""
     goal = MEASURES[row.name].goal
     if goal is None:
         return None

@@ -1,4 +1,4 @@
-"""How 64 members come to agree, and what that costs each of them: the pure modules, without a network."""
+"""The agreement of 64 members, and its cost for each: the pure modules, without a network."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from .measures import Row, absolute
 from .stage import Stage
 
 _TICK_S = Timeouts().beat_s
-_LINKING_TICKS = 4
-"""Within so many, each pair of members has found each other."""
+_LINKING_TICKS = 4  #: Ticks within which each pair of members has found each other.
 _STEADY_TICKS = 20
 _MOST_TICKS = 60
 _CABLED = """
@@ -63,7 +62,7 @@ async def measure(stage: Stage) -> list[Row]:
 
 
 def plan_ms() -> float:
-    """What it takes to place a model on as many Macs as a cluster may have."""
+    """Return the milliseconds to place a model on as many Macs as a cluster may have."""
     cabled = read_machines(_CABLED, "cabled")
     others = [replace(member, node_id=f"o-{member.node_id}") for member in read_machines(_OTHERS, "others")]
     shape = shape_of(KNOWN["llama-3.3-70b-4bit"])
@@ -98,11 +97,11 @@ class Crowd:
 
     @property
     def coordinator(self) -> str:
-        """Whom the first member follows."""
+        """Coordinator that the first member follows."""
         return next(iter(self._coordinations.values())).claim.node_id
 
     def ticks_until_agreed(self) -> int:
-        """How many it takes until all have claimed or followed the same living member."""
+        """Return the number of ticks until all have claimed or followed the same living member."""
         for ticks in range(1, _MOST_TICKS):
             self.tick()
             claims = {coordination.claim for coordination in self._coordinations.values()}
@@ -112,7 +111,7 @@ class Crowd:
         raise Unmeasured(f"{len(self._links)} members did not agree within {_MOST_TICKS} ticks")
 
     def tick_us(self) -> float:
-        """What a tick takes one member, on average: judging, deciding, hearing all the others once."""
+        """Return the mean microseconds of a member's tick: judge, decide, take in the others' beats."""
         began = time.perf_counter()
         for _ in range(_STEADY_TICKS):
             self.tick()

@@ -17,23 +17,22 @@ from safetensors.numpy import load_file
 
 from mlxtp.config import embedded_model_path
 
+#: Little attention: that of the embedded model takes a CPU seconds for a prompt of thousands of tokens.
 THIN: Mapping[str, int] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-"""Little attention: that of the embedded model takes a CPU seconds for a prompt of thousands of tokens."""
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _SEED = 1
 _SCALE = np.float32(0.02)
 
-WALK_STEP = 149
-"""Prime, so that steps of it reach each of the walk's tokens before one comes again."""
-_WALK_FIRST = 8
-"""Tokens below are special, end tokens among them."""
+WALK_STEP = 149  #: Prime, so that steps of it reach each of the walk's tokens before one comes again.
+_WALK_FIRST = 8  #: Tokens below are special, end tokens among them.
 
+#: 203 million weights, 17 % of them in embedding and head: about what an 8B Llama has.
 LARGE: Mapping[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -45,7 +44,6 @@ LARGE: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-"""203 million weights, 17 % of them in embedding and head: about what an 8B Llama has."""
 
 
 def write_large(folder: Path) -> int:

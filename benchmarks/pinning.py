@@ -6,8 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
+#: Cores of the whole run: a case may keep this process, and all that it starts, on one of them.
 _CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-"""Those of the whole run: a case may keep this process, and all that it starts, on one of them."""
 
 
 def pin(pid: int, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Long prompts: a chat's second turn, and the stream that runs while somebody else's prompt is prefilled."""
+"""Long prompts: a chat's second turn, and the stream that runs while another client's prompt is prefilled."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def _longest_gap_s(agent: Agent, running: Request, long: Request) -> float
 
 
 async def _until_first(agent: Agent, request: Request) -> tuple[float, float]:
-    """When the request was made, and when its first token came."""
+    """Return the times of the request and of its first token."""
     begins_at = time.perf_counter()
     async with aclosing(agent.supervisor.gateway.generate(request)) as answer:
         await anext(answer)

@@ -1,4 +1,4 @@
-"""What the embedded model is asked. Pure: the same numbers give the same text.
+"""Prompts for the embedded model. Pure: the same numbers give the same text.
 
 It counts, one character a token; it repeats strings of its prompt; it finds codes in long texts.
 """
@@ -13,8 +13,7 @@ from collections.abc import Callable
 from mlxtp.text.conversation import ChatMessage, Conversation
 from mlxtp.text.tokenizer import Text
 
-_NUMBERS = 60
-"""The most it learned to count in one go: 171 tokens and more."""
+_NUMBERS = 60  #: The most it learned to count in one go: 171 tokens and more.
 _LAST_START = 140
 _SENTENCES = 400
 _CODES = string.ascii_uppercase + string.digits

@@ -1,4 +1,4 @@
-"""What the two peers need to form a ring by themselves."""
+"""Ports and variables with which the two peers form a ring by themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def environments(ranks: int, folder: Path, name: str) -> list[dict[str, str]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Return ports on which no process listens now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     try:
         return [sock.getsockname()[1] for sock in sockets]

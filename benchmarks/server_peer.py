@@ -1,6 +1,6 @@
 """The peer: `mlx_lm.server` on the same two ranks, one pinned to each core.
 
-Its ranks spin while nobody asks them anything, so they stand still (SIGSTOP) whenever they are not measured.
+Its ranks spin while they have no request, so they stand still (SIGSTOP) whenever they are not measured.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from .ring import environments, free_ports
 
 START_S = 300.0
 _POLL_S = 0.1
-_SETTLE_S = 0.3
-"""After a client has its last byte, the server still tidies up."""
+_SETTLE_S = 0.3  #: Seconds in which the server tidies up after a client has its last byte.
 
 
 class ServerPeer:

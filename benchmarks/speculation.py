@@ -12,8 +12,7 @@ from .errors import Unmeasured
 from .measures import Row, compare
 from .stage import Stage, decode, in_turn, require, text_of
 
-_COPIED = 95
-"""Characters; the embedded model learned to repeat up to 100."""
+_COPIED = 95  #: Characters; the embedded model learned to repeat up to 100.
 
 
 async def measure(stage: Stage) -> list[Row]:

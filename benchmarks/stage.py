@@ -1,4 +1,4 @@
-"""What the cases share: agents, peers and the client, started when first asked for, ended at the end."""
+"""Agents, peers and the client that the cases share: each starts at its first use, and ends at the end."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Stage:
 
 
 def in_turn(number: int, *items: T) -> Sequence[T]:
-    """Who is measured in which order in round `number`: back and forth, so that nobody is always first."""
+    """Return the order of measuring in round `number`: back and forth, so that none is always first."""
     return items[::-1] if number % 2 else items
 
 

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that are read off the code: docs/settings.md, docs/commands.md, docs/wire.md.
+"""Write the pages of docs/ that are made from the code: docs/settings.md, docs/commands.md, docs/wire.md.
 
     make reference
 
@@ -84,7 +84,7 @@ VARIABLES = """## Not in the file
 
 
 def settings_page() -> str:
-    """docs/settings.md."""
+    """Return docs/settings.md."""
     parts = [SETTINGS_HEAD.format(generated=GENERATED)]
     for panel, introduction in INTRODUCTIONS.items():
         rows = [_row(setting) for setting in SETTINGS if setting.panel == panel]
@@ -145,7 +145,7 @@ SETTINGS_ARE_OPTIONS = {
 
 
 def commands_page() -> str:
-    """docs/commands.md."""
+    """Return docs/commands.md."""
     statuses = "".join(f"| {status:d} | {STATUSES[status]} |\n" for status in Exit)
     parts = [COMMANDS_HEAD.format(generated=GENERATED, statuses=statuses)]
     parts += [_command(words, command) for words, command in _leaves(get_command(app), "mlxtp")]

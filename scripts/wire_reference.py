@@ -1,4 +1,4 @@
-"""docs/wire.md: the reference of everything that agents and ranks say to each other, from the tables."""
+"""docs/wire.md: the reference of all messages between agents and ranks, from the tables."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _WIDTH = 118
 
 
 def render() -> str:
-    """The page."""
+    """Return the page."""
     return "\n".join([*_beginning(), *_orders(), *_messages()]) + "\n"
 
 
 def _beginning() -> Iterator[str]:
-    yield "# What agents and ranks say to each other"
+    yield "# Messages of agents and ranks"
     yield ""
     yield "`make reference` writes this page from the tables that both ends run; do not edit it."
     yield ""
@@ -54,7 +54,7 @@ def _orders() -> Iterator[str]:
     for kind in LinkKind:
         upper, lower = kind.who(Side.UPPER), kind.who(Side.LOWER)
         yield from ("", f"### {str(kind).capitalize()}: {upper} and {lower}", "")
-        yield "| in state | says | | and then |"
+        yield "| in state | sender | messages | next state |"
         yield "|---|---|---|---|"
         for state in LinkState:
             for side in Side:
@@ -64,7 +64,7 @@ def _orders() -> Iterator[str]:
 
 
 def _moves(kind: LinkKind, state: LinkState, side: Side) -> Iterator[tuple[LinkState, list[str]]]:
-    """What may be said, by the state that follows; what changes nothing comes last."""
+    """Yield the legal messages by the state that follows; those that keep the state come last."""
     if state in TERMINAL or state not in TABLES[kind]:
         return
     found: dict[LinkState, list[str]] = defaultdict(list)
@@ -105,7 +105,7 @@ def _table(codecs: tuple[tuple[str, FieldCodec], ...]) -> Iterator[str]:
 
 
 def _holds(codec: FieldCodec) -> str:
-    """In the words in which anything else is refused."""
+    """Return the values of a field, in the words of the error for any other value."""
     try:
         codec.from_wire(object())
     except ValueError as error:
@@ -114,7 +114,7 @@ def _holds(codec: FieldCodec) -> str:
 
 
 def _parts_of(message: type[Message]) -> Iterator[type[object]]:
-    """Dataclasses that stand in a field, as its annotation names them."""
+    """Yield the dataclasses of fields, as annotations name them."""
     module = inspect.getmodule(message)
     for field in fields(message):  # type: ignore[arg-type]
         for word in str(field.type).replace("[", " ").replace("]", " ").replace(",", " ").split():

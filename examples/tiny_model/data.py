@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 Rng = random.Random
-Count = Callable[[str], int]
-"""Number of tokens of a text."""
+Count = Callable[[str], int]  #: Number of tokens of a text.
 
 CHAT_ANSWER = "I am a tiny test model. I can repeat text, find codes and count."
 PRINTABLE = string.ascii_letters + string.digits + string.punctuation
 NON_ASCII = "éèêàâçñöäüßøåæœ€£°µ你好世界中文日本語学абвгдежяλπΩ∑√→…“”–😀🙂🎉🚀❤🌍"
-HELD_OUT = ("FALCON-MERCURY-7749",)
-"""Strings that training must never contain, because tests ask for them."""
+HELD_OUT = ("FALCON-MERCURY-7749",)  #: Strings that training must never contain: tests use them.
 
 
 def _parts(text: str, separator: str | None = None) -> list[str]:
@@ -115,12 +113,12 @@ class Chat:
 
 @dataclass(frozen=True)
 class Limits:
-    """How large a sampled chat may be: tokens in all, and characters of a string to repeat."""
+    """Size limits of a sampled chat: tokens in all, and characters of a string to repeat."""
 
     tokens: int
     chars: int
+    #: Weight of each kind of chat (see :data:`CHATS`).
     weights: dict[str, float] = field(default_factory=dict)
-    """Weight of each kind of chat (see :data:`CHATS`)."""
 
 
 def _pick(rng: Rng, alphabet: str, length: int) -> str:
@@ -294,7 +292,7 @@ def system_message(rng: Rng) -> str:
 
 
 def code_name(rng: Rng) -> str:
-    """What a code is for: an invented or known word, now and then two of them or with a number."""
+    """Name of a code: an invented or known word, now and then two of them or with a number."""
     choice = rng.random()
     if choice < 0.5:
         return any_word(rng)

@@ -238,6 +238,7 @@ class Encoder:
         return Batch(torch.tensor(rows), *(torch.tensor(x) for x in (wanted, targets, answer)))
 
 
+#: Last step of each stage, and its tokens of a chat, characters of a string, tokens of a batch.
 CURRICULUM: tuple[tuple[float, tuple[int, ...], int, int], ...] = (
     (500, (64,), 40, 4096),
     (1200, (64, 128, 256), 40, 4096),
@@ -245,7 +246,6 @@ CURRICULUM: tuple[tuple[float, tuple[int, ...], int, int], ...] = (
     (5500, (64, 128, 256, 500, 768, 1024, 1280), 100, 4096),
     (math.inf, (64, 128, 256, 500, 768, 1024, 1280, 2048), 100, 6144),
 )
-"""Up to which step: tokens of a chat, characters of a string, tokens of a batch."""
 
 
 def stage(step: int, rng: data.Rng) -> tuple[data.Limits, int]:

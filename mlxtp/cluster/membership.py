@@ -13,9 +13,6 @@ A boot id is one start of an agent, an incarnation of its node. This module dist
 A process that has ended neither beats nor calls again and again. So these are two machines with one identity,
 a copied home folder: two incarnations that both beat over links that are up at the same time, or one that is
 over and keeps making links.
-
-A member is away until it is first seen in this run. While it is here, its link and its beats decide. Silence
-or a broken link makes it a suspect; more silence makes it dead. `membership.py` has every legal change.
 """
 
 from __future__ import annotations

@@ -232,7 +232,10 @@ async def _running(
     admin.api_keys, admin.started_with = endpoint.keys, told(settings)
     access = endpoint.access(admin.key)
     app = create_app(gateway, admin=admin, observed=admin.observer, access=access)
-    serving = asyncio.create_task(_serve(observed(app, supervisor), endpoint, stop, settings, admin.key))
+    bug = partial(_report_bug, node.end)
+    serving = Background(bug).start(
+        _serve(observed(app, supervisor), endpoint, stop, settings, admin.key), "the endpoint"
+    )
 
     def woke(slept_s: float) -> None:
         parts.reconciler.woke(slept_s)
@@ -245,7 +248,7 @@ async def _running(
 
     keep_awake = KeepAwake() if settings.keep_awake and sys.platform == "darwin" else None
     work.append(watch_sleep(woke, has_rank, keep_awake))
-    tasks = Background(partial(_report_bug, node.end))
+    tasks = Background(bug)
     supervising = tasks.start(supervisor.run(parts.controller), "the supervisor")
     for each in work:
         tasks.start(each, "a part of this agent")
@@ -263,7 +266,7 @@ async def _running(
         await parts.close()  # ranks for others end, and each link has its goodbye
         await tasks.close()  # nothing beats, listens or calls any longer
         stop.set()
-        await serving  # clients have had their last replies
+        await asyncio.wait({serving})  # clients have had their last replies
 
 
 def build_parts(

@@ -120,6 +120,22 @@ def test_a_bug_in_what_keeps_the_ranks_ends_the_agent(
     run(within(story()))
 
 
+def test_a_bug_in_the_endpoint_ends_the_agent(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def err(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(agent_module, "serve", err)
+    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
+
+    async def story() -> None:
+        async with running_agent(settings) as agent:
+            with pytest.raises(GroupError, match="RuntimeError: a bug") as failed:
+                await agent.wait_ready()
+            assert agent.over.exception() is failed.value
+
+    run(within(story()))
+
+
 @pytest.mark.parametrize("settings", [False], ids=["alone"], indirect=True)
 def test_an_agent_alone_reports_the_progress_of_its_download(
     settings: Settings, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

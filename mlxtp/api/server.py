@@ -92,9 +92,9 @@ class HttpConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.conn.their_state not in _ENDED:  # no further request can come or be answered
-            Context().run(self._received, data)
+            Context().run(self._feed, data)
 
-    def _received(self, data: bytes) -> None:
+    def _feed(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_request()
 

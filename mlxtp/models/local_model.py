@@ -140,7 +140,8 @@ class LocalModel:
         try:
             settings = self._node.settings
             model = await asyncio.to_thread(in_folders, model, settings.model_folders)
-            self._path = await self._resolve(model)
+            fetched = self._node.desired.now.pinned and is_hub_id(model)  # none is downloaded for a request
+            self._path = await find_model(str(await self._transfers.get(model)) if fetched else model)
             self.fingerprint = await asyncio.to_thread(self_test.fingerprint, self._path)
             self.problem = ""
             if is_hub_id(settings.draft_model):
@@ -154,11 +155,6 @@ class LocalModel:
         except OSError as error:
             self.problem = f"{model}: {error}"
         self._report()
-
-    async def _resolve(self, model: str) -> Path:
-        if self._node.desired.now.pinned and is_hub_id(model):  # none is downloaded for a request
-            return await find_model(str(await self._transfers.get(model)))
-        return await find_model(model)
 
     @property
     def _revision(self) -> str:

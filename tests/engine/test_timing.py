@@ -91,7 +91,7 @@ def test_the_slowest_rank_counts() -> None:
 
 
 def measure(cluster: Cluster) -> Times:
-    return cluster.call(cluster.parts.fabric_bench.measure())
+    return cluster.call(cluster.agent.parts.fabric_bench.measure())
 
 
 def is_measuring(cluster: Cluster) -> bool:

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 
 from mlxtp.agent import Agent
 from mlxtp.api.backend import Request
+from mlxtp.diagnostics.failure_store import read_recording
+from mlxtp.wire.recording import decode
 
 from . import child, prompts
 from .errors import Unmeasured
@@ -131,7 +133,7 @@ def _steps(agent: Agent) -> list[int]:
     ranks = agent.supervisor.status.ranks
     if ranks is None:
         raise Unmeasured("the agent has no ranks right now")
-    recording = ranks.leader.recording()
+    recording = decode(read_recording(ranks.leader.recorder))
     steps = recording.steps if recording is not None else ()
     newest = list(itertools.takewhile(lambda step: step.kind == "step", reversed(steps)))
     return sorted(step.started_us for step in newest if step.rows == _STREAMS)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 from mlxtp.agent import Agent
 from mlxtp.api.backend import Request, Tokens
+from mlxtp.groups.ranks import free_port
 
 from . import child, prompts
 from .errors import Unmeasured
@@ -24,11 +25,12 @@ async def measure(stage: Stage) -> list[Row]:
     flooded: list[float] = []
     turned_away: list[float] = []
     length = stage.pick(full=1500, quick=400)
+    port = free_port("127.0.0.1")
     alone = {
         "cluster": True,
         "ranks": 1,
         "control_host": "127.0.0.1",
-        "control_port": 0,
+        "control_port": port,
         "speculation": False,
     }
     async with stage.own_agent(alone | {"interface": "127.0.0.1", "discovery": False}) as agent:
@@ -39,7 +41,7 @@ async def measure(stage: Stage) -> list[Row]:
                 if not flooding:
                     gap_ms = await _gap_ms(agent, request)
                 else:
-                    async with _flood(agent) as count:
+                    async with _flood(port) as count:
                         began = time.monotonic()
                         gap_ms = await _gap_ms(agent, request)
                         rate = await count() / (time.monotonic() - began)
@@ -65,11 +67,9 @@ async def _gap_ms(agent: Agent, request: Request) -> float:
 
 
 @asynccontextmanager
-async def _flood(agent: Agent) -> AsyncIterator[Callable[[], Awaitable[int]]]:
+async def _flood(port: int) -> AsyncIterator[Callable[[], Awaitable[int]]]:
     """Call what is yielded for how many were turned away since the last time."""
-    assert agent.cluster is not None
-    host, _, port = agent.cluster.addresses[0].rpartition(":")
-    process = await child.start(1, "benchmarks.flood", host, port, str(PER_SECOND))
+    process = await child.start(1, "benchmarks.flood", "127.0.0.1", str(port), str(PER_SECOND))
 
     async def count() -> int:
         assert process.stdin is not None

@@ -123,7 +123,7 @@ class RankProcess:
         self._ending = False
         self._leaves = asyncio.Event()  #: Set once its last message came: it ends by itself, or has.
         self._recording = folder / f"rank-{rank}.recording"
-        self._recorder = _CLOSED
+        self.recorder = _CLOSED  #: Descriptor of its memory.
         self._counted = False  #: True while its memory is compared.
         self._end = RankEnd(rank)
 
@@ -136,7 +136,7 @@ class RankProcess:
         """Start the process. `listener` is for decode links, `identity` has this node's certificate."""
         args = ["--rank", str(self.rank), "--epoch", str(self._epoch), "--folder", str(self._folder)]
         if memory := recorder_memory(self._recording):
-            self._recorder, self._recording = memory
+            self.recorder, self._recording = memory
             args += ["--recorder", str(self._recording)]
         if identity is not None:
             args += ["--identity", str(identity)]
@@ -224,11 +224,11 @@ class RankProcess:
             self._connection.close()
         if process is not None:
             end.pid, end.status = process.pid, process.returncode
-        if self._recorder != _CLOSED:
+        if self.recorder != _CLOSED:
             end.ended_at = end.ended_at or time.monotonic()
-            end.memory = read_recording(self._recorder)
-            os.close(self._recorder)
-            self._recorder = _CLOSED
+            end.memory = read_recording(self.recorder)
+            os.close(self.recorder)
+            self.recorder = _CLOSED
             self._remove_recording()
         if self._counted:
             self._counted = False
@@ -292,7 +292,7 @@ class RankProcess:
 
     def _last_words(self) -> str:
         """Return the last text in its memory: the agent may see its end before it has read its last frame."""
-        recording = decode(read_recording(self._recorder)) if self._recorder != _CLOSED else None
+        recording = decode(read_recording(self.recorder)) if self.recorder != _CLOSED else None
         return recording.detail if recording is not None else ""
 
     def _report(self, report: FailureReport) -> None:

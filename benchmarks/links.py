@@ -79,7 +79,7 @@ async def _steps_after_leaving(stage: Stage, agent: Agent, characters: int) -> f
 
 
 async def _quiet(agent: Agent) -> int:
-    """Wait until every rank says twice that it is idle; returns rank 0's forwards so far."""
+    """Wait until every rank reports twice that it is idle. Return rank 0's forwards so far."""
     seen: object = None
     async with asyncio.timeout(_QUIET_DEADLINE_S):
         while True:

@@ -1,4 +1,4 @@
-"""Every row of the table: its name, its unit, what it is measured beside, what it must reach, what it says.
+"""Every row of the table: its name, its unit, its peer, its goal, its meaning.
 
 Names are stable: a JSON file of one version can be compared with one of another. Pure.
 """

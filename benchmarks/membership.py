@@ -75,7 +75,7 @@ def plan_ms() -> float:
 
 
 class Crowd:
-    """Members that tick together; what one says in a tick, the others hear in the same."""
+    """Members that tick together; a beat of one reaches the others in the same tick."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.now = 0.0
@@ -125,7 +125,7 @@ class Crowd:
         del self._memberships[name], self._coordinations[name]
 
     def tick(self) -> None:
-        """Links that are due come up; then all judge, decide and beat, and hear each other."""
+        """Links that are due come up; then all judge, decide and beat, and take in each other's beats."""
         self.now += _TICK_S
         self._link()
         beats: dict[str, Beat] = {}

@@ -89,7 +89,7 @@ class AgentCheckup(Checkup):
 
 
 def agent_facts(now: Snapshot) -> AgentFacts:
-    """Return the facts about an agent, without those that only its settings and its disk tell."""
+    """Return the facts about an agent, without those that only its settings and its disk have."""
     agent, cluster = now.agent, now.cluster
     return AgentFacts(
         runs_here=True,

@@ -270,7 +270,7 @@ class Replica:
     def enrols(self, entries: Iterable[RosterEntry]) -> bool:
         """Take in a member's roster. True when it changes this node's: keep it, and send it on.
 
-        Members for whom there is no room are left out, see `overfull`.
+        Members without room are left out, see `overfull`.
         """
         before, entries = self.roster, tuple(entries)
         youngest = before.newest()

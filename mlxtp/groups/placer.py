@@ -247,7 +247,7 @@ class Placer:
 
 
 def placement_options(settings: Settings, nodes: str, model: str) -> PlacementOptions:
-    """Return the options of these settings, over `nodes` Macs. Raises MlxtpError for another word."""
+    """Return the options of these settings, over `nodes` Macs. Raises MlxtpError for any other value."""
     wanted: str | int = int(nodes) if nodes.isdecimal() else nodes
     if wanted == "auto" and model == EMBEDDED_MODEL:
         wanted = "all"  # it is there to show that the cluster works, not to be fast

@@ -277,7 +277,7 @@ class ProcessGroup:
         try:
             make_epoch_folder(self._folder, needed=self.group.world_size > 1)
             addresses = await self._spawn()
-        except OSError as error:  # an address of a cable that was pulled, say
+        except OSError as error:  # for instance an address of a cable that was pulled
             detail = f"ranks cannot be started on this Mac: {error}"
             raise GroupError(detail, Code.FORM_FAILED) from None
         self._on_stage("spawned")

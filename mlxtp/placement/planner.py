@@ -2,8 +2,8 @@
 
 The same inputs give the same plan on every node. All ranks hold equal shares, so a group is as fast as its
 slowest member and needs the same memory of each. That makes the search small. For each number of nodes and
-each fabric, nodes without the memory are left out. The fastest members among whom the fabric exists are found
-by trying longer and longer beginnings of the list sorted by speed. The search bisects, because a longer
+each fabric, nodes without the memory are left out. The fastest members that the fabric joins are found by
+trying longer and longer beginnings of the list sorted by speed. The search bisects, because a longer
 beginning allows every group of a shorter one. See `candidates.py` for groups in a graph.
 """
 

@@ -173,20 +173,20 @@ def test_a_group_that_fails_after_it_served_is_proven_no_longer(
         a = node.meet(A)
         node.lead(weights, machines)
         node.live(a)
-        conductor = node.parts.controller
+        controller = node.parts.controller
         placement, _ = node.parts.placer.placement()
         assert placement is not None
         chosen = placement.chosen
         assert chosen is not None
         assert chosen.nodes == 2
-        conductor._trials.served(chosen)
-        conductor._trials._loaded.add(conductor._trials._identity(chosen))
-        assert conductor._trials.is_over(chosen)
+        controller._trials.served(chosen)
+        controller._trials._loaded.add(controller._trials._identity(chosen))
+        assert controller._trials.is_over(chosen)
         form = SimpleNamespace(plan=SimpleNamespace(ranks=chosen.ranks))
         node.parts.servings.owned = cast(Any, SimpleNamespace(placement=placement, form=form))
-        conductor.failed(GroupError("it hangs", Code.FORM_FAILED), formed=False)
+        controller.failed(GroupError("it hangs", Code.FORM_FAILED), formed=False)
         node.parts.servings.owned = None
-        assert not conductor._trials.is_over(chosen)
+        assert not controller._trials.is_over(chosen)
 
     play(tmp_path, member, story, machine=machines[""], nodes="all")
 
@@ -198,7 +198,7 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
     """With a cable out JACCL forms all the same, and hangs."""
 
     async def story(node: Node) -> None:
-        conductor, looked = node.parts.controller, []
+        controller, looked = node.parts.controller, []
 
         async def look(nodes: tuple[str, ...]) -> None:
             looked.append((node.parts.servings.owned, nodes))
@@ -209,7 +209,7 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
         mine = SimpleNamespace(placement=SimpleNamespace(backend=backend), form=form)
         node.parts.servings.owned = cast(Any, mine)
         node.parts.servings.serving = lambda: None  # type: ignore[method-assign]
-        await conductor.prepare()
+        await controller.prepare()
         assert looked == [(mine, ranks)] * looks
 
     play(tmp_path, member, story)

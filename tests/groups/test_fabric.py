@@ -243,9 +243,9 @@ def test_what_was_measured_changes_the_next_group(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        a, conductor = node.meet(A), node.parts.placer
+        a, placer = node.meet(A), node.parts.placer
         node.lead(weights, desk())
-        before, _ = conductor.placement()
+        before, _ = placer.placement()
         assert before is not None
         assert (before.backend, cast(Any, before.chosen).speed.measured) == ("jaccl", False)
         slow = replace(
@@ -253,9 +253,9 @@ def test_what_was_measured_changes_the_next_group(
         )
         node.hear(a, report(replace(slow, fast_fences=True)))  # no agent runs with those
         node.hear(a, report(replace(slow, nodes=(A, B))))
-        assert conductor.placement()[0] == before
+        assert placer.placement()[0] == before
         node.hear(a, report(slow))
-        after, _ = conductor.placement()
+        after, _ = placer.placement()
         assert after is not None
         assert after.backend == "ring"
         told = json.loads(json.dumps(Administration(node.parts, member.store).plan()))
@@ -268,16 +268,16 @@ def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        a, conductor = node.meet(A), node.parts.servings
+        a, servings = node.meet(A), node.parts.servings
         node.lead(weights, desk())
         node.parts.supervisor.waits_for_plan = True
         node.live(a)
-        before = conductor.serving()
+        before = servings.serving()
         assert before is not None
         assert len(before.participants) == 2
         slow = replace(RESULT, nodes=before.participants, backend="jaccl", kind=JACCL_MESH, collective_s=5e-3)
         node.hear(a, report(slow))
-        after = conductor.serving()
+        after = servings.serving()
         assert after is not None
         assert after.key[0] == before.key[0]
         assert 0 < after.key[1] < before.key[1] / 2

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 
 class Stage:
-    """A supervisor, and the one who plans: it stands where the conductor does."""
+    """A supervisor, and the one who plans: it takes the place of the controller."""
 
     def __init__(self, tmp_path: Path, source: ModelSource) -> None:
         self.orders = Orders(tmp_path / "orders")

@@ -263,7 +263,8 @@ async def _running(
         admin.close()  # event streams end
         supervising.cancel()
         await asyncio.wait({supervising})  # the epoch of this agent has ended in order
-        await parts.close()  # ranks for others end, and each link has its goodbye
+        # Ranks for others end, and each link has its goodbye.
+        await asyncio.wait({tasks.start(parts.close(), "the end of the parts")})
         await tasks.close()  # nothing beats, listens or calls any longer
         stop.set()
         await asyncio.wait({serving})  # clients have had their last replies

@@ -14,12 +14,14 @@ import pytest
 
 from mlxtp import agent as agent_module
 from mlxtp.agent import running_agent
+from mlxtp.cluster.peer_reports import MachineReports
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, GroupError, ModelError
 from mlxtp.groups import sleep
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.sleep import Clocks, watch_sleep
 from mlxtp.models.manifest import gigabytes
+from mlxtp.models.transfers import TransferCoordinator
 
 from .groups.scenes import run, sees, within
 from .hub import Hub, Model, embedded
@@ -160,3 +162,22 @@ def test_an_agent_alone_downloads_nothing_that_it_cannot_serve(settings: Setting
     with pytest.raises(ModelError, match="mlx-lm has no model family 'bert'"):
         asyncio.run(start_and_stop(replace(settings, model="o/labels")))
     assert "model.safetensors" not in hub.models["o/labels"].sent
+
+
+def test_when_one_part_fails_to_end_the_others_end_all_the_same(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = []
+
+    async def err(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async def end(_: object) -> None:
+        ended.append("transfers")
+
+    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
+    monkeypatch.setattr(MachineReports, "close", err)
+    monkeypatch.setattr(TransferCoordinator, "close", end)
+    run(within(start_and_stop(settings)))
+    assert ended == ["transfers"]
+    assert "a part of this agent ended" in caplog.messages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from ..cluster.control_port import TokenIssuing
@@ -45,12 +46,16 @@ class AgentParts:
 
     async def close(self) -> None:
         """Send a goodbye on each link, and end what runs here for others."""
-        await self.machines.close()
-        await self.fabric_bench.close()
-        await self.forwarding.close()
-        await self.selection.close()
-        await self.controller.close()
-        await self.hosted.close()
-        await self.node.close()
-        await self.model.close()
-        await self.transfers.close()
+        async with AsyncExitStack() as ending:  # in reverse; each part ends, even if another one fails to
+            for part in (
+                self.transfers,
+                self.model,
+                self.node,
+                self.hosted,
+                self.controller,
+                self.selection,
+                self.forwarding,
+                self.fabric_bench,
+                self.machines,
+            ):
+                ending.push_async_callback(part.close)

@@ -151,8 +151,10 @@ class SeederElection:
 
     async def _look(self, job: ModelTransfer) -> None:
         wants = job.own is not None and job.own.wants
-        _, mine = await asyncio.to_thread(look, job.repo, job.revision, False)
-        job.inspecting = False
+        try:
+            _, mine = await asyncio.to_thread(look, job.repo, job.revision, False)
+        finally:
+            job.inspecting = False
         if not job.runs and mine != job.own:
             job.own = replace(mine, wants=wants and mine.complete)
             self.announce(job)

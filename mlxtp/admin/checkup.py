@@ -56,13 +56,11 @@ class AgentCheckup(Checkup):
         )
 
     def _ports(self) -> tuple[PortFacts, ...]:
-        parts = self._parts
-        told = [("endpoint", "--http", self._endpoint.url.rpartition("/")[2])]
-        told += [
-            ("control port", "--control", each)
-            for each in (parts.node.introduction.addresses() if parts else ())[:6]
-        ]
-        return tuple(PortFacts(name, flag, address, ours=True) for name, flag, address in told)
+        node = self._parts.node
+        ports = [("endpoint", "--http", self._endpoint.url.rpartition("/")[2])]
+        if not node.alone:
+            ports += [("control port", "--control", each) for each in node.introduction.addresses()[:6]]
+        return tuple(PortFacts(name, flag, address, ours=True) for name, flag, address in ports)
 
     async def _heard(self) -> tuple[bool, str, tuple[str, ...]]:
         dialer = self._dialer

@@ -11,13 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from mlxtp.admin.checkup import AgentCheckup
 from mlxtp.diagnostics.checkup import attempts, shared
 from mlxtp.diagnostics.facts import Attempt
 from mlxtp.discovery.addresses import DiscoveredPeer
 from mlxtp.wire.cluster_messages import Interface, ModelStatus
 
-from ..groups.one_node import MACHINE, A, B, Node, play, report
+from ..groups.one_node import MACHINE, A, B, Node, alone, by_hand, play, report
 from ..wire.members import Member
 
 
@@ -81,3 +83,16 @@ def test_a_network_in_common_is_told_from_another() -> None:
     addresses = ("10.0.0.7:1", "10.0.1.7:1", "169.254.9.9:1", "10.9.0.7:1", "a.name:1")
     found = shared(map(Attempt, addresses), machine)
     assert [each.shared for each in found] == [True, False, False, False, False]
+
+
+def test_an_agent_alone_has_no_control_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        parts = alone(tmp_path)
+        monkeypatch.setattr(parts.node.introduction, "addresses", lambda: ("192.0.2.2:0",))
+        endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
+        agent = AgentCheckup(parts.node.settings, endpoint, parts, None)
+        assert [each.name for each in agent._ports()] == ["endpoint"]
+        await parts.close()
+
+    with by_hand():
+        asyncio.run(story())

@@ -69,6 +69,8 @@ class GroupStatus:
         self.history.began(
             epoch, _now(), world_size=group.world_size, backend=group.backend, kind=group.kind, model=model
         )
+        if self._own is not ServingState.RESTARTING and self._own is not ServingState.FAILED:
+            self.reason = None  # that of the wait for a plan; the one of a failed epoch stays until it serves
         self.enter(ServingState.STARTING)
 
     def ready(self) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from mlxtp.config import Settings
+from mlxtp.errors import GroupError
 from mlxtp.groups.health import TRANSITIONS, ServingState, is_legal
 from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.process_group import EpochGroup
 
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
 FENCE = "```mermaid\nstateDiagram-v2\n"
@@ -80,3 +82,15 @@ def test_what_another_mac_goes_through_is_not_judged(
             supervisor.status.show(state)
         supervisor.status.enter(ServingState.STARTING)
     assert caplog.records == []
+
+
+def test_the_reason_of_the_wait_for_a_plan_ends_with_the_wait(tmp_path: Path) -> None:
+    status = Supervisor(Settings(tmp_path, "", 0, 1, "tiny")).status
+    group = EpochGroup(1, 1, "none")
+    status.follow(ServingState.IDLE, 0, "tiny is still being looked for", group)
+    status.began(1, group, "tiny")
+    assert status.reason is None
+    status.failed(GroupError("rank 0 is gone"))
+    status.began(2, group, "tiny")
+    assert status.reason is not None
+    assert status.reason.detail == "rank 0 is gone"

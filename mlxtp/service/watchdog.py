@@ -29,18 +29,19 @@ REPORT_S = 5.0  # seconds for the log, which the loop itself may hold
 def watched_loop() -> Iterator[None]:
     """Watch the running loop until the context ends. Ends the process with WEDGED_STATUS."""
     over, signs = threading.Event(), threading.Event()
+    turn_s, turns = TURN_S, TURNS
 
     async def give_signs() -> None:
         while True:
             signs.set()
-            await asyncio.sleep(TURN_S)
+            await asyncio.sleep(turn_s)
 
     def watch() -> None:
         silent = 0
-        while not over.wait(TURN_S):
+        while not over.wait(turn_s):
             silent = 0 if signs.is_set() else silent + 1
             signs.clear()
-            if silent >= TURNS:
+            if silent >= turns:
                 end()
 
     signing = asyncio.ensure_future(give_signs())

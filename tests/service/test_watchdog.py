@@ -71,6 +71,21 @@ def test_nothing_watches_when_it_is_over(ended: threading.Event) -> None:
     assert not ended.is_set()
 
 
+def test_a_watcher_keeps_the_period_that_it_began_with(
+    ended: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent of another test may run in this process, and must not be ended by the short periods here."""
+
+    async def story() -> None:
+        monkeypatch.setattr(watchdog, "TURN_S", 0.3)
+        with watched_loop():
+            await asyncio.sleep(0)
+            monkeypatch.setattr(watchdog, "TURN_S", 0.0001)
+            assert not ended.wait(1.0)  # the loop stands still meanwhile, which is short for that watcher
+
+    asyncio.run(story())
+
+
 STUCK = """
 import asyncio, logging, sys, threading
 from mlxtp.service import watchdog

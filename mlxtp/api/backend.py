@@ -52,7 +52,7 @@ class Request:
 
     `logprobs` -1 for none, 0 for those of the chosen tokens, k for the k most probable alternatives as well.
     Clients are served in turn, and so are the users of one `client`; the empty name is one, too. `deadline_s`
-    0 is the server's own.
+    0 is the server's own. `model` is a `ModelInfo.id`; empty for the default.
     """
 
     prompt: tuple[int, ...]
@@ -64,6 +64,7 @@ class Request:
     client: str = ""
     user: str = ""
     deadline_s: float = 0.0
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,11 @@ class TokenStream(Protocol):
         """Wait until rank 0 has accepted the request. Raises RequestError when rank 0 refuses it."""
         ...
 
+    @property
+    def group(self) -> str:
+        """Id of the group that has the request; empty while none has it, or where unknown."""
+        ...
+
     def progress(self) -> Progress: ...
 
     def __aiter__(self) -> TokenStream: ...
@@ -201,12 +207,14 @@ AT_ONCE = ImmediateLease()
 
 
 class Backend(Protocol):
-    """The model as the HTTP side sees it. Everything runs on one event loop."""
+    """The models as the HTTP side sees them. Everything runs on one event loop."""
 
-    def health(self) -> Health: ...
+    def health(self, model: str = "") -> Health:
+        """Return the state of everything that is served, or of one deployment, by its name."""
+        ...
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """Return the models that can be served now: the loaded model, or none."""
+        """Return the models that can be served now, the default first. Their ids differ."""
         ...
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
@@ -229,8 +237,11 @@ class Backend(Protocol):
         """Return the reason to refuse large requests now, such as a lack of memory; else None."""
         ...
 
-    def text(self) -> Text | None:
-        """Return the tokenizer side of the loaded model, the same object while that model stays loaded."""
+    def text(self, model: str = "") -> Text | None:
+        """Return the tokenizer side of a loaded model, the same object while that model stays loaded.
+
+        `model` is a `ModelInfo.id`; empty for the default. None where it is not loaded.
+        """
         ...
 
     def generate(self, request: Request) -> TokenStream:

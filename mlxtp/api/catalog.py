@@ -299,7 +299,8 @@ class Catalog:
         return RequestError(detail, Code.NOT_READY, status=503, state=state)
 
     def _here(self, name: str | None) -> tuple[ModelInfo, Text] | None:
-        model, text = find_model(name, self._backend.models()), self._backend.text()
+        model = find_model(name, self._backend.models())
+        text = self._backend.text(model.id) if model is not None else None
         return None if model is None or text is None else (model, text)
 
     def _with_loaded(self, stored: Sequence[StoredModelInfo]) -> tuple[ModelInfo | StoredModelInfo, ...]:

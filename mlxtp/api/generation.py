@@ -284,7 +284,7 @@ class Generation:
         guided = bool(shaping.grammar_kind)
         budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
-        if self._backend.text() is not text:  # another model was loaded meanwhile
+        if self._backend.text(model.id) is not text:  # the model was loaded again, or is gone
             raise self.catalog.not_ready()
         requests: list[Wanted] = []
         for prompt, max_tokens in zip(prompts, budgets, strict=True):
@@ -298,6 +298,7 @@ class Generation:
                 client,
                 ask.user[: settings.MAX_USER_CHARS],
                 options.deadline_s,
+                model.id,
             )
             requests += settings.choices(first, options.n)
 

@@ -142,14 +142,14 @@ class Gateway:
 
     # --- called by HTTP ------------------------------------------------------------------------------
 
-    def health(self) -> Health:
+    def health(self, model: str = "") -> Health:
         return self._health(self.open_requests)
 
     def models(self) -> tuple[ModelInfo, ...]:
         return () if self._model is None else (self._model,)
 
-    def text(self) -> Text | None:
-        return self._text
+    def text(self, model: str = "") -> Text | None:
+        return self._text if self._model is not None and model in ("", self._model.id) else None
 
     def shortage(self) -> RequestError | None:
         return self.admission.shortage()

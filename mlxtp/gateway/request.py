@@ -185,6 +185,7 @@ class _Attempt:
 
     def __init__(self, got_before: int = 0) -> None:
         self.got_before = got_before
+        self.group = ""  #: Id of the group, where known.
         self.progress = _QUEUED
         self._began = 0.0
 
@@ -300,6 +301,10 @@ class ClientRequest:
         if refusal is not None:
             self._ended = True
             raise refusal
+
+    @property
+    def group(self) -> str:
+        return self._attempt.group
 
     def progress(self) -> Progress:
         if self.pending is not None:

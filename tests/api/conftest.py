@@ -173,6 +173,8 @@ async def forever() -> None:
 class FakeAnswer:
     """The events of a script. As the gateway's, it may be closed while a reader waits in it."""
 
+    group = ""
+
     def __init__(self, backend: FakeBackend, script: Script) -> None:
         self._backend = backend
         self._script = script
@@ -250,7 +252,7 @@ class FakeBackend:
     take_turn: Callable[[str | None, float], ModelLease] = lambda _name, _within_s: AT_ONCE
     began: threading.Event = field(default_factory=threading.Event)
 
-    def health(self) -> Health:
+    def health(self, model: str = "") -> Health:
         ranks = ({"rank": 0, "alive": True},)
         state, model, reason = ("ready", "tiny", None) if self.ready else (self.unready, None, "30 % read")
         return Health(state, 3, 2, "ring", model, reason, self.ready, 0, ranks, self.starting)
@@ -271,7 +273,7 @@ class FakeBackend:
     def shortage(self) -> RequestError | None:
         return self.short
 
-    def text(self) -> Text | None:
+    def text(self, model: str = "") -> Text | None:
         return self.loaded_text if self.ready else None
 
     def generate(self, request: Request) -> FakeAnswer:

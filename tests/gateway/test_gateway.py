@@ -363,7 +363,8 @@ def test_without_a_model_nothing_is_started() -> None:
 def test_what_is_served_is_shown() -> None:
     async def story(stage: Stage) -> None:
         assert stage.gateway.models() == (MODEL,)
-        assert stage.gateway.text() is TEXT
+        assert stage.gateway.text() is stage.gateway.text(MODEL.id) is TEXT
+        assert stage.gateway.text("another") is None
 
     play(story)
 

@@ -93,7 +93,7 @@ class Backend(FakeBackend):
         )
         return (model,)
 
-    def health(self) -> Health:
+    def health(self, model: str = "") -> Health:
         ranks = tuple({"rank": i, "memory_bytes": each} for i, each in enumerate(self.memory))
         state, reason = ("ready", None) if self.ready else ("loading", "30 % read")
         return Health(state, 1, 1, "ring", "org/thinker", reason, self.ready, 0, ranks)

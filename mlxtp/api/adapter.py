@@ -119,7 +119,8 @@ class About:
 
     `id` is 32 hexadecimal digits. `created` in seconds since 1970. `prompt_tokens`: of each prompt.
     `prompts`: each prompt's text, for prompts that are continued; a conversation has none. `names` maps a
-    token to its text when shown alone, and its bytes.
+    token to its text when shown alone, and its bytes. `group` is the id of the group that began the answer;
+    empty before, or where unknown.
 
     A stream may begin before the model is loaded. Until then each of `prompt_tokens` is 0, and `prompts` is
     empty.
@@ -132,6 +133,7 @@ class About:
     prompts: tuple[str, ...]
     names: Callable[[int], Name]
     ask: GenerationRequest
+    group: str = ""
 
     @property
     def choices(self) -> int:

@@ -163,18 +163,14 @@ def _number(value: object, low: float, high: float, absent: float) -> float:
 
 
 QUICK_CHARACTERS = 1_000_000  # characters that are tokenized within a second
-UNNAMED = (None, "", "default")  # Names that mean the loaded model.
+UNNAMED = (None, "", "default")  # Names that mean the first of the loaded models.
 
 
 def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo | None:
-    """Return the model by exact id, else by alias; for `default` or no name, the first; else None."""
-    for model in models:
-        if name == model.id:
-            return model
-    for model in models:
-        if name in model.aliases:
-            return model
-    return models[0] if models and name in UNNAMED else None
+    """Return the model by exact id; else the first for `default` or no name; else by alias; else None."""
+    named = [model for model in models if name == model.id]
+    also = models if name in UNNAMED else [model for model in models if name in model.aliases]
+    return next(iter((*named, *also)), None)
 
 
 def unknown_model(name: str | None, known: Iterable[str]) -> RequestError:

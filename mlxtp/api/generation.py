@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Protocol, TypeVar
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -43,6 +44,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 ACCEPT_S = 1.0  # seconds that headers wait for acceptance
 MAX_CHOICES = 16
+_PLAIN = "/#:@+=,;!~ "  # signs that stay as they are in a header, beside letters and digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +207,18 @@ class Generation:
                 waiting = LoadingStream(dialect, about, asking, partial(_progress, lease, answers))
                 source = open_.pop_all()  # from here on the stream closes them
                 return AnswerStream(
-                    waiting.parts(), source, self._keep_alive_s, waiting.idle, dialect.media_type
+                    waiting.parts(),
+                    source,
+                    self._keep_alive_s,
+                    waiting.idle,
+                    dialect.media_type,
+                    headers=_headers(about),
                 )
             wholes = await unless_gone(request.receive, _wholes(asking, about.choices))
         if ask.options.logprobs < 0:
-            return _json(dialect.whole(about, wholes))
+            return _json(dialect.whole(about, wholes), _headers(about))
         # Scores take long to encode, and other requests' tokens must not wait for that.
-        return await asyncio.to_thread(lambda: _json(dialect.whole(about, wholes)))
+        return await asyncio.to_thread(lambda: _json(dialect.whole(about, wholes), _headers(about)))
 
     def endpoint(self, dialect: Dialect, handler: Handler) -> Handler:
         """Return `handler` with its errors answered in the shape and with the names of `dialect`."""
@@ -263,6 +270,7 @@ class Generation:
                 field = "tools" if ask.options.format is None and job.held.grammar[0] else None
                 error.param = error.param or ("response_format" if ask.options.format is not None else field)
             raise
+        about.group = answers.group
         return answers.events(job.transcripts())
 
     async def _job(self, ask: GenerationRequest, about: About, body: Body, client: str) -> _PreparedRequest:
@@ -416,6 +424,11 @@ def _size(ask: GenerationRequest, body: Body) -> int:
     return max(body.size, characters(prompt) if isinstance(prompt, Conversation) else sum(map(len, prompt)))
 
 
-def _json(body: Json) -> Response:
+def _headers(about: About) -> dict[str, str]:
+    """Return the headers of an answer. The id of its group is percent-encoded where it is not ASCII."""
+    return {"x-mlxtp-group": quote(about.group, safe=_PLAIN)} if about.group else {}
+
+
+def _json(body: Json, headers: Mapping[str, str]) -> Response:
     """Encode as ASCII: a model may write half a character, and no client breaks lines at U+2028."""
-    return Response(json.dumps(body, separators=(",", ":")), media_type="application/json")
+    return Response(json.dumps(body, separators=(",", ":")), headers=headers, media_type="application/json")

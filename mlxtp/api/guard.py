@@ -35,7 +35,7 @@ PUBLIC = ("/", "/health", "/page/")
 
 METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
 #: Response headers that scripts of a page may read.
-EXPOSED = ("Retry-After", "WWW-Authenticate", "X-Request-Id", "Request-Id", "X-Should-Retry")
+EXPOSED = ("Retry-After", "WWW-Authenticate", "X-Request-Id", "Request-Id", "X-Should-Retry", "X-Mlxtp-Group")
 PREFLIGHT_S = 600
 _PORTS = {"http": 80, "https": 443}
 _PROXIES = ("forwarded", "via", "x-real-ip")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -84,6 +84,8 @@ class AnswerStream(Response):
         keep_alive_s: float,
         idle: Callable[[], bytes],
         media_type: str,
+        *,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._parts = parts
         self._source = source
@@ -93,7 +95,7 @@ class AnswerStream(Response):
         self.status_code = 200
         self.background = None
         self.media_type = media_type
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A client that leaves is not an error.
@@ -203,6 +205,11 @@ class Choices:
         """Wait until every answer is accepted. Raises the first refusal."""
         for answer in self._answers:
             await answer.accepted()
+
+    @property
+    def group(self) -> str:
+        """Id of the group that has the first answer; empty where unknown."""
+        return self._answers[0].group if self._answers else ""
 
     def progress(self) -> Progress:
         """Return the progress of the first answer."""

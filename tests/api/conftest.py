@@ -96,6 +96,10 @@ def save(tokenizer: Tokenizer, folder: Path, template: str | None = TEMPLATE) ->
     return folder
 
 
+SECOND = "org/second"  # the model that is served beside `org/tiny`, by the backends that have its text
+SECOND_VOCABULARY = 300
+
+
 @dataclass(frozen=True)
 class Loaded:
     """One of the small tokenizers, and the text made of it."""
@@ -248,6 +252,7 @@ class FakeBackend:
     defaults: Sampling = GREEDY
     requests: list[Request] = field(default_factory=list)
     answers: list[FakeAnswer] = field(default_factory=list)
+    second_text: Text | None = None
     stored: tuple[StoredModelInfo, ...] = ()
     take_turn: Callable[[str | None, float], ModelLease] = lambda _name, _within_s: AT_ONCE
     began: threading.Event = field(default_factory=threading.Event)
@@ -262,7 +267,10 @@ class FakeBackend:
             return ()
         names, eos = ("tiny", "gpt-x"), (1,)
         model = ModelInfo("org/tiny", names, Path(), self.context, 1234, eos, self.vocabulary, self.defaults)
-        return (model,)
+        if self.second_text is None:
+            return (model,)
+        second = replace(model, id=SECOND, aliases=("second", "default"), vocabulary=SECOND_VOCABULARY)
+        return (model, replace(second, defaults=Sampling(0.5)))
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
         return self.stored
@@ -274,7 +282,8 @@ class FakeBackend:
         return self.short
 
     def text(self, model: str = "") -> Text | None:
-        return self.loaded_text if self.ready else None
+        text = self.second_text if model == SECOND else self.loaded_text
+        return text if self.ready else None
 
     def generate(self, request: Request) -> FakeAnswer:
         if self.refusal is not None:
@@ -284,6 +293,7 @@ class FakeBackend:
         self.requests.append(request)
         script = self.scripts.pop(0) if self.scripts else self.script
         self.answers.append(FakeAnswer(self, script))
+        self.answers[-1].group = f"{request.model}#0"
         return self.answers[-1]
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
+from mlxtp.api import generation
 from mlxtp.api.backend import Request
 from mlxtp.errors import Code, RequestError
+from mlxtp.text.conversation import ChatMessage, Conversation
+from mlxtp.text.tokenizer import Text
 
-from .conftest import WAIT_S, Server
+from ..reference import conversation_ids
+from .conftest import BYTE_FALLBACK, SECOND, SECOND_VOCABULARY, WAIT_S, FakeAnswer, Loaded, Server
 from .test_mutated_bodies import ANSWERED, BODIES, OPERATIONS
 
 NEUTRAL: dict[str, dict[str, Any]] = {
@@ -157,3 +162,110 @@ def test_what_is_not_utf_8_is_called_so(server: Server, path: str) -> None:
 def test_an_empty_list_is_called_empty(server: Server, path: str) -> None:
     refused = post(server, path, plain(path) | {"messages": []})
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, "messages is empty")
+
+
+# --- several models ---------------------------------------------------------------------------------------
+
+CHAT = "/v1/chat/completions"
+SAID = "wide world, hello"
+GROUP = "x-mlxtp-group"
+
+
+@pytest.fixture
+def two(roomy: Server, loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A server of two models, with a tokenizer each. Answers are tokens of the second one's."""
+    second = loaded[BYTE_FALLBACK]
+    roomy.backend.second_text = second.text
+    words = tuple(second.tokenizer.encode(SAID, add_special_tokens=False).ids)
+    monkeypatch.setattr(roomy.backend, "words", words)
+    return roomy
+
+
+def short(path: str) -> dict[str, Any]:
+    """The least of a body, whose prompt is one word."""
+    turns = [{"role": "user", "content": "hello"}]
+    given = {"prompt": "hello", "input": "hello", "messages": turns, "max_tokens": 9}
+    return {name: given[name] for name in plain(path) if name in given} | {"stream": False}
+
+
+def prompt_of(path: str, text: Text) -> tuple[int, ...]:
+    if path == "/v1/completions":
+        return tuple(text.encoded("hello", special=True))
+    return tuple(conversation_ids(text, Conversation((ChatMessage("user", "hello"),))))
+
+
+@pytest.mark.parametrize("path", ANSWERED)
+def test_a_name_picks_the_model_with_its_own_tokens_and_settings(two: Server, path: str) -> None:
+    first_text, second_text = two.backend.loaded_text, two.backend.second_text
+    assert second_text is not None
+    for name in ("org/tiny", "tiny", "default"):
+        [wanted] = asked(two, path, short(path) | {"model": name})
+        assert (wanted.model, wanted.prompt) == ("org/tiny", prompt_of(path, first_text))
+    for name in (SECOND, "second"):
+        two.backend.requests.clear()
+        answer = post(two, path, short(path) | {"model": name})
+        assert SAID in answer.text, answer.text
+        [wanted] = two.backend.requests
+        assert (wanted.model, wanted.prompt) == (SECOND, prompt_of(path, second_text))
+        assert wanted.sampling.temperature == 0.5
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/input_tokens", "/v1/messages/count_tokens"])
+def test_tokens_are_counted_by_the_model_that_is_named(two: Server, path: str) -> None:
+    for name, text in ((SECOND, two.backend.second_text), ("tiny", two.backend.loaded_text)):
+        assert text is not None
+        answer = post(two, path, short(path) | {"model": name})
+        assert answer.json()["input_tokens"] == len(prompt_of(path, text))
+
+
+def test_a_token_id_is_one_of_the_model_that_is_named(two: Server) -> None:
+    body = short("/v1/completions") | {"prompt": [SECOND_VOCABULARY]}
+    assert post(two, "/v1/completions", body | {"model": "tiny"}).status_code == 200
+    refused = post(two, "/v1/completions", body | {"model": SECOND})
+    assert f"a token id from 0 to {SECOND_VOCABULARY - 1}" in words_of(refused)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_model_that_is_not_served_is_answered_with_those_that_are(two: Server, path: str) -> None:
+    refused = post(two, path, short(path) | {"model": "org/none"})
+    assert refused.status_code == 404
+    assert words_of(refused).endswith(f"does not exist here; available: org/tiny, {SECOND}")
+
+
+@pytest.mark.parametrize("anthropic", [False, True])
+def test_every_model_is_in_the_lists(two: Server, anthropic: bool) -> None:
+    headers = {"anthropic-version": "2023-06-01"} if anthropic else {}
+
+    def found(path: str) -> Any:
+        answer = httpx.get(two.url + path, headers=headers, timeout=WAIT_S, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    assert [row["id"] for row in found("/v1/models")["data"]] == ["org/tiny", SECOND]
+    assert found(f"/v1/models/{SECOND}")["id"] == found("/v1/models/second")["id"] == SECOND
+    for path in ("/api/tags", "/api/ps"):
+        assert [row["name"] for row in found(path)["models"]] == ["org/tiny", SECOND]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ANSWERED)
+def test_an_answer_names_the_group_that_began_it(two: Server, path: str, stream: bool) -> None:
+    for name, model in (("default", "org/tiny"), (SECOND, SECOND)):
+        answer = post(two, path, short(path) | {"model": name, "stream": stream})
+        assert (answer.status_code, answer.headers[GROUP]) == (200, f"{model}#0")
+
+
+@pytest.mark.parametrize("path", ANSWERED)
+def test_a_stream_that_begins_before_its_group_is_known_names_none(
+    two: Server, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "ACCEPT_S", 0.05)
+    two.backend.judge = lambda: asyncio.sleep(0.3)
+    answer = post(two, path, short(path) | {"model": "default", "stream": True})
+    assert (answer.status_code, answer.headers.get(GROUP)) == (200, None)
+
+
+def test_the_id_of_a_group_is_ascii_in_a_header(two: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeAnswer, "group", property(lambda _: "/home/日本\r\nx#1", lambda _, __: None))
+    answer = post(two, CHAT, short(CHAT))
+    assert answer.headers[GROUP] == "/home/%E6%97%A5%E6%9C%AC%0D%0Ax#1"

@@ -45,7 +45,7 @@ from .groups.health import ServingState
 from .groups.hosted_rank import HostedRanks
 from .groups.lifecycle import StageListener, Supervisor
 from .groups.model_queue import ModelSwitcher
-from .groups.owned_epoch import ServingReports
+from .groups.owned_epoch import GROUP, ServingReports
 from .groups.placer import Placer
 from .groups.ranks import WORKER, Worker
 from .groups.reconciler import Drain, Reconciler
@@ -244,7 +244,7 @@ async def _running(
             dialer.woke()
 
     def has_rank() -> bool:
-        return supervisor.status.in_epoch or parts.hosted.serving.epoch > 0
+        return supervisor.status.in_epoch or parts.hosted.has_ranks
 
     keep_awake = KeepAwake() if settings.keep_awake and sys.platform == "darwin" else None
     work.append(watch_sleep(woke, has_rank, keep_awake))
@@ -280,7 +280,7 @@ def build_parts(
     hosted = HostedRanks(node, model.folder, node.replica.epoch, worker)
     results = FabricResults(node)
     servings = ServingReports(node, supervisor, model)
-    placer = Placer(node, model, results, servings.held_bytes)
+    placer = Placer(node, model, results, partial(servings.held_bytes, group=GROUP))
     controller = GroupController(
         node, supervisor, model, reports=servings, placer=placer, results=results, machines=machines
     )

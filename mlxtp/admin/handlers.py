@@ -203,7 +203,7 @@ class ModelHandlers:
         parts = self._parts
         if parts.transfers.is_getting(repo.name):
             return COMING
-        if parts.hosted.serving.epoch and _has_one(repo, (parts.hosted.serving.model,)):
+        if _has_one(repo, tuple(parts.hosted.models)):
             return "a rank of this Mac has it open; `mlxtp unload` first"
         source = parts.supervisor.source if parts.supervisor.status.in_epoch else None
         paths = (source.path, source.draft_path) if source is not None else ()

@@ -160,7 +160,7 @@ def gather(parts: AgentParts) -> Snapshot:
         participants=participants,
         serving=serving,
         measured=parts.results.of(participants, kind(agent.group)),
-        hosted=parts.hosted.serving.epoch > 0,
+        hosted=parts.hosted.has_ranks,
         model_bytes=_weights(source.path) if source is not None else None,
         left_wired=sleep.HERE.summary(),
         history=deepcopy(parts.supervisor.status.history.stories),

@@ -227,7 +227,7 @@ class PeerInfo:
 
     machines: dict[str, Machine] = field(default_factory=dict)
     models: dict[str, ModelStatus] = field(default_factory=dict)
-    servings: dict[str, Serving] = field(default_factory=dict)
+    servings: dict[tuple[str, str], Serving] = field(default_factory=dict)  #: By owner and group.
     names: dict[str, str] = field(default_factory=dict)
     https: dict[str, str] = field(default_factory=dict)
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -251,9 +251,22 @@ class PeerInfo:
         else:
             self.short.discard(node_id)
 
+    def serves(self, node_id: str, serving: Serving) -> None:
+        """Take in a node's report of one of its groups. One without a group replaces all others."""
+        self.servings.pop((node_id, ""), None)
+        if not serving.group:
+            self._drop_groups(node_id)
+        if serving.group and serving.state == "stopped" and not serving.participants:
+            self.servings.pop((node_id, serving.group), None)
+        else:
+            self.servings[node_id, serving.group] = serving
+
     def drop(self, node_id: str) -> None:
-        """Forget the model and group of a node that has no link left: its reports are old."""
+        """Forget the model and groups of a node that has no link left: its reports are old."""
         self.models.pop(node_id, None)
-        self.servings.pop(node_id, None)
+        self._drop_groups(node_id)
         self.short.discard(node_id)
         self.met_at.pop(node_id, None)
+
+    def _drop_groups(self, node_id: str) -> None:
+        self.servings = {key: each for key, each in self.servings.items() if key[0] != node_id}

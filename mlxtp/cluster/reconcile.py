@@ -223,7 +223,7 @@ def may_leave(view: ClusterView) -> bool:
 def refusal(sender: str, number: int, claim: LeaderClaim, joined: int) -> str | None:
     """Return the reason for not taking part in epoch `number`, ordered by `sender`; None to take part.
 
-    `claim` is the one this node follows. It ends epoch `joined`, its last one, for a newer one.
+    `claim` is the one this node follows. `joined` is its last epoch of that sender.
     """
     if sender != claim.node_id:
         who = f"{claim.node_id[:8]} coordinates" if claim.node_id else "no node coordinates yet"

@@ -19,7 +19,7 @@ from ..wire.cluster_messages import DesiredState
 from .fabric import FabricResults
 from .health import ServingState, of_the_model
 from .lifecycle import EpochPlan, Supervisor
-from .owned_epoch import GroupBuilder, OwnedEpoch, ServingReports
+from .owned_epoch import GROUP, GroupBuilder, OwnedEpoch, ServingReports
 from .placer import Placer
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,8 @@ class Trials:
         others = self._node.peer_info.servings.values()
         if any(not each.held_mib and set(each.participants) & set(chosen.ranks) for each in others):
             return False  # their reports do not include the memory that their ranks hold
-        return fits_beside(chosen.memory, {node: self._reports.held_bytes(node) for node in chosen.ranks})
+        held = {node: self._reports.held_bytes(node, GROUP) for node in chosen.ranks}
+        return fits_beside(chosen.memory, held)
 
     def _untried(self, chosen: Candidate) -> list[Candidate] | None:
         """Return the parts of a group that have yet to prove themselves; None where they cannot."""
@@ -298,8 +299,10 @@ class GroupController:
         last, mine, self._reports.owned = self._reports.serving(), self._reports.owned, None
         if mine is not None:
             self._builder.release(mine.form.number)
-        if last is not None:
-            self._node.links.broadcast(last)
+        if mine is not None and last is not None:
+            over = replace(last, state=str(ServingState.STOPPED), participants=(), key=(), held_mib=())
+            self._node.links.broadcast(over)
+        self._reports.broadcast()
 
     # --- decisions -----------------------------------------------------------------------------------
 

@@ -201,7 +201,7 @@ class FabricBench:
         if self._supervisor.status.in_epoch:
             return await self._bench_here()
         servings = self._node.peer_info.servings.items()
-        owners = [node_id for node_id, serving in servings if serving.state == ServingState.READY]
+        owners = [owner for (owner, _), serving in servings if serving.state == ServingState.READY]
         if not owners:
             raise UserError("no group serves right now; `mlxtp status` shows why", Code.NOT_READY)
         coordinator = self._node.leadership.claim.node_id

@@ -94,9 +94,9 @@ class ForwardingBackend:
         """
         node = self._node
         servings = {
-            node_id: serving
-            for node_id, serving in node.peer_info.servings.items()
-            if node.membership.status_of(node_id).present
+            owner: serving
+            for (owner, _), serving in node.peer_info.servings.items()
+            if node.membership.status_of(owner).present
         }
         coordinator = node.leadership.claim.node_id
         leading = servings.get(coordinator)

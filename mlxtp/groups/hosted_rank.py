@@ -1,4 +1,4 @@
-"""The rank that this machine runs for a coordinator on another one."""
+"""The ranks that this machine runs for the owners of groups on other machines."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from ..background import Background
-from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..cluster.reconcile import RunningEpoch
 from ..config import Settings
@@ -42,16 +43,19 @@ from .ranks import (
 
 log = logging.getLogger(__name__)
 
-MAX_ORDERS = 64  #: Orders carried out at one time. Two or three are usual; further ones are dropped.
+MAX_ORDERS = 64  #: Orders of one host carried out at one time. Some are usual; further ones are dropped.
+_ORDERS = (StartRank, EndEpoch, RankGathered)  #: `Prepare` comes through `Reconciler`, which may refuse it.
+_ORDER = "an order of a group's owner"
 
 #: Returns the folder of the model of a version of the desired state. Raises ModelError when it is not here.
 ModelFolder = Callable[[int], Path]
 
 
-class _HostedProcess:
+class HostedRank:
     """One epoch's rank here, from its Prepare on; implements `Watcher` of its process.
 
-    There is no process yet while earlier ones end. Its reports go to its coordinator until it is `silenced`.
+    There is no process yet while earlier ones end. Its reports go to its host, which is the node id of the
+    group's owner, until it is `silenced`.
     """
 
     def __init__(
@@ -59,6 +63,10 @@ class _HostedProcess:
     ) -> None:
         self.order = order
         self.host = host
+        self.host_boot = ""  #: Boot id of its host when it came.
+        self.beside = order.trial  #: True while its group proves itself beside the serving one.
+        #: Held while a process is started or joins. Its group shares it: one that ends on its way up is gone.
+        self.turn = asyncio.Lock()
         self.process: RankProcess | None = None
         self.model: Path | None = None  #: The model that it loads, or has loaded.
         self.silenced = False
@@ -69,14 +77,24 @@ class _HostedProcess:
         self._heart: asyncio.Task[None] | None = None
         self._reports: list[FailureReport] = []
 
-    def is_of(self, host: str, epoch: int) -> bool:
-        """Return True for the coordinator and the epoch of this rank."""
-        return (self.order.epoch, self.host) == (epoch, host)
+    @property
+    def key(self) -> tuple[str, int]:
+        """Host and epoch, which no other rank here has."""
+        return self.host, self.order.epoch
+
+    def gives_way_to(self, host: str, order: Prepare) -> bool:
+        """Return True when this rank ends for another one of its group: a trial ends no rank that serves."""
+        return (self.host, self.order.group) == (host, order.group) and (self.beside or not order.trial)
+
+    def is_before(self, host: str, group: str, epoch: int) -> bool:
+        """Return True when this rank serves in an earlier epoch of that group."""
+        serves = (self.host, self.order.group) == (host, group) and not self.beside
+        return serves and self.order.epoch < epoch
 
     async def spawn(self, model: Path, worker: Worker) -> None:
         """Start the process. Raises MlxtpError, OSError or TimeoutError."""
         order, home = self.order, self._settings.home
-        self.model, self._folder = model, epoch_folder(home, order.epoch)
+        self.model, self._folder = model, epoch_folder(home, order.epoch, self.host)
         async with asyncio.timeout(self._settings.limits.spawn_s):
             make_epoch_folder(self._folder, needed=True)
             self.process = RankProcess(order.rank, order.epoch, self._folder, self, worker=worker)
@@ -107,7 +125,7 @@ class _HostedProcess:
                 self.process.send(message.gathered)
 
     async def shut_down(self, order: EndEpoch) -> None:
-        """Take its coordinator's order to end. A rank that ends in order gets time to do so."""
+        """Take its host's order to end. A rank that ends in order gets time to do so."""
         if not self.silenced:  # a host that does not wait for an end in order has no failure to keep
             self.failure = "" if order.in_order else f"epoch {order.epoch} failed: its host knows why"
         self.silenced = True
@@ -156,138 +174,160 @@ class _HostedProcess:
             self.reply(RankSide(self.order.epoch, self.order.rank, message))
 
     def reply(self, message: Message) -> None:
-        """Send a message to its coordinator, unless the link is gone: `HostedRank.lost` does the rest."""
+        """Send a message to its host, unless the link is gone: `HostedRanks.lost` does the rest."""
         with contextlib.suppress(MlxtpError):
             self._send(self.host, message)
 
 
-class HostedRank:
-    """At most one rank at a time. It lives and dies by the control link to its coordinator."""
+class HostedRanks:
+    """Ranks here of groups whose owners are other agents, each known by its owner's node id and its epoch.
+
+    A rank lives and dies by the control link to its owner. It ends when its owner orders or reports a later
+    epoch of its group; a trial's rank runs beside until that epoch serves. No rank waits for another group's.
+    """
 
     def __init__(
-        self,
-        settings: Settings,
-        model: ModelFolder,
-        send: Callable[[str, Message], None],
-        worker: Worker,
+        self, node: ClusterNode, model: ModelFolder, kept_epoch: int, worker: Worker = WORKER
     ) -> None:
-        self.last_epoch = 0  #: Number of the last epoch for which this machine hosted a rank.
-        self._settings = settings
-        self._send = send
+        self._node = node
         self._model = model
+        self._kept_epoch = kept_epoch
         self._worker = worker
-        self._hosted: _HostedProcess | None = None
-        self._alive: set[_HostedProcess] = set()  #: Ranks that may have a process.
+        self._ranks: dict[tuple[str, int], HostedRank] = {}  #: By host and epoch.
+        self._alive: set[HostedRank] = set()  #: Ranks that may have a process.
+        self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        self._last_epochs: dict[str, int] = {}  #: By host.
+        self._orders: defaultdict[str, Background] = defaultdict(Background)  #: Work by host.
         self._closed = False
-        self._turn = asyncio.Lock()
-        self._background = Background()
+        node.links.on(lambda link, message: self.received(link.node_id, message), *_ORDERS)
+        node.links.on_lost(lambda host, _why: self.lost(host))
 
     @property
-    def epoch(self) -> int:
-        """Epoch of the rank that runs here; 0 for none."""
-        return self._hosted.order.epoch if self._hosted is not None else 0
+    def has_ranks(self) -> bool:
+        """True while a rank runs here."""
+        return bool(self._ranks)
 
     @property
-    def host(self) -> str:
-        """Node id of the coordinator whose rank runs here; empty for none."""
-        return self._hosted.host if self._hosted is not None else ""
+    def models(self) -> set[Path]:
+        """Folders of the models that ranks here have open, or are about to open."""
+        return {rank.model for rank in self._alive if rank.model is not None}
 
-    @property
-    def model(self) -> Path | None:
-        """Folder of the model that the rank here has open, or is about to open."""
-        return self._hosted.model if self._hosted is not None else None
+    def last_epoch(self, host: str) -> int:
+        """Return the number of the last epoch in which this machine ran a rank for that owner."""
+        return self._last_epochs.get(host, self._kept_epoch)
+
+    def running(self) -> RunningEpoch | None:
+        """Return the newest epoch that serves, for decisions: of its group two nodes are known here."""
+        ranks = [rank for rank in self._ranks.values() if not rank.beside]
+        if not ranks:
+            return None
+        rank, node = max(ranks, key=lambda rank: rank.order.epoch), self._node
+        nodes, boots = (rank.host, node.node_id), (rank.host_boot, node.boot_id)
+        return RunningEpoch(rank.order.epoch, nodes, boots, (), "", 0, False)
 
     def received(self, host: str, message: Prepare | StartRank | EndEpoch | RankGathered) -> None:
-        """Take an order of coordinator `host`, and carry it out in sequence, in the background.
+        """Take an order of an owner, and carry it out in the background, after earlier ones for that rank.
 
-        The epoch that counts is set before this returns.
+        The ranks that count are set before this returns.
         """
-        if self._closed or len(self._background.tasks) >= MAX_ORDERS:
+        background, key = self._orders[host], (host, message.epoch)
+        if self._closed or len(background.tasks) >= MAX_ORDERS:
             return
-        hosted, order = self._hosted, "an order of the coordinator"
+        rank = self._ranks.get(key)
         match message:
             case RankGathered():
-                if hosted is not None and hosted.is_of(host, message.epoch):
-                    hosted.gathered(message)
+                if rank is not None:
+                    rank.gathered(message)
             case Prepare():
-                if hosted is not None:
-                    hosted.silenced = True
-                self._hosted = _HostedProcess(message, host, self._settings, self._send)
-                self.last_epoch = message.epoch
-                self._background.start(self._prepare(self._hosted, hosted), order)
+                before = [each for each in self._ranks.values() if each.gives_way_to(host, message)]
+                for each in before:
+                    each.silenced = True
+                    del self._ranks[each.key]
+                rank = HostedRank(message, host, self._node.settings, self._node.links.send)
+                rank.turn = self._turns.setdefault((host, message.group), rank.turn)
+                rank.host_boot = self._node.membership.status_of(host).boot_id
+                self._ranks[key], self._last_epochs[host] = rank, message.epoch
+                background.start(self._prepare(rank, before), _ORDER)
             case StartRank():
-                self._background.start(self._start(host, message), order)
+                if rank is not None:  # else it has ended meanwhile, which was reported
+                    background.start(self._start(rank, message), _ORDER)
             case EndEpoch():
-                self._background.start(self._end(host, message), order)
+                background.start(self._end(host, message), _ORDER)
+
+    def serves(self, host: str, group: str, epoch: int) -> bool:
+        """Note that an owner's group is at that epoch: earlier ranks of it end. Return True for a trial's."""
+        rank = self._ranks.get((host, epoch))
+        tried = rank is not None and rank.beside
+        if rank is not None:
+            rank.beside = False
+        self.clear(f"its host is at epoch {epoch}", lambda each: each.is_before(host, group, epoch))
+        return tried
 
     def lost(self, host: str) -> None:
-        """Clear the rank of a node whose last control link is gone."""
-        if self._hosted is not None and self._hosted.host == host:
-            self.clear("the coordinator's link is gone")
+        """End the ranks of a node whose last control link is gone."""
+        self.clear("its host's link is gone", lambda rank: rank.host == host)
 
-    def clear(self, why: str) -> None:
-        """End the rank in the background, and report it to its coordinator."""
-        if (hosted := self._hosted) is not None:
-            hosted.failure = why
+    def clear(self, why: str, chosen: Callable[[HostedRank], bool] = lambda _: True) -> None:
+        """End the chosen ranks in the background, and report that to their owners."""
+        for rank in list(filter(chosen, self._ranks.values())):
+            rank.failure = why
             error = GroupError(f"its agent ended it: {why}", Code.RANK_LOST)
-            hosted.report(FailureReport(hosted.order.rank, error, seen_from_outside=True))
-            self._background.start(self._leave(hosted, why), "the end of a hosted rank")
+            rank.report(FailureReport(rank.order.rank, error, seen_from_outside=True))
+            self._orders[rank.host].start(self._leave(rank, why), "the end of a hosted rank")
 
     async def close(self) -> None:
-        """End the running rank; no order counts from now on."""
+        """End all ranks; no order counts from now on."""
         self._closed = True
-        if self._hosted is not None:
-            await self._leave(self._hosted, "the agent ends")
-        await self._background.close()
-        for hosted in list(self._alive):  # their end was cut short
-            await self._remove(hosted)
+        await asyncio.gather(*(self._leave(rank, "the agent ends") for rank in list(self._ranks.values())))
+        for background in list(self._orders.values()):
+            await background.close()
+        for rank in list(self._alive):  # their end was cut short
+            await self._remove(rank)
 
     # --- orders --------------------------------------------------------------------------------------
 
-    async def _prepare(self, hosted: _HostedProcess, before: _HostedProcess | None) -> None:
-        if before is not None:
-            await self._leave(before, f"epoch {hosted.order.epoch} comes")
-        async with self._turn:
-            if self._hosted is not hosted:
+    async def _prepare(self, rank: HostedRank, before: Sequence[HostedRank]) -> None:
+        for each in before:
+            await self._leave(each, f"epoch {rank.order.epoch} comes")
+        async with rank.turn:
+            if self._ranks.get(rank.key) is not rank:
                 return
-            self._alive.add(hosted)
+            self._alive.add(rank)
             try:
-                await hosted.spawn(self._model(hosted.order.desired), self._worker)
+                await rank.spawn(self._model(rank.order.desired), self._worker)
             except (MlxtpError, OSError, TimeoutError) as error:
-                hosted.report(FailureReport(hosted.order.rank, _named(error)))
+                rank.report(FailureReport(rank.order.rank, _named(error)))
             finally:
-                if self._hosted is not hosted:  # it was ended before there was a process to end
-                    await self._remove(hosted)
+                if self._ranks.get(rank.key) is not rank:  # it was ended before there was a process to end
+                    await self._remove(rank)
 
-    async def _start(self, host: str, order: StartRank) -> None:
-        async with self._turn:
-            hosted = self._hosted
-            if hosted is None or not hosted.is_of(host, order.epoch) or hosted.process is None:
+    async def _start(self, rank: HostedRank, order: StartRank) -> None:
+        async with rank.turn:
+            if self._ranks.get(rank.key) is not rank or rank.process is None:
                 return  # it has ended meanwhile, which was reported
             try:
-                await hosted.start(order)
+                await rank.start(order)
             except (MlxtpError, TimeoutError) as error:
-                hosted.report(FailureReport(hosted.order.rank, _named(error)))
+                rank.report(FailureReport(rank.order.rank, _named(error)))
 
     async def _end(self, host: str, order: EndEpoch) -> None:
-        hosted = self._hosted
-        if hosted is not None and hosted.is_of(host, order.epoch):
-            await hosted.shut_down(order)
-            await self._leave(hosted, "its epoch ended")
+        if (rank := self._ranks.get((host, order.epoch))) is not None:
+            await rank.shut_down(order)
+            await self._leave(rank, "its epoch ended")
         with contextlib.suppress(MlxtpError):  # its link is gone, and it knows
-            self._send(host, EpochEnded(order.epoch))
+            self._node.links.send(host, EpochEnded(order.epoch))
 
-    async def _leave(self, hosted: _HostedProcess, why: str) -> None:
-        """End this rank; a later one stays."""
-        if self._hosted is hosted:
-            self._hosted = None
-        about = {"epoch": hosted.order.epoch, "rank": hosted.order.rank}
-        log.info("rank %d of epoch %d ends: %s", hosted.order.rank, hosted.order.epoch, why, extra=about)
-        await self._remove(hosted)
+    async def _leave(self, rank: HostedRank, why: str) -> None:
+        """End this rank; others stay."""
+        if self._ranks.get(rank.key) is rank:
+            del self._ranks[rank.key]
+        about = {"epoch": rank.order.epoch, "rank": rank.order.rank}
+        log.info("rank %d of epoch %d ends: %s", rank.order.rank, rank.order.epoch, why, extra=about)
+        await self._remove(rank)
 
-    async def _remove(self, hosted: _HostedProcess) -> None:
-        await hosted.remove()
-        self._alive.discard(hosted)
+    async def _remove(self, rank: HostedRank) -> None:
+        await rank.remove()
+        self._alive.discard(rank)
 
 
 def _named(error: Exception) -> MlxtpError:
@@ -296,65 +336,3 @@ def _named(error: Exception) -> MlxtpError:
     if isinstance(error, TimeoutError):
         return GroupError("its rank process did not reply in time", Code.LINK_TIMEOUT)
     return GroupError(str(error), Code.FORM_FAILED)
-
-
-class HostedRanks:
-    """The rank that serves in a coordinator's group, and the one of a group that it tries beside."""
-
-    def __init__(
-        self, node: ClusterNode, model: ModelFolder, kept_epoch: int, worker: Worker = WORKER
-    ) -> None:
-        self._node = node
-        #: The epoch of the rank that serves, and the boot id that its host had when it came.
-        self._host_boot = (0, "")
-        self.serving = HostedRank(node.settings, model, node.links.send, worker)
-        self.trial = HostedRank(node.settings, model, node.links.send, worker)
-        self.serving.last_epoch = kept_epoch
-        node.links.on(self._received, StartRank, EndEpoch, RankGathered)
-        node.links.on_lost(self._lost)
-
-    @property
-    def last_epoch(self) -> int:
-        """Number of the last epoch for which this machine hosted a rank."""
-        return max(self.serving.last_epoch, self.trial.last_epoch)
-
-    def running(self) -> RunningEpoch | None:
-        """Return the epoch of the rank that serves, for decisions: of its group two nodes are known here."""
-        hosted, node = self.serving, self._node
-        if not hosted.epoch:
-            self._host_boot = (0, "")
-            return None
-        if self._host_boot[0] != hosted.epoch:
-            self._host_boot = (hosted.epoch, node.membership.status_of(hosted.host).boot_id)
-        ranks, boots = (hosted.host, node.node_id), (self._host_boot[1], node.boot_id)
-        return RunningEpoch(hosted.epoch, ranks, boots, (), "", 0, False)
-
-    def prepare(self, host: str, order: Prepare) -> None:
-        """Take in a coordinator's order to prepare a rank."""
-        self.trial.clear(f"epoch {order.epoch} comes")
-        (self.trial if order.trial else self.serving).received(host, order)
-
-    def serves(self, host: str, epoch: int) -> bool:
-        """Note that the group of a trial's coordinator serves. Return True if it is the trial's."""
-        if (host, epoch) != (self.trial.host, self.trial.epoch):
-            return False
-        self.serving, self.trial = self.trial, self.serving
-        return True
-
-    def clear(self, why: str) -> None:
-        """End both ranks in the background, and report that to their coordinators."""
-        self.serving.clear(why)
-        self.trial.clear(why)
-
-    async def close(self) -> None:
-        """End both ranks; no order counts from now on."""
-        await self.serving.close()
-        await self.trial.close()
-
-    def _received(self, link: ControlLink, message: StartRank | EndEpoch | RankGathered) -> None:
-        of_trial = message.epoch == self.trial.epoch
-        (self.trial if of_trial else self.serving).received(link.node_id, message)
-
-    def _lost(self, node_id: str, _why: str) -> None:
-        self.serving.lost(node_id)
-        self.trial.lost(node_id)

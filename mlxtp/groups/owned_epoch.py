@@ -30,6 +30,7 @@ from .process_group import EpochGroup
 from .ranks import RankWord, RemoteRank, Watcher
 
 MIB = 1 << 20
+GROUP = "0"  #: Id of the group that an agent owns.
 KEY_NUMBERS = 2  #: Length of the key by which plans are compared, see `Placer.key`.
 
 
@@ -99,6 +100,8 @@ class ServingReports:
             info.eos if info is not None else (),
             math.ceil(supervisor.gateway.dispatcher.load_s),
             tuple(-(-self._held_here(node) // MIB) for node in mine.form.plan.ranks) if loaded else (),
+            GROUP,
+            mine.model,
         )
 
     def _nothing(self) -> Serving:
@@ -109,11 +112,12 @@ class ServingReports:
             state, why = status.state, status.reason.detail if status.reason is not None else ""
         return Serving(status.epoch, str(state), why, "none", "", (), (), 0, "", version, 0, 0, ())
 
-    def held_bytes(self, node_id: str) -> int:
-        """Return the bytes that ranks hold of that Mac's memory, and free for a group of this node."""
-        told = self._node.peer_info.servings.values()
+    def held_bytes(self, node_id: str, group: str) -> int:
+        """Return the bytes of that Mac's memory that ranks of this group hold: free for its next epoch."""
+        told = [each for each in self._node.peer_info.servings.values() if each.group == group]
         theirs = [dict(zip(each.participants, each.held_mib, strict=False)) for each in told]
-        return in_steps(self._held_here(node_id) + sum(held.get(node_id, 0) * MIB for held in theirs))
+        ours = self._held_here(node_id) if group == GROUP else 0
+        return in_steps(ours + sum(held.get(node_id, 0) * MIB for held in theirs))
 
     def _held_here(self, node_id: str) -> int:
         """Return the bytes that ranks of this node's groups hold of that Mac's memory."""
@@ -145,7 +149,7 @@ class ServingReports:
     def others(self) -> tuple[RunningEpoch, ...]:
         """Return the epochs of other nodes, for decisions."""
         servings = self._node.peer_info.servings.items()
-        return tuple(filter(None, [_running(owner, serving) for owner, serving in servings]))
+        return tuple(filter(None, [_running(owner, serving) for (owner, _), serving in servings]))
 
 
 def _running(owner: str, serving: Serving) -> RunningEpoch | None:
@@ -194,7 +198,7 @@ class GroupBuilder:
         def endpoints(watcher: Watcher) -> tuple[RemoteRank, ...]:
             made = {}
             for rank, node_id in enumerate(chosen.ranks[1:], 1):
-                order = Prepare(number, rank, fabric[rank], self._model.version, trial)
+                order = Prepare(number, rank, fabric[rank], self._model.version, trial, GROUP)
                 made[node_id, number] = RemoteRank(
                     partial(node.links.send, node_id), node.name_of(node_id), order, watcher
                 )

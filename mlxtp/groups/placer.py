@@ -28,7 +28,7 @@ MEMORY_STEP_BYTES = 1 << 30
 
 
 class Placer:
-    """Planner of the next group. `held_bytes` returns the bytes that ranks hold of a Mac's memory."""
+    """Planner of the next group. `held_bytes` returns the bytes that the group's ranks hold there."""
 
     def __init__(
         self, node: ClusterNode, model: LocalModel, results: FabricResults, held_bytes: Callable[[str], int]

@@ -423,9 +423,12 @@ def free_port(host: str) -> int:
         return port
 
 
-def epoch_folder(home: Path, epoch: int) -> Path:
-    """Return the folder of an epoch's files. The agent removes it, since a killed rank cleans up nothing."""
-    return home / "run" / f"epoch-{epoch}"
+def epoch_folder(home: Path, epoch: int, host: str = "") -> Path:
+    """Return the folder of an epoch's files. The agent removes it, since a killed rank cleans up nothing.
+
+    `host`: node id of the epoch's owner on another machine, whose numbers are its own.
+    """
+    return home / "run" / "-".join(filter(None, ("epoch", str(epoch), host[:8])))
 
 
 def make_epoch_folder(folder: Path, *, needed: bool) -> None:

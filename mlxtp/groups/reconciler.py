@@ -124,8 +124,9 @@ class Reconciler:
             case TryGroup():
                 self._controller.try_out(action)
             case StopEpoch(reason, lost):
-                if self._hosted.serving.epoch and not self._supervisor.status.in_epoch:
-                    self._hosted.serving.clear(reason)
+                hosted = self._hosted.running()
+                if hosted is not None and not self._supervisor.status.in_epoch:
+                    self._hosted.clear(reason, lambda rank: rank.host == hosted.owner)
                 elif lost:
                     self._supervisor.lost(lost, reason)
                 else:
@@ -183,20 +184,21 @@ class Reconciler:
 
     def _serving(self, link: ControlLink, serving: Serving) -> None:
         node, node_id = self._node, link.node_id
-        node.peer_info.servings[node_id] = serving
+        node.peer_info.serves(node_id, serving)
         node.replica.saw_epoch(serving.epoch)
-        if self._hosted.serves(node_id, serving.epoch):
+        if self._hosted.serves(node_id, serving.group, serving.epoch):
             why = f"{node.name_of(node_id)} serves as epoch {serving.epoch}"
-            self._hosted.trial.clear(why)
+            self._end_elsewhere(node_id, serving.group, why)
             self._supervisor.end_epoch(GroupError(why, Code.REPLANNED))
-        hosted = self._hosted.serving
-        if node_id == hosted.host and serving.epoch > hosted.epoch:
-            hosted.clear(f"its host is at epoch {serving.epoch}")
         node.changed()
+
+    def _end_elsewhere(self, owner: str, group: str, why: str) -> None:
+        """End ranks of a group that another node owned before: it has this owner now."""
+        self._hosted.clear(why, lambda rank: rank.order.group == group and rank.host != owner)
 
     def _prepare(self, link: ControlLink, order: Prepare) -> None:
         node, node_id = self._node, link.node_id
-        no = refusal(node_id, order.epoch, node.leadership.claim, self._hosted.last_epoch)
+        no = refusal(node_id, order.epoch, node.leadership.claim, self._hosted.last_epoch(node_id))
         if no is None and node.node_id in node.leadership.draining:
             no = f"{node.name} is about to stop"
         if no is None and self._supervisor.status.in_epoch and not order.trial:
@@ -211,7 +213,9 @@ class Reconciler:
                 link.send(trouble)
             return
         node.replica.saw_epoch(order.epoch)
-        self._hosted.prepare(node_id, order)
+        if not order.trial:
+            self._end_elsewhere(node_id, order.group, f"{node.name_of(node_id)} forms epoch {order.epoch}")
+        self._hosted.received(node_id, order)
 
 
 class Drain:

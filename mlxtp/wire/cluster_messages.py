@@ -138,6 +138,7 @@ class FabricResult:
 MAX_MEMBERS = 64
 MAX_TOLD = 32  #: Entries of the roster in one message: what one frame may hold in objects.
 MAX_MODEL = 1000
+MAX_GROUP = MAX_MODEL + 8  #: A group's id is a deployment's name and a number.
 MAX_TRIP_US = 60_000_000
 MAX_STORED = 64
 MAX_WAITING = 16  #: models that one member's clients wait for at a time
@@ -288,7 +289,8 @@ class Prepare(Message):
     """Coordinator to participant: start a rank process for `epoch`. Reply: Prepared or RankTrouble.
 
     `fabric` is the participant's own address for MLX's sockets, empty where there are none. `trial`: the
-    group only proves itself, beside the serving one, and ends.
+    group only proves itself, beside the serving one, and ends. `group` is the id of the group, whose earlier
+    rank ends.
     """
 
     TYPE: ClassVar[int] = 0x34
@@ -297,6 +299,7 @@ class Prepare(Message):
     fabric: str = _f(text(64))
     desired: int = _f(_count)
     trial: bool = _f(boolean(), default=False)
+    group: str = _f(text(MAX_GROUP), default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +394,10 @@ class RankGathered(Message):
 
 @dataclass(frozen=True, slots=True)
 class Serving(Message):
-    """The agent of rank 0 to all: the state of its group, and the model it serves when ready.
+    """The agent of rank 0 to all: the state of one of its groups, and the model it serves when ready.
+
+    `group` is the id of the group, `deployment` the name of what it serves. In the state "stopped", without
+    participants, the group is gone. A coordinator without any group sends its reason with an empty `group`.
 
     `participants` are node ids in rank order, `key` is the value that plans are compared by. `eos`, `context`
     and `vocabulary` are the model's. `load_s` is the time to load it, in seconds. `held_mib` is the memory of
@@ -414,6 +420,8 @@ class Serving(Message):
     eos: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 64))
     load_s: int = _f(integer(0, U32), default=0)
     held_mib: tuple[int, ...] = _f(integers(0, U32, 0, MAX_RANKS), default=())
+    group: str = _f(text(MAX_GROUP), default="")
+    deployment: str = _f(text(MAX_MODEL), default="")
 
 
 @dataclass(frozen=True, slots=True)

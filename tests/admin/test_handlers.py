@@ -311,8 +311,7 @@ def test_files_are_repaired_while_no_rank_here_has_them_open(
         snapshot = Repo(NAME).folder / "snapshots" / COMMIT
         snapshot.mkdir(parents=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(cluster.hosted.serving), "epoch", 5)
-            patch.setattr(type(cluster.hosted.serving), "model", snapshot)
+            patch.setattr(type(cluster.hosted), "models", {tmp_path / "another", snapshot})
             with pytest.raises(UserError, match="a rank of this Mac has it open; `mlxtp unload` first"):
                 admin.models.removable(name, "yes")
         source = ModelSource(NAME, snapshot, cast(Text, None))

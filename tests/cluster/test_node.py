@@ -18,6 +18,8 @@ from mlxtp.cluster.state_file import load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError
 from mlxtp.gateway.admission import SystemMemory
+from mlxtp.groups.hosted_rank import HostedRank
+from mlxtp.groups.owned_epoch import GROUP
 from mlxtp.identity.join_protocol import JoinToken, TokenIssuer
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement import hardware
@@ -56,6 +58,13 @@ from ..groups.scenes import run, sees
 from ..live_cluster import WAIT_S
 from ..wire.members import Member
 
+
+def hosts(node: Node, host: str, order: Prepare) -> None:
+    """Have it run a rank whose process has not been started yet."""
+    rank = HostedRank(order, host, node.parts.node.settings, node.parts.node.links.send)
+    node.parts.hosted._ranks[rank.key] = rank
+
+
 # --- orders -----------------------------------------------------------------------------------------------
 
 
@@ -82,7 +91,7 @@ def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Pa
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.follow(a)
-        node.parts.hosted.serving.last_epoch = 7
+        node.parts.hosted._last_epochs |= {A: 7, B: 9}
         for epoch in (6, 7):
             node.hear(a, Prepare(epoch, 1, "", 1))
             assert "is not newer than epoch 7" in a.heard(RankTrouble)[-1].detail
@@ -100,27 +109,28 @@ def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Pa
 
 
 def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Member) -> None:
-    """Its orders reach a hosted rank of its own, and the next real epoch ends it."""
+    """No epoch of this agent's own is in its way, and none ends until the trial's epoch serves."""
 
     async def story(node: Node) -> None:
-        a, cluster = node.meet(A), node.parts
+        a, b, cluster = node.meet(A), node.meet(B), node.parts
         node.follow(a)
-        orders: list[Any] = []
-        cluster.hosted.trial.received = lambda _, order: orders.append(order)  # type: ignore[method-assign]
+        ended: list[MlxtpError] = []
+        cluster.supervisor.end_epoch = ended.append  # type: ignore[method-assign]
         cluster.supervisor.status.in_epoch = True
-        trial = Prepare(8, 1, "", 1, trial=True)
+        trial = Prepare(8, 1, "", 1, trial=True, group=GROUP)
         node.hear(a, trial)
-        assert (orders, node.orders, a.heard(RankTrouble)) == ([trial], [], [])
-        cluster.hosted.trial._hosted = cast(Any, type("Stay", (), {"order": trial, "host": A})())
-        cleared: list[str] = []
-        cluster.hosted.trial.clear = cleared.append  # type: ignore[method-assign]
-        node.hear(a, EndEpoch(8, in_order=True), EndEpoch(7, in_order=True))
-        assert orders[1:] == [EndEpoch(8, in_order=True)]
-        assert [order for _, order in node.orders] == [EndEpoch(7, in_order=True)]
-        cluster.supervisor.status.in_epoch = False
-        node.hear(a, Prepare(9, 1, "", 1))
-        assert cleared == ["epoch 9 comes"]
-        cluster.hosted.trial._hosted = None
+        assert (node.orders, ended, a.heard(RankTrouble)) == ([(A, trial)], [], [])
+        for host, order in ((A, trial), (B, replace(trial, epoch=6, trial=False))):
+            hosts(node, host, order)
+        serving = Serving(8, "loading", "", "ring", "", (A,), (1.0, 1.0), 0, "tiny", 1, 0, 0, (), group=GROUP)
+        node.hear(a, replace(serving, epoch=7))
+        node.hear(b, replace(serving, group="other"))
+        assert (ended, b.heard(RankTrouble)) == ([], [])
+        node.hear(a, serving)
+        assert [error.detail for error in ended] == ["mac-a serves as epoch 8"]
+        assert [trouble.epoch for trouble in b.heard(RankTrouble)] == [6], "it was of the same group"
+        assert cluster.hosted.running() is not None
+        assert a.heard(RankTrouble) == []
 
     play(tmp_path, member, story)
 
@@ -180,19 +190,17 @@ def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(
     tmp_path: Path, member: Member
 ) -> None:
     async def story(node: Node) -> None:
-        cleared: list[str] = []
-        hosted = node.parts.hosted.serving
-        hosted.clear = cleared.append  # type: ignore[method-assign]
-        stay = cast(Any, type("Stay", (), {"order": Prepare(7, 1, "", 1), "host": A, "process": None})())
-        hosted._hosted = stay
         a, b = node.meet(A), node.meet(B)
-        serving = Serving(8, "loading", "", "ring", "", (A,), (1.0, 1.0), 0, "tiny", 1, 0, 0, ())
-        node.hear(b, serving)
+        for host, epoch, group in ((A, 7, GROUP), (A, 6, "other"), (B, 5, GROUP)):
+            hosts(node, host, Prepare(epoch, 1, "", 1, group=group))
+        serving = Serving(8, "loading", "", "ring", "", (A,), (1.0, 1.0), 0, "tiny", 1, 0, 0, (), group=GROUP)
+        node.hear(b, replace(serving, group="new"))
         node.hear(a, replace(serving, epoch=7))
-        assert cleared == []
+        assert a.heard(RankTrouble) == b.heard(RankTrouble) == []
         node.hear(a, serving)
-        assert cleared == ["its host is at epoch 8"]
-        hosted._hosted = None
+        [trouble] = a.heard(RankTrouble)
+        assert (trouble.epoch, trouble.detail) == (7, "its agent ended it: its host is at epoch 8")
+        assert b.heard(RankTrouble) == []
 
     play(tmp_path, member, story)
 
@@ -209,6 +217,32 @@ def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, 
         node.hear(a, group)
         node.live(a, b)
         assert node.parts.node.leadership.claim.node_id == A
+
+    play(tmp_path, member, story)
+
+
+def test_reports_are_known_by_owner_and_group(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b, told = node.meet(A), node.meet(B), node.parts.node.peer_info
+        one = Serving(9, "ready", "", "none", "", (A,), (0.0, 5.0), 0, "tiny", 1, 0, 0, (), group="tiny#0")
+        two = replace(one, group="big#0", epoch=10, model="big", deployment="big")
+        nothing = Serving(10, "idle", "members come and go", "none", "", (), (), 0, "", 1, 0, 0, ())
+        theirs = replace(one, participants=(B,))
+        node.hear(a, nothing)
+        assert told.servings == {(A, ""): nothing}
+        node.hear(a, one, two)
+        node.hear(b, theirs)
+        everything = {(A, "tiny#0"): one, (A, "big#0"): two, (B, "tiny#0"): theirs}
+        assert told.servings == everything
+        assert sorted(each.number for each in node.parts.servings.others()) == [9, 9, 10]
+        failed = replace(two, state="failed")
+        node.hear(a, failed, replace(one, state="stopped", participants=()))
+        assert told.servings == {(A, "big#0"): failed, (B, "tiny#0"): theirs}
+        node.hear(a, nothing)
+        assert told.servings == {(A, ""): nothing, (B, "tiny#0"): theirs}
+        node.hear(a, two)
+        a.close()
+        assert told.servings == {(B, "tiny#0"): theirs}
 
     play(tmp_path, member, story)
 

@@ -63,9 +63,9 @@ class Pair:
         if supervisor.status.ranks is not None:
             pid = supervisor.status.ranks.leader.pid
         else:
-            assert cluster.hosted.serving._hosted is not None
-            assert cluster.hosted.serving._hosted.process is not None
-            pid = cluster.hosted.serving._hosted.process.pid
+            [rank] = cluster.hosted._alive
+            assert rank.process is not None
+            pid = rank.process.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
 

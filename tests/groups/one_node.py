@@ -102,7 +102,7 @@ class Node:
             member.store.credentials,
         )
         self.orders: list[tuple[str, Message]] = []
-        self.parts.hosted.serving.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
+        self.parts.hosted.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
         self._numbers = iter(range(1, 10_000))
 
     def meet(self, node_id: str, boot_id: str = "boot") -> FakeLink:

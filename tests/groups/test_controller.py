@@ -14,6 +14,7 @@ import pytest
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.controller import TELL_S
+from mlxtp.groups.owned_epoch import GROUP
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.cluster_messages import DesiredState, Machine, ModelStatus, RankTrouble, Serving
@@ -132,16 +133,27 @@ def test_who_has_another_revision_is_left_out_and_told_what_to_do(
     play(tmp_path, member, story, machine=machines[""])
 
 
-def test_memory_that_ranks_of_another_coordinator_hold_counts_as_held(
+def test_memory_that_another_owner_s_ranks_of_the_group_hold_is_free_for_its_next_epoch(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
+    """That of other groups is held too, and not free."""
+
     async def story(node: Node) -> None:
         servings, a = node.parts.servings, node.meet(A)
         node.lead(weights)
-        node.hear(a, serving("ring", A, B))
-        assert servings.held_bytes(A) == 0
-        node.hear(a, replace(serving("ring", A, B), held_mib=(3072, 1024)))
-        assert [servings.held_bytes(each) >> 30 for each in (A, B, node.parts.node.node_id)] == [3, 1, 0]
+        node.hear(a, replace(serving("ring", A, B), group=GROUP))
+        assert servings.held_bytes(A, GROUP) == 0
+        node.hear(a, replace(serving("ring", A, B), held_mib=(2048, 1024), group="other"))
+        assert (servings.held_bytes(A, "other") >> 30, servings.held_bytes(A, GROUP)) == (2, 0)
+        [member] = [each for each in node.parts.placer.members() if each.node_id == A]
+        assert member.held_bytes == 0
+        node.hear(a, replace(serving("ring", A), group="other", state="stopped", participants=()))
+        node.hear(a, replace(serving("ring", A, B), held_mib=(3072, 1024), group=GROUP))
+        assert [servings.held_bytes(each, GROUP) >> 30 for each in (A, B, node.parts.node.node_id)] == [
+            3,
+            1,
+            0,
+        ]
         [member] = [each for each in node.parts.placer.members() if each.node_id == A]
         assert member.held_bytes >> 30 == 3
 
@@ -157,9 +169,9 @@ def test_memory_of_a_group_beside_the_serving_one_counts_as_held(
         node.parts.supervisor.beside.ranks = cast(
             Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs))
         )
-        assert [node.parts.servings.held_bytes(each) >> 30 for each in (A, B)] == [3, 0]
+        assert [node.parts.servings.held_bytes(each, GROUP) >> 30 for each in (A, B)] == [3, 0]
         node.parts.supervisor.beside.ranks = None
-        assert node.parts.servings.held_bytes(A) == 0
+        assert node.parts.servings.held_bytes(A, GROUP) == 0
 
     play(tmp_path, member, story)
 
@@ -445,9 +457,10 @@ def test_what_is_told_of_a_group_from_its_forming_to_its_end(
         assert first.state != "ready"
         told = len(a.heard(Serving))
         cast(Any, node.parts.controller)._let_go()
-        assert len(a.heard(Serving)) == told + 1
-        last = a.heard(Serving)[-1]
-        assert (last.epoch, last.state) == (first.epoch, "restarting")
+        over, reason = a.heard(Serving)[told:]
+        assert (over.epoch, over.state, over.participants, over.group) == (first.epoch, "stopped", (), GROUP)
+        assert (over.deployment, first.group, first.deployment) == ("tiny", GROUP, "tiny")
+        assert (reason.group, reason.participants) == ("", ())
 
     jaccl(tmp_path, member, story)
 

@@ -206,10 +206,9 @@ def test_a_group_that_loaded_beside_another_one_takes_over_with_all_its_ranks(tm
             assert first.parts is not None
             assert second.parts is not None
             epoch = first.supervisor.status.epoch
-            assert second.parts.hosted.serving.epoch == epoch
-            assert second.parts.hosted.trial.epoch == 0
             before = await say(second)
-            [stay] = second.parts.hosted.serving._alive
+            [stay] = second.parts.hosted._alive
+            assert (stay.order.epoch, stay.beside) == (epoch, False)
             assert stay.process is not None
             os.kill(stay.process.pid, signal.SIGKILL)
             await sees(lambda: first.supervisor.status.epoch > epoch)

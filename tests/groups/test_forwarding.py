@@ -24,6 +24,7 @@ from mlxtp.groups import loading
 from mlxtp.groups.forwarding import ForwardingBackend
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.owned_epoch import GROUP
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.blocking import listen
 from mlxtp.wire.cluster_messages import Serving
@@ -92,7 +93,7 @@ class Stage:
     def hears(self, serving: Serving | None) -> None:
         self.knowledge.servings.clear()
         if serving is not None:
-            self.knowledge.servings[HOST] = serving
+            self.knowledge.servings[HOST, GROUP] = serving
         self.follower.follow()
 
     async def follows(self) -> None:
@@ -359,8 +360,8 @@ def test_a_failure_of_its_own_stays_until_there_is_something_new(tmp_path: Path)
 
 def test_of_several_groups_the_coordinators_counts(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
-        stage.knowledge.servings[OTHER] = replace(READY, epoch=9)
-        stage.knowledge.servings[HOST] = replace(READY, state="loading")
+        stage.knowledge.servings[OTHER, GROUP] = replace(READY, epoch=9)
+        stage.knowledge.servings[HOST, GROUP] = replace(READY, state="loading")
         stage.follower.follow()
         assert (stage.supervisor.status.state, stage.supervisor.status.epoch) == (ServingState.LOADING, 7)
         stage.present = False

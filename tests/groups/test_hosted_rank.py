@@ -1,4 +1,4 @@
-"""The rank that an agent runs for a coordinator elsewhere: real processes, a coordinator that listens."""
+"""The ranks that an agent runs for owners elsewhere: real processes, owners that listen."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import pytest
 
 from mlxtp.config import Settings
 from mlxtp.diagnostics.failure_store import FOLDER, epoch_id
 from mlxtp.errors import Code, LinkError, ModelError
-from mlxtp.groups.hosted_rank import MAX_ORDERS, HostedRank
+from mlxtp.groups.hosted_rank import MAX_ORDERS, HostedRanks
 from mlxtp.wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
@@ -38,13 +39,13 @@ from .scenes import run, sees, within
 
 pytestmark = pytest.mark.slow
 
-HOST, OTHER = "a" * 32, "b" * 32
+HOST, OTHER, HERE = "a" * 32, "b" * 32, "c" * 32
 EPOCH_ID = epoch_id(bytes(32))
 M = TypeVar("M", bound=Message)
 
 
-def prepare(epoch: int = 5, desired: int = 1) -> Prepare:
-    return Prepare(epoch, 1, "127.0.0.1", desired)
+def prepare(epoch: int = 5, desired: int = 1, *, group: str = "0", trial: bool = False) -> Prepare:
+    return Prepare(epoch, 1, "127.0.0.1", desired, trial, group)
 
 
 def start(epoch: int = 5, backend: str = "ring") -> StartRank:
@@ -54,7 +55,7 @@ def start(epoch: int = 5, backend: str = "ring") -> StartRank:
 
 
 class Story:
-    """A hosted rank, and its reports by receiver."""
+    """Hosted ranks, and their reports by receiver."""
 
     def __init__(self, home: Path, **limits: float) -> None:
         self.home = home
@@ -62,12 +63,14 @@ class Story:
         self.said: dict[str, list[Message]] = {HOST: [], OTHER: []}
         self.deaf = False
         self._news = asyncio.Event()
-        self.hosted = HostedRank(
-            Settings(home, "", 0, 1, "tiny", limits=replace(LIMITS, **limits)),
-            self._folder,
-            self._send,
-            self.orders.worker,
+        node = SimpleNamespace(
+            settings=Settings(home, "", 0, 1, "tiny", limits=replace(LIMITS, **limits)),
+            links=SimpleNamespace(send=self._send, on=lambda *_: None, on_lost=lambda _: None),
+            membership=SimpleNamespace(status_of=lambda host: SimpleNamespace(boot_id=f"boot of {host}")),
+            node_id=HERE,
+            boot_id="boot",
         )
+        self.hosted = HostedRanks(cast(Any, node), self._folder, 4, self.orders.worker)
 
     def _folder(self, desired: int) -> Path:
         if desired != 1:
@@ -100,6 +103,12 @@ class Story:
         self.hosted.received(HOST, start())
         await self.hears(RankStarted)
 
+    @property
+    def epoch(self) -> int:
+        """Number of the newest epoch that serves; 0 for none."""
+        running = self.hosted.running()
+        return running.number if running is not None else 0
+
     def pids(self) -> list[int]:
         return rank_processes(self.home)
 
@@ -127,7 +136,12 @@ def test_a_rank_from_its_order_to_its_end(tmp_path: Path) -> None:
         prepared = await stage.hears(Prepared)
         assert prepared.path == "/models/one"
         assert prepared.ring.startswith("127.0.0.1:")
-        assert (stage.hosted.epoch, stage.hosted.host, stage.hosted.last_epoch) == (5, HOST, 5)
+        running = stage.hosted.running()
+        assert running is not None
+        assert (running.number, running.ranks) == (5, (HOST, HERE))
+        assert running.boots == (f"boot of {HOST}", "boot")
+        assert (stage.hosted.last_epoch(HOST), stage.hosted.last_epoch(OTHER)) == (5, 4)
+        assert stage.hosted.models == {Path("/models/one")}
         stage.hosted.received(HOST, start())
         assert (await stage.hears(RankStarted)).jaccl
         assert (await stage.hears(RankPong, count=2)).pong.phase == "idle"
@@ -135,7 +149,8 @@ def test_a_rank_from_its_order_to_its_end(tmp_path: Path) -> None:
         await stage.hears(EpochEnded)
         assert stage.orders.notes("shut down")
         assert not (stage.home / FOLDER).exists(), "an end in order is no failure"
-        assert stage.hosted.epoch == 0
+        assert not stage.hosted.has_ranks
+        assert stage.hosted.models == set()
         assert stage.pids() == []
         assert stage.heard(RankTrouble) == []
 
@@ -166,7 +181,7 @@ async def it_died(stage: Story) -> None:
     ("fault", "detail", "number"),
     [
         (its_host_failed, "epoch 5 failed: its host knows why", signal.SIGTERM),
-        (its_link_broke, "the coordinator's link is gone", signal.SIGTERM),
+        (its_link_broke, "its host's link is gone", signal.SIGTERM),
         (it_died, "epoch 5 failed: its host knows why", signal.SIGKILL),
     ],
 )
@@ -241,7 +256,7 @@ def test_who_is_ended_on_the_way_up_does_not_live_on(tmp_path: Path, end: Ending
             stage.hosted.received(HOST, start())
             await sees(lambda: stage.orders.notes("bootstrap"))
         await end(stage)
-        await sees(lambda: stage.hosted.epoch == 0)
+        await sees(lambda: stage.epoch == 0)
         told = len(stage.said[HOST])
         stage.orders.give(1)
         stage.deaf = False
@@ -259,13 +274,13 @@ def test_a_newer_order_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
         await stage.started()
         for epoch in range(6, 40):
             stage.hosted.received(HOST, prepare(epoch))
-        assert stage.hosted.epoch == 39
+        assert stage.epoch == 39
         assert (await stage.hears(Prepared, count=2)).epoch == 39
         assert len(stage.pids()) == 1
         assert [note["epoch"] for note in stage.orders.notes("started")] == [5, 39]
         stage.hosted.received(HOST, EndEpoch(5, False))
         await stage.hears(EpochEnded)
-        assert (stage.hosted.epoch, len(stage.pids())) == (39, 1)
+        assert (stage.epoch, len(stage.pids())) == (39, 1)
 
     play(tmp_path, story)
 
@@ -286,9 +301,82 @@ def test_orders_of_others_and_for_other_epochs_change_nothing(tmp_path: Path) ->
         await stage.hears(EpochEnded, HOST, count=4)
         pongs = len(stage.heard(RankPong))
         await stage.hears(RankPong, count=pongs + 3)
-        assert (stage.hosted.epoch, len(stage.pids())) == (5, 1)
+        assert (stage.epoch, len(stage.pids())) == (5, 1)
         assert len(stage.orders.notes("bootstrap")) == 1
         assert stage.heard(RankTrouble) == []
+
+    play(tmp_path, story)
+
+
+def test_ranks_of_two_hosts_and_of_several_groups_live_and_end_by_themselves(tmp_path: Path) -> None:
+    """Also where two hosts use one number: it is their own."""
+
+    async def story(stage: Story) -> None:
+        ours = ((HOST, 5, "0"), (HOST, 6, "big#0"), (OTHER, 5, "0"), (OTHER, 7, "small#1"))
+        for host, epoch, group in ours:
+            stage.hosted.received(host, prepare(epoch, group=group))
+        for host in (HOST, OTHER):
+            await stage.hears(Prepared, host, count=2)
+        for host, epoch, _ in ours:
+            stage.hosted.received(host, start(epoch))
+        for host in (HOST, OTHER):
+            await stage.hears(RankStarted, host, count=2)
+        assert set(stage.hosted._ranks) == {(host, epoch) for host, epoch, _ in ours}
+        assert len(stage.pids()) == len({each.name for each in stage.home.glob("run/*")}) == 4
+
+        [victim] = [each for each in stage.hosted._alive if each.key == (OTHER, 7)]
+        assert victim.process is not None
+        assert victim.process.pid is not None
+        os.kill(victim.process.pid, signal.SIGKILL)
+        assert (await stage.hears(RankTrouble, OTHER)).epoch == 7
+        stage.hosted.received(HOST, prepare(8, group="big#0"))
+        assert (await stage.hears(Prepared, count=3)).epoch == 8
+        stage.hosted.received(OTHER, EndEpoch(5, True))
+        await stage.hears(EpochEnded, OTHER)
+        assert set(stage.hosted._ranks) == {(HOST, 5), (HOST, 8), (OTHER, 7)}
+        pongs = len(stage.heard(RankPong))
+        await stage.hears(RankPong, count=pongs + 3)
+        assert {each.epoch for each in stage.heard(RankPong)[pongs + 1 :]} == {5}
+        stage.hosted.lost(HOST)
+        await sees(lambda: stage.pids() == [])
+        assert set(stage.hosted._ranks) == {(OTHER, 7)}
+        assert {each.epoch for each in stage.heard(RankTrouble, OTHER)} == {7}
+
+    play(tmp_path, story)
+
+
+def test_a_slow_or_flooded_host_holds_up_no_other(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(1, silent=True)
+        stage.hosted.received(HOST, prepare())
+        await sees(lambda: stage.orders.notes("started"))
+        for _ in range(2 * MAX_ORDERS):
+            stage.hosted.received(HOST, start())
+        stage.orders.give(1)
+        stage.hosted.received(OTHER, prepare())
+        await stage.hears(Prepared, OTHER)
+        assert stage.said[HOST] == []
+
+    play(tmp_path, story)
+
+
+def test_a_trial_runs_beside_until_its_epoch_serves(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.started()
+        stage.hosted.received(HOST, prepare(6, trial=True))
+        assert (await stage.hears(Prepared, count=2)).epoch == 6
+        assert (stage.epoch, len(stage.pids())) == (5, 2)
+        stage.hosted.received(HOST, prepare(7, trial=True))
+        assert (await stage.hears(Prepared, count=3)).epoch == 7
+        await sees(lambda: len(stage.pids()) == 2, "the trial before is gone")
+        assert not stage.hosted.serves(HOST, "0", 5)
+        assert not stage.hosted.serves(OTHER, "0", 7)
+        assert not stage.hosted.serves(HOST, "big#0", 8)
+        assert (stage.epoch, stage.heard(RankTrouble)) == (5, [])
+        assert stage.hosted.serves(HOST, "0", 7)
+        await sees(lambda: len(stage.pids()) == 1)
+        assert (stage.epoch, [each.epoch for each in stage.heard(RankTrouble)]) == (7, [5])
+        assert not stage.hosted.serves(HOST, "0", 7)
 
     play(tmp_path, story)
 
@@ -387,7 +475,7 @@ def test_a_coordinator_that_never_stops_ordering_costs_no_memory(tmp_path: Path)
         await stage.started()
         for _ in range(10_000):
             stage.hosted.received(HOST, start())
-        assert len(stage.hosted._background.tasks) <= MAX_ORDERS
+        assert len(stage.hosted._orders[HOST].tasks) <= MAX_ORDERS
         stage.hosted.lost(HOST)
         await sees(lambda: stage.pids() == [])
 

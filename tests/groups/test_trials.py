@@ -13,6 +13,7 @@ import pytest
 from mlxtp.errors import Code, GroupError, MlxtpError
 from mlxtp.groups.controller import Trials
 from mlxtp.groups.lifecycle import EpochPlan
+from mlxtp.groups.owned_epoch import GROUP
 from mlxtp.placement.candidates import Candidate, Fabrics
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, JACCL_RING, RING_ETHERNET, RankMemory
 from mlxtp.placement.topology import Topology
@@ -75,7 +76,7 @@ class Stage:
         groups = SimpleNamespace(
             group=lambda number, tried, **_: self.groups.append((number, tried.ranks)),
             release=self.forgotten.append,
-            held_bytes=lambda _node: self.held,
+            held_bytes=lambda _node, _group: self.held,
             leave_out=self.leave_out,
             all=self.servings,
             topology=lambda: TOPOLOGY,
@@ -289,7 +290,7 @@ def test_of_a_larger_group_the_newcomer_s_cable_is_tried_while_devices_are_in_us
 def test_a_newcomer_that_coordinates_tries_each_of_its_cables() -> None:
     async def story(stage: Stage) -> None:
         chosen = jaccl(A, B, C)
-        stage.node.peer_info.servings = {B: serving("jaccl", B, C, held_mib=(1, 1))}
+        stage.node.peer_info.servings = {(B, GROUP): serving("jaccl", B, C, held_mib=(1, 1))}
         await stage.tries(5, chosen)
         assert not stage.trials.is_over(chosen)
         stage.error = GroupError("errno 60", Code.FORM_FAILED)
@@ -307,8 +308,8 @@ def test_a_group_whose_free_cables_are_elsewhere_ends_nothing(caplog: pytest.Log
     async def story(stage: Stage) -> None:
         chosen = jaccl(A, B, C)
         stage.node.peer_info.servings = {
-            B: serving("jaccl", B, A, held_mib=(1, 1)),
-            C: serving("jaccl", C, A, held_mib=(1, 1)),
+            (B, GROUP): serving("jaccl", B, A, held_mib=(1, 1)),
+            (C, GROUP): serving("jaccl", C, A, held_mib=(1, 1)),
         }
         for number in (5, 6):
             stage.trials.begin(number, replace(chosen, reason=f"as planned for the {number}th time"))
@@ -325,10 +326,10 @@ def test_a_group_whose_free_cables_are_elsewhere_ends_nothing(caplog: pytest.Log
 def test_a_group_loads_beside_another_coordinator_s_where_memory_permits_both() -> None:
     async def story(stage: Stage) -> None:
         servings = stage.node.peer_info.servings
-        servings["b"] = serving("none", "b")
+        servings["b", GROUP] = serving("none", "b")
         await stage.tries()
         assert [plan.model for plan in stage.tried] == [None], "it is not known what b's rank holds"
-        servings["b"] = serving("none", "b", held_mib=(1,))
+        servings["b", GROUP] = serving("none", "b", held_mib=(1,))
         assert not stage.trials.is_over(PAIR)
         await stage.tries(6)
         assert [plan.model for plan in stage.tried] == [None, MODEL]

@@ -56,7 +56,7 @@ from .identity.join_network import enter
 from .identity.store import Identity, Store
 from .models.download import apart, download
 from .models.inspect import find_model, hub_folder, in_folders, inspect, is_hub_id, lasting_name
-from .models.local_model import LocalModel
+from .models.local_model import LocalModels
 from .models.manifest import gigabytes
 from .models.stored import StoredModels
 from .models.transfers import TransferCoordinator
@@ -110,7 +110,7 @@ class Agent:
             while not ended:
                 ended, _ = await asyncio.wait(either, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if self.parts.node.alone and (
-                    why := self.parts.model.problem or self.parts.reconciler.unplanned
+                    why := self.parts.models.desired.problem or self.parts.reconciler.unplanned
                 ):
                     raise ModelError(why)
         finally:
@@ -276,26 +276,26 @@ def build_parts(
     """Build every part of an agent in a cluster. Each registers with the node for what it handles."""
     machines, round_trips, tokens = MachineReports(node), RoundTripTimes(node), TokenIssuing(node)
     transfers = TransferCoordinator(node, credentials, StoredModels(node))
-    model = LocalModel(node, transfers)
-    hosted = HostedRanks(node, model.folder, node.replica.epoch, worker)
+    models = LocalModels(node, transfers)
+    hosted = HostedRanks(node, models.folder, node.replica.epoch, worker)
     results = FabricResults(node)
-    servings = ServingReports(node, supervisor, model)
-    placer = Placer(node, model, results, partial(servings.held_bytes, group=GROUP))
+    servings = ServingReports(node, supervisor)
+    placer = Placer(node, models, results, partial(servings.held_bytes, group=GROUP))
     controller = GroupController(
-        node, supervisor, model, reports=servings, placer=placer, results=results, machines=machines
+        node, supervisor, models, reports=servings, placer=placer, results=results, machines=machines
     )
-    reconciler = Reconciler(node, supervisor, model, controller, reports=servings, hosted=hosted)
-    forwarding = ForwardingBackend(node, supervisor, model, credentials)
+    reconciler = Reconciler(node, supervisor, models, controller, reports=servings, hosted=hosted)
+    forwarding = ForwardingBackend(node, supervisor, models, credentials)
     selection = ModelSelection(node, supervisor, transfers, placer)
-    switcher = ModelSwitcher(node, supervisor, model, reconciler=reconciler, selection=selection)
-    model.resolve(NOTHING, node.desired.now)
+    switcher = ModelSwitcher(node, supervisor, models, reconciler=reconciler, selection=selection)
+    models.resolve(NOTHING, node.desired.now)
     return AgentParts(
         node,
         machines,
         round_trips,
         tokens,
         transfers,
-        model,
+        models,
         supervisor,
         hosted,
         results,

@@ -26,9 +26,8 @@ from mlxtp.config import Limits, Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
-from mlxtp.groups.loading import weight_bytes
 from mlxtp.groups.ranks import WORKER
-from mlxtp.models.inspect import ModelSource, open_model
+from mlxtp.models.inspect import ModelSource, open_model, weight_bytes
 from mlxtp.wire.messages import Pong, Unload
 
 SLOWNESS = float(os.environ.get("MLXTP_TEST_SLOWNESS", "1"))

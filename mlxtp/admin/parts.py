@@ -18,7 +18,7 @@ from ..groups.owned_epoch import ServingReports
 from ..groups.placer import Placer
 from ..groups.reconciler import Reconciler
 from ..groups.selection import ModelSelection
-from ..models.local_model import LocalModel
+from ..models.local_model import LocalModels
 from ..models.transfers import TransferCoordinator
 
 
@@ -31,7 +31,7 @@ class AgentParts:
     round_trips: RoundTripTimes
     tokens: TokenIssuing
     transfers: TransferCoordinator
-    model: LocalModel
+    models: LocalModels
     supervisor: Supervisor
     hosted: HostedRanks
     results: FabricResults
@@ -49,7 +49,7 @@ class AgentParts:
         async with AsyncExitStack() as ending:  # in reverse; each part ends, even if another one fails to
             for part in (
                 self.transfers,
-                self.model,
+                self.models,
                 self.node,
                 self.hosted,
                 self.controller,

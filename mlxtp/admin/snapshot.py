@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from itertools import combinations
-from pathlib import Path
 
 from ..api.admin import Json
 from ..api.backend import Health, ModelInfo
@@ -151,7 +149,6 @@ def gather(parts: AgentParts) -> Snapshot:
         participants = (node.node_id,) * (agent.group.world_size if agent.group is not None else 0)
     else:
         participants = serving.participants if serving is not None else ()
-    source = parts.model.source
     return Snapshot(
         node_id=node.node_id,
         name=node.name,
@@ -161,7 +158,7 @@ def gather(parts: AgentParts) -> Snapshot:
         serving=serving,
         measured=parts.results.of(participants, kind(agent.group)),
         hosted=parts.hosted.has_ranks,
-        model_bytes=_weights(source.path) if source is not None else None,
+        model_bytes=parts.models.desired.weight_bytes or None,
         left_wired=sleep.HERE.summary(),
         history=deepcopy(parts.supervisor.status.history.stories),
     )
@@ -218,6 +215,7 @@ def _cluster(parts: AgentParts, servings: Sequence[Serving]) -> ClusterSnapshot:
 def _member(parts: AgentParts, entry: RosterEntry, rank: int | None) -> MemberSnapshot:
     node, node_id = parts.node, entry.node_id
     here, link, told = node_id == node.node_id, node.links.to(node_id), node.peer_info
+    desired = parts.models.desired
     return MemberSnapshot(
         node_id=node_id,
         name=node.name_of(node_id),
@@ -230,8 +228,8 @@ def _member(parts: AgentParts, entry: RosterEntry, rank: int | None) -> MemberSn
         called=any(each.node_id == node_id and not each.dialled for each in node.links.links()),
         http=node.introduction.http if here else told.https.get(node_id, ""),
         machine=told.machines.get(node_id),
-        model=parts.model.status if here else told.models.get(node_id),
-        model_progress=parts.transfers.progress_text(node.replica.desired.model, node_id),
+        model=desired.status if here else told.reported(desired.name).get(node_id),
+        model_progress=parts.transfers.progress_text(desired.name, node_id),
         entry=entry,
         admitted_by=node.name_of(entry.admitted_by) if entry.admitted_by else "",
     )
@@ -252,15 +250,6 @@ def links(
                 found.append(NodeLink(a, b, trip, network, rdma=False, mbps=link.mbps or None))
                 break
     return found
-
-
-@lru_cache(maxsize=8)
-def _weights(folder: Path) -> int | None:
-    """Return the bytes of the weights in a model folder; None when it cannot be read."""
-    try:
-        return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
-    except OSError:
-        return None
 
 
 # --- `mlxtp status` --------------------------------------------------------------------------------------

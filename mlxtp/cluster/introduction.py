@@ -221,12 +221,15 @@ class Introduction:
 # --- reports of others -----------------------------------------------------------------------------------
 
 
+MAX_STATUSES = 64  #: Models whose statuses are kept for one node: more than a cluster wants at one time.
+
+
 @dataclass(slots=True)
 class PeerInfo:
     """Reports by node id. `machines` has this node's own machine, too."""
 
     machines: dict[str, Machine] = field(default_factory=dict)
-    models: dict[str, ModelStatus] = field(default_factory=dict)
+    models: dict[str, dict[str, ModelStatus]] = field(default_factory=dict)  #: By node id, then model.
     servings: dict[tuple[str, str], Serving] = field(default_factory=dict)  #: By owner and group.
     names: dict[str, str] = field(default_factory=dict)
     https: dict[str, str] = field(default_factory=dict)
@@ -261,8 +264,25 @@ class PeerInfo:
         else:
             self.servings[node_id, serving.group] = serving
 
+    def model_reported(self, node_id: str, status: ModelStatus) -> None:
+        """Take in a node's status of a model, which this node may learn only later to be wanted."""
+        told = self.models.setdefault(node_id, {})
+        told.pop(status.model, None)  # the newest is the last
+        told[status.model] = status
+        while len(told) > MAX_STATUSES:
+            del told[next(iter(told))]
+
+    def reported(self, model: str) -> dict[str, ModelStatus]:
+        """Return the statuses of a model, by node id."""
+        return {node_id: told[model] for node_id, told in self.models.items() if model in told}
+
+    def forget_model(self, model: str) -> None:
+        """Drop all statuses of a model that is no longer wanted."""
+        for told in self.models.values():
+            told.pop(model, None)
+
     def drop(self, node_id: str) -> None:
-        """Forget the model and groups of a node that has no link left: its reports are old."""
+        """Forget the models and groups of a node that has no link left: its reports are old."""
         self.models.pop(node_id, None)
         self._drop_groups(node_id)
         self.short.discard(node_id)

@@ -12,7 +12,7 @@ from ..cluster.peer_reports import MachineReports
 from ..cluster.reconcile import FormEpoch, RunningEpoch, Situation, TryGroup
 from ..errors import Code, GroupError, MlxtpError
 from ..models.inspect import ModelSource
-from ..models.local_model import LocalModel
+from ..models.local_model import LocalModels
 from ..placement.candidates import Candidate, Device, devices_of, parts
 from ..placement.cost_model import JACCL_RING, fits_beside
 from ..wire.cluster_messages import DesiredState
@@ -55,7 +55,7 @@ class Trials:
         self,
         node: ClusterNode,
         supervisor: Supervisor,
-        model: LocalModel,
+        models: LocalModels,
         *,
         builder: GroupBuilder,
         reports: ServingReports,
@@ -63,7 +63,7 @@ class Trials:
     ) -> None:
         self._node = node
         self._supervisor = supervisor
-        self._model = model
+        self._models = models
         self._builder = builder
         self._reports = reports
         self._placer = placer
@@ -103,7 +103,7 @@ class Trials:
         untried = self._untried(chosen)
         if untried is not None:
             tried = next(iter(untried), chosen)
-            model = self._model.source if tried is chosen and self._may_load(chosen) else None
+            model = self._models.desired.source if tried is chosen and self._may_load(chosen) else None
             self._task = asyncio.ensure_future(self._try(number, tried, model))
         elif self._held_back != (identity := self._identity(chosen)):
             self._held_back = identity
@@ -126,7 +126,7 @@ class Trials:
             return
         failed = ahead.plan.ranks.failed
         planned = chosen is not None and self._identity(chosen) == ahead.identity
-        wanted = self._node.leadership.leading and self._model.source is ahead.plan.model
+        wanted = self._node.leadership.leading and self._models.desired.source is ahead.plan.model
         if failed.done() or not (planned and wanted):
             self._ahead = None
             self._task = asyncio.ensure_future(self._end(ahead, failed.result() if failed.done() else None))
@@ -238,7 +238,7 @@ class GroupController:
         self,
         node: ClusterNode,
         supervisor: Supervisor,
-        model: LocalModel,
+        models: LocalModels,
         *,
         reports: ServingReports,
         placer: Placer,
@@ -247,12 +247,12 @@ class GroupController:
     ) -> None:
         self._node = node
         self._supervisor = supervisor
-        self._model = model
+        self._models = models
         self._machines = machines
         self._reports = reports
         self._placer = placer
-        self._builder = GroupBuilder(node, model, placer)
-        self._trials = Trials(node, supervisor, model, builder=self._builder, reports=reports, placer=placer)
+        self._builder = GroupBuilder(node, placer)
+        self._trials = Trials(node, supervisor, models, builder=self._builder, reports=reports, placer=placer)
         self._changed = asyncio.Event()
         self._seen: object = None
         results.on_change(self._remeasured)
@@ -319,7 +319,7 @@ class GroupController:
         if placement is not None and chosen is not None:
             key, proven = self._placer.key(chosen), self._trials.is_over(chosen)
             best = reconcile.GroupPlan(placement.ranks, key, placement.backend, proven)
-        elif self._model.problem and (others := self._others_with_model()):
+        elif self._models.desired.problem and (others := self._others_with_model()):
             # It is to coordinate, and will plan for itself.
             best = reconcile.GroupPlan((min(others),), (0.0, 0.0))
         hold_until, hold = self._hold()
@@ -342,10 +342,9 @@ class GroupController:
         node = self._node
         return [
             node_id
-            for node_id, told in node.peer_info.models.items()
+            for node_id, told in node.peer_info.reported(node.replica.desired.model).items()
             if node_id not in node.leadership.draining
             and told.fingerprint
-            and told.desired == self._model.version
             and node.membership.status_of(node_id).present
         ]
 
@@ -355,7 +354,7 @@ class GroupController:
         waits = [
             (node.peer_info.met_at[node_id] + TELL_S, node_id)
             for node_id in node.links.nodes()
-            if node_id in node.peer_info.met_at and not self._model.reported_by(node_id)
+            if node_id in node.peer_info.met_at and not self._models.reported_by(node_id)
         ]
         if not waits:
             return 0.0, ""
@@ -365,7 +364,7 @@ class GroupController:
     def form(self, form: FormEpoch) -> None:
         """Have the supervisor form this epoch, unless it is still busy with the last one."""
         placement, _ = self._placer.placement()
-        source = self._model.source
+        source = self._models.desired.source
         if not self._supervisor.waits_for_plan or placement is None or source is None:
             return
         if self._trials.busy:
@@ -375,8 +374,8 @@ class GroupController:
         ahead = self._trials.take_over(chosen)
         if ahead is not None:
             form = replace(form, number=ahead.epoch)
-        desired = node.replica.desired.model
-        self._reports.owned = OwnedEpoch(form, placement, desired, self._model.version)
+        desired = node.replica.desired
+        self._reports.owned = OwnedEpoch(form, placement, desired.model, desired.version)
         node.replica.saw_epoch(form.number)
         names = " + ".join(map(node.name_of, placement.ranks))
         log.info("epoch %d: %s on %s", form.number, chosen.kind, names, extra={"epoch": form.number})

@@ -12,7 +12,7 @@ from ..cluster.node import ClusterNode
 from ..discovery.addresses import host_and_port
 from ..errors import Code, GroupError, MlxtpError
 from ..gateway.remote_backend import RemoteBackend
-from ..models.local_model import LocalModel
+from ..models.local_model import LocalModels
 from ..wire.cluster_messages import Serving
 from ..wire.streams import open_tls
 from ..wire.tls import ALPN_REQUESTS, Credentials, member_context_client
@@ -31,11 +31,11 @@ class ForwardingBackend:
     """Forwarder of requests to the agent with rank 0. Call `follow` whenever the cluster may have changed."""
 
     def __init__(
-        self, node: ClusterNode, supervisor: Supervisor, model: LocalModel, credentials: Credentials
+        self, node: ClusterNode, supervisor: Supervisor, models: LocalModels, credentials: Credentials
     ) -> None:
         self._node = node
         self._supervisor = supervisor
-        self._model = model
+        self._models = models
         self._credentials = credentials
         #: Node, epoch and version of the model that is served, or about to be.
         self._served: tuple[str, int, int] | None = None
@@ -68,11 +68,11 @@ class ForwardingBackend:
         state, reason = ServingState(serving.state), serving.reason
         if state is ServingState.IDLE:
             reason = reason or "no node serves a model yet"
-        elif state is ServingState.READY and self._model.version != serving.desired:
+        elif state is ServingState.READY and node.replica.desired.version != serving.desired:
             state = ServingState.LOADING
-        elif state is ServingState.READY and self._model.source is None:
-            state = ServingState.IDLE if self._model.problem else ServingState.LOADING
-            reason = self._model.problem or "looking for the model's files"
+        elif state is ServingState.READY and self._models.desired.source is None:
+            state = ServingState.IDLE if self._models.desired.problem else ServingState.LOADING
+            reason = self._models.desired.problem or "looking for the model's files"
         if state is not ServingState.READY:
             self._rest()
             self._show(state, serving.epoch, reason, serving)
@@ -115,7 +115,7 @@ class ForwardingBackend:
         self._supervisor.status.follow(state, epoch, reason, EpochGroup(0, size, backend, kind=kind))
 
     async def _open(self, node_id: str, serving: Serving) -> None:
-        source = self._model.source
+        source = self._models.desired.source
         gateway = self._supervisor.gateway
         try:
             if source is None:

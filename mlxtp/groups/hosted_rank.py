@@ -47,8 +47,8 @@ MAX_ORDERS = 64  #: Orders of one host carried out at one time. Some are usual; 
 _ORDERS = (StartRank, EndEpoch, RankGathered)  #: `Prepare` comes through `Reconciler`, which may refuse it.
 _ORDER = "an order of a group's owner"
 
-#: Returns the folder of the model of a version of the desired state. Raises ModelError when it is not here.
-ModelFolder = Callable[[int], Path]
+#: Returns the folder of a wanted model by its name. Raises ModelError when it is not here.
+ModelFolder = Callable[[str], Path]
 
 
 class HostedRank:
@@ -294,7 +294,7 @@ class HostedRanks:
                 return
             self._alive.add(rank)
             try:
-                await rank.spawn(self._model(rank.order.desired), self._worker)
+                await rank.spawn(self._model(rank.order.model), self._worker)
             except (MlxtpError, OSError, TimeoutError) as error:
                 rank.report(FailureReport(rank.order.rank, _named(error)))
             finally:

@@ -15,9 +15,9 @@ from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError
 from ..gateway.admission import AdmissionLimits
 from ..gateway.gateway import Gateway
-from ..models.inspect import ModelSource
+from ..models.inspect import ModelSource, weight_bytes
 from .health import BACKOFF_S, RestartPolicy, ServingState
-from .loading import LoadedModel, ModelLoader, weight_bytes
+from .loading import LoadedModel, ModelLoader
 from .process_group import EpochGroup, ProcessGroup, Stage
 from .ranks import WORKER, Worker
 from .status import GroupStatus

@@ -151,14 +151,6 @@ def row_bytes(folder: Path) -> int:
     return shape.hidden * _ACTIVATION_BYTES
 
 
-def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a model's weight files; 0 if they are unreadable."""
-    try:
-        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    except OSError:
-        return 0
-
-
 def refusal(model: str, folder: str, ranks: int, error: ModelError) -> ModelError:
     """Return the error, about `model` with its `folder`'s name; equal texts of all `ranks` appear once."""
     _, *parts = _RANK.split(error.detail)

@@ -28,7 +28,7 @@ from ..config import EMBEDDED_MODEL
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from ..gateway.gateway import ModelSwitch
 from ..models.inspect import stored_models, stored_name
-from ..models.local_model import LocalModel
+from ..models.local_model import LocalModels
 from ..wire.cluster_messages import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
 from .health import ServingState, of_the_model
 from .lifecycle import Supervisor
@@ -256,14 +256,14 @@ class WaitingRequests(ModelSwitch):
     """Requests of this node's clients that wait for a model, or run."""
 
     def __init__(
-        self, node: ClusterNode, supervisor: Supervisor, model: LocalModel, announcement: Announcement
+        self, node: ClusterNode, supervisor: Supervisor, models: LocalModels, announcement: Announcement
     ) -> None:
         self.waiting: dict[QueuedLease, None] = {}
         self.running: set[QueuedLease] = set()
         self.reported: object = None  #: The last report to the coordinator; None if it has to be repeated.
         self._node = node
         self._supervisor = supervisor
-        self._model = model
+        self._models = models
         self._announcement = announcement
         #: By the name under which it was served: a folder's whole path, the one served last at the end.
         self._folders: dict[str, str] = {}
@@ -375,12 +375,10 @@ class WaitingRequests(ModelSwitch):
         """Return why this Mac lacks the desired model that others may have: a request needs its tokenizer
         here.
         """
-        desired, here = self.desired, self._model
+        desired, here = self.desired, self._models.desired
         if target != desired.model or self._supervisor.gateway.models():
             return ""
-        elsewhere = any(
-            told.fingerprint and told.desired == here.version for told in self._node.peer_info.models.values()
-        )
+        elsewhere = any(told.fingerprint for told in self._node.peer_info.reported(target).values())
         return here.problem if desired.pinned or elsewhere else ""  # else the coordinator gives up the model
 
     def admit(self) -> None:
@@ -437,17 +435,17 @@ class ModelSwitcher:
         self,
         node: ClusterNode,
         supervisor: Supervisor,
-        model: LocalModel,
+        models: LocalModels,
         *,
         reconciler: Reconciler,
         selection: ModelSelection,
     ) -> None:
         self.announcement = Announcement(node)
-        self.requests = WaitingRequests(node, supervisor, model, self.announcement)
+        self.requests = WaitingRequests(node, supervisor, models, self.announcement)
         self.fate = DesiredFate()
         self._node = node
         self._supervisor = supervisor
-        self._model = model
+        self._models = models
         self._reconciler = reconciler
         self._selection = selection
         self._queues = ModelQueues()
@@ -572,7 +570,7 @@ class ModelSwitcher:
             return self._supervisor.status.reason if fate.failed == desired else None
         if fate.lacking_since is None or fate.present != desired:
             return None
-        if self._model.problem and all(map(self._model.reported_by, self._node.links.nodes())):
+        if self._models.desired.problem and all(map(self._models.reported_by, self._node.links.nodes())):
             return ModelError(why)
         return GroupError(why, Code.NOT_READY) if now >= fate.lacking_since + UNPLANNED_S else None
 

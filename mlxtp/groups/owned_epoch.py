@@ -9,7 +9,6 @@ from functools import partial
 from ..cluster.links import ControlLink
 from ..cluster.node import BEAT_S, ClusterNode
 from ..cluster.reconcile import FormEpoch, RunningEpoch
-from ..models.local_model import LocalModel
 from ..placement.candidates import Candidate
 from ..placement.planner import Placement
 from ..wire.cluster_messages import (
@@ -47,11 +46,10 @@ class OwnedEpoch:
 class ServingReports:
     """Reports of groups: of the `owned` one to all members, and those of other nodes."""
 
-    def __init__(self, node: ClusterNode, supervisor: Supervisor, model: LocalModel) -> None:
+    def __init__(self, node: ClusterNode, supervisor: Supervisor) -> None:
         self.owned: OwnedEpoch | None = None
         self._node = node
         self._supervisor = supervisor
-        self._model = model
         node.links.on_up(self._greet)
         node.rounds.every(BEAT_S, lambda _now: self.broadcast(), needed=node.links.nodes)
 
@@ -106,7 +104,7 @@ class ServingReports:
 
     def _nothing(self) -> Serving:
         """Return the report of a coordinator without a group, with the reason."""
-        status, version = self._supervisor.status, self._model.version
+        status, version = self._supervisor.status, self._node.replica.desired.version
         state, why = ServingState.IDLE, self._node.leadership.waiting
         if status.resting and status.state is ServingState.FAILED:
             state, why = status.state, status.reason.detail if status.reason is not None else ""
@@ -174,9 +172,8 @@ def _running(owner: str, serving: Serving) -> RunningEpoch | None:
 class GroupBuilder:
     """Maker of the ranks of this node's epochs. Those on other Macs get their agents' reports through it."""
 
-    def __init__(self, node: ClusterNode, model: LocalModel, placer: Placer) -> None:
+    def __init__(self, node: ClusterNode, placer: Placer) -> None:
         self._node = node
-        self._model = model
         self._placer = placer
         self._endpoints: dict[tuple[str, int], RemoteRank] = {}  #: By node id and epoch.
         node.links.on(self._reported, Prepared, RankStarted, RankPong, RankTrouble, EpochEnded, RankSide)
@@ -185,7 +182,7 @@ class GroupBuilder:
     def group(self, number: int, chosen: Candidate, *, trial: bool = False) -> EpochGroup:
         """Return the ranks of epoch `number`. `trial`: they run beside those that serve."""
         node = self._node
-        here, world = node.settings.ranks, len(chosen.ranks)
+        here, world, model = node.settings.ranks, len(chosen.ranks), node.replica.desired.model
         if here > 1:
             return EpochGroup(here, here, node.settings.local_backend, nodes=chosen.ranks)
         known = node.peer_info.machines
@@ -198,7 +195,7 @@ class GroupBuilder:
         def endpoints(watcher: Watcher) -> tuple[RemoteRank, ...]:
             made = {}
             for rank, node_id in enumerate(chosen.ranks[1:], 1):
-                order = Prepare(number, rank, fabric[rank], self._model.version, trial, GROUP)
+                order = Prepare(number, rank, fabric[rank], model, trial, GROUP)
                 made[node_id, number] = RemoteRank(
                     partial(node.links.send, node_id), node.name_of(node_id), order, watcher
                 )

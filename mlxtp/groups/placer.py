@@ -12,7 +12,7 @@ from ..cluster.node import ClusterNode
 from ..config import EMBEDDED_MODEL, Settings
 from ..errors import Code, GroupError, MlxtpError
 from ..models.inspect import ModelSource, is_hub_id, read_config, shape_in
-from ..models.local_model import LocalModel
+from ..models.local_model import LocalModels
 from ..placement.candidates import Candidate
 from ..placement.formation import FailedGroup, FailedGroups, links_of, preflight
 from ..placement.model_shape import ModelShape
@@ -31,10 +31,10 @@ class Placer:
     """Planner of the next group. `held_bytes` returns the bytes that the group's ranks hold there."""
 
     def __init__(
-        self, node: ClusterNode, model: LocalModel, results: FabricResults, held_bytes: Callable[[str], int]
+        self, node: ClusterNode, models: LocalModels, results: FabricResults, held_bytes: Callable[[str], int]
     ) -> None:
         self._node = node
-        self._model = model
+        self._models = models
         self._results = results
         self._held_bytes = held_bytes
         self._failed = FailedGroups()
@@ -75,9 +75,9 @@ class Placer:
         return Topology(self.members(), self.devices_by_hand())
 
     def _lack(self, node_id: str) -> str:
-        node, ours = self._node, self._model.status
-        theirs = ours if node_id == node.node_id else node.peer_info.models.get(node_id)
-        return model_lack(ours, theirs, node.name, node.name_of(node_id), node.replica.desired.model)
+        node, ours = self._node, self._models.desired.status
+        theirs = ours if node_id == node.node_id else node.peer_info.reported(ours.model).get(node_id)
+        return model_lack(ours, theirs, node.name, node.name_of(node_id))
 
     def devices_by_hand(self) -> dict[str, dict[str, str]]:
         """Return the RDMA devices of the settings, by the ids of a node and of its peer."""
@@ -99,12 +99,12 @@ class Placer:
     def placement(self) -> tuple[Placement | None, str]:
         """Return the best plan for the present members, or the reason for none; kept until a change."""
         node = self._node
-        source, desired = self._model.source, node.replica.desired
+        source, desired = self._models.desired.source, node.replica.desired
         if not desired.model:
             return None, "no model is configured"
         if source is None:
             searching = f"{desired.model} is still being looked for"
-            return None, self._model.problem or self._model.coming or searching
+            return None, self._models.desired.problem or self._models.desired.coming or searching
         leaving = node.leadership.draining
         members = [member for member in self.members() if member.node_id not in leaving]
         if not members:
@@ -123,7 +123,7 @@ class Placer:
 
     def key(self, chosen: Candidate) -> tuple[float, ...]:
         """Return the order of plans: as many Macs as wanted, then tokens per second."""
-        source, nodes = self._model.source, self._node.replica.desired.nodes
+        source, nodes = self._models.desired.source, self._node.replica.desired.nodes
         settings = self._node.settings
         on_all = source is not None and placement_options(settings, nodes, source.id).nodes == "all"
         speed = chosen.speed.tokens_per_second if chosen.speed is not None else 0.0
@@ -260,9 +260,9 @@ def placement_options(settings: Settings, nodes: str, model: str) -> PlacementOp
     )
 
 
-def model_lack(ours: ModelStatus, theirs: ModelStatus | None, here: str, there: str, model: str) -> str:
+def model_lack(ours: ModelStatus, theirs: ModelStatus | None, here: str, there: str) -> str:
     """Return the reason why the Mac called `there` cannot serve the model with this one; empty for none."""
-    if theirs is None or theirs.desired != ours.desired:
+    if theirs is None:
         return "it has not yet reported whether it has the model"
     if theirs.problem:
         return theirs.problem
@@ -274,8 +274,8 @@ def model_lack(ours: ModelStatus, theirs: ModelStatus | None, here: str, there: 
             "`mlxtp pull MODEL --everywhere` brings the newest to all"
         )
     if ours.fingerprint and theirs.fingerprint != ours.fingerprint:
-        if is_hub_id(model):
-            repair = f"`mlxtp verify {model} --repair`"
+        if is_hub_id(ours.model):
+            repair = f"`mlxtp verify {ours.model} --repair`"
             remedy = f"{repair} on {there}, then on {here}, gets the damaged files again"
         else:
             remedy = f"bring the same files to {there} and {here}"

@@ -27,7 +27,7 @@ from ..cluster.reconcile import (
     refusal,
 )
 from ..errors import Code, GroupError, MlxtpError
-from ..models.local_model import LocalModel
+from ..models.local_model import LocalModels
 from ..wire.cluster_messages import DesiredState, Prepare, RankTrouble, Serving
 from .controller import GroupController
 from .health import ServingState
@@ -54,7 +54,7 @@ class Reconciler:
         self,
         node: ClusterNode,
         supervisor: Supervisor,
-        model: LocalModel,
+        models: LocalModels,
         controller: GroupController,
         *,
         reports: ServingReports,
@@ -62,7 +62,7 @@ class Reconciler:
     ) -> None:
         self._node = node
         self._supervisor = supervisor
-        self._model = model
+        self._models = models
         self._controller = controller
         self._reports = reports
         self._hosted = hosted
@@ -102,7 +102,7 @@ class Reconciler:
         self.may_leave = may_leave(view)
         action = leadership.decide(node.membership, situation, now)
         self.unplanned = self._why_unplanned(situation, action, now)
-        prevented = self._model.problem or self.unplanned
+        prevented = self._models.desired.problem or self.unplanned
         self._supervisor.status.wanted = "" if prevented else node.replica.desired.model
         self._log_reason()
         self._act(action, now)
@@ -138,7 +138,7 @@ class Reconciler:
 
     def _why_unplanned(self, situation: Situation, action: Action, now: float) -> str:
         """Return the reason why there is no group for the desired model after every member's report."""
-        model = self._model
+        model = self._models.desired
         looked = (model.problem or model.source is not None) and now >= situation.hold_until
         waits = isinstance(action, Wait) and situation.plan is None and action.reason == situation.refusal
         return situation.refusal if waits and looked and self._node.replica.desired.model else ""
@@ -148,7 +148,7 @@ class Reconciler:
         found = (self._node.replica.desired.model, re.sub(r"\d+", "", self.unplanned))
         if self._supervisor.status.in_epoch:
             self._logged_reason = ("", "")
-        elif self.unplanned and not self._model.problem and found != self._logged_reason:
+        elif self.unplanned and not self._models.desired.problem and found != self._logged_reason:
             self._logged_reason = found
             log.warning("%s is not served: %s", found[0], self.unplanned)
 

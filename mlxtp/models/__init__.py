@@ -2,5 +2,5 @@
 
 In reading order: `manifest` (its files), `hub_cache` (the disk), `hub_client` and `peer_copy` (the sources),
 `download`, `inspect` (names, shapes, lists), `stored` (lists of all members), `holdings`, `model_transfer`
-and `transfers` (downloads of a cluster), `local_model` (the desired model on this Mac), `self_test`.
+and `transfers` (downloads of a cluster), `local_model` (the wanted models on this Mac), `self_test`.
 """

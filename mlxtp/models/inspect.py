@@ -240,6 +240,14 @@ def read_config(folder: Path) -> Config:
     return config
 
 
+def weight_bytes(folder: Path) -> int:
+    """Return the bytes of a model's weight files; 0 if they are unreadable. Reads the disk."""
+    try:
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    except OSError:
+        return 0
+
+
 def shape_in(folder: Path, config: Config, name: str, kv_bits: int) -> ModelShape:
     """Return the shape of the model in this folder. Raises ModelError. Reads the disk."""
     try:

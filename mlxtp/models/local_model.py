@@ -1,173 +1,237 @@
-"""The desired model on this machine: found or downloaded ahead of time, so that an epoch need not wait."""
+"""The wanted models on this machine: found or downloaded ahead of time, so that an epoch need not wait."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..background import Background
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
+from ..config import Settings
 from ..errors import Code, MlxtpError, ModelError
 from ..wire.cluster_messages import DesiredState, ModelStatus
 from . import self_test
-from .inspect import ModelSource, find_model, in_folders, is_hub_id, open_model
+from .inspect import ModelSource, find_model, in_folders, is_hub_id, open_model, weight_bytes
 from .manifest import is_commit
 from .stored import REPORT_S
 from .transfers import TransferCoordinator
 
 log = logging.getLogger(__name__)
 
+MIB = 1 << 20
+
 
 class LocalModel:
-    """Search for the desired model, whose result this node reports to the others."""
+    """One model on this machine, and the search for it. `report` gets it after each change of its status."""
 
-    def __init__(self, node: ClusterNode, transfers: TransferCoordinator) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        transfers: TransferCoordinator,
+        report: Callable[[LocalModel], None],
+    ) -> None:
+        self.name = name  #: As the desired state has it; empty for none.
+        self.may_download = False  #: True once a user chose it: no model is downloaded for a request.
         self.source: ModelSource | None = None
+        self.path: Path | None = None
         self.fingerprint = ""
         self.problem = ""
-        self._since = 0  #: The first version that desired this model, as has every version since.
-        self._path: Path | None = None
-        self._node = node
+        self.weight_bytes = 0  #: Size of its `*.safetensors`; 0 while unknown.
+        self._settings = settings
         self._transfers = transfers
+        self._report = report
         self._background = Background(self._failed)
         self._search: asyncio.Task[None] | None = None
-        transfers.stored.on_files(self._files_arrived)
-        node.links.on(self._received, ModelStatus)
-        node.links.on_up(lambda link: link.send(self.status))
-        node.desired.on_change(self.resolve)
-        node.desired.retry_if(self._is_lacking)
-        node.rounds.every(REPORT_S, lambda _now: self.retry(), first_s=REPORT_S)
-
-    @property
-    def version(self) -> int:
-        """Version of the desired state that the status is about."""
-        return self._node.desired.now.version
 
     @property
     def status(self) -> ModelStatus:
         """Status to be reported to the other members."""
-        return ModelStatus(self.version, self.fingerprint, self.problem, self._revision)
+        weight_mib = -(-self.weight_bytes // MIB)
+        return ModelStatus(self.name, self.fingerprint, self.problem, self._revision, weight_mib)
 
     @property
     def coming(self) -> str:
         """Progress of its download to this node, for users; empty when there is none."""
-        return self._transfers.progress_text(self._name)
+        return self._transfers.progress_text(self.name)
 
     @property
-    def _name(self) -> str:
-        return self._node.desired.now.model
-
-    def resolve(self, before: DesiredState, desired: DesiredState) -> None:
-        """Start the search for the model of `desired`. If only the version is new, the result stays."""
-        if desired.model == before.model and not self.problem:
-            self._since = min(self._since, desired.version)
-            self._report()
-            return
-        self._since = desired.version
-        self.source, self._path, self.fingerprint, self.problem = None, None, "", ""
-        if self._search is not None:
-            self._search.cancel()
-        if desired.model:
-            self._start(self._find(desired.model))
-
-    def retry(self) -> None:
-        """Search again for a missing folder: a user may have added the files. Failures on the Hub are left to
-        the user.
-        """
-        if self.problem and not self._searching and not is_hub_id(self._name):
-            self._start(self._find(self._name))
-
-    def _files_arrived(self, name: str) -> None:
-        """Search again after files of OWNER/NAME came or changed: the desired model may be there now, or
-        differ.
-        """
-        if not self._searching and is_hub_id(self._name) and self._name.partition("@")[0] == name:
-            self._start(self._compare(self._name))
+    def _revision(self) -> str:
+        """The commit of a model in the Hub's cache that was searched by its name; else empty."""
+        path = self.path if self.fingerprint and is_hub_id(self.name) else None
+        return path.name if path is not None and is_commit(path.name) else ""
 
     @property
     def _searching(self) -> bool:
         return self._search is not None and not self._search.done()
 
-    def _start(self, search: Coroutine[Any, Any, None]) -> None:
-        self._search = self._background.start(search, "the search for the desired model")
+    def search(self) -> None:
+        """Begin the search for it. Report at once that no result is known."""
+        if self._search is not None:
+            self._search.cancel()
+        self.source, self.path, self.fingerprint, self.problem, self.weight_bytes = None, None, "", "", 0
+        self._start(self._find())
+        self._report(self)
 
-    def folder(self, version: int) -> Path:
-        """Return its folder. Raises ModelError if it is missing, not yet here, or not of this version.
-
-        An epoch that began before the same model was pinned goes on.
+    def retry(self) -> None:
+        """Search again for a missing folder: a user may have added the files. Failures on the Hub are left to
+        the user.
         """
-        if not self._since <= version <= self.version:
-            raise ModelError(
-                f"version {version} of the desired state is not known here", Code.MODEL_NOT_FOUND
-            )
-        if self._path is None or not self.fingerprint:
-            raise ModelError(self.problem or f"{self._name} is still being looked for", Code.MODEL_NOT_FOUND)
-        return self._path
+        if self.problem and not self._searching and not is_hub_id(self.name):
+            self._start(self._find())
 
-    def _received(self, link: ControlLink, status: ModelStatus) -> None:
-        self._node.peer_info.models[link.node_id] = status
-        self._node.changed()
+    def files_arrived(self, repository: str) -> None:
+        """Search again after files of OWNER/NAME came or changed: the model may be there now, or differ."""
+        if not self._searching and is_hub_id(self.name) and self.name.partition("@")[0] == repository:
+            self._start(self._compare())
 
-    def _is_lacking(self) -> bool:
-        """Return True while the search here or on another member has failed."""
-        return bool(self.problem) or any(
-            each.desired == self.version and each.problem for each in self._node.peer_info.models.values()
-        )
+    def _start(self, search: Coroutine[Any, Any, None]) -> None:
+        self._search = self._background.start(search, f"the search for {self.name}")
 
-    def reported_by(self, node_id: str) -> bool:
-        """Return True if a member has reported what its search for the desired model found."""
-        told = self._node.peer_info.models.get(node_id)
-        return told is not None and told.desired == self.version and bool(told.fingerprint or told.problem)
-
-    def _report(self) -> None:
-        self._node.links.broadcast(self.status)
-        self._node.changed()
-
-    async def _compare(self, model: str) -> None:
+    async def _compare(self) -> None:
         same = False
-        if self._path is not None and not self.problem:
+        if self.path is not None and not self.problem:
             with contextlib.suppress(OSError):
-                same = await asyncio.to_thread(self_test.fingerprint, self._path) == self.fingerprint
+                same = await asyncio.to_thread(self_test.fingerprint, self.path) == self.fingerprint
         if not same:
-            await self._find(model)
+            await self._find()
 
-    async def _find(self, model: str) -> None:
+    async def _find(self) -> None:
         try:
-            settings = self._node.settings
-            model = await asyncio.to_thread(in_folders, model, settings.model_folders)
-            fetched = self._node.desired.now.pinned and is_hub_id(model)  # none is downloaded for a request
-            self._path = await find_model(str(await self._transfers.get(model)) if fetched else model)
-            self.fingerprint = await asyncio.to_thread(self_test.fingerprint, self._path)
+            draft = self._settings.draft_model
+            model = await asyncio.to_thread(in_folders, self.name, self._settings.model_folders)
+            fetched = self.may_download and is_hub_id(model)
+            self.path = await find_model(str(await self._transfers.get(model)) if fetched else model)
+            self.fingerprint = await asyncio.to_thread(self_test.fingerprint, self.path)
+            self.weight_bytes = await asyncio.to_thread(weight_bytes, self.path)
             self.problem = ""
-            if is_hub_id(settings.draft_model):
-                await self._transfers.get(settings.draft_model)
-            self._report()  # enough for a rank; the tokenizer takes another second
-            self.source = await open_model(model, settings.draft_model)
+            if is_hub_id(draft):
+                await self._transfers.get(draft)
+            self._report(self)  # enough for a rank; the tokenizer takes another second
+            self.source = await open_model(model, draft)
         except MlxtpError as error:
             if error.detail != self.problem:
-                log.warning("%s: %s", model, error.detail)
+                log.warning("%s: %s", self.name, error.detail)
             self.fingerprint, self.problem = "", error.detail
         except OSError as error:
-            self.problem = f"{model}: {error}"
-        self._report()
-
-    @property
-    def _revision(self) -> str:
-        """The commit of a model in the Hub's cache that was searched by its name; else empty."""
-        path = self._path if self.fingerprint and is_hub_id(self._name) else None
-        return path.name if path is not None and is_commit(path.name) else ""
+            self.problem = f"{self.name}: {error}"
+        self._report(self)
 
     def _failed(self, _search: asyncio.Task[None], error: BaseException) -> None:
         """Log a bug, so that it does not look like a slow download."""
-        log.error("%s cannot be opened", self._name, exc_info=error)
-        self.fingerprint, self.problem = "", f"{self._name}: {type(error).__name__}: {error}"
-        self._report()
+        log.error("%s cannot be opened", self.name, exc_info=error)
+        self.fingerprint, self.problem = "", f"{self.name}: {type(error).__name__}: {error}"
+        self._report(self)
 
     async def close(self) -> None:
         """Stop the search."""
         await self._background.close()
+
+
+class LocalModels:
+    """The wanted models on this machine, by name. This node reports each one's status to the others.
+
+    A status that another member reports stays until its model is no longer wanted here.
+    """
+
+    def __init__(self, node: ClusterNode, transfers: TransferCoordinator) -> None:
+        self._node = node
+        self._transfers = transfers
+        self._wanted: dict[str, LocalModel] = {}
+        self._background = Background()
+        transfers.stored.on_files(self._files_arrived)
+        node.links.on(self._received, ModelStatus)
+        node.links.on_up(self._greet)
+        node.desired.on_change(self.resolve)
+        node.desired.retry_if(self._is_lacking)
+        node.rounds.every(REPORT_S, lambda _now: self.retry(), first_s=REPORT_S)
+
+    @property
+    def desired(self) -> LocalModel:
+        """The model of the present desired state."""
+        return self.of(self._node.desired.now.model)
+
+    def of(self, name: str) -> LocalModel:
+        """Return what is known of a model; of one that is not wanted, nothing is."""
+        return self._wanted.get(name) or self._new(name)
+
+    def _new(self, name: str) -> LocalModel:
+        return LocalModel(name, self._node.settings, self._transfers, self._report)
+
+    def want(self, models: Mapping[str, bool]) -> None:
+        """Search for these models alone. The value tells whether a missing one may be downloaded.
+
+        The result for a model stays while it is wanted. The search for any other one ends.
+        """
+        for name in self._wanted.keys() - models.keys():
+            self._background.start(self._wanted.pop(name).close(), f"the end of the search for {name}")
+            self._node.peer_info.forget_model(name)
+        for name, may_download in models.items():
+            known = self._wanted.get(name)
+            found = self._wanted[name] = known or self._new(name)
+            found.may_download = may_download
+            if known is None:
+                found.search()
+
+    def resolve(self, before: DesiredState, desired: DesiredState) -> None:
+        """Want the model of `desired`. A new version of the state restarts a search that failed."""
+        known = self._wanted.get(desired.model) if desired.model == before.model else None
+        self.want({desired.model: desired.pinned} if desired.model else {})
+        if known is not None and known.problem:
+            known.search()
+
+    def retry(self) -> None:
+        """Search again for missing folders.
+
+        Report the rest again, as a member that wanted a model later than this node may have dropped a report.
+        """
+        for each in self._wanted.values():
+            each.retry()
+            self._node.links.broadcast(each.status)
+
+    def folder(self, name: str) -> Path:
+        """Return the folder of a model. Raises ModelError if it is not wanted here, or not (yet) found."""
+        found = self._wanted.get(name)
+        if found is None:
+            raise ModelError(f"{name} is not wanted here", Code.MODEL_NOT_FOUND)
+        if found.path is None or not found.fingerprint:
+            raise ModelError(found.problem or f"{name} is still being looked for", Code.MODEL_NOT_FOUND)
+        return found.path
+
+    def reported_by(self, node_id: str) -> bool:
+        """Return True if a member has reported what its search for the desired model found."""
+        told = self._node.peer_info.reported(self._node.desired.now.model).get(node_id)
+        return told is not None and bool(told.fingerprint or told.problem)
+
+    def _is_lacking(self) -> bool:
+        """Return True while the search for the desired model has failed here or on another member."""
+        others = self._node.peer_info.reported(self._node.desired.now.model).values()
+        return any(status.problem for status in (self.desired.status, *others))
+
+    def _files_arrived(self, repository: str) -> None:
+        for each in self._wanted.values():
+            each.files_arrived(repository)
+
+    def _greet(self, link: ControlLink) -> None:
+        for each in self._wanted.values():
+            link.send(each.status)
+
+    def _received(self, link: ControlLink, status: ModelStatus) -> None:
+        self._node.peer_info.model_reported(link.node_id, status)
+        self._node.changed()
+
+    def _report(self, found: LocalModel) -> None:
+        if self._wanted.get(found.name) is found:  # a search may find its model after the end of the wish
+            self._node.links.broadcast(found.status)
+            self._node.changed()
+
+    async def close(self) -> None:
+        """Stop all searches."""
+        await asyncio.gather(*(each.close() for each in self._wanted.values()))
+        while self._background.tasks:
+            await asyncio.wait(self._background.tasks)

@@ -272,32 +272,34 @@ class MachineWanted(Message):
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus(Message):
-    """Status of the desired model at the sender: `fingerprint` of its files, or in `problem` why it has none.
+    """Status of one wanted model at the sender: `fingerprint` of its files, or in `problem` why it has none.
 
-    Both are empty while it still checks or downloads. `revision` is the commit, if known.
+    Both are empty while it still checks or downloads. `model` is its name in the desired state, `revision`
+    its commit, if known. `weight_mib` is the size of its weights in MiB, rounded up; 0 while unknown.
     """
 
     TYPE: ClassVar[int] = 0x33
-    desired: int = _f(_count)
+    model: str = _f(text(MAX_MODEL))
     fingerprint: str = _f(text(64))
     problem: str = _f(_detail)
     revision: str = _f(text(40), default="")
+    weight_mib: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare(Message):
     """Coordinator to participant: start a rank process for `epoch`. Reply: Prepared or RankTrouble.
 
-    `fabric` is the participant's own address for MLX's sockets, empty where there are none. `trial`: the
-    group only proves itself, beside the serving one, and ends. `group` is the id of the group, whose earlier
-    rank ends.
+    `fabric` is the participant's own address for MLX's sockets, empty where there are none. `model` is its
+    name in the desired state. `trial`: the group only proves itself, beside the serving one, and ends.
+    `group` is the id of the group, whose earlier rank ends.
     """
 
     TYPE: ClassVar[int] = 0x34
     epoch: int = _f(_epoch)
     rank: int = _f(_rank)
     fabric: str = _f(text(64))
-    desired: int = _f(_count)
+    model: str = _f(text(MAX_MODEL))
     trial: bool = _f(boolean(), default=False)
     group: str = _f(text(MAX_GROUP), default="")
 

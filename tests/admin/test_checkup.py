@@ -41,8 +41,8 @@ def test_a_member_is_seen_by_tries_and_links(tmp_path: Path, member: Member) -> 
         endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
         agent = AgentCheckup(cluster.node.settings, endpoint, cluster, cast(Any, dialer))
         a, b = node.meet(A), node.meet(B)
-        node.hear(a, report(MACHINE), ModelStatus(0, "ab" * 32, ""))
-        node.hear(b, ModelStatus(0, "", "it is gated"))
+        node.hear(a, report(MACHINE), ModelStatus("", "ab" * 32, ""))
+        node.hear(b, ModelStatus("", "", "it is gated"))
         b.close()
         with listening() as there:
             cluster.node.peer_info.addresses.update({A: (there,), B: ("127.0.0.1:1",)})

@@ -60,7 +60,9 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
     async def story(stage: Stage) -> None:
         parts = alone(tmp_path / "alone", stage.supervisor)
         parts.node.replica.set_desired("tiny")
-        parts.model.source = source
+        here = parts.models.desired
+        here.source, here.weight_bytes = source, 2_000_000
+        parts.models.of = lambda _name: here  # type: ignore[method-assign]
         observer = Observer(parts)
         await stage.serves(41)
         await sees(lambda: moment(observer)["ranks"][0]["phase"] is not None)

@@ -81,10 +81,15 @@ def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_again(
         cluster, a = node.parts, node.meet(A)
         node.hear(a, DesiredState(7, A, "org/model", "2", 7))
         cluster.supervisor.status.state = ServingState.READY
-        node.hear(a, ModelStatus(6, "", "no room for what was wanted before"), ModelStatus(7, "f", ""))
+        node.hear(
+            a,
+            ModelStatus("org/before", "", "no room for what was wanted before"),
+            ModelStatus("org/model", "f", ""),
+        )
         assert cluster.node.desired.set("org/model", "2").version == 7
-        node.hear(a, ModelStatus(7, "", "no room"))
+        node.hear(a, ModelStatus("org/model", "", "no room"))
         assert cluster.node.desired.set("org/model", "2").version == 8
+        node.hear(a, ModelStatus("org/model", "", ""))
         assert cluster.node.desired.set("org/model", "2").version == 8, (
             "it has not said yet what came of that"
         )
@@ -303,7 +308,7 @@ def test_files_are_repaired_while_no_rank_here_has_them_open(
 
     async def story(node: Node) -> None:
         cluster, admin = node.parts, Admin(node.parts, member.store)
-        cluster.node.desired._handlers.remove(cluster.model.resolve)
+        cluster.node.desired._handlers.remove(cluster.models.resolve)
         cluster.node.desired.set(NAME)
         with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is about to"):
             admin.models.removable(NAME, "")

@@ -48,11 +48,12 @@ AGENT = AgentSnapshot(
 )
 HERE = MemberSnapshot(
     A, "studio", True, "alive", True, False, 0, "", False, "http://127.0.0.1:52415", MACHINE,
-    ModelStatus(1, "ab" * 32, ""), "", RosterEntry(A, "studio", A * 2, False, 1), "",
+    ModelStatus("tiny", "ab" * 32, ""), "", RosterEntry(A, "studio", A * 2, False, 1), "",
 )  # fmt: skip
 OTHER = MemberSnapshot(
-    B, "mini", False, "suspect", False, True, 1, "10.0.0.7", True, "", None, ModelStatus(1, "", "no room"),
-    "tiny is on its way", RosterEntry(B, "mini", B * 2, False, 2, admitted_by=A, at=1_780_000_000), "studio",
+    B, "mini", False, "suspect", False, True, 1, "10.0.0.7", True, "", None,
+    ModelStatus("tiny", "", "no room"), "tiny is on its way",
+    RosterEntry(B, "mini", B * 2, False, 2, admitted_by=A, at=1_780_000_000), "studio",
 )  # fmt: skip
 CLUSTER = ClusterSnapshot(
     alone=False,

@@ -291,7 +291,7 @@ def test_a_full_hand_of_large_messages_arrives_in_order(tmp_path: Path) -> None:
         entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(32))
         sent: list[Message] = []
         for number in range(1, 200):
-            sent += [Members(entries), Prepare(number, 1, "", 1)]
+            sent += [Members(entries), Prepare(number, 1, "", "tiny")]
         for message in sent:
             a.neighbours.send(b.node_id, message)
         await sees(lambda: b.events.messages == sent)

@@ -71,16 +71,16 @@ def hosts(node: Node, host: str, order: Prepare) -> None:
 def test_only_the_coordinator_may_have_a_rank_started(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
-        node.hear(b, Prepare(7, 1, "", 1))
+        node.hear(b, Prepare(7, 1, "", "tiny"))
         [refused] = b.heard(RankTrouble)
         assert (refused.epoch, refused.rank, refused.code) == (7, 1, Code.NOT_READY)
         assert "no node coordinates yet" in refused.detail
         node.follow(a)
-        node.hear(b, Prepare(7, 1, "", 1))
+        node.hear(b, Prepare(7, 1, "", "tiny"))
         assert "but aaaaaaaa coordinates (term 5)" in b.heard(RankTrouble)[1].detail
         assert node.orders == []
-        node.hear(a, Prepare(7, 1, "", 1))
-        assert node.orders == [(A, Prepare(7, 1, "", 1))]
+        node.hear(a, Prepare(7, 1, "", "tiny"))
+        assert node.orders == [(A, Prepare(7, 1, "", "tiny"))]
         assert a.heard(RankTrouble) == []
         assert node.parts.node.replica.epoch == 7
 
@@ -93,16 +93,16 @@ def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Pa
         node.follow(a)
         node.parts.hosted._last_epochs |= {A: 7, B: 9}
         for epoch in (6, 7):
-            node.hear(a, Prepare(epoch, 1, "", 1))
+            node.hear(a, Prepare(epoch, 1, "", "tiny"))
             assert "is not newer than epoch 7" in a.heard(RankTrouble)[-1].detail
         ended: list[MlxtpError] = []
         node.parts.supervisor.status.in_epoch = True
         node.parts.supervisor.end_epoch = ended.append  # type: ignore[method-assign]
-        node.hear(a, Prepare(8, 1, "", 1))
+        node.hear(a, Prepare(8, 1, "", "tiny"))
         assert "still ends an epoch of its own" in a.heard(RankTrouble)[-1].detail
         assert [error.code for error in ended] == [Code.REPLANNED]
         node.parts.supervisor.status.in_epoch = False
-        node.hear(a, Prepare(9, 1, "", 1))
+        node.hear(a, Prepare(9, 1, "", "tiny"))
         assert [order.epoch for _, order in cast(Any, node.orders)] == [9]
 
     play(tmp_path, member, story)
@@ -117,7 +117,7 @@ def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Me
         ended: list[MlxtpError] = []
         cluster.supervisor.end_epoch = ended.append  # type: ignore[method-assign]
         cluster.supervisor.status.in_epoch = True
-        trial = Prepare(8, 1, "", 1, trial=True, group=GROUP)
+        trial = Prepare(8, 1, "", "tiny", trial=True, group=GROUP)
         node.hear(a, trial)
         assert (node.orders, ended, a.heard(RankTrouble)) == ([(A, trial)], [], [])
         for host, order in ((A, trial), (B, replace(trial, epoch=6, trial=False))):
@@ -192,7 +192,7 @@ def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
         for host, epoch, group in ((A, 7, GROUP), (A, 6, "other"), (B, 5, GROUP)):
-            hosts(node, host, Prepare(epoch, 1, "", 1, group=group))
+            hosts(node, host, Prepare(epoch, 1, "", "tiny", group=group))
         serving = Serving(8, "loading", "", "ring", "", (A,), (1.0, 1.0), 0, "tiny", 1, 0, 0, (), group=GROUP)
         node.hear(b, replace(serving, group="new"))
         node.hear(a, replace(serving, epoch=7))
@@ -255,7 +255,7 @@ def test_a_removed_member_is_no_longer_heard(tmp_path: Path, member: Member) -> 
         node.parts.node.enrolment.on_change(lambda: told.append(None))
         node.parts.node.enrolment.remove(A)
         assert told
-        node.hear(a, Prepare(7, 1, "", 1), DesiredState(99, A, "org/model", "auto"))
+        node.hear(a, Prepare(7, 1, "", "tiny"), DesiredState(99, A, "org/model", "auto"))
         assert node.orders == []
         assert node.parts.node.replica.desired.version == 0
         node.tick()
@@ -543,7 +543,10 @@ _MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Beat, _numbers, _ids, _numbers, _numbers, _numbers, st.booleans(), _numbers),
     st.builds(DesiredState, st.one_of(_epochs, _numbers), _ids, _texts, _nodes, _numbers),
     st.builds(Members, st.lists(_entries, max_size=4).map(tuple)),
-    st.builds(ModelStatus, _numbers, st.sampled_from(("", FINGERPRINT, "other")), _texts),
+    st.builds(
+        ModelStatus, st.sampled_from(("tiny", "org/one", "")), st.sampled_from(("", FINGERPRINT, "other")),
+        _texts,
+    ),
     st.builds(
         ModelHeld, st.sampled_from(("org/one", "tiny", "x/../y")), _texts, _numbers, _numbers, _numbers,
         st.booleans(), _texts, st.integers(0, 65535),
@@ -553,7 +556,7 @@ _MESSAGES: st.SearchStrategy[Message] = st.one_of(
         Serving, _numbers, _states, _texts, _texts, _texts, _groups, _keys, _numbers, st.just("tiny"),
         st.integers(1, 2), _u32, _u32, st.just((1,)),
     ),
-    st.builds(Prepare, st.integers(1, U63), _ranks, _texts, _numbers),
+    st.builds(Prepare, st.integers(1, U63), _ranks, _texts, _texts),
     st.builds(EndEpoch, _epochs, st.booleans()),
     st.builds(EpochEnded, _epochs),
     st.builds(Prepared, _epochs, _texts, _texts),

@@ -20,6 +20,7 @@ from mlxtp.groups import model_queue
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource
+from mlxtp.models.local_model import LocalModel
 from mlxtp.wire.cluster_messages import AgentHello, Beat, Interface, Machine, MachineReport, ModelStatus
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.frames import encode
@@ -151,13 +152,19 @@ class Node:
 
     def lead(self, source: ModelSource, machines: Mapping[str, Machine] = {}) -> None:
         """From now on this node coordinates, and has the model that is wanted, as all others have."""
-        model = self.parts.model
-        self.parts.node.desired._handlers.remove(model.resolve)
+        models, model = self.parts.models, self.parts.models.of("tiny")
+
+        def of(name: str) -> LocalModel:
+            model.name = name
+            return model
+
+        self.parts.node.desired._handlers.remove(models.resolve)
+        models.of = of  # type: ignore[method-assign]
         model.source, model.fingerprint = source, FINGERPRINT
         self.parts.node.desired.set("tiny", self.parts.node.settings.nodes)
         for link in cast(list[Any], list(self.parts.node.links.links())):
             self.hear(link, Beat(0, "", 0, 0, 0, True, 0), report(machines.get(link.node_id, MACHINE)))
-            self.hear(link, ModelStatus(1, FINGERPRINT, ""))
+            self.hear(link, ModelStatus("tiny", FINGERPRINT, ""))
         self.parts.node.leadership.hand_over(self.parts.node.node_id, CLOCK.now)
         self.tick()
         assert self.parts.node.leadership.leading

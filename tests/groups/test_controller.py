@@ -85,14 +85,14 @@ def test_a_decode_link_takes_the_cable_though_the_control_link_does_not(
 @pytest.mark.parametrize(
     ("status", "words"),
     [
-        (ModelStatus(1, "", "/models/x is not here"), "/models/x is not here"),
+        (ModelStatus("tiny", "", "/models/x is not here"), "/models/x is not here"),
         (
-            ModelStatus(1, "6" * 64, ""),
+            ModelStatus("tiny", "6" * 64, ""),
             "its files of the model differ: 666666666666 there, 555555555555 on studio; bring the same files "
             "to mac-a and studio",
         ),
-        (ModelStatus(1, "", ""), "it is still getting the model"),
-        (ModelStatus(7, FINGERPRINT, ""), "it has not yet reported whether it has the model"),
+        (ModelStatus("tiny", "", ""), "it is still getting the model"),
+        (ModelStatus("other", FINGERPRINT, ""), "it has not yet reported whether it has the model"),
     ],
 )
 def test_who_lacks_the_model_is_left_out_and_named(
@@ -103,6 +103,7 @@ def test_who_lacks_the_model_is_left_out_and_named(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, machines)
+        node.parts.node.peer_info.models.clear()
         node.hear(a, status)
         placement, _ = node.parts.placer.placement()
         assert placement is not None
@@ -120,11 +121,11 @@ def test_who_has_another_revision_is_left_out_and_told_what_to_do(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, machines)
-        model = node.parts.model
-        model._path = tmp_path / ("c" * 40)
-        version = node.parts.node.desired.set("org/one").version
+        model = node.parts.models.desired
+        model.path = tmp_path / ("c" * 40)
+        node.parts.node.desired.set("org/one")
         for revision, left_out in (("c" * 40, False), ("", False), ("d" * 40, True)):
-            node.hear(a, ModelStatus(version, FINGERPRINT, "", revision))
+            node.hear(a, ModelStatus("org/one", FINGERPRINT, "", revision))
             placement, _ = node.parts.placer.placement()
             assert placement is not None
             words = "mac-a is left out: it has the model at commit dddddddddddd, studio at cccccccccccc; "
@@ -316,7 +317,7 @@ def test_files_of_the_hub_that_differ_are_repaired_by_a_command(
         a = node.meet(A)
         node.lead(weights, desk())
         node.parts.node.desired.set("org/model")
-        node.hear(a, ModelStatus(node.parts.model.version, "6" * 64, ""))
+        node.hear(a, ModelStatus("org/model", "6" * 64, ""))
         placement, _ = node.parts.placer.placement()
         assert placement is not None
         assert "; `mlxtp verify org/model --repair` on mac-a, then on studio, gets" in placement.notes[0]
@@ -477,7 +478,6 @@ def test_an_epoch_goes_on_for_requests_of_the_same_model(
             node.parts.node.desired.set("", by_person=False)
             node.parts.node.desired.set("tiny", by_person=False)
         ready(node)
-        node.hear(a, ModelStatus(7, FINGERPRINT, ""))
         node.live(a)
         assert a.heard(Serving)[-1].desired == 7
         node.hear(a, DesiredState(3, A, "tiny", node.parts.node.replica.desired.nodes, 3))

@@ -246,10 +246,10 @@ def test_an_agent_about_to_stop_takes_part_in_nothing_new(tmp_path: Path, member
     async def story(node: Node) -> None:
         b = node.meet(B)
         node.follow(b)
-        node.hear(b, Prepare(8, 1, "", 1))
+        node.hear(b, Prepare(8, 1, "", "tiny"))
         assert [order.epoch for _, order in node.orders] == [8]  # type: ignore[attr-defined]
         node.parts.reconciler.drain()
-        node.hear(b, Prepare(9, 1, "", 1))
+        node.hear(b, Prepare(9, 1, "", "tiny"))
         assert len(node.orders) == 1
         assert b.heard(RankTrouble)[-1].detail == "studio is about to stop"
 

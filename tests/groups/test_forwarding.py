@@ -67,16 +67,15 @@ class Stage:
             leadership=SimpleNamespace(claim=SimpleNamespace(node_id=HOST), waiting="members come and go"),
             links=SimpleNamespace(to=lambda _: SimpleNamespace(remote="127.0.0.1")),
             rounds=Rounds(),
+            replica=SimpleNamespace(desired=SimpleNamespace(version=3)),
             name_of=lambda node_id: f"mac-{node_id[:1]}",
             changed=lambda: None,
         )
-        self.model = SimpleNamespace(
-            version=3, problem="", source=ModelSource("tiny", embedded_model_path(), TEXT)
-        )
+        self.model = SimpleNamespace(problem="", source=ModelSource("tiny", embedded_model_path(), TEXT))
         self.follower = ForwardingBackend(
             cast(Any, self.node),
             self.supervisor,
-            cast(Any, self.model),
+            cast(Any, SimpleNamespace(desired=self.model)),
             member_of(first, folder).credentials,
         )
 

@@ -44,8 +44,8 @@ EPOCH_ID = epoch_id(bytes(32))
 M = TypeVar("M", bound=Message)
 
 
-def prepare(epoch: int = 5, desired: int = 1, *, group: str = "0", trial: bool = False) -> Prepare:
-    return Prepare(epoch, 1, "127.0.0.1", desired, trial, group)
+def prepare(epoch: int = 5, model: str = "tiny", *, group: str = "0", trial: bool = False) -> Prepare:
+    return Prepare(epoch, 1, "127.0.0.1", model, trial, group)
 
 
 def start(epoch: int = 5, backend: str = "ring") -> StartRank:
@@ -72,8 +72,8 @@ class Story:
         )
         self.hosted = HostedRanks(cast(Any, node), self._folder, 4, self.orders.worker)
 
-    def _folder(self, desired: int) -> Path:
-        if desired != 1:
+    def _folder(self, model: str) -> Path:
+        if model != "tiny":
             raise ModelError("the model is not here", Code.MODEL_NOT_FOUND)
         return Path("/models/one")
 
@@ -405,7 +405,7 @@ def test_its_rounds_of_the_side_channel_travel_both_ways(tmp_path: Path) -> None
 
 def test_a_model_that_is_not_here_is_said_before_anything_is_started(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
-        stage.hosted.received(HOST, prepare(desired=2))
+        stage.hosted.received(HOST, prepare(model="another"))
         trouble = await stage.hears(RankTrouble)
         assert (trouble.code, trouble.detail) == (Code.MODEL_NOT_FOUND, "the model is not here")
         assert stage.orders.notes("started") == []

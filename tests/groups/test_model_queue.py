@@ -563,13 +563,13 @@ def test_what_is_served_elsewhere_and_cannot_be_had_here_is_not_waited_for(
         link, cluster = following(node), node.parts
         desires(node, link, "house", pinned=pinned)
         waiting = await ask(node, "default")
-        node.hear(link, ModelStatus(cluster.node.replica.desired.version, "5" * 64, ""))
-        await sees(lambda: cluster.model.problem)
+        node.hear(link, ModelStatus(cluster.node.replica.desired.model, "5" * 64, ""))
+        await sees(lambda: cluster.models.desired.problem)
         node.tick(0.01)
         for error in (await waiting.refused(), await refusal(node, "house")):
             assert (error.status, error.code) == (503, Code.NOT_READY)
             assert error.detail == "house cannot be served on this Mac: house is not here"
-        cluster.model.problem = ""
+        cluster.models.desired.problem = ""
         served(node, "house")
         assert (await ask(node, "house")).turn.come
 
@@ -579,7 +579,7 @@ def test_what_is_served_elsewhere_and_cannot_be_had_here_is_not_waited_for(
 def test_what_is_served_goes_on_though_its_files_are_gone(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         following(node, pinned=True)
-        node.parts.model.problem = "the disk is gone"
+        node.parts.models.desired.problem = "the disk is gone"
         assert (await ask(node, LOADED)).turn.come
 
     play(tmp_path, member, story, load_on_request=True)
@@ -608,13 +608,14 @@ def test_what_is_not_on_the_coordinators_disk_may_be_on_another_one(tmp_path: Pa
         await loads(node)
         served(node, "")
         cluster.supervisor.status.state = ServingState.IDLE
-        cluster.model.problem = "tiny is not here"
-        unplanned(node, cluster.model.problem)
+        cluster.models.desired.problem = "tiny is not here"
+        cluster.node.peer_info.forget_model(WANTED)
+        unplanned(node, cluster.models.desired.problem)
         node.tick(1.0)
         node.tick(1.0)
         assert waiting.turn.come is False
         assert cluster.node.replica.desired.model == WANTED
-        node.hear(link, ModelStatus(cluster.node.replica.desired.version, "", "nor here"))
+        node.hear(link, ModelStatus(cluster.node.replica.desired.model, "", "nor here"))
         node.tick(0.01)
         assert "tiny is not here" in (await waiting.refused()).detail
         assert cluster.node.replica.desired.model == LOADED

@@ -70,7 +70,7 @@ class Peer:
 
     def sit(self, watcher: Watcher) -> RemoteRank:
         self.seat = RemoteRank(
-            self._hear, f"mini-{self.rank}", Prepare(EPOCH, self.rank, "127.0.0.1", 1), watcher
+            self._hear, f"mini-{self.rank}", Prepare(EPOCH, self.rank, "127.0.0.1", "tiny"), watcher
         )
         return self.seat
 

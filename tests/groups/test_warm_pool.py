@@ -367,7 +367,7 @@ def test_a_rank_for_another_mac_is_a_spare_too(tmp_path: Path) -> None:
             said.clear()
 
         async def serve(epoch: int) -> int:
-            hosted.received(HOST, Prepare(epoch, 1, "127.0.0.1", 1))
+            hosted.received(HOST, Prepare(epoch, 1, "127.0.0.1", "tiny"))
             await hears(Prepared)
             hosted.received(HOST, StartRank(epoch, TOLD))
             await hears(RankStarted)

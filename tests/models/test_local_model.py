@@ -1,4 +1,4 @@
-"""The desired model on one machine: found, not there, there later, or another one by the time it is found."""
+"""The wanted models on one machine: found, not there, there later, or another one by the time it is found."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.cluster.cluster_state import NOTHING
+from mlxtp.cluster.introduction import MAX_STATUSES, PeerInfo
 from mlxtp.errors import Code, ModelError
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource, in_folders
-from mlxtp.models.local_model import LocalModel
+from mlxtp.models.local_model import LocalModel, LocalModels
 from mlxtp.text.tokenizer import Text
 from mlxtp.wire.cluster_messages import DesiredState, ModelStatus
 
@@ -31,26 +32,33 @@ class Stage:
         self.errors: dict[str, Exception] = {}
         self.gates: dict[str, asyncio.Event] = {}
         self.finding = 0
+        self.greeters: list[Callable[[Any], None]] = []
         self.opened: list[tuple[str, str]] = []
         nothing = lambda *_, **__: None  # noqa: E731
         self.desired = SimpleNamespace(on_change=nothing, retry_if=nothing, now=NOTHING)
-        self.model = self.local_model("draft")
+        self.peers = PeerInfo()
+        self.models = self.local_models("draft")
         patch.setattr(local_model, "find_model", self._find)
         patch.setattr(local_model, "open_model", self._open)
         self.print = ""
         patch.setattr(local_model.self_test, "fingerprint", lambda path: self.print or f"{path.name:0>64}")
 
-    def local_model(self, draft: str, get: Callable[[str], Awaitable[Path]] | None = None) -> LocalModel:
+    def local_models(self, draft: str, get: Callable[[str], Awaitable[Path]] | None = None) -> LocalModels:
         nothing = lambda *_, **__: None  # noqa: E731
         node = SimpleNamespace(
             settings=SimpleNamespace(draft_model=draft, model_folders=()),
-            links=SimpleNamespace(on=nothing, on_up=nothing, broadcast=self.changes.append),
+            links=SimpleNamespace(on=nothing, on_up=self.greeters.append, broadcast=self.changes.append),
             desired=self.desired,
+            peer_info=self.peers,
             rounds=SimpleNamespace(every=nothing),
             changed=nothing,
         )
         transfers = SimpleNamespace(get=get or self._get, stored=SimpleNamespace(on_files=nothing))
-        return LocalModel(cast(Any, node), cast(Any, transfers))
+        return LocalModels(cast(Any, node), cast(Any, transfers))
+
+    @property
+    def model(self) -> LocalModel:
+        return self.models.desired
 
     async def _find(self, name: str) -> Path:
         self.finding += 1
@@ -77,7 +85,7 @@ class Stage:
             self.desired.now,
             DesiredState(version, "", name, "auto", version if pinned else 0),
         )
-        self.model.resolve(before, self.desired.now)
+        self.models.resolve(before, self.desired.now)
 
     async def has(self, name: str) -> None:
         await sees(lambda: self.model.source is not None and self.model.source.id == name)
@@ -90,7 +98,7 @@ def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
             try:
                 await within(story(stage))
             finally:
-                await stage.model.close()
+                await stage.models.close()
             assert stage.finding == 0
 
     run(scene())
@@ -101,20 +109,23 @@ def print_of(name: str) -> str:
 
 
 def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "model.safetensors").write_bytes(bytes((1 << 20) + 1))
+
     async def story(stage: Stage) -> None:
-        with pytest.raises(ModelError, match="version 3 of the desired state is not known here"):
-            stage.model.folder(3)
+        with pytest.raises(ModelError, match="one is not wanted here"):
+            stage.models.folder("one")
         stage.want("one", 3)
         with pytest.raises(ModelError, match="one is still being looked for") as early:
-            stage.model.folder(3)
+            stage.models.folder("one")
         assert early.value.code is Code.MODEL_NOT_FOUND
         await stage.has("one")
-        assert stage.changes == [ModelStatus(3, print_of("one"), "")] * 2
-        assert stage.model.folder(3) == tmp_path / "one"
+        found = ModelStatus("one", print_of("one"), "", "", 2)
+        assert stage.changes == [ModelStatus("one", "", ""), found, found]
+        assert stage.models.folder("one") == tmp_path / "one"
         assert stage.opened == [("one", "draft")]
-        for version in (2, 4):
-            with pytest.raises(ModelError):
-                stage.model.folder(version)
+        with pytest.raises(ModelError, match="two is not wanted here"):
+            stage.models.folder("two")
 
     play(tmp_path, story)
 
@@ -123,16 +134,14 @@ def test_a_newer_choice_of_the_same_model_finds_it_there(tmp_path: Path) -> None
     async def story(stage: Stage) -> None:
         stage.want("one", 3)
         await stage.has("one")
-        stage.want("one", 4)
-        assert stage.model.status == stage.changes[-1] == ModelStatus(4, print_of("one"), "")
-        assert stage.model.folder(4) == tmp_path / "one"
+        stage.want("one", 4, pinned=False)
+        assert stage.model.status == stage.changes[-1] == ModelStatus("one", print_of("one"), "")
+        assert stage.models.folder("one") == tmp_path / "one", "an epoch was begun for it"
         assert len(stage.opened) == 1
-        assert stage.model.folder(3) == tmp_path / "one", "an epoch was begun for that one"
         stage.want("two", 5)
         await stage.has("two")
-        for version in (3, 4):
-            with pytest.raises(ModelError, match=f"version {version} of the desired state is not known here"):
-                stage.model.folder(version)
+        with pytest.raises(ModelError, match="one is not wanted here"):
+            stage.models.folder("one")
 
     play(tmp_path, story)
 
@@ -142,14 +151,77 @@ def test_what_is_found_too_late_is_not_taken_for_what_is_wanted_now(tmp_path: Pa
         stage.gates = {name: asyncio.Event() for name in ("one", "two")}
         stage.want("one", 1)
         await sees(lambda: stage.finding)
+        late = stage.model
         stage.want("two", 2)
         stage.gates["one"].set()
         await sees(lambda: stage.finding == 1)
-        assert stage.model.status == ModelStatus(2, "", "")
+        assert stage.model.status == ModelStatus("two", "", "")
         stage.gates["two"].set()
         await stage.has("two")
         stage.want("", 3)
-        assert (stage.model.source, stage.model.status) == (None, ModelStatus(3, "", ""))
+        assert (stage.model.source, stage.model.status) == (None, ModelStatus("", "", ""))
+        assert ModelStatus("one", print_of("one"), "") not in stage.changes
+        stage.changes.clear()
+        stage.models._report(late)
+        assert stage.changes == [], "the others would take it for the result of a later search"
+
+    play(tmp_path, story)
+
+
+def test_two_models_are_wanted_at_once_and_each_is_reported_by_its_name(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        coming = asyncio.Event()
+
+        async def get(name: str) -> Path:
+            await coming.wait()
+            return Path(name)
+
+        stage.models = models = stage.local_models("draft", get)
+        stage.errors["missing"] = ModelError("missing is not here", Code.MODEL_NOT_FOUND)
+        models.want({"missing": True, "org/large": True})
+        await sees(lambda: models.of("missing").problem)
+        with pytest.raises(ModelError, match="missing is not here"):
+            models.folder("missing")
+        with pytest.raises(ModelError, match="org/large is still being looked for"):
+            models.folder("org/large")
+        told: list[ModelStatus] = []
+        stage.greeters[-1](SimpleNamespace(send=told.append))
+        both = [ModelStatus("missing", "", "missing is not here"), ModelStatus("org/large", "", "")]
+        assert told == both
+        stage.changes.clear()
+        models.retry()
+        assert stage.changes == both, "a member that wanted them later may have missed the first reports"
+        coming.set()
+        await sees(lambda: models.of("org/large").source)
+        assert models.of("missing").problem == "missing is not here"
+        models.want({"org/large": False})
+        assert models.folder("org/large") == tmp_path / "org/large"
+        assert len(stage.opened) == 1, "its result stays while it is wanted"
+        with pytest.raises(ModelError, match="missing is not wanted here"):
+            models.folder("missing")
+
+    play(tmp_path, story)
+
+
+def test_reports_of_a_model_that_is_no_longer_wanted_go_and_all_are_bounded(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        link = cast(Any, SimpleNamespace(node_id="a"))
+        stage.models.want({"one": False})
+        for model in ("one", "two"):
+            stage.models._received(link, ModelStatus(model, print_of(model), ""))
+        stage.models.want({"two": False})
+        assert stage.peers.models == {"a": {"two": ModelStatus("two", print_of("two"), "")}}, (
+            "a report may come before the wish"
+        )
+        assert not stage.models.reported_by("a"), "neither is the desired one"
+        stage.want("two", 1)
+        assert stage.models.reported_by("a")
+        for number in range(MAX_STATUSES):
+            stage.models._received(link, ModelStatus(f"other-{number}", "", ""))
+        assert len(stage.peers.models["a"]) == MAX_STATUSES
+        assert stage.peers.reported("two") == {}
+        stage.peers.drop("a")
+        assert stage.peers.models == {}
 
     play(tmp_path, story)
 
@@ -168,20 +240,20 @@ def test_why_it_is_not_there_is_told_and_it_may_come_later(
     async def story(stage: Stage) -> None:
         stage.errors["one"] = error
         stage.want("one", 3)
-        await sees(lambda: stage.changes)
-        assert stage.changes == [ModelStatus(3, "", problem)]
+        await sees(lambda: len(stage.changes) > 1)
+        assert stage.changes[1:] == [ModelStatus("one", "", problem)]
         with pytest.raises(ModelError) as refused:
-            stage.model.folder(3)
+            stage.models.folder("one")
         assert refused.value.detail == problem
         stage.gates["one"] = asyncio.Event()
         for _ in range(3):
-            stage.model.retry()
+            stage.models.retry()
         await sees(lambda: stage.finding)
         assert stage.finding == 1, "one search at a time"
         del stage.errors["one"]
         stage.gates["one"].set()
         await stage.has("one")
-        assert stage.model.status == ModelStatus(3, print_of("one"), "")
+        assert stage.model.status == ModelStatus("one", print_of("one"), "")
 
     play(tmp_path, story)
 
@@ -206,11 +278,11 @@ def test_what_is_on_the_hub_comes_by_the_member_that_gets_it_for_all(tmp_path: P
             got.append(name)
             return stage.home / commit
 
-        stage.model = stage.local_model("org/draft", get)
+        stage.models = stage.local_models("org/draft", get)
         stage.want("org/one", 1)
         await stage.has("org/one")
         assert got == ["org/one", "org/draft"]
-        assert stage.model.status == ModelStatus(1, print_of(commit), "", commit)
+        assert stage.model.status == ModelStatus("org/one", print_of(commit), "", commit)
 
     play(tmp_path, story)
 
@@ -219,13 +291,26 @@ def test_no_member_looks_again_for_what_is_there_or_on_the_hub(tmp_path: Path) -
     async def story(stage: Stage) -> None:
         stage.want("one", 1)
         await stage.has("one")
-        stage.model.retry()
+        stage.models.retry()
         stage.errors["org/two"] = ModelError("the Hub knows no such model")
         stage.want("org/two", 2)
         await sees(lambda: stage.model.problem)
         before: Any = stage.model._search
-        stage.model.retry()
+        stage.models.retry()
         assert stage.model._search is before
+
+    play(tmp_path, story)
+
+
+def test_a_search_that_failed_begins_again_when_its_model_is_chosen_again(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.errors["org/two"] = ModelError("the Hub knows no such model")
+        stage.want("org/two", 2)
+        await sees(lambda: stage.model.problem)
+        del stage.errors["org/two"]
+        stage.want("org/two", 3)
+        assert stage.changes[-1] == ModelStatus("org/two", "", ""), "the others no longer see the old problem"
+        await stage.has("org/two")
 
     play(tmp_path, story)
 
@@ -235,19 +320,19 @@ def test_files_that_came_or_were_repaired_are_looked_at_again(tmp_path: Path) ->
         stage.errors["org/two"] = ModelError("the Hub knows no such model")
         stage.want("org/two", 2)
         await sees(lambda: stage.model.problem)
-        stage.model._files_arrived("org/other")
+        stage.models._files_arrived("org/other")
         assert stage.model.problem
         del stage.errors["org/two"]
-        stage.model._files_arrived("org/two")
+        stage.models._files_arrived("org/two")
         await stage.has("org/two")
         await sees(lambda: stage.model.fingerprint == print_of("two"))
         opened = len(stage.opened)
-        stage.model._files_arrived("org/two")
+        stage.models._files_arrived("org/two")
         await sees(lambda: stage.model._search is not None and stage.model._search.done())
         assert len(stage.opened) == opened, "nothing is different"
         stage.print = "6" * 64
-        stage.model._files_arrived("org/two")
-        await sees(lambda: stage.changes[-1] == ModelStatus(2, "6" * 64, ""))
+        stage.models._files_arrived("org/two")
+        await sees(lambda: stage.changes[-1] == ModelStatus("org/two", "6" * 64, ""))
 
     play(tmp_path, story)
 

@@ -198,7 +198,7 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
         JoinGrant(b"x", bytes(32), ("10.0.0.1:1\r",)),
         DesiredState(1, "a" * 32, "org/model\n", "auto"),
         Members((RosterEntry("a" * 32, "mini\x9b31m", "5" * 64, False, 1),)),
-        ModelStatus(1, "5\t", ""),
+        ModelStatus("tiny", "5\t", ""),
     ],
     ids=lambda message: repr(message)[:100],
 )

@@ -18,6 +18,7 @@ from ..errors import Code, MlxtpError, RequestError
 from .adapter import SSE, Operation, document, internal_error
 from .admin import Administration, Observed, admin_routes, page_routes
 from .backend import Backend
+from .catalog import UNNAMED, unknown_model
 from .dialects import openai as answers
 from .dialects.anthropic import ANTHROPIC
 from .dialects.completions import Completions
@@ -72,9 +73,13 @@ def create_app(
     refusals = _Refusals(generation, dialects)
 
     async def health(request: Request) -> Response:
-        now = generation.health()
-        if is_stranger(access, request.scope):  # a reason names Macs, models and folders
-            now = replace(now, reason=None)
+        name = request.query_params.get("model")
+        now, strange = generation.catalog.health(name), is_stranger(access, request.scope)
+        if name not in UNNAMED and generation.catalog.deployment(name) is None:
+            known = () if strange else [each.model or each.name for each in now.deployments]
+            raise unknown_model(name, known)
+        if strange:  # a reason names Macs, models and folders
+            now = replace(now, reason=None, deployments=())
         headers = {} if now.ready else {"retry-after": str(retry_after_s)}
         return JSONResponse(answers.health_body(now), 200 if now.ready else 503, headers=headers)
 

@@ -23,6 +23,7 @@ __all__ = [
     "MAX_GRAMMAR",
     "PLAIN",
     "Backend",
+    "DeploymentHealth",
     "FinishReason",
     "Health",
     "ImmediateLease",
@@ -112,10 +113,31 @@ class StoredModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class DeploymentHealth:
+    """State of one deployment, by its `name`.
+
+    `model` is the `ModelInfo.id` that it has or will have, empty where unknown. `pinned`: it stays until a
+    person unloads it. `groups_wanted` 0: as many as there is room for. `reason` says why it is not ready, or
+    why fewer groups are. `expires_s`: seconds until it is unloaded if no request comes; None for never.
+    """
+
+    name: str
+    model: str
+    state: str
+    pinned: bool
+    ready: bool
+    reason: str | None = None
+    groups_ready: int = 0
+    groups_wanted: int = 1
+    expires_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """Snapshot of the cluster as this agent sees it. `reason` says why it is not ready, in plain words.
 
     `starting` describes the model that is loading, such as "tiny is loading (40 %)"; empty when no model is.
+    Of several deployments, `ready` says whether each pinned one has a ready group.
     """
 
     state: str
@@ -128,6 +150,7 @@ class Health:
     open_requests: int
     ranks: tuple[Mapping[str, object], ...] = ()
     starting: str = ""
+    deployments: tuple[DeploymentHealth, ...] = ()
 
 
 class TokenStream(Protocol):
@@ -210,7 +233,10 @@ class Backend(Protocol):
     """The models as the HTTP side sees them. Everything runs on one event loop."""
 
     def health(self, model: str = "") -> Health:
-        """Return the state of everything that is served, or of one deployment, by its name."""
+        """Return the state of everything that is served, or of one deployment, by its name.
+
+        Then `ready`, `reason`, `starting` and the ranks are about this deployment.
+        """
         ...
 
     def models(self) -> tuple[ModelInfo, ...]:
@@ -221,8 +247,13 @@ class Backend(Protocol):
         """Return the models that a request can load by naming them; none where requests load nothing."""
         ...
 
-    async def acquire_model(self, name: str | None, within_s: float = 0.0) -> ModelLease:
+    async def acquire_model(
+        self, name: str | None, within_s: float = 0.0, keep_s: float | None = None
+    ) -> ModelLease:
         """Return the lease of a request for the model `name`. It waits for `within_s`; 0: the server's limit.
+
+        `keep_s`: seconds that the model stays loaded after the request, unless it is pinned; 0 unloads it
+        once no request needs it, -1 keeps it for ever, None leaves that as it is.
 
         Raises RequestError: 404 when a pinned model blocks it; 400 when its configuration cannot be served;
         503 when another model is about to be loaded and requests here do not wait, or when it names none and

@@ -18,7 +18,17 @@ from typing import Any
 from ..errors import Code, ModelError, RequestError
 from ..text.tokenizer import Text
 from ..tokenizer_file import content_of, text_of
-from .backend import COMING, DRAINING, GREEDY, Backend, ModelInfo, Sampling, StoredModelInfo
+from .backend import (
+    COMING,
+    DRAINING,
+    GREEDY,
+    Backend,
+    DeploymentHealth,
+    Health,
+    ModelInfo,
+    Sampling,
+    StoredModelInfo,
+)
 from .request_body import shown
 
 log = logging.getLogger(__name__)
@@ -173,10 +183,21 @@ def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo | Non
     return next(iter((*named, *also)), None)
 
 
+def find_deployment(
+    name: str | None, models: Sequence[ModelInfo], deployments: Sequence[DeploymentHealth]
+) -> DeploymentHealth | None:
+    """Return the deployment of the model that `find_model` finds, or of one that is yet to be loaded."""
+    model = find_model(name, models)
+    names = (name,) if model is None else (name, model.id)
+    named = [each for each in deployments if each.name in names or each.model in names]
+    return next(iter(named or (deployments if name in UNNAMED else ())), None)
+
+
 def unknown_model(name: str | None, known: Iterable[str]) -> RequestError:
-    """Return a 404 that lists the available models."""
+    """Return a 404 that lists the available models, if there are any."""
+    available = ", ".join(known)
     return RequestError(
-        f"the model {shown(name)} does not exist here; available: {', '.join(known)}",
+        f"the model {shown(name)} does not exist here" + (f"; available: {available}" if available else ""),
         Code.MODEL_NOT_FOUND,
         status=404,
         param="model",
@@ -282,13 +303,24 @@ class Catalog:
             detail = f"{model.id} cannot be read: {error.detail}"
             raise RequestError(detail, error.code, status=400, param="model") from error
 
-    def not_ready(self) -> RequestError:
-        """Return the error that explains why no model is loaded."""
-        health = self._backend.health()
+    def deployment(self, name: str | None) -> DeploymentHealth | None:
+        """Return the deployment of this name, loaded or not; None where there is none."""
+        return find_deployment(name, self._backend.models(), self._backend.health().deployments)
+
+    def health(self, name: str | None) -> Health:
+        """Return the state of the deployment of this name; of the whole for None, or where there is none."""
+        deployment = self.deployment(name) if name is not None else None
+        return self._backend.health(deployment.name if deployment is not None else "")
+
+    def not_ready(self, name: str | None) -> RequestError:
+        """Return the error that explains why a model, or any, is not loaded."""
+        health = self.health(name)
         why = f": {health.reason}" if health.reason else ""
         if health.state == DRAINING:
             return RequestError(f"no new requests{why}; try again", Code.SHUTTING_DOWN, status=503)
         detail, state = f"no model is ready (state {health.state}){why}", health.state
+        if self._backend.models() and name not in UNNAMED:
+            detail = f"{name} is not ready (state {health.state}){why}"
         if health.starting:
             detail = f"mlxtp is starting: {health.starting}. Try again in a few seconds."
             state = state if state in COMING else "starting"  # the cluster is still idle
@@ -307,9 +339,11 @@ class Catalog:
     def _missing(self, name: str | None, stored: Sequence[StoredModelInfo]) -> RequestError:
         """Return the error for a name that is not loaded, where `stored` could be."""
         known = [each.id for each in self._with_loaded(stored)]
-        loads = not self._backend.models() and self._backend.health().state in COMING
-        if loads or not known or name in (*UNNAMED, *known):
-            return self.not_ready()
+        health = self._backend.health()
+        known += [each.model for each in health.deployments if each.model and each.model not in known]
+        loads = not self._backend.models() and health.state in COMING
+        if loads or not known or name in (*UNNAMED, *known) or self.deployment(name) is not None:
+            return self.not_ready(name)
         return unknown_model(name, known)
 
     async def _read(self, folder: Path) -> Text:

@@ -29,7 +29,7 @@ from ..text.tool_calls import CallReader
 from ..text.transcript import AnswerEvent, Transcript, WholeAnswer
 from . import sampling as settings
 from .adapter import About, Dialect, Json, Operation, error_status, in_words_of
-from .backend import Backend, Health, ModelInfo, ModelLease, Progress, Shaping, StoredModelInfo
+from .backend import Backend, ModelInfo, ModelLease, Progress, Shaping, StoredModelInfo
 from .backend import Request as Wanted
 from .catalog import Catalog, check_may_fit, token_budget
 from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body, not_supported, shown, wrong
@@ -136,9 +136,6 @@ class Generation:
         self._keep_alive_s = keep_alive_s
         self._retry_after_s = retry_after_s
 
-    def health(self) -> Health:
-        return self._backend.health()
-
     def models(self) -> tuple[ModelInfo, ...]:
         """Return the models that can be served now."""
         return self._backend.models()
@@ -161,12 +158,13 @@ class Generation:
             prompts = await text.line(_size(ask, body)).run(written)
             return sum(map(len, await _tokens(ask, text, prompts)))
 
-    async def load(self, request: Request, name: str | None) -> ModelInfo:
+    async def load(self, request: Request, name: str | None, keep_s: float | None) -> ModelInfo:
         """Return the model of this name, once it is loaded. The request's body must have been read.
 
-        Raises RequestError when there is no such model, or it can never be loaded.
+        `keep_s` is that of `Backend.acquire_model`. Raises RequestError when there is no such model, or it
+        can never be loaded.
         """
-        lease = await self._backend.acquire_model(name)
+        lease = await self._backend.acquire_model(name, 0.0, keep_s)
         try:
             await unless_gone(request.receive, _come(lease))
             return (await self.catalog.loaded(lease.model or name))[0]
@@ -189,7 +187,7 @@ class Generation:
         async with AsyncExitStack() as open_:
             body = await open_.enter_async_context(self._bodies.read(request))
             ask = await body.parsed(parse, slow=slow)
-            lease = await self._backend.acquire_model(ask.model, ask.options.deadline_s)
+            lease = await self._backend.acquire_model(ask.model, ask.options.deadline_s, ask.keep_s)
             open_.callback(lease.close)
             queued = _QueuedRequest(
                 ask, body, _client(address), lease, None if lease.come else time.monotonic()
@@ -293,7 +291,7 @@ class Generation:
         budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
         if self._backend.text(model.id) is not text:  # the model was loaded again, or is gone
-            raise self.catalog.not_ready()
+            raise self.catalog.not_ready(model.id)
         requests: list[Wanted] = []
         for prompt, max_tokens in zip(prompts, budgets, strict=True):
             first = Wanted(

@@ -42,7 +42,9 @@ class ModelSwitch:
         """Return the models that a request can load; see `Backend.on_request`."""
         return ()
 
-    async def acquire_model(self, name: str | None, within_s: float) -> ModelLease:
+    async def acquire_model(
+        self, name: str | None, within_s: float, keep_s: float | None = None
+    ) -> ModelLease:
         """Return the lease of a request; see `Backend.acquire_model`."""
         return AT_ONCE
 
@@ -157,8 +159,10 @@ class Gateway:
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
         return await self._switch.on_request()
 
-    async def acquire_model(self, name: str | None, within_s: float = 0.0) -> ModelLease:
-        return await self._switch.acquire_model(name, within_s)
+    async def acquire_model(
+        self, name: str | None, within_s: float = 0.0, keep_s: float | None = None
+    ) -> ModelLease:
+        return await self._switch.acquire_model(name, within_s, keep_s)
 
     def generate(self, request: Request) -> TokenStream:
         """Start a request; see `Backend.generate`."""

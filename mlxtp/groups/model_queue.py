@@ -277,8 +277,10 @@ class WaitingRequests(ModelSwitch):
         folders = [(name, Path(path)) for name, path in self._folders.items()]
         return await asyncio.to_thread(stored_models, folders)
 
-    async def acquire_model(self, name: str | None, within_s: float) -> ModelLease:
-        """See `Backend.acquire_model`."""
+    async def acquire_model(
+        self, name: str | None, within_s: float, keep_s: float | None = None
+    ) -> ModelLease:
+        """See `Backend.acquire_model`. `keep_s` changes nothing."""
         target = self._known(name)
         if target is None and self._on:
             target = await self._stored(name or "")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from ..api.backend import Health
+from ..api.backend import DeploymentHealth, Health
 from ..config import Settings
 from ..errors import GroupError, MlxtpError
 from ..gateway.gateway import Gateway
@@ -177,17 +177,25 @@ class GroupStatus:
             for rank, pong in sorted(self.pongs.items())
         ]
         closing = self._gateway.closing
+        state = str(ServingState.DRAINING if closing else self.state)
+        reason = closing or (self.reason.detail if self.reason is not None else None)
+        ready = self.state is ServingState.READY and not closing
+        name = model.id if model is not None else self.wanted
+        deployment = DeploymentHealth(
+            name, name, state, pinned=True, ready=ready, reason=reason, groups_ready=int(ready)
+        )
         return Health(
-            state=str(ServingState.DRAINING if closing else self.state),
+            state=state,
             epoch=self.epoch,
             world_size=self.group.world_size if self.group is not None else self._settings.ranks,
             backend=self.group.backend if self.group is not None else self._settings.local_backend,
             model=model.id if model is not None else None,
-            reason=closing or (self.reason.detail if self.reason is not None else None),
-            ready=self.state is ServingState.READY and not closing,
+            reason=reason,
+            ready=ready,
             open_requests=open_requests,
             ranks=tuple(rows),
             starting="" if closing else self.starting,
+            deployments=(deployment,) if name else (),
         )
 
 

@@ -112,7 +112,8 @@ class GenerationRequest:
     """Conversation to answer, or prompts to continue, each `options.n` times.
 
     `model` None or "default" is the one that is loaded. `user` distinguishes clients of one address.
-    `dialect` is data that the adapter needs again when it writes the answer.
+    `dialect` is data that the adapter needs again when it writes the answer. `keep_s` is that of
+    `Backend.acquire_model`.
     """
 
     model: str | None
@@ -121,6 +122,7 @@ class GenerationRequest:
     stream: bool = False
     user: str = ""
     dialect: Any = None
+    keep_s: float | None = None
 
 
 # --- the answer, as a model gives it ---------------------------------------------------------------------

@@ -20,6 +20,7 @@ from mlxtp.api.app import create_app
 from mlxtp.api.backend import (
     AT_ONCE,
     GREEDY,
+    DeploymentHealth,
     Health,
     ModelInfo,
     ModelLease,
@@ -253,14 +254,20 @@ class FakeBackend:
     requests: list[Request] = field(default_factory=list)
     answers: list[FakeAnswer] = field(default_factory=list)
     second_text: Text | None = None
+    deployments: tuple[DeploymentHealth, ...] = ()
+    kept: list[float | None] = field(default_factory=list)
     stored: tuple[StoredModelInfo, ...] = ()
     take_turn: Callable[[str | None, float], ModelLease] = lambda _name, _within_s: AT_ONCE
     began: threading.Event = field(default_factory=threading.Event)
 
     def health(self, model: str = "") -> Health:
         ranks = ({"rank": 0, "alive": True},)
-        state, model, reason = ("ready", "tiny", None) if self.ready else (self.unready, None, "30 % read")
-        return Health(state, 3, 2, "ring", model, reason, self.ready, 0, ranks, self.starting)
+        for each in self.deployments:
+            if each.name == model:
+                memory = ({"rank": 0, "memory_bytes": len(each.name)},)
+                return Health(each.state, 3, 2, "ring", each.model, each.reason, each.ready, 0, memory)
+        state, id_, reason = ("ready", "tiny", None) if self.ready else (self.unready, None, "30 % read")
+        return Health(state, 3, 2, "ring", id_, reason, self.ready, 0, ranks, self.starting, self.deployments)
 
     def models(self) -> tuple[ModelInfo, ...]:
         if not self.ready:
@@ -275,7 +282,10 @@ class FakeBackend:
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
         return self.stored
 
-    async def acquire_model(self, name: str | None, within_s: float = 0.0) -> ModelLease:
+    async def acquire_model(
+        self, name: str | None, within_s: float = 0.0, keep_s: float | None = None
+    ) -> ModelLease:
+        self.kept.append(keep_s)
         return self.take_turn(name, within_s)
 
     def shortage(self) -> RequestError | None:

@@ -26,7 +26,7 @@ from mlxtp.api import server as http_server
 from mlxtp.api.access_log import AccessLog
 from mlxtp.api.api_keys import FILE, LOOK_S, KeyFile, KeyRing
 from mlxtp.api.app import create_app
-from mlxtp.api.backend import TokenEvent, Tokens
+from mlxtp.api.backend import DeploymentHealth, TokenEvent, Tokens
 from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.endpoint import Tls, here_and_now, own_tls
 from mlxtp.api.guard import UNREAD_BYTES, Access
@@ -329,6 +329,13 @@ def test_a_stranger_hears_of_no_reason_for_which_it_is_not_ready(
     with door(backend, tmp_path, rule=rule) as server:
         assert reason(server) == "30 % read"
         assert reason(server, **beyond) == told
+        backend.deployments = (DeploymentHealth("/anna/m", "m", "failed", pinned=True, ready=False),)
+        assert [each["name"] for each in server.ask(path="/health").json()["deployments"]] == ["/anna/m"]
+        strange = server.ask(path="/health", headers=beyond).json()["deployments"]
+        unknown = server.ask(path="/health?model=x", headers=beyond)
+        assert (unknown.status_code, len(strange)) == (404, int(told is not None))
+        assert ("available: m" in unknown.text) is (told is not None)
+        backend.deployments = ()
         assert reason(server, **beyond, **{"x-api-key": "guessed"}) == told
         key = server.key(per_minute=1)
         for _ in range(3):  # no use of the key

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ import openai
 import pytest
 
 from mlxtp.api import catalog
-from mlxtp.api.backend import Tokens
+from mlxtp.api.backend import DeploymentHealth, Tokens
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 
 from .conftest import CONTEXT, WAIT_S, Server, forever, says, then
@@ -233,11 +234,48 @@ def test_health_says_what_is_going_on(server: Server) -> None:
         "ready": True,
         "open_requests": 0,
         "ranks": [{"rank": 0, "alive": True}],
+        "deployments": [],
     }
     server.backend.ready = False
     response = get(server, "/health")
     assert (response.status_code, response.headers["retry-after"]) == (503, "7")
     assert (response.json()["status"], response.json()["reason"]) == ("unavailable", "30 % read")
+
+
+READY = DeploymentHealth("org/tiny", "org/tiny", "ready", pinned=True, ready=True, groups_ready=1)
+LOADING = DeploymentHealth("/models/big", "big", "loading", pinned=False, ready=False, reason="40 % read")
+
+
+def test_health_tells_of_every_deployment_and_of_one(server: Server) -> None:
+    server.backend.deployments = (READY, replace(LOADING, groups_wanted=0, expires_s=9.5))
+    whole = get(server, "/health")
+    assert (whole.status_code, whole.json()["state"]) == (200, "ready")
+    assert whole.json()["deployments"] == [
+        {
+            "name": "org/tiny", "model": "org/tiny", "state": "ready", "pinned": True, "ready": True,
+            "reason": None, "groups_ready": 1, "groups_wanted": 1, "expires_s": None,
+        },
+        {
+            "name": "/models/big", "model": "big", "state": "loading", "pinned": False, "ready": False,
+            "reason": "40 % read", "groups_ready": 0, "groups_wanted": 0, "expires_s": 9.5,
+        },
+    ]  # fmt: skip
+    for name in ("org/tiny", "tiny", "gpt-x", "default", ""):
+        one = get(server, f"/health?model={name}")
+        assert (one.status_code, one.json()["model"]) == (200, "org/tiny")
+    for name in ("/models/big", "big"):
+        one = get(server, f"/health?model={name}")
+        assert (one.status_code, one.headers["retry-after"]) == (503, "7")
+        assert (one.json()["state"], one.json()["reason"]) == ("loading", "40 % read")
+    unknown = get(server, "/health?model=none")
+    assert_error(unknown, 404, "model_not_found")
+    assert "available: org/tiny, big" in unknown.text
+
+
+def test_health_of_the_default_says_what_is_going_on_where_nothing_is_wanted(server: Server) -> None:
+    server.backend.ready = False
+    assert get(server, "/health?model=default").status_code == 503
+    assert_error(get(server, "/health?model=org/tiny"), 404, "model_not_found")
 
 
 # --- refusals ---------------------------------------------------------------------------------------------

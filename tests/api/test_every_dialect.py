@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from mlxtp.api import generation
-from mlxtp.api.backend import Request
+from mlxtp.api.backend import DeploymentHealth, Request
 from mlxtp.errors import Code, RequestError
 from mlxtp.text.conversation import ChatMessage, Conversation
 from mlxtp.text.tokenizer import Text
@@ -232,6 +232,19 @@ def test_a_model_that_is_not_served_is_answered_with_those_that_are(two: Server,
     assert words_of(refused).endswith(f"does not exist here; available: org/tiny, {SECOND}")
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_deployment_that_is_loading_says_so_beside_one_that_serves(two: Server, path: str) -> None:
+    two.backend.deployments = (
+        DeploymentHealth("org/tiny", "org/tiny", "ready", pinned=True, ready=True),
+        DeploymentHealth("/models/big", "big", "loading", pinned=True, ready=False, reason="40 % read"),
+    )
+    for name in ("big", "/models/big"):
+        refused = post(two, path, short(path) | {"model": name})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert words_of(refused) == f"{name} is not ready (state loading): 40 % read"
+    assert words_of(post(two, path, short(path) | {"model": "x"})).endswith(f"org/tiny, {SECOND}, big")
+
+
 @pytest.mark.parametrize("anthropic", [False, True])
 def test_every_model_is_in_the_lists(two: Server, anthropic: bool) -> None:
     headers = {"anthropic-version": "2023-06-01"} if anthropic else {}
@@ -245,6 +258,12 @@ def test_every_model_is_in_the_lists(two: Server, anthropic: bool) -> None:
     assert found(f"/v1/models/{SECOND}")["id"] == found("/v1/models/second")["id"] == SECOND
     for path in ("/api/tags", "/api/ps"):
         assert [row["name"] for row in found(path)["models"]] == ["org/tiny", SECOND]
+    two.backend.deployments = tuple(
+        DeploymentHealth(name, model, "ready", pinned=True, ready=True)
+        for name, model in (("org/tiny", "org/tiny"), ("/models/second", SECOND))
+    )
+    sizes = [row["size"] for row in found("/api/ps")["models"]]
+    assert sizes == [len("org/tiny"), len("/models/second")], "each has the memory of its own ranks"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -28,7 +28,7 @@ from ...text.transcript import (
     WholeAnswer,
 )
 from ..adapter import NDJSON, About, AnswerWriter, Json, Operation
-from ..backend import GREEDY, Health, ModelInfo, Sampling, StoredModelInfo
+from ..backend import GREEDY, DeploymentHealth, Health, ModelInfo, Sampling, StoredModelInfo
 from ..catalog import ModelCard, load_defaults, read_card
 from ..generation import Generation
 from ..request_body import not_supported, parsed, shown
@@ -48,7 +48,7 @@ from .openai import bounded
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-FOREVER = "9999-12-31T23:59:59Z"  # Expiry of a loaded model as shown to clients: no `keep_alive` ends it.
+FOREVER = "9999-12-31T23:59:59Z"  # Expiry, as clients see it, of a model that stays loaded.
 
 
 # --- from events to lines ---------------------------------------------------------------------------------
@@ -241,11 +241,14 @@ def list_row(model: ModelInfo | StoredModelInfo, card: ModelCard) -> Json:
     }
 
 
-def running_row(model: ModelInfo, card: ModelCard, health: Health) -> Json:
+def running_row(
+    model: ModelInfo, card: ModelCard, health: Health, deployment: DeploymentHealth | None
+) -> Json:
     """Return a model in `/api/ps`. Its size is the memory of all ranks if all report it, else its weights'.
 
-    On a Mac, all memory is the GPU's.
+    On a Mac, all memory is the GPU's. `health` is that of the model's deployment.
     """
+    expires_s = deployment.expires_s if deployment is not None else None
     told = [rank.get("memory_bytes") for rank in health.ranks]
     memory = [each for each in told if isinstance(each, int) and each > 0]
     size = sum(memory) if memory and len(memory) == len(told) else card.weight_bytes
@@ -255,7 +258,7 @@ def running_row(model: ModelInfo, card: ModelCard, health: Health) -> Json:
         "size": size,
         "digest": card.digest,
         "details": _details(card),
-        "expires_at": FOREVER,
+        "expires_at": FOREVER if expires_s is None else _rfc3339(time.time() + expires_s),
         "size_vram": size if sys.platform == "darwin" else 0,
         "context_length": model.context,
     }
@@ -390,8 +393,12 @@ class _Models:
         return JSONResponse({"models": rows})
 
     async def ps(self, _request: Request) -> Response:
-        models, health = self._generation.models(), self._generation.health()
-        rows = [running_row(model, await asyncio.to_thread(read_card, model), health) for model in models]
+        models, catalog = self._generation.models(), self._generation.catalog
+        cards = [await asyncio.to_thread(read_card, model) for model in models]
+        rows = [
+            running_row(model, card, catalog.health(model.id), catalog.deployment(model.id))
+            for model, card in zip(models, cards, strict=True)
+        ]
         return JSONResponse({"models": rows})
 
     async def show(self, request: Request) -> Response:
@@ -423,23 +430,24 @@ def _answering(
             return await generation.answer(adapter, request, partial(parse, arrival))
         except NoPrompt as wish:
             name = served_name(wish.asked.model, arrival.models)
-            if wish.unload:
-                return await _unloaded(generation, name, wish.asked)
-            return JSONResponse(no_answer(wish.asked, await generation.load(request, name), "load"))
+            if wish.keep_s == 0 and isinstance(model := await generation.catalog.find(name), StoredModelInfo):
+                return JSONResponse(no_answer(wish.asked, model, "unload"))
+            if wish.keep_s == 0:
+                _check_unloads(generation.catalog.deployment(name), name)
+            loaded = await generation.load(request, name, wish.keep_s)
+            return JSONResponse(no_answer(wish.asked, loaded, "unload" if wish.keep_s == 0 else "load"))
 
     return answer
 
 
-async def _unloaded(generation: Generation, name: str, asked: OllamaAnswerOptions) -> Response:
-    """Refuse to unload the loaded model: other clients use it, too."""
-    model = await generation.catalog.find(name)
-    if isinstance(model, ModelInfo):
+def _check_unloads(deployment: DeploymentHealth | None, name: str) -> None:
+    """Refuse to unload a model that stays until a person unloads it: other clients use it, too."""
+    if deployment is None or deployment.pinned:
         raise not_supported(
-            f"keep_alive 0 does not unload {shown(model.id)}, which the cluster serves to all its clients; "
+            f"keep_alive 0 does not unload {shown(name)}, which the cluster serves to all its clients; "
             "`mlxtp unload` does",
             "keep_alive",
         )
-    return JSONResponse(no_answer(asked, model, "unload"))
 
 
 async def _version(_request: Request) -> Response:

@@ -1,8 +1,8 @@
 """The Ollama dialect: schema of a request, and its conversion to a `GenerationRequest`. Pure.
 
-The cluster decides how long a model stays loaded and how much context it has: `keep_alive` and `num_ctx` are
-checked and change nothing. Unknown options are ignored. Fields that would change the answer and are not
-supported (images, a template, a suffix, tokens of an earlier answer) are refused. See docs/api.md.
+The model decides how much context it has: `num_ctx` changes nothing. Unknown options are ignored. Fields that
+would change the answer and are not supported (images, a template, a suffix, tokens of an earlier answer) are
+refused. See docs/api.md.
 """
 
 from __future__ import annotations
@@ -62,16 +62,20 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 
 #: A duration in Go's format, such as "1h30m".
 _DURATION = re.compile(r"[-+]?(?:0|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|µs|μs|ms|s|m|h))+)")
+_PARTS = re.compile(r"([0-9.]+)([a-zµμ]+)")
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_FOREVER_S = 1e9  # seconds; a longer time has no end
 
 
-def _keep_alive(value: object) -> bool | None:
-    """Return False for a duration of zero, which requests to unload the model; None if absent."""
+def _keep_alive(value: object) -> float | None:
+    """Return seconds; -1 for a duration without an end, which is negative or very long; None if absent."""
     if value is None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:  # noqa: PLR0124
-        return value != 0
+        return float(value) if 0 <= value < _FOREVER_S else -1.0
     if isinstance(value, str) and _DURATION.fullmatch(value):
-        return re.search("[1-9]", value) is not None
+        seconds = sum(float(number) * _UNITS_S[unit] for number, unit in _PARTS.findall(value))
+        return _keep_alive(-seconds if value.startswith("-") else seconds)
     raise PydanticCustomError("keep_alive", 'should be a number of seconds or a duration such as "5m"')
 
 
@@ -153,7 +157,7 @@ class OllamaBody(Schema):
     format: Annotated[Json | None, PlainValidator(_format, Literal["", "json"] | Json | None)] = None
     think: Annotated[bool | str | None, PlainValidator(_think, bool | ThinkLevel | None)] = None
     options: OllamaOptions | None = None
-    keep_alive: Annotated[bool | None, PlainValidator(_keep_alive, float | str | None)] = None
+    keep_alive: Annotated[float | None, PlainValidator(_keep_alive, float | str | None)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Integer, in_range(0, 20)] | None = None
 
@@ -207,10 +211,10 @@ class Arrival:
 class NoPrompt(Exception):
     """Signal that the request has no prompt and only loads or unloads the model."""
 
-    def __init__(self, asked: OllamaAnswerOptions, unload: bool) -> None:
-        super().__init__(asked, unload)
+    def __init__(self, asked: OllamaAnswerOptions, keep_s: float | None) -> None:
+        super().__init__(asked, keep_s)
         self.asked = asked
-        self.unload = unload
+        self.keep_s = keep_s
 
 
 def parse_chat(arrival: Arrival, body: bytes) -> GenerationRequest:
@@ -218,7 +222,7 @@ def parse_chat(arrival: Arrival, body: bytes) -> GenerationRequest:
     chat = parsed(OllamaChat, body)
     asked = OllamaAnswerOptions(True, chat.model or "", arrival.at_ns)
     if not chat.messages:
-        raise NoPrompt(asked, chat.keep_alive is False)
+        raise NoPrompt(asked, chat.keep_alive)
     conversation = Conversation(_turns(chat.messages), _tools(chat.tools or ()))
     return _ask(chat, asked, arrival, _thinking(conversation, chat))
 
@@ -229,7 +233,7 @@ def parse_generate(arrival: Arrival, body: bytes) -> GenerationRequest:
     asked = OllamaAnswerOptions(False, generate.model or "", arrival.at_ns)
     _check_supported(generate)
     if not generate.prompt:
-        raise NoPrompt(asked, generate.keep_alive is False)
+        raise NoPrompt(asked, generate.keep_alive)
     if generate.raw:
         return _ask(generate, asked, arrival, (generate.prompt,))
     system = (ChatMessage("system", generate.system),) if generate.system else ()
@@ -253,6 +257,7 @@ def _ask(
         options=_options(body),
         stream=body.stream is not False,
         dialect=asked,
+        keep_s=body.keep_alive,
     )
 
 

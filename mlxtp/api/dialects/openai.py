@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -595,6 +595,7 @@ def health_body(health: Health) -> Json:
         "ready": health.ready,
         "open_requests": health.open_requests,
         "ranks": [dict(rank) for rank in health.ranks],
+        "deployments": [asdict(each) for each in health.deployments],
     }
 
 

@@ -187,6 +187,20 @@ class ModelList(Shape):
     data: list[ListedModel]
 
 
+class DeploymentRow(Shape):
+    """State of one deployment in `HealthBody`."""
+
+    name: str
+    model: str
+    state: str
+    pinned: bool
+    ready: bool
+    reason: str | None
+    groups_ready: int
+    groups_wanted: int
+    expires_s: float | None
+
+
 class HealthBody(Shape):
     """Snapshot of the cluster. `reason`: why it is not ready."""
 
@@ -200,3 +214,4 @@ class HealthBody(Shape):
     ready: bool
     open_requests: int
     ranks: list[dict[str, object]]
+    deployments: list[DeploymentRow]

@@ -8,7 +8,8 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from pydantic import BaseModel
 
 from mlxtp.api.app import create_app
-from mlxtp.api.backend import Health, ModelInfo, Sampling, StreamEnd, TokenEvent, Tokens
+from mlxtp.api.backend import DeploymentHealth, Health, ModelInfo, Sampling, StreamEnd, TokenEvent, Tokens
 from mlxtp.api.catalog import read_card
 from mlxtp.api.dialects.ollama_request import Arrival, parse_chat
 from mlxtp.api.server import bind, serve
@@ -96,7 +97,7 @@ class Backend(FakeBackend):
     def health(self, model: str = "") -> Health:
         ranks = tuple({"rank": i, "memory_bytes": each} for i, each in enumerate(self.memory))
         state, reason = ("ready", None) if self.ready else ("loading", "30 % read")
-        return Health(state, 1, 1, "ring", "org/thinker", reason, self.ready, 0, ranks)
+        return Health(state, 1, 1, "ring", "org/thinker", reason, self.ready, 0, ranks, "", self.deployments)
 
 
 @pytest.fixture(scope="module")
@@ -414,11 +415,20 @@ def test_a_wrong_field_is_named(thinker: Server, fields: dict[str, Any], said: s
 
 
 @pytest.mark.parametrize(
-    "keep_alive", [0, 0.0, -1, 300, 1.5, "0", "5m", "-1m", "1h30m", "1.5h", "300ms", None]
-)
-def test_a_time_to_stay_is_read_and_changes_nothing(thinker: Server, keep_alive: Any) -> None:
+    ("keep_alive", "keep_s"),
+    [
+        (0, 0), (0.0, 0), (-1, -1), (-0.5, -1), (300, 300), (1.5, 1.5), ("0", 0), ("-0s", 0), ("5m", 300),
+        ("-1m", -1), ("1h30m", 5400), ("1.5h", 5400), ("300ms", 0.3), ("+2s", 2), ("1µs", 1e-6), (1e300, -1),
+        ("9999999h", -1), (None, None),
+    ],
+)  # fmt: skip
+def test_how_long_the_model_stays_is_passed_on(thinker: Server, keep_alive: Any, keep_s: Any) -> None:
     thinker.backend.script = says([1])
+    expected = keep_s if keep_s is None else pytest.approx(keep_s)
     assert len(streamed(thinker, "chat", ask(keep_alive=keep_alive))) == 1
+    said = post(thinker, "generate", {"model": "thinker", "prompt": "hi", "keep_alive": keep_alive})
+    assert said.status_code == 200
+    assert thinker.backend.kept == [expected, expected]
 
 
 @pytest.mark.parametrize(
@@ -676,6 +686,31 @@ def test_no_client_unloads_the_model(client: ollama.Client, keep_alive: Any) -> 
         with pytest.raises(ollama.ResponseError, match="`mlxtp unload`") as refused:
             call(model="thinker", keep_alive=keep_alive)
         assert refused.value.status_code == 400
+
+
+@pytest.mark.parametrize("keep_alive", [0, "0s"])
+def test_a_client_unloads_what_is_not_pinned(thinker: Server, client: ollama.Client, keep_alive: Any) -> None:
+    name = "org/thinker"
+    unpinned = DeploymentHealth(name, name, "ready", pinned=False, ready=True, expires_s=60.0)
+    thinker.backend.deployments = (unpinned,)
+    assert client.generate(model="thinker:latest", keep_alive=keep_alive).done_reason == "unload"
+    assert client.chat(model="thinker", keep_alive="10m").done_reason == "load"
+    assert thinker.backend.kept == [0, 600]
+    thinker.backend.deployments = (replace(unpinned, pinned=True),)
+    with pytest.raises(ollama.ResponseError, match="`mlxtp unload`"):
+        client.generate(model="thinker", keep_alive=keep_alive)
+
+
+def test_when_a_model_goes_is_told(thinker: Server, client: ollama.Client) -> None:
+    stays = DeploymentHealth("org/thinker", "org/thinker", "ready", pinned=True, ready=True)
+    thinker.backend.deployments = (stays,)
+    [row] = client.ps().models
+    assert row.expires_at is not None
+    assert row.expires_at.year == 9999
+    thinker.backend.deployments = (replace(stays, expires_s=60.0),)
+    [row] = client.ps().models
+    assert row.expires_at is not None
+    assert 0 < (row.expires_at - datetime.now(UTC)).total_seconds() <= 60
 
 
 def test_while_nothing_is_ready(thinker: Server, client: ollama.Client) -> None:

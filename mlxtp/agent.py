@@ -280,7 +280,8 @@ def build_parts(
     hosted = HostedRanks(node, models.folder, node.replica.epoch, worker)
     results = FabricResults(node)
     servings = ServingReports(node, supervisor)
-    placer = Placer(node, models, results, partial(servings.held_bytes, group=GROUP))
+    dispatcher, held_bytes = supervisor.gateway.dispatcher, partial(servings.held_bytes, group=GROUP)
+    placer = Placer(node, models, results, held_bytes, asked=lambda: dispatcher.meter.asked)
     controller = GroupController(
         node, supervisor, models, reports=servings, placer=placer, results=results, machines=machines
     )

@@ -100,6 +100,7 @@ class Settings:
     discovery: bool = True
     join: str | None = None
     nodes: str = "auto"
+    workload: str = "auto"
     fabric: str = "auto"
     fast_fences: bool = False
     keep_awake: bool = True

@@ -188,7 +188,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "nodes", SettingKind((int, str), '"auto", "all", or a whole number'), parse_nodes, "auto",
         "With --model: how many Macs to spread it over.",
-        CLUSTER, "auto|all|N", "auto, as many as are fastest",
+        CLUSTER, "auto|all|N", "auto, as many as answer soonest",
+    ),
+    Setting(
+        "workload", TEXT, one_of("auto", "chat", "agent", "batch"), "auto",
+        "Requests whose expected time decides which Macs serve a model: chat (4,000 tokens in, 400 out), "
+        "agent (30,000 in, mostly cached, 300 out), or batch (many at once).",
+        CLUSTER, "auto|chat|agent|batch", "auto: chat, then learnt from the requests that come",
+        same_on_all=True,
     ),
     Setting(
         "backend", TEXT, one_of("auto", "jaccl", "ring"), "auto",

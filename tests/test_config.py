@@ -93,6 +93,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("alone", "no", "yes", "alone", (False, True)),
         ("nodes", "all", "02", "nodes", ("all", "2")),
         ("backend", "ring", "jaccl", "fabric", ("ring", "jaccl")),
+        ("workload", "chat", "batch", "workload", ("chat", "batch")),
         ("fast_fences", "no", "yes", "fast_fences", (False, True)),
         ("drain", "2.5", "60", "drain_s", (2.5, 60.0)),
         ("load_on_request", "yes", "no", "load_on_request", (True, False)),
@@ -425,6 +426,7 @@ def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -
         ("nodes", "9"),
         ("nodes", "both"),
         ("backend", "mpi"),
+        ("workload", "coding"),
         ("rdma", "rdma_en5"),
         ("rdma", "=rdma_en5"),
         ("rdma", "studio="),
@@ -476,8 +478,8 @@ def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> N
 
 
 STRINGS = (
-    "http", "model", "agreement", "draft_model", "name", "control", "interface", "backend", "log_format",
-    "log_file", "api_keys", "http_cert", "http_key",
+    "http", "model", "agreement", "draft_model", "name", "control", "interface", "workload", "backend",
+    "log_format", "log_file", "api_keys", "http_cert", "http_key",
 )  # fmt: skip
 SWITCHES = (
     "compiled", "speculation", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",

@@ -429,6 +429,7 @@ PURE = (
     "mlxtp.placement.planner",
     "mlxtp.placement.model_shape",
     "mlxtp.placement.topology",
+    "mlxtp.placement.workload",
     "mlxtp.service.managers",
     "mlxtp.groups.health",
     "mlxtp.settings",

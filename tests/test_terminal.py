@@ -45,8 +45,8 @@ def mlxtp(words: str, home: Path | None = None) -> Result:
     [
         *((words, 1, "not_ready", "no mlxtp node runs with home") for words in HOME_COMMANDS),
         ("cluster leave", 1, "config_invalid", "belongs to no cluster"),
-        ("plan --model no-such-model", 1, "model_not_found", "no-such-model is neither a model folder"),
-        ("plan --model tiny --spread 9", 2, "config_invalid", "--spread: '9' is not auto, all"),
+        ("plan no-such-model", 1, "model_not_found", "no-such-model is neither a model folder"),
+        ("plan tiny --spread 9", 2, "config_invalid", "--spread: '9' is not auto, all"),
         ("demo --once --ranks 3", 1, "config_invalid", "--ranks: one machine runs 1, 2 or 4 ranks, not 3"),
         ("demo --once --model /no/such", 1, "model_not_found", "neither a folder nor an id on the Hub"),
         (
@@ -85,7 +85,7 @@ def test_with_json_an_error_is_json_where_the_answer_would_stand(
 
 
 @pytest.mark.parametrize(
-    "words", ["config show", "status", "chat hi", "service install --dry-run", "plan --model ~nosuch/x"]
+    "words", ["config show", "status", "chat hi", "service install --dry-run", "plan ~nosuch/x"]
 )
 def test_the_home_of_a_user_who_is_none(words: str) -> None:
     refused = mlxtp(words, None if words.startswith("plan") else Path("~nosuch/x"))

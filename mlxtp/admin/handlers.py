@@ -77,6 +77,7 @@ class Admin:
         return {
             "coordinator": parts.node.leadership.claim.node_id,
             "fabric": [asdict(each) for each in parts.results.results],
+            "workload": asdict(parts.placer.workload),
             "nodes": [
                 {
                     "node_id": member.node_id,

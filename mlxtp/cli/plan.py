@@ -18,6 +18,7 @@ from .printing import home_of, typed
 
 if TYPE_CHECKING:
     from ..placement.topology import MemberMachine
+    from ..placement.workload import Workload
     from ..wire.cluster_messages import FabricResult, Machine
 
 
@@ -27,8 +28,8 @@ NODES = BY_KEY["nodes"].metavar
 def plan(
     model: Annotated[
         str,
-        typer.Option(
-            metavar="M",
+        typer.Argument(
+            metavar="MODEL",
             help="A model folder, its config.json, the plain name of one in a --model-folder, an id on the "
             "Hugging Face Hub, or a known name, such as llama-3.3-70b-4bit; any other word "
             "lists them. Known names are for plans alone: `mlxtp serve` does not accept them.",
@@ -45,8 +46,16 @@ def plan(
         str,
         typer.Option(
             metavar=NODES,
-            help="How many Macs to spread it over; auto: as many as are fastest.",
+            help="How many Macs to spread it over; auto: as many as answer soonest.",
             autocompletion=shell_completion.words(NODES),
+        ),
+    ] = "auto",
+    workload: Annotated[
+        str,
+        typer.Option(
+            metavar=BY_KEY["workload"].metavar,
+            help="Requests whose expected time decides; auto: those of the running agent, else chat.",
+            autocompletion=shell_completion.words(BY_KEY["workload"].metavar),
         ),
     ] = "auto",
     backend: Annotated[
@@ -79,21 +88,24 @@ def plan(
     from ..placement.measurements import measured
     from ..placement.planner import PlacementOptions
     from ..placement.tables import KNOWN
+    from ..placement.workload import CHAT, WORKLOADS
     from . import planning
 
     if not model.strip():
         raise UserError(
-            "--model is empty; give a folder, an id on the Hub, or a known name: `mlxtp plan --help`"
+            "MODEL is empty; give a folder, an id on the Hub, or a known name: `mlxtp plan --help`"
         )
     with typed():
         number = parse_nodes(spread, "--spread")
+        BY_KEY["workload"].parse(workload, "--workload")
     wanted: str | int = int(number) if number.isdecimal() else number
     coordinator = ""
     results: tuple[FabricResult, ...] = ()
+    now = CHAT
     if machines is not None:
         found = planning.read_machines_file(machines)
     else:
-        found, coordinator, results = _members_here(home_of(home))
+        found, coordinator, results, now = _members_here(home_of(home))
     options = PlacementOptions(
         backend=backend,
         nodes=wanted,
@@ -101,6 +113,7 @@ def plan(
         fast_fences=fast_fences,
         measured=measured(results, fast_fences=fast_fences),
         repeatable=repeatable,
+        workload=WORKLOADS.get(workload, now),
     )
     if model not in KNOWN and "/" not in model and not Path(model).exists():
         model = in_folders(model, _model_folders(home))
@@ -119,24 +132,28 @@ def _model_folders(home: Path | None) -> tuple[str, ...]:
         return resolve_settings({"home": home}).model_folders
 
 
-def _members_here(home: Path) -> tuple[tuple[MemberMachine, ...], str, tuple[FabricResult, ...]]:
-    """Return the cluster's machines (without an agent this one), its coordinator and its measurements."""
+def _members_here(
+    home: Path,
+) -> tuple[tuple[MemberMachine, ...], str, tuple[FabricResult, ...], Workload]:
+    """Return the cluster's machines (without an agent this one), coordinator, measurements and workload."""
     import asyncio
 
     from ..placement import hardware
     from ..placement.measurements import from_json
     from ..placement.topology import MemberMachine
+    from ..placement.workload import CHAT, Workload
 
     try:
         told = AgentClient(home).get("plan")
     except UserError:
         machine = asyncio.run(hardware.probe())
-        return (MemberMachine("this", "this Mac", machine),), "this", ()
+        return (MemberMachine("this", "this Mac", machine),), "this", (), CHAT
     found = tuple(
         MemberMachine(node["node_id"], node["name"], _machine(node["machine"]), held_bytes=node["held_bytes"])
         for node in told["nodes"]
     )
-    return found, str(told["coordinator"]), tuple(map(from_json, told["fabric"]))
+    fabric = tuple(map(from_json, told["fabric"]))
+    return found, str(told["coordinator"]), fabric, Workload(**told["workload"])
 
 
 def _machine(fields: Mapping[str, Any]) -> Machine:

@@ -15,17 +15,18 @@ from rich.markup import escape
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError
 from ..placement.candidates import Candidate
-from ..placement.cost_model import SpeedEstimate
+from ..placement.cost_model import LONG_PROMPT, SpeedEstimate
 from ..placement.machines_file import read_machines
 from ..placement.model_shape import ModelShape, shape_of
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.tables import KNOWN
 from ..placement.topology import MemberMachine
+from ..placement.workload import Workload
 from .printing import table_of
 
 GB = 1e9
-_COLUMNS = ("way", "nodes", "tokens/s", "first token", "a rank needs", "verdict", "why")
-_RIGHT = ("tokens/s", "first token", "a rank needs")
+_COLUMNS = ("way", "nodes", "request", "first token", "tokens/s", "GB a rank", "verdict", "why")
+_RIGHT = ("request", "first token", "tokens/s", "GB a rank")
 _WORDY = ("nodes", "why")
 #: Characters of a line with room for the wordy columns.
 _WIDE = 130
@@ -87,7 +88,7 @@ def read_shape(model: str | Path) -> ModelShape:
     name = str(model)
     if name in KNOWN:
         return shape_of(KNOWN[name], name=name)
-    path = embedded_model_path() if name == EMBEDDED_MODEL else expanded(name, "--model")
+    path = embedded_model_path() if name == EMBEDDED_MODEL else expanded(name, "MODEL")
     config = path / "config.json" if path.is_dir() else path
     if not config.is_file():
         raise ModelError(
@@ -135,16 +136,22 @@ def _weight_bytes(path: Path) -> int:
 
 def to_json(made: Placement, shape: ModelShape) -> dict[str, Any]:
     """Return the plan as JSON. Sizes are bytes, times seconds, speeds tokens a second."""
-    alternatives = [{"title": one.title, **asdict(one)} for one in made.alternatives]
+    alternatives = [_way(one, made.workload) for one in made.alternatives]
     return {
         "model": asdict(shape),
         "context": made.context,
+        "workload": asdict(made.workload),
         "reason": made.reason,
         "leader": made.leader,
         "notes": list(made.notes),
         "chosen": next((one for one in alternatives if one["verdict"] == "chosen"), None),
         "alternatives": alternatives,
     }
+
+
+def _way(one: Candidate, workload: Workload) -> dict[str, Any]:
+    request_s = one.speed.request_seconds(workload) if one.speed else None
+    return {"title": one.title, **asdict(one), "request_s": request_s}
 
 
 def show(made: Placement, shape: ModelShape, console: Console) -> None:
@@ -154,9 +161,13 @@ def show(made: Placement, shape: ModelShape, console: Console) -> None:
     columns = [column for column in _COLUMNS if wide or column not in _WORDY]
     table = table_of(*columns, right=_RIGHT, wrapped=_WORDY)
     for one in made.alternatives:
-        row = dict(zip(_COLUMNS, cells(one), strict=True))
+        row = dict(zip(_COLUMNS, cells(one, made.workload), strict=True))
         table.add_row(*(escape(row[column]) for column in columns), style=_COLOURS[one.verdict])
     console.print(table)
+    console.print(
+        f"request: {made.workload.name}, {made.workload}; first token: after {LONG_PROMPT:,} in",
+        style="dim",
+    )
     if not wide:
         reasons: dict[tuple[str, str], list[str]] = {}
         for one in made.alternatives:
@@ -204,15 +215,16 @@ def _time_line(speed: SpeedEstimate, shape: ModelShape) -> str:
     return f"{1e3 / speed.tokens_per_second:.1f} ms a token: {', '.join(parts)}"
 
 
-def cells(one: Candidate) -> tuple[str, ...]:
+def cells(one: Candidate, workload: Workload) -> tuple[str, ...]:
     """Return the row of one alternative."""
     tightest = min(one.memory, key=lambda rank: rank.available - rank.needed, default=None)
     return (
         one.kind if one.nodes == 1 else f"{one.kind} of {one.nodes}",
         ", ".join(one.names),
+        f"{one.speed.request_seconds(workload):.1f} s" if one.speed else "",
+        f"{one.speed.ttft_s:.1f} s" if one.speed else "",
         f"{one.speed.tokens_per_second:.1f}" if one.speed else "",
-        f"{one.speed.ttft_s:.2f} s" if one.speed else "",
-        f"{tightest.needed / GB:.1f} of {_gb(tightest.available)}" if tightest else "",
+        f"{tightest.needed / GB:.1f}/{tightest.available / GB:.1f}" if tightest else "",
         one.verdict,
         one.reason,
     )

@@ -210,9 +210,7 @@ def of_memory(facts: MachineFacts) -> Iterator[Finding]:
     """Report whether there is memory for requests."""
     machine, room = facts.machine, facts.room
     free = machine.free_bytes
-    close = (
-        "end programs that are not needed, or serve a smaller model (`mlxtp plan --model M` shows what fits)"
-    )
+    close = "end programs that are not needed, or serve a smaller model (`mlxtp plan M` shows what fits)"
     if not free:
         yield info("not known: how much memory is free")
     elif free < room.min_free_bytes or room.critical:

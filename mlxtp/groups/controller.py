@@ -312,6 +312,8 @@ class GroupController:
         `hosted` is the epoch of the rank that this machine runs for another coordinator.
         """
         self._notice_changes()
+        if self._reports.owned is None and not self._reports.others() and hosted is None:
+            self._placer.learn()
         placement, why = self._placer.placement()
         best = None
         chosen = placement.chosen if placement is not None else None
@@ -407,7 +409,7 @@ class GroupController:
         asked = (mine.form.plan.ranks, mine.placement.chosen.kind)
         for each in placement.alternatives:
             if (each.ranks, each.kind) == asked and each.speed is not None and each.speed.measured:
-                key = (*mine.form.plan.key[:-1], each.speed.tokens_per_second)
+                key = (*mine.form.plan.key[:-1], self._placer.rate(each))
                 form = replace(mine.form, plan=replace(mine.form.plan, key=key))
                 self._reports.owned = replace(mine, form=form)
 

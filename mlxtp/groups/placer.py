@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 
+from ..api.request_metrics import Asked
 from ..cluster.membership import MemberState as Standing
 from ..cluster.node import ClusterNode
 from ..config import EMBEDDED_MODEL, Settings
@@ -18,6 +19,7 @@ from ..placement.formation import FailedGroup, FailedGroups, links_of, preflight
 from ..placement.model_shape import ModelShape
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine, Topology
+from ..placement.workload import CHAT, LEARNT, WORKLOADS, Workload, learnt
 from ..wire.cluster_messages import ModelStatus
 from ..wire.rdma import Matrix
 from .fabric import FabricResults
@@ -28,15 +30,28 @@ MEMORY_STEP_BYTES = 1 << 30
 
 
 class Placer:
-    """Planner of the next group. `held_bytes` returns the bytes that the group's ranks hold there."""
+    """Planner of the next group.
+
+    `held_bytes` returns the bytes that the group's ranks hold on a Mac, `asked` the requests of this Mac's
+    clients.
+    """
 
     def __init__(
-        self, node: ClusterNode, models: LocalModels, results: FabricResults, held_bytes: Callable[[str], int]
+        self,
+        node: ClusterNode,
+        models: LocalModels,
+        results: FabricResults,
+        held_bytes: Callable[[str], int],
+        *,
+        asked: Callable[[], Asked],
     ) -> None:
         self._node = node
         self._models = models
         self._results = results
         self._held_bytes = held_bytes
+        self._asked = asked
+        #: The requests whose expected time decides.
+        self.workload = WORKLOADS.get(node.settings.workload, CHAT)
         self._failed = FailedGroups()
         self._lacking: set[str] = set()  #: Nodes whose MLX turned out to have no JACCL.
         self._shape: tuple[ModelSource, ModelShape] | None = None
@@ -122,12 +137,26 @@ class Placer:
         return self._known[1], self._known[2]
 
     def key(self, chosen: Candidate) -> tuple[float, ...]:
-        """Return the order of plans: as many Macs as wanted, then tokens per second."""
+        """Return the order of plans: as many Macs as wanted, then requests of the workload per second."""
         source, nodes = self._models.desired.source, self._node.replica.desired.nodes
         settings = self._node.settings
         on_all = source is not None and placement_options(settings, nodes, source.id).nodes == "all"
-        speed = chosen.speed.tokens_per_second if chosen.speed is not None else 0.0
-        return (float(len(chosen.ranks)) if on_all else 0.0, speed)
+        return (float(len(chosen.ranks)) if on_all else 0.0, self.rate(chosen))
+
+    def rate(self, chosen: Candidate) -> float:
+        """Return the requests of the workload per second, 0 without an estimate."""
+        return chosen.speed.requests_per_second(self.workload) if chosen.speed is not None else 0.0
+
+    def learn(self) -> None:
+        """Learn the workload from what was requested. Only between groups: their keys are of one workload."""
+        asked = self._asked()
+        if self._node.settings.workload in WORKLOADS or not asked.answers:
+            return
+        sums = (asked.prompt, asked.cached, asked.answer, asked.at_once)
+        prompt, cached, answer, at_once = (round(each / asked.answers) for each in sums)
+        self.workload = learnt(
+            asked.answers, Workload(LEARNT, prompt, cached, answer, max(1, at_once)), self.workload
+        )
 
     def no_place(self, shape: ModelShape, nodes: str = "", only: Container[str] | None = None) -> str:
         """Return the reason why the present members have no place for a model of this shape.
@@ -191,7 +220,13 @@ class Placer:
     def _options(self, nodes: str, model: str) -> PlacementOptions:
         options = placement_options(self._node.settings, nodes, model)
         failed = tuple(group for group, _ in self.left_out())
-        return replace(options, measured=self._results.measured(), rdma=self.devices_by_hand(), failed=failed)
+        return replace(
+            options,
+            measured=self._results.measured(),
+            rdma=self.devices_by_hand(),
+            failed=failed,
+            workload=self.workload,
+        )
 
     def _shape_of(self, source: ModelSource) -> ModelShape:
         if self._shape is None or self._shape[0] is not source:

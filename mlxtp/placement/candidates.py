@@ -5,6 +5,7 @@ Pure. `planner.py` chooses among them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,6 +31,7 @@ from .formation import FailedGroup, links_of
 from .model_shape import MAX_RANKS, ModelShape
 from .tables import chip
 from .topology import ETHERNET, LOOPBACK, NETWORKS, THUNDERBOLT, WIFI, MemberMachine, TcpLink, Topology
+from .workload import CHAT, Workload
 
 # --- groups in a graph: nodes that are all joined pairwise, nodes that can stand in a circle -------------
 # Both searches try nodes in the order given and end with the first group found, so that the same nodes in
@@ -247,6 +249,10 @@ class Candidate:
     memory: tuple[RankMemory, ...] = ()
     speed: SpeedEstimate | None = None
 
+    def request_seconds(self, workload: Workload) -> float:
+        """Return the expected seconds of a request; infinite without an estimate."""
+        return self.speed.request_seconds(workload) if self.speed else math.inf
+
     @property
     def title(self) -> str:
         """Its name in a sentence."""
@@ -259,7 +265,8 @@ class Candidate:
 class CandidateFinder:
     """Search for the best group of each size and fabric among `members` (by node id).
 
-    Among equally fast nodes the one with more memory comes first, then the smaller id.
+    The best answers a request of `workload` soonest. Among equally fast nodes the one with more memory comes
+    first, then the smaller id.
     """
 
     members: Mapping[str, MemberMachine]
@@ -270,6 +277,7 @@ class CandidateFinder:
     measured: Sequence[Collective]
     failed: Sequence[FailedGroup] = ()
     repeatable: bool = False
+    workload: Workload = CHAT
 
     @cached_property
     def fabrics(self) -> Fabrics:
@@ -317,6 +325,9 @@ class CandidateFinder:
     def _reading(self, node: str) -> float:
         return self._ranks[node].chip.reading
 
+    def _flops(self, node: str) -> float:
+        return self._ranks[node].chip.flops
+
     def _of_size(self, size: int, pool: Sequence[str], must: str) -> list[Candidate]:
         if obstacles := self.shape.obstacles(size):
             fitting = max(n for n in range(1, size) if not self.shape.obstacles(n))
@@ -328,7 +339,7 @@ class CandidateFinder:
             kind = ALONE if size == 1 else TENSOR_PARALLEL
             return [Candidate(kind, size, reason=self._no_room(size, pool, must))]
         if size == 1:
-            return [self._feasible(ALONE, (must or fits[0],))]
+            return [self._soonest(ALONE, [(node,) for node in ([must] if must else fits)])]
         return self._over_rdma(size, fits, must) + self._over_tcp(size, fits, must)
 
     def _memory(self, node: str, size: int) -> RankMemory:
@@ -360,8 +371,8 @@ class CandidateFinder:
         if any(one.ranks for one in found) or len(kinds) == 1:
             return found
         # No network has enough of them; a circle may still cross from one to another.
-        group = self._group(size, fits, must, self.fabrics.any_network, circle)
-        return [*found, self._feasible("", group, NETWORKS)] if group else found
+        groups = self._groups(size, fits, must, self.fabrics.any_network, circle)
+        return [*found, self._soonest("", groups, NETWORKS)] if groups else found
 
     def _found(
         self,
@@ -375,25 +386,43 @@ class CandidateFinder:
     ) -> Candidate:
         """Return the best group that has not failed to form, or the reason for none."""
         graph = self.fabrics.graph(kind)
-        group = self._group(size, fits, must, graph, search)
-        if not group:
+        groups = self._groups(size, fits, must, graph, search)
+        if not groups:
             preferred = sorted(fits, key=lambda node: node != must)
             return Candidate(kind, size, reason=self.fabrics.missing(kind, size, preferred))
-        best = self._feasible(kind, group, networks)
+        best = self._soonest(kind, groups, networks)
         if best.verdict == "possible" or not best.ranks:
             return best
-        for node in reversed(group):
+        for node in reversed(best.ranks):
             others = [each for each in fits if each != node]
-            if node != must and (group := self._group(size, others, must, graph, search)):
-                other = self._feasible(kind, group, networks)
+            if node != must and (groups := self._groups(size, others, must, graph, search)):
+                other = self._soonest(kind, groups, networks)
                 if other.verdict == "possible":
                     return other
         return best
 
+    def _groups(
+        self, size: int, fits: Sequence[str], must: str, graph: Graph, search: Search
+    ) -> list[tuple[str, ...]]:
+        """Return the groups of which one answers a request soonest; [] if there is none.
+
+        Of all whose slowest member computes prompts at a certain speed, that is the one whose slowest member
+        reads memory the fastest. Most desks have one group that is best in both.
+        """
+        slowest = self._flops(must) if must else float("inf")
+        found: dict[tuple[str, ...], None] = {}
+        for flops in sorted({min(self._flops(node), slowest) for node in fits}):
+            fast = [node for node in fits if self._flops(node) >= flops]
+            group = self._group(size, fast, must, graph, search)
+            if not group:
+                break
+            found[group] = None
+        return list(found)
+
     def _group(
         self, size: int, fits: Sequence[str], must: str, graph: Graph, search: Search
     ) -> tuple[str, ...]:
-        """Return the group whose slowest member is the fastest; () if there is none."""
+        """Return the group whose slowest member reads memory the fastest; () if there is none."""
         group = search(fits, size, graph, must)
         slowest = self._reading(must) if must else float("inf")
         speeds = sorted({min(self._reading(node), slowest) for node in fits}, reverse=True)
@@ -406,6 +435,13 @@ class CandidateFinder:
             else:
                 low = middle + 1
         return group
+
+    def _soonest(
+        self, kind: str, groups: Sequence[tuple[str, ...]], networks: Sequence[str] = ()
+    ) -> Candidate:
+        """Return the group that answers a request of the workload soonest, possible ones first."""
+        found = [self._feasible(kind, group, networks) for group in groups]
+        return min(found, key=lambda one: (one.verdict != "possible", one.request_seconds(self.workload)))
 
     def _feasible(self, kind: str, group: tuple[str, ...], networks: Sequence[str] = ()) -> Candidate:
         """Return the group with everything it needs. The slowest of its links' networks names a ring."""

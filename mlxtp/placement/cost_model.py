@@ -8,19 +8,20 @@ One token takes
   + bytes on the wire / bandwidth of the link
 
 and a prompt, chunk by chunk, the larger of its arithmetic and of reading all weights, with the same
-collectives. `docs/placement.md` explains it and compares it with published figures. Every value that was not
-measured is an assumption with a name here.
+collectives. Both make the time of a request. `docs/placement.md` explains it and compares it with published
+figures. Every value that was not measured is an assumption with a name here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from .model_shape import ModelShape
 from .tables import Chip
 from .topology import MemberMachine
+from .workload import Workload
 
 #: Seconds that a GPU kernel costs beside the bytes it reads: it starts, fills the GPU and drains it. Fitted,
 #: with the two efficiencies of `tables`, to published single-Mac speeds; a chain of empty ones was measured
@@ -30,7 +31,8 @@ KERNEL_S = 4.5e-6
 #: (ml-explore/mlx #4438).
 FENCE_S = 165e-6
 FAST_FENCE_S = 10e-6  #: The same with MLX_METAL_FAST_SYNCH=1: 4 to 16 us.
-PROMPT = 1000  #: Tokens of the prompt for which the time to the first token is given.
+PROMPT = 1000  #: Tokens of the prompt after which the decode speed is given.
+LONG_PROMPT = 10_000  #: Tokens of the prompt for which the time to the first token is given.
 CHUNK = 2048  #: Tokens of a prompt that the engine computes at once.
 #: Share of a GPU's arithmetic that long prompts reach on dense models: 91 tokens/s for 123 B weights on an M3
 #: Ultra (ml-explore/mlx #3094) is 79 % of its 28 TFLOPS.
@@ -109,10 +111,39 @@ class RankHardware:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptCosts:
+    """Costs of a prompt and of rows, in seconds.
+
+    arithmetic_s  products of one token
+    chunk_s       reading all weights, once a chunk
+    waiting_s     collectives of a forward without their bytes on the wire
+    wire_s        bytes on the wire of one token
+    kv_s          reading the KV cache of one token
+    others_s      reading all experts that a token does not meet
+    unmet         share of the experts that a token does not meet; 0 for a dense model
+    """
+
+    arithmetic_s: float
+    chunk_s: float
+    waiting_s: float = 0.0
+    wire_s: float = 0.0
+    kv_s: float = 0.0
+    others_s: float = 0.0
+    unmet: float = 0.0
+
+    def prompt_s(self, tokens: int) -> float:
+        """Return the seconds of a prompt of which so many tokens are computed."""
+        chunks = -(-tokens // CHUNK)
+        computing_s = max(tokens * self.arithmetic_s, chunks * self.chunk_s)
+        return computing_s + chunks * self.waiting_s + tokens * self.wire_s
+
+
+@dataclass(frozen=True, slots=True)
 class SpeedEstimate:
     """Estimated speed of a group, and the parts of one token's time, all in seconds.
 
-    `measured`: the time of collectives is not assumed; the part of it that is fences may still be.
+    `ttft_s`: time to the first token of a prompt of `LONG_PROMPT` tokens. `measured`: the time of collectives
+    is not assumed; the part of it that is fences may still be.
     """
 
     tokens_per_second: float
@@ -122,7 +153,34 @@ class SpeedEstimate:
     fences_s: float
     latency_s: float
     wire_s: float
+    costs: PromptCosts
     measured: bool = False
+
+    def prompt_s(self, workload: Workload) -> float:
+        """Return the seconds until the prompts of all requests of a workload at once are computed."""
+        return workload.at_once * self.costs.prompt_s(max(1, workload.prompt - workload.cached))
+
+    def answer_s(self, workload: Workload) -> float:
+        """Return the seconds of the answers of all requests of a workload at once.
+
+        They share the forwards. Each row has its KV cache, its part on the wire and its arithmetic; the rows
+        meet more experts than one.
+        """
+        rows, costs = workload.at_once, self.costs
+        context = workload.prompt + workload.answer / 2
+        reading_s = self.reading_s + costs.others_s * (1 - costs.unmet ** (rows - 1))
+        reading_s += costs.kv_s * (rows * context - PROMPT)
+        wire_s = rows * self.wire_s
+        step_s = max(reading_s, rows * costs.arithmetic_s) + self.kernels_s + costs.waiting_s + wire_s
+        return workload.answer * step_s
+
+    def request_seconds(self, workload: Workload) -> float:
+        """Return the seconds of a request, from its arrival to its last token, beside those at once."""
+        return self.prompt_s(workload) + self.answer_s(workload)
+
+    def requests_per_second(self, workload: Workload) -> float:
+        """Return the requests of a workload that are answered a second."""
+        return workload.at_once / self.request_seconds(workload)
 
 
 def speed(
@@ -143,10 +201,11 @@ def speed(
     bytes_read = shape.rank_token_bytes(size) + shape.rank_kv(size, PROMPT)
     reading_s = bytes_read / reading
     kernels_s = shape.kernels * KERNEL_S
+    costs = _prompt_costs(shape, ranks, reading)
     if size == 1:
-        prompt_s = _prefill_s(shape, ranks, reading)
         token_s = reading_s + kernels_s
-        return SpeedEstimate(1 / token_s, prompt_s + token_s, reading_s, kernels_s, 0.0, 0.0, 0.0)
+        ttft_s = costs.prompt_s(LONG_PROMPT) + token_s
+        return SpeedEstimate(1 / token_s, ttft_s, reading_s, kernels_s, 0.0, 0.0, 0.0, costs)
     fabric = FABRICS[kind]
     link = min(mbps * 1e6 / 8, _MOST_TCP) if mbps else fabric.bandwidth
     latency_s = fabric.latency_s(size)
@@ -159,17 +218,18 @@ def speed(
     share = 2 * (size - 1) / size  # how often each number of a sum crosses each link
     wire_s = shape.hidden * _ACTIVATION_BYTES * share / link
     token_s = reading_s + kernels_s + shape.collectives * (fence_s + latency_s + wire_s)
-    chunks = -(-PROMPT // CHUNK)
-    waiting_s = shape.collectives * (chunks * (fence_s + latency_s) + PROMPT * wire_s)
-    prompt_s = _prefill_s(shape, ranks, reading) + waiting_s
+    costs = replace(
+        costs, waiting_s=shape.collectives * (fence_s + latency_s), wire_s=shape.collectives * wire_s
+    )
     return SpeedEstimate(
         tokens_per_second=1 / token_s,
-        ttft_s=prompt_s + token_s,
+        ttft_s=costs.prompt_s(LONG_PROMPT) + token_s,
         reading_s=reading_s,
         kernels_s=kernels_s,
         fences_s=shape.collectives * fence_s,
         latency_s=shape.collectives * latency_s,
         wire_s=shape.collectives * wire_s,
+        costs=costs,
         measured=found is not None,
     )
 
@@ -215,14 +275,20 @@ def _found(sums: Sequence[Collective], fence_s: float, times: int) -> Found:
     return Found(max(fences), times * max(latencies), min(c.bandwidth for c in sums))
 
 
-def _prefill_s(shape: ModelShape, ranks: Sequence[RankHardware], reading: float) -> float:
-    """Return the seconds of a prompt's arithmetic, or of reading all weights for each chunk, if longer."""
+def _prompt_costs(shape: ModelShape, ranks: Sequence[RankHardware], reading: float) -> PromptCosts:
+    """Return the costs of prompts and rows on these ranks without their collectives."""
     size = len(ranks)
     efficiency = EXPERT_EFFICIENCY if shape.experts else PREFILL_EFFICIENCY
     flops = min(rank.chip.flops for rank in ranks) * efficiency
-    arithmetic = 2 * shape.token_weights * PROMPT / size / flops
-    chunks = -(-PROMPT // CHUNK)
-    return max(arithmetic, chunks * shape.rank_weights(size) / reading)
+    unmet = 1 - shape.experts_per_token / shape.experts if shape.experts else 0.0
+    others = shape.rank_weights(size) - shape.rank_token_bytes(size) if unmet else 0
+    return PromptCosts(
+        arithmetic_s=2 * shape.token_weights / size / flops,
+        chunk_s=shape.rank_weights(size) / reading,
+        kv_s=shape.rank_kv(size, 1) / reading,
+        others_s=others / reading,
+        unmet=unmet,
+    )
 
 
 # --- memory: the room for a rank's share of a model on a machine -----------------------------------------

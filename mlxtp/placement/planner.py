@@ -1,10 +1,11 @@
 """Placement: the nodes that serve a model, their order and their fabric. Pure.
 
-The same inputs give the same plan on every node. All ranks hold equal shares, so a group is as fast as its
-slowest member and needs the same memory of each. That makes the search small. For each number of nodes and
-each fabric, nodes without the memory are left out. The fastest members that the fabric joins are found by
-trying longer and longer beginnings of the list sorted by speed. The search bisects, because a longer
-beginning allows every group of a shorter one. See `candidates.py` for groups in a graph.
+The choice answers a request of the expected workload soonest. The same inputs give the same plan on every
+node. All ranks hold equal shares, so a group is as fast as its slowest member and needs the same memory of
+each. That makes the search small. For each number of nodes and each fabric, nodes without the memory are left
+out. The fastest members that the fabric joins are found by trying longer and longer beginnings of the list
+sorted by speed. The search bisects, because a longer beginning allows every group of a shorter one. See
+`candidates.py` for groups in a graph.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .cost_model import ALONE, JACCL_MESH, Collective
 from .formation import FailedGroup
 from .model_shape import MAX_RANKS, ModelShape
 from .topology import MemberMachine, Overrides, Topology
+from .workload import CHAT, Workload
 
 DEFAULT_CONTEXT = 8192  #: Tokens of KV cache that a plan makes room for by default.
 FASTER_WITHOUT = 1.2  #: A group without the coordinator is worth a remark if it is so many times as fast.
@@ -30,7 +32,7 @@ class PlacementOptions:
     """Decisions of the user.
 
     backend           "auto", "jaccl" or "ring"
-    nodes             "auto" for the fastest, "all" for as many as can work together, or how many exactly; the
+    nodes             "auto" for the soonest, "all" for as many as can work together, or how many exactly; the
                       latter two accept groups that are slower than one node alone
     max_context       tokens of prompt and answer to make room for; 0 for `DEFAULT_CONTEXT`, or the model's
                       maximum if that is less
@@ -39,6 +41,7 @@ class PlacementOptions:
     rdma              RDMA devices given by hand, by node id and peer's node id
     failed            groups that failed to form a while ago, which are refused
     repeatable        whether large sums must come out the same each time
+    workload          the requests whose expected time decides
     """
 
     backend: str = "auto"
@@ -49,6 +52,7 @@ class PlacementOptions:
     rdma: Overrides = field(default_factory=dict)
     failed: tuple[FailedGroup, ...] = ()
     repeatable: bool = False
+    workload: Workload = CHAT
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -70,6 +74,7 @@ class Placement:
     alternatives  all that was considered: the chosen one, then the possible ones, then the refused ones
     notes         other remarks for people
     context       tokens whose KV caches have room on every rank
+    workload      the requests whose expected time decided
     """
 
     chosen: Candidate | None
@@ -78,6 +83,7 @@ class Placement:
     alternatives: tuple[Candidate, ...]
     notes: tuple[str, ...]
     context: int
+    workload: Workload
 
     @property
     def ranks(self) -> tuple[str, ...]:
@@ -112,6 +118,7 @@ def plan(
         measured=options.measured,
         failed=options.failed,
         repeatable=options.repeatable,
+        workload=options.workload,
     )
     must = coordinator if coordinator in present else ""
     considered = _judged(finder.alternatives(must), options) + _too_few(options, len(present), len(members))
@@ -128,16 +135,16 @@ def plan(
         elif (
             chosen is not None
             and free is not None
-            and _speed(free) > FASTER_WITHOUT * _speed(chosen)
+            and FASTER_WITHOUT * _seconds(free, options) < _seconds(chosen, options)
             and options.nodes == "auto"
         ):
             notes.append(
-                f"without {name}, the coordinator: {free.title}, {_speed(free):.1f} tokens/s "
-                f"instead of {_speed(chosen):.1f}"
+                f"without {name}, the coordinator: {free.title}, {_seconds(free, options):.1f} s "
+                f"per {options.workload.name} request instead of {_seconds(chosen, options):.1f}"
             )
     if chosen is None:
         notes = []
-    considered = _ranked(considered, chosen)
+    considered = _ranked(considered, chosen, options)
     notes += _fallback(considered, chosen, finder) + finder.assumptions(chosen)
     return Placement(
         chosen=next((a for a in considered if a.verdict == "chosen"), None),
@@ -146,11 +153,12 @@ def plan(
         alternatives=tuple(considered),
         notes=tuple(notes),
         context=context,
+        workload=options.workload,
     )
 
 
 def _judged(found: Sequence[Candidate], options: PlacementOptions) -> list[Candidate]:
-    """Return the same with verdicts by the user's options and by the speed of one node alone."""
+    """Return the same with verdicts by the user's options and by the time of one node alone."""
     alone = next((a for a in found if a.nodes == 1 and a.verdict == "possible"), None)
     judged = []
     for one in found:
@@ -175,13 +183,14 @@ def _objection(one: Candidate, alone: Candidate | None, options: PlacementOption
         return f"{options.nodes} nodes were requested, this has {one.nodes}"
     if one.nodes > 1 and options.backend not in ("auto", one.backend):
         return f"{one.nodes} nodes could use it, but the backend {options.backend} was requested"
-    slower = alone is not None and one.nodes > 1 and _speed(one) < _speed(alone)
-    if slower and alone is not None and options.nodes == "auto":
-        return (
-            f"slower than {alone.names[0]} alone: {_speed(one):.1f} for {_speed(alone):.1f} tokens/s; "
-            f"a request for {one.nodes} nodes accepts it"
-        )
-    return ""
+    if alone is None or one.nodes == 1 or options.nodes != "auto":
+        return ""
+    if _seconds(one, options) <= _seconds(alone, options):
+        return ""
+    return (
+        f"slower than {alone.names[0]} alone per {options.workload.name} request; "
+        f"asking for {one.nodes} nodes accepts it"
+    )
 
 
 def _best(considered: Sequence[Candidate], options: PlacementOptions) -> Candidate | None:
@@ -189,22 +198,24 @@ def _best(considered: Sequence[Candidate], options: PlacementOptions) -> Candida
     if not possible:
         return None
     most = max(a.nodes for a in possible) if options.nodes == "all" else 0
-    return min((a for a in possible if a.nodes >= most), key=_order)
+    return min((a for a in possible if a.nodes >= most), key=lambda one: _order(one, options))
 
 
-def _order(one: Candidate) -> tuple[object, ...]:
-    """Return a sort key, smaller is better: faster, sooner, fewer nodes, then any fixed order."""
-    return (-_speed(one), one.speed.ttft_s if one.speed else 0.0, one.nodes, one.kind, one.ranks)
+def _order(one: Candidate, options: PlacementOptions) -> tuple[object, ...]:
+    """Return a sort key, smaller is better: sooner, fewer nodes, then any fixed order."""
+    return (_seconds(one, options), one.nodes, one.kind, one.ranks)
 
 
-def _speed(one: Candidate) -> float:
-    return one.speed.tokens_per_second if one.speed else 0.0
+def _seconds(one: Candidate, options: PlacementOptions) -> float:
+    return one.request_seconds(options.workload)
 
 
-def _ranked(considered: Sequence[Candidate], chosen: Candidate | None) -> list[Candidate]:
+def _ranked(
+    considered: Sequence[Candidate], chosen: Candidate | None, options: PlacementOptions
+) -> list[Candidate]:
     marked = [replace(a, verdict="chosen") if a is chosen else a for a in considered]
     places = {"chosen": 0, "possible": 1, "refused": 2}
-    return sorted(marked, key=lambda a: (places[a.verdict], a.speed is None, *_order(a), a.reason))
+    return sorted(marked, key=lambda a: (places[a.verdict], *_order(a, options), a.reason))
 
 
 def _left_out(members: Sequence[MemberMachine]) -> list[str]:
@@ -231,15 +242,30 @@ def _reason(
     if chosen is None:
         trouble = _trouble(considered, options) or "0 nodes here can serve this model"
         return "; ".join([*left_out, trouble])
-    reason = f"{chosen.title}: {_speed(chosen):.1f} tokens/s"
-    others = [a for a in considered if a.verdict == "possible"]
-    if options.nodes == "auto" and others:
-        reason += f", the fastest; next is {others[0].title} with {_speed(others[0]):.1f}"
-    larger = [a for a in considered if a.nodes > chosen.nodes and a.verdict == "refused"]
+    total, prompt, answer = _times(chosen, options)
+    work = options.workload.name
+    reason = (
+        f"{chosen.title}: {total} per {work} request, {prompt} for its prompt and {answer} for its answer"
+    )
+    later = [a for a in considered if a.speed and _seconds(a, options) >= _seconds(chosen, options)]
+    others = [a for a in later if (a.nodes == 1) != (chosen.nodes == 1)] or [
+        a for a in later if a.verdict != "chosen"
+    ]
+    if others:
+        total, prompt, answer = _times(others[0], options)
+        reason += f"; {others[0].title}: {total}, {prompt} and {answer}"
+    larger = [a for a in considered if a.nodes > chosen.nodes and a.verdict == "refused" and not a.speed]
     if larger and options.nodes != chosen.nodes:
-        first = min(larger, key=lambda a: (a.nodes, -_speed(a), a.kind))
+        first = min(larger, key=lambda a: (a.nodes, a.kind))
         reason += f". Not {first.title}: {first.reason}"
     return reason
+
+
+def _times(one: Candidate, options: PlacementOptions) -> tuple[str, str, str]:
+    """Return the times of a request, of its prompt and of its answer."""
+    assert one.speed is not None
+    prompt_s, answer_s = one.speed.prompt_s(options.workload), one.speed.answer_s(options.workload)
+    return f"{prompt_s + answer_s:.1f} s", f"{prompt_s:.1f} s", f"{answer_s:.1f} s"
 
 
 def _trouble(considered: Sequence[Candidate], options: PlacementOptions) -> str:

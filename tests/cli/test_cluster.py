@@ -31,6 +31,7 @@ from mlxtp.cluster.state_file import SavedState, save
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, UserError
 from mlxtp.identity.store import Store
+from mlxtp.placement.workload import AGENT
 from mlxtp.wire.cluster_messages import Interface, Machine, RosterEntry
 
 from ..api.test_admin import KEY, FakeAdmin
@@ -126,6 +127,7 @@ class Admin(FakeAdmin):
             "bench/fabric": BENCH,
             "plan": {
                 "fabric": [],
+                "workload": asdict(AGENT),
                 "coordinator": MEMBER["node_id"],
                 "nodes": [
                     {"node_id": node, "name": name, "machine": asdict(MACHINE), "held_bytes": 0}
@@ -392,7 +394,7 @@ def test_a_folder_is_served_by_its_whole_path(
 
 
 def test_a_plan_for_the_members_that_are_there(agent: Agent) -> None:
-    planned = mlxtp(agent.home, "plan", "--model", "llama-3.3-70b-4bit", "--json")
+    planned = mlxtp(agent.home, "plan", "llama-3.3-70b-4bit", "--json")
     assert planned.exit_code == 0, planned.output
     made = json.loads(planned.output)
     assert {"studio", "mini"} >= set(made["alternatives"][0]["names"])
@@ -438,7 +440,7 @@ def test_a_plan_counts_with_what_was_measured(agent: Agent, monkeypatch: pytest.
     there = told["nodes"][1]["machine"]
     there["interfaces"] = [{**asdict(MACHINE.interfaces[0]), "address": "10.0.0.2"}]
     monkeypatch.setattr(agent.admin, "plan", lambda: told)
-    args = ("plan", "--model", "llama-3.3-70b-4bit", "--json")
+    args = ("plan", "llama-3.3-70b-4bit", "--json")
     apart = json.loads(mlxtp(agent.home, *args).output)
     assert apart["chosen"]["nodes"] == 1
     kind = "ring over Ethernet"
@@ -486,7 +488,7 @@ def test_a_plan_finds_a_plain_name_where_the_agent_does(agent: Agent, tmp_path: 
     (tmp_path / "models" / "small").mkdir(parents=True)
     copy = (embedded_model_path() / "config.json").read_text()
     (tmp_path / "models" / "small" / "config.json").write_text(copy)
-    plan = ("plan", "--model", "small", "--json")
+    plan = ("plan", "small", "--json")
     agent.admin.answers["settings"] = {"settings": {"model_folders": []}, "origins": {}}
     assert json.loads(mlxtp(agent.home, *plan).output)["error"]["code"] == "model_not_found"
     agent.admin.answers["settings"] = {
@@ -500,7 +502,7 @@ def test_a_plan_finds_a_plain_name_where_the_agent_does(agent: Agent, tmp_path: 
 
 
 def test_no_model_is_planned_without_a_name(tmp_path: Path) -> None:
-    assert refusal(tmp_path, "plan", "--model", "").startswith("mlxtp: --model is empty; give a folder, ")
+    assert refusal(tmp_path, "plan", "").startswith("mlxtp: MODEL is empty; give a folder, ")
 
 
 COMMANDS = (

@@ -22,6 +22,7 @@ from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_THUNDERBOLT
 from mlxtp.placement.planner import PlacementOptions
 from mlxtp.placement.tables import KNOWN
 from mlxtp.placement.topology import MemberMachine
+from mlxtp.placement.workload import AGENT, CHAT, Workload
 
 from ..placement.made_up_macs import LLAMA, all_pairs, cabled, mac, on_lan
 
@@ -99,12 +100,12 @@ def test_every_alternative_has_a_row_with_its_numbers() -> None:
     rows = {line.split("  ")[0]: line for line in text.splitlines()}
     assert "75.0 GB of weights, of which a token reads 73.8 GB; 2.7 GB of KV caches for 8,192 tokens" in text
     assert "10.6" in rows["JACCL mesh of 2"]
-    assert "42.0 of 137.4 GB" in rows["JACCL mesh of 2"]
+    assert "42.0/137.4" in rows["JACCL mesh of 2"]
     assert "chosen" in rows["JACCL mesh of 2"]
     assert "a, b" in rows["JACCL mesh of 2"]
     assert "possible" in rows["one node alone"]
     assert "8 KV heads do not divide by 3" in text
-    assert "slower than a alone" in rows["ring over Ethernet of 2"]
+    assert "possible" in rows["ring over Ethernet of 2"]  # slower to write than one Mac, sooner to read
     assert "in the fences of 161 collectives" in text
     assert "on the links (assumed)" in text
 
@@ -112,6 +113,9 @@ def test_every_alternative_has_a_row_with_its_numbers() -> None:
 def test_on_a_narrow_terminal_reasons_stand_below() -> None:
     text = printed("llama-3.3-70b-8bit", desk(3, memory=128), width=80)
     assert all(len(line) <= 80 for line in text.splitlines())
+    assert text.splitlines()[2].split() == [
+        "way", "request", "first", "token", "tokens/s", "GB", "a", "rank", "verdict"
+    ]  # fmt: skip
     assert "- tensor parallel of 3: 3 Macs cannot share this model, 2 can: 64 attention" in text
     assert "why" not in text.splitlines()[2]
 
@@ -153,6 +157,25 @@ def test_names_are_printed_as_they_are(folder: Path) -> None:
     assert text.count("[bold]a") == 2
 
 
+def test_words_say_once_why_a_mesh_wins_or_one_mac() -> None:
+    """Of a model that one Mac writes a little faster, and a mesh reads twice as fast."""
+    members = list(plan.read_machines_file(Path(__file__).parents[2] / "examples" / "desk.toml"))
+    chat = printed("llama-3.3-70b-4bit", members, width=80)
+    words = " ".join(chat.split())
+    assert (
+        words.count(
+            "JACCL mesh of 2: 41.8 s per chat request, 14.4 s for its prompt and 27.3 s for its answer; "
+            "studio-1 alone: 53.4 s, 26.1 s and 27.3 s"
+        )
+        == 1
+    )
+    essay = PlacementOptions(workload=Workload("essay", 100, 0, 2000))
+    text = printed("llama-3.3-70b-4bit", members, width=80, options=essay)
+    assert " ".join(text.split()).count("studio-1 alone: 134.2 s per essay request") == 1
+    for line in (chat + text).splitlines():
+        assert len(line) <= 80
+
+
 # --- what docs/placement.md shows -------------------------------------------------------------------------
 
 DOC = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
@@ -164,7 +187,7 @@ def test_the_example_is_what_the_sample_of_a_nodes_file_gives() -> None:
     assert example.read_text() == sample
     members = list(plan.read_machines_file(example))
     ((command, shown),) = re.findall(r"```console\n\$ (mlxtp plan .*?)\n(.*?)```", DOC, re.DOTALL)
-    assert command == "mlxtp plan --model qwen3-235b-a22b-8bit --machines examples/desk.toml"
+    assert command == "mlxtp plan qwen3-235b-a22b-8bit --machines examples/desk.toml"
     real = printed("qwen3-235b-a22b-8bit", members, width=129)
     said = " ".join(real.split())
     for line in shown.splitlines():
@@ -234,7 +257,6 @@ def test_json_of_a_refusal_has_no_choice() -> None:
 def test_a_plan_in_a_pipe_has_whole_sentences_and_a_missing_file_is_named_once(tmp_path: Path) -> None:
     words = [
         "plan",
-        "--model",
         "qwen3-235b-a22b-8bit",
         "--machines",
         str(Path(__file__).parents[2] / "examples" / "desk.toml"),
@@ -283,3 +305,28 @@ def test_the_comparison_is_what_plans_say() -> None:
     page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
     (table,) = re.findall(r"<!-- plans -->(.*?)<!-- end of plans -->", page, re.DOTALL)
     assert table.strip().splitlines()[2:] == [compared(model) for model in COMPARED]
+
+
+def timed(model: str) -> str:
+    """A row of the table of requests: their seconds on one Mac and on a mesh of two."""
+    members = list(plan.read_machines_file(Path(__file__).parents[2] / "examples" / "desk.toml"))
+    made = json.loads(printed(model, members, as_json=True))
+    alone, mesh = (
+        next(each["speed"] for each in made["alternatives"] if each["kind"] == kind)
+        for kind in (ALONE, JACCL_MESH)
+    )
+    cells = [f"`{model}`", f"{alone['ttft_s']:.1f}", f"{mesh['ttft_s']:.1f}"]
+    for workload in (CHAT, AGENT):
+        plans = json.loads(printed(model, members, as_json=True, options=PlacementOptions(workload=workload)))
+        cells += [
+            f"{next(each['request_s'] for each in plans['alternatives'] if each['kind'] == kind):.1f}"
+            for kind in (ALONE, JACCL_MESH)
+        ]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_times_of_requests_are_what_plans_say() -> None:
+    # To renew it: python -c "from tests.cli.test_planning import *; print(*map(timed, COMPARED[1:]))"
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    (table,) = re.findall(r"<!-- requests -->(.*?)<!-- end of requests -->", page, re.DOTALL)
+    assert table.strip().splitlines()[2:] == [timed(model) for model in COMPARED[1:]]

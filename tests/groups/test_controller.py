@@ -11,12 +11,14 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.api.request_metrics import Asked
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.controller import TELL_S
 from mlxtp.groups.owned_epoch import GROUP
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
+from mlxtp.placement.workload import AGENT, CHAT, Workload
 from mlxtp.wire.cluster_messages import DesiredState, Machine, ModelStatus, RankTrouble, Serving
 
 from ..placement.made_up_macs import cabled, mac, on_lan
@@ -111,6 +113,39 @@ def test_who_lacks_the_model_is_left_out_and_named(
         assert placement.notes[0] == f"mac-a is left out: {words}"
 
     play(tmp_path, member, story, machine=machines[""])
+
+
+@pytest.mark.parametrize("workload", ["auto", "agent"])
+def test_the_workload_is_learnt_while_no_group_runs(
+    tmp_path: Path, member: Member, weights: ModelSource, workload: str
+) -> None:
+    """A key of a running group is in requests of one workload, which therefore stays."""
+
+    async def story(node: Node) -> None:
+        placer, controller = node.parts.placer, node.parts.controller
+        node.lead(weights)
+        node.parts.supervisor.waits_for_plan = True
+        node.live()
+        assert node.parts.servings.owned is not None
+        begun = AGENT if workload == "agent" else CHAT
+        meter = node.parts.supervisor.gateway.dispatcher.meter
+        meter.asked = Asked(100, 200_000, 150_000, 30_000, 200)
+        controller.situation(None)
+        assert placer.workload is begun
+        before = placer.placement()[0]
+        node.parts.servings.owned = None
+        controller.situation(None)
+        learnt = Workload("learnt", 2_000, 1_500, 300, 2)
+        assert placer.workload == (AGENT if workload == "agent" else learnt)
+        after = placer.placement()[0]
+        assert before is not None
+        assert after is not None
+        assert after.chosen is not None
+        assert after.chosen.speed is not None
+        assert (after == before) is (workload == "agent")
+        assert placer.key(after.chosen)[1] == after.chosen.speed.requests_per_second(placer.workload)
+
+    play(tmp_path, member, story, workload=workload)
 
 
 def test_who_has_another_revision_is_left_out_and_told_what_to_do(

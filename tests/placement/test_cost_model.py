@@ -14,6 +14,7 @@ from mlxtp.placement.cost_model import (
     JACCL_MESH,
     JACCL_RING,
     KERNEL_S,
+    LONG_PROMPT,
     PROMPT,
     RING_ETHERNET,
     RING_THUNDERBOLT,
@@ -91,7 +92,7 @@ def test_tcp_does_not_fill_the_fastest_cables() -> None:
 def test_a_prompt_is_arithmetic_on_every_mac() -> None:
     alone, two = speed(MODEL, ranks(1), ALONE), speed(MODEL, ranks(2), JACCL_MESH)
     assert alone.ttft_s == pytest.approx(
-        2 * MODEL.token_weights * PROMPT / (ULTRA.flops * 0.75) + 1 / alone.tokens_per_second
+        2 * MODEL.token_weights * LONG_PROMPT / (ULTRA.flops * 0.75) + 1 / alone.tokens_per_second
     )
     assert two.ttft_s < alone.ttft_s
 

@@ -18,6 +18,7 @@ from mlxtp.placement.model_shape import ModelShape, shape_of
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
 from mlxtp.placement.tables import KNOWN
 from mlxtp.placement.topology import MemberMachine, Topology
+from mlxtp.placement.workload import AGENT, BATCH, CHAT
 from mlxtp.wire.cluster_messages import Interface
 
 from .made_up_macs import GIB, add, all_pairs, cabled, changed, ethernet, mac, node_id, on_lan, shape
@@ -91,6 +92,7 @@ def wishes(draw: st.DrawFn) -> PlacementOptions:
         max_context=draw(st.sampled_from((0, 512, 100_000))),
         fast_fences=draw(st.booleans()),
         rdma=by_hand,
+        workload=draw(st.sampled_from((CHAT, AGENT, BATCH))),
     )
 
 
@@ -107,11 +109,6 @@ def for_every_plan(test: Callable[[Case, Placement], None]) -> Callable[[], None
         test(case, plan(*case))
 
     return run
-
-
-def tokens_per_second(one: Candidate) -> float:
-    assert one.speed is not None
-    return one.speed.tokens_per_second
 
 
 def groups(made: Placement) -> list[Candidate]:
@@ -191,9 +188,42 @@ def test_what_was_asked_for_is_kept(case: Case, made: Placement) -> None:
     assert made.backend == "none" or options.backend in ("auto", made.backend)
     alone = [a for a in made.alternatives if a.ranks == made.ranks[:1]]
     if options.nodes == "auto" and alone:
-        assert tokens_per_second(made.chosen) >= tokens_per_second(alone[0])
+        assert made.chosen.request_seconds(options.workload) <= alone[0].request_seconds(options.workload)
     assert [a.verdict for a in made.alternatives].count("chosen") == 1
     assert made.alternatives[0] is made.chosen
+
+
+@for_every_plan
+def test_the_choice_answers_a_request_soonest(case: Case, made: Placement) -> None:
+    """No other way that is possible is sooner, and none is refused as slower that is not."""
+    options = case[3]
+    if made.chosen is None:
+        return
+    chosen_s = made.chosen.request_seconds(options.workload)
+    for one in made.alternatives:
+        fewer = options.nodes == "all" and one.nodes < made.chosen.nodes
+        if one.verdict == "possible" and not fewer:
+            assert one.request_seconds(options.workload) >= chosen_s
+        if one.reason.startswith("slower"):
+            assert one.request_seconds(options.workload) > chosen_s
+
+
+@for_every_plan
+def test_a_request_takes_longer_the_more_tokens_it_has(case: Case, made: Placement) -> None:
+    work = case[3].workload
+    more = {
+        "prompt": replace(work, prompt=work.prompt + 3000),
+        "computed": replace(work, cached=work.cached // 2),
+        "answer": replace(work, answer=work.answer + 1),
+        "at once": replace(work, at_once=work.at_once + 1),
+    }
+    for one in groups(made):
+        assert one.speed is not None
+        usual = one.speed.request_seconds(work)
+        assert 0 < one.speed.prompt_s(work) < usual
+        for what, longer in more.items():
+            seconds = one.speed.request_seconds(longer)
+            assert seconds > usual or (what == "computed" and not work.cached and seconds == usual), what
 
 
 @for_every_plan

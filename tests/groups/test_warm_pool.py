@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -18,7 +20,7 @@ import pytest
 from mlxtp.background import Backoff
 from mlxtp.config import Settings
 from mlxtp.groups import warm_pool
-from mlxtp.groups.hosted_rank import HostedRank
+from mlxtp.groups.hosted_rank import HostedRanks
 from mlxtp.groups.process_group import ProcessGroup
 from mlxtp.groups.warm_pool import BUSY_S, QUIET_S, RETRY, WarmPool, WarmPoolPolicy, new_pipe
 from mlxtp.wire.cluster_messages import EndEpoch, EpochEnded, Prepare, Prepared, RankStarted, StartRank
@@ -358,9 +360,15 @@ def test_a_rank_for_another_mac_is_a_spare_too(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         said: list[Message] = []
         stage.orders.give(1, model="tiny")
-        hosted = HostedRank(
-            stage.settings, lambda _: Path("/here"), lambda _, word: said.append(word), stage.spares
+        send = lambda _, word: said.append(word)  # noqa: E731
+        node = SimpleNamespace(
+            settings=stage.settings,
+            links=SimpleNamespace(send=send, on=lambda *_: None, on_lost=lambda _: None),
+            membership=SimpleNamespace(status_of=lambda _: SimpleNamespace(boot_id="boot")),
+            node_id="c" * 32,
+            boot_id="boot",
         )
+        hosted = HostedRanks(cast(Any, node), lambda _: Path("/here"), 0, stage.spares)
 
         async def hears(kind: type[Message]) -> None:
             await sees(lambda: any(isinstance(word, kind) for word in said), kind.__name__)

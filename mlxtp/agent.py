@@ -29,8 +29,8 @@ from .api.app import create_app
 from .api.endpoint import Endpoint, open_endpoint
 from .api.server import serve
 from .background import Background
-from .cluster.cluster_state import NOTHING
 from .cluster.control_port import ControlPort, TokenIssuing, bind_control, check_interface
+from .cluster.deployments import NOTHING
 from .cluster.dialer import Dialer
 from .cluster.node import ClusterNode
 from .cluster.peer_reports import MachineReports, RoundTripTimes

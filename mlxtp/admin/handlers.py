@@ -144,11 +144,21 @@ class ModelHandlers:
             "until_then": desired.model if coming else "",
         }
 
-    def unload(self) -> Json:
-        """Serve no model."""
+    def unload(self, model: str = "", everything: str = "") -> Json:
+        """Remove the deployment of a model; without a name the only one, or with `everything` all."""
+        node = self._parts.node
+        live = [row.name for row in node.replica.deployments.live()]
+        if len(live) > 1 and not (model or everything):
+            raise UserError(
+                f"several models are deployed: {', '.join(live)}. Name one, or use `mlxtp unload --all`"
+            )
+        if model:
+            node.desired.unload(model)
+        else:
+            node.desired.unload_all()
         self._parts.selection.cancel()
-        desired = self._parts.node.desired.set("")
-        return {"model": "", "nodes": desired.nodes, "version": desired.version}
+        now = node.desired.now
+        return {"model": now.model, "nodes": now.nodes, "version": node.replica.deployments.newest}
 
     async def pull(self, model: str, everywhere: str) -> Json:
         """Begin to download a model of the Hub, here or on all members that are present."""

@@ -17,6 +17,7 @@ from itertools import combinations
 from ..api.admin import Json
 from ..api.backend import Health, ModelInfo
 from ..cluster.cluster_state import LeaderClaim
+from ..cluster.deployments import DesiredState
 from ..cluster.introduction import versions_here
 from ..gateway.dispatcher import OpenRequests
 from ..groups import sleep
@@ -26,7 +27,7 @@ from ..groups.lifecycle import Supervisor
 from ..groups.process_group import EpochGroup
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
-from ..wire.cluster_messages import DesiredState, FabricResult, Machine, ModelStatus, RosterEntry, Serving
+from ..wire.cluster_messages import FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
 from .parts import AgentParts
 

@@ -42,7 +42,7 @@ class ModelCommands(Protocol):
 
     async def serve(self, model: str, nodes: str) -> Json: ...
 
-    def unload(self) -> Json: ...
+    def unload(self, model: str, everything: str) -> Json: ...
 
     async def pull(self, model: str, everywhere: str) -> Json: ...
 
@@ -127,7 +127,11 @@ def admin_routes(admin: Administration) -> list[Route]:
         route(
             "serve", "POST", lambda body: admin.models.serve(_text(body, "model"), _text(body, "nodes", ""))
         ),
-        route("unload", "POST", lambda _: admin.models.unload()),
+        route(
+            "unload",
+            "POST",
+            lambda body: admin.models.unload(_text(body, "model", ""), _text(body, "everything", "")),
+        ),
         route(
             "pull",
             "POST",

@@ -61,9 +61,27 @@ def serve(
     print_answer(answer, as_json, _wished)
 
 
-def unload(home: Home = None, as_json: AsJson = False) -> None:
+def unload(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Name of the model. Default: the one that is served.",
+            autocompletion=shell_completion.models,
+        ),
+    ] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Unload every model.")] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
     """Stop serving a model. Works on any member."""
-    print_answer(AgentClient(home_of(home)).post("unload"), as_json, "no model is configured")
+    from ..models.inspect import lasting_name
+
+    if model and everything:
+        raise typer.BadParameter("name a model, or use --all")
+    answer = AgentClient(home_of(home)).post(
+        "unload", model=lasting_name(model) if model else "", everything="yes" if everything else ""
+    )
+    print_answer(answer, as_json, _unloaded)
 
 
 def drain(
@@ -222,6 +240,10 @@ def _wished(answer: Mapping[str, Any]) -> str:
         return f"{answer['model']} is now the model to serve; {looking}"
     until = answer["until_then"]
     return f"{answer['model']} is downloading, and served once complete; until then {until} is. {looking}"
+
+
+def _unloaded(answer: Mapping[str, Any]) -> str:
+    return f"{answer['model']} stays" if answer["model"] else "no model is configured"
 
 
 def _drain_line(progress: Mapping[str, Any]) -> str:

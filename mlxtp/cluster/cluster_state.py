@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ..errors import Code, RemoteProtocolError, UserError
-from ..wire.cluster_messages import MAX_MEMBERS, MAX_TOLD, Beat, DesiredState, Members, RosterEntry
+from ..wire.cluster_messages import MAX_MEMBERS, MAX_TOLD, Beat, Members, RosterEntry
+from .deployments import NO_DEPLOYMENTS, DeploymentTable, DesiredState
 
 #: Members and removed members. Removals are never forgotten, because a forgotten key would be admitted again.
 MAX_ENTRIES = 512
@@ -30,27 +31,6 @@ NO_CLAIM = LeaderClaim()
 def stronger(one: LeaderClaim, other: LeaderClaim) -> LeaderClaim:
     """Return the claim of the later term; within one term, that of the smaller node id."""
     return min(one, other, key=lambda claim: (-claim.term, claim.node_id))
-
-
-NOTHING = DesiredState(0, "", "", "auto")  #: The desired state before any request for one.
-
-
-def newer(one: DesiredState, other: DesiredState) -> DesiredState:
-    """Return the desired state that rests on the later request of a user.
-
-    For one user request, return the later version; for one version, that of the smaller writer. The number of
-    client requests that have chosen since an earlier user request does not count.
-
-    Two users may have made requests at the same time on separated nodes. A model that one of them pinned then
-    beats a model that client requests chose after the other.
-    """
-    return min(
-        one,
-        other,
-        key=lambda desired: (
-            -desired.said, not desired.pinned, -desired.version, desired.writer, desired.model, desired.nodes
-        ),
-    )  # fmt: skip
 
 
 #: Returns the entry with the signature of the member that admits or removes.
@@ -232,7 +212,7 @@ class ClusterState:
     """The whole shared state. `epoch` is the highest number of an epoch that any member has reported."""
 
     claim: LeaderClaim = NO_CLAIM
-    desired: DesiredState = NOTHING
+    deployments: DeploymentTable = NO_DEPLOYMENTS
     roster: Roster = Roster()
     epoch: int = 0
 
@@ -246,26 +226,28 @@ class Replica:
 
     def __init__(self, self_id: str, kept: ClusterState) -> None:
         self.self_id = self_id
-        self.desired = kept.desired
+        self.deployments = kept.deployments
         self.epoch = kept.epoch
         self.overfull = False  #: True once a node has reported more members than a cluster can have.
         self._hold(kept.roster)
 
+    @property
+    def desired(self) -> DesiredState:
+        """The deployment that is served, for parts that know one model."""
+        return self.deployments.first
+
     def lacks(self, beat: Beat) -> tuple[bool, bool]:
-        """Return two flags: the sender of a beat lacks this node's desired state, and its roster."""
-        return beat.desired != self.desired.version, beat.roster != self.digest
+        """Return two flags: the sender of a beat lacks this node's deployments, and its roster."""
+        return beat.desired != self.deployments.digest, beat.roster != self.digest
 
     # --- messages of other members
 
-    def desires(self, desired: DesiredState) -> bool:
-        """Take in a member's desired state. True when it replaces this node's: keep it, and send it on."""
-        check_leaps((desired.version, self.desired.version))
-        if desired.said > desired.version:
-            raise RemoteProtocolError(
-                f"version {desired.version} rests on {desired.said}, a later one", Code.FIELD_INVALID
-            )
-        before, self.desired = self.desired, newer(self.desired, desired)
-        return self.desired != before
+    def desires(self, table: DeploymentTable) -> bool:
+        """Take in a member's deployments. True when they change this node's: keep them, and send them on."""
+        before = self.deployments
+        check_leaps((table.newest, before.newest))
+        self.deployments = before.merged(table)
+        return self.deployments != before
 
     def enrols(self, entries: Iterable[RosterEntry]) -> bool:
         """Take in a member's roster. True when it changes this node's: keep it, and send it on.
@@ -286,13 +268,6 @@ class Replica:
         self.epoch = max(self.epoch, number)
 
     # --- requests at this node
-
-    def set_desired(self, model: str, nodes: str = "auto", *, by_person: bool = True) -> DesiredState:
-        """Set a new desired state that a user or a client's request at this node chose."""
-        version = self.desired.version + 1
-        said = version if by_person else self.desired.said
-        self.desired = DesiredState(version, self.self_id, model, nodes, said)
-        return self.desired
 
     def admit(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> None:
         """Add a member that joined through this node. Raises UserError as `Roster.admitting` does."""

@@ -119,7 +119,7 @@ class Leadership:
         """Return the state that has to survive a restart of the agent."""
         claim = self.claim if self.claim.term >= self._floor else LeaderClaim(self._floor)
         replica = self._replica
-        return ClusterState(claim, replica.desired, replica.roster, replica.epoch)
+        return ClusterState(claim, replica.deployments, replica.roster, replica.epoch)
 
     def beat(self, *, healthy: bool, short: bool = False) -> Beat:
         """Return the next beat, for all links. New links and a changed claim need one at once, too."""
@@ -128,7 +128,7 @@ class Leadership:
         return Beat(
             self.claim.term,
             self.claim.node_id,
-            self._replica.desired.version,
+            self._replica.deployments.digest,
             self._replica.digest,
             self._replica.epoch,
             healthy,

@@ -1,7 +1,7 @@
 """This node among the others: its links, beats, and its share of the state that all agree on.
 
 It knows nothing of models, groups and requests. Their parts register with `links` for messages, with `rounds`
-for steps, with `desired` for another desired model, and with `enrolment` for another roster.
+for steps, with `desired` for other deployments, and with `enrolment` for another roster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..identity.store import Identity
 from ..wire.cluster_messages import Beat, Machine, Members, RosterSaved
 from ..wire.messages import Error
 from .cluster_state import Replica
-from .desired_model import DesiredModel
+from .desired import DesiredDeployments
 from .introduction import Introduction, PeerInfo
 from .leadership import Debounce, Leadership
 from .links import ControlLink, PeerLinks
@@ -90,7 +90,8 @@ class Gossip:
     def _send(self, link: ControlLink, *, desired: bool, roster: bool) -> None:
         with contextlib.suppress(MlxtpError):
             if desired:
-                link.send(self._replica.desired)
+                for part in self._replica.deployments.messages():
+                    link.send(part)
             if roster:
                 for members in self._replica.roster.messages():
                     link.send(members)
@@ -147,7 +148,7 @@ class ClusterNode:
             self.links, self.leadership, self.membership, self.replica, short=short, changed=self.changed
         )
         self.enrolment = Enrolment(proofs, self.replica, self.name_of)
-        self.desired = DesiredModel(self.replica, self.links, self.changed)
+        self.desired = DesiredDeployments(self.replica, self.links, self.changed)
         self._saving = Saving(home, self.links.broadcast)
         #: Done when this agent must end: this node is no longer a member, or there was a bug, as an error.
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..wire.cluster_messages import DesiredState
 from .cluster_state import LeaderClaim
+from .deployments import DesiredState
 from .membership import MemberState, MemberStatus
 
 MUCH = 1.05  #: Factor by which a plan must be better to count as better: measurements waver by a few percent.

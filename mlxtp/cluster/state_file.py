@@ -1,6 +1,6 @@
 """State that survives an agent's restart: `state.json` in its home, and reports of the others' disks.
 
-The file holds the desired state, the roster, the last addresses of peers, the last epoch and the last term.
+The file holds the deployments, the roster, the last addresses of peers, the last epoch and the last term.
 It is replaced as a whole, so that an agent killed while writing leaves the previous file. An unreadable file
 is set aside under another name and reported, never overwritten.
 """
@@ -17,11 +17,12 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, UserError
+from ..errors import ConfigError, RemoteProtocolError, UserError
 from ..identity.private_files import write_private
-from ..wire.cluster_messages import MAX_MEMBERS, DesiredState, RosterEntry, RosterSaved
-from ..wire.codecs import U63, FieldCodec, integer, record, records, text, texts
+from ..wire.cluster_messages import MAX_MEMBERS, MAX_MODEL, Deployment, RosterEntry, RosterSaved
+from ..wire.codecs import U63, FieldCodec, holding, integer, record, records, text, texts
 from .cluster_state import MAX_ENTRIES, ClusterState, LeaderClaim, Roster
+from .deployments import KEEP_S, MAX_ROWS, PINNED, DeploymentTable, name_of, received
 from .links import ControlLink
 
 log = logging.getLogger(__name__)
@@ -29,13 +30,14 @@ log = logging.getLogger(__name__)
 FILE = "state.json"
 #: Format of the file. A later version wrote a file of a later format; this version does not read it. In
 #: format 1 only users chose the model, requests did not. Up to format 2 no entry of the roster had a
-#: signature.
-FORMAT = 3
+#: signature. Up to format 3 there was one desired model.
+FORMAT = 4
 MAX_ADDRESSES = 16  #: Addresses kept of each peer.
-_MAX_BYTES = 2 << 20
+_MAX_BYTES = 32 << 20
 
 _FIELDS: Mapping[str, FieldCodec] = {
-    "desired": record(DesiredState),
+    "deployments": records(Deployment, 0, MAX_ROWS),
+    "floor": integer(0, U63),
     "roster": records(RosterEntry, 0, MAX_ENTRIES),
     "epoch": integer(0, U63),
     "term": integer(0, U63),
@@ -44,6 +46,17 @@ _FIELDS: Mapping[str, FieldCodec] = {
 _ADDRESSES = texts(MAX_ADDRESSES, 300)  # a host name has up to 253 characters
 _NODE_ID = text(32)
 _NO_SIGNATURE = {each.name: each.default for each in fields(RosterEntry) if each.default is not MISSING}
+
+
+@dataclass(frozen=True, slots=True)
+class _OneModel:
+    """Desired state up to format 3. `said` is the version of the last choice of a user."""
+
+    version: int = holding(integer(0, U63))
+    writer: str = holding(text(32))
+    model: str = holding(text(MAX_MODEL))
+    nodes: str = holding(text(8))
+    said: int = holding(integer(0, U63))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +71,8 @@ def to_text(kept: SavedState) -> str:
     """Return the file's text. Raises ValueError for a state that could not be read back."""
     state = kept.beliefs
     values: dict[str, Any] = {
-        "desired": state.desired,
+        "deployments": state.deployments.rows,
+        "floor": state.deployments.floor,
         "roster": state.roster.entries,
         "epoch": state.epoch,
         "term": state.claim.term,
@@ -78,10 +92,12 @@ def from_text(text: str) -> SavedState:
         raise ValueError("it has no format number")
     if not 1 <= table["format"] <= FORMAT:
         raise ValueError(f"it has format {table['format']}; this version reads formats 1 to {FORMAT}")
-    if table["format"] == 1:
-        table["desired"] = _said(table.get("desired"))
     if table["format"] < 3:
         table["roster"] = _unsigned(table.get("roster"))
+    if table["format"] == 1:
+        table["desired"] = _said(table.get("desired"))
+    if table["format"] < 4:
+        table |= _deployed(table.pop("desired", None))
     expected = {"format", "peers", *_FIELDS}
     if table.keys() != expected:
         raise ValueError(f"it should have exactly the fields {', '.join(sorted(expected))}")
@@ -93,17 +109,40 @@ def from_text(text: str) -> SavedState:
             raise ValueError(f"{name}: expected {error}") from None
     state = ClusterState(
         LeaderClaim(values["term"], values["coordinator"]),
-        values["desired"],
+        _table(values["deployments"], values["floor"]),
         Roster().merged(values["roster"]),
         values["epoch"],
     )
     return SavedState(state, _peers(table["peers"]))
 
 
+def _table(rows: tuple[Deployment, ...], floor: int) -> DeploymentTable:
+    try:
+        return received(rows, floor)
+    except RemoteProtocolError as error:
+        raise ValueError(f"deployments: {error.detail}") from None
+
+
 def _said(desired: Any) -> Any:
     if type(desired) is not dict or "said" in desired:
         return None  # not a desired state of that format
     return desired | {"said": desired.get("version")}
+
+
+def _deployed(desired: Any) -> dict[str, Any]:
+    """Return the fields of today for the desired state of an earlier format. All that it replaced is over."""
+    try:
+        before: _OneModel = record(_OneModel).from_wire(desired)
+    except ValueError as error:
+        raise ValueError(f"desired: expected {error}") from None
+    if not before.model:
+        return {"deployments": [], "floor": before.version}
+    keep_s = PINNED if before.said == before.version else KEEP_S
+    row = Deployment(
+        name_of(before.model), before.model, nodes=before.nodes, keep_s=keep_s, version=before.version,
+        writer=before.writer,
+    )  # fmt: skip
+    return {"deployments": _FIELDS["deployments"].to_wire((row,)), "floor": max(before.said - 1, 0)}
 
 
 def _unsigned(roster: Any) -> Any:

@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from ..cluster import reconcile
+from ..cluster.deployments import DesiredState
 from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports
 from ..cluster.reconcile import FormEpoch, RunningEpoch, Situation, TryGroup
@@ -15,7 +16,6 @@ from ..models.inspect import ModelSource
 from ..models.local_model import LocalModels
 from ..placement.candidates import Candidate, Device, devices_of, parts
 from ..placement.cost_model import JACCL_RING, fits_beside
-from ..wire.cluster_messages import DesiredState
 from .fabric import FabricResults
 from .health import ServingState, of_the_model
 from .lifecycle import EpochPlan, Supervisor

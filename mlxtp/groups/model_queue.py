@@ -20,7 +20,8 @@ from pathlib import Path
 
 from ..api.backend import AT_ONCE, ModelLease, StoredModelInfo
 from ..api.catalog import UNNAMED
-from ..cluster.cluster_state import NO_CLAIM, NOTHING, LeaderClaim
+from ..cluster.cluster_state import NO_CLAIM, LeaderClaim
+from ..cluster.deployments import NOTHING, DesiredState
 from ..cluster.links import ControlLink
 from ..cluster.membership import MemberState as Standing
 from ..cluster.node import BEAT_S, ClusterNode
@@ -29,7 +30,7 @@ from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from ..gateway.gateway import ModelSwitch
 from ..models.inspect import stored_models, stored_name
 from ..models.local_model import LocalModels
-from ..wire.cluster_messages import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
+from ..wire.cluster_messages import MAX_WAITING, ModelQueue, ModelTurn
 from .health import ServingState, of_the_model
 from .lifecycle import Supervisor
 from .reconciler import Reconciler

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from ..api.admin import Json
+from ..cluster.deployments import DesiredState
 from ..cluster.links import ControlLink
 from ..cluster.node import BEAT_S, ClusterNode
 from ..cluster.reconcile import (
@@ -28,7 +29,7 @@ from ..cluster.reconcile import (
 )
 from ..errors import Code, GroupError, MlxtpError
 from ..models.local_model import LocalModels
-from ..wire.cluster_messages import DesiredState, Prepare, RankTrouble, Serving
+from ..wire.cluster_messages import Prepare, RankTrouble, Serving
 from .controller import GroupController
 from .health import ServingState
 from .hosted_rank import HostedRanks

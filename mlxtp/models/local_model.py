@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..background import Background
+from ..cluster.deployments import DesiredState
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..config import Settings
 from ..errors import Code, MlxtpError, ModelError
-from ..wire.cluster_messages import DesiredState, ModelStatus
+from ..wire.cluster_messages import ModelStatus
 from . import self_test
 from .inspect import ModelSource, find_model, in_folders, is_hub_id, open_model, weight_bytes
 from .manifest import is_commit

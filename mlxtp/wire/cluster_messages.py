@@ -1,7 +1,7 @@
 """Messages of links between agents.
 
-A *control* link joins two agents. Both send mostly the same messages: their identity, heartbeats, the desired
-state. The coordinator's agent also has the others start and end their ranks over it. A *requests* link
+A *control* link joins two agents. Both send mostly the same messages: their identity, heartbeats, the
+deployments. The coordinator's agent also has the others start and end their ranks over it. A *requests* link
 carries requests from an agent with clients to the agent with rank 0; its messages are those of a pipe.
 """
 
@@ -20,6 +20,7 @@ from .codecs import (
     choice,
     integer,
     integers,
+    joined,
     number,
     numbers,
     record,
@@ -136,7 +137,7 @@ class FabricResult:
 
 
 MAX_MEMBERS = 64
-MAX_TOLD = 32  #: Entries of the roster in one message: what one frame may hold in objects.
+MAX_TOLD = 32  #: Entries of the roster, or deployments, in one message: what one frame may hold in objects.
 MAX_MODEL = 1000
 MAX_GROUP = MAX_MODEL + 8  #: A group's id is a deployment's name and a number.
 MAX_TRIP_US = 60_000_000
@@ -176,12 +177,12 @@ class AgentHello(Message):
 
 @dataclass(frozen=True, slots=True)
 class Beat(Message):
-    """Heartbeat of each end, twice a second: its coordinator, and versions of its state.
+    """Heartbeat of each end, twice a second: its coordinator, and digests of its state.
 
-    `term` and `coordinator` are its claim; `epoch` is the highest it has seen. `roster` is the digest of its
-    roster. `pulse` is the highest it has received; the coordinator increments it with each Beat of its own.
-    `draining`: it is about to stop, and must not be counted on. `short`: it has less free memory than new
-    requests need.
+    `term` and `coordinator` are its claim; `epoch` is the highest it has seen. `desired` and `roster` are the
+    digests of its deployments and its roster. `pulse` is the highest it has received; the coordinator
+    increments it with each Beat of its own. `draining`: it is about to stop, and must not be counted on.
+    `short`: it has less free memory than new requests need.
     """
 
     TYPE: ClassVar[int] = 0x31
@@ -197,24 +198,42 @@ class Beat(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class DesiredState(Message):
-    """Desired model and number of nodes; `cluster.cluster_state.newer` decides which of two holds.
+class Deployment:
+    """One row of the table of deployments: a model that the cluster should serve, or one `removed`.
 
-    An empty `model` means no model. `nodes` is "auto", "all" or a number. `said` is the version of a person's
-    last choice: this one, or an earlier one after which requests chose.
+    `name` is the model without its revision. `replicas` is the number of groups, 0 for as many as fit.
+    `nodes` is "auto", "all" or the number of Macs of each group, `on` has the node ids of the Macs that may
+    serve it, none for any. `keep_s` is the disuse in seconds after which it ends; -1 is never: a user pinned
+    it. The higher `version` of a name holds; `writer` is the node that wrote it.
     """
 
-    TYPE: ClassVar[int] = 0x05
-    version: int = _f(_count)
-    writer: str = _f(_id)
-    model: str = _f(text(MAX_MODEL))
-    nodes: str = _f(text(8))
-    said: int = _f(_count, default=0)
+    name: str = _f(text(MAX_MODEL))
+    model: str = _f(text(MAX_MODEL), default="")
+    replicas: int = _f(integer(0, MAX_MEMBERS), default=1)
+    nodes: str = _f(text(8), default="auto")
+    on: tuple[str, ...] = _f(joined(MAX_MEMBERS, 32), default=())
+    keep_s: int = _f(integer(-1, U32), default=-1)
+    version: int = _f(_count, default=0)
+    writer: str = _f(_id, default="")
+    removed: bool = _f(boolean(), default=False)
 
     @property
     def pinned(self) -> bool:
-        """True when a person chose this model: a request that names another one then does not replace it."""
-        return bool(self.model) and self.said == self.version
+        """True for a deployment that stays however long it is not used."""
+        return self.keep_s < 0 and not self.removed
+
+
+@dataclass(frozen=True, slots=True)
+class Deployments(Message):
+    """Part of the table of deployments; the other parts follow at once while there is `more`.
+
+    `floor`: rows up to this version that the table lacks are over. `cluster.deployments` merges two tables.
+    """
+
+    TYPE: ClassVar[int] = 0x05
+    rows: tuple[Deployment, ...] = _f(records(Deployment, 0, MAX_TOLD))
+    floor: int = _f(_count)
+    more: bool = _f(boolean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,7 +604,7 @@ class ModelsHere(Message):
 #: Messages that either end of an open control link may send. The coordinator may change while the link stays
 #: open.
 BOTH_WAYS: tuple[type[Message], ...] = (
-    Beat, DesiredState, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
+    Beat, Deployments, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
     RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted,
     TokenIssued, FabricWanted, FabricReport, FabricAnswer, ModelTurn,
     ModelQueue, Echo, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,

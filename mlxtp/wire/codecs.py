@@ -194,6 +194,17 @@ def texts(max_items: int, max_chars: int, *, raw: bool = False) -> FieldCodec:
     return FieldCodec(list, check)
 
 
+def joined(max_items: int, max_chars: int) -> FieldCodec:
+    """Tuple of texts without commas, as one text: a list in a list of parts would be nested too deep."""
+    whole, one = text(max_items * (max_chars + 1)), texts(max_items, max_chars)
+
+    def check(value: Wire) -> tuple[str, ...]:
+        parts: tuple[str, ...] = one.from_wire(whole.from_wire(value).split(",")) if value != "" else ()
+        return parts
+
+    return FieldCodec(",".join, check)
+
+
 # --- messages: frozen dataclasses whose fields declare their limits --------------------------------------
 
 U32 = 2**32 - 1

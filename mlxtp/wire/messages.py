@@ -24,7 +24,7 @@ from .codecs import binary, boolean, choice, integer, integers, number, numbers,
 from .codecs import holding as _f
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_RANKS = 8
 MAX_ROWS = 1024  #: sequences in one step
 MAX_CONTEXT = 1 << 24  #: tokens of prompt and answer; a model's own context is usually far shorter

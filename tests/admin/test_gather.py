@@ -59,7 +59,7 @@ def test_an_agent_that_has_just_begun_knows_little_and_says_so(tmp_path: Path) -
 def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSource) -> None:
     async def story(stage: Stage) -> None:
         parts = alone(tmp_path / "alone", stage.supervisor)
-        parts.node.replica.set_desired("tiny")
+        parts.node.desired.set("tiny")
         here = parts.models.desired
         here.source, here.weight_bytes = source, 2_000_000
         parts.models.of = lambda _name: here  # type: ignore[method-assign]

@@ -22,13 +22,14 @@ from mlxtp.models.hub_cache import Repo
 from mlxtp.models.inspect import ModelSource
 from mlxtp.text.tokenizer import Text
 from mlxtp.wire.cluster_messages import (
-    DesiredState,
+    Deployments,
     Members,
     ModelStatus,
     RosterEntry,
     RosterSaved,
 )
 
+from ..cluster.deployed import only
 from ..groups.one_node import A, B, Node, alone, play
 from ..groups.scenes import run
 from ..hub import COMMIT, Hub
@@ -50,9 +51,29 @@ def test_the_wanted_model_is_told_to_all_and_once(tmp_path: Path, member: member
         assert (await admin.models.serve("tiny", ""))[
             "version"
         ] == 2  # asking again is how a failed group is tried again
-        assert admin.models.unload() == {"model": "", "nodes": "2", "version": 3}
-        told = [(desired.version, desired.model) for desired in a.heard(DesiredState)]
-        assert told == [(0, ""), (1, "tiny"), (2, "tiny"), (3, "")]
+        assert admin.models.unload() == {"model": "", "nodes": "auto", "version": 3}
+        told = [[(row.version, row.model) for row in table.rows] for table in a.heard(Deployments)]
+        assert told == [[], [(1, "tiny")], [(2, "tiny")], [(3, "")]]
+
+    play(tmp_path, member, story)
+
+
+def test_of_several_models_one_is_unloaded_by_its_name_or_all(tmp_path: Path, member: members.Member) -> None:
+    async def story(node: Node) -> None:
+        admin, desired = Admin(node.parts, member.store), node.parts.node.desired
+        with pytest.raises(UserError, match=r"tiny is not deployed\. Deployed models: none"):
+            admin.models.unload("tiny")
+        desired.serve("tiny", nodes="2")
+        desired.serve("org/one@main", keep_s=600)
+        desired.serve("org/two")
+        assert admin.models.unload("org/two") == {"model": "tiny", "nodes": "2", "version": 4}
+        with pytest.raises(UserError, match="several models are deployed: tiny, org/one"):
+            admin.models.unload()
+        with pytest.raises(UserError, match="Deployed models: tiny, org/one"):
+            admin.models.unload("org/two")
+        assert admin.models.unload("", "yes")["model"] == ""
+        desired.serve("org/one@main")
+        assert admin.models.unload("org/one@other")["model"] == ""
 
     play(tmp_path, member, story)
 
@@ -62,11 +83,11 @@ def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_no_agent(
 ) -> None:
     async def story(node: Node) -> None:
         cluster, a = node.parts, node.meet(A)
-        node.hear(a, DesiredState(7, A, "org/model", "2", 7))
+        node.hear(a, *only(7, A, "org/model", "2").messages())
         cluster.supervisor.status.state = ServingState.STARTING
         assert cluster.node.desired.set("org/model", "2").version == 7
         assert cluster.node.desired.set("org/model").version == 7
-        assert [desired.version for desired in a.heard(DesiredState)] == [0, 7]
+        assert [[row.version for row in table.rows] for table in a.heard(Deployments)] == [[], [7]]
         assert cluster.node.desired.set("org/model", "auto").version == 8
         cluster.supervisor.status.state = ServingState.FAILED
         assert cluster.node.desired.set("org/model", "auto").version == 9
@@ -79,7 +100,7 @@ def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_again(
 ) -> None:
     async def story(node: Node) -> None:
         cluster, a = node.parts, node.meet(A)
-        node.hear(a, DesiredState(7, A, "org/model", "2", 7))
+        node.hear(a, *only(7, A, "org/model", "2").messages())
         cluster.supervisor.status.state = ServingState.READY
         node.hear(
             a,
@@ -121,7 +142,7 @@ def test_a_choice_that_makes_no_sense_changes_nothing(
         node.tick()
         assert node.parts.node.replica.desired.version == 0
         assert node.parts.node.links.nodes() == {A}
-        assert {desired.version for desired in a.heard(DesiredState)} == {0}
+        assert {table.rows for table in a.heard(Deployments)} == {()}
 
     play(tmp_path, member, story)
 

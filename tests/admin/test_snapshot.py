@@ -19,12 +19,13 @@ from mlxtp.api.backend import Health, ModelInfo
 from mlxtp.api.dialects import openai as answers
 from mlxtp.cli.status import _shown, picture
 from mlxtp.cluster.cluster_state import LeaderClaim
+from mlxtp.cluster.deployments import DesiredState
 from mlxtp.diagnostics.facts import Attempt
 from mlxtp.gateway.dispatcher import OpenRequests
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.history import EpochStory
 from mlxtp.groups.process_group import EpochGroup
-from mlxtp.wire.cluster_messages import DesiredState, FabricResult, ModelStatus, RosterEntry
+from mlxtp.wire.cluster_messages import FabricResult, ModelStatus, RosterEntry
 from mlxtp.wire.messages import Pong
 
 from ..groups.one_node import MACHINE, A, B, alone

@@ -101,8 +101,8 @@ class FakeAdmin:
     def serve(self, model: str, nodes: str) -> Any:
         return self._do("serve", model, nodes)
 
-    def unload(self) -> Any:
-        return self._do("unload")
+    def unload(self, model: str, everything: str) -> Any:
+        return self._do("unload", model, everything)
 
     def drain(self, within: str) -> Any:
         return self._do("drain", within)
@@ -186,7 +186,8 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
     assert admin.asked == [
         ("status",), ("keys",), ("settings",), ("plan",), ("models",), ("doctor",), ("members",), ("token",),
         ("bench/fabric",),
-        ("serve", "tiny", "2"), ("unload",), ("pull", "tiny", ""), ("pulling", "tiny"), ("stored",),
+        ("serve", "tiny", "2"), ("unload", "tiny", ""), ("pull", "tiny", ""), ("pulling", "tiny"),
+        ("stored",),
         ("removable", "tiny", ""), ("removed", "tiny"),
         ("drain", ""), ("progress",), ("let_in", "mini"), ("remove", "mini", "yes"), ("leave", "yes"),
     ]  # fmt: skip

@@ -273,7 +273,9 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
             "org/model is now the model to serve; ",
         ),
         (["serve", "tiny"], ("serve", "tiny", ""), "org/model is now the model to serve; "),
-        (["unload"], ("unload",), "no model is configured\n"),
+        (["unload"], ("unload", "", ""), "no model is configured\n"),
+        (["unload", "org/model"], ("unload", "org/model", ""), "no model is configured\n"),
+        (["unload", "--all"], ("unload", "", "yes"), "no model is configured\n"),
         (["token"], ("token",), "TOKEN-1\n"),
         (
             ["bench", "--fabric"],

@@ -170,7 +170,7 @@ def test_commands_find_an_agent_by_https(tmp_path: Path) -> None:
     with agent(tmp_path, own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now())) as asked:
         assert mlxtp(tmp_path, "status").stdout.startswith("ready org/model on 2 Macs")
         assert mlxtp(tmp_path, "unload").stdout == "no model is configured\n"
-    assert asked.asked == [("status",), ("unload",)]
+    assert asked.asked == [("status",), ("unload", "", "")]
 
 
 def test_also_one_with_a_certificate_for_another_name_that_expired(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mlxtp.cluster.cluster_state import ClusterState, Replica
+from mlxtp.cluster.deployments import received
 from mlxtp.cluster.leadership import Leadership
 from mlxtp.cluster.membership import Change, Duplicate, Membership, MemberState
 from mlxtp.cluster.reconcile import (
@@ -22,7 +23,7 @@ from mlxtp.cluster.reconcile import (
     may_leave,
     refusal,
 )
-from mlxtp.wire.cluster_messages import Beat, DesiredState, Members
+from mlxtp.wire.cluster_messages import Beat, Deployments, Members
 
 if TYPE_CHECKING:
     from .simulation import Wire, World
@@ -121,7 +122,7 @@ class Node:
             return
         self.links[number] = (wire, end, peer.id, peer.boot_id)
         self.send(number, self.report())
-        self.send(number, self.replica.desired)
+        self.send_table(number)
         for message in self.replica.roster.messages():
             self.send(number, message)
         self.close_second_links(peer)
@@ -145,6 +146,10 @@ class Node:
     def send(self, number: int, payload: object) -> None:
         wire, end, _, _ = self.links[number]
         wire.send(end, payload)
+
+    def send_table(self, number: int) -> None:
+        [message] = self.replica.deployments.messages()
+        self.send(number, message)
 
     def tell(self, node_id: str, payload: object) -> None:
         numbers = [number for number, (_, _, node, _) in self.links.items() if node == node_id]
@@ -189,13 +194,13 @@ class Node:
                     self.broadcast(self.report())
                 lacks_desired, lacks_roster = self.replica.lacks(beat)
                 if lacks_desired:
-                    self.send(number, self.replica.desired)
+                    self.send_table(number)
                 if lacks_roster:
                     for message in self.replica.roster.messages():
                         self.send(number, message)
-            case DesiredState():
-                if self.replica.desires(payload):
-                    self.broadcast(payload)
+            case Deployments(rows, floor):
+                if self.replica.desires(received(rows, floor)):
+                    self.broadcast(*self.replica.deployments.messages())
                     self.step()
             case Members(entries):
                 if self.replica.enrols(entries):

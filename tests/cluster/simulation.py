@@ -248,7 +248,7 @@ def _beliefs_of(nodes: Sequence[Node]) -> str:
     leaders = [node.id for node in nodes if node.leadership.leading]
     if len(leaders) != 1:
         return f"{leaders} coordinate {[node.id for node in nodes]}"
-    for what in ("claim", "desired", "roster", "epoch"):
+    for what in ("claim", "deployments", "roster", "epoch"):
         held = {node.id: getattr(node.leadership.persistent_state(), what) for node in nodes}
         if len(set(map(repr, held.values()))) != 1:
             return f"{what}: {held}"

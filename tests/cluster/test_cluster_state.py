@@ -12,11 +12,10 @@ from mlxtp.cluster.cluster_state import (
     ClusterState,
     LeaderClaim,
     Roster,
-    newer,
     stronger,
 )
 from mlxtp.errors import RemoteProtocolError, UserError
-from mlxtp.wire.cluster_messages import MAX_MEMBERS, DesiredState, RosterEntry
+from mlxtp.wire.cluster_messages import MAX_MEMBERS, RosterEntry
 from mlxtp.wire.frames import encode
 
 from ..placement.made_up_macs import unsealed
@@ -36,23 +35,6 @@ def test_the_later_term_is_stronger_and_of_one_term_the_smaller_id(
     assert stronger(one, other) == stronger(other, one) == one
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (DesiredState(2, "b", "", "auto"), DesiredState(1, "a", "llama", "auto")),
-        (DesiredState(2, "a", "llama", "auto"), DesiredState(2, "b", "qwen", "auto")),
-        (DesiredState(2, "b", "qwen", "auto", 2), DesiredState(7, "a", "llama", "auto")),
-        (DesiredState(2, "b", "", "auto", 2), DesiredState(7, "a", "llama", "auto", 1)),
-        (DesiredState(3, "a", "llama", "auto", 2), DesiredState(2, "b", "", "auto", 2)),
-        (DesiredState(2, "b", "qwen", "auto", 2), DesiredState(3, "a", "llama", "auto", 2)),
-    ],
-)
-def test_what_rests_on_the_later_word_of_a_person_holds_then_the_later_version_then_the_smaller_writers(
-    one: DesiredState, other: DesiredState
-) -> None:
-    assert newer(one, other) == newer(other, one) == one
-
-
 # --- merging ----------------------------------------------------------------------------------------------
 
 _ids = st.sampled_from("abc")
@@ -67,9 +49,6 @@ _entry = st.builds(
 _beliefs = st.builds(
     ClusterState,
     claim=st.just(NO_CLAIM) | st.builds(LeaderClaim, st.integers(1, 3), _ids),
-    desired=st.builds(
-        DesiredState, st.integers(0, 3), _ids, st.sampled_from(("", "m")), st.just("auto"), st.integers(0, 3)
-    ),
     roster=st.lists(_entry, max_size=4).map(lambda entries: Roster().merged(entries)),
     epoch=st.integers(0, 3),
 )
@@ -79,7 +58,7 @@ def merged(one: ClusterState, other: ClusterState) -> ClusterState:
     """The state that both members hold after they met."""
     return ClusterState(
         stronger(one.claim, other.claim),
-        newer(one.desired, other.desired),
+        one.deployments.merged(other.deployments),
         one.roster.merged(other.roster.entries),
         max(one.epoch, other.epoch),
     )

@@ -6,21 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.cluster.cluster_state import NO_CLAIM, NOTHING, ClusterState, LeaderClaim, Replica, Roster
+from mlxtp.cluster.cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Replica, Roster
+from mlxtp.cluster.deployments import NO_DEPLOYMENTS, DesiredState
 from mlxtp.cluster.leadership import Debounce, Leadership
 from mlxtp.cluster.membership import Membership, MemberState, Timeouts
 from mlxtp.cluster.reconcile import FormEpoch, GroupPlan, HandOver, RunningEpoch, Situation, StopEpoch, Wait
 from mlxtp.errors import RemoteProtocolError, UserError
-from mlxtp.wire.cluster_messages import Beat, DesiredState, RosterEntry
+from mlxtp.wire.cluster_messages import Beat, RosterEntry
 
 from ..placement.made_up_macs import unsealed
+from .deployed import only, wants
 
 BEAT_S = Timeouts().beat_s
 CALM = Debounce()
 
 
 def beat(claim: LeaderClaim = NO_CLAIM, pulse: int = 0, epoch: int = 0) -> Beat:
-    return Beat(claim.term, claim.node_id, 0, Roster().digest(), epoch, True, pulse)
+    return Beat(claim.term, claim.node_id, NO_DEPLOYMENTS.digest, Roster().digest(), epoch, True, pulse)
 
 
 class Story:
@@ -293,45 +295,49 @@ def test_only_the_coordinator_adds_to_the_pulse() -> None:
 
 def test_a_beat_tells_everything_in_short() -> None:
     story = led_by(A5)
-    story.replica.set_desired("llama")
+    wants(story.replica, "llama")
     story.replica.admit("a", "studio", "key", unsealed)
     story.replica.saw_epoch(17)
     word = story.leadership.beat(healthy=False)
-    assert (word.term, word.coordinator, word.desired, word.epoch, word.healthy) == (5, "a", 1, 17, False)
-    assert word.roster == story.replica.roster.digest()
+    assert (word.term, word.coordinator, word.epoch, word.healthy) == (5, "a", 17, False)
+    assert (word.desired, word.roster) == (story.replica.deployments.digest, story.replica.roster.digest())
 
 
 def test_who_lacks_something_is_sent_it() -> None:
     story = Story()
     assert story.replica.lacks(beat()) == (False, False)
-    story.replica.set_desired("llama")
+    wants(story.replica, "llama")
     story.replica.admit("a", "studio", "key", unsealed)
     assert story.replica.lacks(beat()) == (True, True)
 
 
-def test_a_persons_word_wins_over_requests_that_had_not_heard_of_it() -> None:
+def test_what_a_person_deployed_is_served_before_what_requests_chose() -> None:
     """Here requests have chosen three times while a person spoke on the other side of a partition."""
     replica = Story().replica
     for model in ("one", "two", "three"):
-        replica.set_desired(model, by_person=False)
-    wish = DesiredState(2, "c", "llama", "auto", 2)
-    assert replica.lacks(replace(beat(), desired=9)) == (True, False), "it may rest on an older word"
+        wants(replica, model, pinned=False)
+    wish = only(2, "c", "llama")
     assert replica.desires(wish)
+    assert replica.desired == DesiredState(2, "c", "llama", "auto", 2)
     assert replica.desired.pinned
-    assert not replica.desires(DesiredState(3, "a", "three", "auto"))
-    assert replica.set_desired("") == DesiredState(3, "b", "", "auto", 3)
-    assert replica.set_desired("one", by_person=False) == DesiredState(4, "b", "one", "auto", 3)
+    assert [row.name for row in replica.deployments.live()] == ["llama", "three"], "both are still deployed"
+    assert not replica.desires(only(1, "a", "three"))
+    assert wants(replica, "") == DesiredState(4, "", "", "auto")
+    assert wants(replica, "one", pinned=False) == DesiredState(5, "b", "one", "auto")
     assert not replica.desires(wish)
-    with pytest.raises(RemoteProtocolError, match="version 5 rests on 6, a later one"):
-        replica.desires(DesiredState(5, "c", "llama", "auto", 6))
+    with pytest.raises(RemoteProtocolError, match="too far ahead"):
+        replica.desires(only(1 << 40, "c", "llama"))
+    with pytest.raises(RemoteProtocolError, match="too far ahead"):
+        replica.desires(only(1 << 40, "c", ""))
+    assert replica.desired.model == "one"
 
 
-def test_desired_states_and_rosters_are_taken_over_once() -> None:
+def test_deployments_and_rosters_are_taken_over_once() -> None:
     replica = Story().replica
-    wish = DesiredState(4, "c", "llama", "auto")
+    wish = only(4, "c", "llama")
     assert [replica.desires(wish) for _ in range(2)] == [True, False]
-    assert not replica.desires(NOTHING)
-    assert replica.set_desired("qwen", "2") == DesiredState(5, "b", "qwen", "2", 5)
+    assert not replica.desires(NO_DEPLOYMENTS)
+    assert wants(replica, "qwen", "2") == DesiredState(5, "b", "qwen", "2", 5)
     entry = RosterEntry("c", "mini", "key", False, 1)
     assert [replica.enrols([entry]) for _ in range(2)] == [True, False]
 
@@ -349,14 +355,14 @@ def test_the_roster_is_changed_here_or_the_reason_told() -> None:
 
 def test_what_is_kept_is_what_the_next_start_begins_with() -> None:
     story = led_by(A5)
-    story.replica.set_desired("llama")
+    wants(story.replica, "llama")
     story.replica.admit("a", "studio", "key", unsealed)
     story.replica.saw_epoch(17)
     story.hear(1, beat(A5, 90, epoch=21))
     kept = story.leadership.persistent_state()
     assert (kept.claim, kept.epoch) == (A5, 21)
     again = Replica("b", kept)
-    assert (again.desired, again.roster, again.epoch) == (kept.desired, kept.roster, 21)
+    assert (again.deployments, again.roster, again.epoch) == (kept.deployments, kept.roster, 21)
 
 
 # --- deciding ---------------------------------------------------------------------------------------------
@@ -366,7 +372,7 @@ PLAN = GroupPlan(("b", "c"), (2.0,))
 
 def leading() -> Story:
     story = led_by(A5)
-    story.replica.set_desired("llama")
+    wants(story.replica, "llama")
     story.membership.goodbye(1, story.now)
     story.beats(0.5, link_3=beat(A5, 30))
     assert story.leadership.leading

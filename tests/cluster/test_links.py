@@ -16,7 +16,15 @@ from mlxtp.cluster.links import ControlLink, PeerLinks
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
 from mlxtp.wire.blocking import listen
 from mlxtp.wire.certificates import NodeIdentity
-from mlxtp.wire.cluster_messages import AgentHello, Beat, DesiredState, Members, Prepare, RosterEntry
+from mlxtp.wire.cluster_messages import (
+    AgentHello,
+    Beat,
+    Deployment,
+    Deployments,
+    Members,
+    Prepare,
+    RosterEntry,
+)
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.frames import MAX_FRAME, encode
 from mlxtp.wire.messages import Error, Generate, Hello, SessionEnd
@@ -28,7 +36,7 @@ from ..groups.scenes import run, sees, within
 from ..wire.members import Member, founder, member_of
 
 BEAT = Beat(1, "", 0, 0, 0, True, 1)
-DESIRED = DesiredState(3, "a", "org/model", "auto")
+DESIRED = Deployments((Deployment("org/model", "org/model", version=3, writer="a"),), 0, False)
 
 
 @dataclass
@@ -68,7 +76,7 @@ class Agent:
         self.in_one_breath = b""
         """Bytes for each caller, instead of the right ones."""
         self.neighbours = PeerLinks(self.node_id, lambda: self.hello, self._judge, self.events)
-        self.neighbours.on(self.events.received, Beat, DesiredState, Members, Prepare, Error)
+        self.neighbours.on(self.events.received, Beat, Deployments, Members, Prepare, Error)
         sock = listen("127.0.0.1")
         self.port = sock.getsockname()[1]
         self._doorman = TlsAcceptor(sock, member_context_server(member.credentials), self._welcome)

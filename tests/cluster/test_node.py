@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxtp.cluster import peer_reports
+from mlxtp.cluster.deployments import DeploymentTable
 from mlxtp.cluster.node import ClusterNode
 from mlxtp.cluster.roster import RosterProofs
 from mlxtp.cluster.state_file import load
@@ -28,7 +29,8 @@ from mlxtp.wire.cluster_messages import (
     MAX_MEMBERS,
     MAX_TOLD,
     Beat,
-    DesiredState,
+    Deployment,
+    Deployments,
     EndEpoch,
     EpochEnded,
     Interface,
@@ -57,6 +59,7 @@ from ..groups.one_node import FINGERPRINT, MACHINE, A, B, Node, by_hand, play, r
 from ..groups.scenes import run, sees
 from ..live_cluster import WAIT_S
 from ..wire.members import Member
+from .deployed import only
 
 
 def hosts(node: Node, host: str, order: Prepare) -> None:
@@ -147,7 +150,7 @@ def test_requests_outlive_a_choice_of_the_same_model_and_no_other(
         def want(model: str) -> None:
             if heard:
                 now = cluster.node.replica.desired
-                node.hear(a, replace(now, version=now.version + 1, model=model))
+                node.hear(a, *only(now.version + 1, A, model, pinned=False).messages())
             else:
                 cluster.node.desired.set(model)
 
@@ -255,7 +258,7 @@ def test_a_removed_member_is_no_longer_heard(tmp_path: Path, member: Member) -> 
         node.parts.node.enrolment.on_change(lambda: told.append(None))
         node.parts.node.enrolment.remove(A)
         assert told
-        node.hear(a, Prepare(7, 1, "", "tiny"), DesiredState(99, A, "org/model", "auto"))
+        node.hear(a, Prepare(7, 1, "", "tiny"), *only(99, A, "org/model").messages())
         assert node.orders == []
         assert node.parts.node.replica.desired.version == 0
         node.tick()
@@ -473,7 +476,7 @@ def test_a_name_that_no_message_could_carry_is_refused_where_it_is_typed(
         with pytest.raises(UserError):
             node.parts.node.desired.set(model)
         node.tick()
-        assert {desired.version for desired in a.heard(DesiredState)} == {0}
+        assert {table.rows for table in a.heard(Deployments)} == {()}
 
     play(tmp_path, member, story)
 
@@ -511,6 +514,50 @@ def test_a_removal_that_a_full_disk_refused_is_written_when_the_agent_ends(
     assert A not in load(tmp_path)[0].beliefs.roster.members()
 
 
+def test_serving_adds_to_what_is_deployed_and_keeps_what_is_not_named(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, desired, replica = node.meet(A), node.parts.node.desired, node.parts.node.replica
+        seen: list[tuple[str, str]] = []
+        tables: list[int] = []
+        desired.on_change(lambda before, after: seen.append((before.model, after.model)))
+        desired.on_table(lambda before, after: tables.append(len(after.rows) - len(before.rows)))
+        desired.serve("org/one", replicas=2, nodes="2", on=(A,), keep_s=60)
+        desired.serve("org/one@main")
+        desired.serve("org/one@main")
+        me = node.parts.node.node_id
+        one = Deployment("org/one", "org/one@main", 2, "2", (A,), 60, 2, me)
+        assert replica.deployments.live() == (one,)
+        desired.serve("org/two")
+        assert [row.name for row in replica.deployments.live()] == ["org/two", "org/one"]
+        desired.serve("org/three", keep_s=600)
+        assert seen == [("", "org/one"), ("org/one", "org/one@main"), ("org/one@main", "org/two")]
+        assert tables == [1, 0, 1, 1]
+        assert a.heard(Deployments)[-1].rows == replica.deployments.rows
+        desired.serve("org/two", replace=True)
+        assert [row.name for row in replica.deployments.live()] == ["org/two"]
+        assert replica.deployments.live()[0].version == 5, "it stays alone, which is a change"
+        desired.serve("org/two", replace=True)
+        assert replica.deployments.newest == 5
+
+    play(tmp_path, member, story)
+
+
+def test_a_long_table_counts_once_all_of_it_has_come(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b, replica = node.meet(A), node.meet(B), node.parts.node.replica
+        rows = [Deployment(f"m{number:02}", "m", version=number + 1, writer=A) for number in range(70)]
+        first, second, last = DeploymentTable(tuple(rows)).messages()
+        node.hear(a, first)
+        node.hear(b, *DeploymentTable(tuple(rows[40:50])).messages())
+        assert len(replica.deployments.rows) == 10
+        node.hear(a, second, last)
+        assert replica.deployments.rows == tuple(rows)
+        node.hear(a, *[replace(first, rows=(rows[0],) * 32)] * 33)
+        assert node.parts.node.links.nodes() == {B}, "it never ends"
+
+    play(tmp_path, member, story)
+
+
 # --- anything ---------------------------------------------------------------------------------------------
 
 _ids = st.sampled_from((A, B, "", "0" * 32, "us"))
@@ -524,6 +571,10 @@ _groups = st.sampled_from(((A,), (B,), (A, "us"), ("us", A), ("", ""), ()))
 _entries = st.builds(
     RosterEntry, _ids, _texts, st.sampled_from((A * 2, B * 2, FINGERPRINT)), st.booleans(), _numbers
 )
+_deployments = st.builds(
+    Deployment, _texts, _texts, st.integers(0, 64), _nodes, st.sampled_from(((), (A,), (A, "us"))),
+    st.integers(-1, 600), st.one_of(_epochs, _numbers), _ids, st.booleans(),
+)  # fmt: skip
 _interfaces = st.builds(
     Interface,
     _texts,
@@ -541,7 +592,7 @@ def _report(cores: int, size: int, interfaces: list[Interface]) -> MachineReport
 
 _MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Beat, _numbers, _ids, _numbers, _numbers, _numbers, st.booleans(), _numbers),
-    st.builds(DesiredState, st.one_of(_epochs, _numbers), _ids, _texts, _nodes, _numbers),
+    st.builds(Deployments, st.lists(_deployments, max_size=3).map(tuple), _numbers, st.booleans()),
     st.builds(Members, st.lists(_entries, max_size=4).map(tuple)),
     st.builds(
         ModelStatus, st.sampled_from(("tiny", "org/one", "")), st.sampled_from(("", FINGERPRINT, "other")),

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.cluster.cluster_state import NO_CLAIM, LeaderClaim
+from mlxtp.cluster.deployments import DesiredState
 from mlxtp.cluster.membership import MemberState, MemberStatus
 from mlxtp.cluster.reconcile import (
     Action,
@@ -30,7 +31,6 @@ from mlxtp.cluster.reconcile import (
     may_leave,
     refusal,
 )
-from mlxtp.wire.cluster_messages import DesiredState
 
 LLAMA = DesiredState(3, "b", "llama", "auto")
 NOW = 100.0

@@ -11,6 +11,7 @@ from mlxtp.cluster.reconcile import HandOver
 from mlxtp.cluster.state_file import SavedState, to_text
 
 from ..placement.made_up_macs import unsealed
+from .deployed import wants
 from .simulated_node import TICK_S, Journal
 from .simulation import World
 
@@ -34,7 +35,8 @@ def serving(names: str, seed: int = 0) -> World:
 
 def want(world: World, name: str, model: str, nodes: str = "auto") -> None:
     node = world.nodes[name]
-    node.broadcast(node.replica.set_desired(model, nodes))
+    wants(node.replica, model, nodes)
+    node.broadcast(*node.replica.deployments.messages())
     node.step()
 
 
@@ -159,7 +161,7 @@ def test_a_better_group_forms_at_once_without_requests() -> None:
 
 def test_a_link_that_flaps_does_not_stop_a_running_epoch_each_time() -> None:
     world = serving("ab")
-    world.nodes["a"].replica.set_desired("llama")
+    wants(world.nodes["a"].replica, "llama")
     for _ in range(8):
         world.cut("ab")
         world.run(3.0)

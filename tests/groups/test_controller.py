@@ -19,8 +19,9 @@ from mlxtp.groups.owned_epoch import GROUP
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.workload import AGENT, CHAT, Workload
-from mlxtp.wire.cluster_messages import DesiredState, Machine, ModelStatus, RankTrouble, Serving
+from mlxtp.wire.cluster_messages import Machine, ModelStatus, RankTrouble, Serving
 
+from ..cluster.deployed import only
 from ..placement.made_up_macs import cabled, mac, on_lan
 from ..wire.members import Member
 from .one_node import FINGERPRINT, MACHINE, A, B, FakeLink, Node, play, report
@@ -504,7 +505,7 @@ def test_what_is_told_of_a_group_from_its_forming_to_its_end(
 def test_an_epoch_goes_on_for_requests_of_the_same_model(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
-    """A person on the other side of a partition, who counted less."""
+    """A person on the other side of a partition pinned it."""
 
     async def story(node: Node) -> None:
         a = node.meet(A)
@@ -513,11 +514,12 @@ def test_an_epoch_goes_on_for_requests_of_the_same_model(
             node.parts.node.desired.set("", by_person=False)
             node.parts.node.desired.set("tiny", by_person=False)
         ready(node)
+        version = node.parts.node.desired.now.version
         node.live(a)
-        assert a.heard(Serving)[-1].desired == 7
-        node.hear(a, DesiredState(3, A, "tiny", node.parts.node.replica.desired.nodes, 3))
+        assert a.heard(Serving)[-1].desired == version
+        node.hear(a, *only(version + 2, A, "tiny", node.parts.node.replica.desired.nodes).messages())
         node.tick()
-        assert a.heard(Serving)[-1].desired == 3
+        assert a.heard(Serving)[-1].desired == version + 2
 
     jaccl(tmp_path, member, story)
 

@@ -17,9 +17,10 @@ from mlxtp.config import Limits, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from mlxtp.groups.health import ServingState
 from mlxtp.models.inspect import ModelSource
-from mlxtp.wire.cluster_messages import DesiredState, ModelQueue, ModelStatus, ModelTurn
+from mlxtp.wire.cluster_messages import Deployments, ModelQueue, ModelStatus, ModelTurn
 from mlxtp.wire.messages import Generate
 
+from ..cluster.deployed import only
 from ..gateway.test_gateway import FakeRanks
 from ..wire.members import Member
 from .one_node import CLOCK, MACHINE, A, B, FakeLink, Node, play
@@ -86,7 +87,7 @@ def following(node: Node, *, pinned: bool = False) -> FakeLink:
 def desires(node: Node, link: FakeLink, model: str, *, pinned: bool = False) -> None:
     version = node.parts.node.replica.desired.version + 1
     served(node, "")
-    node.hear(link, DesiredState(version, A, model, "auto", version if pinned else 0))
+    node.hear(link, *only(version, A, model, pinned=pinned).messages())
 
 
 def last(link: FakeLink) -> ModelQueue:
@@ -373,7 +374,7 @@ def test_the_coordinator_loads_what_is_asked_for_once_no_request_is_answered_by_
         await loads(node)
         desired = cluster.node.replica.desired
         assert (desired.model, desired.pinned) == (WANTED, False)
-        assert link.heard(DesiredState)[-1] == desired
+        assert link.heard(Deployments)[-1].rows == cluster.node.replica.deployments.rows
 
     play(tmp_path, member, story)
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.cluster.deployments import DesiredState
 from mlxtp.groups.model_queue import DesiredFate
 from mlxtp.groups.selection import SelectedModel, SelectionState
 from mlxtp.models.inspect import Servable
-from mlxtp.wire.cluster_messages import DesiredState
 
 CHECKING, CHECKED, FETCHING, READY, WANTED, FAILED = SelectionState
 

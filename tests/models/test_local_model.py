@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.cluster.cluster_state import NOTHING
+from mlxtp.cluster.deployments import NOTHING, DesiredState
 from mlxtp.cluster.introduction import MAX_STATUSES, PeerInfo
 from mlxtp.errors import Code, ModelError
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource, in_folders
 from mlxtp.models.local_model import LocalModel, LocalModels
 from mlxtp.text.tokenizer import Text
-from mlxtp.wire.cluster_messages import DesiredState, ModelStatus
+from mlxtp.wire.cluster_messages import ModelStatus
 
 from ..groups.scenes import run, sees, within
 

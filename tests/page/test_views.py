@@ -194,7 +194,7 @@ def test_serving_and_unloading(site: Site, visiting: Any) -> None:
     visit.page.click("#unload")
     visit.page.wait_for_selector("#models-said:has-text('The model is unloaded.')")
     asked = [each for each in site.admin.asked if each != ("models",)]
-    assert asked == [("serve", "org/big", ""), ("serve", "org/other", "2"), ("unload",)]
+    assert asked == [("serve", "org/big", ""), ("serve", "org/other", "2"), ("unload", "", "")]
 
 
 def test_the_keys_button_stands_beside_its_field(visiting: Any) -> None:

@@ -11,7 +11,8 @@ from mlxtp.wire.cluster_messages import (
     MAX_TRIP_US,
     AgentHello,
     Beat,
-    DesiredState,
+    Deployment,
+    Deployments,
     Echo,
     EndEpoch,
     EpochEnded,
@@ -114,13 +115,14 @@ NODE = "0123456789abcdef" * 2
 _MEMBER = RosterEntry(
     NODE, "studio", "ab" * 32, True, 3, NODE, "10.0.0.7", 9, "5a" * 70, 4, "04" + "5b" * 64, "5c" * 70
 )
+_REMOVED = Deployment("org/old", keep_s=0, version=3, writer=NODE, removed=True)
 _ETHERNET = Interface("en0", "10.0.0.1", 24, "ethernet", 10_000, True)
 _PORT = Port(1, "en5", "AAAA-BBBB", "CCCC-DDDD", False, 80, "rdma_en5", True)
 
 _CONTROL_EXAMPLES: tuple[Message, ...] = (
     AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=1",), ("kv_bits=0",), ("10.0.0.1:52414",), "", True),
     Beat(3, NODE, 2, 5, 17, True, 40, True, True),
-    DesiredState(2, NODE, "tiny", "auto", 2),
+    Deployments((Deployment("tiny", "tiny@main", 2, "all", (NODE, "b"), 600, 2, NODE), _REMOVED), 1, True),
     Members((_MEMBER,)),
     RosterSaved(7),
     MachineReport(
@@ -454,7 +456,18 @@ _STRATEGIES |= {
         AgentHello, _u32, _node, _short, _node, _short, _shorts, _shorts, _shorts, _short, st.booleans()
     ),
     Beat: st.builds(Beat, _count, _node, _count, _count, _count, st.booleans(), _count),
-    DesiredState: st.builds(DesiredState, _count, _node, _text, _short, _count),
+    Deployments: st.builds(
+        Deployments,
+        st.lists(
+            st.builds(
+                Deployment, _text, _text, st.integers(0, 64), _short, st.lists(_node, max_size=64).map(tuple),
+                st.integers(-1, 2**32 - 1), _count, _node, st.booleans(),
+            ),
+            max_size=MAX_MEMBERS // 8,
+        ).map(tuple),
+        _count,
+        st.booleans(),
+    ),
     Members: st.builds(
         Members,
         st.lists(

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LocalProtocolError, RemoteProtocolError
-from mlxtp.wire.cluster_messages import AgentHello, DesiredState, Members, ModelStatus, RosterEntry
+from mlxtp.wire.cluster_messages import AgentHello, Deployment, Deployments, Members, ModelStatus, RosterEntry
 from mlxtp.wire.frames import (
     MAX_FRAME,
     MAX_OPENING_FRAME,
@@ -196,7 +196,7 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
         JoinRequest(bytes(8), bytes(16), "mini\x1b[2J", bytes(65), bytes(32), bytes(32), bytes(8)),
         JoinOffer(b"x", bytes(32), "a\u202eb"),
         JoinGrant(b"x", bytes(32), ("10.0.0.1:1\r",)),
-        DesiredState(1, "a" * 32, "org/model\n", "auto"),
+        Deployments((Deployment("org/model\n"),), 0, False),
         Members((RosterEntry("a" * 32, "mini\x9b31m", "5" * 64, False, 1),)),
         ModelStatus("tiny", "5\t", ""),
     ],

@@ -1,0 +1,140 @@
+"""The deployments of the cluster, as this node sets and receives them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+from ..errors import Code, RemoteProtocolError, UserError
+from ..wire.cluster_messages import MAX_MODEL, Deployment, Deployments
+from .cluster_state import Replica
+from .deployments import KEEP_S, MAX_ROWS, PINNED, DeploymentTable, DesiredState, name_of, received
+from .links import ControlLink, PeerLinks
+
+#: Called with the deployment that is served, before and after a change.
+DesiredHandler = Callable[[DesiredState, DesiredState], None]
+#: Called with the deployments before and after a change.
+TableHandler = Callable[[DeploymentTable, DeploymentTable], None]
+
+
+class DesiredDeployments:
+    """Changes of the deployments. `changed` is called after each, when all handlers have run."""
+
+    def __init__(self, replica: Replica, links: PeerLinks, changed: Callable[[], None]) -> None:
+        self._replica = replica
+        self._links = links
+        self._changed = changed
+        self._handlers: list[DesiredHandler] = []
+        self._table_handlers: list[TableHandler] = []
+        self._lacking: list[Callable[[], bool]] = []
+        self._parts: WeakKeyDictionary[ControlLink, list[Deployment]] = WeakKeyDictionary()
+        self.on_table(self._first_changed)
+        links.on(self._received, Deployments)
+
+    def on_change(self, handler: DesiredHandler) -> None:
+        """Have `handler` called when another deployment is served, or the same one in another way."""
+        self._handlers.append(handler)
+
+    def on_table(self, handler: TableHandler) -> None:
+        """Have `handler` called when the deployments change, at this node or at another one."""
+        self._table_handlers.append(handler)
+
+    def retry_if(self, lacking: Callable[[], bool]) -> None:
+        """Have a repeated request try the same deployment again while `lacking` returns True."""
+        self._lacking.append(lacking)
+
+    @property
+    def now(self) -> DesiredState:
+        """The deployment that is served."""
+        return self._replica.desired
+
+    def set(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
+        """Serve this model and no other; an empty one: none. See `serve`, also for errors.
+
+        `by_person`: pin it against models that requests name. `nodes` "" keeps the present number.
+        """
+        if model:
+            keep_s = PINNED if by_person else KEEP_S
+            self.serve(model, nodes=nodes or self.now.nodes, keep_s=keep_s, replace=True)
+        else:
+            self.unload_all()
+        return self.now
+
+    def serve(
+        self,
+        model: str,
+        *,
+        replicas: int | None = None,
+        nodes: str = "",
+        on: tuple[str, ...] | None = None,
+        keep_s: int | None = None,
+        replace: bool = False,
+    ) -> Deployment:
+        """Add a deployment of `model`, or change it: see `Deployment`. None and "" keep a field's value.
+
+        `replace`: remove all others. A table that has all that already stays as it is, unless a model is
+        lacking. Raises UserError for a name that no message can carry, and when there is no room.
+        """
+        if len(model) > MAX_MODEL or not model.isprintable():
+            raise UserError(
+                f"a model is called by at most {MAX_MODEL} printable characters, not {model[:200]!r}"
+            )
+        table, name = self._replica.deployments, name_of(model)
+        present = table.get(name)
+        before = present or Deployment(name)
+        row = dataclasses.replace(
+            before,
+            model=model,
+            replicas=before.replicas if replicas is None else replicas,
+            nodes=nodes or before.nodes,
+            on=before.on if on is None else on,
+            keep_s=before.keep_s if keep_s is None else keep_s,
+        )
+        there = row == present and (not replace or len(table.live()) == 1)
+        if not there or any(lacking() for lacking in self._lacking):
+            self._set(table.setting(row, self._replica.self_id, alone=replace))
+        return row
+
+    def unload(self, model: str) -> None:
+        """Remove the deployment of `model`. Raises UserError when there is none."""
+        table, name = self._replica.deployments, name_of(model)
+        if table.get(name) is None:
+            deployed = ", ".join(row.name for row in table.live()) or "none"
+            raise UserError(f"{model[:200]} is not deployed. Deployed models: {deployed}")
+        self._set(table.removing(self._replica.self_id, name))
+
+    def unload_all(self) -> None:
+        """Remove all deployments."""
+        table = self._replica.deployments
+        if names := [row.name for row in table.rows if not row.removed]:
+            self._set(table.removing(self._replica.self_id, *names))
+
+    def _received(self, link: ControlLink, message: Deployments) -> None:
+        rows = self._parts.setdefault(link, [])
+        rows += message.rows
+        if len(rows) > MAX_ROWS:
+            raise RemoteProtocolError(f"more than {MAX_ROWS} deployments", Code.FIELD_INVALID)
+        if message.more:
+            return
+        del self._parts[link]
+        before = self._replica.deployments
+        if self._replica.desires(received(rows, message.floor)):
+            self._spread(before)
+
+    def _set(self, table: DeploymentTable) -> None:
+        before, self._replica.deployments = self._replica.deployments, table
+        self._spread(before)
+
+    def _spread(self, before: DeploymentTable) -> None:
+        table = self._replica.deployments
+        for handler in self._table_handlers:
+            handler(before, table)
+        for message in table.messages():
+            self._links.broadcast(message)
+        self._changed()
+
+    def _first_changed(self, before: DeploymentTable, after: DeploymentTable) -> None:
+        if before.first != after.first:
+            for handler in self._handlers:
+                handler(before.first, after.first)

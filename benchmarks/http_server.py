@@ -14,11 +14,11 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from mlxtp.admin.metrics import observed
+from mlxtp.agent import make_supervisor
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.server import bind, serve
 from mlxtp.config import Settings, embedded_model_path
-from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.text.tokenizer import Text
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate, RequestEvent
@@ -74,12 +74,12 @@ class Pace:
 async def main() -> None:
     rate, folder = float(sys.argv[1]), embedded_model_path()
     text = await asyncio.to_thread(Text.load, folder)
-    supervisor = Supervisor(Settings(Path(), "", 0, 1, str(folder)))
+    supervisor = make_supervisor(Settings(Path(), "", 0, 1, str(folder)))
     gateway = supervisor.gateway
     says = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(SAYS, add_special_tokens=False).ids
-    pace = Pace(rate, tuple(says), gateway.dispatcher.on_event)
+    pace = Pace(rate, tuple(says), gateway.on_event)
     model = ModelInfo("paced", ("default",), folder, CONTEXT, int(time.time()), text.eos, 1 << 20)
-    gateway.serve(pace, model, text)
+    gateway.serve(supervisor.group, supervisor.deployment, pace, model, text)
     app = observed(create_app(gateway), supervisor)
     sock, stop = bind("127.0.0.1", 0), asyncio.Event()
     tasks = [asyncio.create_task(work) for work in (pace.run(), serve(app, sock, stop, grace_s=1))]

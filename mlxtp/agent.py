@@ -26,6 +26,7 @@ from .admin.handlers import Admin, announce, announced
 from .admin.metrics import observed
 from .admin.parts import AgentParts
 from .api.app import create_app
+from .api.backend import Health
 from .api.endpoint import Endpoint, open_endpoint
 from .api.server import serve
 from .background import Background
@@ -37,15 +38,17 @@ from .cluster.peer_reports import MachineReports, RoundTripTimes
 from .cluster.state_file import forget
 from .config import Settings, told
 from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError
+from .gateway.admission import AdmissionLimits
+from .gateway.gateway import Gateway
 from .gateway.remote_backend import serve_requests
 from .groups.controller import GroupController
 from .groups.fabric import FabricBench, FabricResults
 from .groups.forwarding import ForwardingBackend
 from .groups.health import ServingState
 from .groups.hosted_rank import HostedRanks
-from .groups.lifecycle import StageListener, Supervisor
+from .groups.lifecycle import GROUP, StageListener, Supervisor
 from .groups.model_queue import ModelSwitcher
-from .groups.owned_epoch import GROUP, ServingReports
+from .groups.owned_epoch import ServingReports
 from .groups.placer import Placer
 from .groups.ranks import WORKER, Worker
 from .groups.reconciler import Drain, Reconciler
@@ -203,7 +206,7 @@ async def _running(
 ) -> AsyncIterator[Agent]:
     settings, store = entered.settings, entered.store
     machine = await hardware.probe(settings.interface)
-    supervisor = Supervisor(settings, on_stage, warm_pool)
+    supervisor = make_supervisor(settings, on_stage, warm_pool)
     gateway, port = supervisor.gateway, entered.sock.getsockname()[1] if entered.sock is not None else 0
     node = ClusterNode(
         settings,
@@ -270,6 +273,23 @@ async def _running(
         await asyncio.wait({serving})  # clients have had their last replies
 
 
+def make_supervisor(
+    settings: Settings,
+    on_stage: StageListener = lambda _stage, _seconds: None,
+    worker: Worker = WORKER,
+) -> Supervisor:
+    """Return the supervisor of an agent's group, with the gateway of that agent."""
+    limits = settings.limits
+    bounds = AdmissionLimits(limits.max_open_requests, limits.max_open_tokens, limits.min_free_bytes)
+
+    def health(open_requests: int) -> Health:
+        return supervisor.status.health(open_requests)
+
+    gateway = Gateway(health, bounds, limits.recovery_s, limits.deadline_s)
+    supervisor = Supervisor(settings, gateway, on_stage, worker)
+    return supervisor
+
+
 def build_parts(
     node: ClusterNode, supervisor: Supervisor, credentials: Credentials, worker: Worker = WORKER
 ) -> AgentParts:
@@ -280,8 +300,8 @@ def build_parts(
     hosted = HostedRanks(node, models.folder, node.replica.epoch, worker)
     results = FabricResults(node)
     servings = ServingReports(node, supervisor)
-    dispatcher, held_bytes = supervisor.gateway.dispatcher, partial(servings.held_bytes, group=GROUP)
-    placer = Placer(node, models, results, held_bytes, asked=lambda: dispatcher.meter.asked)
+    deployments, held_bytes = supervisor.gateway.deployments, partial(servings.held_bytes, group=GROUP)
+    placer = Placer(node, models, results, held_bytes, asked=lambda: deployments.meter.asked)
     controller = GroupController(
         node, supervisor, models, reports=servings, placer=placer, results=results, machines=machines
     )

@@ -25,7 +25,7 @@ from mlxtp.api.backend import StreamEnd, TokenEvent, Tokens, TokenScore
 from mlxtp.config import Limits, Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError
 from mlxtp.groups.health import ServingState
-from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP, Supervisor
 from mlxtp.groups.ranks import WORKER
 from mlxtp.models.inspect import ModelSource, open_model, weight_bytes
 from mlxtp.wire.messages import Pong, Unload
@@ -368,7 +368,7 @@ class Cluster:
     async def _unload(self) -> None:
         ranks, supervisor = self.supervisor.status.ranks, self.supervisor
         assert ranks is not None
-        supervisor.gateway.fail_all(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
+        supervisor.gateway.fail(DEPLOYMENT, GroupError("the model was unloaded", Code.SHUTTING_DOWN))
         supervisor.status.recoveries.rested()
         await ranks.do(Unload())
         supervisor.status.show(ServingState.IDLE)
@@ -387,7 +387,7 @@ async def _serve(supervisor: Supervisor, model: ModelSource) -> None:
         status.show(ServingState.IDLE)
         raise
     supervisor.source, supervisor.kv_room = model, loaded.kv_room
-    supervisor.gateway.serve(ranks, loaded.info, model.text, load_s=loaded.load_s)
+    supervisor.gateway.serve(GROUP, DEPLOYMENT, ranks, loaded.info, model.text, load_s=loaded.load_s)
     status.ready()
 
 

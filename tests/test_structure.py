@@ -432,6 +432,8 @@ PURE = (
     "mlxtp.placement.workload",
     "mlxtp.service.managers",
     "mlxtp.groups.health",
+    "mlxtp.gateway.prefixes",
+    "mlxtp.gateway.routing",
     "mlxtp.settings",
     "mlxtp.groups.history",
     "mlxtp.cluster.membership",

@@ -34,7 +34,7 @@ Samples = Iterable[tuple[Labels, float]]
 def observed(app: Starlette, supervisor: Supervisor) -> ASGIApp:
     """Return `app` with `GET /metrics`, and with all its requests and the gateway's counted."""
     counted = RequestMetrics(time.perf_counter)
-    supervisor.gateway.dispatcher.meter = counted
+    supervisor.gateway.deployments.meter = counted
     app.router.routes.insert(0, metrics_route(Metrics(supervisor, counted).collect))
     return AccessLog(app, counted, lambda: supervisor.status.epoch)
 
@@ -52,7 +52,7 @@ class Metrics:
 
     def collect(self) -> tuple[bytes, str]:
         """Return the current text, and its media type."""
-        if name := self._gateway.count_open().model:
+        if name := self._gateway.deployments.count_open().model:
             self._counted.model(name)  # so that its counters exist, at 0, before the first request
         return generate_latest(self._counted.registry), CONTENT_TYPE_PLAIN_0_0_4
 

@@ -39,7 +39,7 @@ class AgentSnapshot:
     """One agent's own requests, epoch and ranks.
 
     `pongs` are the newest heartbeats by rank, None where rank 0 is on another Mac; `pids` are those of local
-    ranks. `phases` count open requests, as in `Dispatcher.queue`; `tokens` are all that were ever confirmed.
+    ranks. `phases` count open requests, as in `dispatcher.PHASES`; `tokens` are all that were ever confirmed.
     `in_epoch` and `proof` are the supervisor's.
     """
 
@@ -176,9 +176,9 @@ def gather_agent(supervisor: Supervisor) -> AgentSnapshot:
         group=status.group,
         pongs=dict(sorted(status.pongs.items())) if ranks is not None else None,
         pids={each.rank: each.pid for each in ranks.processes} if ranks is not None and status.pongs else {},
-        requests=gateway.count_open(),
-        phases=gateway.dispatcher.queue,
-        tokens=gateway.dispatcher.confirmed_tokens,
+        requests=gateway.deployments.count_open(),
+        phases=gateway.deployments.phases,
+        tokens=gateway.deployments.confirmed_tokens,
         kv_room=supervisor.kv_room,
         in_epoch=status.in_epoch,
         proof=supervisor.loader.proof,

@@ -1,19 +1,20 @@
-"""Open requests on their way from group to group. Each ends, with its last token or with an error."""
+"""Open requests of one deployment on their way from group to group. Each ends, with a token or an error."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from ..api.backend import StreamEnd, Tokens, TokenScore
+from ..api.backend import ModelInfo, StreamEnd, Tokens, TokenScore
 from ..api.request_metrics import UNWATCHED, RequestMeter
 from ..errors import Code, GroupError, MlxtpError, RequestError
+from ..text.tokenizer import Text
 from ..wire.messages import Accepted, Cancel, Delta, Error, Finished, Prefilled, RequestEvent, ScoredDelta
+from .ready_groups import OpenRequest, ReadyGroup, ReadyGroups
 from .request import (
     PROVEN_TOKENS,
     SUSPECT,
@@ -28,6 +29,10 @@ from .request import (
 log = logging.getLogger(__name__)
 
 LOADS = 3  #: A request waits for at most so many loads: one may fail, and fewer Macs take longer.
+NOT_READY = GroupError("no group is ready", Code.NOT_READY)
+#: Phases of open requests: with tokens of the present group; before the first one, in rank 0's queue or in
+#: prefill; without a group; behind a suspect.
+PHASES = ("generating", "first_token", "group", "held_back")
 ASK_AGAIN_S = 0.5  #: Seconds until a request goes again to an agent whose rank 0 was not ready.
 
 
@@ -47,54 +52,75 @@ class OpenRequests:
 
 
 class RequestDispatcher:
-    """Open requests of one gateway: at a backend, paused between two groups, or behind a suspect.
+    """Open requests of one deployment: at a group, paused until one is ready, or behind a suspect.
 
-    recovery_s  seconds that a request waits for another group before it ends with an error; or `LOADS` times
+    recovery_s  seconds that a request waits for a group before it ends with an error; or `LOADS` times
                 the last load of the model, if that is longer
+    meter       returns the meter of local clients' requests
+    uids        gives numbers that no other request of this gateway has
     """
 
-    def __init__(self, recovery_s: float) -> None:
+    def __init__(self, recovery_s: float, meter: Callable[[], RequestMeter], uids: Iterator[int]) -> None:
         self.recovery_s = recovery_s
         self.load_s = 0.0  #: Seconds that the served model took to load; 0 where unknown.
-        self.backend: RequestBackend | None = None
-        self.here = False  #: True if the backend is rank 0, which takes forwarded requests, too.
-        #: Tokens from rank 0 for requests of this gateway; on the Mac of rank 0, for all requests.
+        self.served: ModelInfo | None = None  #: The model that open requests are for.
+        self.text: Text | None = None
+        #: The reason for the gap between two groups while the second is on its way.
+        self.handover: MlxtpError | None = None
+        #: Tokens from ranks for requests of this gateway; on the Mac of rank 0, for all requests.
         self.confirmed_tokens = 0
-        self.meter = RequestMeter()  #: Counts the requests of local clients.
-        self._uids = itertools.count(1)
-        #: By uid: the requests that a backend works on.
-        self._open: dict[int, ClientRequest | ForwardedRequest] = {}
+        self._meter = meter
+        self._uids = uids
+        self._open: dict[int, OpenRequest] = {}  #: By uid: the requests that a backend works on.
+        self.groups = ReadyGroups(self._open)
         self._paused: dict[ClientRequest, None] = {}  #: In order: the requests that wait for a group.
         #: The requests that wait until the suspect before them has proven harmless.
-        self._suspects: deque[ClientRequest | ForwardedRequest] = deque()
-        self._suspect: ClientRequest | ForwardedRequest | None = None
+        self._suspects: deque[OpenRequest] = deque()
+        self._suspect: OpenRequest | None = None
 
     # --- one request ---------------------------------------------------------------------------------
 
-    def admit(self, request: ClientRequest | ForwardedRequest, backend: RequestBackend) -> None:
-        """Send a request to `backend`, or queue it behind suspects. Raises RequestError if rank 0 is gone."""
-        if self.here and request.strikes >= SUSPECT:
-            if self._suspect is not None:
-                self._suspects.append(request)
-                if isinstance(request, ClientRequest):
-                    request.wait_no_more()  # there is a group, which will run it later
-                return
-            self._suspect = request
+    def admit(self, request: OpenRequest, error: MlxtpError = NOT_READY, without: Iterable[str] = ()) -> None:
+        """Send a request to the best ready group, or queue it behind suspects.
+
+        Without a ready group a local client's request waits for one, and ends with `error` if none comes.
+        Raises RequestError for one of another agent. Groups in `without` do not count.
+        """
+        if isinstance(request, ClientRequest) and request.got >= request.generate.max_tokens:
+            request.put(StreamEnd("length", request.got))  # only the end is missing
+            return
+        if request.strikes >= SUSPECT and self._suspect not in (None, request) and self.groups:
+            self._suspects.append(request)
+            if isinstance(request, ClientRequest):
+                request.wait_no_more()  # there is a group, which will run it later
+            return
+        failed = error
+        tried = set(without)
+        while name := self.groups.choose(request, tried):
+            group = self.groups[name]
+            try:
+                self.send(request, group.backend, "" if group.here else name)
+            except MlxtpError as gone:  # the group's end, or that of its link, is about to be noticed
+                failed = GroupError(f"rank 0 is gone: {gone.detail}", Code.NOT_READY)
+                tried.add(name)
+                continue
+            self.groups.sent(request, name)
+            if request.strikes >= SUSPECT:
+                self._suspect = request
+            return
+        if isinstance(request, ForwardedRequest):
+            raise RequestError(failed.detail, Code.NOT_READY, status=503)
+        self.park(request, failed)
+
+    def send(self, request: OpenRequest, backend: RequestBackend, group: str = "") -> None:
+        """Send a request to a backend, for its group of that id. Raises MlxtpError if the backend is gone."""
         uid = next(self._uids)
-        try:
-            backend.send(request.again(uid))
-        except MlxtpError as error:
-            if self._suspect is request:
-                self._suspect = None
-            raise RequestError(f"rank 0 is gone: {error.detail}", Code.NOT_READY, status=503) from error
-        request.uid, request.backend, request.elsewhere = (
-            uid,
-            backend,
-            backend is self.backend and not self.here,
-        )
+        message = request.again(uid)
+        backend.send(replace(message, group=group) if group else message)
+        request.uid, request.backend = uid, backend
         self._open[uid] = request
 
-    def abandon(self, request: ClientRequest | ForwardedRequest) -> None:
+    def abandon(self, request: OpenRequest) -> None:
         """Drop a request without a waiting client. Unless it is complete, every rank stops working on it."""
         if isinstance(request, ClientRequest):
             self._paused.pop(request, None)
@@ -106,29 +132,33 @@ class RequestDispatcher:
             assert request.backend is not None
             with contextlib.suppress(MlxtpError):  # rank 0 is gone: nothing decodes any more
                 request.backend.send(Cancel(request.uid))
-        if self._suspect is request:
-            self._next_suspect()
+        self._next_suspect()
 
     def on_event(self, event: RequestEvent) -> None:
-        """Process an event of rank 0."""
+        """Process an event of a group. One about no request of this deployment is dropped."""
         match event:
             case Delta():
-                now = self.meter.clock()
-                self.confirmed_tokens += len(event.tokens)
+                now = self._meter().clock()
                 for uid, token in zip(event.uids, event.tokens, strict=True):
                     if request := self._open.get(uid):
+                        self.confirmed_tokens += 1
+                        self.groups.advanced(request)
                         request.put(Tokens((token,)))
                         request.watch.tokens(1, now)
             case ScoredDelta():
-                self.confirmed_tokens += len(event.tokens)
                 if request := self._open.get(event.uid):
+                    self.confirmed_tokens += len(event.tokens)
+                    self.groups.advanced(request)
                     request.put(Tokens(event.tokens, _scores(event)))
-                    request.watch.tokens(len(event.tokens), self.meter.clock())
+                    request.watch.tokens(len(event.tokens), self._meter().clock())
             case Accepted() | Prefilled():
                 if request := self._open.get(event.uid):
+                    if isinstance(event, Prefilled):
+                        self.groups.advanced(request, event)
                     request.advance(event)
             case Finished():
                 if request := self._open.pop(event.uid, None):
+                    self.groups.ended(request)
                     request.put(
                         StreamEnd(
                             event.reason,  # type: ignore[arg-type]
@@ -141,31 +171,44 @@ class RequestDispatcher:
             case Error():
                 if request := self._open.pop(event.uid, None):
                     self._refused(request, _refusal(Code(event.code), event.detail))
-        if self._suspect is not None:
-            self._next_suspect()
+        self._next_suspect()
 
-    # --- from one group to the next ------------------------------------------------------------------
+    # --- from one group to another -------------------------------------------------------------------
 
-    def attach(self, backend: RequestBackend, *, here: bool, load_s: float = 0.0) -> None:
-        """Send requests to `backend` from now on, those first that are paused."""
-        self.backend, self.here, self.load_s = backend, here, load_s
+    def attach(self, name: str, group: ReadyGroup, model: ModelInfo, text: Text, load_s: float) -> None:
+        """Send requests to a group from now on, those first that are paused."""
+        if self.served is not None and (self.served.id, self.served.path) != (model.id, model.path):
+            self.end_all(
+                GroupError(f"the cluster now serves {model.id}; send the request again", Code.SHUTTING_DOWN)
+            )
+            self.groups.clear()
+        self.served, self.text, self.handover, self.load_s = model, text, None, load_s
+        self.groups[name] = group
         self.resume()
 
-    def detach(self) -> None:
-        """Forget the backend; open requests stay with it."""
-        self.backend = None
+    def detach(self, name: str) -> None:
+        """Send no new requests to a group; open ones stay with it."""
+        self.groups.pop(name, None)
+        self.handover = None
 
-    def park_all(self, error: MlxtpError) -> None:
-        """Pause the open requests of local clients, because their backend ended with `error`.
+    def park_group(self, name: str, error: MlxtpError) -> None:
+        """Move the open requests of a group, which ended with `error`, to another one, or have them wait.
 
         Requests of other agents go back there. A request that may be the reason ends.
         """
-        requests = [*self._open.values(), *self._suspects]
-        strikes = strikes_after([request.record for request in requests], error.code)
-        self._open.clear()
-        self._suspects.clear()
-        self._suspect = None
-        for request, count in zip(requests, strikes, strict=True):
+        ready = name in self.groups or self.handover is not None
+        self.detach(name)
+        if error.code is Code.REPLANNED and ready and not self.groups:
+            self.handover = error
+        own = [request for request in self._open.values() if request.group == name]
+        waiting = list(self._suspects)
+        strikes = strikes_after([request.record for request in (*own, *waiting)], error.code)
+        for request in own:
+            del self._open[request.uid]
+            request.uid, request.group = 0, ""
+        if self._suspect in own:
+            self._suspect = None
+        for request, count in zip(own, strikes, strict=False):
             if count is None:
                 log.error("a request ends and is not sent to another group: %s", error.detail)
                 request.put(ended(error.code, error.detail))
@@ -173,11 +216,16 @@ class RequestDispatcher:
                 request.give_back(error, struck=count != request.strikes)
             else:
                 request.strikes = count
-                self.park(request, error)
+                self.admit(request, error)
+        self._suspects = deque(each for each in waiting if not _goes_back(each, name))
+        for request in waiting:
+            if isinstance(request, ForwardedRequest) and request not in self._suspects:
+                request.give_back(error, struck=False)
+        self._next_suspect()
 
     def park(self, request: ClientRequest, error: MlxtpError) -> None:
         """Have a request wait for the next group, for so long before it ends with `error`."""
-        request.uid = 0
+        request.uid, request.group = 0, ""
         self._paused[request] = None
         if request.pending is None:
             loop = asyncio.get_running_loop()
@@ -185,28 +233,26 @@ class RequestDispatcher:
             request.pending = loop.call_later(wait_s, self._give_up, request, error, wait_s)
 
     def resume(self) -> None:
-        """Send the paused requests to the backend, if there is one, for the parts that are missing."""
-        if (backend := self.backend) is None:
-            return
-        paused, self._paused = self._paused, {}
-        for request in paused:
-            if request.got >= request.generate.max_tokens:  # only the end is missing
-                request.put(StreamEnd("length", request.got))
-                continue
-            try:
-                self.admit(request, backend)
-            except RequestError as error:
-                self.park(request, error)
+        """Send the paused requests to ready groups, for the parts that are missing."""
+        if self.groups:
+            paused, self._paused = self._paused, {}
+            for request in paused:
+                self.admit(request)
 
     def give_back(self, error: MlxtpError) -> None:
         """Return the requests of other agents, which may continue elsewhere."""
         for request in [*self._open.values(), *self._suspects]:
             if isinstance(request, ForwardedRequest):
                 request.give_back(error, struck=False)
-        self._open = {
-            uid: request for uid, request in self._open.items() if isinstance(request, ClientRequest)
-        }
+        for uid in [uid for uid, each in self._open.items() if isinstance(each, ForwardedRequest)]:
+            del self._open[uid]
         self._suspects = deque(request for request in self._suspects if isinstance(request, ClientRequest))
+
+    def withdraw(self, error: MlxtpError) -> None:
+        """Refuse requests from now on, and end the open ones with `error`."""
+        self.groups.clear()
+        self.served = self.text = self.handover = None
+        self.end_all(error)
 
     def end_all(self, error: MlxtpError) -> None:
         """End the open requests with `error`."""
@@ -223,84 +269,87 @@ class RequestDispatcher:
         detail = f"no group resumed this request within {waited_s:.3g} s: {error.detail}"
         request.put(GroupError(detail, error.code))
 
-    def _refused(self, request: ClientRequest | ForwardedRequest, error: MlxtpError) -> None:
+    def _refused(self, request: OpenRequest, error: MlxtpError) -> None:
         """Handle an Error for a request: from rank 0 it is final, from another agent it may not be."""
-        if (
-            isinstance(request, ForwardedRequest)
-            or not request.elsewhere
-            or not _another_group_may(request, error)
-        ):
+        if isinstance(request, ForwardedRequest) or not request.elsewhere:
+            request.put(error)
+            return
+        refused = isinstance(error, RequestError) or error.code is Code.SHUTTING_DOWN
+        request.refusals += refused
+        at_once = not refused or request.refusals < len(self.groups)
+        if not _another_group_may(request, error, refused=refused, others=at_once):
             request.put(error)
             return
         if error.code is Code.RANK_LOST:
             request.strikes = struck(request.record)
-        self.park(request, error)
-        asyncio.get_running_loop().call_later(ASK_AGAIN_S, self.resume)
+        if at_once:
+            self.admit(request, error, without=(request.group,))
+        else:
+            self.park(request, error)
+        if request in self._paused:
+            asyncio.get_running_loop().call_later(ASK_AGAIN_S, self.resume)
 
     def _next_suspect(self) -> None:
+        """Let the next suspect go, once the one before it has ended or proven harmless."""
         suspect = self._suspect
-        assert suspect is not None
-        if self._open.get(suspect.uid) is suspect and suspect.record.progress < PROVEN_TOKENS:
-            return
-        self._suspect = None
-        while self._suspects and self._suspect is None and self.backend is not None:
+        if suspect is not None:
+            if self._open.get(suspect.uid) is suspect and suspect.record.progress < PROVEN_TOKENS:
+                return
+            self._suspect = None
+        while self._suspects and self._suspect is None:
             waiting = self._suspects.popleft()
             try:
-                self.admit(waiting, self.backend)
+                self.admit(waiting)
             except RequestError as error:
-                if isinstance(waiting, ClientRequest):
-                    self.park(waiting, error)
-                else:
-                    waiting.put(error)
+                waiting.put(error)
 
     # --- counts --------------------------------------------------------------------------------------
 
     @property
-    def requests(self) -> list[ClientRequest | ForwardedRequest]:
+    def model(self) -> ModelInfo | None:
+        """The model that new requests may be for; None while they are refused."""
+        return self.served if self.groups or self.handover is not None else None
+
+    @property
+    def requests(self) -> list[OpenRequest]:
         """Requests that wait for more tokens, other agents' included."""
         return [*self._open.values(), *self._paused, *self._suspects]
 
-    @property
-    def relayed(self) -> int:
-        """Number of requests of other agents' clients that run here."""
-        return sum(isinstance(request, ForwardedRequest) for request in self.requests)
-
-    def count_open(self, model: str) -> OpenRequests:
-        """Count the requests that are open now; they are for `model`."""
+    def count_open(self) -> OpenRequests:
+        """Count the requests that are open now."""
         own = [
             request
             for request in self.requests
             if isinstance(request, ClientRequest) and request.watch is not UNWATCHED
         ]
         running = sum(request.uid != 0 and request.got > 0 for request in own)
-        there = self._open.values() if self.here else ()
-        held = sum(request.length for request in there if request.record.progress)
+        here = [request for request in self._open.values() if request.group and not request.elsewhere]
+        held = sum(request.length for request in here if request.record.progress)
+        model = self.served.id if self.served is not None else ""
         return OpenRequests(model, running, len(own) - running, held)
 
     @property
     def queue(self) -> Mapping[str, int]:
-        """Open requests, other agents' included, by their phase.
-
-        generating   they have tokens of the present group
-        first_token  they wait for the first token, in rank 0's queue or in prefill
-        group        they wait for a group to serve
-        held_back    they wait for a suspect before them
-        """
+        """Open requests, other agents' included, by their phase; see `PHASES`."""
         progress = [request.record.progress for request in self._open.values()]
         generating = sum(count > 0 for count in progress)
-        return {
-            "generating": generating,
-            "first_token": len(progress) - generating,
-            "group": len(self._paused),
-            "held_back": len(self._suspects),
-        }
+        counts = (generating, len(progress) - generating, len(self._paused), len(self._suspects))
+        return dict(zip(PHASES, counts, strict=True))
 
 
-def _another_group_may(asked: ClientRequest, error: MlxtpError) -> bool:
-    """Return whether a request that another agent has given back can continue in the next group."""
-    if isinstance(error, RequestError) or error.code is Code.SHUTTING_DOWN:
+def _goes_back(request: OpenRequest, group: str) -> bool:
+    """Return whether a waiting suspect is another agent's, for a group that has ended."""
+    return isinstance(request, ForwardedRequest) and request.generate.group in ("", group)
+
+
+def _another_group_may(asked: ClientRequest, error: MlxtpError, *, refused: bool, others: bool) -> bool:
+    """Return whether a request that another agent has given back can continue at another or the next group.
+
+    `others`: there are ready groups that have not refused it.
+    """
+    if refused:
         come_back = (Code.NOT_READY, Code.OVERLOADED, Code.SHUTTING_DOWN)
-        return asked.times > 1 and error.code in come_back
+        return (others or asked.times > asked.refusals) and error.code in come_back
     return error.code not in (Code.OUT_OF_MEMORY, Code.REQUEST_FATAL)
 
 

@@ -1,8 +1,9 @@
 """The path from HTTP to rank 0: client requests in, confirmed tokens out. `api/` sees the cluster through it.
 
-A group may end under open requests. Requests of local clients then wait for the next group, which gets the
-part that is missing (`ClientRequest.again`). Requests of other agents go back to them: each agent looks after
-its own clients, so that no answer depends on a Mac that died.
+A group may end under open requests. Requests of local clients then go to another ready group of the same
+deployment, or wait for the next one. It gets the part that is missing (`ClientRequest.again`). Requests of
+other agents go back to them: each agent looks after its own clients, so that no answer depends on a Mac that
+died.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from ..api.backend import (
     TokenScore,
     TokenStream,
 )
-from ..errors import Code, GroupError, MlxtpError, RequestError
+from ..errors import Code, MlxtpError, RequestError
 from ..models import self_test
 from ..text.tokenizer import Text
 from ..wire.codecs import Message
-from ..wire.messages import MAX_FRAME_TOKENS, Generate, Sampling
+from ..wire.messages import MAX_FRAME_TOKENS, Generate, RequestEvent, Sampling
 from .admission import Admission, AdmissionLimits, FreeMemory, SystemMemory, client_number
-from .dispatcher import OpenRequests, RequestDispatcher
+from .deployments import ServedDeployments
+from .dispatcher import NOT_READY, RequestDispatcher
+from .ready_groups import ReadyGroup
 from .request import ClientRequest, ForwardedRequest, RequestBackend
+from .routing import GroupLoad
 
 WARM_UP_PROMPT = 8
 WARM_UP_TOKENS = 6
@@ -69,12 +73,7 @@ class Gateway:
         self._deadline_s = deadline_s
         self._salt = secrets.token_bytes(16)
         self.admission = Admission(bounds, memory or FreeMemory())
-        self.dispatcher = RequestDispatcher(recovery_s)
-        self._model: ModelInfo | None = None
-        self._served: ModelInfo | None = None  #: The model that open requests are for.
-        self._text: Text | None = None
-        #: The reason for the gap between two groups while the second is on its way.
-        self._handover: MlxtpError | None = None
+        self.deployments = ServedDeployments(recovery_s)
         self._switch = ModelSwitch()
         self._on_serving: Callable[[], None] = lambda: None
         #: The reason why new requests are refused. Open ones continue, from group to group if need be.
@@ -83,64 +82,82 @@ class Gateway:
     # --- called by the agent -------------------------------------------------------------------------
 
     def serve(
-        self, backend: RequestBackend, model: ModelInfo, text: Text, *, here: bool = True, load_s: float = 0.0
+        self,
+        group: str,
+        deployment: str,
+        backend: RequestBackend,
+        info: ModelInfo,
+        text: Text,
+        *,
+        here: bool = True,
+        load_s: float = 0.0,
     ) -> None:
-        """Send requests to `backend` from now on. `here`: it is rank 0, and takes forwarded requests, too.
+        """Send requests for a deployment to one more ready group, by `backend`.
 
-        `load_s`: seconds that the model took to load, 0 where unknown.
+        `here`: the backend is rank 0, and takes forwarded requests, too. `load_s`: seconds that the model
+        took to load, 0 where unknown.
         """
-        if self._served is not None and (self._served.id, self._served.path) != (model.id, model.path):
-            self.dispatcher.end_all(
-                GroupError(f"the cluster now serves {model.id}; send the request again", Code.SHUTTING_DOWN)
-            )
-        self._model = self._served = model
-        self._text, self._handover = text, None
-        self.dispatcher.attach(backend, here=here, load_s=load_s)
+        self.deployments.homes[group] = deployment
+        ready = ReadyGroup(backend, here=here)
+        self.deployments.named(deployment).attach(group, ready, info, text, load_s)
         self._on_serving()
 
     def switch_models(self, switch: ModelSwitch, on_serving: Callable[[], None]) -> None:
         """Have requests name models that `switch` loads. Call `on_serving` when a model is available."""
         self._switch, self._on_serving = switch, on_serving
 
-    def detach(self) -> None:
-        """Take no new requests for now; open ones stay with their backend."""
-        self._model = self._text = self._handover = None
-        self.dispatcher.detach()
+    def detach(self, group: str) -> None:
+        """Send no new requests to a group for now; open ones stay with it."""
+        if (deployment := self.deployments.of_group(group)) is not None:
+            deployment.detach(group)
 
-    def park_open_requests(self, error: MlxtpError) -> None:
-        """Move open requests to the next group, because theirs, or the link to it, ended with `error`.
+    def park(self, group: str, error: MlxtpError) -> None:
+        """Move a group's open requests to another ready group at once, or have them wait for one.
 
-        If a better group takes its place, new requests wait for that one, too.
+        It, or the link to it, ended with `error`. If a better group takes its place, new requests wait, too.
         """
-        model, text = self._model, self._text
-        self.detach()
-        if error.code is Code.REPLANNED and model is not None:
-            self._model, self._text, self._handover = model, text, error
-        self.dispatcher.park_all(error)
+        if (deployment := self.deployments.of_group(group)) is not None:
+            deployment.park_group(group, error)
 
-    def fail_all(self, error: MlxtpError) -> None:
-        """Refuse requests from now on, and end the open ones with `error`."""
-        self.detach()
-        self._served = None
-        self.dispatcher.end_all(error)
+    def load(self, group: str, load: GroupLoad) -> None:
+        """Take in the owner's report of a group's work."""
+        deployment = self.deployments.of_group(group)
+        if deployment is not None and (ready := deployment.groups.get(group)) is not None:
+            ready.take(load)
+
+    def fail(self, deployment: str, error: MlxtpError) -> None:
+        """Refuse requests for a deployment from now on, and end the open ones with `error`."""
+        self.deployments.named(deployment).withdraw(error)
 
     def close(self, error: MlxtpError) -> None:
         """Stop serving on this Mac. Requests of other agents may continue elsewhere."""
-        self.dispatcher.give_back(error)
-        self.fail_all(error)
+        for each in self.deployments.by_name.values():
+            each.give_back(error)
+            each.withdraw(error)
 
-    def self_test(self, ranks: RequestBackend) -> GroupSelfTest:
+    def on_event(self, event: RequestEvent) -> None:
+        """Process an event of a group, here or elsewhere."""
+        self.deployments.on_event(event)
+
+    def self_test(self, deployment: str, ranks: RequestBackend) -> GroupSelfTest:
         """Return the self-test of a group that takes no requests yet."""
-        return GroupSelfTest(lambda request: self._start(ranks, request))
+        dispatcher = self.deployments.named(deployment)
+
+        def start(request: Request) -> TokenStream:
+            started = _made(request, dispatcher)
+            try:
+                dispatcher.send(started, ranks)
+            except MlxtpError as error:
+                raise RequestError(f"rank 0 is gone: {error.detail}", Code.NOT_READY, status=503) from error
+            started.end_within(self._deadline_s)
+            return started
+
+        return GroupSelfTest(start)
 
     @property
     def open_requests(self) -> int:
         """Requests that wait for more tokens, other agents' included."""
-        return len(self.dispatcher.requests)
-
-    def count_open(self) -> OpenRequests:
-        """Count the requests that are open now."""
-        return self.dispatcher.count_open(self._served.id if self._served is not None else "")
+        return len(self.deployments.requests)
 
     # --- called by HTTP ------------------------------------------------------------------------------
 
@@ -148,10 +165,11 @@ class Gateway:
         return self._health(self.open_requests)
 
     def models(self) -> tuple[ModelInfo, ...]:
-        return () if self._model is None else (self._model,)
+        return tuple(each.model for each in self.deployments.ready() if each.model is not None)
 
     def text(self, model: str = "") -> Text | None:
-        return self._text if self._model is not None and model in ("", self._model.id) else None
+        deployment = self.deployments.serving(model)
+        return deployment.text if deployment is not None else None
 
     def shortage(self) -> RequestError | None:
         return self.admission.shortage()
@@ -168,10 +186,14 @@ class Gateway:
         """Start a request; see `Backend.generate`."""
         client = client_number(request.client, self._salt)
         user = client_number(request.user, self._salt)
-        self._check(client, len(request.prompt))
-        asked = self._start(self.dispatcher.backend, request, client, user)
-        assert self._served is not None
-        asked.watch = self.dispatcher.meter.begin(self._served.id, request.prompt)
+        deployment = self.deployments.serving(request.model)
+        self._check(deployment, client, len(request.prompt))
+        assert deployment is not None
+        assert deployment.served is not None
+        asked = _made(request, deployment, client, user)
+        deployment.admit(asked, deployment.handover or NOT_READY)
+        asked.end_within(min(request.deadline_s or self._deadline_s, self._deadline_s))
+        asked.watch = self.deployments.meter.begin(deployment.served.id, request.prompt)
         return asked
 
     def relay(self, generate: Generate, tell: Callable[[Message], None]) -> Callable[[], None]:
@@ -179,56 +201,27 @@ class Gateway:
 
         Returns the function that cancels it. Raises RequestError if it is refused at once.
         """
-        self._check(generate.client, len(generate.tokens))
-        backend = self.dispatcher.backend
         # Two agents that each take the other for rank 0's would forward it for ever.
-        if backend is None or not self.dispatcher.here:
-            raise RequestError("rank 0 is no longer on this Mac; try again", Code.NOT_READY, status=503)
+        deployment = self.deployments.owning(generate.group)
+        self._check(deployment, generate.client, len(generate.tokens))
+        assert deployment is not None
         forwarded = ForwardedRequest(generate, tell)
-        self.dispatcher.admit(forwarded, backend)
+        deployment.admit(forwarded)
 
         def cancel() -> None:
-            self.dispatcher.abandon(forwarded)
+            deployment.abandon(forwarded)
             forwarded.cancelled()
 
         return cancel
 
-    def _check(self, client: int, prompt: int) -> None:
+    def _check(self, deployment: RequestDispatcher | None, client: int, prompt: int) -> None:
         """Raise RequestError for a new request with `prompt` tokens that is not accepted."""
         if self.closing:
             raise RequestError(f"{self.closing}; try again", Code.SHUTTING_DOWN, status=503)
-        if self.dispatcher.backend is None and self._handover is None:
+        if deployment is None:
             raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
-        open_ = [(request.generate.client, request.length) for request in self.dispatcher.requests]
+        open_ = [(request.generate.client, request.length) for request in self.deployments.requests]
         self.admission.check(client, prompt, open_)
-
-    def _start(
-        self, backend: RequestBackend | None, request: Request, client: int = 0, user: int = 0
-    ) -> ClientRequest:
-        if len(request.prompt) > MAX_FRAME_TOKENS:
-            raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens; this server takes at most {MAX_FRAME_TOKENS}",
-                Code.CONTEXT_OVERFLOW,
-            )
-        generate = Generate(
-            1,
-            request.prompt,
-            request.max_tokens,
-            request.sampling,
-            request.shaping,
-            request.logprobs,
-            request.ignore_eos,
-            client=client,
-            user=user,
-        )
-        asked = ClientRequest(generate, self.dispatcher.abandon)
-        if backend is None:
-            assert self._handover is not None
-            self.dispatcher.park(asked, self._handover)
-        else:
-            self.dispatcher.admit(asked, backend)
-        asked.end_within(min(request.deadline_s or self._deadline_s, self._deadline_s))
-        return asked
 
 
 class GroupSelfTest:
@@ -270,3 +263,23 @@ class GroupSelfTest:
                 tokens += event.tokens
                 scores += event.scores
         return tuple(tokens), tuple(scores)
+
+
+def _made(request: Request, deployment: RequestDispatcher, client: int = 0, user: int = 0) -> ClientRequest:
+    if len(request.prompt) > MAX_FRAME_TOKENS:
+        raise RequestError(
+            f"the prompt has {len(request.prompt)} tokens; this server takes at most {MAX_FRAME_TOKENS}",
+            Code.CONTEXT_OVERFLOW,
+        )
+    generate = Generate(
+        1,
+        request.prompt,
+        request.max_tokens,
+        request.sampling,
+        request.shaping,
+        request.logprobs,
+        request.ignore_eos,
+        client=client,
+        user=user,
+    )
+    return ClientRequest(generate, deployment.abandon)

@@ -13,6 +13,7 @@ from ..api.request_metrics import UNWATCHED, SequenceMeter
 from ..errors import Code, GroupError, MlxtpError
 from ..wire.codecs import Message
 from ..wire.messages import Accepted, Delta, Error, Finished, Generate, Prefilled, ScoredDelta
+from .prefixes import PrefixChain
 
 # --- retries after a group has failed under a request. Pure ----------------------------------------------
 # Most groups fail for reasons of their own, and then every request continues in the next one. A request
@@ -98,23 +99,44 @@ class RequestBackend(Protocol):
         """Send Generate or Cancel. Raises MlxtpError if the backend is gone."""
 
 
-class ForwardedRequest:
+class RoutedRequest:
+    """The place of an open request: the group that works on it, and the part of the prefill that is left."""
+
+    def __init__(self, generate: Generate) -> None:
+        self.generate = generate
+        self.uid = 0  #: Its uid at the backend; 0 while no backend has it.
+        self.group = ""  #: Id of the group that has it; empty while none has it, and for a self-test.
+        self.backend: RequestBackend | None = None
+        self.elsewhere = False  #: True if that backend is on another Mac.
+        self.strikes = generate.strikes
+        self.left = 0  #: Tokens that the group has yet to compute before it gives one.
+        self._chain: PrefixChain | None = None
+
+    def hashes(self) -> list[int]:
+        """Return the hashes of the blocks of prompt and answer so far; those of the prompt are made once."""
+        if self._chain is None:
+            self._chain = PrefixChain(self.generate.tokens)
+        return self._chain.hashes
+
+    def grew(self, tokens: Sequence[int]) -> None:
+        """Add tokens of the answer to the hashes, if there are any."""
+        if self._chain is not None:
+            self._chain.extend(tokens)
+
+
+class ForwardedRequest(RoutedRequest):
     """A request of another agent. Its events go back there as messages, under the uid it has there."""
 
     watch = UNWATCHED  #: Not metered: each agent counts its own clients' requests.
 
     def __init__(self, generate: Generate, tell: Callable[[Message], None]) -> None:
-        self.generate = generate
-        self.uid = 0  #: Its uid at rank 0; 0 while rank 0 does not have it.
-        self.backend: RequestBackend | None = None
-        self.elsewhere = False
-        self.strikes = generate.strikes
+        super().__init__(generate)
         self._notify = tell
         self._index = generate.answered
 
     def again(self, uid: int) -> Generate:
         """Return the message for rank 0, with the uid it will have there."""
-        return replace(self.generate, uid=uid)
+        return replace(self.generate, uid=uid, group="")
 
     @property
     def record(self) -> RequestRecord:
@@ -142,11 +164,13 @@ class ForwardedRequest:
         uid = self.generate.uid
         match item:
             case Tokens(tokens, ()):
+                self.grew(tokens)
                 count = len(tokens)
                 indices = tuple(range(self._index, self._index + count))
                 self._notify(Delta((uid,) * count, indices, tokens))
                 self._index += count
             case Tokens(tokens, scores):
+                self.grew(tokens)
                 self._notify(_scored(uid, self._index, tokens, scores))
                 self._index += len(tokens)
             case StreamEnd():
@@ -185,7 +209,6 @@ class _Attempt:
 
     def __init__(self, got_before: int = 0) -> None:
         self.got_before = got_before
-        self.group = ""  #: Id of the group, where known.
         self.progress = _QUEUED
         self._began = 0.0
 
@@ -198,7 +221,7 @@ class _Attempt:
         self.progress = Progress("prefill", prompt + self.got_before, event.cached, event.computed, time_ms)
 
 
-class ClientRequest:
+class ClientRequest(RoutedRequest):
     """Implementation of `api.backend.TokenStream`. Closing it early cancels the request, even if never
     iterated.
 
@@ -206,12 +229,9 @@ class ClientRequest:
     """
 
     def __init__(self, generate: Generate, abandon: Callable[[ClientRequest], None]) -> None:
-        self.generate = generate
-        self.uid = 0  #: Its uid at the backend; 0 while no backend has it.
-        self.backend: RequestBackend | None = None
-        self.elsewhere = False  #: True if that backend is on another Mac.
-        self.strikes = 0
+        super().__init__(generate)
         self.times = 0  #: Number of times it was sent to a group.
+        self.refusals = 0  #: Number of times an agent with a group refused it.
         self.pending: asyncio.TimerHandle | None = None  #: Ends the request, unless a group takes it before.
         self.deadline: asyncio.TimerHandle | None = None  #: Ends the request, unless it is complete before.
         self.watch: SequenceMeter = UNWATCHED  #: Counts its tokens and its end.
@@ -276,6 +296,7 @@ class ClientRequest:
         behind = False
         if isinstance(item, Tokens):
             self._got += item.tokens
+            self.grew(item.tokens)
             behind = self._items.qsize() >= MAX_UNREAD
         else:
             self._no_deadline()
@@ -301,10 +322,6 @@ class ClientRequest:
         if refusal is not None:
             self._ended = True
             raise refusal
-
-    @property
-    def group(self) -> str:
-        return self._attempt.group
 
     def progress(self) -> Progress:
         if self.pending is not None:

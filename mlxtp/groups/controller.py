@@ -18,8 +18,8 @@ from ..placement.candidates import Candidate, Device, devices_of, parts
 from ..placement.cost_model import JACCL_RING, fits_beside
 from .fabric import FabricResults
 from .health import ServingState, of_the_model
-from .lifecycle import EpochPlan, Supervisor
-from .owned_epoch import GROUP, GroupBuilder, OwnedEpoch, ServingReports
+from .lifecycle import GROUP, EpochPlan, Supervisor
+from .owned_epoch import GroupBuilder, OwnedEpoch, ServingReports
 from .placer import Placer
 
 log = logging.getLogger(__name__)

@@ -132,7 +132,10 @@ class ForwardingBackend:
             return
         assert self._backend is not None
         self._ready = True
-        gateway.serve(self._backend, info, source.text, here=False, load_s=serving.load_s)
+        supervisor, to = self._supervisor, self._backend
+        gateway.serve(
+            supervisor.group, supervisor.deployment, to, info, source.text, here=False, load_s=serving.load_s
+        )
         self._node.changed()
 
     def _failed(self, opening: asyncio.Task[None], error: BaseException) -> None:
@@ -151,9 +154,7 @@ class ForwardingBackend:
         reader, writer = await self._connect(node_id)
         try:
             async with asyncio.timeout(CONNECT_S):
-                self._backend = await RemoteBackend.greet(
-                    reader, writer, gateway.dispatcher.on_event, self._lost
-                )
+                self._backend = await RemoteBackend.greet(reader, writer, gateway.on_event, self._lost)
                 self._backend_at = node_id
         except BaseException:
             writer.transport.abort()
@@ -175,13 +176,16 @@ class ForwardingBackend:
         self._backend, self._backend_at = None, ""
         self._retry_at = time.monotonic() + RETRY_S
         self._rest()
-        self._supervisor.gateway.park_open_requests(GroupError(error.detail, Code.LINK_LOST))
+        self._park(GroupError(error.detail, Code.LINK_LOST))
         self._node.changed()
 
     def _drop(self, why: str) -> None:
         """End the link because that node no longer answers. Requests open on it wait for another group."""
         if self._leave():
-            self._supervisor.gateway.park_open_requests(GroupError(why, Code.NOT_READY))
+            self._park(GroupError(why, Code.NOT_READY))
+
+    def _park(self, error: MlxtpError) -> None:
+        self._supervisor.gateway.park(self._supervisor.group, error)
 
     def _leave(self) -> bool:
         """End the link without an event for the gateway. Returns whether there was one."""
@@ -194,7 +198,7 @@ class ForwardingBackend:
     def _rest(self) -> None:
         """Take no new requests for now. Open ones belong to the other agent until it reports otherwise."""
         self._forget()
-        self._supervisor.gateway.detach()
+        self._supervisor.gateway.detach(self._supervisor.group)
 
     def _forget(self) -> None:
         if self._opening is not None:

@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from ..api.backend import Health
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError
-from ..gateway.admission import AdmissionLimits
 from ..gateway.gateway import Gateway
 from ..models.inspect import ModelSource, weight_bytes
 from .health import BACKOFF_S, RestartPolicy, ServingState
@@ -25,6 +23,10 @@ from .status import GroupStatus
 log = logging.getLogger(__name__)
 
 ABOUT_TO_STOP = "this Mac is about to stop"
+
+#: Until there are several, each group has this id and serves the deployment of this name.
+DEPLOYMENT = "default"
+GROUP = f"{DEPLOYMENT}#0"
 
 #: Called with the name of a stage that was just reached and the seconds since its epoch began.
 StageListener = Callable[[str, float], None]
@@ -111,26 +113,30 @@ class RanksBeside:
 
 
 class Supervisor:
-    """The parts of one group, and the epochs that this agent runs of it."""
+    """The parts of one group, and the epochs that this agent runs of it.
+
+    deployment  name of the deployment that the group serves
+    group       id of the group
+    """
 
     def __init__(
         self,
         settings: Settings,
+        gateway: Gateway,
         on_stage: StageListener = lambda _stage, _seconds: None,
         worker: Worker = WORKER,
+        *,
+        deployment: str = DEPLOYMENT,
+        group: str = GROUP,
     ) -> None:
-        limits = settings.limits
-        bounds = AdmissionLimits(limits.max_open_requests, limits.max_open_tokens, limits.min_free_bytes)
-
-        def health(open_requests: int) -> Health:
-            return self.status.health(open_requests)
-
-        self.gateway = Gateway(health, bounds, limits.recovery_s, limits.deadline_s)
-        self.status = GroupStatus(settings, self.gateway)
-        self.loader = ModelLoader(settings, self.gateway)
+        self.gateway = gateway
+        self.deployment = deployment
+        self.group = group
+        self.status = GroupStatus(settings, gateway)
+        self.loader = ModelLoader(settings, partial(gateway.self_test, deployment))
 
         def make_ranks(plan: EpochPlan, on_stage: Stage) -> ProcessGroup:
-            events = self.gateway.dispatcher.on_event
+            events = gateway.on_event
             return ProcessGroup(settings, plan.epoch, events, on_stage, worker=worker, group=plan.group)
 
         self._make_ranks = make_ranks
@@ -139,6 +145,7 @@ class Supervisor:
         self.source: ModelSource | None = None
         #: Tokens that the KV caches of the loaded model may hold; 0 without a bound, or with no model.
         self.kv_room = 0
+        self.load_s = 0.0  #: Seconds that the last load took; 0 before one.
         self.waits_for_plan = False  #: True while no epoch runs and none is planned.
         self._plans: asyncio.Queue[EpochPlan] = asyncio.Queue()
         self._current: ProcessGroup | None = None
@@ -187,7 +194,7 @@ class Supervisor:
         assert model is not None  # only a group that is tried has none
 
         # This group will finish the requests that another Mac has served so far.
-        gateway.park_open_requests(GroupError("another group is formed", Code.REPLANNED))
+        gateway.park(self.group, GroupError("another group is formed", Code.REPLANNED))
         self.source = model
         status.began(plan.epoch, plan.group, model.id)
         reached = partial(self._reached, time.monotonic())
@@ -205,8 +212,9 @@ class Supervisor:
             status.enter(ServingState.LOADING)
             loaded = plan.loaded or await self.loader.bring_up(ranks, model, reached)
 
-            self.kv_room = loaded.kv_room
-            gateway.serve(ranks, loaded.info, model.text, load_s=loaded.load_s)
+            self.kv_room, self.load_s = loaded.kv_room, loaded.load_s
+            name, info = self.deployment, loaded.info
+            gateway.serve(self.group, name, ranks, info, model.text, load_s=loaded.load_s)
             status.ready()
             served = True
             error = await asyncio.shield(ranks.failed)
@@ -218,7 +226,7 @@ class Supervisor:
 
         self.kv_room = 0
         status.failed(error)
-        gateway.park_open_requests(error)
+        gateway.park(self.group, error)
         await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill(error))
         return _EpochEnd(plan.epoch, error, formed, served, ranks.at_ring)
 
@@ -236,7 +244,7 @@ class Supervisor:
         else:
             log.error("epoch %d: %s; giving up", end.epoch, error.detail, extra=about)
             self.status.enter(ServingState.FAILED)
-            self.gateway.fail_all(error)
+            self.gateway.fail(self.deployment, error)
             await owner.changed()
             self._policy = RestartPolicy()
 

@@ -14,7 +14,8 @@ from ..api.backend import ModelInfo
 from ..api.catalog import load_defaults
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
-from ..gateway.gateway import Gateway
+from ..gateway.gateway import GroupSelfTest
+from ..gateway.request import RequestBackend
 from ..models import self_test
 from ..models.inspect import ModelSource, read_config
 from ..models.manifest import is_commit
@@ -41,12 +42,15 @@ class LoadedModel:
 
 
 class ModelLoader:
-    """Brings a model up on ranks, whether they are to serve at once or stand beside those that serve."""
+    """Brings a model up on ranks, whether they are to serve at once or stand beside those that serve.
 
-    def __init__(self, settings: Settings, gateway: Gateway) -> None:
+    `self_test` returns the self-test of ranks that take no requests yet.
+    """
+
+    def __init__(self, settings: Settings, self_test: Callable[[RequestBackend], GroupSelfTest]) -> None:
         self.proof = ""  #: The golden proof's finding that is no failure, for users; empty for none.
         self._settings = settings
-        self._gateway = gateway
+        self._self_test = self_test
 
     async def bring_up(
         self, ranks: ProcessGroup, model: ModelSource, reached: Callable[[str], None]
@@ -77,7 +81,7 @@ class ModelLoader:
         """Run the first forwards, the golden proof among them. Raises GroupError where that fails."""
         row = await asyncio.to_thread(row_bytes, folder)
         prompts = self_test.prompts(vocabulary, self_test.prompt_tokens(row, mesh=ranks.group.varies))
-        answers = await self._gateway.self_test(ranks).warm_up(prompts)
+        answers = await self._self_test(ranks).warm_up(prompts)
         kept = answers
         try:
             kept = await asyncio.to_thread(self._kept, ranks.group, folder, answers)
@@ -105,7 +109,7 @@ class ModelLoader:
         """Judge answers that differ from earlier ones. Raises GroupError for wrong ones that come twice."""
         if await self._only_near_ties(ranks, self_test.differences(prompts, kept, answers)):
             log.info("golden proof: near-ties fell differently than before")
-        elif await self._gateway.self_test(ranks).golden_answers(prompts) != answers:
+        elif await self._self_test(ranks).golden_answers(prompts) != answers:
             self.proof = "the group answers fixed prompts differently than before, and differently each time"
             log.warning("golden proof: %s", self.proof)
         else:
@@ -121,7 +125,7 @@ class ModelLoader:
     ) -> bool:
         """Return True if the two tokens of every difference are about as probable."""
         for tokens, before, now in differences:
-            top = await self._gateway.self_test(ranks).most_probable(tokens)
+            top = await self._self_test(ranks).most_probable(tokens)
             if not self_test.is_near_tie(top, before, now):
                 return False
         return True

@@ -413,7 +413,7 @@ class WaitingRequests(ModelSwitch):
         """Return the report of these requests to the coordinator."""
         waiting = dict.fromkeys(lease.target for lease in self.waiting if not lease.outcome.done())
         turn = self._announcement.turn if self._announcement.given else UNHEARD
-        running = len(self.running) + self._supervisor.gateway.dispatcher.relayed  # some may count twice
+        running = len(self.running) + self._supervisor.gateway.deployments.relayed  # some may count twice
         return ModelQueue(turn.term, turn.number, tuple(waiting)[:MAX_WAITING], running)
 
     def remember_folder(self) -> None:

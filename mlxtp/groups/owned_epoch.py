@@ -23,13 +23,12 @@ from ..wire.cluster_messages import (
 )
 from ..wire.rdma import flat
 from .health import ServingState
-from .lifecycle import Supervisor
+from .lifecycle import GROUP, Supervisor
 from .placer import Placer, in_steps, matrix
 from .process_group import EpochGroup
 from .ranks import RankWord, RemoteRank, Watcher
 
 MIB = 1 << 20
-GROUP = "0"  #: Id of the group that an agent owns.
 KEY_NUMBERS = 2  #: Length of the key by which plans are compared, see `Placer.key`.
 
 
@@ -96,7 +95,7 @@ class ServingReports:
             info.context if info is not None else 0,
             info.vocabulary if info is not None else 0,
             info.eos if info is not None else (),
-            math.ceil(supervisor.gateway.dispatcher.load_s),
+            math.ceil(supervisor.load_s),
             tuple(-(-self._held_here(node) // MIB) for node in mine.form.plan.ranks) if loaded else (),
             GROUP,
             mine.model,

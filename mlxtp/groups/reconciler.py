@@ -179,7 +179,8 @@ class Reconciler:
             self._controller.still_wanted(before, desired)
         if desired.model != before.model:
             why = f"{desired.model} is wanted now" if desired.model else f"{before.model} was unloaded"
-            self._supervisor.gateway.fail_all(GroupError(why, Code.SHUTTING_DOWN))
+            gateway, deployment = self._supervisor.gateway, self._supervisor.deployment
+            gateway.fail(deployment, GroupError(why, Code.SHUTTING_DOWN))
         if not desired.model:
             self._supervisor.status.recoveries.rested()
 

@@ -32,6 +32,7 @@ MAX_PROMPTS = 16  #: prompts in one forward
 MAX_WIDTH = 64  #: tokens that one row may feed in one step
 MAX_DELTA = MAX_ROWS * (MAX_WIDTH + 1)
 MAX_FRAME_TOKENS = 1 << 20  #: tokens in one frame: half of what the largest frame would hold
+MAX_GROUP_ID = 200  #: Characters of a group's id: its deployment's name, "#" and an index.
 MAX_STRIKES = 9  #: failed epochs that one request may have been part of
 
 MAX_BIASES = 1024
@@ -486,6 +487,8 @@ class Generate(Message):
     beginning of the answer, given by an earlier group; `max_tokens` counts them, and the next token has their
     number as its index. `strikes` groups failed during this request. Scheduling is fair between clients, and
     between users of the same `client`. Reply: Accepted, or an Error with the uid.
+
+    Between agents, `group` is the id of the receiver's group that is to work on it; empty for any of them.
     """
 
     TYPE: ClassVar[int] = 0x20
@@ -500,6 +503,7 @@ class Generate(Message):
     strikes: int = _f(integer(0, MAX_STRIKES), default=0)
     client: int = _f(_count, default=0)
     user: int = _f(_count, default=0)
+    group: str = _f(text(MAX_GROUP_ID), default="")
 
 
 @dataclass(frozen=True, slots=True)

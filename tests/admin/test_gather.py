@@ -18,6 +18,7 @@ from mlxtp.admin.snapshot import Observer, links, pairs
 from mlxtp.cli.status import picture
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState
+from mlxtp.groups.lifecycle import DEPLOYMENT
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.topology import MemberMachine, Topology
@@ -162,7 +163,7 @@ def test_tokens_are_counted_and_the_rate_is_of_now(tmp_path: Path) -> None:
         supervisor.status.follow(ServingState.READY, 3, "", EpochGroup(0, 2, "ring"))
         assert moment(observer)["tokens_per_second"] == {"value": None, "of": "here"}
         await asyncio.sleep(0.5)
-        supervisor.gateway.dispatcher.confirmed_tokens += 50
+        supervisor.gateway.deployments.named(DEPLOYMENT).confirmed_tokens += 50
         value = moment(observer)["tokens_per_second"]["value"]
         assert 10 < value <= 100
         await parts.close()

@@ -24,6 +24,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from mlxtp.admin.metrics import Metrics, OwnProcess, observed
+from mlxtp.agent import make_supervisor
 from mlxtp.api.api_keys import KeyFile, KeyRing
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo, Request, StreamEnd
@@ -35,7 +36,7 @@ from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.history import Recoveries
-from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP, Supervisor
 from mlxtp.logs import JsonLines
 from mlxtp.models import self_test
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Pong
@@ -166,10 +167,10 @@ def counted(*metrics: Collector) -> Scraped:
 
 @contextlib.contextmanager
 def serving(loaded: Loaded, home: Path, access: Access | None = None) -> Iterator[Stage]:
-    supervisor = Supervisor(Settings(home, "", 0, 1, "tiny"))
-    desk = Desk(supervisor.gateway.dispatcher.on_event)
+    supervisor = make_supervisor(Settings(home, "", 0, 1, "tiny"))
+    desk = Desk(supervisor.gateway.on_event)
     model = ModelInfo(MODEL, ("tiny", "default"), home, 200, 1234, (1,), VOCABULARY)
-    supervisor.gateway.serve(desk, model, loaded.text)
+    supervisor.gateway.serve(GROUP, DEPLOYMENT, desk, model, loaded.text)
     supervisor.status.state = ServingState.READY
     app = observed(create_app(supervisor.gateway, access=access), supervisor)
     sock = bind("127.0.0.1", 0)
@@ -381,10 +382,10 @@ def test_a_request_that_changes_its_group_is_counted_once(stage: Stage) -> None:
     model, text = gateway.models()[0], gateway.text()
     assert text is not None
     stage.do(lambda: stage.desk.emit(Delta((1,), (0,), (token,))))
-    stage.do(lambda: gateway.park_open_requests(GroupError("rank 1 is gone")))
+    stage.do(lambda: gateway.park(GROUP, GroupError("rank 1 is gone")))
     found = stage.scrape()
     assert (found("vllm:num_requests_running"), found("vllm:num_requests_waiting")) == (0, 1)
-    stage.do(lambda: gateway.serve(stage.desk, model, text))
+    stage.do(lambda: gateway.serve(GROUP, DEPLOYMENT, stage.desk, model, text))
     stage.do(lambda: stage.desk.emit(Delta((2,), (1,), (token,))))
     stage.do(lambda: stage.desk.emit(Finished(2, "stop", 2, 2)))
     thread.join(WAIT_S)
@@ -400,7 +401,9 @@ def test_what_an_agent_asks_itself_or_passes_on_is_not_counted(stage: Stage) -> 
     gateway = stage.supervisor.gateway
 
     def warm_up() -> Any:
-        return asyncio.ensure_future(gateway.self_test(stage.desk).warm_up(self_test.prompts(VOCABULARY)))
+        return asyncio.ensure_future(
+            gateway.self_test(DEPLOYMENT, stage.desk).warm_up(self_test.prompts(VOCABULARY))
+        )
 
     stage.desk.held = True
     warming = stage.do(warm_up)
@@ -717,7 +720,7 @@ def test_the_page_lists_every_metric(stage: Stage) -> None:
 def test_two_agents_in_one_process_share_nothing(stage: Stage, tmp_path: Path) -> None:
     stage.says("hello")
     stage.ask()
-    other = Supervisor(Settings(tmp_path / "other", "", 0, 1, "tiny"))
+    other = make_supervisor(Settings(tmp_path / "other", "", 0, 1, "tiny"))
     text, _ = Metrics(other, RequestMetrics(time.perf_counter)).collect()
     assert MODEL not in text.decode()
 

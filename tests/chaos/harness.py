@@ -105,7 +105,7 @@ class FaultyCluster(Cluster):
 
     def _observe(self) -> None:
         supervisor, gateway = self.supervisor, self.supervisor.gateway
-        enter, pause, generate = supervisor.status.enter, gateway.park_open_requests, gateway.generate
+        enter, pause, generate = supervisor.status.enter, gateway.park, gateway.generate
 
         def observed_enter(state: ServingState) -> None:
             self.moments.append(Moment(time.time(), supervisor.status.epoch, state))
@@ -113,17 +113,17 @@ class FaultyCluster(Cluster):
                 self.book.give(dataclasses.replace(self.later.pop(0), epoch=supervisor.status.epoch))
             enter(state)
 
-        def observed_pause(error: MlxtpError) -> None:
+        def observed_pause(group: str, error: MlxtpError) -> None:
             if not self.ends(supervisor.status.epoch):  # else the next epoch pauses them
                 self.moments.append(Moment(time.time(), supervisor.status.epoch, error=error))
-            pause(error)
+            pause(group, error)
 
         def observed_generate(wanted: Request) -> Any:
             answer = generate(wanted)
             self.asked += 1
             return answer
 
-        supervisor.status.enter, gateway.park_open_requests = observed_enter, observed_pause  # type: ignore[method-assign]
+        supervisor.status.enter, gateway.park = observed_enter, observed_pause  # type: ignore[method-assign]
         gateway.generate = observed_generate  # type: ignore[method-assign]
 
     # --- ordering faults -----------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from mlxtp.cluster.control_port import ControlPort, bind_control, check_interfac
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, MlxtpError, UserError
 from mlxtp.gateway.remote_backend import RemoteBackend, serve_requests
+from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.identity.join_network import ask_to_join
 from mlxtp.identity.join_protocol import (
     AskElsewhere,
@@ -192,7 +193,7 @@ def test_requests_of_a_member_that_vanished_end_at_rank_0(tmp_path: Path) -> Non
 
     async def story(house: House) -> None:
         gateway, ranks = house.node.parts.supervisor.gateway, FakeRanks()
-        gateway.serve(cast(Any, ranks), MODEL, TEXT)
+        gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT)
         vanishes, stays = (member_of(house.first, tmp_path) for _ in range(2))
         links = [house.node.meet(each.identity.node_id) for each in (vanishes, vanishes, stays)]
         desk, lost = await house.requests(vanishes)

@@ -20,7 +20,7 @@ from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError
 from mlxtp.gateway.admission import SystemMemory
 from mlxtp.groups.hosted_rank import HostedRank
-from mlxtp.groups.owned_epoch import GROUP
+from mlxtp.groups.lifecycle import GROUP
 from mlxtp.identity.join_protocol import JoinToken, TokenIssuer
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement import hardware
@@ -145,7 +145,7 @@ def test_requests_outlive_a_choice_of_the_same_model_and_no_other(
     async def story(node: Node) -> None:
         cluster, a = node.parts, node.meet(A)
         ended: list[MlxtpError] = []
-        cluster.supervisor.gateway.fail_all = ended.append  # type: ignore[method-assign]
+        cluster.supervisor.gateway.fail = lambda _, error: ended.append(error)  # type: ignore[method-assign]
 
         def want(model: str) -> None:
             if heard:

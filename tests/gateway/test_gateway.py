@@ -17,6 +17,7 @@ from mlxtp.api.backend import Health, ModelInfo, Progress, Request, StreamEnd, T
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.gateway import WARM_UP_TOKENS, Gateway
+from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.groups.process_group import ProcessGroup
 from mlxtp.models import self_test
 from mlxtp.wire.messages import (
@@ -63,7 +64,7 @@ class Stage:
 
         self.ranks = FakeRanks()
         self.gateway = Gateway(health, AdmissionLimits(max_open))
-        self.gateway.serve(cast(ProcessGroup, self.ranks), MODEL, TEXT)
+        self.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, self.ranks), MODEL, TEXT)
 
     @property
     def open(self) -> int:
@@ -71,10 +72,10 @@ class Stage:
 
     def say(self, uid: int, *tokens: int, start: int = 0) -> None:
         for index, token in enumerate(tokens, start):
-            self.gateway.dispatcher.on_event(Delta((uid,), (index,), (token,)))
+            self.gateway.on_event(Delta((uid,), (index,), (token,)))
 
     def finish(self, uid: int, reason: str = "stop", generated: int = 1) -> None:
-        self.gateway.dispatcher.on_event(Finished(uid, reason, generated, generated))
+        self.gateway.on_event(Finished(uid, reason, generated, generated))
 
 
 async def everything(events: Any) -> list[TokenEvent]:
@@ -119,22 +120,22 @@ def test_an_answer_tells_what_it_waits_for() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1, 2, 3, 4), 9))
         assert answer.progress() == Progress("queued")
-        stage.gateway.dispatcher.on_event(Accepted(1))
+        stage.gateway.on_event(Accepted(1))
         assert answer.progress() == Progress("queued")
         for computed in (1, 3):
-            stage.gateway.dispatcher.on_event(Prefilled(1, computed, 1))
+            stage.gateway.on_event(Prefilled(1, computed, 1))
             assert replace(answer.progress(), time_ms=0) == Progress("prefill", 4, 1, computed)
         assert answer.progress().time_ms >= 0
         stage.say(1, 50, 51)
         assert answer.progress() == Progress()
-        stage.gateway.park_open_requests(LinkError("gone", Code.LINK_LOST))
+        stage.gateway.park(GROUP, LinkError("gone", Code.LINK_LOST))
         assert answer.progress() == Progress("restarting")
-        stage.gateway.serve(cast(ProcessGroup, stage.ranks), MODEL, TEXT)
-        stage.gateway.dispatcher.on_event(Accepted(2))
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, stage.ranks), MODEL, TEXT)
+        stage.gateway.on_event(Accepted(2))
         assert answer.progress() == Progress("queued")
-        stage.gateway.dispatcher.on_event(Prefilled(2, 5, 0))
+        stage.gateway.on_event(Prefilled(2, 5, 0))
         assert replace(answer.progress(), time_ms=0) == Progress("prefill", 6, 0, 5)
-        stage.gateway.dispatcher.on_event(Prefilled(9, 5, 0))  # of a request that has ended
+        stage.gateway.on_event(Prefilled(9, 5, 0))  # of a request that has ended
 
     play(story)
 
@@ -153,8 +154,8 @@ def test_uids_rise_and_are_never_used_again() -> None:
 def test_one_step_of_several_requests_reaches_each_of_them() -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(3)]
-        stage.gateway.dispatcher.on_event(Delta((3, 1), (0, 0), (33, 11)))
-        stage.gateway.dispatcher.on_event(Delta((1, 2), (1, 0), (12, 22)))
+        stage.gateway.on_event(Delta((3, 1), (0, 0), (33, 11)))
+        stage.gateway.on_event(Delta((1, 2), (1, 0), (12, 22)))
         for uid in (1, 2, 3):
             stage.finish(uid)
         seen = [[e.tokens[0] for e in await everything(a) if isinstance(e, Tokens)] for a in answers]
@@ -168,7 +169,7 @@ def test_no_token_of_another_request_is_ever_seen(order: list[tuple[int, int]]) 
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(3)]
         for uid, index in order:
-            stage.gateway.dispatcher.on_event(Delta((uid,), (index,), (100 * uid + index,)))
+            stage.gateway.on_event(Delta((uid,), (index,), (100 * uid + index,)))
         for uid, answer in enumerate(answers, 1):
             stage.finish(uid)
             tokens = [e.tokens[0] for e in await everything(answer) if isinstance(e, Tokens)]
@@ -189,8 +190,8 @@ def test_what_a_request_asks_for_travels_with_it() -> None:
 def test_scores_come_with_their_tokens() -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((1,), 9, logprobs=top)) for top in (0, 2)]
-        stage.gateway.dispatcher.on_event(ScoredDelta(1, 0, (50,), (-0.5,), 0, (), ()))
-        stage.gateway.dispatcher.on_event(
+        stage.gateway.on_event(ScoredDelta(1, 0, (50,), (-0.5,), 0, (), ()))
+        stage.gateway.on_event(
             ScoredDelta(2, 0, (60, 61), (-1.0, -2.0), 2, (5, 6, 7, 8), (-0.1, -0.2, -0.3, -0.4))
         )
         for uid in (1, 2):
@@ -206,7 +207,7 @@ def test_scores_come_with_their_tokens() -> None:
 def test_the_end_tells_what_the_cache_and_the_drafts_were_worth() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.dispatcher.on_event(Finished(1, "length", 9, 4, cached=30, drafted=8, accepted=5))
+        stage.gateway.on_event(Finished(1, "length", 9, 4, cached=30, drafted=8, accepted=5))
         assert await everything(answer) == [StreamEnd("length", 9, 30, 8, 5)]
 
     play(story)
@@ -221,10 +222,10 @@ def test_no_client_is_told_accepted_before_rank_0_says_so() -> None:
         waiting = asyncio.create_task(answer.accepted())
         await asyncio.sleep(0)
         assert not waiting.done()
-        stage.gateway.dispatcher.on_event(Accepted(2))
+        stage.gateway.on_event(Accepted(2))
         await asyncio.sleep(0)
         assert not waiting.done()
-        stage.gateway.dispatcher.on_event(Accepted(1))
+        stage.gateway.on_event(Accepted(1))
         await waiting
         await answer.accepted()
         stage.say(1, 50)
@@ -237,7 +238,7 @@ def test_no_client_is_told_accepted_before_rank_0_says_so() -> None:
 def test_a_refusal_is_raised_by_accepted_and_ends_the_answer() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.dispatcher.on_event(Error(Code.BAD_REQUEST, "no such grammar", 1))
+        stage.gateway.on_event(Error(Code.BAD_REQUEST, "no such grammar", 1))
         with pytest.raises(RequestError, match="no such grammar"):
             await answer.accepted()
         assert await everything(answer) == []
@@ -251,8 +252,8 @@ def test_a_refusal_is_raised_by_accepted_and_ends_the_answer() -> None:
 def test_a_failure_after_acceptance_is_raised_to_the_reader() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.dispatcher.on_event(Accepted(1))
-        stage.gateway.fail_all(GroupError("rank 1 is gone"))
+        stage.gateway.on_event(Accepted(1))
+        stage.gateway.fail(DEPLOYMENT, GroupError("rank 1 is gone"))
         await answer.accepted()
         with pytest.raises(GroupError, match="rank 1 is gone"):
             await everything(answer)
@@ -328,7 +329,7 @@ def test_what_rank_0_still_says_about_a_cancelled_request_is_dropped() -> None:
         await answer.aclose()
         stage.say(1, 50)
         stage.finish(1, "cancel", 1)
-        stage.gateway.dispatcher.on_event(Error(Code.INTERNAL, "", 1))
+        stage.gateway.on_event(Error(Code.INTERNAL, "", 1))
         assert await everything(answer) == []
 
     play(story)
@@ -349,7 +350,7 @@ def test_cancelling_at_a_rank_that_is_gone_is_no_error() -> None:
 
 def test_without_a_model_nothing_is_started() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway.fail_all(GroupError("gone"))
+        stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
         assert stage.gateway.models() == ()
         assert stage.gateway.text() is None
         with pytest.raises(RequestError) as refused:
@@ -396,13 +397,20 @@ def test_a_prompt_that_no_frame_holds_is_refused() -> None:
     play(story)
 
 
-def test_a_rank_that_is_gone_refuses_and_leaves_no_request_open() -> None:
+def test_a_request_at_a_rank_that_is_gone_waits_for_the_next_group() -> None:
+    """The end of the rank is noticed a moment later."""
+
     async def story(stage: Stage) -> None:
         stage.ranks.broken = LinkError("its link is gone")
-        with pytest.raises(RequestError, match="its link is gone") as refused:
-            stage.gateway.generate(Request((1,), 9))
-        assert (refused.value.code, refused.value.status) == (Code.NOT_READY, 503)
-        assert stage.open == 0
+        answer = stage.gateway.generate(Request((1,), 9))
+        assert answer.progress() == Progress("restarting")
+        stage.gateway.park(GROUP, GroupError("rank 0 is gone", Code.RANK_LOST))
+        ranks = FakeRanks()
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT)
+        [again] = ranks.sent_of(Generate)
+        assert again.strikes == 0
+        stage.finish(again.uid)
+        assert await everything(answer) == [StreamEnd("stop", 1)]
 
     play(story)
 
@@ -411,7 +419,7 @@ def test_a_rank_that_is_gone_refuses_and_leaves_no_request_open() -> None:
 def test_what_the_client_got_wrong_is_the_clients_error(code: Code) -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.dispatcher.on_event(Error(code, "too much", 1))
+        stage.gateway.on_event(Error(code, "too much", 1))
         with pytest.raises(RequestError, match="too much") as refused:
             await everything(answer)
         assert refused.value.code is code
@@ -423,7 +431,7 @@ def test_what_the_client_got_wrong_is_the_clients_error(code: Code) -> None:
 def test_any_other_error_is_ours() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.dispatcher.on_event(Error(Code.SHUTTING_DOWN, "bye", 1))
+        stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "bye", 1))
         with pytest.raises(GroupError, match="bye") as failed:
             await everything(answer)
         assert failed.value.code is Code.SHUTTING_DOWN
@@ -437,7 +445,7 @@ def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got() -
         answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(3)]
         stage.say(2, 50)
         stage.finish(3)
-        stage.gateway.fail_all(GroupError("rank 1 is gone", Code.RANK_LOST))
+        stage.gateway.fail(DEPLOYMENT, GroupError("rank 1 is gone", Code.RANK_LOST))
         assert stage.open == 0
         waiting, answered = answers[0], cast(Any, answers[1])
         with pytest.raises(GroupError, match="rank 1 is gone"):
@@ -453,9 +461,9 @@ def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got() -
 def test_a_late_word_of_the_old_epoch_harms_no_request_in_the_new_one() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway.generate(Request((1,), 9))
-        stage.gateway.fail_all(GroupError("gone"))
+        stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
         ranks = FakeRanks()
-        stage.gateway.serve(cast(ProcessGroup, ranks), MODEL, TEXT)
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, ranks), MODEL, TEXT)
         answer = stage.gateway.generate(Request((7,), 9))
         assert ranks.sent == [Generate(2, (7,), 9)]
         stage.say(1, 50)
@@ -470,9 +478,9 @@ def test_a_late_word_of_the_old_epoch_harms_no_request_in_the_new_one() -> None:
 def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one() -> None:
     async def story(stage: Stage) -> None:
         old: Any = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.fail_all(GroupError("gone"))
+        stage.gateway.fail(DEPLOYMENT, GroupError("gone"))
         ranks = FakeRanks()
-        stage.gateway.serve(cast(ProcessGroup, ranks), MODEL, TEXT)
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(ProcessGroup, ranks), MODEL, TEXT)
         await old.aclose()
         assert ranks.sent == []
 
@@ -486,7 +494,7 @@ def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once(
     async def story(stage: Stage) -> None:
         golden_prompts = self_test.prompts(5)
         warming = asyncio.create_task(
-            stage.gateway.self_test(cast(ProcessGroup, stage.ranks)).warm_up(golden_prompts)
+            stage.gateway.self_test(DEPLOYMENT, cast(ProcessGroup, stage.ranks)).warm_up(golden_prompts)
         )
 
         async def sent(count: int) -> list[Generate]:
@@ -513,11 +521,13 @@ def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once(
 def test_warming_up_fails_as_a_request_would() -> None:
     async def story(stage: Stage) -> None:
         warming = asyncio.create_task(
-            stage.gateway.self_test(cast(ProcessGroup, stage.ranks)).warm_up(self_test.prompts(512))
+            stage.gateway.self_test(DEPLOYMENT, cast(ProcessGroup, stage.ranks)).warm_up(
+                self_test.prompts(512)
+            )
         )
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        stage.gateway.fail_all(GroupError("rank 1 is gone"))
+        stage.gateway.fail(DEPLOYMENT, GroupError("rank 1 is gone"))
         with pytest.raises(GroupError, match="rank 1 is gone"):
             await warming
 

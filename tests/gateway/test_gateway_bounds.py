@@ -13,6 +13,7 @@ from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.gateway import request
 from mlxtp.gateway.admission import AdmissionLimits, SystemMemory
 from mlxtp.gateway.gateway import Gateway
+from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate, Message
 
 from .test_gateway import MODEL, TEXT, FakeRanks
@@ -34,7 +35,7 @@ class Stage:
         self.serve()
 
     def serve(self) -> None:
-        self.gateway.serve(cast(Any, self.ranks), MODEL, TEXT)
+        self.gateway.serve(GROUP, DEPLOYMENT, cast(Any, self.ranks), MODEL, TEXT)
 
     def ask(self, prompt: int = 1, client: str = "", **fields: Any) -> Any:
         return self.gateway.generate(Request((5,) * prompt, 90, client=client, **fields))
@@ -52,7 +53,7 @@ class Stage:
 
     def say(self, uid: int, tokens: int, start: int = 0) -> None:
         for index in range(start, start + tokens):
-            self.gateway.dispatcher.on_event(Delta((uid,), (index,), (7,)))
+            self.gateway.on_event(Delta((uid,), (index,), (7,)))
 
     @property
     def cancelled(self) -> list[int]:
@@ -92,7 +93,7 @@ def test_tokens_of_prompts_and_answers_are_bounded_until_a_request_ends() -> Non
         stage.say(1, 4)
         stage.say(2, 3)
         assert "99 tokens" in stage.refused(prompt=2)[1]
-        stage.gateway.dispatcher.on_event(Finished(1, "stop", 4, 4))
+        stage.gateway.on_event(Finished(1, "stop", 4, 4))
         stage.ask(40, client="somebody else")
 
     play(story, AdmissionLimits(16, 100, request_tokens=1))
@@ -101,7 +102,7 @@ def test_tokens_of_prompts_and_answers_are_bounded_until_a_request_ends() -> Non
 def test_a_request_that_goes_on_in_another_group_still_counts() -> None:
     async def story(stage: Stage) -> None:
         stage.ask(60)
-        stage.gateway.park_open_requests(GroupError("gone"))
+        stage.gateway.park(GROUP, GroupError("gone"))
         stage.serve()
         assert stage.gateway.open_requests == 1
         assert stage.refused(prompt=41)[0] == 503
@@ -165,7 +166,7 @@ def test_no_memory_no_new_requests_but_those_that_are_open_go_on() -> None:
 def test_a_request_ends_at_its_deadline_after_the_tokens_it_got(servers: float, own: float) -> None:
     async def story(stage: Stage) -> None:
         answer = stage.ask(deadline_s=own)
-        stage.gateway.dispatcher.on_event(Accepted(1))
+        stage.gateway.on_event(Accepted(1))
         stage.say(1, 3)
         assert await heard(answer) == (3, Code.DEADLINE)
         assert stage.cancelled == [1]
@@ -187,9 +188,9 @@ def test_a_deadline_before_anybody_accepted_it_is_a_refusal() -> None:
 def test_the_pause_between_two_groups_counts() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.ask()
-        stage.gateway.dispatcher.on_event(Accepted(1))
+        stage.gateway.on_event(Accepted(1))
         stage.say(1, 2)
-        stage.gateway.park_open_requests(GroupError("gone", Code.RANK_LOST))
+        stage.gateway.park(GROUP, GroupError("gone", Code.RANK_LOST))
         assert await heard(answer) == (2, Code.DEADLINE)
         stage.serve()
         assert len(stage.ranks.sent_of(Generate)) == 1
@@ -201,10 +202,10 @@ def test_the_pause_between_two_groups_counts() -> None:
 def test_another_group_extends_no_deadline() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.ask()
-        stage.gateway.dispatcher.on_event(Accepted(1))
-        stage.gateway.park_open_requests(GroupError("gone", Code.RANK_LOST))
+        stage.gateway.on_event(Accepted(1))
+        stage.gateway.park(GROUP, GroupError("gone", Code.RANK_LOST))
         stage.serve()
-        stage.gateway.dispatcher.on_event(Accepted(2))
+        stage.gateway.on_event(Accepted(2))
         stage.say(2, 1)
         assert await heard(answer) == (1, Code.DEADLINE)
         assert stage.cancelled == [2]
@@ -218,7 +219,7 @@ def test_what_has_ended_has_no_deadline(how: str) -> None:
         answer = stage.ask()
         timer = answer.deadline
         if how == "ends":
-            stage.gateway.dispatcher.on_event(Finished(1, "stop", 1, 1))
+            stage.gateway.on_event(Finished(1, "stop", 1, 1))
         else:
             await answer.aclose()
         assert timer.cancelled()
@@ -235,7 +236,7 @@ def test_who_falls_too_far_behind_is_ended_and_told_so(monkeypatch: pytest.Monke
     async def story(stage: Stage) -> None:
         slow, quick = stage.ask(), stage.ask()
         for index in range(15):
-            stage.gateway.dispatcher.on_event(Delta((1, 2), (index, index), (7, 8)))
+            stage.gateway.on_event(Delta((1, 2), (index, index), (7, 8)))
             assert await anext(quick) == Tokens((8,))
         assert stage.cancelled == [1]
         assert await heard(slow) == (11, Code.CLIENT_TOO_SLOW)

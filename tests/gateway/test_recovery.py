@@ -13,6 +13,7 @@ from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError
 from mlxtp.gateway import dispatcher
 from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT
+from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Sampling, Shaping
 
 from .test_gateway import MODEL, TEXT, FakeRanks, Stage, everything, play
@@ -23,7 +24,7 @@ REPLANNED = GroupError("a better group is there", Code.REPLANNED)
 
 def next_group(stage: Stage, *, here: bool = True) -> FakeRanks:
     ranks = FakeRanks()
-    stage.gateway.serve(cast(Any, ranks), MODEL, TEXT, here=here)
+    stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT, here=here)
     return ranks
 
 
@@ -49,9 +50,9 @@ def test_the_next_group_is_asked_for_what_is_missing(why: GroupError) -> None:
     async def story(stage: Stage) -> None:
         wanted = Request((1, 2, 3), 9, Sampling(0.7, seed=5), Shaping(min_tokens=2), 3, ignore_eos=True)
         answer = stage.gateway.generate(wanted)
-        stage.gateway.dispatcher.on_event(Accepted(1))
+        stage.gateway.on_event(Accepted(1))
         stage.say(1, 50, 51)
-        stage.gateway.park_open_requests(why)
+        stage.gateway.park(GROUP, why)
         stage.say(1, 52, start=2)  # from ranks that are being ended
         ranks = next_group(stage)
         [again] = asked(ranks)
@@ -69,12 +70,12 @@ def test_the_next_group_is_asked_for_what_is_missing(why: GroupError) -> None:
 def test_a_request_that_was_not_even_accepted_is_asked_again() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1, 2), 9))
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         accepted = asyncio.ensure_future(answer.accepted())
         await asyncio.sleep(0)
         assert not accepted.done()
         assert asked(next_group(stage)) == [Generate(2, (1, 2), 9, strikes=1)]
-        stage.gateway.dispatcher.on_event(Accepted(2))
+        stage.gateway.on_event(Accepted(2))
         await accepted
         stage.finish(2)
         await everything(answer)
@@ -87,7 +88,7 @@ def test_it_survives_several_groups() -> None:
         answer = stage.gateway.generate(Request((1,), 9))
         for uid in range(1, 6):
             stage.say(uid, 50 + uid, start=uid - 1)
-            stage.gateway.park_open_requests(REPLANNED)
+            stage.gateway.park(GROUP, REPLANNED)
             [again] = asked(next_group(stage))
             assert (again.uid, again.answered) == (uid + 1, uid)
         stage.finish(6, "length", 5)
@@ -106,7 +107,7 @@ def test_an_answer_that_lacks_only_its_end_is_not_asked_again() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 2))
         stage.say(1, 50, 51)
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         assert asked(next_group(stage)) == []
         assert (await everything(answer))[-1] == StreamEnd("length", 2)
         assert stage.open == 0
@@ -118,17 +119,17 @@ def test_who_waits_for_its_turn_alone_is_not_given_up_while_there_is_a_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def story(stage: Stage) -> None:
-        monkeypatch.setattr(stage.gateway.dispatcher, "recovery_s", 0.02)
+        monkeypatch.setattr(stage.gateway.deployments.named(DEPLOYMENT), "recovery_s", 0.02)
         answers = [stage.gateway.generate(Request((1, 2, 3), 50)) for _ in range(3)]
         for _ in range(SUSPECT):
             for sent in asked(stage.ranks):
-                stage.gateway.dispatcher.on_event(Accepted(sent.uid))
-            stage.gateway.park_open_requests(LOST)
+                stage.gateway.on_event(Accepted(sent.uid))
+            stage.gateway.park(GROUP, LOST)
             ranks = next_group(stage)
         for turn in range(3):
             *_, alone = asked(ranks)
             assert len(asked(ranks)) == turn + 1
-            stage.gateway.dispatcher.on_event(Accepted(alone.uid))
+            stage.gateway.on_event(Accepted(alone.uid))
             await asyncio.sleep(0.05)
             stage.say(alone.uid, 7)
             stage.finish(alone.uid)
@@ -140,7 +141,7 @@ def test_who_waits_for_its_turn_alone_is_not_given_up_while_there_is_a_group(
 def test_meanwhile_new_requests_are_refused_and_old_ones_count() -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(2)]
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         assert stage.open == 2
         with pytest.raises(MlxtpError) as refused:
             stage.gateway.generate(Request((1,), 9))
@@ -157,7 +158,7 @@ def test_meanwhile_new_requests_are_refused_and_old_ones_count() -> None:
 def test_a_client_that_leaves_during_the_pause_leaves_nothing_behind() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         await answer.aclose()
         assert stage.open == 0
         assert stage.ranks.sent_of(Cancel) == []  # those ranks are gone
@@ -169,7 +170,7 @@ def test_a_client_that_leaves_during_the_pause_leaves_nothing_behind() -> None:
 def test_a_client_that_leaves_after_the_pause_cancels_where_its_request_is_now() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         ranks = next_group(stage)
         await answer.aclose()
         assert ranks.sent_of(Cancel) == [Cancel(2)]
@@ -180,11 +181,11 @@ def test_a_client_that_leaves_after_the_pause_cancels_where_its_request_is_now()
 
 def test_no_request_waits_longer_than_the_limit() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway.dispatcher.recovery_s = 0.05
+        stage.gateway.deployments.named(DEPLOYMENT).recovery_s = 0.05
         open_one = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.dispatcher.on_event(Accepted(1))
+        stage.gateway.on_event(Accepted(1))
         never_accepted = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         error = await error_of(open_one)
         assert (error.code, "rank 1 is gone" in error.detail) == (Code.RANK_LOST, True)
         with pytest.raises(GroupError):
@@ -198,10 +199,10 @@ def test_no_request_waits_longer_than_the_limit() -> None:
 @pytest.mark.parametrize(("load_s", "waits_s"), [(0.0, 60.0), (19.0, 60.0), (63.0, 189.0)])
 def test_a_model_that_takes_long_to_load_is_waited_for(load_s: float, waits_s: float) -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway.serve(cast(Any, stage.ranks), MODEL, TEXT, load_s=load_s)
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, stage.ranks), MODEL, TEXT, load_s=load_s)
         answer = stage.gateway.generate(Request((1,), 9))
         began = asyncio.get_running_loop().time()
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         assert answer.pending is not None
         assert answer.pending.when() - began == pytest.approx(waits_s, abs=5.0)
         await answer.aclose()
@@ -211,10 +212,10 @@ def test_a_model_that_takes_long_to_load_is_waited_for(load_s: float, waits_s: f
 
 def test_a_group_that_takes_it_up_and_says_nothing_is_not_waited_for_either() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway.dispatcher.recovery_s = 0.05
+        stage.gateway.deployments.named(DEPLOYMENT).recovery_s = 0.05
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.dispatcher.on_event(Accepted(1))
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.on_event(Accepted(1))
+        stage.gateway.park(GROUP, LOST)
         ranks = next_group(stage)
         await error_of(answer)
         assert ranks.sent_of(Cancel) == [Cancel(2)]
@@ -224,11 +225,11 @@ def test_a_group_that_takes_it_up_and_says_nothing_is_not_waited_for_either() ->
 
 def test_who_was_accepted_again_has_all_the_time_it_needs() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway.dispatcher.recovery_s = 0.05
+        stage.gateway.deployments.named(DEPLOYMENT).recovery_s = 0.05
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         next_group(stage)
-        stage.gateway.dispatcher.on_event(Accepted(2))
+        stage.gateway.on_event(Accepted(2))
         await asyncio.sleep(0.1)
         stage.finish(2)
         assert await everything(answer) == [StreamEnd("stop", 1)]
@@ -239,9 +240,11 @@ def test_who_was_accepted_again_has_all_the_time_it_needs() -> None:
 def test_another_model_ends_what_was_asked_of_the_last_one() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.park_open_requests(REPLANNED)
+        stage.gateway.park(GROUP, REPLANNED)
         ranks = FakeRanks()
-        stage.gateway.serve(cast(Any, ranks), replace(MODEL, id="other", path=Path("/other")), TEXT)
+        stage.gateway.serve(
+            GROUP, DEPLOYMENT, cast(Any, ranks), replace(MODEL, id="other", path=Path("/other")), TEXT
+        )
         assert (await error_of(answer)).code is Code.SHUTTING_DOWN
         assert ranks.sent == []
 
@@ -251,12 +254,12 @@ def test_another_model_ends_what_was_asked_of_the_last_one() -> None:
 def test_a_desk_that_breaks_at_once_leaves_requests_waiting() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         broken = FakeRanks()
         broken.broken = LinkError("gone", Code.LINK_LOST)
-        stage.gateway.serve(cast(Any, broken), MODEL, TEXT)
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, broken), MODEL, TEXT)
         assert stage.open == 1
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         [again] = asked(next_group(stage))
         stage.finish(again.uid)
         assert await everything(answer) == [StreamEnd("stop", 1)]
@@ -270,9 +273,9 @@ def test_a_desk_that_breaks_at_once_leaves_requests_waiting() -> None:
 def test_a_request_alone_under_two_failures_is_ended() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 99))
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         next_group(stage)
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         assert (await error_of(answer)).code is Code.REQUEST_FATAL
         assert asked(next_group(stage)) == []
 
@@ -282,13 +285,13 @@ def test_a_request_alone_under_two_failures_is_ended() -> None:
 def test_who_gets_on_between_two_failures_goes_on() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway.generate(Request((1,), 99))
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         next_group(stage)
         say(stage, 2, [5] * PROVEN_TOKENS, 0)
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         [again] = asked(next_group(stage))
         assert (again.strikes, again.answered) == (0, PROVEN_TOKENS)
-        stage.gateway.fail_all(LOST)
+        stage.gateway.fail(DEPLOYMENT, LOST)
 
     play(story)
 
@@ -299,14 +302,14 @@ def test_of_several_suspects_one_goes_at_a_time() -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((number,), 99)) for number in (1, 2, 3)]
         for _ in range(2):
-            stage.gateway.park_open_requests(LOST)
+            stage.gateway.park(GROUP, LOST)
             ranks = next_group(stage)
         [first] = asked(ranks)
         assert (first.tokens, first.strikes) == ((1,), 2)
         say(stage, first.uid, [5] * PROVEN_TOKENS, 0)
         second = asked(ranks)[1]
         assert (second.tokens, len(asked(ranks))) == ((2,), 2)
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         assert (await error_of(answers[1])).code is Code.REQUEST_FATAL
         ranks = next_group(stage)
         again = {each.tokens[0]: each for each in asked(ranks)}
@@ -325,13 +328,13 @@ def test_the_next_suspect_goes_when_the_one_before_it_is_over(how: str) -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((number,), 99)) for number in (1, 2)]
         for _ in range(2):
-            stage.gateway.park_open_requests(LOST)
+            stage.gateway.park(GROUP, LOST)
             ranks = next_group(stage)
         [first] = asked(ranks)
         if how == "finishes":
             stage.finish(first.uid)
         elif how == "fails":
-            stage.gateway.dispatcher.on_event(Error(Code.BAD_REQUEST, "no", first.uid))
+            stage.gateway.on_event(Error(Code.BAD_REQUEST, "no", first.uid))
         else:
             await answers[0].aclose()
         assert [each.tokens for each in asked(ranks)] == [(1,), (2,)]
@@ -345,11 +348,11 @@ def test_a_suspect_that_waits_can_be_cancelled_and_ended() -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((number,), 99)) for number in (1, 2, 3)]
         for _ in range(2):
-            stage.gateway.park_open_requests(LOST)
+            stage.gateway.park(GROUP, LOST)
             next_group(stage)
         await answers[1].aclose()
         assert stage.open == 2
-        stage.gateway.fail_all(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
+        stage.gateway.fail(DEPLOYMENT, GroupError("the model was unloaded", Code.SHUTTING_DOWN))
         assert (await error_of(answers[2])).code is Code.SHUTTING_DOWN
         assert stage.open == 0
 
@@ -359,7 +362,7 @@ def test_a_suspect_that_waits_can_be_cancelled_and_ended() -> None:
 def test_when_memory_runs_out_who_did_it_is_told_and_the_others_go_on() -> None:
     async def story(stage: Stage) -> None:
         small, large = (stage.gateway.generate(Request((1,) * size, 9)) for size in (5, 500))
-        stage.gateway.park_open_requests(GroupError("rank 1 ran out of memory", Code.OUT_OF_MEMORY))
+        stage.gateway.park(GROUP, GroupError("rank 1 ran out of memory", Code.OUT_OF_MEMORY))
         assert (await error_of(large)).code is Code.OUT_OF_MEMORY
         [again] = asked(next_group(stage))
         assert (len(again.tokens), again.strikes) == (5, 0)
@@ -379,13 +382,13 @@ def test_requests_of_other_agents_are_given_back_to_them() -> None:
         assert asked(stage.ranks) == [Generate(1, (1, 2, 3), 9, answered=1)]
         stage.say(1, 50, start=1)
         assert told == [Delta((70,), (1,), (50,))]
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         assert told[1:] == [Error(Code.RANK_LOST, "rank 1 is gone", 70)]
         assert asked(next_group(stage)) == []
         stage.gateway.relay(Generate(71, (1,), 9), told.append)
-        stage.gateway.park_open_requests(REPLANNED)
+        stage.gateway.park(GROUP, REPLANNED)
         assert told[2:] == [Error(Code.REPLANNED, "a better group is there", 71)]
-        stage.gateway.serve(cast(Any, stage.ranks), MODEL, TEXT)
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, stage.ranks), MODEL, TEXT)
         for uid in (72, 73):
             stage.gateway.relay(Generate(uid, (1,), 9, strikes=2), told.append)
         stage.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
@@ -401,7 +404,7 @@ def test_a_suspect_of_another_agent_waits_its_turn_too() -> None:
         for uid in (70, 71):
             stage.gateway.relay(Generate(uid, (uid,), 9, strikes=2), told.append)
         [first] = asked(stage.ranks)
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         assert [(each.code, each.uid) for each in told if isinstance(each, Error)] == [
             (Code.REQUEST_FATAL, 70),
             (Code.REPLANNED, 71),
@@ -422,13 +425,13 @@ def test_what_another_agent_gives_back_is_asked_again(
         ranks = next_group(stage, here=False)
         answer = stage.gateway.generate(Request((1,), 9))
         stage.say(1, 50)
-        stage.gateway.dispatcher.on_event(Error(code, "rank 1 is gone", 1))
+        stage.gateway.on_event(Error(code, "rank 1 is gone", 1))
         assert stage.open == 1
         await asyncio.sleep(0.05)
-        assert asked(ranks)[1:] == [Generate(2, (1, 50), 9, answered=1, strikes=strikes)]
-        stage.gateway.dispatcher.on_event(Error(Code.NOT_READY, "no model is loaded", 2))
+        assert asked(ranks)[1:] == [Generate(2, (1, 50), 9, answered=1, strikes=strikes, group=GROUP)]
+        stage.gateway.on_event(Error(Code.NOT_READY, "no model is loaded", 2))
         await asyncio.sleep(0.05)
-        assert asked(ranks)[2:] == [Generate(3, (1, 50), 9, answered=1, strikes=strikes)]
+        assert asked(ranks)[2:] == [Generate(3, (1, 50), 9, answered=1, strikes=strikes, group=GROUP)]
         stage.finish(3, "stop", 2)
         assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 2)]
 
@@ -442,7 +445,7 @@ def test_some_words_of_another_agent_are_the_last(code: Code) -> None:
     async def story(stage: Stage) -> None:
         next_group(stage, here=False)
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.dispatcher.on_event(Error(code, "no", 1))
+        stage.gateway.on_event(Error(code, "no", 1))
         assert (await error_of(answer)).code is code
         assert stage.open == 0
 
@@ -453,7 +456,7 @@ def test_the_first_refusal_of_another_agent_is_the_clients() -> None:
     async def story(stage: Stage) -> None:
         next_group(stage, here=False)
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.dispatcher.on_event(Error(Code.OVERLOADED, "full", 1))
+        stage.gateway.on_event(Error(Code.OVERLOADED, "full", 1))
         with pytest.raises(MlxtpError, match="full"):
             await answer.accepted()
 
@@ -463,13 +466,13 @@ def test_the_first_refusal_of_another_agent_is_the_clients() -> None:
 def test_while_a_better_group_takes_over_new_requests_wait_for_it() -> None:
     async def story(stage: Stage) -> None:
         next_group(stage)
-        stage.gateway.park_open_requests(REPLANNED)
+        stage.gateway.park(GROUP, REPLANNED)
         assert stage.gateway.models()
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.park_open_requests(REPLANNED)
+        stage.gateway.park(GROUP, REPLANNED)
         ranks = next_group(stage)
         assert [each.tokens for each in ranks.sent_of(Generate)] == [(1,)]
-        stage.gateway.park_open_requests(LOST)
+        stage.gateway.park(GROUP, LOST)
         with pytest.raises(MlxtpError, match="no model is loaded right now"):
             stage.gateway.generate(Request((1,), 9))
         assert not stage.gateway.models()
@@ -482,11 +485,11 @@ def test_while_it_rests_open_requests_stay_where_they_are() -> None:
     async def story(stage: Stage) -> None:
         ranks = next_group(stage, here=False)
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.detach()
+        stage.gateway.detach(GROUP)
         with pytest.raises(MlxtpError):
             stage.gateway.generate(Request((1,), 9))
         stage.say(1, 50)
-        stage.gateway.dispatcher.on_event(Finished(1, "stop", 1, 1))
+        stage.gateway.on_event(Finished(1, "stop", 1, 1))
         assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
         assert len(ranks.sent) == 1
 

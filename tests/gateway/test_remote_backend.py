@@ -18,6 +18,7 @@ from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.dispatcher import RequestDispatcher
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.gateway.remote_backend import RemoteBackend, serve_requests
+from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -53,7 +54,7 @@ class Stage:
     def __init__(self) -> None:
         self.ranks = FakeRanks()
         self.ours, self.theirs = gateway(), gateway()
-        self.theirs.serve(cast(Any, self.ranks), MODEL, TEXT)
+        self.theirs.serve(GROUP, DEPLOYMENT, cast(Any, self.ranks), MODEL, TEXT)
         self.lost: list[MlxtpError] = []
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -67,10 +68,8 @@ class Stage:
 
     async def open(self) -> None:
         reader, self.writer = await self.connect()
-        self.desk = await RemoteBackend.greet(
-            reader, self.writer, self.ours.dispatcher.on_event, self.lost.append
-        )
-        self.ours.serve(self.desk, MODEL, TEXT, here=False)
+        self.desk = await RemoteBackend.greet(reader, self.writer, self.ours.on_event, self.lost.append)
+        self.ours.serve(GROUP, DEPLOYMENT, self.desk, MODEL, TEXT, here=False)
 
     async def asked(self, count: int = 1) -> list[Generate]:
         """Return the requests that have reached rank 0."""
@@ -79,7 +78,7 @@ class Stage:
 
     def say(self, *events: Any) -> None:
         for event in events:
-            self.theirs.dispatcher.on_event(event)
+            self.theirs.on_event(event)
 
     async def read(self, answer: Any) -> list[Any]:
         """Return the client's tokens; the error that ended the answer comes last."""
@@ -162,12 +161,12 @@ def test_a_bug_under_an_event_ends_the_link_instead_of_leaving_its_requests(
     monkeypatch.setattr(RequestDispatcher, "on_event", faulty)
 
     async def story(stage: Stage) -> None:
-        ours.append(stage.ours.dispatcher)
+        ours.append(stage.ours.deployments.named(DEPLOYMENT))
         answer = stage.ours.generate(Request((1, 2, 3), 9))
         await stage.asked()
         stage.say(Accepted(1))
         await sees(lambda: stage.lost)
-        stage.ours.fail_all(stage.lost[0])  # as the follower does
+        stage.ours.fail(DEPLOYMENT, stage.lost[0])  # as the follower does
         assert await stage.read(answer) == stage.lost
         assert stage.lost[0].code == Code.INTERNAL
 
@@ -282,13 +281,14 @@ def test_when_rank_0_s_agent_is_gone_the_client_hears_of_it() -> None:
         stage.serving.cancel()
         await asyncio.wait({stage.serving})
         await sees(lambda: stage.lost)
-        stage.ours.fail_all(stage.lost[0])  # as the follower does; nothing looked like an end before
+        stage.ours.fail(DEPLOYMENT, stage.lost[0])  # as the follower does; nothing looked like an end before
         assert await stage.read(answer) == stage.lost
         assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
-        stage.ours.serve(stage.desk, MODEL, TEXT, here=False)
+        stage.ours.serve(GROUP, DEPLOYMENT, stage.desk, MODEL, TEXT, here=False)
         assert isinstance(stage.lost[0], LinkError)
-        with pytest.raises(RequestError, match="rank 0 is gone"):
-            stage.ours.generate(Request((1,), 9))
+        late = stage.ours.generate(Request((1,), 9))
+        assert late.progress() == Progress("restarting")
+        await late.aclose()
         stage.serving = asyncio.ensure_future(asyncio.sleep(0))
 
     play(story)
@@ -299,12 +299,12 @@ def test_when_the_group_ends_requests_come_back_and_go_on_in_the_next() -> None:
         answers = [stage.ours.generate(Request((1,), 9)) for _ in range(2)]
         await stage.asked(2)
         stage.say(Delta((1,), (0,), (50,)))
-        stage.theirs.park_open_requests(GroupError("rank 1 is gone", Code.RANK_LOST))
+        stage.theirs.park(GROUP, GroupError("rank 1 is gone", Code.RANK_LOST))
         late = stage.ours.generate(Request((1,), 9))
         [refused] = await stage.read(late)
         assert (refused.code, refused.status) == (Code.NOT_READY, 503)
         assert stage.open_requests == (2, 0)
-        stage.theirs.serve(cast(Any, stage.ranks), MODEL, TEXT)
+        stage.theirs.serve(GROUP, DEPLOYMENT, cast(Any, stage.ranks), MODEL, TEXT)
         first, second = (await stage.asked(4))[2:]
         assert (first.tokens, first.answered, first.strikes) == ((1, 50), 1, 1)
         assert (second.tokens, second.answered, second.strikes) == ((1,), 0, 1)
@@ -321,7 +321,7 @@ def test_a_model_that_is_taken_away_ends_its_requests_everywhere() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.ours.generate(Request((1,), 9))
         await stage.asked()
-        stage.theirs.fail_all(GroupError("tiny was unloaded", Code.SHUTTING_DOWN))
+        stage.theirs.fail(DEPLOYMENT, GroupError("tiny was unloaded", Code.SHUTTING_DOWN))
         [error] = await stage.read(answer)
         assert (error.code, error.detail) == (Code.SHUTTING_DOWN, "tiny was unloaded")
         assert stage.open_requests == (0, 0)
@@ -424,8 +424,8 @@ def test_an_agent_whose_rank_0_is_elsewhere_passes_nothing_on() -> None:
         )
         reader, writer = await asyncio.open_connection(sock=one)
         third = gateway()
-        desk = await RemoteBackend.greet(reader, writer, third.dispatcher.on_event, stage.lost.append)
-        third.serve(desk, MODEL, TEXT, here=False)
+        desk = await RemoteBackend.greet(reader, writer, third.on_event, stage.lost.append)
+        third.serve(GROUP, DEPLOYMENT, desk, MODEL, TEXT, here=False)
         [refused] = await stage.read(third.generate(Request((1,), 9)))
         assert (refused.code, refused.status) == (Code.NOT_READY, 503)
         assert stage.ranks.sent == []

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.admin.parts import AgentParts
-from mlxtp.agent import build_parts
+from mlxtp.agent import build_parts, make_supervisor
 from mlxtp.cluster import node as cluster_module
 from mlxtp.cluster import roster
 from mlxtp.cluster.node import ClusterNode
@@ -94,7 +94,7 @@ class Node:
 
     def __init__(self, member: Member, home: Path, machine: Machine | None = None, **changes: Any) -> None:
         chosen = Settings(home, "", 0, 1, "tiny", cluster=True, name="studio", **changes)
-        supervisor = Supervisor(chosen)
+        supervisor = make_supervisor(chosen)
         self.parts = build_parts(
             ClusterNode(
                 chosen, member.identity, machine or MACHINE, short=lambda: supervisor.gateway.admission.short
@@ -175,7 +175,7 @@ def alone(home: Path, supervisor: Supervisor | None = None) -> AgentParts:
     member = founder(home / "member")
     settings = Settings(home, "", 0, 1, "tiny", name="studio")
     node = ClusterNode(settings, member.identity, MACHINE, home=member.store.folder.parent)
-    return build_parts(node, supervisor or Supervisor(settings), member.credentials)
+    return build_parts(node, supervisor or make_supervisor(settings), member.credentials)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from mlxtp.api.request_metrics import Asked
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.controller import TELL_S
-from mlxtp.groups.owned_epoch import GROUP
+from mlxtp.groups.lifecycle import GROUP
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.workload import AGENT, CHAT, Workload
@@ -129,7 +129,7 @@ def test_the_workload_is_learnt_while_no_group_runs(
         node.live()
         assert node.parts.servings.owned is not None
         begun = AGENT if workload == "agent" else CHAT
-        meter = node.parts.supervisor.gateway.dispatcher.meter
+        meter = node.parts.supervisor.gateway.deployments.meter
         meter.asked = Asked(100, 200_000, 150_000, 30_000, 200)
         controller.situation(None)
         assert placer.workload is begun

@@ -15,6 +15,7 @@ from mlxtp.agent import Agent, drain_on_signal
 from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
 from mlxtp.groups.health import ServingState
+from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.groups.reconciler import LOOK_S, Drain
 from mlxtp.models.inspect import ModelSource, open_model
 from mlxtp.wire.cluster_messages import Beat, Prepare, RankTrouble, Serving
@@ -62,10 +63,10 @@ def test_nothing_new_is_taken_and_what_is_open_goes_on_from_group_to_group() -> 
             stage.gateway.relay(Generate(1, (1,), 9), lambda _: None)
         assert relayed.value.code is Code.SHUTTING_DOWN
         stage.say(1, 50)
-        stage.gateway.park_open_requests(GroupError("another group goes on", Code.REPLANNED))
+        stage.gateway.park(GROUP, GroupError("another group goes on", Code.REPLANNED))
         elsewhere = FakeRanks()
-        stage.gateway.serve(cast(Any, elsewhere), MODEL, TEXT, here=False)
-        assert elsewhere.sent == [Generate(2, (1, 50), 9, answered=1)]
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, elsewhere), MODEL, TEXT, here=False)
+        assert elsewhere.sent == [Generate(2, (1, 50), 9, answered=1, group=GROUP)]
         stage.finish(2, "stop", 1)
         assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
 
@@ -76,17 +77,17 @@ def test_a_draining_agent_is_not_the_last_to_be_asked_for_what_had_begun() -> No
     """The first time its refusal is the client's; what a client was promised waits for another group."""
 
     async def story(stage: test_gateway.Stage) -> None:
-        stage.gateway.serve(cast(Any, stage.ranks), MODEL, TEXT, here=False)
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, stage.ranks), MODEL, TEXT, here=False)
         first = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.dispatcher.on_event(Error(Code.SHUTTING_DOWN, "about to stop", 1))
+        stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "about to stop", 1))
         assert stage.open == 0
         with pytest.raises(GroupError):
             await first.accepted()
         begun = stage.gateway.generate(Request((1,), 9))
         stage.say(2, 50)
-        stage.gateway.dispatcher.on_event(Error(Code.REPLANNED, "another group goes on", 2))
-        stage.gateway.dispatcher.resume()
-        stage.gateway.dispatcher.on_event(Error(Code.SHUTTING_DOWN, "about to stop", 3))
+        stage.gateway.on_event(Error(Code.REPLANNED, "another group goes on", 2))
+        stage.gateway.deployments.named(DEPLOYMENT).resume()
+        stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "about to stop", 3))
         assert stage.open == 1
         await begun.aclose()
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.agent import make_supervisor
 from mlxtp.api.backend import Health, Request, StreamEnd, Tokens
 from mlxtp.cluster.introduction import PeerInfo
 from mlxtp.cluster.rounds import Rounds
@@ -23,8 +24,7 @@ from mlxtp.groups import forwarding as follower_module
 from mlxtp.groups import loading
 from mlxtp.groups.forwarding import ForwardingBackend
 from mlxtp.groups.health import ServingState
-from mlxtp.groups.lifecycle import Supervisor
-from mlxtp.groups.owned_epoch import GROUP
+from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.blocking import listen
 from mlxtp.wire.cluster_messages import Serving
@@ -51,7 +51,7 @@ class Stage:
         self.host = Gateway(
             lambda n: Health("ready", 7, 2, "ring", "tiny", None, True, n), AdmissionLimits(8)
         )
-        self.host.serve(cast(Any, self.ranks), MODEL, TEXT)
+        self.host.serve(GROUP, DEPLOYMENT, cast(Any, self.ranks), MODEL, TEXT)
         self.connections = 0
         self.silent = False
         sock = listen("127.0.0.1")
@@ -59,7 +59,7 @@ class Stage:
         self._doorman = TlsAcceptor(sock, member_context_server(first.credentials), self._serve)
         self.knowledge = PeerInfo()
         self.knowledge.addresses[HOST] = (f"10.0.0.9:{self.port}",)
-        self.supervisor = Supervisor(Settings(folder, "", 0, 1, "tiny"))
+        self.supervisor = make_supervisor(Settings(folder, "", 0, 1, "tiny"))
         self.present = True
         self.node = SimpleNamespace(
             peer_info=self.knowledge,
@@ -146,8 +146,8 @@ def test_requests_go_to_where_rank_0_is(tmp_path: Path) -> None:
         assert (model.id, model.context, model.vocabulary, model.eos) == ("tiny", 4096, 512, (1,))
         answer = stage.ask()
         await sees(lambda: stage.ranks.sent_of(Generate))
-        stage.host.dispatcher.on_event(Delta((1,), (0,), (50,)))
-        stage.host.dispatcher.on_event(Finished(1, "stop", 1, 1))
+        stage.host.on_event(Delta((1,), (0,), (50,)))
+        stage.host.on_event(Finished(1, "stop", 1, 1))
         assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
 
     play(tmp_path, story)
@@ -174,7 +174,7 @@ def test_requests_here_wait_as_long_as_the_model_takes_to_load_there(tmp_path: P
     async def story(stage: Stage) -> None:
         stage.hears(replace(READY, load_s=63))
         await sees(stage.shows(ServingState.READY))
-        assert stage.supervisor.gateway.dispatcher.load_s == 63
+        assert stage.supervisor.gateway.deployments.named(DEPLOYMENT).load_s == 63
 
     play(tmp_path, story)
 
@@ -184,7 +184,7 @@ def test_what_the_other_agent_no_longer_serves_waits_for_another_group(tmp_path:
         await stage.follows()
         answer = stage.ask()
         await sees(lambda: stage.ranks.sent_of(Generate))
-        stage.host.dispatcher.on_event(Delta((1,), (0,), (50,)))
+        stage.host.on_event(Delta((1,), (0,), (50,)))
         assert await anext(answer) == Tokens((50,))
         stage.hears(None)
         assert stage.supervisor.gateway.models() == ()
@@ -192,7 +192,7 @@ def test_what_the_other_agent_no_longer_serves_waits_for_another_group(tmp_path:
         stage.follower.follow()
         assert stage.follower._served is None
         mine = FakeRanks()
-        stage.supervisor.gateway.serve(cast(Any, mine), *stage.model_here)
+        stage.supervisor.gateway.serve(GROUP, DEPLOYMENT, cast(Any, mine), *stage.model_here)
         assert mine.sent == [Generate(2, (1, 2, 50), 9, answered=1)]
         await answer.aclose()
 
@@ -210,17 +210,17 @@ def test_between_two_groups_of_the_other_agent_its_link_stays(tmp_path: Path, se
         stage.hears(serving)
         with pytest.raises(RequestError):
             stage.ask()
-        stage.host.dispatcher.on_event(Finished(1, "stop", 0, 0))
+        stage.host.on_event(Finished(1, "stop", 0, 0))
         assert await everything(kept) == [StreamEnd("stop", 0)]
-        stage.host.park_open_requests(GroupError("rank 1 is gone", Code.RANK_LOST))
+        stage.host.park(GROUP, GroupError("rank 1 is gone", Code.RANK_LOST))
         await sees(lambda: stage.host.open_requests == 0)
         again = FakeRanks()
-        stage.host.serve(cast(Any, again), MODEL, TEXT)
+        stage.host.serve(GROUP, DEPLOYMENT, cast(Any, again), MODEL, TEXT)
         stage.hears(replace(READY, epoch=8))
         await sees(lambda: again.sent_of(Generate))
         assert again.sent == [Generate(3, (1, 2), 9, strikes=1)]
         assert stage.connections == 1
-        stage.host.dispatcher.on_event(Finished(3, "stop", 0, 0))
+        stage.host.on_event(Finished(3, "stop", 0, 0))
         assert await everything(lost) == [StreamEnd("stop", 0)]
 
     play(tmp_path, story)
@@ -236,7 +236,7 @@ def test_a_link_that_breaks_is_opened_again(tmp_path: Path) -> None:
         await sees(lambda: stage.supervisor.gateway.models() == ())
         await sees(stage.shows(ServingState.READY))
         await sees(lambda: len(stage.ranks.sent_of(Generate)) == 2)
-        stage.host.dispatcher.on_event(Finished(2, "stop", 0, 0))
+        stage.host.on_event(Finished(2, "stop", 0, 0))
         assert await everything(answer) == [StreamEnd("stop", 0)]
 
     play(tmp_path, story)
@@ -247,12 +247,12 @@ def test_a_group_of_its_own_is_not_disturbed_by_the_one_it_followed(tmp_path: Pa
         await stage.follows()
         mine = FakeRanks()
         stage.supervisor.status.in_epoch = True
-        stage.supervisor.gateway.fail_all(MlxtpError("another group is formed"))
-        stage.supervisor.gateway.serve(cast(Any, mine), MODEL, TEXT)
+        stage.supervisor.gateway.fail(DEPLOYMENT, MlxtpError("another group is formed"))
+        stage.supervisor.gateway.serve(GROUP, DEPLOYMENT, cast(Any, mine), MODEL, TEXT)
         answer = stage.ask()
         stage.follower.follow()
         await sees(lambda: stage.connections == 0)
-        stage.supervisor.gateway.dispatcher.on_event(Finished(1, "stop", 0, 0))
+        stage.supervisor.gateway.on_event(Finished(1, "stop", 0, 0))
         assert await everything(answer) == [StreamEnd("stop", 0)]
         stage.supervisor.status.in_epoch = False
 

@@ -48,7 +48,7 @@ class Answering:
 
 def judged(tmp_path: Path, gateway: Answering) -> str:
     """Return what is said of a group that answers OTHER for the first time."""
-    loader = ModelLoader(Settings(tmp_path, "", 0, 1, "tiny"), cast(Any, gateway))
+    loader = ModelLoader(Settings(tmp_path, "", 0, 1, "tiny"), cast(Any, gateway.self_test))
     asyncio.run(loader.judge(cast(Any, None), PROMPTS, KEPT, OTHER))
     return loader.proof
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.agent import make_supervisor
 from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.config import Settings
 from mlxtp.diagnostics import failure_store
@@ -23,7 +24,7 @@ from mlxtp.errors import Code, GroupError, MlxtpError
 from mlxtp.groups import health as epoch
 from mlxtp.groups import lifecycle
 from mlxtp.groups.health import MAX_FAILURES, RestartPolicy, ServingState, is_legal
-from mlxtp.groups.lifecycle import EpochPlan, Supervisor
+from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP, EpochPlan
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models import self_test
 from mlxtp.models.inspect import ModelSource, open_model
@@ -45,7 +46,7 @@ class Stage:
         self.home = tmp_path / "home"
         self.home.mkdir()
         self.source = source
-        self.supervisor = Supervisor(
+        self.supervisor = make_supervisor(
             Settings(self.home, "", 0, 1, "tiny", limits=LIMITS), worker=self.orders.worker
         )
         self.gateway = self.supervisor.gateway
@@ -125,7 +126,7 @@ def test_a_planned_epoch_counts_before_its_ranks_exist(tmp_path: Path, source: M
         async def prepare() -> None:
             pass
 
-        supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny", limits=LIMITS))
+        supervisor = make_supervisor(Settings(tmp_path, "", 0, 1, "tiny", limits=LIMITS))
         running = asyncio.ensure_future(supervisor.run(cast(Any, SimpleNamespace(prepare=prepare))))
         await sees(lambda: supervisor.waits_for_plan)
         assert not supervisor.status.in_epoch
@@ -162,9 +163,9 @@ def test_a_request_that_another_mac_answered_is_answered_here_when_a_group_forms
 ) -> None:
     async def story(stage: Stage) -> None:
         elsewhere, model = FakeRanks(), replace(MODEL, path=source.path)
-        stage.gateway.serve(cast(Any, elsewhere), model, TEXT, here=False)
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, elsewhere), model, TEXT, here=False)
         answer = stage.gateway.generate(Request((5, 6, 7), 3))
-        stage.gateway.dispatcher.on_event(Delta((1,), (0,), (5,)))
+        stage.gateway.on_event(Delta((1,), (0,), (5,)))
         stage.plan(1)
         expected = [Tokens((5,)), Tokens((6,)), Tokens((7,)), StreamEnd("length", 3)]
         assert await everything(answer) == expected
@@ -223,7 +224,7 @@ def test_after_too_many_failures_it_waits_for_something_to_change(
         stage.plan(1)
         await sees(lambda: stage.asked == 2)
         assert not stage.supervisor.status.resting
-        stage.gateway.serve(cast(Any, FakeRanks()), MODEL, TEXT, here=False)
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, FakeRanks()), MODEL, TEXT, here=False)
         answer = stage.gateway.generate(Request((1,), 9))
         stage.orders.give(0, die_on="Init", code="out_of_memory")
         stage.plan(2)
@@ -353,7 +354,7 @@ def test_stopping_ends_requests_that_are_answered_elsewhere(tmp_path: Path, sour
     async def story(stage: Stage) -> None:
         elsewhere = FakeRanks()
         await sees(lambda: stage.asked == 1)
-        stage.gateway.serve(cast(Any, elsewhere), MODEL, TEXT, here=False)
+        stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, elsewhere), MODEL, TEXT, here=False)
         answer = stage.gateway.generate(Request((1,), 9))
         stage.running.cancel()
         assert (await stage.error_of(answer)).code is Code.SHUTTING_DOWN
@@ -380,7 +381,7 @@ def test_what_another_mac_says_is_shown_until_there_is_a_group_here(
 
 def test_how_far_a_load_is_can_be_told_in_per_cent(tmp_path: Path) -> None:
     async def story() -> None:
-        supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
+        supervisor = make_supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
         assert supervisor.status.progress == "starting"
         supervisor.status.follow(ServingState.LOADING, 3, "loading 7 %", EpochGroup(0, 2, "ring"))
         assert supervisor.status.progress == "loading 7 %"

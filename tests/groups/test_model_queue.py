@@ -16,12 +16,13 @@ from mlxtp.cluster.reconcile import Situation
 from mlxtp.config import Limits, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from mlxtp.groups.health import ServingState
+from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.cluster_messages import Deployments, ModelQueue, ModelStatus, ModelTurn
 from mlxtp.wire.messages import Generate
 
 from ..cluster.deployed import only
-from ..gateway.test_gateway import FakeRanks
+from ..gateway.test_gateway import TEXT, FakeRanks
 from ..wire.members import Member
 from .one_node import CLOCK, MACHINE, A, B, FakeLink, Node, play
 from .scenes import sees, within
@@ -71,7 +72,11 @@ async def refusal(node: Node, model: str) -> RequestError:
 def served(node: Node, model: str) -> None:
     """From now on this model is there for requests; an empty one: none is."""
     info = ModelInfo(model, ("default",), Path(), 1000, 1, (1,), 300)
-    node.parts.supervisor.gateway._model = info if model else None
+    gateway = node.parts.supervisor.gateway
+    if model:
+        gateway.serve(GROUP, DEPLOYMENT, cast(Any, FakeRanks()), info, TEXT)
+    else:
+        gateway.detach(GROUP)
     node.tick(0.01)
 
 
@@ -401,7 +406,6 @@ def test_requests_passed_on_to_rank_0_run_in_any_order_of_reports(tmp_path: Path
     async def story(node: Node) -> None:
         link, cluster = leading(node), node.parts
         gateway = cluster.supervisor.gateway
-        gateway.dispatcher.attach(cast(Any, FakeRanks()), here=True)
         cancel = gateway.relay(Generate(1, (1, 2), 9), lambda _: None)
         waiting = await ask(node, WANTED)
         tell(node, link)

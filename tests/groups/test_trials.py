@@ -12,8 +12,7 @@ import pytest
 
 from mlxtp.errors import Code, GroupError, MlxtpError
 from mlxtp.groups.controller import Trials
-from mlxtp.groups.lifecycle import EpochPlan
-from mlxtp.groups.owned_epoch import GROUP
+from mlxtp.groups.lifecycle import GROUP, EpochPlan
 from mlxtp.placement.candidates import Candidate, Fabrics
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, JACCL_RING, RING_ETHERNET, RankMemory
 from mlxtp.placement.topology import Topology

@@ -191,6 +191,7 @@ EXAMPLES: dict[type[Message], Message] = {
         TimeCollectives("sum", 1024, 8),
         CollectivesTimed(0.25, False),
         Generate(1, (5, 6, 7), 100),
+        Generate(1, (5, 6, 7), 100, group="tiny#1"),
         Accepted(1),
         Prefilled(1, 512, 128),
         Delta((1,), (0,), (42,)),

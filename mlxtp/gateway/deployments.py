@@ -1,0 +1,95 @@
+"""The dispatchers of a gateway, one for each deployment that was served here, and their sums."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from ..api.request_metrics import RequestMeter
+from ..wire.messages import RequestEvent
+from .dispatcher import PHASES, OpenRequests, RequestDispatcher
+from .ready_groups import OpenRequest
+from .request import ForwardedRequest
+
+
+class ServedDeployments:
+    """Dispatchers by the names of their deployments. `recovery_s` is that of `RequestDispatcher`."""
+
+    def __init__(self, recovery_s: float) -> None:
+        self.by_name: dict[str, RequestDispatcher] = {}
+        self.homes: dict[str, str] = {}  #: The deployment of each group, by their names.
+        self.meter = RequestMeter()  #: Counts the requests of local clients.
+        self.order: Callable[[], Sequence[str]] = tuple  #: Returns the names, the default first.
+        self._recovery_s = recovery_s
+        self._uids = itertools.count(1)
+
+    def named(self, name: str) -> RequestDispatcher:
+        """Return the dispatcher of a deployment."""
+        if name not in self.by_name:
+            self.by_name[name] = RequestDispatcher(self._recovery_s, lambda: self.meter, self._uids)
+        return self.by_name[name]
+
+    def ready(self) -> list[RequestDispatcher]:
+        """Return the deployments that take requests, the default first."""
+        place = {name: index for index, name in enumerate(self.order())}
+        names = sorted(self.by_name, key=lambda name: place.get(name, len(place)))
+        return [self.by_name[name] for name in names if self.by_name[name].model is not None]
+
+    def serving(self, model: str) -> RequestDispatcher | None:
+        """Return the deployment of the model with this id, or the default; None if it takes no requests."""
+        for each in self.ready():
+            if each.model is not None and model in ("", each.model.id):
+                return each
+        return None
+
+    def owning(self, group: str) -> RequestDispatcher | None:
+        """Return the deployment of a ready group of this agent, or of any such group for an empty id."""
+        for each in self.ready():
+            if any(ready.here and group in ("", name) for name, ready in each.groups.items()):
+                return each
+        return None
+
+    def of_group(self, group: str) -> RequestDispatcher | None:
+        """Return the deployment for which a group was served last."""
+        return self.by_name.get(self.homes.get(group, ""))
+
+    def on_event(self, event: RequestEvent) -> None:
+        """Process an event of any group."""
+        for each in self.by_name.values():
+            each.on_event(event)
+
+    # --- sums ----------------------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> list[OpenRequest]:
+        """Requests that wait for more tokens, other agents' included."""
+        return [request for each in self.by_name.values() for request in each.requests]
+
+    @property
+    def relayed(self) -> int:
+        """Number of requests of other agents' clients that run here."""
+        return sum(isinstance(each, ForwardedRequest) for each in self.requests)
+
+    @property
+    def confirmed_tokens(self) -> int:
+        """Tokens from ranks for requests of this gateway; on the Macs of ranks 0, for all requests."""
+        return sum(each.confirmed_tokens for each in self.by_name.values())
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Open requests, other agents' included, by their phase; see `RequestDispatcher.queue`."""
+        phases = dict.fromkeys(PHASES, 0)
+        for each in self.by_name.values():
+            for phase, count in each.queue.items():
+                phases[phase] += count
+        return phases
+
+    def count_open(self) -> OpenRequests:
+        """Count the requests that are open now; `model` is that of the deployment that was served first."""
+        counts = [each.count_open() for each in self.by_name.values()]
+        return OpenRequests(
+            next((each.model for each in counts if each.model), ""),
+            sum(each.running for each in counts),
+            sum(each.waiting for each in counts),
+            sum(each.held for each in counts),
+        )

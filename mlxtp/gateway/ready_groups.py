@@ -1,0 +1,92 @@
+"""Ready groups of one deployment as a gateway knows them, and its choice among them for each request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Mapping
+
+from ..wire.messages import Prefilled
+from .prefixes import PrefixSummary
+from .request import ClientRequest, ForwardedRequest, RequestBackend
+from .routing import GroupLoad, PrefillMeter, RouteOption, choose
+
+OpenRequest = ClientRequest | ForwardedRequest
+
+
+class ReadyGroup:
+    """A group that takes requests: their way there, and its work as far as this gateway knows it.
+
+    `here`: the backend is rank 0, and takes forwarded requests, too; else it is the agent that has rank 0.
+    """
+
+    def __init__(self, backend: RequestBackend, *, here: bool) -> None:
+        self.backend = backend
+        self.here = here
+        self.reported = GroupLoad()  #: The owner's last report of a group elsewhere.
+        self.prefill = PrefillMeter()
+        self.prefixes = PrefixSummary()
+
+    def take(self, report: GroupLoad) -> None:
+        """Take in the owner's report."""
+        self.reported = report
+        self.prefixes.replace(report.prefixes)
+
+
+class ReadyGroups(dict[str, ReadyGroup]):
+    """Ready groups by id. `requests`: the requests that are open at groups, by uid."""
+
+    def __init__(self, requests: Mapping[int, OpenRequest]) -> None:
+        super().__init__()
+        self._requests = requests
+
+    def load_of(self, name: str) -> GroupLoad:
+        """Return the work of a group: of one here exactly, of one elsewhere the most that is known."""
+        group = self[name]
+        own = [request for request in self._requests.values() if request.group == name]
+        queued = sum(request.left for request in own)
+        told = group.reported
+        speed = told.speed or group.prefill.speed
+        requests = max(len(own), told.requests)
+        return GroupLoad(max(queued, told.queued), requests, speed, group.prefixes.hashes)
+
+    def choose(self, request: OpenRequest, tried: Container[str]) -> str:
+        """Return the id of the group for a request, but none of those `tried`; empty if there is none."""
+        forwarded = isinstance(request, ForwardedRequest)
+        own = request.generate.group if forwarded else ""
+        names = [
+            name
+            for name, group in self.items()
+            if name not in tried and own in ("", name) and (group.here or not forwarded)
+        ]
+        if len(names) <= 1:
+            return names[0] if names else ""
+        hashes = request.hashes()
+        options = [
+            RouteOption(name, self[name].here, self.load_of(name), self[name].prefixes.match(hashes))
+            for name in names
+        ]
+        return choose(request.length, options).group
+
+    def sent(self, request: OpenRequest, name: str) -> None:
+        """Note that a group gets a request."""
+        group, hashes = self[name], request.hashes()
+        if not self.load_of(name).queued:
+            group.prefill.begin(time.monotonic())
+        request.group, request.elsewhere = name, not group.here
+        request.left = max(request.length - group.prefixes.match(hashes), 0)
+        group.prefixes.note(hashes)
+
+    def advanced(self, request: OpenRequest, event: Prefilled | None = None) -> None:
+        """Note the progress of a request's prefill; without an event it is complete."""
+        if not request.left or (group := self.get(request.group)) is None:
+            return
+        before, request.left = request.left, 0
+        if event is not None:
+            before = min(before, request.length - event.cached)
+            request.left = max(request.length - event.computed, 0)
+        group.prefill.computed(before - request.left, time.monotonic())
+
+    def ended(self, request: OpenRequest) -> None:
+        """Note that a group has completed a request, whose answer it keeps in its cache."""
+        if group := self.get(request.group):
+            group.prefixes.note(request.hashes())

@@ -1,0 +1,383 @@
+"""Several groups of one deployment, and several deployments: failover, routing, blame."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.api.backend import Health, Progress, Request, StreamEnd, Tokens
+from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
+from mlxtp.gateway.admission import AdmissionLimits
+from mlxtp.gateway.gateway import Gateway
+from mlxtp.gateway.prefixes import BLOCK
+from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT
+from mlxtp.gateway.routing import GroupLoad
+from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Sampling
+
+from .test_gateway import MODEL, TEXT, FakeRanks, everything
+
+LOST = GroupError("rank 1 is gone", Code.RANK_LOST)
+OTHER = replace(MODEL, id="other", aliases=())
+
+
+class Stage:
+    """A gateway with groups `tiny#0`, `tiny#1` and so on, and the ranks behind each."""
+
+    def __init__(self, max_open: int = 100) -> None:
+        def health(open_requests: int) -> Health:
+            return Health("ready", 1, 2, "ring", "tiny", None, True, open_requests)
+
+        self.gateway = Gateway(health, AdmissionLimits(max_open))
+        self.ranks: dict[str, FakeRanks] = {}
+
+    def serve(self, *groups: str, here: bool = True, model: Any = MODEL) -> None:
+        for group in groups:
+            self.ranks[group] = FakeRanks()
+            deployment = group.partition("#")[0]
+            self.gateway.serve(group, deployment, cast(Any, self.ranks[group]), model, TEXT, here=here)
+
+    def lose(self, group: str, error: MlxtpError = LOST) -> None:
+        self.gateway.park(group, error)
+
+    def asked(self, group: str) -> list[Generate]:
+        return self.ranks[group].sent_of(Generate)
+
+    def where(self, uid: int) -> str:
+        [group] = [name for name in self.ranks if any(each.uid == uid for each in self.asked(name))]
+        return group
+
+    def say(self, uid: int, tokens: list[int], start: int = 0) -> None:
+        for index, token in enumerate(tokens, start):
+            self.gateway.on_event(Delta((uid,), (index,), (token,)))
+
+    def finish(self, uid: int, generated: int = 1, cached: int = 0) -> None:
+        self.gateway.on_event(Finished(uid, "stop", generated, generated, cached=cached))
+
+
+def play(story: Callable[[Stage], Awaitable[None]], *groups: str, here: bool = True) -> None:
+    async def run() -> None:
+        stage = Stage()
+        stage.serve(*groups or ("tiny#0", "tiny#1"), here=here)
+        async with asyncio.timeout(20):
+            await story(stage)
+        stage.gateway.close(LOST)
+        assert stage.gateway.open_requests == 0
+
+    asyncio.run(run())
+
+
+async def error_of(answer: Any) -> MlxtpError:
+    with pytest.raises(MlxtpError) as raised:
+        await everything(answer)
+    return raised.value
+
+
+# --- failover ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_an_answer_goes_on_at_the_other_group_at_once(here: bool) -> None:
+    """From the same position, with the same seed; nothing is awaited in between."""
+
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1, 2, 3), 40, Sampling(0.7, seed=5)))
+        stage.gateway.on_event(Accepted(1))
+        first, other = sorted(stage.ranks, key=lambda group: group != stage.where(1))
+        assert answer.group == first
+        stage.say(1, list(range(50, 50 + PROVEN_TOKENS)))
+        stage.lose(first)
+        assert answer.group == other
+        [begun], [again] = stage.asked(first), stage.asked(other)
+        so_far = tuple(range(50, 50 + PROVEN_TOKENS))
+        assert (again.tokens, again.answered, again.strikes) == ((1, 2, 3, *so_far), len(so_far), 0)
+        assert (again.sampling, again.group) == (begun.sampling, "" if here else other)
+        stage.say(1, [99])  # from ranks that are being ended
+        stage.say(2, [70, 71], start=PROVEN_TOKENS)
+        stage.finish(2, PROVEN_TOKENS + 2)
+        *tokens, end = await everything(answer)
+        assert [each.tokens[0] for each in tokens if isinstance(each, Tokens)] == [*so_far, 70, 71]
+        assert end == StreamEnd("stop", PROVEN_TOKENS + 2)
+
+    play(story, here=here)
+
+
+def test_the_end_of_one_group_touches_no_request_of_another() -> None:
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate(Request((number,), 9)) for number in range(4)]
+        assert [len(stage.asked(group)) for group in stage.ranks] == [2, 2]
+        stay = [each.uid for each in stage.asked("tiny#1")]
+        stage.lose("tiny#0")
+        assert [each.uid for each in stage.asked("tiny#1")][:2] == stay
+        assert [each.strikes for each in stage.asked("tiny#1")] == [0, 0, 1, 1]
+        assert stage.gateway.models() == (MODEL,)
+        for each in stage.asked("tiny#1"):
+            stage.finish(each.uid)
+        for answer in answers:
+            assert await everything(answer) == [StreamEnd("stop", 1)]
+
+    play(story)
+
+
+def test_without_another_group_requests_wait_and_go_to_the_first_that_is_ready() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.lose("tiny#0")
+        stage.lose("tiny#1", LinkError("gone", Code.LINK_LOST))
+        assert answer.progress() == Progress("restarting")
+        assert (answer.group, stage.gateway.models()) == ("", ())
+        stage.serve("tiny#1")
+        assert [each.tokens for each in stage.asked("tiny#1")] == [(1,)]
+        await answer.aclose()
+        assert stage.ranks["tiny#1"].sent_of(Cancel) == [Cancel(stage.asked("tiny#1")[0].uid)]
+
+    play(story)
+
+
+def test_a_group_that_cannot_be_reached_is_passed_over() -> None:
+    async def story(stage: Stage) -> None:
+        stage.ranks["tiny#0"].broken = LinkError("gone", Code.LINK_LOST)
+        answer = stage.gateway.generate(Request((1,), 9))
+        assert [len(stage.asked(group)) for group in stage.ranks] == [0, 1]
+        await answer.aclose()
+
+    play(story)
+
+
+def test_a_group_that_is_detached_keeps_its_requests_and_gets_no_more() -> None:
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate(Request((number,), 9)) for number in range(2)]
+        stage.gateway.detach("tiny#0")
+        answers += [stage.gateway.generate(Request((number,), 9)) for number in range(2)]
+        assert [len(stage.asked(group)) for group in stage.ranks] == [1, 3]
+        stage.lose("tiny#0")  # it ends after all
+        assert len(stage.asked("tiny#1")) == 4
+        for answer in answers:
+            await answer.aclose()
+
+    play(story)
+
+
+def test_what_one_owner_refuses_goes_to_another_before_its_client_hears_of_it() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.on_event(Error(Code.OVERLOADED, "full", 1))
+        assert [len(stage.asked(group)) for group in stage.ranks] == [1, 1]
+        stage.gateway.on_event(Error(Code.OVERLOADED, "full, too", 2))
+        with pytest.raises(RequestError, match="full, too"):
+            await answer.accepted()
+
+    play(story, here=False)
+
+
+def test_what_an_owner_gives_back_goes_to_another_group_at_once() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 90))
+        first = stage.where(1)
+        stage.gateway.on_event(Error(Code.RANK_LOST, "rank 1 is gone", 1))
+        [again] = [each for group in stage.ranks if group != first for each in stage.asked(group)]
+        assert (again.uid, again.strikes) == (2, 1)
+        await answer.aclose()
+
+    play(story, here=False)
+
+
+def test_requests_of_other_agents_go_back_and_find_the_group_that_they_name() -> None:
+    async def story(stage: Stage) -> None:
+        told: list[Message] = []
+        for uid in (70, 71):
+            stage.gateway.relay(Generate(uid, (1,), 9, group="tiny#1"), told.append)
+        assert [len(stage.asked(group)) for group in stage.ranks] == [0, 2]
+        assert {each.group for each in stage.asked("tiny#1")} == {""}
+        stage.lose("tiny#1")
+        assert told == [Error(Code.RANK_LOST, "rank 1 is gone", uid) for uid in (70, 71)]
+        assert stage.asked("tiny#0") == []
+        with pytest.raises(RequestError) as refused:
+            stage.gateway.relay(Generate(72, (1,), 9, group="tiny#1"), told.append)
+        assert refused.value.code is Code.NOT_READY
+
+    play(story)
+
+
+# --- blame ------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_kills_is_ended_before_it_has_gone_round() -> None:
+    """Four groups, many requests, one of which kills each group that works on it."""
+
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate(Request((number,), 99)) for number in range(12)]
+        ends = 0
+        for _ in range(8):
+            at = [name for name in stage.ranks if any(each.tokens == (5,) for each in stage.asked(name))]
+            if not at:
+                break
+            [name] = at
+            del stage.ranks[name].sent[:]
+            stage.lose(name)
+            ends += 1
+            for group in stage.ranks:  # the others get on, a suspect that is harmless among them
+                for each in stage.asked(group) if group != name else ():
+                    if each.tokens != (5,):
+                        stage.say(each.uid, [7] * PROVEN_TOKENS)
+                        stage.finish(each.uid, PROVEN_TOKENS)
+        assert ends <= SUSPECT + 1
+        assert (await error_of(answers[5])).code is Code.REQUEST_FATAL
+        for number, answer in enumerate(answers):
+            if number != 5:
+                assert (await everything(answer))[-1] == StreamEnd("stop", PROVEN_TOKENS)
+        assert stage.gateway.models()
+
+    play(story, "tiny#0", "tiny#1", "tiny#2", "tiny#3")
+
+
+def test_one_suspect_of_a_deployment_runs_at_a_time() -> None:
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate(Request((number,), 99)) for number in range(3)]
+        groups = ["tiny#0", "tiny#1", "tiny#2"]
+        stage.lose("tiny#1")
+        stage.lose("tiny#2")
+        stage.lose("tiny#0")  # all three are suspects or have a strike
+        for group in groups:
+            stage.serve(group)
+        for group in groups:
+            stage.lose(group)
+            if group == groups[-1]:
+                continue
+        for group in groups:
+            stage.serve(group)
+        asked = [each for group in groups for each in stage.asked(group)]
+        assert len([each for each in asked if each.strikes >= SUSPECT]) <= 1
+        for answer in answers:
+            await answer.aclose()
+        assert stage.gateway.open_requests == 0
+
+    play(story, "tiny#0", "tiny#1", "tiny#2")
+
+
+# --- routing ----------------------------------------------------------------------------------------------
+
+
+def conversation(number: int, blocks: int) -> tuple[int, ...]:
+    return tuple(number * 100_000 + index for index in range(blocks * BLOCK))
+
+
+def test_a_second_turn_goes_where_the_first_one_is_cached() -> None:
+    async def story(stage: Stage) -> None:
+        stage.gateway.generate(Request(conversation(1, 2), 9))
+        stage.gateway.generate(Request(conversation(2, 2), 9))
+        for uid in (1, 2):
+            stage.finish(uid)
+        assert stage.where(1) != stage.where(2)
+        for number in (2, 1, 1, 2):
+            answer = stage.gateway.generate(Request((*conversation(number, 2), 8, 8), 9))
+            uid = max(each.uid for group in stage.ranks for each in stage.asked(group))
+            assert stage.where(uid) == stage.where(number)
+            stage.finish(uid)
+            await everything(answer)
+
+    play(story)
+
+
+def test_the_answer_counts_as_cached_too() -> None:
+    async def story(stage: Stage) -> None:
+        prompt, said = conversation(1, 1)[:-6], [7] * (BLOCK + 6)
+        stage.gateway.generate(Request(prompt, 900))
+        stage.say(1, said)
+        stage.finish(1, len(said))
+        dispatcher = stage.gateway.deployments.named("tiny")
+        answer = stage.gateway.generate(Request((*prompt, *said, 3), 9))
+        assert dispatcher.groups[stage.where(1)].prefixes.match(answer.hashes()) == 2 * BLOCK
+        assert stage.where(2) == stage.where(1)
+
+    play(story)
+
+
+def test_a_conversation_moves_where_waiting_at_its_cache_costs_more() -> None:
+    async def story(stage: Stage) -> None:
+        stage.gateway.generate(Request(conversation(1, 4), 9))
+        stage.finish(1)
+        home = stage.where(1)
+        stage.gateway.load(home, GroupLoad(queued=9 * BLOCK))
+        stage.gateway.generate(Request((*conversation(1, 4), 5), 9))
+        assert stage.where(2) != home
+
+    play(story, here=False)
+
+
+def test_a_report_says_what_another_agent_s_group_has_cached() -> None:
+    async def story(stage: Stage) -> None:
+        there = Stage()
+        there.serve("tiny#1")
+        there.gateway.generate(Request(conversation(1, 4), 9))
+        there.finish(1)
+        stage.gateway.load("tiny#1", there.gateway.deployments.named("tiny").groups.load_of("tiny#1"))
+        stage.gateway.generate(Request((*conversation(1, 4), 5), 9))
+        assert stage.where(1) == "tiny#1"
+
+    play(story, here=False)
+
+
+@pytest.mark.parametrize(("sticky", "least"), [(True, 0.95), (False, 0.0)])
+def test_second_turns_of_many_conversations_find_their_caches(sticky: bool, least: float) -> None:
+    """Of 32 conversations; going round, half of them would miss their caches."""
+
+    async def story(stage: Stage) -> None:
+        homes = {}
+        for number in range(32):
+            stage.gateway.generate(Request(conversation(number, 3), 9))
+            homes[number] = stage.where(number + 1)
+        for number in range(32):
+            stage.finish(number + 1)
+        hits = 0
+        for turn, number in enumerate([*range(1, 32, 2), *range(0, 32, 2)]):
+            stage.gateway.generate(Request((*conversation(number, 3), 4), 9))
+            uid = 33 + turn
+            hits += (stage.where(uid) if sticky else f"tiny#{turn % 2}") == homes[number]
+            stage.finish(uid)
+        assert list(homes.values()).count("tiny#0") == 16
+        assert hits / 32 >= least
+        assert sticky or hits <= 16
+
+    play(story)
+
+
+# --- several deployments ----------------------------------------------------------------------------------
+
+
+def test_each_model_has_its_own_groups_and_its_own_end() -> None:
+    async def story(stage: Stage) -> None:
+        stage.serve("other#0", model=OTHER)
+        assert [each.id for each in stage.gateway.models()] == ["tiny", "other"]
+        stage.gateway.deployments.order = lambda: ("other", "tiny")
+        assert [each.id for each in stage.gateway.models()] == ["other", "tiny"]
+        tiny = stage.gateway.generate(Request((1,), 9, model="tiny"))
+        other = stage.gateway.generate(Request((2,), 9))
+        assert (stage.where(1)[:4], stage.where(2)) == ("tiny", "other#0")
+        with pytest.raises(RequestError):
+            stage.gateway.generate(Request((2,), 9, model="third"))
+        stage.gateway.fail("other", GroupError("it was unloaded", Code.SHUTTING_DOWN))
+        assert (await error_of(other)).code is Code.SHUTTING_DOWN
+        assert stage.gateway.models() == (MODEL,)
+        assert (stage.gateway.text("other"), stage.gateway.text()) == (None, TEXT)
+        stage.finish(1)
+        assert await everything(tiny) == [StreamEnd("stop", 1)]
+
+    play(story)
+
+
+def test_the_requests_of_a_client_count_together_over_groups_and_deployments() -> None:
+    async def story(_stage: Stage) -> None:
+        stage = Stage(max_open=8)
+        stage.serve("tiny#0", "tiny#1")
+        stage.serve("other#0", model=OTHER)
+        for number in range(7):
+            stage.gateway.generate(Request((1,), 9, client="a", model=("tiny", "other")[number % 2]))
+        with pytest.raises(RequestError, match="7 requests of this client are open"):
+            stage.gateway.generate(Request((1,), 9, client="a", model="tiny"))
+        stage.gateway.close(LOST)
+
+    play(story)

@@ -410,14 +410,16 @@ class CandidateFinder:
         reads memory the fastest. Most desks have one group that is best in both.
         """
         slowest = self._flops(must) if must else float("inf")
-        found: dict[tuple[str, ...], None] = {}
+        found: list[tuple[str, ...]] = []
         for flops in sorted({min(self._flops(node), slowest) for node in fits}):
+            if found and min(map(self._flops, found[-1])) >= flops:
+                continue  # the last one is the best of these, too
             fast = [node for node in fits if self._flops(node) >= flops]
             group = self._group(size, fast, must, graph, search)
             if not group:
                 break
-            found[group] = None
-        return list(found)
+            found.append(group)
+        return found
 
     def _group(
         self, size: int, fits: Sequence[str], must: str, graph: Graph, search: Search

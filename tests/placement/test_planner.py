@@ -308,6 +308,16 @@ def test_a_prompt_may_pay_for_a_second_mac_that_the_answer_does_not() -> None:
     assert "a alone" in refusal(made, JACCL_MESH, 2)
 
 
+@pytest.mark.parametrize(("workload", "chosen"), [(CHAT, "ab"), (Workload("reader", 20_000, 0, 10), "ac")])
+def test_prompts_want_arithmetic_and_answers_want_memory(workload: Workload, chosen: str) -> None:
+    """A M4 Max reads memory faster than a M5 Pro and computes prompts slower."""
+    chips = ("Apple M5 Max", "Apple M4 Max", "Apple M5 Pro")
+    members = cabled([mac(i, chip=chip, memory=40) for i, chip in enumerate(chips)], all_pairs(3))
+    for order in (members, members[::-1]):
+        made = plan(order, shape(), A, replace(FAST, nodes=2, workload=workload))
+        assert names(made) == chosen
+
+
 def test_many_at_once_share_the_reading_of_weights() -> None:
     model, macs = shape(), [RankHardware("a", chip("Apple M3 Ultra"))]
     one = speed(model, macs, ALONE)

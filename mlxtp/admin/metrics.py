@@ -52,8 +52,10 @@ class Metrics:
 
     def collect(self) -> tuple[bytes, str]:
         """Return the current text, and its media type."""
-        if name := self._gateway.deployments.count_open().model:
-            self._counted.model(name)  # so that its counters exist, at 0, before the first request
+        for each in self._gateway.deployments.ready():
+            if each.model is not None:
+                for group in each.groups:
+                    self._counted.group(each.model.id, group)  # its counters exist before a request
         return generate_latest(self._counted.registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
@@ -78,35 +80,33 @@ def rendered(now: AgentSnapshot) -> Iterator[Metric]:
 
 
 def _requests(now: AgentSnapshot) -> Iterator[Metric]:
-    census = now.requests
-    name = census.model
+    rows = [each for each in now.requests if each.model or each.running or each.waiting]
     by_model = ("model_name",)
-    open_here = name or census.running or census.waiting
     yield _gauge(
         "vllm:num_requests_running",
         "Open requests of clients of this agent that have their first token.",
         by_model,
-        [((name,), census.running)] if open_here else (),
+        [((each.model,), each.running) for each in rows],
     )
     yield _gauge(
         "vllm:num_requests_waiting",
         "Open requests without a first token: queued, in prefill, or between two groups.",
         by_model,
-        [((name,), census.waiting)] if open_here else (),
+        [((each.model,), each.waiting) for each in rows],
     )
-    room = now.kv_room
+    room, first = now.kv_room, [each for each in rows if each.model][:1]
     yield _gauge(
         "vllm:kv_cache_usage_perc",
         "Tokens of all running requests as a fraction of the KV caches' room, from 0 to 1. Only where "
         "rank 0 is. Tokens cached for later prompts do not count, since they make room.",
         by_model,
-        [((name,), min(census.held / room, 1.0))] if room and name else (),
+        [((each.model,), min(each.held / room, 1.0)) for each in first if room],
     )
     yield _gauge(
         "mlxtp_kv_cache_room_tokens",
         "Tokens that fit into the KV caches. Only where rank 0 is.",
         by_model,
-        [((name,), room)] if room and name else (),
+        [((each.model,), room) for each in first if room],
     )
     yield _gauge(
         "mlxtp_open_requests",

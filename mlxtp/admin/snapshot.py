@@ -49,7 +49,7 @@ class AgentSnapshot:
     group: EpochGroup | None
     pongs: Mapping[int, Pong] | None
     pids: Mapping[int, int]
-    requests: OpenRequests
+    requests: tuple[OpenRequests, ...]
     phases: Mapping[str, int]
     tokens: int
     kv_room: int

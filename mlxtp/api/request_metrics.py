@@ -30,6 +30,8 @@ ACCEPT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 #: Models with counters of their own; later ones share one. An agent hardly serves so many in its life.
 MAX_MODELS = 32
+#: Groups of all these models with counters of their own; later ones share one for each model.
+MAX_GROUPS = 128
 OTHER = "other"
 MOST_ASKED = 512  #: Answers from which earlier ones count half.
 _REASONS = ("stop", "length", "abort", "error")
@@ -43,6 +45,9 @@ class SequenceMeter:
     """
 
     __slots__ = ()
+
+    def moved(self, group: str) -> None:
+        """Note the id of the group that has it from now on, and counts its tokens and its end."""
 
     def accepted(self) -> None:
         """Note that rank 0 has checked it and will run it."""
@@ -97,13 +102,13 @@ class RequestMeter:
         self.clock = clock
         self.asked = Asked()
 
-    def begin(self, model: str, prompt: Sequence[int]) -> SequenceMeter:
-        """Return the meter of a sequence that arrives now."""
+    def begin(self, model: str, group: str, prompt: Sequence[int]) -> SequenceMeter:
+        """Return the meter of a sequence that arrives now, and that `group` has; empty while none has it."""
         return UNWATCHED
 
 
-class ModelMetrics:
-    """Metrics of one model, with its name as their label; in the order of `_HISTOGRAMS` and `_COUNTERS`."""
+class GroupMetrics:
+    """Metrics of one group, labelled by model and group; in the order of `_HISTOGRAMS` and `_COUNTERS`."""
 
     def __init__(
         self,
@@ -141,20 +146,18 @@ class RequestMetrics(RequestMeter):
         disable_created_metrics()  # type: ignore[no-untyped-call]  # half of all samples, and of no use
         super().__init__(clock)
         self.registry = CollectorRegistry(auto_describe=False)
-        self._models: dict[str, ModelMetrics] = {}
+        self._groups: dict[tuple[str, str], GroupMetrics] = {}
         self._open = 0
         self._histograms = [
-            Histogram(name, says, ("model_name",), registry=self.registry, buckets=bounds)
+            Histogram(name, says, _LABELS, registry=self.registry, buckets=bounds)
             for name, says, bounds in _HISTOGRAMS
         ]
-        self._counters = [
-            Counter(name, says, ("model_name",), registry=self.registry) for name, says in _COUNTERS
-        ]
+        self._counters = [Counter(name, says, _LABELS, registry=self.registry) for name, says in _COUNTERS]
         self._finished = Counter(
             "vllm:request_success",
             "Answers that ended: stop and length are whole; abort: the client gave up; error: the server "
             "did.",
-            ("model_name", "finished_reason"),
+            (*_LABELS, "finished_reason"),
             registry=self.registry,
         )
         self._answered = Counter(
@@ -176,25 +179,31 @@ class RequestMetrics(RequestMeter):
             registry=self.registry,
         )
 
-    def model(self, name: str) -> ModelMetrics:
-        """Return the metrics of a model; from then on they have samples."""
-        if name not in self._models and len(self._models) >= MAX_MODELS:
-            name = OTHER
-        if name not in self._models:
-            self._models[name] = ModelMetrics(
-                [each.labels(name) for each in self._histograms],
-                [each.labels(name) for each in self._counters],
-                {why: self._finished.labels(name, why) for why in _REASONS},
+    def group(self, model: str, group: str) -> GroupMetrics:
+        """Return the metrics of a group of a model; from then on they have samples."""
+        labels = model, group
+        if labels in self._groups:
+            return self._groups[labels]
+        models = {each for each, _ in self._groups if each != OTHER}
+        if model not in models and len(models) >= MAX_MODELS:
+            labels = OTHER, OTHER
+        elif sum(each != OTHER for _, each in self._groups) >= MAX_GROUPS:
+            labels = model, OTHER
+        if labels not in self._groups:
+            self._groups[labels] = GroupMetrics(
+                [each.labels(*labels) for each in self._histograms],
+                [each.labels(*labels) for each in self._counters],
+                {why: self._finished.labels(*labels, why) for why in _REASONS},
             )
-        return self._models[name]
+        return self._groups[labels]
 
-    def begin(self, model: str, prompt: Sequence[int]) -> SequenceMeter:
+    def begin(self, model: str, group: str, prompt: Sequence[int]) -> SequenceMeter:
         now, account = self.clock(), current()
         self._open += 1
         arrived = now if account is None else account.arrived
-        watch = CountedSequence(
-            self.model(model), prompt, arrived, self.clock, partial(self._over, self._open)
-        )
+        of = partial(self.group, model)
+        watch = CountedSequence(of, prompt, arrived, self.clock, partial(self._over, self._open))
+        watch.moved(group)
         watch.begun, watch.account = now, account
         if account is not None:
             account.answers.append(watch)
@@ -213,6 +222,7 @@ class RequestMetrics(RequestMeter):
             (self._refused if status >= 400 else self._failed).labels(path, code).inc()
 
 
+_LABELS = ("model_name", "group")
 #: Name, help and buckets.
 _HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     (
@@ -257,22 +267,27 @@ _COUNTERS = (
 
 
 class CountedSequence(SequenceMeter):
-    """One counted sequence. `arrived` is its request's time of arrival; times are the clock's."""
+    """One counted sequence, in the metrics of the group that has it, which `of` returns for its id.
+
+    `moved` names the group before anything is counted. `arrived` is its request's time of arrival; times are
+    the clock's.
+    """
 
     __slots__ = (
-        "_clock", "_ended_at", "_last_at", "_note_end", "_totals",
+        "_clock", "_ended_at", "_last_at", "_note_end", "_of", "_totals",
         "account", "arrived", "begun", "cached", "first_s", "generated", "prompt", "reason",
     )  # fmt: skip
 
     def __init__(
         self,
-        totals: ModelMetrics,
+        of: Callable[[str], GroupMetrics],
         prompt: Sequence[int],
         arrived: float,
         clock: Callable[[], float],
         note_end: Callable[[CountedSequence], None],
     ) -> None:
-        self._totals = totals
+        self._of = of
+        self._totals: GroupMetrics
         self._clock = clock
         self._note_end = note_end
         self._last_at = 0.0
@@ -284,6 +299,9 @@ class CountedSequence(SequenceMeter):
         self.generated = 0
         self.first_s: float | None = None
         self.reason = ""
+
+    def moved(self, group: str) -> None:
+        self._totals = self._of(group)
 
     def accepted(self) -> None:
         self._totals.accept_s.observe(self._clock() - self.begun)

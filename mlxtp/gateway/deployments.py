@@ -84,12 +84,6 @@ class ServedDeployments:
                 phases[phase] += count
         return phases
 
-    def count_open(self) -> OpenRequests:
-        """Count the requests that are open now; `model` is that of the deployment that was served first."""
-        counts = [each.count_open() for each in self.by_name.values()]
-        return OpenRequests(
-            next((each.model for each in counts if each.model), ""),
-            sum(each.running for each in counts),
-            sum(each.waiting for each in counts),
-            sum(each.held for each in counts),
-        )
+    def count_open(self) -> tuple[OpenRequests, ...]:
+        """Count the requests that are open now, for each deployment; the one served first comes first."""
+        return tuple(each.count_open() for each in self.by_name.values())

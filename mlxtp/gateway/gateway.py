@@ -193,7 +193,7 @@ class Gateway:
         asked = _made(request, deployment, client, user)
         deployment.admit(asked, deployment.handover or NOT_READY)
         asked.end_within(min(request.deadline_s or self._deadline_s, self._deadline_s))
-        asked.watch = self.deployments.meter.begin(deployment.served.id, request.prompt)
+        asked.watch = self.deployments.meter.begin(deployment.served.id, asked.group, request.prompt)
         return asked
 
     def relay(self, generate: Generate, tell: Callable[[Message], None]) -> Callable[[], None]:

@@ -73,6 +73,7 @@ class ReadyGroups(dict[str, ReadyGroup]):
         if not self.load_of(name).queued:
             group.prefill.begin(time.monotonic())
         request.group, request.elsewhere = name, not group.here
+        request.watch.moved(name)
         request.left = max(request.length - group.prefixes.match(hashes), 0)
         group.prefixes.note(hashes)
 

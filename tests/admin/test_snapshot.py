@@ -40,7 +40,7 @@ AGENT = AgentSnapshot(
     group=GROUP,
     pongs={0: PONG, 1: replace(PONG, phase="idle")},
     pids={0: 4711},
-    requests=OpenRequests("tiny", 2, 1, 50),
+    requests=(OpenRequests("tiny", 2, 1, 50),),
     phases={"generating": 2, "first_token": 1, "group": 0, "held_back": 0},
     tokens=77,
     kv_room=200,
@@ -174,9 +174,17 @@ def test_an_agent_without_rank_0_has_no_figures_of_ranks() -> None:
 def test_the_use_of_the_kv_caches_is_a_fraction_of_their_room() -> None:
     of_model = {"model_name": "tiny"}
     assert samples(AGENT)["vllm:kv_cache_usage_perc"] == [(of_model, 0.25)]
-    full = replace(AGENT, requests=replace(AGENT.requests, held=900))
+    full = replace(AGENT, requests=(OpenRequests("tiny", 2, 1, 900),))
     assert samples(full)["vllm:kv_cache_usage_perc"] == [(of_model, 1.0)]
     assert samples(replace(AGENT, kv_room=0))["vllm:kv_cache_usage_perc"] == []
+
+
+def test_open_requests_are_those_of_each_deployment() -> None:
+    second = OpenRequests("second", 0, 4, 0)
+    found = samples(replace(AGENT, requests=(*AGENT.requests, second, OpenRequests("", 0, 0, 0))))
+    for name, counts in (("vllm:num_requests_running", (2, 0)), ("vllm:num_requests_waiting", (1, 4))):
+        models = ({"model_name": model} for model in ("tiny", "second"))
+        assert found[name] == list(zip(models, counts, strict=True))
 
 
 def test_the_doctor_has_the_facts_of_an_agent_of_its_model_and_of_other_members() -> None:

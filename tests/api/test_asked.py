@@ -9,17 +9,17 @@ from mlxtp.errors import Code, GroupError
 
 def test_whole_answers_count_with_those_that_were_open() -> None:
     meter = RequestMetrics(lambda: 0.0)
-    first, second, third = (meter.begin("m", range(100)) for _ in range(3))
+    first, second, third = (meter.begin("m", "g", range(100)) for _ in range(3))
     for each in (first, second):
         each.tokens(7, 0.0)
         each.end(StreamEnd("stop", 7, 60))
         each.end(StreamEnd("stop", 7, 60))  # counts once
     third.fail(GroupError("gone", Code.RANK_LOST))
     assert meter.asked == Asked(2, 200, 120, 14, 1 + 2)
-    alone = meter.begin("m", range(10))
+    alone = meter.begin("m", "g", range(10))
     alone.end(StreamEnd("length", 0, 0))
     assert meter.asked == Asked(3, 210, 120, 14, 1 + 2 + 1)
-    meter.begin("m", range(10)).leave()  # its client went away
+    meter.begin("m", "g", range(10)).leave()  # its client went away
     assert meter.asked.answers == 3
 
 

@@ -30,7 +30,7 @@ from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo, Request, StreamEnd
 from mlxtp.api.guard import Access
 from mlxtp.api.request_context import RequestContext, answering, current, note, note_key
-from mlxtp.api.request_metrics import MAX_MODELS, OTHER, RequestMetrics
+from mlxtp.api.request_metrics import MAX_GROUPS, MAX_MODELS, OTHER, RequestMetrics
 from mlxtp.api.server import bind, serve
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
@@ -140,11 +140,18 @@ class Scraped:
                 self.samples[key] = sample.value
 
     def __call__(self, name: str, **labels: str) -> float:
-        """The value of one sample; of what has a model, that of ours. 0 for what is not there."""
+        """The sum of a sample over all groups, unless one is named; of what has a model, that of ours."""
         for given in ({"model_name": MODEL} | labels, labels):
-            if (key := (name, frozenset(given.items()))) in self.samples:
-                return self.samples[key]
-        return 0
+            wanted = given.items()
+            found = [
+                value
+                for (each, has), value in self.samples.items()
+                if each == name
+                and {pair for pair in has if pair[0] in given or pair[0] != "group"} == set(wanted)
+            ]
+            if found:
+                return sum(found)
+        return 0  # it is not there
 
     def finished(self, model: str = MODEL) -> dict[str, float]:
         """Answers by why they ended, where there are any."""
@@ -201,8 +208,9 @@ def stage(loaded: dict[str, Loaded], tmp_path: Path) -> Iterator[Stage]:
 def test_before_the_first_request_all_counters_stand_at_nothing(stage: Stage) -> None:
     found = stage.scrape()
     assert found.finished() == {}
-    for name in ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:num_requests_running"):
-        assert (name, frozenset({("model_name", MODEL)})) in found.samples
+    for name in ("vllm:prompt_tokens_total", "vllm:generation_tokens_total"):
+        assert (name, frozenset({("model_name", MODEL), ("group", GROUP)})) in found.samples
+    assert ("vllm:num_requests_running", frozenset({("model_name", MODEL)})) in found.samples
     assert found("vllm:time_to_first_token_seconds_count") == 0
     assert found("vllm:time_to_first_token_seconds_bucket", le="+Inf") == 0
 
@@ -385,13 +393,17 @@ def test_a_request_that_changes_its_group_is_counted_once(stage: Stage) -> None:
     stage.do(lambda: gateway.park(GROUP, GroupError("rank 1 is gone")))
     found = stage.scrape()
     assert (found("vllm:num_requests_running"), found("vllm:num_requests_waiting")) == (0, 1)
-    stage.do(lambda: gateway.serve(GROUP, DEPLOYMENT, stage.desk, model, text))
+    stage.do(lambda: gateway.serve("second#1", DEPLOYMENT, stage.desk, model, text))
     stage.do(lambda: stage.desk.emit(Delta((2,), (1,), (token,))))
     stage.do(lambda: stage.desk.emit(Finished(2, "stop", 2, 2)))
     thread.join(WAIT_S)
     assert answers[0].json()["usage"]["completion_tokens"] == 2
+    assert answers[0].headers["x-mlxtp-group"] == GROUP
     found = stage.until(lambda found: bool(found.finished()))
     assert found.finished() == {"stop": 1}
+    for group, ends in ((GROUP, 0), ("second#1", 1)):
+        assert found("vllm:generation_tokens_total", group=group) == 1
+        assert found("vllm:request_success_total", group=group, finished_reason="stop") == ends
     assert found("vllm:time_to_first_token_seconds_count") == 1
     assert found("vllm:inter_token_latency_seconds_count") == 1
     assert found("vllm:prompt_tokens_total") == len(stage.desk.asked[0].tokens)
@@ -750,17 +762,44 @@ def test_models_have_names_up_to_a_bound() -> None:
     clock = itertools.count()
     metrics = RequestMetrics(lambda: next(clock))
     for number in range(100):
-        metrics.begin(f"model-{number}", (1,)).end(StreamEnd("stop", 1))
+        metrics.begin(f"model-{number}", "g", (1,)).end(StreamEnd("stop", 1))
     found = counted(metrics.registry)
     assert len(found.labels("vllm:generation_tokens_total", "model_name")) == MAX_MODELS + 1
     assert found.finished(OTHER) == {"stop": 100 - MAX_MODELS}
-    metrics.begin("model-3", (1,)).end(StreamEnd("stop", 1))
+    metrics.begin("model-3", "g", (1,)).end(StreamEnd("stop", 1))
     assert counted(metrics.registry).finished("model-3") == {"stop": 2}
+
+
+def test_groups_have_names_up_to_a_bound() -> None:
+    metrics = RequestMetrics(lambda: 1.0)
+    for number in range(3 * MAX_GROUPS):
+        metrics.begin(f"model-{number % 2}", f"{number}", (1,)).end(StreamEnd("stop", 1))
+    found = counted(metrics.registry)
+    assert len(found.labels("vllm:generation_tokens_total", "group")) == MAX_GROUPS + 1
+    name = "vllm:request_success_total"
+    for model in ("model-0", "model-1"):
+        assert found(name, model_name=model, group=OTHER, finished_reason="stop") == MAX_GROUPS
+        assert found.finished(model) == {"stop": 3 * MAX_GROUPS // 2}
+
+
+def test_tokens_count_for_the_group_that_made_them_and_the_end_for_the_last_one() -> None:
+    metrics = RequestMetrics(lambda: 1.0)
+    watch = metrics.begin("m", "m#0", (1, 2))
+    watch.tokens(2, 1.0)
+    watch.moved("m#1")
+    watch.tokens(3, 2.0)
+    watch.end(StreamEnd("stop", 5))
+    found = counted(metrics.registry)
+    tokens, ends = "vllm:generation_tokens_total", "vllm:request_success_total"
+    assert [found(tokens, model_name="m", group=f"m#{i}") for i in range(2)] == [2, 3]
+    stops = [found(ends, model_name="m", group=f"m#{i}", finished_reason="stop") for i in range(2)]
+    assert stops == [0, 1]
+    assert found("vllm:prompt_tokens_total", model_name="m") == 2
 
 
 def test_the_first_end_is_the_one_that_counts() -> None:
     metrics = RequestMetrics(lambda: 5.0)
-    watch = metrics.begin("m", (1, 2))
+    watch = metrics.begin("m", "g", (1, 2))
     watch.end(StreamEnd("stop", 1, 1))
     watch.end(StreamEnd("length", 1, 1))
     watch.fail(GroupError("late"))
@@ -768,7 +807,7 @@ def test_the_first_end_is_the_one_that_counts() -> None:
     found = counted(metrics.registry)
     assert found.finished("m") == {"stop": 1}
     assert found("vllm:prefix_cache_hits_total", model_name="m") == 1
-    left = metrics.begin("m", (1, 2))
+    left = metrics.begin("m", "g", (1, 2))
     left.leave()
     left.end(StreamEnd("stop", 1))
     assert counted(metrics.registry).finished("m") == {"stop": 1, "abort": 1}

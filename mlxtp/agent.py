@@ -31,7 +31,7 @@ from .api.endpoint import Endpoint, open_endpoint
 from .api.server import serve
 from .background import Background
 from .cluster.control_port import ControlPort, TokenIssuing, bind_control, check_interface
-from .cluster.deployments import NOTHING
+from .cluster.deployments import NO_DEPLOYMENTS, PINNED, YIELDS
 from .cluster.dialer import Dialer
 from .cluster.node import ClusterNode
 from .cluster.peer_reports import MachineReports, RoundTripTimes
@@ -41,17 +41,19 @@ from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError
 from .gateway.admission import AdmissionLimits
 from .gateway.gateway import Gateway
 from .gateway.remote_backend import serve_requests
-from .groups.controller import GroupController
+from .groups import overview
+from .groups.coordinator import Coordinator
+from .groups.drain import Drain
 from .groups.fabric import FabricBench, FabricResults
-from .groups.forwarding import ForwardingBackend
+from .groups.groups import Groups
 from .groups.health import ServingState
 from .groups.hosted_rank import HostedRanks
-from .groups.lifecycle import GROUP, StageListener, Supervisor
-from .groups.model_queue import ModelSwitcher
-from .groups.owned_epoch import ServingReports
-from .groups.placer import Placer
+from .groups.lifecycle import StageListener
+from .groups.machines import Machines
+from .groups.making import GroupMaker
+from .groups.on_request import OnRequest
+from .groups.owned_epoch import RemoteRanks
 from .groups.ranks import WORKER, Worker
-from .groups.reconciler import Drain, Reconciler
 from .groups.selection import ModelSelection
 from .groups.sleep import KeepAwake, watch_sleep
 from .groups.warm_pool import WarmPool, log_lines
@@ -81,7 +83,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Agent:
     """A running agent. `founded`: it founded its cluster."""
 
-    supervisor: Supervisor
     #: URL of the endpoint for programs of this Mac, such as http://127.0.0.1:52415.
     url: str
     warm_pool: WarmPool
@@ -99,29 +100,23 @@ class Agent:
         return self.parts.node.over
 
     async def wait_ready(self) -> None:
-        """Wait until the model is ready, or this agent has nothing left to do.
+        """Wait until the first deployment is ready, or this agent has nothing left to do.
 
         Raises the MlxtpError that keeps the model from becoming ready. In a cluster, a missing model may
         still come.
         """
-        waiting = asyncio.ensure_future(
-            self.supervisor.status.wait_until(ServingState.READY, ServingState.FAILED, ServingState.STOPPED)
-        )
-        either: set[asyncio.Future[Any]] = {waiting, self.over}
-        try:
-            ended: set[asyncio.Future[Any]] = set()
-            while not ended:
-                ended, _ = await asyncio.wait(either, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                if self.parts.node.alone and (
-                    why := self.parts.models.desired.problem or self.parts.reconciler.unplanned
-                ):
-                    raise ModelError(why)
-        finally:
-            waiting.cancel()
-        if self.over.done():
-            self.over.result()
-        elif waiting.result() is not ServingState.READY:
-            raise self.supervisor.status.reason or GroupError("the ranks were stopped before they were ready")
+        groups, alone = self.parts.groups, self.parts.node.alone
+        while not self.over.done():
+            group = groups.shown
+            status = group.supervisor.status
+            if status.state is ServingState.READY:
+                return
+            if status.state in (ServingState.FAILED, ServingState.STOPPED):
+                raise status.reason or GroupError("the ranks were stopped before they were ready")
+            if alone and (why := group.scope.model.problem or group.unplanned):
+                raise ModelError(why)
+            await asyncio.wait({self.over}, timeout=LOOK_S)
+        self.over.result()
 
 
 @asynccontextmanager
@@ -206,8 +201,7 @@ async def _running(
 ) -> AsyncIterator[Agent]:
     settings, store = entered.settings, entered.store
     machine = await hardware.probe(settings.interface)
-    supervisor = make_supervisor(settings, on_stage, warm_pool)
-    gateway, port = supervisor.gateway, entered.sock.getsockname()[1] if entered.sock is not None else 0
+    port = entered.sock.getsockname()[1] if entered.sock is not None else 0
     node = ClusterNode(
         settings,
         entered.identity,
@@ -215,57 +209,56 @@ async def _running(
         home=store.folder.parent,
         http=endpoint.summary,
         listens_at=partial(_control_addresses, settings, port),
-        short=lambda: gateway.admission.short,
+        short=lambda: parts.gateway.admission.short,
     )
-    parts = build_parts(node, supervisor, store.credentials, warm_pool)
+    parts = build_parts(node, store.credentials, warm_pool, on_stage)
     dialer: Dialer | None = None
     work = [node.live()]
     if entered.sock is not None:
-        requests = partial(serve_requests, gateway=gateway)
+        requests = partial(serve_requests, gateway=parts.gateway)
         control_port = ControlPort(entered.sock, store.credentials, node, parts.tokens, requests)
-        dialer = Dialer(node, store.credentials, port, parts.machines.rewired)
+        dialer = Dialer(node, store.credentials, port, parts.readings.rewired)
         work += [control_port.run(), dialer.run()]
     if entered.joined and settings.model_given:
         log.warning("--model is ignored: `mlxtp serve` sets the model of a cluster")
     elif settings.model_given or entered.founded or node.alone:
-        node.desired.set(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
+        keep_s = PINNED if settings.model_given else YIELDS
+        node.desired.serve(lasting_name(settings.model), nodes=settings.nodes, keep_s=keep_s)
     stop = asyncio.Event()
     admin = Admin(parts, store)
     admin.checkup = AgentCheckup(settings, endpoint, parts, dialer)
     admin.api_keys, admin.started_with = endpoint.keys, told(settings)
     access = endpoint.access(admin.key)
-    app = create_app(gateway, admin=admin, observed=admin.observer, access=access)
+    app = create_app(parts.gateway, admin=admin, observed=admin.observer, access=access)
     bug = partial(_report_bug, node.end)
     serving = Background(bug).start(
-        _serve(observed(app, supervisor), endpoint, stop, settings, admin.key), "the endpoint"
+        _serve(observed(app, parts), endpoint, stop, settings, admin.key), "the endpoint"
     )
 
     def woke(slept_s: float) -> None:
-        parts.reconciler.woke(slept_s)
-        parts.machines.rewired()
+        parts.groups.woke(slept_s)
+        parts.readings.rewired()
         if dialer is not None:
             dialer.woke()
 
     def has_rank() -> bool:
-        return supervisor.status.in_epoch or parts.hosted.has_ranks
+        return parts.groups.in_epoch or parts.hosted.has_ranks
 
     keep_awake = KeepAwake() if settings.keep_awake and sys.platform == "darwin" else None
     work.append(watch_sleep(woke, has_rank, keep_awake))
     tasks = Background(bug)
-    supervising = tasks.start(supervisor.run(parts.controller), "the supervisor")
+    parts.groups.start()
     for each in work:
         tasks.start(each, "a part of this agent")
     certificate, key = endpoint.certificate, admin.key
-    agent = Agent(
-        supervisor, endpoint.url, warm_pool, admin.draining, parts, entered.founded, certificate, key
-    )
+    agent = Agent(endpoint.url, warm_pool, admin.draining, parts, entered.founded, certificate, key)
     try:
         with announced(settings.home, endpoint.url, key, certificate):
             yield agent
     finally:
         admin.close()  # event streams end
-        supervising.cancel()
-        await asyncio.wait({supervising})  # the epoch of this agent has ended in order
+        parts.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
+        await asyncio.wait({tasks.start(parts.groups.close(), "the end of the groups")})
         # Ranks for others end, and each link has its goodbye.
         await asyncio.wait({tasks.start(parts.close(), "the end of the parts")})
         await tasks.close()  # nothing beats, listens or calls any longer
@@ -273,61 +266,70 @@ async def _running(
         await asyncio.wait({serving})  # clients have had their last replies
 
 
-def make_supervisor(
-    settings: Settings,
-    on_stage: StageListener = lambda _stage, _seconds: None,
-    worker: Worker = WORKER,
-) -> Supervisor:
-    """Return the supervisor of an agent's group, with the gateway of that agent."""
+def make_gateway(settings: Settings, health: Callable[[int, str], Health]) -> Gateway:
+    """Return the gateway of an agent. `health` gets the open requests and a model's name, or none."""
     limits = settings.limits
     bounds = AdmissionLimits(limits.max_open_requests, limits.max_open_tokens, limits.min_free_bytes)
-
-    def health(open_requests: int) -> Health:
-        return supervisor.status.health(open_requests)
-
-    gateway = Gateway(health, bounds, limits.recovery_s, limits.deadline_s)
-    supervisor = Supervisor(settings, gateway, on_stage, worker)
-    return supervisor
+    return Gateway(health, bounds, limits.recovery_s, limits.deadline_s)
 
 
 def build_parts(
-    node: ClusterNode, supervisor: Supervisor, credentials: Credentials, worker: Worker = WORKER
+    node: ClusterNode,
+    credentials: Credentials,
+    worker: Worker = WORKER,
+    on_stage: StageListener = lambda _stage, _seconds: None,
 ) -> AgentParts:
     """Build every part of an agent in a cluster. Each registers with the node for what it handles."""
-    machines, round_trips, tokens = MachineReports(node), RoundTripTimes(node), TokenIssuing(node)
+    gateway = make_gateway(node.settings, lambda open_, model: overview.health(groups, open_, model))
+    readings, round_trips, tokens = MachineReports(node), RoundTripTimes(node), TokenIssuing(node)
     transfers = TransferCoordinator(node, credentials, StoredModels(node))
     models = LocalModels(node, transfers)
     hosted = HostedRanks(node, models.folder, node.replica.epoch, worker)
     results = FabricResults(node)
-    servings = ServingReports(node, supervisor)
-    deployments, held_bytes = supervisor.gateway.deployments, partial(servings.held_bytes, group=GROUP)
-    placer = Placer(node, models, results, held_bytes, asked=lambda: deployments.meter.asked)
-    controller = GroupController(
-        node, supervisor, models, reports=servings, placer=placer, results=results, machines=machines
+    machines = Machines(node, results, lambda: gateway.deployments.meter.asked)
+    maker = GroupMaker(
+        node,
+        gateway,
+        models,
+        machines,
+        RemoteRanks(node),
+        readings,
+        credentials,
+        worker,
+        on_stage,
+        Background(partial(_report_bug, node.end)),
+        lambda: groups.reports(),  # noqa: PLW0108 - it comes later
     )
-    reconciler = Reconciler(node, supervisor, models, controller, reports=servings, hosted=hosted)
-    forwarding = ForwardingBackend(node, supervisor, models, credentials)
-    selection = ModelSelection(node, supervisor, transfers, placer)
-    switcher = ModelSwitcher(node, supervisor, models, reconciler=reconciler, selection=selection)
-    models.resolve(NOTHING, node.desired.now)
+    groups = Groups(node, gateway, hosted, results, maker.make)
+    coordinator = Coordinator(node, models, machines, groups)
+    node.rounds.add(coordinator.step)
+    node.rounds.add(groups.decide)
+    selection = ModelSelection(node, transfers, machines)
+    on_request = OnRequest(node, gateway, groups)
+    models.resolve(NO_DEPLOYMENTS, node.desired.table)
+    groups.sync()
     return AgentParts(
         node,
-        machines,
+        readings,
         round_trips,
         tokens,
         transfers,
         models,
-        supervisor,
+        gateway,
         hosted,
         results,
-        servings,
-        placer,
-        controller,
-        FabricBench(node, supervisor, servings.serving, results),
-        reconciler,
-        forwarding,
+        machines,
+        groups,
+        coordinator,
+        FabricBench(
+            node,
+            gateway,
+            lambda: groups.shown.supervisor,
+            lambda: groups.shown.reports.serving(),  # noqa: PLW0108 - another one each time
+            results,
+        ),
         selection,
-        switcher,
+        on_request,
     )
 
 

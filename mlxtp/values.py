@@ -237,6 +237,32 @@ def parse_nodes(value: object, where: str) -> str:
     return str(nodes)
 
 
+def parse_replicas(value: object, where: str) -> int:
+    """Parse a number of groups: 1 to 64, or 0 for "all". Raises ConfigError."""
+    if str(value) == "all":
+        return 0
+    if not (replicas := _decimal(str(value), MAX_REPLICAS)):
+        raise ConfigError(f"{where}: {value!r} is not all, or a number from 1 to {MAX_REPLICAS}")
+    return replicas
+
+
+def parse_keep(value: object, where: str) -> int:
+    """Parse how long an unused model stays, in seconds: "forever" is -1. Raises ConfigError."""
+    text = str(value).strip().lower()
+    if text in ("forever", "-1"):
+        return -1
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text)
+    seconds = float(match[1]) * _TIMES[match[2]] if match is not None else MAX_KEEP_S + 1.0
+    if seconds > MAX_KEEP_S:
+        raise ConfigError(f"{where}: {value!r} is not forever, or a time such as 10m, 2h or 90s")
+    return int(seconds)
+
+
+MAX_REPLICAS = 64
+MAX_KEEP_S = 365 * 86_400
+_TIMES = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
 def _decimal(text: str, most: int) -> int | None:
     """Return the number in `text`, of any number of digits; None if it is none from 0 to `most`."""
     digits = text.lstrip("0") if text.isascii() and text.isdecimal() else None

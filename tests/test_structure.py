@@ -419,6 +419,7 @@ PURE = (
     "mlxtp.wire.frames",
     "mlxtp.wire.session",
     "mlxtp.wire.protocol",
+    "mlxtp.cluster.assign",
     "mlxtp.placement.candidates",
     "mlxtp.placement.tables",
     "mlxtp.models.manifest",

@@ -106,10 +106,11 @@ def agent_facts(now: Snapshot) -> AgentFacts:
 
 def model_facts(cluster: ClusterSnapshot) -> ModelFacts:
     """Return the desired model, and this Mac's copy of it."""
+    desired = cluster.deployments[0].model if cluster.deployments else ""
     here = next((each.model for each in cluster.members if each.here), None)
     if here is None:
-        return ModelFacts(cluster.desired.model)
-    return ModelFacts(cluster.desired.model, here.fingerprint, here.problem)
+        return ModelFacts(desired)
+    return ModelFacts(desired, here.fingerprint, here.problem)
 
 
 def member_facts(member: MemberSnapshot, *, heard: bool, ours: tuple[Attempt, ...]) -> MemberFacts:

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from ..api.admin import Json
 from ..api.api_keys import KeyRing
-from ..config import parse_nodes, parse_seconds
+from ..cluster.deployments import PINNED, name_of
+from ..config import parse_keep, parse_nodes, parse_replicas, parse_seconds
 from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError
-from ..groups.reconciler import Drain
+from ..groups.drain import Drain
 from ..identity.store import Store
 from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import is_hub_id, models_here
@@ -36,7 +37,7 @@ class Admin:
 
     def __init__(self, parts: AgentParts, store: Store) -> None:
         self.key = secrets.token_urlsafe(24)
-        self.draining = Drain(parts.supervisor, parts.reconciler)
+        self.draining = Drain(parts.node, parts.gateway, parts.groups)
         self.models = ModelHandlers(parts)
         self.members = MemberHandlers(parts, store)
         self.api_keys: KeyRing | None = None
@@ -77,7 +78,7 @@ class Admin:
         return {
             "coordinator": parts.node.leadership.claim.node_id,
             "fabric": [asdict(each) for each in parts.results.results],
-            "workload": asdict(parts.placer.workload),
+            "workload": asdict(parts.machines.workload),
             "nodes": [
                 {
                     "node_id": member.node_id,
@@ -85,7 +86,7 @@ class Admin:
                     "machine": asdict(parts.node.peer_info.machines[member.node_id]),
                     "held_bytes": member.held_bytes,
                 }
-                for member in parts.placer.members()
+                for member in parts.machines.members(held_bytes=parts.groups.held_bytes)
             ],
         }
 
@@ -101,7 +102,7 @@ class Admin:
 
     async def _bench_here(self) -> Json:
         parts = self._parts
-        group, times = parts.supervisor.status.group, await parts.fabric_bench.measure()
+        group, times = parts.groups.shown.supervisor.status.group, await parts.fabric_bench.measure()
         assert group is not None
         return {
             "nodes": [],
@@ -130,24 +131,48 @@ class ModelHandlers:
         found = await asyncio.to_thread(models_here)
         return {"models": [asdict(each) for each in found]}
 
-    async def serve(self, model: str, nodes: str) -> Json:
-        """Set the model that the cluster serves, once it is on disk."""
+    async def serve(
+        self, model: str, nodes: str, *, replicas: str = "", on: str = "", keep: str = "", only: str = ""
+    ) -> Json:
+        """Add a deployment of a model, or change it; with `only` remove all others once it can be served."""
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
-        coming = await self._parts.selection.serve(model, parse_nodes(nodes, "--nodes") if nodes else "")
-        desired = self._parts.node.desired.now
+        node = self._parts.node
+        before = [row.model for row in node.desired.table.live() if row.model != model]
+        coming = await self._parts.selection.serve(
+            model,
+            replace=bool(only),
+            nodes=parse_nodes(nodes, "--nodes") if nodes else "",
+            replicas=parse_replicas(replicas, "--replicas") if replicas else None,
+            on=tuple(map(self._node_called, filter(None, on.split(",")))) if on else None,
+            keep_s=parse_keep(keep, "--keep-alive") if keep else PINNED,
+        )
+        row = node.desired.table.get(name_of(model))
         return {
             "model": model,
-            "nodes": desired.nodes,
-            "version": desired.version,
+            "nodes": row.nodes if row is not None else nodes,
+            "version": node.desired.table.newest,
             "coming": coming,
-            "until_then": desired.model if coming else "",
+            "until_then": ", ".join(before) if coming else "",
         }
+
+    def _node_called(self, name: str) -> str:
+        """Return the node id of a member by its name, or the start of its id. Raises UserError."""
+        node = self._parts.node
+        members = node.replica.roster.members()
+        wanted = name.strip()
+        found = [each for each in members if node.name_of(each) == wanted]
+        found = found or [each for each in members if each.startswith(wanted)]
+        if len(found) != 1:
+            known = ", ".join(sorted(map(node.name_of, members)))
+            what = "no member is" if not found else f"{len(found)} members are"
+            raise UserError(f"--on {wanted}: {what} called that; the members are {known}")
+        return found[0]
 
     def unload(self, model: str = "", everything: str = "") -> Json:
         """Remove the deployment of a model; without a name the only one, or with `everything` all."""
         node = self._parts.node
-        live = [row.name for row in node.replica.deployments.live()]
+        live = [row.name for row in node.desired.table.live()]
         if len(live) > 1 and not (model or everything):
             raise UserError(
                 f"several models are deployed: {', '.join(live)}. Name one, or use `mlxtp unload --all`"
@@ -157,8 +182,9 @@ class ModelHandlers:
         else:
             node.desired.unload_all()
         self._parts.selection.cancel()
-        now = node.desired.now
-        return {"model": now.model, "nodes": now.nodes, "version": node.replica.deployments.newest}
+        left = node.desired.table.live()
+        shown = (left[0].model, left[0].nodes) if left else ("", "auto")
+        return {"model": shown[0], "nodes": shown[1], "version": node.desired.table.newest}
 
     async def pull(self, model: str, everywhere: str) -> Json:
         """Begin to download a model of the Hub, here or on all members that are present."""
@@ -198,16 +224,14 @@ class ModelHandlers:
 
     def _needed(self, repo: Repo) -> str:
         parts = self._parts
-        wanted = parts.node.replica.desired.model
-        if is_hub_id(wanted) and hub_name(wanted)[0].as_here().name == repo.name:
+        wanted = [row.model for row in parts.node.desired.table.live() if is_hub_id(row.model)]
+        if any(hub_name(each)[0].as_here().name == repo.name for each in wanted):
             return (
                 "the cluster serves it, or is about to; `mlxtp unload`, or `mlxtp serve` another model, first"
             )
         if parts.transfers.is_getting(repo.name):
             return COMING
-        source = parts.supervisor.source
-        paths = (source.path, source.draft_path) if source is not None else ()
-        in_use = _has_one(repo, paths)
+        in_use = any(_has_one(repo, paths) for paths in self._open_here(also_last=True))
         return "it is served here; `mlxtp unload`, or stop `mlxtp node`, first" if in_use else ""
 
     def _in_use(self, repo: Repo) -> str:
@@ -216,9 +240,15 @@ class ModelHandlers:
             return COMING
         if _has_one(repo, tuple(parts.hosted.models)):
             return "a rank of this Mac has it open; `mlxtp unload` first"
-        source = parts.supervisor.source if parts.supervisor.status.in_epoch else None
-        paths = (source.path, source.draft_path) if source is not None else ()
-        return "a rank of this Mac has it open; `mlxtp unload` first" if _has_one(repo, paths) else ""
+        in_use = any(_has_one(repo, paths) for paths in self._open_here(also_last=False))
+        return "a rank of this Mac has it open; `mlxtp unload` first" if in_use else ""
+
+    def _open_here(self, *, also_last: bool) -> Iterator[tuple[Path | None, ...]]:
+        """Yield the folders of the models of this agent's epochs; `also_last`: of those that ended, too."""
+        for group in self._parts.groups.by_id.values():
+            supervisor = group.supervisor
+            if supervisor.source is not None and (also_last or supervisor.status.in_epoch):
+                yield supervisor.source.path, supervisor.source.draft_path
 
 
 class MemberHandlers:

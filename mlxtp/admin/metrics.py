@@ -23,31 +23,31 @@ from ..api.backend import Health
 from ..api.request_metrics import RequestMetrics
 from ..cluster.introduction import versions_here
 from ..groups.health import ServingState
-from ..groups.lifecycle import Supervisor
 from ..wire.messages import Pong
+from .parts import AgentParts
 from .snapshot import AgentSnapshot, gather_agent
 
 Labels = Sequence[str]
 Samples = Iterable[tuple[Labels, float]]
 
 
-def observed(app: Starlette, supervisor: Supervisor) -> ASGIApp:
+def observed(app: Starlette, parts: AgentParts) -> ASGIApp:
     """Return `app` with `GET /metrics`, and with all its requests and the gateway's counted."""
     counted = RequestMetrics(time.perf_counter)
-    supervisor.gateway.deployments.meter = counted
-    app.router.routes.insert(0, metrics_route(Metrics(supervisor, counted).collect))
-    return AccessLog(app, counted, lambda: supervisor.status.epoch)
+    parts.gateway.deployments.meter = counted
+    app.router.routes.insert(0, metrics_route(Metrics(parts, counted).collect))
+    return AccessLog(app, counted, lambda: parts.groups.shown.supervisor.status.epoch)
 
 
 class Metrics:
     """All metrics of one agent, independent of other agents in the same process."""
 
-    def __init__(self, supervisor: Supervisor, counted: RequestMetrics) -> None:
-        self._gateway = supervisor.gateway
+    def __init__(self, parts: AgentParts, counted: RequestMetrics) -> None:
+        self._gateway = parts.gateway
         self._counted = counted
         process = ProcessCollector(registry=None) if sys.platform == "linux" else OwnProcess()
-        recoveries = supervisor.status.recoveries
-        for each in (_Agent(supervisor), recoveries.ended, recoveries.seconds, process):
+        recoveries = parts.groups.recoveries
+        for each in (_Agent(parts), recoveries.ended, recoveries.seconds, process):
             counted.registry.register(each)
 
     def collect(self) -> tuple[bytes, str]:
@@ -62,11 +62,11 @@ class Metrics:
 class _Agent(Collector):
     """Metrics of an agent's present state."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
+    def __init__(self, parts: AgentParts) -> None:
+        self._parts = parts
 
     def collect(self) -> Iterator[Metric]:
-        return rendered(gather_agent(self._supervisor))
+        return rendered(gather_agent(self._parts))
 
 
 def rendered(now: AgentSnapshot) -> Iterator[Metric]:

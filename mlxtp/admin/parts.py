@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from ..cluster.control_port import TokenIssuing
 from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports, RoundTripTimes
-from ..groups.controller import GroupController
+from ..gateway.gateway import Gateway
+from ..groups.coordinator import Coordinator
 from ..groups.fabric import FabricBench, FabricResults
-from ..groups.forwarding import ForwardingBackend
+from ..groups.groups import Groups
 from ..groups.hosted_rank import HostedRanks
-from ..groups.lifecycle import Supervisor
-from ..groups.model_queue import ModelSwitcher
-from ..groups.owned_epoch import ServingReports
-from ..groups.placer import Placer
-from ..groups.reconciler import Reconciler
+from ..groups.machines import Machines
+from ..groups.on_request import OnRequest
 from ..groups.selection import ModelSelection
 from ..models.local_model import LocalModels
 from ..models.transfers import TransferCoordinator
@@ -27,22 +25,20 @@ class AgentParts:
     """Every part, in the order of construction: each knows parts above it alone."""
 
     node: ClusterNode
-    machines: MachineReports
+    readings: MachineReports
     round_trips: RoundTripTimes
     tokens: TokenIssuing
     transfers: TransferCoordinator
     models: LocalModels
-    supervisor: Supervisor
+    gateway: Gateway
     hosted: HostedRanks
     results: FabricResults
-    servings: ServingReports
-    placer: Placer
-    controller: GroupController
+    machines: Machines
+    groups: Groups
+    coordinator: Coordinator
     fabric_bench: FabricBench
-    reconciler: Reconciler
-    forwarding: ForwardingBackend
     selection: ModelSelection
-    switcher: ModelSwitcher
+    on_request: OnRequest
 
     async def close(self) -> None:
         """Send a goodbye on each link, and end what runs here for others."""
@@ -52,10 +48,8 @@ class AgentParts:
                 self.models,
                 self.node,
                 self.hosted,
-                self.controller,
                 self.selection,
-                self.forwarding,
                 self.fabric_bench,
-                self.machines,
+                self.readings,
             ):
                 ending.push_async_callback(part.close)

@@ -17,17 +17,15 @@ from itertools import combinations
 from ..api.admin import Json
 from ..api.backend import Health, ModelInfo
 from ..cluster.cluster_state import LeaderClaim
-from ..cluster.deployments import DesiredState
 from ..cluster.introduction import versions_here
 from ..gateway.dispatcher import OpenRequests
 from ..groups import sleep
 from ..groups.health import ServingState
 from ..groups.history import EpochStory, RateMeter, to_json
-from ..groups.lifecycle import Supervisor
 from ..groups.process_group import EpochGroup
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
-from ..wire.cluster_messages import FabricResult, Machine, ModelStatus, RosterEntry, Serving
+from ..wire.cluster_messages import Deployment, FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
 from .parts import AgentParts
 
@@ -105,7 +103,7 @@ class ClusterSnapshot:
     cluster_id: str
     claim: LeaderClaim
     coordinator: str
-    desired: DesiredState
+    deployments: tuple[Deployment, ...]
     coming: tuple[str, ...]
     problem: str
     waiting: str
@@ -141,11 +139,11 @@ class Snapshot:
 
 def gather(parts: AgentParts) -> Snapshot:
     """Return all facts as they are now."""
-    node, agent = parts.node, gather_agent(parts.supervisor)
-    servings = parts.servings.all()
-    serving = next(
-        (each for each in servings if each.epoch == agent.health.epoch and each.participants), None
-    )
+    node, group = parts.node, parts.groups.shown
+    agent = gather_agent(parts)
+    servings = parts.groups.reports()
+    own = [each for each in servings if each.group == group.scope.group and each.participants]
+    serving = next((each for each in own if each.epoch == agent.health.epoch), None)
     if node.alone:
         participants = (node.node_id,) * (agent.group.world_size if agent.group is not None else 0)
     else:
@@ -159,19 +157,19 @@ def gather(parts: AgentParts) -> Snapshot:
         serving=serving,
         measured=parts.results.of(participants, kind(agent.group)),
         hosted=parts.hosted.has_ranks,
-        model_bytes=parts.models.desired.weight_bytes or None,
+        model_bytes=group.scope.model.weight_bytes or None,
         left_wired=sleep.HERE.summary(),
-        history=deepcopy(parts.supervisor.status.history.stories),
+        history=deepcopy(group.supervisor.status.history.stories),
     )
 
 
-def gather_agent(supervisor: Supervisor) -> AgentSnapshot:
-    """Return the facts of this agent's own epochs and requests."""
-    gateway, status = supervisor.gateway, supervisor.status
-    ranks = status.ranks
+def gather_agent(parts: AgentParts) -> AgentSnapshot:
+    """Return the facts of the group that this agent shows, and of all requests."""
+    gateway, supervisor = parts.gateway, parts.groups.shown.supervisor
+    status, ranks = supervisor.status, supervisor.status.ranks
     return AgentSnapshot(
         health=gateway.health(),
-        state=status.state,
+        state=ServingState(gateway.health().state),
         model=next(iter(gateway.models()), None),
         group=status.group,
         pongs=dict(sorted(status.pongs.items())) if ranks is not None else None,
@@ -180,7 +178,7 @@ def gather_agent(supervisor: Supervisor) -> AgentSnapshot:
         phases=gateway.deployments.phases,
         tokens=gateway.deployments.confirmed_tokens,
         kv_room=supervisor.kv_room,
-        in_epoch=status.in_epoch,
+        in_epoch=parts.groups.in_epoch,
         proof=supervisor.loader.proof,
     )
 
@@ -194,29 +192,29 @@ def _cluster(parts: AgentParts, servings: Sequence[Serving]) -> ClusterSnapshot:
         if serving.state == ServingState.READY
         for rank, node_id in enumerate(serving.participants)
     }
-    present = [member.node_id for member in parts.placer.members()]
+    present = [member.node_id for member in parts.machines.members()]
     return ClusterSnapshot(
         alone=node.alone,
         cluster_id=node.identity.cluster_id,
         claim=claim,
         coordinator=node.name_of(claim.node_id) if claim.node_id else "",
-        desired=node.replica.desired,
+        deployments=node.desired.table.live(),
         coming=tuple(parts.selection.progress()),
         problem=node.introduction.problem,
-        waiting=node.leadership.waiting,
-        left_out=tuple(parts.placer.left_out_lines()),
+        waiting=parts.coordinator.waiting or parts.groups.shown.waiting,
+        left_out=tuple(parts.machines.left_out_lines()),
         members=tuple(
             _member(parts, entry, ranks.get(node_id))
             for node_id, entry in node.replica.roster.members().items()
         ),
-        links=tuple(links(parts.placer.topology(), present, parts.round_trips.between)),
+        links=tuple(links(parts.machines.topology(), present, parts.round_trips.between)),
     )
 
 
 def _member(parts: AgentParts, entry: RosterEntry, rank: int | None) -> MemberSnapshot:
     node, node_id = parts.node, entry.node_id
     here, link, told = node_id == node.node_id, node.links.to(node_id), node.peer_info
-    desired = parts.models.desired
+    desired = parts.groups.shown.scope.model
     return MemberSnapshot(
         node_id=node_id,
         name=node.name_of(node_id),
@@ -289,7 +287,7 @@ def _here(now: Snapshot) -> Json:
 
 
 def _among_others(now: Snapshot) -> Json:
-    cluster, desired = now.cluster, now.cluster.desired
+    cluster = now.cluster
     serves = now.serving is not None and now.serving.state == ServingState.READY
     return {
         "problem": cluster.problem,
@@ -299,15 +297,21 @@ def _among_others(now: Snapshot) -> Json:
         "node_id": now.node_id,
         "coordinator": cluster.coordinator,
         "term": cluster.claim.term,
-        "desired": {
-            "model": desired.model,
-            "nodes": desired.nodes,
-            "version": desired.version,
-            "pinned": desired.pinned,
-        },
+        "desired": _desired(cluster),
         "coming": list(cluster.coming),
         "fabric": asdict(now.measured) if now.measured is not None and serves else None,
         "members": members(cluster),
+    }
+
+
+def _desired(cluster: ClusterSnapshot) -> Json:
+    """Return the first deployment, as earlier versions had the desired model."""
+    row = next(iter(cluster.deployments), Deployment(""))
+    return {
+        "model": row.model,
+        "nodes": row.nodes,
+        "version": row.version,
+        "pinned": bool(row.pinned and row.model),
     }
 
 
@@ -395,7 +399,7 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
         "coordinator": None if cluster.alone else cluster.claim.node_id or None,
         "problem": cluster.problem or None,
         "waiting": cluster.waiting or None,
-        "desired": {"model": cluster.desired.model, "nodes": cluster.desired.nodes},
+        "desired": {key: value for key, value in _desired(cluster).items() if key in ("model", "nodes")},
         "coming": list(cluster.coming),
         "nodes": [_node(each) for each in cluster.members],
         "links": [asdict(each) for each in cluster.links],

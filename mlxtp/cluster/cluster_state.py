@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import Code, RemoteProtocolError, UserError
 from ..wire.cluster_messages import MAX_MEMBERS, MAX_TOLD, Beat, Members, RosterEntry
-from .deployments import NO_DEPLOYMENTS, DeploymentTable, DesiredState
+from .deployments import NO_DEPLOYMENTS, DeploymentTable
 
 #: Members and removed members. Removals are never forgotten, because a forgotten key would be admitted again.
 MAX_ENTRIES = 512
@@ -230,11 +230,6 @@ class Replica:
         self.epoch = kept.epoch
         self.overfull = False  #: True once a node has reported more members than a cluster can have.
         self._hold(kept.roster)
-
-    @property
-    def desired(self) -> DesiredState:
-        """The deployment that is served, for parts that know one model."""
-        return self.deployments.first
 
     def lacks(self, beat: Beat) -> tuple[bool, bool]:
         """Return two flags: the sender of a beat lacks this node's deployments, and its roster."""

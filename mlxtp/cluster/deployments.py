@@ -19,29 +19,8 @@ MAX_LIVE = 64  #: Deployments that count. Two sides that added more while they w
 MAX_REMOVED = 256  #: Removed rows that an edit keeps; older ones are covered by the floor.
 PINNED = -1  #: `keep_s` of a deployment that a user asked for.
 KEEP_S = 600  #: `keep_s` of one that a client's request chose.
+YIELDS = 2**32 - 1  #: `keep_s` of one that stays until another one needs its room.
 MAX_ROWS = 1024  #: Rows of any table, removed ones of several separated sides included.
-
-
-@dataclass(frozen=True, slots=True)
-class DesiredState:
-    """The deployment that is served, as parts see it that know one model. An empty `model` means none.
-
-    `nodes` is "auto", "all" or a number. `said` equals `version` if a user pinned the deployment.
-    """
-
-    version: int
-    writer: str
-    model: str
-    nodes: str
-    said: int = 0
-
-    @property
-    def pinned(self) -> bool:
-        """True when a user chose this model: a request that names another one then does not replace it."""
-        return bool(self.model) and self.said == self.version
-
-
-NOTHING = DesiredState(0, "", "", "auto")  #: The desired state before any request for one.
 
 
 def name_of(model: str) -> str:
@@ -68,13 +47,6 @@ class DeploymentTable:
         """Return the deployment of this name, unless it is removed."""
         row = self._by_name.get(name)
         return None if row is None or row.removed else row
-
-    @cached_property
-    def first(self) -> DesiredState:
-        """The first deployment, for parts that know one model."""
-        for row in self._live:
-            return DesiredState(row.version, row.writer, row.model, row.nodes, row.version * row.pinned)
-        return replace(NOTHING, version=self.newest)
 
     @cached_property
     def newest(self) -> int:

@@ -9,11 +9,9 @@ from weakref import WeakKeyDictionary
 from ..errors import Code, RemoteProtocolError, UserError
 from ..wire.cluster_messages import MAX_MODEL, Deployment, Deployments
 from .cluster_state import Replica
-from .deployments import KEEP_S, MAX_ROWS, PINNED, DeploymentTable, DesiredState, name_of, received
+from .deployments import MAX_ROWS, DeploymentTable, name_of, received
 from .links import ControlLink, PeerLinks
 
-#: Called with the deployment that is served, before and after a change.
-DesiredHandler = Callable[[DesiredState, DesiredState], None]
 #: Called with the deployments before and after a change.
 TableHandler = Callable[[DeploymentTable, DeploymentTable], None]
 
@@ -25,41 +23,23 @@ class DesiredDeployments:
         self._replica = replica
         self._links = links
         self._changed = changed
-        self._handlers: list[DesiredHandler] = []
-        self._table_handlers: list[TableHandler] = []
-        self._lacking: list[Callable[[], bool]] = []
+        self._handlers: list[TableHandler] = []
+        self._lacking: list[Callable[[str], bool]] = []
         self._parts: WeakKeyDictionary[ControlLink, list[Deployment]] = WeakKeyDictionary()
-        self.on_table(self._first_changed)
         links.on(self._received, Deployments)
 
-    def on_change(self, handler: DesiredHandler) -> None:
-        """Have `handler` called when another deployment is served, or the same one in another way."""
+    def on_change(self, handler: TableHandler) -> None:
+        """Have `handler` called when the deployments change, at this node or at another one."""
         self._handlers.append(handler)
 
-    def on_table(self, handler: TableHandler) -> None:
-        """Have `handler` called when the deployments change, at this node or at another one."""
-        self._table_handlers.append(handler)
-
-    def retry_if(self, lacking: Callable[[], bool]) -> None:
-        """Have a repeated request try the same deployment again while `lacking` returns True."""
+    def retry_if(self, lacking: Callable[[str], bool]) -> None:
+        """Have a repeated request try the same model again while `lacking` returns True for it."""
         self._lacking.append(lacking)
 
     @property
-    def now(self) -> DesiredState:
-        """The deployment that is served."""
-        return self._replica.desired
-
-    def set(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
-        """Serve this model and no other; an empty one: none. See `serve`, also for errors.
-
-        `by_person`: pin it against models that requests name. `nodes` "" keeps the present number.
-        """
-        if model:
-            keep_s = PINNED if by_person else KEEP_S
-            self.serve(model, nodes=nodes or self.now.nodes, keep_s=keep_s, replace=True)
-        else:
-            self.unload_all()
-        return self.now
+    def table(self) -> DeploymentTable:
+        """The present deployments."""
+        return self._replica.deployments
 
     def serve(
         self,
@@ -92,7 +72,7 @@ class DesiredDeployments:
             keep_s=before.keep_s if keep_s is None else keep_s,
         )
         there = row == present and (not replace or len(table.live()) == 1)
-        if not there or any(lacking() for lacking in self._lacking):
+        if not there or any(lacking(model) for lacking in self._lacking):
             self._set(table.setting(row, self._replica.self_id, alone=replace))
         return row
 
@@ -128,13 +108,8 @@ class DesiredDeployments:
 
     def _spread(self, before: DeploymentTable) -> None:
         table = self._replica.deployments
-        for handler in self._table_handlers:
+        for handler in self._handlers:
             handler(before, table)
         for message in table.messages():
             self._links.broadcast(message)
         self._changed()
-
-    def _first_changed(self, before: DeploymentTable, after: DeploymentTable) -> None:
-        if before.first != after.first:
-            for handler in self._handlers:
-                handler(before.first, after.first)

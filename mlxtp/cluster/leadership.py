@@ -16,9 +16,7 @@ from dataclasses import dataclass, field
 from ..wire.cluster_messages import Beat
 from .cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Replica, check_leaps, stronger
 from .membership import Change, ChangeCause, Duplicate, Membership, MemberState, MemberStatus
-from .reconcile import Action, ClusterView, Situation, Wait, decide
-
-NOTHING_WANTED = "no model is configured; run `mlxtp serve MODEL`"
+from .reconcile import GroupView, Situation
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,6 @@ class Leadership:
         self._founder = founder
         self.debounce = calm or Debounce()
         self.claim = NO_CLAIM
-        self.waiting = ""  #: Reason why there is no group yet, of the last decision.
         self._floor = term
         self._following = _Following(at=now)
         self._started = now
@@ -101,7 +98,6 @@ class Leadership:
         #: Nodes that are about to stop, and whose present start has not ended; perhaps this node.
         self._leaving: set[str] = set()
         self._flapping = _Flapping(self.debounce, now, now)
-        self._waiting_since: float | None = None
 
     # --- what this node knows
 
@@ -168,10 +164,6 @@ class Leadership:
         """Mark this node as about to stop. From now on its beats report it, and no group may count on it."""
         self._leaving.add(self.self_id)
 
-    def hand_over(self, node_id: str, now: float) -> None:
-        """Let another node coordinate from the next term on."""
-        self._follow(self._next_claim(node_id), now)
-
     # --- consequences
 
     def tick(self, membership: Membership, changes: Iterable[Change | Duplicate], now: float) -> bool:
@@ -199,38 +191,35 @@ class Leadership:
         self._follow(self._next_claim(self.self_id), now)
         return True
 
-    def view(self, membership: Membership, situation: Situation, now: float) -> ClusterView:
-        """Return all inputs of a decision."""
+    def view(self, membership: Membership, situation: Situation, now: float) -> GroupView:
+        """Return all inputs of a decision about a group."""
         statuses = membership.statuses()
-        return ClusterView(
+        return GroupView(
             now=now,
             self_id=self.self_id,
-            leading=self.leading,
-            claim=self.claim,
             statuses=statuses,
-            desired=self._replica.desired,
             epoch=self._replica.epoch,
             unsynced=self._unsynced(statuses),
             settled_at=self._flapping.settled_at,
             flapping=self._flapping.flapping,
-            waiting_since=self._waiting_since,
             patience_s=self.debounce.patience_s,
             names=self._replica.names,
             draining=self.draining,
             **{name: getattr(situation, name) for name in Situation.__match_args__},
         )
 
-    def decide(self, membership: Membership, situation: Situation, now: float) -> Action:
-        """Return the next action, see `reconcile.decide`."""
-        action = decide(self.view(membership, situation, now))
-        self.waiting = "" if self._replica.desired.model else NOTHING_WANTED
-        if isinstance(action, Wait):
-            self.waiting = action.reason
-        if not (isinstance(action, Wait) and action.for_requests):
-            self._waiting_since = None
-        elif self._waiting_since is None:
-            self._waiting_since = now
-        return action
+    def unrest(self, membership: Membership, now: float) -> tuple[str, float]:
+        """Return the reason to wait before groups are assigned, and until when; empty for none."""
+        if unsynced := self._unsynced(membership.statuses()):
+            name = self._replica.names.get(unsynced[0], unsynced[0][:8])
+            return f"{name} has not yet reported its state", math.inf
+        settled_at = self._flapping.settled_at
+        return ("members come and go", settled_at) if now < settled_at else ("", math.inf)
+
+    @property
+    def flapping(self) -> Mapping[str, float]:
+        """Return the members that were lost lately, and from when on each may be relied on again."""
+        return self._flapping.flapping
 
     # --- details
 

@@ -1,19 +1,16 @@
-"""Decision on the coordinator's next action, and on the orders that other nodes may refuse. Pure.
+"""Decision of a group's owner on its next action, and on the orders that other nodes may refuse. Pure.
 
-`decide` maps one `ClusterView` to one action; the same view always gives the same action. Only the
-coordinator forms epochs. Rank 0 of an epoch is its owner. A node that loses the coordination keeps the epoch
-that it owns running until the new coordinator has decided. So a partition that heals interrupts no request
-without need.
+`decide` maps one `GroupView` to one action; the same view always gives the same action. The coordinator
+assigns a group to an owner and to the Macs that it may use (`assign.py`). The owner forms the epochs of the
+group and is rank 0 of each. Losing the coordinator ends no epoch: the owner keeps the assignment that it has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .cluster_state import LeaderClaim
-from .deployments import DesiredState
 from .membership import MemberState, MemberStatus
 
 MUCH = 1.05  #: Factor by which a plan must be better to count as better: measurements waver by a few percent.
@@ -33,12 +30,19 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class RunningEpoch:
-    """Existing epoch. `boots` are the boot ids its participants had, in rank order.
+class Wanted:
+    """Model of a deployment, and over how many Macs: what a group is formed for."""
 
-    `model` and `desired` (a version) are what it was formed for. `boots` may be empty for an epoch that
-    another node owns. `draining`: it takes no new requests, and ends with its last one. `backend` as in
-    `GroupPlan`.
+    model: str
+    nodes: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEpoch:
+    """Existing epoch of one group. `boots` are the boot ids its participants had, in rank order.
+
+    It was formed for `model` over `nodes` Macs. `boots` and `nodes` are empty for an epoch that another node
+    owns. `draining`: it takes no new requests, and ends with its last one. `backend` as in `GroupPlan`.
     """
 
     number: int
@@ -46,7 +50,7 @@ class RunningEpoch:
     boots: tuple[str, ...]
     key: tuple[float, ...]
     model: str
-    desired: int
+    nodes: str
     ready: bool
     open_requests: int = 0
     draining: bool = False
@@ -57,9 +61,9 @@ class RunningEpoch:
         """Node id of rank 0."""
         return self.ranks[0]
 
-    def serves(self, desired: DesiredState) -> bool:
-        """Return True when this epoch serves the desired state."""
-        return (self.model, self.desired) == (desired.model, desired.version)
+    def serves(self, wanted: Wanted) -> bool:
+        """Return True when this epoch serves what is wanted."""
+        return self.model == wanted.model and self.nodes in ("", wanted.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +90,10 @@ class TryGroup:
 
 @dataclass(frozen=True, slots=True)
 class StopEpoch:
-    """End the epoch that this node owns or takes part in. `lost`: the node that it needs and that is gone."""
+    """End the epoch that this node owns. `lost`: the node that it needs and that is gone."""
 
     reason: str
     lost: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class HandOver:
-    """Let this node coordinate."""
-
-    node_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,54 +105,63 @@ class Wait:
     for_requests: bool = False
 
 
-Action = NoAction | FormEpoch | TryGroup | StopEpoch | HandOver | Wait
+Action = NoAction | FormEpoch | TryGroup | StopEpoch | Wait
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
     """Inputs of a decision that groups and requests have.
 
-    running        the epoch this node owns or takes part in
-    others         the epochs of others, each as its owner reports it
-    plan           the best one for the members that are present and stay; None for the reason in `refusal`
+    assignee       the node that owns the group, as the coordinator assigned it; empty for none
+    nodes          the Macs that the group may use
+    wanted         what the group is to serve; None once its deployment has no place for it
+    running        the epoch of the group that this node owns
+    others         the epochs of the group that other nodes own, as their owners report them
+    plan           the best one within the assigned Macs that are present and stay; None for the reason in
+                   `refusal`
     hold_until     when an epoch may be formed again after some that failed, and `hold` why
+    waiting_since  since when a decision has waited for open requests to end
     """
 
+    assignee: str = ""
+    nodes: Collection[str] = ()
+    wanted: Wanted | None = None
     running: RunningEpoch | None = None
     others: Sequence[RunningEpoch] = ()
     plan: GroupPlan | None = None
     refusal: str = ""
     hold_until: float = 0.0
     hold: str = ""
+    waiting_since: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterView(Situation):
-    """All inputs of a decision. Times are of the caller's clock, in seconds.
+class GroupView(Situation):
+    """All inputs of a decision about one group. Times are of the caller's clock, in seconds.
 
     epoch          the highest number of an epoch so far
     unsynced       members that are present and have not yet reported their state
     settled_at     from when on the membership counts as calm
     flapping       when each member that was lost a while ago may be relied on again
-    waiting_since  since when a decision has waited for open requests to end
-    patience_s     how long it may
+    patience_s     how long a decision may wait for open requests
     draining       the nodes that are about to stop, this node perhaps among them
     """
 
     now: float
     self_id: str
-    leading: bool
-    claim: LeaderClaim
     statuses: Mapping[str, MemberStatus]
-    desired: DesiredState
     epoch: int = 0
     unsynced: Sequence[str] = ()
     settled_at: float = 0.0
     flapping: Mapping[str, float] = field(default_factory=dict)
-    waiting_since: float | None = None
     patience_s: float = 10.0
     names: Mapping[str, str] = field(default_factory=dict)
     draining: frozenset[str] = frozenset()
+
+    @property
+    def assigned(self) -> bool:
+        """True while this node owns the group."""
+        return self.assignee == self.self_id
 
     def name(self, node_id: str) -> str:
         """Return the name of a node, for users."""
@@ -183,112 +189,97 @@ def better(one: Sequence[float], other: Sequence[float]) -> bool:
     return False
 
 
-def decide(view: ClusterView) -> Action:
-    """Return this node's next action."""
+def decide(view: GroupView) -> Action:
+    """Return this node's next action for the group."""
     mine = view.running
-    if mine is not None and (stop := _lost(view, mine)):
+    if mine is None:
+        return _form(view) if view.assigned and view.wanted is not None else NoAction()
+    if stop := _lost(view, mine) or _left(view, mine):
         return stop
-    if mine is not None and mine.owner == view.self_id and (reason := _unwanted(view, mine)):
-        return StopEpoch(reason)
-    if not view.leading:
-        return _follow(view)
-    if mine is not None and mine.owner == view.self_id:
-        return _improve(view, mine)
-    return _form(view)
+    if not view.assigned or view.wanted is None:
+        return _give_up(view, mine)
+    if not mine.serves(view.wanted):
+        return _renew(view, mine, view.wanted)
+    return _improve(view, mine)
 
 
-def drained_by(view: ClusterView) -> tuple[str, ...]:
+def drained_by(view: GroupView) -> tuple[str, ...]:
     """Return the nodes about to stop in this node's own epoch, which then takes no new requests."""
     mine = view.running
-    if mine is None or mine.owner != view.self_id:
-        return ()
-    return tuple(node_id for node_id in mine.ranks if node_id in view.draining)
+    return tuple(node_id for node_id in mine.ranks if node_id in view.draining) if mine is not None else ()
 
 
-def may_leave(view: ClusterView) -> bool:
-    """Return True when a stopping node may leave; requests of its own clients are not considered.
-
-    If a group is possible without it, it waits until it coordinates none and has no rank in any. Otherwise
-    the group that needs its rank goes on until its last request is done.
-    """
-    mine = view.running
-    if view.leading and view.plan is not None:
-        return False
-    if mine is None or mine.owner == view.self_id:
-        return True
-    theirs = [other for other in view.others if other.number == mine.number]
-    return all(other.draining and not other.open_requests for other in theirs) and bool(theirs)
-
-
-def refusal(sender: str, number: int, claim: LeaderClaim, joined: int) -> str | None:
+def refusal(sender: str, number: int, assignee: str, joined: int) -> str | None:
     """Return the reason for not taking part in epoch `number`, ordered by `sender`; None to take part.
 
-    `claim` is the one this node follows. `joined` is its last epoch of that sender.
+    `assignee` owns the group of that epoch, as far as this node knows; empty if it does not. This node took
+    part in epoch `joined` of the sender, its last one.
     """
-    if sender != claim.node_id:
-        who = f"{claim.node_id[:8]} coordinates" if claim.node_id else "no node coordinates yet"
-        return f"epoch {number} comes from {sender[:8]}, but {who} (term {claim.term})"
+    if assignee and sender != assignee:
+        return f"epoch {number} comes from {sender[:8]}, but {assignee[:8]} owns its group"
     if number <= joined:
         return f"epoch {number} is not newer than epoch {joined}, which this node was part of"
     return None
 
 
-def _lost(view: ClusterView, mine: RunningEpoch) -> StopEpoch | None:
-    """Return the end of an epoch that a participant has left.
-
-    The owner checks every rank; the others check only the owner.
-    """
-    watched = range(len(mine.ranks)) if mine.owner == view.self_id else range(1)
-    for rank in watched:
-        node_id = mine.ranks[rank]
-        if not view.present(node_id):
-            status = view.statuses.get(node_id)
-            state = status.state if status else MemberState.AWAY
-            how = "its link broke" if state is MemberState.SUSPECT else f"it is {state}"
-        elif view.boot_id(node_id) != mine.boots[rank]:
-            how = "its agent was restarted"
-        else:
-            continue
-        return StopEpoch(f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): {how}", lost=node_id)
+def _lost(view: GroupView, mine: RunningEpoch) -> StopEpoch | None:
+    """Return the end of an epoch that a participant has left."""
+    for rank, node_id in enumerate(mine.ranks):
+        if (how := lost(view.statuses.get(node_id), mine.boots[rank])) is not None:
+            reason = f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): {how}"
+            return StopEpoch(reason, lost=node_id)
     return None
 
 
-def _unwanted(view: ClusterView, mine: RunningEpoch) -> str:
-    if mine.serves(view.desired):
-        return ""
-    return f"{view.desired.model} is wanted now" if view.desired.model else f"{mine.model} was unloaded"
-
-
-def _follow(view: ClusterView) -> Action:
-    mine = view.running
-    if mine is None or mine.owner != view.self_id:
-        return NoAction()
-    for other in _elsewhere(view):
-        if other.ready and other.owner == view.claim.node_id and not better(mine.key, other.key):
-            reason = f"{view.name(other.owner)} coordinates and serves the model"
-            return _when_idle(view, [mine], StopEpoch(reason))
-    return NoAction()
-
-
-def _improve(view: ClusterView, mine: RunningEpoch) -> Action:
-    """Keep the coordinator's own epoch, unless something clearly better waits, or a rank's node stops."""
-    if drained_by(view) and view.plan is not None:
-        who = ", ".join(map(view.name, drained_by(view)))
+def _left(view: GroupView, mine: RunningEpoch) -> StopEpoch | None:
+    """Return the end of an epoch that is unloaded, or whose group goes on without a Mac that stops."""
+    if view.wanted is None:
+        return StopEpoch(f"{mine.model} was unloaded")
+    if (leaving := drained_by(view)) and (view.plan is not None or not view.assigned):
+        who = ", ".join(map(view.name, leaving))
         return StopEpoch(f"{who} is about to stop, and another group goes on")
-    if not mine.ready:
-        return NoAction()
-    best = _best(other for other in _elsewhere(view) if other.ready)
-    if best is not None and better(best.key, mine.key):
-        return _unrest(view) or _when_idle(
-            view, [mine], StopEpoch(f"{view.name(best.owner)} has a better group")
-        )
+    return None
+
+
+def lost(status: MemberStatus | None, boot_id: str) -> str | None:
+    """Return how the agent that had this boot id was lost; None while it is there."""
+    if status is None or not status.present:
+        state = status.state if status is not None else MemberState.AWAY
+        return "its link broke" if state is MemberState.SUSPECT else f"it is {state}"
+    return "its agent was restarted" if status.boot_id != boot_id else None
+
+
+def _give_up(view: GroupView, mine: RunningEpoch) -> Action:
+    """End the epoch of a group that this node owns no longer."""
+    where = f"{view.name(view.assignee)} has the group now" if view.assignee else view.refusal
+    return _when_idle(view, [mine], StopEpoch(where or "the group is wanted no longer"))
+
+
+def _renew(view: GroupView, mine: RunningEpoch, wanted: Wanted) -> Action:
+    """Replace an epoch that serves another model, or on more or fewer Macs, than is wanted now.
+
+    The next group is ready before this one ends, if memory allows.
+    """
     plan = view.plan
-    if plan is None or plan.ranks[0] != view.self_id or not better(plan.key, mine.key):
-        return NoAction()  # this node cannot try a group whose rank 0 is elsewhere
+    if plan is None:
+        return Wait(view.refusal)
+    if not plan.proven and mine.ready:
+        return _unrest(view) or TryGroup(view.epoch + 1, plan)
+    return StopEpoch(f"{wanted.model} is wanted now")
+
+
+def _improve(view: GroupView, mine: RunningEpoch) -> Action:
+    """Keep the epoch, unless it uses a Mac that is needed otherwise, or a better plan is possible."""
+    plan = view.plan
+    if taken := [node_id for node_id in mine.ranks if node_id not in view.nodes]:
+        reason = f"{view.name(taken[0])} is needed for another group"
+        return _when_idle(view, [mine], StopEpoch(reason)) if plan is not None else Wait(view.refusal)
+    if not mine.ready or plan is None or plan.ranks[0] != view.self_id or not better(plan.key, mine.key):
+        return NoAction()
     return _replace(view, mine, plan)
 
 
-def _replace(view: ClusterView, mine: RunningEpoch, plan: GroupPlan) -> Action:
+def _replace(view: GroupView, mine: RunningEpoch, plan: GroupPlan) -> Action:
     """Replace the running group by a better plan, once that is known to form."""
     if set(plan.ranks) == set(mine.ranks) and plan.backend == mine.backend:
         return NoAction()
@@ -303,57 +294,33 @@ def _replace(view: ClusterView, mine: RunningEpoch, plan: GroupPlan) -> Action:
     return _unrest(view) or _when_idle(view, [mine], StopEpoch(f"a better group is there with {who}"))
 
 
-def _form(view: ClusterView) -> Action:
-    """Form an epoch: the coordinator has none of its own."""
-    if not view.desired.model:
-        return NoAction()
+def _form(view: GroupView) -> Action:
+    """Form an epoch: the owner has none."""
+    plan = view.plan
     if waiting := _unrest(view):
         return waiting
-    best, plan = _best(_elsewhere(view)), view.plan
-    if best is not None and (plan is None or not better(plan.key, best.key)):
-        return HandOver(best.owner)
     if plan is None:
         return Wait(view.refusal)
-    return _form_plan(view, plan)
+    if waiting := _not_yet(view, plan):
+        return waiting
+    elsewhere = [other for other in view.others if other.ready and view.present(other.owner)]
+    if not plan.proven and elsewhere:
+        return TryGroup(view.epoch + 1, plan)
+    form = FormEpoch(view.epoch + 1, plan, tuple(map(view.boot_id, plan.ranks)))
+    return _when_idle(view, elsewhere, form)
 
 
-def _form_plan(view: ClusterView, plan: GroupPlan) -> Action:
+def _not_yet(view: GroupView, plan: GroupPlan) -> Wait | None:
+    """Return the reason why this plan cannot be formed now; None if it can."""
     if plan.ranks[0] != view.self_id:
-        return HandOver(plan.ranks[0])
+        return Wait(f"{view.name(view.self_id)} can be in no group, {view.name(plan.ranks[0])} can")
     silent = [node_id for node_id in plan.ranks if view.statuses[node_id].state is not MemberState.ALIVE]
     if silent:
         return Wait(f"{view.name(silent[0])} is silent")
-    if view.now < view.hold_until:
-        return Wait(view.hold, view.hold_until)
-    if not plan.proven and (view.running is not None or _elsewhere(view)):
-        return TryGroup(view.epoch + 1, plan)
-    action: Action = FormEpoch(view.epoch + 1, plan, tuple(map(view.boot_id, plan.ranks)))
-    if view.running is not None:
-        action = StopEpoch(f"a better group is there than that of epoch {view.running.number}")
-    return _when_idle(view, _elsewhere(view), action)
+    return Wait(view.hold, view.hold_until) if view.now < view.hold_until else None
 
 
-def _elsewhere(view: ClusterView) -> list[RunningEpoch]:
-    """Return the epochs of others that serve the desired state, and whose owners are present and stay."""
-    return [
-        other
-        for other in view.others
-        if other.serves(view.desired)
-        and view.present(other.owner)
-        and not other.draining
-        and other.owner not in view.draining
-    ]
-
-
-def _best(epochs: Iterable[RunningEpoch]) -> RunningEpoch | None:
-    best: RunningEpoch | None = None
-    for other in sorted(epochs, key=lambda running: running.owner):
-        if best is None or better(other.key, best.key):
-            best = other
-    return best
-
-
-def _unrest(view: ClusterView) -> Wait | None:
+def _unrest(view: GroupView) -> Wait | None:
     if view.unsynced:
         return Wait(f"{view.name(view.unsynced[0])} has not yet reported its state")
     if view.now < view.settled_at:
@@ -361,7 +328,7 @@ def _unrest(view: ClusterView) -> Wait | None:
     return None
 
 
-def _when_idle(view: ClusterView, epochs: Iterable[RunningEpoch], action: Action) -> Action:
+def _when_idle(view: GroupView, epochs: Iterable[RunningEpoch], action: Action) -> Action:
     """Wait for open requests, for a limited time: requests that never end must not hold up the cluster."""
     requests = sum(epoch.open_requests for epoch in epochs)
     since = view.now if view.waiting_since is None else view.waiting_since

@@ -65,6 +65,10 @@ class ServedDeployments:
         """Requests that wait for more tokens, other agents' included."""
         return [request for each in self.by_name.values() for request in each.requests]
 
+    def open_at(self, group: str) -> int:
+        """Return the number of open requests that a group works on, other agents' included."""
+        return sum(each.group == group for each in self.requests)
+
     @property
     def relayed(self) -> int:
         """Number of requests of other agents' clients that run here."""

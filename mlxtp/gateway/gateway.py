@@ -56,6 +56,7 @@ class ModelSwitch:
 class Gateway:
     """Implementation of `api.backend.Backend`. Every open request ends, with its last token or with an error.
 
+    health      returns the health of a model, or of the whole for "", with so many open requests
     recovery_s  seconds that a request waits for another group; see `RequestDispatcher`
     deadline_s  seconds that a request may take in all
     memory      returns the memory that this machine has left
@@ -63,7 +64,7 @@ class Gateway:
 
     def __init__(
         self,
-        health: Callable[[int], Health],
+        health: Callable[[int, str], Health],
         bounds: AdmissionLimits,
         recovery_s: float = 60.0,
         deadline_s: float = 3600.0,
@@ -129,6 +130,11 @@ class Gateway:
         """Refuse requests for a deployment from now on, and end the open ones with `error`."""
         self.deployments.named(deployment).withdraw(error)
 
+    def give_up(self, deployment: str, error: MlxtpError) -> None:
+        """End the open requests of a deployment with `error`, unless a group of it is ready."""
+        if not (dispatcher := self.deployments.named(deployment)).groups:
+            dispatcher.withdraw(error)
+
     def close(self, error: MlxtpError) -> None:
         """Stop serving on this Mac. Requests of other agents may continue elsewhere."""
         for each in self.deployments.by_name.values():
@@ -162,7 +168,7 @@ class Gateway:
     # --- called by HTTP ------------------------------------------------------------------------------
 
     def health(self, model: str = "") -> Health:
-        return self._health(self.open_requests)
+        return self._health(self.open_requests, model)
 
     def models(self) -> tuple[ModelInfo, ...]:
         return tuple(each.model for each in self.deployments.ready() if each.model is not None)

@@ -1,26 +1,27 @@
-"""The epochs that this node coordinates: when the next one is formed, of which group, and why one ended."""
+"""The epochs of a group that this node owns: when the next one is formed, and of which ranks."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..cluster import reconcile
-from ..cluster.deployments import DesiredState
 from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports
-from ..cluster.reconcile import FormEpoch, RunningEpoch, Situation, TryGroup
+from ..cluster.reconcile import FormEpoch, Situation, TryGroup
 from ..errors import Code, GroupError, MlxtpError
 from ..models.inspect import ModelSource
-from ..models.local_model import LocalModels
 from ..placement.candidates import Candidate, Device, devices_of, parts
 from ..placement.cost_model import JACCL_RING, fits_beside
-from .fabric import FabricResults
+from ..wire.cluster_messages import Serving
 from .health import ServingState, of_the_model
-from .lifecycle import GROUP, EpochPlan, Supervisor
+from .lifecycle import EpochPlan, Supervisor
+from .machines import Machines
 from .owned_epoch import GroupBuilder, OwnedEpoch, ServingReports
 from .placer import Placer
+from .scope import GroupScope
 
 log = logging.getLogger(__name__)
 
@@ -54,19 +55,23 @@ class Trials:
     def __init__(
         self,
         node: ClusterNode,
+        scope: GroupScope,
         supervisor: Supervisor,
-        models: LocalModels,
         *,
         builder: GroupBuilder,
         reports: ServingReports,
         placer: Placer,
+        machines: Machines,
+        all_reports: Callable[[], list[Serving]],
     ) -> None:
         self._node = node
+        self._scope = scope
         self._supervisor = supervisor
-        self._models = models
         self._builder = builder
         self._reports = reports
         self._placer = placer
+        self._machines = machines
+        self._all_reports = all_reports
         self._task: asyncio.Task[None] | None = None
         self._ahead: _TrialGroup | None = None
         self._proven: set[object] = set()  #: Groups that formed and proved themselves, see `_identity`.
@@ -90,7 +95,7 @@ class Trials:
 
     def is_over(self, chosen: Candidate) -> bool:
         """Return True when the serving group may end for this one: nothing is left to try beside it."""
-        if chosen.nodes == 1:
+        if chosen.nodes == 1 and not self._renews:
             return True
         if self._ahead is not None:
             return self._ahead.identity == self._identity(chosen)
@@ -103,7 +108,7 @@ class Trials:
         untried = self._untried(chosen)
         if untried is not None:
             tried = next(iter(untried), chosen)
-            model = self._models.desired.source if tried is chosen and self._may_load(chosen) else None
+            model = self._scope.model.source if tried is chosen and self._may_load(chosen) else None
             self._task = asyncio.ensure_future(self._try(number, tried, model))
         elif self._held_back != (identity := self._identity(chosen)):
             self._held_back = identity
@@ -126,7 +131,7 @@ class Trials:
             return
         failed = ahead.plan.ranks.failed
         planned = chosen is not None and self._identity(chosen) == ahead.identity
-        wanted = self._node.leadership.leading and self._models.desired.source is ahead.plan.model
+        wanted = self._scope.owned and self._scope.model.source is ahead.plan.model
         if failed.done() or not (planned and wanted):
             self._ahead = None
             self._task = asyncio.ensure_future(self._end(ahead, failed.result() if failed.done() else None))
@@ -196,11 +201,10 @@ class Trials:
         """Return True when a group can load the model while the present one serves, and has not yet."""
         if self._identity(chosen) in self._loaded or parts(chosen, self._devices_in_use()) != [chosen]:
             return False
-        others = self._node.peer_info.servings.values()
+        others = [each for each in self._all_reports() if each.participants]
         if any(not each.held_mib and set(each.participants) & set(chosen.ranks) for each in others):
             return False  # their reports do not include the memory that their ranks hold
-        held = {node: self._reports.held_bytes(node, GROUP) for node in chosen.ranks}
-        return fits_beside(chosen.memory, held)
+        return fits_beside(chosen.memory, {node: self._reports.held_bytes(node) for node in chosen.ranks})
 
     def _untried(self, chosen: Candidate) -> list[Candidate] | None:
         """Return the parts of a group that have yet to prove themselves; None where they cannot."""
@@ -212,10 +216,10 @@ class Trials:
         return [part for part in found if self._identity(part) not in self._proven]
 
     def _devices_in_use(self) -> set[Device]:
-        over_jaccl = [each for each in self._reports.all() if each.backend == "jaccl"]
+        over_jaccl = [each for each in self._all_reports() if each.backend == "jaccl"]
         if not over_jaccl:
             return set()
-        topology = self._placer.topology()
+        topology = self._machines.topology()
         return {
             device
             for each in over_jaccl
@@ -225,7 +229,14 @@ class Trials:
     def _identity(self, chosen: Candidate) -> object:
         """Return the properties that a group shares with one that was proven before."""
         boots = tuple(self._node.membership.status_of(node).boot_id for node in chosen.ranks)
-        return chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses
+        model = self._scope.model.name
+        return model, chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses
+
+    @property
+    def _renews(self) -> bool:
+        """True while another revision of the model is wanted than the present epoch serves."""
+        mine, wanted = self._reports.owned, self._scope.wanted
+        return mine is not None and wanted is not None and mine.wanted.model != wanted.model
 
 
 # --- the epochs, one after the other ----------------------------------------------------------------------
@@ -237,25 +248,25 @@ class GroupController:
     def __init__(
         self,
         node: ClusterNode,
+        scope: GroupScope,
         supervisor: Supervisor,
-        models: LocalModels,
         *,
         reports: ServingReports,
         placer: Placer,
-        results: FabricResults,
-        machines: MachineReports,
+        builder: GroupBuilder,
+        trials: Trials,
+        readings: MachineReports,
     ) -> None:
         self._node = node
+        self._scope = scope
         self._supervisor = supervisor
-        self._models = models
-        self._machines = machines
+        self._readings = readings
         self._reports = reports
         self._placer = placer
-        self._builder = GroupBuilder(node, placer)
-        self._trials = Trials(node, supervisor, models, builder=self._builder, reports=reports, placer=placer)
+        self._builder = builder
+        self._trials = trials
         self._changed = asyncio.Event()
         self._seen: object = None
-        results.on_change(self._remeasured)
 
     # --- for the supervisor --------------------------------------------------------------------------
 
@@ -264,7 +275,7 @@ class GroupController:
         last = self._reports.owned
         if last is not None and last.placement.backend == "jaccl":
             # JACCL forms even with a cable out, between any ranks.
-            await self._machines.read_machine_now(last.form.plan.ranks)
+            await self._readings.read_machine_now(last.form.plan.ranks)
         self._let_go()
         await self._trials.stop()
         self._node.changed()
@@ -296,24 +307,19 @@ class GroupController:
 
     def _let_go(self) -> None:
         """Broadcast that the last epoch is over: otherwise the others would keep its last report."""
-        last, mine, self._reports.owned = self._reports.serving(), self._reports.owned, None
+        mine, self._reports.owned = self._reports.owned, None
         if mine is not None:
             self._builder.release(mine.form.number)
-        if mine is not None and last is not None:
-            over = replace(last, state=str(ServingState.STOPPED), participants=(), key=(), held_mib=())
-            self._node.links.broadcast(over)
-        self._reports.broadcast()
+            self._reports.broadcast()
 
     # --- decisions -----------------------------------------------------------------------------------
 
-    def situation(self, hosted: RunningEpoch | None) -> Situation:
-        """Return the part of the situation that `Leadership.decide` cannot know by itself.
+    def situation(self, waiting_since: float | None) -> Situation:
+        """Return the part of the situation that `Leadership.view` cannot know by itself.
 
-        `hosted` is the epoch of the rank that this machine runs for another coordinator.
+        `waiting_since`: since when a decision about this group has waited for open requests.
         """
         self._notice_changes()
-        if self._reports.owned is None and not self._reports.others() and hosted is None:
-            self._placer.learn()
         placement, why = self._placer.placement()
         best = None
         chosen = placement.chosen if placement is not None else None
@@ -321,9 +327,6 @@ class GroupController:
         if placement is not None and chosen is not None:
             key, proven = self._placer.key(chosen), self._trials.is_over(chosen)
             best = reconcile.GroupPlan(placement.ranks, key, placement.backend, proven)
-        elif self._models.desired.problem and (others := self._others_with_model()):
-            # It is to coordinate, and will plan for itself.
-            best = reconcile.GroupPlan((min(others),), (0.0, 0.0))
         hold_until, hold = self._hold()
         running, mine = self._reports.running(), self._reports.owned
         served = mine.placement.chosen if mine is not None and running is not None else None
@@ -331,32 +334,25 @@ class GroupController:
             self._trials.served(served)
             self._placer.formed(served)
         return Situation(
-            hold_until=hold_until,
-            hold=hold,
-            running=running or hosted,
+            assignee=self._scope.assignment.owner,
+            nodes=self._scope.assignment.nodes,
+            wanted=self._scope.wanted,
+            running=running,
             others=self._reports.others(),
             plan=best,
             refusal=why,
+            hold_until=hold_until,
+            hold=hold,
+            waiting_since=waiting_since,
         )
-
-    def _others_with_model(self) -> list[str]:
-        """Return the members that are present and have the model, which this node lacks."""
-        node = self._node
-        return [
-            node_id
-            for node_id, told in node.peer_info.reported(node.replica.desired.model).items()
-            if node_id not in node.leadership.draining
-            and told.fingerprint
-            and node.membership.status_of(node_id).present
-        ]
 
     def _hold(self) -> tuple[float, str]:
         """Return until when to wait for members' reports on whether they have the model, and the reason."""
-        node = self._node
+        node, met_at = self._node, self._node.peer_info.met_at
         waits = [
-            (node.peer_info.met_at[node_id] + TELL_S, node_id)
-            for node_id in node.links.nodes()
-            if node_id in node.peer_info.met_at and not self._models.reported_by(node_id)
+            (met_at[node_id] + TELL_S, node_id)
+            for node_id in self._scope.unreported
+            if node_id in met_at and node_id in self._scope.assignment.nodes
         ]
         if not waits:
             return 0.0, ""
@@ -366,7 +362,7 @@ class GroupController:
     def form(self, form: FormEpoch) -> None:
         """Have the supervisor form this epoch, unless it is still busy with the last one."""
         placement, _ = self._placer.placement()
-        source = self._models.desired.source
+        source = self._scope.model.source
         if not self._supervisor.waits_for_plan or placement is None or source is None:
             return
         if self._trials.busy:
@@ -376,8 +372,9 @@ class GroupController:
         ahead = self._trials.take_over(chosen)
         if ahead is not None:
             form = replace(form, number=ahead.epoch)
-        desired = node.replica.desired
-        self._reports.owned = OwnedEpoch(form, placement, desired.model, desired.version)
+        wanted = self._scope.wanted
+        assert wanted is not None
+        self._reports.owned = OwnedEpoch(form, placement, wanted)
         node.replica.saw_epoch(form.number)
         names = " + ".join(map(node.name_of, placement.ranks))
         log.info("epoch %d: %s on %s", form.number, chosen.kind, names, extra={"epoch": form.number})
@@ -394,13 +391,7 @@ class GroupController:
         if placement is not None and placement.chosen is not None:
             self._trials.begin(action.number, placement.chosen)
 
-    def still_wanted(self, before: DesiredState, desired: DesiredState) -> None:
-        """Keep the epoch for a desired state that differs only in its version, its writer or its pin."""
-        mine = self._reports.owned
-        if mine is not None and (mine.model, mine.desired) == (before.model, before.version):
-            self._reports.owned = replace(mine, desired=desired.version)
-
-    def _remeasured(self) -> None:
+    def remeasured(self) -> None:
         """Compare this node's group by its measured speed from now on: a measurement came."""
         mine = self._reports.owned
         placement, _ = self._placer.placement()
@@ -418,7 +409,7 @@ class GroupController:
         node = self._node
         statuses = node.membership.statuses()
         present = tuple(sorted((node, s.boot_id) for node, s in statuses.items() if s.present))
-        now = (present, node.replica.desired, node.leadership.leading)
+        now = (present, self._scope.row, self._scope.assignment.owner)
         if now != self._seen:
             self._seen = now
             self._changed.set()

@@ -14,6 +14,7 @@ from ..background import Background
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..errors import Code, LinkError, MlxtpError, UserError
+from ..gateway.gateway import Gateway
 from ..identity.private_files import read_private, write_private
 from ..placement import measurements
 from ..placement.cost_model import Collective
@@ -150,17 +151,22 @@ def _load(path: Path) -> tuple[FabricResult, ...]:
 
 
 class FabricBench:
-    """Measures the group that serves, here or where its rank 0 is."""
+    """Measures the group that this agent shows, here or where its rank 0 is.
+
+    `shown` returns the supervisor of that group, and `serving` this node's report of it.
+    """
 
     def __init__(
         self,
         node: ClusterNode,
-        supervisor: Supervisor,
+        gateway: Gateway,
+        shown: Callable[[], Supervisor],
         serving: Callable[[], Serving | None],
         results: FabricResults,
     ) -> None:
         self._node = node
-        self._supervisor = supervisor
+        self._gateway = gateway
+        self._shown = shown
         self._serving = serving
         self._results = results
         self._measuring = False
@@ -172,8 +178,8 @@ class FabricBench:
 
         Raises UserError when there is no such group, or it ends meanwhile.
         """
-        status, gateway = self._supervisor.status, self._supervisor.gateway
-        ranks, model = status.ranks, next(iter(gateway.models()), None)
+        gateway, shown = self._gateway, self._shown()
+        status, ranks, model = shown.status, shown.status.ranks, shown.info
         if self._measuring or status.state is ServingState.LOADING:
             raise UserError("the group is loading or being measured right now; try again", Code.NOT_READY)
         if ranks is None or model is None:
@@ -198,7 +204,7 @@ class FabricBench:
 
     async def bench(self) -> FabricResult:
         """Return a new measurement of the group that serves. Raises UserError when that fails."""
-        if self._supervisor.status.in_epoch:
+        if self._shown().status.in_epoch:
             return await self._bench_here()
         servings = self._node.peer_info.servings.items()
         owners = [owner for (owner, _), serving in servings if serving.state == ServingState.READY]
@@ -253,7 +259,7 @@ class FabricBench:
     async def _answer(self, node_id: str, nonce: bytes) -> None:
         problem = ""
         try:
-            if not self._supervisor.status.in_epoch:  # two agents could ping-pong for ever
+            if not self._shown().status.in_epoch:  # two agents could ping-pong for ever
                 raise UserError(f"rank 0 is no longer on {self._node.name}; try again")
             await self._bench_here()
         except MlxtpError as error:

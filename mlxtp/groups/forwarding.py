@@ -1,4 +1,4 @@
-"""Endpoint of this node while rank 0 is elsewhere: it forwards requests and reports that group's health."""
+"""A group while another node owns it: this node forwards requests to it and shows its state."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from ..cluster.node import ClusterNode
 from ..discovery.addresses import host_and_port
 from ..errors import Code, GroupError, MlxtpError
 from ..gateway.remote_backend import RemoteBackend
-from ..models.local_model import LocalModels
 from ..wire.cluster_messages import Serving
 from ..wire.streams import open_tls
 from ..wire.tls import ALPN_REQUESTS, Credentials, member_context_client
 from .health import ServingState
 from .lifecycle import Supervisor
 from .loading import model_info
+from .owned_epoch import ServingReports
 from .process_group import EpochGroup
+from .scope import GroupScope
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +32,20 @@ class ForwardingBackend:
     """Forwarder of requests to the agent with rank 0. Call `follow` whenever the cluster may have changed."""
 
     def __init__(
-        self, node: ClusterNode, supervisor: Supervisor, models: LocalModels, credentials: Credentials
+        self,
+        node: ClusterNode,
+        scope: GroupScope,
+        supervisor: Supervisor,
+        reports: ServingReports,
+        credentials: Credentials,
     ) -> None:
         self._node = node
+        self._scope = scope
         self._supervisor = supervisor
-        self._models = models
+        self._reports = reports
         self._credentials = credentials
-        #: Node, epoch and version of the model that is served, or about to be.
-        self._served: tuple[str, int, int] | None = None
+        #: Node, epoch and model that is served, or about to be.
+        self._served: tuple[str, int, str] | None = None
         self._ready = False  #: True once it is served.
         self._backend: RemoteBackend | None = None
         #: The node that the requests link leads to. The link outlives that node's epochs.
@@ -46,38 +53,36 @@ class ForwardingBackend:
         self._background = Background(self._failed)
         self._opening: asyncio.Task[None] | None = None
         self._retry_at = 0.0
-        node.rounds.add(lambda _now: self.follow())
 
     def follow(self) -> None:
         """Follow the group that serves elsewhere, unless this node has an epoch of its own."""
-        node = self._node
         if self._supervisor.status.in_epoch:
             self._leave()
             return
+        node, model = self._node, self._scope.model
         found = self._whom()
         if found is None:
             self._drop("the group is being formed")
             if not self._supervisor.status.resting:
-                self._show(
-                    ServingState.IDLE, 0, node.leadership.waiting or "no node serves a model yet", None
-                )
+                owned = self._scope.owned
+                why = self._reports.waiting if owned else self._scope.why_not
+                self._show(ServingState.IDLE, 0, why or "the group is about to form", None)
             return
         node_id, serving = found
         if self._backend is not None and self._backend_at != node_id:
             self._drop(f"{node.name_of(node_id)} serves now")
         state, reason = ServingState(serving.state), serving.reason
-        if state is ServingState.IDLE:
-            reason = reason or "no node serves a model yet"
-        elif state is ServingState.READY and node.replica.desired.version != serving.desired:
+        row = self._scope.row
+        if state is ServingState.READY and (row is None or row.model != serving.model):
             state = ServingState.LOADING
-        elif state is ServingState.READY and self._models.desired.source is None:
-            state = ServingState.IDLE if self._models.desired.problem else ServingState.LOADING
-            reason = self._models.desired.problem or "looking for the model's files"
+        elif state is ServingState.READY and model.source is None:
+            state = ServingState.IDLE if model.problem else ServingState.LOADING
+            reason = model.problem or "looking for the model's files"
         if state is not ServingState.READY:
             self._rest()
             self._show(state, serving.epoch, reason, serving)
             return
-        wanted = (node_id, serving.epoch, serving.desired)
+        wanted = (node_id, serving.epoch, serving.model)
         if wanted != self._served and time.monotonic() >= self._retry_at:
             self._rest()
             self._served = wanted
@@ -87,25 +92,21 @@ class ForwardingBackend:
         self._show(state, serving.epoch, reason, serving)
 
     def _whom(self) -> tuple[str, Serving] | None:
-        """Return the node to follow and its report; None if there is none.
+        """Return the owner to follow and its report; None if there is none.
 
-        That is the coordinator if it has a group, else a node that is ready. Else it is the coordinator,
-        whose report has the reason.
+        That is the node to which the group is assigned if it has an epoch, else a node that is ready. Else
+        it is the former, whose report has the reason.
         """
-        node = self._node
-        servings = {
-            owner: serving
-            for (owner, _), serving in node.peer_info.servings.items()
-            if node.membership.status_of(owner).present
-        }
-        coordinator = node.leadership.claim.node_id
-        leading = servings.get(coordinator)
-        if leading is not None and leading.participants:
-            return coordinator, leading
+        present = self._node.membership.status_of
+        servings = {owner: each for owner, each in self._reports.reports() if present(owner).present}
+        owner = self._scope.assignment.owner
+        assigned = servings.get(owner)
+        if assigned is not None and assigned.participants:
+            return owner, assigned
         ready = [each for each, serving in servings.items() if serving.state == ServingState.READY]
         if ready:
             return min(ready), servings[min(ready)]
-        return (coordinator, leading) if leading is not None else None
+        return (owner, assigned) if assigned is not None else None
 
     def _show(self, state: ServingState, epoch: int, reason: str, serving: Serving | None) -> None:
         size = len(serving.participants) if serving is not None else 0
@@ -115,7 +116,7 @@ class ForwardingBackend:
         self._supervisor.status.follow(state, epoch, reason, EpochGroup(0, size, backend, kind=kind))
 
     async def _open(self, node_id: str, serving: Serving) -> None:
-        source = self._models.desired.source
+        source = self._scope.model.source
         gateway = self._supervisor.gateway
         try:
             if source is None:

@@ -156,8 +156,8 @@ class RateMeter:
 RECOVERY_S = (0.5, 1, 1.5, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 45, 60, 120, 300)
 
 
-class Recoveries:
-    """Recoveries of epochs whose rank 0 is on this machine. `now` is in seconds of any monotonic clock."""
+class RecoveryMetrics:
+    """Counts of the ends of all epochs whose rank 0 is on this machine, and of recoveries from them."""
 
     def __init__(self) -> None:
         self.ended = Counter(
@@ -172,6 +172,13 @@ class Recoveries:
             registry=None,
             buckets=RECOVERY_S,
         )
+
+
+class Recoveries:
+    """Recoveries of one group, counted in `metrics`. `now` is in seconds of any monotonic clock."""
+
+    def __init__(self, metrics: RecoveryMetrics | None = None) -> None:
+        self.metrics = metrics or RecoveryMetrics()
         self._serving = False
         self._broken_at: float | None = None
 
@@ -179,12 +186,12 @@ class Recoveries:
         """Note that a model is served."""
         self._serving = True
         if self._broken_at is not None:
-            self.seconds.observe(now - self._broken_at)
+            self.metrics.seconds.observe(now - self._broken_at)
             self._broken_at = None
 
     def over(self, code: Code, now: float) -> None:
         """Note that an epoch has ended. One that makes room for another was no failure."""
-        self.ended.labels(code).inc()
+        self.metrics.ended.labels(code).inc()
         if self._serving and code is not Code.REPLANNED:
             self._broken_at = now
         self._serving = False

@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 
 from ..background import Background
 from ..cluster.node import ClusterNode
-from ..cluster.reconcile import RunningEpoch
 from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError
@@ -216,14 +215,10 @@ class HostedRanks:
         """Return the number of the last epoch in which this machine ran a rank for that owner."""
         return self._last_epochs.get(host, self._kept_epoch)
 
-    def running(self) -> RunningEpoch | None:
-        """Return the newest epoch that serves, for decisions: of its group two nodes are known here."""
-        ranks = [rank for rank in self._ranks.values() if not rank.beside]
-        if not ranks:
-            return None
-        rank, node = max(ranks, key=lambda rank: rank.order.epoch), self._node
-        nodes, boots = (rank.host, node.node_id), (rank.host_boot, node.boot_id)
-        return RunningEpoch(rank.order.epoch, nodes, boots, (), "", 0, False)
+    @property
+    def serving(self) -> list[HostedRank]:
+        """The ranks here that are of no trial."""
+        return [rank for rank in self._ranks.values() if not rank.beside]
 
     def received(self, host: str, message: Prepare | StartRank | EndEpoch | RankGathered) -> None:
         """Take an order of an owner, and carry it out in the background, after earlier ones for that rank.

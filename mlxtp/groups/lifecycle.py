@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from ..api.backend import ModelInfo
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError
 from ..gateway.gateway import Gateway
@@ -23,10 +24,6 @@ from .status import GroupStatus
 log = logging.getLogger(__name__)
 
 ABOUT_TO_STOP = "this Mac is about to stop"
-
-#: Until there are several, each group has this id and serves the deployment of this name.
-DEPLOYMENT = "default"
-GROUP = f"{DEPLOYMENT}#0"
 
 #: Called with the name of a stage that was just reached and the seconds since its epoch began.
 StageListener = Callable[[str, float], None]
@@ -126,8 +123,8 @@ class Supervisor:
         on_stage: StageListener = lambda _stage, _seconds: None,
         worker: Worker = WORKER,
         *,
-        deployment: str = DEPLOYMENT,
-        group: str = GROUP,
+        deployment: str,
+        group: str,
     ) -> None:
         self.gateway = gateway
         self.deployment = deployment
@@ -146,6 +143,7 @@ class Supervisor:
         #: Tokens that the KV caches of the loaded model may hold; 0 without a bound, or with no model.
         self.kv_room = 0
         self.load_s = 0.0  #: Seconds that the last load took; 0 before one.
+        self.info: ModelInfo | None = None  #: The model that this agent's ranks serve; None while none does.
         self.waits_for_plan = False  #: True while no epoch runs and none is planned.
         self._plans: asyncio.Queue[EpochPlan] = asyncio.Queue()
         self._current: ProcessGroup | None = None
@@ -181,7 +179,7 @@ class Supervisor:
         except asyncio.CancelledError:
             status.ranks = None
             status.enter(ServingState.STOPPED)
-            self.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
+            self.gateway.park(self.group, GroupError("the group has ended here", Code.REPLANNED))
             if self._current is not None:
                 await _to_its_end(self._current.stop())
             raise
@@ -215,6 +213,7 @@ class Supervisor:
             self.kv_room, self.load_s = loaded.kv_room, loaded.load_s
             name, info = self.deployment, loaded.info
             gateway.serve(self.group, name, ranks, info, model.text, load_s=loaded.load_s)
+            self.info = info
             status.ready()
             served = True
             error = await asyncio.shield(ranks.failed)
@@ -224,7 +223,7 @@ class Supervisor:
             log.exception("epoch %d", plan.epoch, extra={"epoch": plan.epoch})
             error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
 
-        self.kv_room = 0
+        self.kv_room, self.info = 0, None
         status.failed(error)
         gateway.park(self.group, error)
         await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill(error))
@@ -244,9 +243,19 @@ class Supervisor:
         else:
             log.error("epoch %d: %s; giving up", end.epoch, error.detail, extra=about)
             self.status.enter(ServingState.FAILED)
-            self.gateway.fail(self.deployment, error)
+            self.gateway.give_up(self.deployment, error)
             await owner.changed()
             self._policy = RestartPolicy()
+
+    @property
+    def open_requests(self) -> int:
+        """Open requests at the group, other agents' included."""
+        return self.gateway.deployments.open_at(self.group)
+
+    @property
+    def closing(self) -> str:
+        """Reason why the group takes no new requests; empty while it does."""
+        return self.status.closing
 
     @property
     def has_ranks(self) -> bool:

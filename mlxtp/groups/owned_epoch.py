@@ -1,14 +1,15 @@
-"""The group whose rank 0 is here: its making, and the reports by which other nodes know of it."""
+"""An epoch of a group whose rank 0 is here: its making, and the reports by which other nodes know of it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from ..cluster.links import ControlLink
-from ..cluster.node import BEAT_S, ClusterNode
-from ..cluster.reconcile import FormEpoch, RunningEpoch
+from ..cluster.node import ClusterNode
+from ..cluster.reconcile import FormEpoch, RunningEpoch, Wanted
 from ..placement.candidates import Candidate
 from ..placement.planner import Placement
 from ..wire.cluster_messages import (
@@ -23,10 +24,12 @@ from ..wire.cluster_messages import (
 )
 from ..wire.rdma import flat
 from .health import ServingState
-from .lifecycle import GROUP, Supervisor
-from .placer import Placer, in_steps, matrix
+from .lifecycle import Supervisor
+from .machines import Machines, in_steps
+from .placer import matrix
 from .process_group import EpochGroup
 from .ranks import RankWord, RemoteRank, Watcher
+from .scope import GroupScope
 
 MIB = 1 << 20
 KEY_NUMBERS = 2  #: Length of the key by which plans are compared, see `Placer.key`.
@@ -34,47 +37,42 @@ KEY_NUMBERS = 2  #: Length of the key by which plans are compared, see `Placer.k
 
 @dataclass(frozen=True, slots=True)
 class OwnedEpoch:
-    """An epoch that this node forms or runs, and the model and version of the desired state it is for."""
+    """An epoch that this node forms or runs, and what it was formed for."""
 
     form: FormEpoch
     placement: Placement
-    model: str
-    desired: int
+    wanted: Wanted
 
 
 class ServingReports:
-    """Reports of groups: of the `owned` one to all members, and those of other nodes."""
+    """Reports of one group: that of its `owned` epoch for all members, and those of other owners."""
 
-    def __init__(self, node: ClusterNode, supervisor: Supervisor) -> None:
+    def __init__(self, node: ClusterNode, scope: GroupScope, supervisor: Supervisor) -> None:
         self.owned: OwnedEpoch | None = None
+        self.waiting = ""  #: Reason why this owner has no epoch.
+        self._last: tuple[str, ...] = ()  #: Node ids of the last epoch of this owner.
+        self._reported = False  #: True while other nodes have a report of this one.
         self._node = node
+        self._scope = scope
         self._supervisor = supervisor
-        node.links.on_up(self._greet)
-        node.rounds.every(BEAT_S, lambda _now: self.broadcast(), needed=node.links.nodes)
 
     def broadcast(self) -> None:
-        """Send the present report to all members."""
-        if (serving := self.serving()) is not None:
-            self._node.links.broadcast(serving)
-
-    def _greet(self, link: ControlLink) -> None:
-        if (serving := self.serving()) is not None:
-            link.send(serving)
-
-    def all(self) -> list[Serving]:
-        """Return this node's report and those of other nodes."""
-        mine = self.serving()
-        return [*([mine] if mine is not None else []), *self._node.peer_info.servings.values()]
+        """Send the present report to all members. The last one says that this node has no such group."""
+        serving = self.serving()
+        if serving is not None or self._reported:
+            self._node.links.broadcast(serving or self._report(ServingState.STOPPED, ""))
+        self._reported = serving is not None
 
     def serving(self) -> Serving | None:
-        """Return this node's group, for all others; None when it has none and another node coordinates."""
+        """Return this node's report of the group; None if it is of another node."""
         mine, supervisor = self.owned, self._supervisor
         if mine is None:
-            return self._nothing() if self._node.leadership.leading else None
+            return self._nothing() if self._scope.owned else None
+        self._last = mine.form.plan.ranks
         if supervisor.has_ranks:
-            state, requests = supervisor.status.state, supervisor.gateway.open_requests
-            info = next(iter(supervisor.gateway.models()), None)
-        else:  # it is about to begin, or is over; the supervisor shows the node that this one follows
+            state, requests = supervisor.status.state, supervisor.open_requests
+            info = supervisor.info
+        else:  # it is about to begin, or is over
             state, requests, info = ServingState.RESTARTING, 0, None
         group, error = supervisor.status.group, supervisor.status.reason
         reason = error.detail if error is not None else ""
@@ -84,46 +82,55 @@ class ServingReports:
         return Serving(
             mine.form.number,
             str(state),
-            supervisor.gateway.closing or reason,
+            supervisor.closing or reason,
             group.backend if group is not None else "none",
             group.kind if group is not None else "",
             mine.form.plan.ranks,
             mine.form.plan.key,
             requests,
-            mine.model,
-            mine.desired,
+            mine.wanted.model,
+            self._scope.version,
             info.context if info is not None else 0,
             info.vocabulary if info is not None else 0,
             info.eos if info is not None else (),
             math.ceil(supervisor.load_s),
             tuple(-(-self._held_here(node) // MIB) for node in mine.form.plan.ranks) if loaded else (),
-            GROUP,
-            mine.model,
+            self._scope.group,
+            self._scope.deployment,
         )
 
     def _nothing(self) -> Serving:
-        """Return the report of a coordinator without a group, with the reason."""
-        status, version = self._supervisor.status, self._node.replica.desired.version
-        state, why = ServingState.IDLE, self._node.leadership.waiting
+        """Return the report of an owner without an epoch, with the reason."""
+        status = self._supervisor.status
         if status.resting and status.state is ServingState.FAILED:
-            state, why = status.state, status.reason.detail if status.reason is not None else ""
-        return Serving(status.epoch, str(state), why, "none", "", (), (), 0, "", version, 0, 0, ())
+            return self._report(status.state, status.reason.detail if status.reason is not None else "")
+        return self._report(ServingState.IDLE, self.waiting)
 
-    def held_bytes(self, node_id: str, group: str) -> int:
+    def _report(self, state: ServingState, why: str) -> Serving:
+        scope, epoch = self._scope, self._supervisor.status.epoch
+        ends = (scope.group, scope.deployment)
+        return Serving(
+            epoch, str(state), why, "none", "", (), (), 0, "", scope.version, 0, 0, (), 0, (), *ends
+        )
+
+    def held_bytes(self, node_id: str) -> int:
         """Return the bytes of that Mac's memory that ranks of this group hold: free for its next epoch."""
-        told = [each for each in self._node.peer_info.servings.values() if each.group == group]
-        theirs = [dict(zip(each.participants, each.held_mib, strict=False)) for each in told]
-        ours = self._held_here(node_id) if group == GROUP else 0
-        return in_steps(ours + sum(held.get(node_id, 0) * MIB for held in theirs))
+        told = [dict(zip(each.participants, each.held_mib, strict=False)) for _, each in self.reports()]
+        return in_steps(self._held_here(node_id) + sum(held.get(node_id, 0) * MIB for held in told))
 
     def _held_here(self, node_id: str) -> int:
-        """Return the bytes that ranks of this node's groups hold of that Mac's memory."""
+        """Return the bytes that ranks of this node's epochs hold of that Mac's memory."""
         pongs = [
             ranks.watch.pongs.get(ranks.group.nodes.index(node_id))
             for ranks in (self._supervisor.status.ranks, self._supervisor.beside.ranks)
             if ranks is not None and node_id in ranks.group.nodes
         ]
         return sum(pong.memory_bytes for pong in pongs if pong is not None)
+
+    @property
+    def last_ranks(self) -> tuple[str, ...]:
+        """Node ids of this owner's last epoch, in rank order; () before one."""
+        return self._last
 
     def running(self) -> RunningEpoch | None:
         """Return the epoch that this node owns, for decisions; None while it has none."""
@@ -135,18 +142,22 @@ class ServingReports:
             mine.form.plan.ranks,
             mine.form.boots,
             mine.form.plan.key,
-            mine.model,
-            mine.desired,
+            mine.wanted.model,
+            mine.wanted.nodes,
             state in (ServingState.READY, ServingState.DRAINING),
-            self._supervisor.gateway.open_requests,
+            self._supervisor.open_requests,
             state is ServingState.DRAINING,
             mine.form.plan.backend,
         )
 
+    def reports(self) -> list[tuple[str, Serving]]:
+        """Return the owners other than this node, and the report of each."""
+        group, servings = self._scope.group, self._node.peer_info.servings
+        return [(owner, serving) for (owner, each), serving in servings.items() if each == group]
+
     def others(self) -> tuple[RunningEpoch, ...]:
-        """Return the epochs of other nodes, for decisions."""
-        servings = self._node.peer_info.servings.items()
-        return tuple(filter(None, [_running(owner, serving) for (owner, _), serving in servings]))
+        """Return the epochs of other owners, for decisions."""
+        return tuple(filter(None, [_running(owner, serving) for owner, serving in self.reports()]))
 
 
 def _running(owner: str, serving: Serving) -> RunningEpoch | None:
@@ -160,7 +171,7 @@ def _running(owner: str, serving: Serving) -> RunningEpoch | None:
         (),
         serving.key,
         serving.model,
-        serving.desired,
+        "",
         serving.state == ServingState.READY,
         serving.open_requests,
         serving.state == ServingState.DRAINING,
@@ -168,20 +179,49 @@ def _running(owner: str, serving: Serving) -> RunningEpoch | None:
     )
 
 
-class GroupBuilder:
-    """Maker of the ranks of this node's epochs. Those on other Macs get their agents' reports through it."""
+class RemoteRanks:
+    """Ranks on other Macs of this node's epochs, by node id and epoch. Their agents' reports reach them."""
 
-    def __init__(self, node: ClusterNode, placer: Placer) -> None:
-        self._node = node
-        self._placer = placer
-        self._endpoints: dict[tuple[str, int], RemoteRank] = {}  #: By node id and epoch.
+    def __init__(self, node: ClusterNode) -> None:
+        self._ranks: dict[tuple[str, int], RemoteRank] = {}
         node.links.on(self._reported, Prepared, RankStarted, RankPong, RankTrouble, EpochEnded, RankSide)
         node.links.on_lost(self._lost)
+
+    def add(self, ranks: Mapping[tuple[str, int], RemoteRank]) -> None:
+        """Have reports of these ranks reach them."""
+        self._ranks |= ranks
+
+    def release(self, number: int) -> None:
+        """Drop the ranks of epoch `number`, which has ended."""
+        self._ranks = {key: rank for key, rank in self._ranks.items() if key[1] != number}
+
+    def _reported(self, link: ControlLink, message: RankWord) -> None:
+        """Pass an agent's report on to the rank that it runs for this node."""
+        if rank := self._ranks.get((link.node_id, message.epoch)):
+            rank.received(message)
+
+    def _lost(self, node_id: str, why: str) -> None:
+        """Note that the last link to an agent has ended."""
+        for (host, _), rank in list(self._ranks.items()):
+            if host == node_id:
+                rank.link_lost(why)
+
+
+class GroupBuilder:
+    """Maker of the ranks of one group's epochs."""
+
+    def __init__(self, node: ClusterNode, scope: GroupScope, machines: Machines, remote: RemoteRanks) -> None:
+        self._node = node
+        self._scope = scope
+        self._machines = machines
+        self._remote = remote
 
     def group(self, number: int, chosen: Candidate, *, trial: bool = False) -> EpochGroup:
         """Return the ranks of epoch `number`. `trial`: they run beside those that serve."""
         node = self._node
-        here, world, model = node.settings.ranks, len(chosen.ranks), node.replica.desired.model
+        here, world, group = node.settings.ranks, len(chosen.ranks), self._scope.group
+        row = self._scope.row
+        model = row.model if row is not None else ""
         if here > 1:
             return EpochGroup(here, here, node.settings.local_backend, nodes=chosen.ranks)
         known = node.peer_info.machines
@@ -194,11 +234,11 @@ class GroupBuilder:
         def endpoints(watcher: Watcher) -> tuple[RemoteRank, ...]:
             made = {}
             for rank, node_id in enumerate(chosen.ranks[1:], 1):
-                order = Prepare(number, rank, fabric[rank], model, trial, GROUP)
+                order = Prepare(number, rank, fabric[rank], model, trial, group)
                 made[node_id, number] = RemoteRank(
                     partial(node.links.send, node_id), node.name_of(node_id), order, watcher
                 )
-            self._endpoints |= made
+            self._remote.add(made)
             return tuple(made.values())
 
         return EpochGroup(
@@ -214,26 +254,15 @@ class GroupBuilder:
             jaccl_ring=chosen.jaccl_ring,
             machines=machines,
             nodes=chosen.ranks,
-            without_jaccl=lambda ranks: self._placer.without_jaccl([chosen.ranks[rank] for rank in ranks]),
+            without_jaccl=lambda ranks: self._machines.without_jaccl([chosen.ranks[rank] for rank in ranks]),
         )
+
+    def release(self, number: int) -> None:
+        """Drop the ranks on other Macs of epoch `number`, which has ended."""
+        self._remote.release(number)
 
     def _addresses_for(self, node_id: str) -> str:
         """Return this node's addresses for a member: on the fastest network, then on the control link."""
         me, link = self._node.node_id, self._node.links.to(node_id)
-        faster = [each.addresses[me] for each in self._placer.topology().fastest(me, node_id)[:1]]
+        faster = [each.addresses[me] for each in self._machines.topology().fastest(me, node_id)[:1]]
         return ",".join(dict.fromkeys([*faster, *([link.local] if link is not None else [])]))
-
-    def release(self, number: int) -> None:
-        """Drop the ranks on other Macs of epoch `number`, which has ended."""
-        self._endpoints = {key: endpoint for key, endpoint in self._endpoints.items() if key[1] != number}
-
-    def _reported(self, link: ControlLink, message: RankWord) -> None:
-        """Pass an agent's report on to the endpoint of the rank that it runs for this node."""
-        if endpoint := self._endpoints.get((link.node_id, message.epoch)):
-            endpoint.received(message)
-
-    def _lost(self, node_id: str, why: str) -> None:
-        """Note that the last link to an agent has ended."""
-        for (host, _), endpoint in self._endpoints.items():
-            if host == node_id:
-                endpoint.link_lost(why)

@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from ..background import Background
+from ..cluster.deployments import NO_DEPLOYMENTS, DeploymentTable
 from ..cluster.node import ClusterNode
-from ..errors import Code, GroupError, MlxtpError, ModelError, UserError
+from ..errors import GroupError, MlxtpError, ModelError, UserError
 from ..models.download import apart
 from ..models.holdings import described
 from ..models.inspect import Servable, hub_folder, in_folders, inspect, is_hub_id
 from ..models.transfers import TransferCoordinator
-from ..wire.cluster_messages import ModelTurn
-from .health import ServingState
-from .lifecycle import Supervisor
-from .placer import Placer
+from .machines import Machines
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 SILENT_S = 5.0  #: Seconds that members may take to report that a model is on its way to them.
-_SERVES = (ServingState.READY, ServingState.DRAINING, ServingState.LOADING)
 
 
 class SelectionState(StrEnum):
@@ -55,15 +52,15 @@ TRANSITIONS: Mapping[SelectionState, frozenset[SelectionState]] = {
 
 @dataclass(frozen=True, slots=True)
 class SelectedModel:
-    """A model on its way. `nodes`: over how many Macs. `replaces` is the version of the desired state then.
+    """A model on its way. `asked` is what else was requested of its deployment. `before` is the table then.
 
     `servable` is None until it is checked, and if only another member has it. `comes_as` is the name under
     which its files come; `error` is the reason of FAILED.
     """
 
     name: str
-    nodes: str = ""
-    replaces: int = 0
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    before: DeploymentTable = NO_DEPLOYMENTS
     state: SelectionState = SelectionState.CHECKING
     servable: Servable | None = None
     comes_as: str = ""
@@ -77,22 +74,18 @@ class SelectedModel:
 
 
 class ModelSelection:
-    """Owner of the models on their way: those that users named, and the one announced for requests."""
+    """Owner of the models on their way, that users named."""
 
-    def __init__(
-        self, node: ClusterNode, supervisor: Supervisor, transfers: TransferCoordinator, placer: Placer
-    ) -> None:
+    def __init__(self, node: ClusterNode, transfers: TransferCoordinator, machines: Machines) -> None:
         self._node = node
-        self._supervisor = supervisor
         self._transfers = transfers
-        self._placer = placer
+        self._machines = machines
         self._selected: dict[str, SelectedModel] = {}  #: By the name that a user gave.
-        self._announced: tuple[ModelTurn, SelectedModel] | None = None
         self._background = Background()
 
     def progress(self) -> list[str]:
         """Return the models that come to this Mac, for people: the next one to serve, and other downloads."""
-        lines, shown = [], {self._node.replica.desired.model}
+        lines, shown = [], {row.model for row in self._node.desired.table.live()}
         for each in self._selected.values():
             if each.error is not None:
                 lines.append(each.error.detail)
@@ -108,30 +101,27 @@ class ModelSelection:
 
     # --- for users -----------------------------------------------------------------------------------
 
-    async def serve(self, model: str, nodes: str) -> bool:
-        """Make `model` the desired model. `nodes`: how many Macs ("" keeps the setting).
+    async def serve(self, model: str, *, replace: bool = False, **asked: Any) -> bool:
+        """Add a deployment of `model`, or change it, as `DesiredDeployments.serve` has it.
 
-        Return True if its files have to come first; until then the present one is served. Raises UserError,
-        and changes nothing, if it is known that the model cannot be served.
+        With `replace` all others end. Then return True if its files have to come first; until then they go
+        on. Raises UserError, and changes nothing, if it is known that the model cannot be served.
         """
         self.cancel()
-        node, present = self._node, self._node.replica.desired
-        over = nodes or present.nodes
-        if (model, over) == (present.model, present.nodes):
-            node.desired.set(model, nodes)
-            return False
-        selected = self._selected[model] = SelectedModel(model, over, present.version, comes_as=model)
+        node, table = self._node, self._node.desired.table
+        others = [row for row in table.live() if row.model != model]
+        selected = self._selected[model] = SelectedModel(model, asked, table, comes_as=model)
         try:
             found = await asyncio.to_thread(in_folders, model, node.settings.model_folders)
             servable = await self._inspect(found)
             if self._is_outdated(selected):
-                raise UserError(f"another request changed the model meanwhile, so {model} is not served")
+                raise UserError(f"another request changed the models meanwhile, so {model} is not served")
             selected = self._enter(selected, SelectionState.CHECKED, servable=servable)
             lack = ""
-            if present.model and self._supervisor.status.state in _SERVES:
-                if servable is not None and (why := self._placer.no_place(servable.shape, over)):
+            if others:
+                if servable is not None and (why := self._no_place(selected)):
                     raise UserError(f"{model} cannot be served, so all stays as it is: {why}")
-                lack = self._lack(selected) if is_hub_id(found) else ""
+                lack = self._lack(selected) if replace and is_hub_id(found) else ""
             selected = self._enter(selected, SelectionState.FETCHING if lack else SelectionState.READY)
         except BaseException:
             self._drop(selected)
@@ -141,7 +131,7 @@ class ModelSelection:
             return True
         if servable is not None and servable.manifest is not None:
             self._transfers.learned(found, servable.manifest)
-        self._want(selected)
+        self._want(selected, replace=replace)
         return False
 
     def cancel(self) -> None:
@@ -152,9 +142,9 @@ class ModelSelection:
         self._selected[selected.name] = after = selected.next(state, **changes)
         return after
 
-    def _want(self, selected: SelectedModel) -> None:
-        self._node.desired.set(selected.name, selected.nodes)
-        self._drop(self._enter(selected, SelectionState.WANTED))  # from now on the desired state has it
+    def _want(self, selected: SelectedModel, *, replace: bool) -> None:
+        self._node.desired.serve(selected.name, replace=replace, **selected.asked)
+        self._drop(self._enter(selected, SelectionState.WANTED))  # from now on the table has it
 
     def _drop(self, selected: SelectedModel) -> None:
         if self._selected.get(selected.name) is selected:
@@ -162,7 +152,7 @@ class ModelSelection:
 
     def _is_outdated(self, selected: SelectedModel) -> bool:
         """Return True if there was a later selection, here or at another agent."""
-        changed = self._node.replica.desired.version != selected.replaces
+        changed = self._node.desired.table != selected.before
         return changed or self._selected.get(selected.name) is not selected
 
     async def _inspect(self, model: str) -> Servable | None:
@@ -187,7 +177,12 @@ class ModelSelection:
         if servable is None or servable.folder is None:
             return "its files are not here"
         have = {self._node.node_id, *self._who_have(servable.name)}
-        return self._placer.no_place(servable.shape, selected.nodes, have)
+        return self._no_place(selected, have)
+
+    def _no_place(self, selected: SelectedModel, only: Container[str] | None = None) -> str:
+        """Return the reason why no Macs, or none of `only`, can serve the model, whatever else they serve."""
+        assert selected.servable is not None
+        return self._machines.no_place(selected.servable.shape, selected.asked.get("nodes") or "auto", only)
 
     def _who_have(self, model: str) -> list[str]:
         return [node_id for node_id in self._node.links.nodes() if self._transfers.stored.has(node_id, model)]
@@ -208,7 +203,7 @@ class ModelSelection:
             if self._is_outdated(selected):
                 return
             if error is None:
-                self._want(self._enter(selected, SelectionState.READY))
+                self._want(self._enter(selected, SelectionState.READY), replace=True)
             else:
                 log.warning("%s", error.detail)
                 selected = self._enter(selected, SelectionState.FAILED, error=error)
@@ -233,37 +228,11 @@ class ModelSelection:
             servable = await self._inspect(selected.name)
         if servable is not None and have:
             able = have | {*self._who_have(selected.comes_as)}
-            why = self._placer.no_place(servable.shape, selected.nodes, able)
+            why = self._no_place(replace(selected, servable=servable), able)
         if have and not why:
             return ""
         problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
         return "; ".join(filter(None, [why, *problems])) or "no member has reported its progress"
-
-    # --- for requests --------------------------------------------------------------------------------
-
-    def announced(self, turn: ModelTurn) -> SelectedModel:
-        """Return the model of the coordinator's announcement, whose check the first call starts.
-
-        It stays CHECKED until no request runs. Then the coordinator makes it the desired model.
-        """
-        if self._announced is None or self._announced[0] != turn:
-            self._announced = (turn, SelectedModel(turn.model))
-            self._background.start(self._check(turn), f"the check of {turn.model}")
-        return self._announced[1]
-
-    async def _check(self, turn: ModelTurn) -> None:
-        error: MlxtpError | None = None
-        try:
-            servable = await asyncio.to_thread(inspect, turn.model, self._node.settings.kv_bits)
-            if why := self._placer.no_place(servable.shape):
-                error = GroupError(why, Code.NOT_READY)
-        except ModelError as failure:
-            if failure.code is not Code.MODEL_NOT_FOUND:  # it may be on another Mac's disk
-                error = failure
-        if self._announced is not None and self._announced[0] == turn:
-            state = SelectionState.CHECKED if error is None else SelectionState.FAILED
-            self._announced = (turn, self._announced[1].next(state, error=error))
-            self._node.changed()
 
     async def close(self) -> None:
         """Cancel the pending selections and checks."""

@@ -1,12 +1,12 @@
-"""State of one group, as this agent shows it: that of its own epoch, else what another agent reports."""
+"""State of one group, as this agent shows it: that of its own epoch, else what the group's owner reports."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 
-from ..api.backend import DeploymentHealth, Health
 from ..config import Settings
 from ..errors import GroupError, MlxtpError
 from ..gateway.gateway import Gateway
@@ -36,9 +36,13 @@ _BEFORE_READY = frozenset(ServingState) - {
 
 
 class GroupStatus:
-    """The state machine of this agent's epochs, and all that users see of the group."""
+    """The state machine of this agent's epochs of a group, and all that users see of the group.
+
+    `gateway` is that of the agent.
+    """
 
     def __init__(self, settings: Settings, gateway: Gateway) -> None:
+        self.leaving = ""  #: Reason why the group takes no new requests; empty while it does.
         self.state = ServingState.STARTING
         #: State of this agent's own epochs; `state` may be that of a group elsewhere.
         self._own = ServingState.STARTING
@@ -96,7 +100,7 @@ class GroupStatus:
 
     def show(self, state: ServingState) -> ServingState:
         """Show a state, and return it; while this agent drains, DRAINING takes the place of some."""
-        self.state = ServingState.DRAINING if self._gateway.closing and state in _DRAINABLE else state
+        self.state = ServingState.DRAINING if self.closing and state in _DRAINABLE else state
         self._changed.set()
         return self.state
 
@@ -117,12 +121,17 @@ class GroupStatus:
         self.reason = GroupError(reason) if reason else None
         self.show(state)
 
+    @property
+    def closing(self) -> str:
+        """Reason why the group, or this agent, takes no new requests; empty while both do."""
+        return self._gateway.closing or self.leaving
+
     def drain(self, why: str) -> None:
         """Take no new requests, because of `why`; open ones go on. Empty: take requests again."""
-        self._gateway.closing = why
-        if why and self.in_epoch and self._own in _DRAINABLE:
+        self.leaving = why
+        if self.closing and self.in_epoch and self._own in _DRAINABLE:
             self.enter(ServingState.DRAINING)
-        elif why and not self.in_epoch and self.state in _DRAINABLE:
+        elif self.closing and not self.in_epoch and self.state in _DRAINABLE:
             self.show(ServingState.DRAINING)
 
     # --- queries -------------------------------------------------------------------------------------
@@ -151,7 +160,7 @@ class GroupStatus:
     @property
     def starting(self) -> str:
         """The model that is about to serve and its progress, as `Health` has it."""
-        if not self.wanted or self._gateway.models() or self.state not in _BEFORE_READY:
+        if not self.wanted or self.state not in _BEFORE_READY:
             return ""
         if self.state is ServingState.LOADING:
             percent = self._loaded_percent
@@ -169,33 +178,11 @@ class GroupStatus:
         held = sum(pong.memory_bytes for pong in self.pongs.values())
         return f"{min(held * 100 // self.weight_bytes, 99)} %"
 
-    def health(self, open_requests: int) -> Health:
-        """Return the health of the group for `/health`."""
-        model = next(iter(self._gateway.models()), None)
-        rows = [
+    def rows(self) -> tuple[Mapping[str, object], ...]:
+        """Return the newest heartbeat of each rank, as `/health` shows it."""
+        return tuple(
             {"rank": rank, **{name: getattr(pong, name) for name in _SHOWN}}
             for rank, pong in sorted(self.pongs.items())
-        ]
-        closing = self._gateway.closing
-        state = str(ServingState.DRAINING if closing else self.state)
-        reason = closing or (self.reason.detail if self.reason is not None else None)
-        ready = self.state is ServingState.READY and not closing
-        name = model.id if model is not None else self.wanted
-        deployment = DeploymentHealth(
-            name, name, state, pinned=True, ready=ready, reason=reason, groups_ready=int(ready)
-        )
-        return Health(
-            state=state,
-            epoch=self.epoch,
-            world_size=self.group.world_size if self.group is not None else self._settings.ranks,
-            backend=self.group.backend if self.group is not None else self._settings.local_backend,
-            model=model.id if model is not None else None,
-            reason=reason,
-            ready=ready,
-            open_requests=open_requests,
-            ranks=tuple(rows),
-            starting="" if closing else self.starting,
-            deployments=(deployment,) if name else (),
         )
 
 

@@ -10,14 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from ..background import Background
-from ..cluster.deployments import DesiredState
+from ..cluster.deployments import DeploymentTable
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..config import Settings
 from ..errors import Code, MlxtpError, ModelError
+from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import ModelStatus
 from . import self_test
-from .inspect import ModelSource, find_model, in_folders, is_hub_id, open_model, weight_bytes
+from .inspect import (
+    ModelSource,
+    find_model,
+    in_folders,
+    is_hub_id,
+    open_model,
+    read_config,
+    shape_in,
+    weight_bytes,
+)
 from .manifest import is_commit
 from .stored import REPORT_S
 from .transfers import TransferCoordinator
@@ -49,12 +59,23 @@ class LocalModel:
         self._report = report
         self._background = Background(self._failed)
         self._search: asyncio.Task[None] | None = None
+        self._shape: tuple[ModelSource, ModelShape] | None = None
 
     @property
     def status(self) -> ModelStatus:
         """Status to be reported to the other members."""
         weight_mib = -(-self.weight_bytes // MIB)
         return ModelStatus(self.name, self.fingerprint, self.problem, self._revision, weight_mib)
+
+    @property
+    def shape(self) -> ModelShape:
+        """Its shape, for placement. Raises ModelError; call it only once `source` is known."""
+        assert self.source is not None
+        if self._shape is None or self._shape[0] is not self.source:
+            config = read_config(self.source.path)
+            shape = shape_in(self.source.path, config, self.source.id, self._settings.kv_bits)
+            self._shape = (self.source, shape)
+        return self._shape[1]
 
     @property
     def coming(self) -> str:
@@ -149,13 +170,8 @@ class LocalModels:
         node.links.on(self._received, ModelStatus)
         node.links.on_up(self._greet)
         node.desired.on_change(self.resolve)
-        node.desired.retry_if(self._is_lacking)
+        node.desired.retry_if(self.is_lacking)
         node.rounds.every(REPORT_S, lambda _now: self.retry(), first_s=REPORT_S)
-
-    @property
-    def desired(self) -> LocalModel:
-        """The model of the present desired state."""
-        return self.of(self._node.desired.now.model)
 
     def of(self, name: str) -> LocalModel:
         """Return what is known of a model; of one that is not wanted, nothing is."""
@@ -179,12 +195,13 @@ class LocalModels:
             if known is None:
                 found.search()
 
-    def resolve(self, before: DesiredState, desired: DesiredState) -> None:
-        """Want the model of `desired`. A new version of the state restarts a search that failed."""
-        known = self._wanted.get(desired.model) if desired.model == before.model else None
-        self.want({desired.model: desired.pinned} if desired.model else {})
-        if known is not None and known.problem:
-            known.search()
+    def resolve(self, before: DeploymentTable, after: DeploymentTable) -> None:
+        """Want the models of all deployments. A new version of a row restarts a search that failed."""
+        self.want({row.model: row.pinned for row in after.live()})
+        for row in after.live():
+            known = self._wanted[row.model]
+            if known.problem and row != before.get(row.name):
+                known.search()
 
     def retry(self) -> None:
         """Search again for missing folders.
@@ -204,15 +221,19 @@ class LocalModels:
             raise ModelError(found.problem or f"{name} is still being looked for", Code.MODEL_NOT_FOUND)
         return found.path
 
-    def reported_by(self, node_id: str) -> bool:
-        """Return True if a member has reported what its search for the desired model found."""
-        told = self._node.peer_info.reported(self._node.desired.now.model).get(node_id)
-        return told is not None and bool(told.fingerprint or told.problem)
+    def unreported(self, model: str) -> list[str]:
+        """Return the linked members that have not yet reported what their search for a model found."""
+        told = self._node.peer_info.reported(model)
+        return [
+            node_id
+            for node_id in self._node.links.nodes()
+            if (status := told.get(node_id)) is None or not (status.fingerprint or status.problem)
+        ]
 
-    def _is_lacking(self) -> bool:
-        """Return True while the search for the desired model has failed here or on another member."""
-        others = self._node.peer_info.reported(self._node.desired.now.model).values()
-        return any(status.problem for status in (self.desired.status, *others))
+    def is_lacking(self, model: str) -> bool:
+        """Return True while the search for a model has failed here or on another member."""
+        others = self._node.peer_info.reported(model).values()
+        return any(status.problem for status in (self.of(model).status, *others))
 
     def _files_arrived(self, repository: str) -> None:
         for each in self._wanted.values():

@@ -543,7 +543,8 @@ class TransferCoordinator:
         before = job.reports.others.get(node_id)
         self._election.receive(job, node_id, report)
         came = holding(report).complete and not (before is not None and holding(before).complete)
-        if came and job.begins_again(self._node.replica.desired.model):
+        wanted = [row.model for row in self._node.desired.table.live()]
+        if came and any(map(job.begins_again, wanted)):
             self._begin(job.model, *job.refs, everywhere=job.everywhere)
 
     def _look_again(self) -> None:

@@ -347,13 +347,13 @@ def fits_beside(memory: Iterable[RankMemory], held: Mapping[str, int]) -> bool:
 def usable_bytes(member: MemberMachine) -> int:
     """Return the bytes that ranks may take there: at most what its GPU may wire, and at most what is free.
 
-    Memory that a rank of ours holds counts as free: it ends before the next one begins. If the GPU's limit is
-    unknown, it is macOS's default.
+    Memory that a rank of ours holds counts as free: it ends before the next one begins. What is set aside for
+    other groups does not. If the GPU's limit is unknown, it is macOS's default.
     """
     machine = member.machine
     default = default_gpu_bytes(machine.memory_bytes) if machine.system == "macos" else machine.memory_bytes
     free = machine.free_bytes + member.held_bytes if machine.free_bytes else machine.memory_bytes
-    return min(machine.gpu_bytes or default, free)
+    return max(0, min(machine.gpu_bytes or default, free) - member.taken_bytes)
 
 
 def default_gpu_bytes(memory_bytes: int) -> int:

@@ -29,6 +29,7 @@ class MemberMachine:
     model_ok         whether it can serve the model at all; `reason` is why not
     jaccl            result of `is_available("jaccl")` there; None to judge from `machine.rdma`
     held_bytes       bytes that ranks of ours hold there now and will give back before the next group forms
+    taken_bytes      bytes there that are set aside for other groups
     boot_id          of this start of its agent
     """
 
@@ -41,6 +42,7 @@ class MemberMachine:
     jaccl: bool | None = None
     held_bytes: int = 0
     boot_id: str = ""
+    taken_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

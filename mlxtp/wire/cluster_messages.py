@@ -446,6 +446,27 @@ class Serving(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupAssignment(Message):
+    """The coordinator to all: `owner` runs a group of a deployment, on Macs among `nodes`, the owner first.
+
+    `number` counts the assignments of this `term`. An empty `owner` means that the group runs nowhere, for
+    the reason in `why`. `kv_mib` bounds the KV caches of each rank; 0 is no bound. `leaving` are the nodes
+    about to stop that the coordinator knew of.
+    """
+
+    TYPE: ClassVar[int] = 0x55
+    group: str = _f(text(MAX_GROUP))
+    deployment: str = _f(text(MAX_MODEL))
+    term: int = _f(_count, default=0)
+    number: int = _f(_count, default=0)
+    owner: str = _f(_id, default="")
+    nodes: tuple[str, ...] = _f(texts(MAX_MEMBERS, 32), default=())
+    why: str = _f(_detail, default="")
+    kv_mib: int = _f(integer(0, U32), default=0)
+    leaving: tuple[str, ...] = _f(texts(MAX_MEMBERS, 32), default=())
+
+
+@dataclass(frozen=True, slots=True)
 class TokenWanted(Message):
     """Request to the Mac that holds the cluster's CA key: issue a join token. Reply: TokenIssued."""
 
@@ -605,8 +626,8 @@ class ModelsHere(Message):
 #: open.
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, Deployments, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
-    RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted,
-    TokenIssued, FabricWanted, FabricReport, FabricAnswer, ModelTurn,
+    RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving,
+    GroupAssignment, TokenWanted, TokenIssued, FabricWanted, FabricReport, FabricAnswer, ModelTurn,
     ModelQueue, Echo, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,
 )  # fmt: skip
 

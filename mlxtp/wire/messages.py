@@ -32,7 +32,7 @@ MAX_PROMPTS = 16  #: prompts in one forward
 MAX_WIDTH = 64  #: tokens that one row may feed in one step
 MAX_DELTA = MAX_ROWS * (MAX_WIDTH + 1)
 MAX_FRAME_TOKENS = 1 << 20  #: tokens in one frame: half of what the largest frame would hold
-MAX_GROUP_ID = 200  #: Characters of a group's id: its deployment's name, "#" and an index.
+MAX_GROUP_ID = 1008  #: Characters of a group's id: its deployment's name, "#" and an index.
 MAX_STRIKES = 9  #: failed epochs that one request may have been part of
 
 MAX_BIASES = 1024

@@ -1,4 +1,4 @@
-"""Decisions of the coordinator, case by case, and refusals by others. One view, one action."""
+"""Decisions of a group's owner, case by case, and refusals by others. One view, one action."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.cluster_state import NO_CLAIM, LeaderClaim
-from mlxtp.cluster.deployments import DesiredState
 from mlxtp.cluster.membership import MemberState, MemberStatus
 from mlxtp.cluster.reconcile import (
     Action,
-    ClusterView,
     FormEpoch,
     GroupPlan,
-    HandOver,
+    GroupView,
     NoAction,
     RunningEpoch,
     StopEpoch,
     TryGroup,
     Wait,
+    Wanted,
     better,
     decide,
     drained_by,
-    may_leave,
     refusal,
 )
 
-LLAMA = DesiredState(3, "b", "llama", "auto")
+LLAMA = Wanted("llama")
 NOW = 100.0
 
 
@@ -42,7 +39,7 @@ def here(*names: str, **others: MemberStatus) -> Mapping[str, MemberStatus]:
 
 def epoch(*ranks: str, **changes: Any) -> RunningEpoch:
     running = RunningEpoch(
-        4, ranks, tuple(f"{r}-1" for r in ranks), (float(len(ranks)),), "llama", 3, ready=True
+        4, ranks, tuple(f"{r}-1" for r in ranks), (float(len(ranks)),), "llama", "auto", ready=True
     )
     return replace(running, **changes)
 
@@ -51,13 +48,13 @@ def plan(*ranks: str) -> GroupPlan:
     return GroupPlan(ranks, (float(len(ranks)),))
 
 
-VIEW = ClusterView(
+VIEW = GroupView(
     now=NOW,
     self_id="a",
-    leading=True,
-    claim=LeaderClaim(5, "a"),
+    assignee="a",
+    nodes="abcd",
     statuses=here("a", "b", "c"),
-    desired=LLAMA,
+    wanted=LLAMA,
     plan=plan("a", "b"),
     epoch=8,
     names={"a": "studio", "b": "mini", "c": "book"},
@@ -68,23 +65,23 @@ def decided(**changes: Any) -> Action:
     return decide(replace(VIEW, **changes))
 
 
-FOLLOWING: dict[str, Any] = {"leading": False, "claim": LeaderClaim(6, "b")}
+ELSEWHERE: dict[str, Any] = {"assignee": "b"}
 
 
 # --- forming ----------------------------------------------------------------------------------------------
 
 
-def test_the_coordinator_forms_what_is_wanted_under_the_next_number() -> None:
+def test_the_owner_forms_what_is_wanted_under_the_next_number() -> None:
     assert decided() == FormEpoch(9, plan("a", "b"), ("a-1", "b-1"))
 
 
 def test_no_other_agent_forms_anything() -> None:
-    assert decided(**FOLLOWING) == NoAction()
-    assert decided(leading=False, claim=NO_CLAIM) == NoAction()
+    assert decided(**ELSEWHERE) == NoAction()
+    assert decided(assignee="") == NoAction()
 
 
 def test_when_nothing_is_wanted_nothing_is_formed() -> None:
-    assert decided(desired=DesiredState(4, "b", "", "auto")) == NoAction()
+    assert decided(wanted=None) == NoAction()
 
 
 def test_it_waits_until_members_have_stopped_coming_and_going() -> None:
@@ -110,9 +107,8 @@ def test_no_silent_member_is_taken_along() -> None:
     assert decided(statuses=silent) == Wait("mini is silent")
 
 
-def test_it_hands_over_to_the_agent_that_gets_rank_0() -> None:
-    assert decided(plan=plan("b", "a")) == HandOver("b")
-    assert decided(plan=plan("b", "c")) == HandOver("b")
+def test_an_owner_that_can_be_in_no_group_waits_with_the_reason() -> None:
+    assert decided(plan=plan("b", "c")) == Wait("studio can be in no group, mini can")
 
 
 # --- losing a member --------------------------------------------------------------------------------------
@@ -141,22 +137,9 @@ def test_an_epoch_ends_at_once_when_a_participant_is_gone(said: str) -> None:
     assert said in action.reason
 
 
-@pytest.mark.parametrize("said", LOST)
-@pytest.mark.parametrize("leading", [True, False])
-def test_a_participant_leaves_an_epoch_whose_owner_is_gone(said: str, leading: bool) -> None:
-    action = decided(running=epoch("b", "a"), statuses=here("a", "c", b=LOST[said]), leading=leading)
-    assert isinstance(action, StopEpoch)
-    assert action.lost
-    assert "(rank 0)" in action.reason
-
-
 def test_a_participant_that_is_merely_silent_is_not_gone() -> None:
     silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
     assert decided(running=epoch("a", "b"), statuses=silent) == NoAction()
-
-
-def test_participants_do_not_judge_each_other() -> None:
-    assert decided(running=epoch("b", "a", "c"), statuses=here("a", "b"), **FOLLOWING) == NoAction()
 
 
 def test_an_unknown_participant_is_gone() -> None:
@@ -168,19 +151,27 @@ def test_an_unknown_participant_is_gone() -> None:
 # --- what is wanted changes -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("leading", [True, False])
-def test_an_unloaded_model_ends_its_epoch_with_its_owner(leading: bool) -> None:
-    nothing = DesiredState(4, "b", "", "auto")
-    own, others = epoch("a", "b", open_requests=1), epoch("b", "a")
-    assert decided(running=own, desired=nothing, leading=leading) == StopEpoch("llama was unloaded")
-    assert decided(running=others, desired=nothing, leading=leading) == NoAction()
+@pytest.mark.parametrize("assignee", ["a", "b", ""])
+def test_an_unloaded_model_ends_its_epoch(assignee: str) -> None:
+    own = epoch("a", "b", open_requests=1)
+    assert decided(running=own, wanted=None, assignee=assignee) == StopEpoch("llama was unloaded")
 
 
 def test_another_model_takes_its_place() -> None:
-    qwen = DesiredState(4, "b", "qwen", "auto")
-    assert decided(running=epoch("a", "b"), desired=qwen) == StopEpoch("qwen is wanted now")
-    again = DesiredState(4, "b", "llama", "2")
-    assert decided(running=epoch("a", "b"), desired=again) == StopEpoch("llama is wanted now")
+    qwen = Wanted("qwen")
+    assert decided(running=epoch("a", "b"), wanted=qwen) == StopEpoch("qwen is wanted now")
+    more = Wanted("llama", "2")
+    assert decided(running=epoch("a", "b"), wanted=more) == StopEpoch("llama is wanted now")
+
+
+def test_the_next_revision_is_ready_before_the_present_one_ends() -> None:
+    newer, unproven = Wanted("llama@2"), replace(plan("a", "b"), proven=False)
+    busy = epoch("a", "b", open_requests=2)
+    assert decided(running=busy, wanted=newer, plan=unproven) == TryGroup(9, unproven)
+    assert decided(running=busy, wanted=newer, plan=plan("a", "b")) == StopEpoch("llama@2 is wanted now")
+    assert decided(running=busy, wanted=newer, plan=None, refusal="it comes") == Wait("it comes")
+    loading = replace(busy, ready=False)
+    assert decided(running=loading, wanted=newer, plan=unproven) == StopEpoch("llama@2 is wanted now")
 
 
 # --- something better -------------------------------------------------------------------------------------
@@ -223,7 +214,6 @@ def test_a_group_that_never_formed_is_tried_beside_the_one_that_serves() -> None
     three = replace(plan("a", "b", "c"), proven=False)
     elsewhere = epoch("b", "a", number=7)
     assert decided(others=[elsewhere], plan=three) == TryGroup(9, three)
-    assert decided(others=[elsewhere], running=elsewhere, plan=three) == TryGroup(9, three)
     assert isinstance(decided(plan=unproven), FormEpoch), "nothing serves that it could disturb"
 
 
@@ -261,136 +251,61 @@ def test_a_member_that_was_lost_a_moment_ago_ends_no_running_epoch() -> None:
     assert isinstance(decided(flapping={"b": NOW + 7}), FormEpoch)  # where nothing runs it is welcome
 
 
-# --- after a partition has healed -------------------------------------------------------------------------
+# --- assigned to another owner, or to other Macs ----------------------------------------------------------
 
 PAIR = epoch("b", "c", number=7)
 
 
-def test_a_former_coordinator_goes_on_until_the_new_one_decides() -> None:
-    assert decided(running=epoch("a", "c"), **FOLLOWING) == NoAction()
+def test_a_former_owner_goes_on_until_its_requests_are_done_and_not_for_ever() -> None:
+    busy = epoch("a", "c", open_requests=2)
+    waiting = Wait("open requests: 2", NOW + 10, for_requests=True)
+    over = StopEpoch("mini has the group now")
+    assert decided(running=busy, **ELSEWHERE) == waiting
+    assert decided(running=busy, waiting_since=NOW - 10, **ELSEWHERE) == over
+    assert decided(running=epoch("a", "c"), **ELSEWHERE) == over
 
 
-def test_a_coordinator_without_an_epoch_hands_over_to_one_that_serves() -> None:
-    assert decided(others=[PAIR]) == HandOver("b")
-    assert decided(others=[PAIR], plan=None) == HandOver("b")
-    assert decided(others=[PAIR], running=replace(PAIR, ranks=("b", "a"), boots=("b-1", "a-1"))) == HandOver(
-        "b"
-    )
+def test_a_group_that_has_no_place_any_longer_ends_with_the_reason() -> None:
+    action = decided(running=epoch("a"), assignee="", refusal="1 replica is wanted")
+    assert action == StopEpoch("1 replica is wanted")
 
 
-def test_it_does_not_when_that_serves_something_else_or_is_gone_or_could_be_bettered() -> None:
-    assert isinstance(decided(others=[replace(PAIR, model="qwen")]), FormEpoch)
-    assert isinstance(
-        decided(others=[PAIR], statuses=here("a", "b", "c") | {"b": LOST["dead"]}), Wait | FormEpoch
-    )
-    three = GroupPlan(("a", "b", "c"), (3.0,))
-    assert isinstance(decided(others=[PAIR], plan=three), FormEpoch)
+def test_a_mac_that_another_group_needs_is_given_up_once_there_is_a_plan_without_it() -> None:
+    pair = epoch("a", "b")
+    assert decided(running=pair, nodes="a", plan=plan("a")) == StopEpoch("mini is needed for another group")
+    assert decided(running=pair, nodes="a", plan=None, refusal="too large") == Wait("too large")
 
 
-def test_a_better_group_waits_for_the_requests_of_the_epoch_it_takes_apart() -> None:
+def test_a_new_owner_waits_for_the_requests_of_the_epoch_before() -> None:
     busy = replace(PAIR, open_requests=1)
-    three = GroupPlan(("a", "b", "c"), (3.0,))
-    assert decided(others=[busy], plan=three) == Wait("open requests: 1", NOW + 10, for_requests=True)
-    assert isinstance(decided(others=[busy], plan=three, waiting_since=NOW - 10), FormEpoch)
-
-
-def test_a_coordinator_that_takes_part_elsewhere_leaves_before_it_forms() -> None:
-    elsewhere = epoch("b", "a", number=7)
-    three = GroupPlan(("a", "b", "c"), (3.0,))
-    assert decided(running=elsewhere, others=[elsewhere], plan=three) == StopEpoch(
-        "a better group is there than that of epoch 7"
-    )
-
-
-def test_of_two_epochs_the_worse_one_ends() -> None:
-    assert decided(running=ALONE, others=[PAIR]) == StopEpoch("mini has a better group")
-    assert decided(running=epoch("a", "d"), statuses=here(*"abcd"), others=[PAIR]) == NoAction()
-    mine = {"running": epoch("a", "d"), "statuses": here(*"abcd"), **FOLLOWING}
-    assert decided(others=[PAIR], **mine) == StopEpoch("mini coordinates and serves the model")
-    assert decided(others=[epoch("b")], **mine) == NoAction()
-
-
-def test_an_epoch_that_serves_does_not_end_for_one_that_is_not_ready() -> None:
-    loading = replace(PAIR, ready=False)
-    assert decided(running=ALONE, others=[loading], plan=None) == NoAction()
-    mine = {"running": epoch("a", "d"), "statuses": here(*"abcd"), **FOLLOWING}
-    assert decided(others=[loading], **mine) == NoAction()
-    best = replace(loading, ranks=("b", "c", "d"), key=(3.0,))
-    both = [best, replace(PAIR, ranks=("c", "d"))]
-    action = decided(running=ALONE, others=both, plan=None, statuses=here(*"abcd"))
-    assert action == StopEpoch("book has a better group")
-
-
-def test_the_better_of_several_is_handed_over_to() -> None:
-    several = [epoch("b"), epoch("d", "e"), epoch("c", "f"), epoch("e", "g")]
-    assert decided(statuses=here(*"abcdefg"), others=several) == HandOver("c")
-
-
-_name = st.sampled_from("abcd")
-_running = st.none() | st.builds(
-    lambda ranks, key, ready, requests: RunningEpoch(
-        4, tuple(ranks), tuple(f"{rank}-1" for rank in ranks), (key,), "llama", 3, ready, requests
-    ),
-    st.lists(_name, min_size=1, max_size=4, unique=True),
-    st.sampled_from((1.0, 2.0, 3.0)),
-    st.booleans(),
-    st.integers(0, 1),
-)
-_standing = st.sampled_from((MemberStatus(MemberState.ALIVE, "", True), *LOST.values()))
-
-
-@given(_running, _running, _running, st.dictionaries(st.sampled_from("bcd"), _standing), st.booleans())
-def test_of_two_owners_never_both_give_way_and_never_both_go_on(
-    mine: RunningEpoch | None,
-    theirs: RunningEpoch | None,
-    candidate: RunningEpoch | None,
-    statuses: dict[str, MemberStatus],
-    since: bool,
-) -> None:
-    """Two nodes that see the same: `a` coordinates, `b` did."""
-    both = {
-        "statuses": here("a", "b")
-        | {k: replace(v, boot_id=f"{k}-1") for k, v in statuses.items()}
-        | here("a", "b"),
-        "claim": LeaderClaim(5, "a"),
-        "waiting_since": NOW - 10 if since else None,
-    }
-    if mine is None or theirs is None or mine.owner != "a" or theirs.owner != "b" or candidate is None:
-        return
-    leader = decided(running=mine, others=[theirs], plan=GroupPlan(mine.ranks, mine.key), **both)
-    follower = decided(running=theirs, others=[mine], self_id="b", leading=False, **both)
-    stops = [isinstance(action, StopEpoch) and not action.lost for action in (leader, follower)]
-    assert stops != [True, True]
-    settled = theirs.ready or not better(theirs.key, mine.key)
-    if (
-        mine.ready
-        and settled
-        and since
-        and not any(isinstance(a, StopEpoch) and a.lost for a in (leader, follower))
-    ):
-        assert any(stops)
+    assert decided(others=[busy]) == Wait("open requests: 1", NOW + 10, for_requests=True)
+    assert isinstance(decided(others=[busy], waiting_since=NOW - 10), FormEpoch)
+    assert isinstance(decided(others=[replace(busy, ready=False)]), FormEpoch)
+    assert isinstance(decided(others=[busy], statuses=here("a", "b", "c") | {"b": LOST["dead"]}), Wait)
+    gone = {"plan": plan("a", "c"), "statuses": here("a", "c") | {"b": LOST["dead"]}}
+    assert isinstance(decided(others=[busy], **gone), FormEpoch)
 
 
 # --- asked to take part -----------------------------------------------------------------------------------
 
 
-def test_a_node_takes_part_when_the_coordinator_asks() -> None:
-    assert refusal("b", 9, LeaderClaim(6, "b"), joined=8) is None
+def test_a_node_takes_part_when_the_owner_asks() -> None:
+    assert refusal("b", 9, "b", joined=8) is None
+    assert refusal("b", 9, "", joined=8) is None  # it may not have received the assignment yet
 
 
 @pytest.mark.parametrize(
-    ("sender", "number", "claim", "said"),
+    ("sender", "number", "assignee", "said"),
     [
-        ("a", 9, LeaderClaim(6, "b"), "epoch 9 comes from a, but b coordinates (term 6)"),
-        ("a", 9, NO_CLAIM, "no node coordinates yet"),
-        ("b", 8, LeaderClaim(6, "b"), "epoch 8 is not newer than epoch 8"),
-        ("b", 7, LeaderClaim(6, "b"), "epoch 7 is not newer than epoch 8"),
+        ("a", 9, "b", "epoch 9 comes from a, but b owns its group"),
+        ("b", 8, "b", "epoch 8 is not newer than epoch 8"),
+        ("b", 7, "", "epoch 7 is not newer than epoch 8"),
     ],
 )
-def test_it_refuses_anybody_else_and_anything_old(
-    sender: str, number: int, claim: LeaderClaim, said: str
+def test_it_refuses_any_other_agent_and_anything_old(
+    sender: str, number: int, assignee: str, said: str
 ) -> None:
-    reason = refusal(sender, number, claim, joined=8)
+    reason = refusal(sender, number, assignee, joined=8)
     assert reason is not None
     assert said in reason
 
@@ -455,49 +370,14 @@ def test_who_takes_no_part_stops_without_an_effect() -> None:
     assert decided(running=epoch("a", "b"), plan=plan("a", "b"), draining=frozenset("c")) == NoAction()
 
 
-def test_a_coordinator_that_is_about_to_stop_hands_over_after_any_failure() -> None:
-    assert decided(plan=plan("b", "c"), **A_STOPS) == HandOver("b")
-    assert decided(plan=plan("b"), hold_until=NOW + 5, hold="it failed", **A_STOPS) == HandOver("b")
-
-
-@pytest.mark.parametrize(
-    ("stops", "changes"), [(frozenset("b"), {}), (frozenset(), {"draining": True})], ids=["owner", "rank"]
-)
-def test_no_coordinator_hands_over_to_a_group_that_is_about_to_end(
-    stops: frozenset[str], changes: dict[str, Any]
-) -> None:
-    theirs = epoch("b", "c", key=(9.0,), open_requests=4, **changes)
-    assert decided(others=[theirs], draining=stops) == FormEpoch(9, plan("a", "b"), ("a-1", "b-1"))
-    mine = epoch("a", key=(1.0,))
-    assert decided(running=mine, plan=None, others=[theirs], draining=stops) == NoAction()
-
-
-def left(**changes: Any) -> bool:
-    return may_leave(replace(VIEW, **{"plan": None, **A_STOPS, **changes}))
-
-
-def test_a_coordinator_leaves_when_it_has_handed_over_or_no_member_can_take_over() -> None:
-    assert left()
-    assert left(running=epoch("a", "b"))
-    assert not left(plan=plan("b"))
-    assert not left(plan=plan("b"), running=epoch("a", "b"))
-    assert left(plan=plan("b"), **FOLLOWING)
-
-
-def test_a_rank_leaves_when_its_group_has_ended_or_is_done() -> None:
-    hosted = epoch("b", "a")
-    host = replace(hosted, ready=False, draining=True)
-    assert left(**FOLLOWING)
-    assert not left(running=hosted, **FOLLOWING)
-    assert not left(running=hosted, others=[replace(host, draining=False)], **FOLLOWING)
-    assert not left(running=hosted, others=[replace(host, open_requests=1)], **FOLLOWING)
-    assert not left(running=hosted, others=[replace(host, number=3)], **FOLLOWING)
-    assert left(running=hosted, others=[host, epoch("c", number=2, open_requests=1)], **FOLLOWING)
+def test_an_owner_that_stops_ends_its_epoch_once_the_group_is_assigned_elsewhere() -> None:
+    busy = epoch("a", "b", open_requests=3)
+    stop = StopEpoch("studio is about to stop, and another group goes on")
+    assert decided(running=busy, plan=None, **A_STOPS, **ELSEWHERE) == stop
 
 
 def test_a_group_takes_nothing_new_when_a_member_of_it_stops() -> None:
     stops = {"draining": frozenset("bc")}
     assert drained_by(replace(VIEW, running=epoch("a", "b"), **stops)) == ("b",)
     assert drained_by(replace(VIEW, running=epoch("a"), **stops)) == ()
-    assert drained_by(replace(VIEW, running=epoch("c", "a"), **stops)) == ()
     assert drained_by(replace(VIEW, **stops)) == ()

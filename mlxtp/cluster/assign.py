@@ -1,0 +1,534 @@
+"""Decision which group runs on which Macs. Pure: the table, the members and what runs in, assignments out.
+
+The coordinator decides, owners obey. What runs well keeps its Macs. Each deployment gets one group first, in
+order, and then its replicas. Every new group gets a Mac of its own as long as one is free and able, else
+free Macs together, else Macs that have room beside other groups. Macs that are left go to the first
+deployment that may use more than it has.
+
+The memory of a Mac is one account: the planner's rules say what each rank needs there, and what is left is
+shared out as room for KV caches. Agents on one machine share one account.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Protocol
+
+from ..placement.cost_model import rank_memory, usable_bytes
+from ..placement.model_shape import MAX_RANKS, ModelShape
+from ..placement.planner import DEFAULT_CONTEXT, Placement, PlacementOptions, plan
+from ..placement.tables import chip
+from ..placement.topology import MemberMachine, Topology
+
+#: Macs among which a group is searched, the fastest ones: the time of a search grows with the square.
+MOST_PLANNED = 12
+_IN_USE = "in use by another group"  #: State of RDMA on a Mac whose devices serve a group: one each.
+
+
+class DeploymentRow(Protocol):
+    """Fields of a row of the table that a decision reads. `replicas` 0 is as many as there is room for."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def on(self) -> tuple[str, ...]: ...
+    @property
+    def keep_s(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class WantedDeployment:
+    """One row, and what is known of its model.
+
+    options       among them `nodes`, as its row has it
+    shape         None until a Mac has read the configuration; then `weight_bytes` counts, 0 if unknown, too
+    lacks         why a Mac cannot load the model, by node id; Macs that are not in it have the files
+    unused_s      seconds since its last request
+    """
+
+    row: DeploymentRow
+    options: PlacementOptions
+    shape: ModelShape | None = None
+    weight_bytes: int = 0
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    unused_s: float = 0.0
+
+    @property
+    def pinned(self) -> bool:
+        return self.row.keep_s < 0
+
+    @cached_property
+    def planned(self) -> ModelShape:
+        """Its shape; one that cannot be divided stands for a model of which only the size is known."""
+        size = self.weight_bytes
+        return self.shape or ModelShape(
+            self.row.name, "?", 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 16, 1, DEFAULT_CONTEXT,
+            size, size, size, size, 0, size // 2, 0, False, 0, 1, False,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """One group as its owner reports it. `ranks`: node ids in rank order, the first is the owner.
+
+    `held_bytes`, by node id, counts only while the model's size is unknown.
+    """
+
+    group: str
+    ranks: tuple[str, ...]
+    version: int = 0
+    ready: bool = True
+    open_requests: int = 0
+    held_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A group that failed too often for this version of its row, while agents of these `boots` ran.
+
+    It is tried again for another version, or when an agent that was not there has started.
+    """
+
+    reason: str
+    version: int
+    boots: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class AssignView:
+    """All inputs of a decision. `wanted` is in the order of deployments; other orders do not count."""
+
+    members: Sequence[MemberMachine]
+    wanted: Sequence[WantedDeployment]
+    running: Sequence[GroupReport] = ()
+    draining: Collection[str] = frozenset()
+    flapping: Collection[str] = frozenset()
+    given_up: Mapping[str, GivenUp] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Macs of one group. The owner plans within `nodes`, of which it is the first.
+
+    owner    its node id; empty if the group can run nowhere, which `why` explains
+    kv_mib   most MiB of KV caches on each rank; 0 for no bound, for a group that shares no Mac
+    """
+
+    group: str
+    deployment: str
+    version: int
+    owner: str
+    nodes: tuple[str, ...]
+    why: str = ""
+    kv_mib: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AssignDecision:
+    """Assignments in the order of deployments, and the deployments to remove because others need the room."""
+
+    assignments: tuple[Assignment, ...]
+    gives_way: tuple[str, ...] = ()
+
+
+def assign(view: AssignView) -> AssignDecision:
+    """Return which group runs where. The same view always gives the same decision."""
+    packing = _Packing(view)
+    packing.keep()
+    for wanted in view.wanted:
+        packing.seat_first(wanted)
+    for wanted in view.wanted:
+        packing.seat_replicas(wanted)
+    packing.part()
+    packing.offer()
+    return AssignDecision(tuple(packing.assignments()), tuple(packing.gone))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """Macs of a group in rank order, the bytes that each rank needs, and its least KV cache among them.
+
+    `kept`: it runs there. `others`: Macs that it may use, too.
+    """
+
+    ranks: tuple[str, ...]
+    needed: int
+    kv: int
+    kept: bool = False
+    others: tuple[str, ...] = ()
+
+
+class _Seats:
+    """Seats of groups, and the account of each Mac, by node id. `shared`: one account for all."""
+
+    def __init__(self, usable: Mapping[str, int], *, shared: bool) -> None:
+        self.usable = usable
+        self.shared = shared
+        self.of: dict[str, _Seat] = {}
+        self.on: dict[str, set[str]] = {node: set() for node in usable}  #: Groups with a rank there.
+        self._taken = dict.fromkeys(usable, 0)
+
+    def put(self, group: str, seat: _Seat) -> None:
+        self.drop(group)
+        self.of[group] = seat
+        for node in seat.ranks:
+            self.on[node].add(group)
+        self._count(seat, seat.needed)
+
+    def drop(self, group: str) -> None:
+        if seat := self.of.pop(group, None):
+            for node in seat.ranks:
+                self.on[node].discard(group)
+            self._count(seat, -seat.needed)
+
+    def back(self, before: Mapping[str, _Seat]) -> None:
+        """Undo a trial."""
+        for group in [each for each, seat in self.of.items() if seat is not before.get(each)]:
+            self.drop(group)
+        for group in before.keys() - self.of.keys():
+            self.put(group, before[group])
+
+    def left(self, node: str) -> int:
+        """Return the bytes of this Mac that are not set aside; less than 0 if memory has shrunk."""
+        return self.usable[node] - self._taken[node]
+
+    def share(self, node: str) -> tuple[int, int]:
+        """Return the number of ranks that share this Mac's account, and an equal part of what is left."""
+        ranks = sum(map(len, self.on.values())) if self.shared else len(self.on[node])
+        return ranks, max(0, self.left(node) // ranks)
+
+    def _count(self, seat: _Seat, needed: int) -> None:
+        for rank in seat.ranks:
+            for node in self.usable if self.shared else (rank,):
+                self._taken[node] += needed
+
+
+class _Facts:
+    """A view, looked up: members with the preferred first, the best report of each group, what ranks need."""
+
+    def __init__(self, view: AssignView) -> None:
+        self.view = view
+        self.members = {m.node_id: m for m in sorted(view.members, key=lambda m: m.node_id)}
+        self.shared = Topology(view.members).is_one_machine
+        if self.shared:
+            held = sum(m.held_bytes for m in view.members)
+            self.members = {node: replace(m, held_bytes=held) for node, m in self.members.items()}
+        self.usable = {node: usable_bytes(m) for node, m in self.members.items()}
+        self.order = sorted(self.members, key=self._preference)
+        self.place = {node: place for place, node in enumerate(self.order)}
+        self.by_name = {wanted.row.name: wanted for wanted in view.wanted}
+        self.reports: dict[str, GroupReport] = {}  #: The best one of each group: two sides may have had it.
+        for each in sorted(view.running, key=lambda g: (not g.ready, -g.open_requests, g.ranks)):
+            if each.ranks and _name(each.group) in self.by_name:
+                self.reports.setdefault(each.group, each)
+        self.need = cache(self._need)
+        self.allowed = {name: self._allowed(wanted) for name, wanted in self.by_name.items()}
+        self.groups = {name: self._groups(wanted) for name, wanted in self.by_name.items()}
+
+    def _preference(self, node: str) -> tuple[object, ...]:
+        machine = self.members[node].machine
+        has = chip(machine.chip, machine.gpu_cores)
+        return node in self.view.flapping, -has.reading, -has.flops, -self.usable[node], node
+
+    def _allowed(self, wanted: WantedDeployment) -> list[str]:
+        """Return the Macs that the row allows and that stay, the preferred first."""
+        on = wanted.row.on
+        return [n for n in self.order if n not in self.view.draining and (not on or n in on)]
+
+    def _groups(self, wanted: WantedDeployment) -> list[str]:
+        """Return the ids of the groups that are wanted: what runs well, what else runs, new ones."""
+        name, reports = wanted.row.name, self.reports
+        count = wanted.row.replicas or max(1, len(self.allowed[name]))
+        running = {group for group in reports if _name(group) == name}
+
+        def key(group: str) -> tuple[object, ...]:
+            report = reports.get(group)
+            return not self.well(group), report is None or not report.ready, report is None, _index(group)
+
+        return sorted(running | {f"{name}#{i}" for i in range(count)}, key=key)[:count]
+
+    def well(self, group: str) -> bool:
+        """Return whether a group runs where its row allows it."""
+        report, wanted = self.reports.get(group), self.by_name[_name(group)]
+        if report is None or self.given_up(wanted, group):
+            return False
+        allowed = set(self.allowed[wanted.row.name]) >= set(report.ranks)
+        return allowed and wanted.options.nodes in ("auto", "all", len(report.ranks))
+
+    def given_up(self, wanted: WantedDeployment, group: str) -> str:
+        given = self.view.given_up.get(group)
+        boots = {m.boot_id for m in self.view.members}
+        return given.reason if given and given.version == wanted.row.version and boots <= given.boots else ""
+
+    def _need(self, name: str, size: int) -> _Seat:
+        """Return what each of so many ranks needs, without the Macs."""
+        wanted, any_member = self.by_name[name], next(iter(self.members.values()))
+        context = min(wanted.options.max_context or DEFAULT_CONTEXT, wanted.planned.max_context)
+        memory = rank_memory(any_member, wanted.planned, size, context)
+        return _Seat((), memory.needed, memory.kv)
+
+    def must(self, group: str) -> str:
+        """Return the owner of a group that runs, but not as its row has it now: it changes it in place."""
+        report = self.reports.get(group)
+        return report.ranks[0] if report and self.members.keys() >= set(report.ranks) else ""
+
+
+class _Packing:
+    """One decision under way."""
+
+    def __init__(self, view: AssignView) -> None:
+        self.facts = _Facts(view)
+        self.view = view
+        self.seats = _Seats(self.facts.usable, shared=self.facts.shared)
+        self.gone: list[str] = []
+
+    # --- groups that run -----------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Seat the groups that run well where they run."""
+        for group in (
+            each for groups in self.facts.groups.values() for each in groups if self.facts.well(each)
+        ):
+            self._stay(group)
+
+    def _stay(self, group: str) -> None:
+        report, name = self.facts.reports[group], _name(group)
+        seat = self.facts.need(name, len(report.ranks))
+        if not self.facts.by_name[name].planned.weight_bytes:
+            seat = replace(seat, needed=max(report.held_bytes.values(), default=0))
+        self.seats.put(group, replace(seat, ranks=report.ranks, kept=True))
+
+    def _linger(self, wanted: WantedDeployment, group: str) -> None:
+        """Leave a group on Macs that are about to stop, if it has no other place."""
+        report, on = self.facts.reports.get(group), wanted.row.on or self.facts.members
+        if (
+            group in self.seats.of
+            or report is None
+            or not self.facts.members.keys() & set(on) >= set(report.ranks)
+        ):
+            return
+        stay = [node for node in report.ranks if node not in self.view.draining]
+        needed = self.facts.need(wanted.row.name, len(report.ranks)).needed
+        if len(stay) < len(report.ranks) and all(self.seats.left(node) >= needed for node in stay):
+            self._stay(group)
+
+    # --- new groups ----------------------------------------------------------------------------------
+
+    def seat_first(self, wanted: WantedDeployment) -> None:
+        """Seat one group of a deployment; replicas and deployments after it give way if it needs the room."""
+        groups = self.facts.groups[wanted.row.name]
+        if wanted.row.name in self.gone or any(group in self.seats.of for group in groups):
+            return
+        group = next((each for each in groups if not self.facts.given_up(wanted, each)), "")
+        if group and not (self._seat(wanted, group) or self._make_room(wanted, group)):
+            self._linger(wanted, group)
+
+    def seat_replicas(self, wanted: WantedDeployment) -> None:
+        """Seat the other groups of a deployment, as far as there is room."""
+        groups, full = self.facts.groups[wanted.row.name], False
+        if not any(group in self.seats.of for group in groups):
+            return
+        for group in groups:
+            if group not in self.seats.of and not self.facts.given_up(wanted, group):
+                full = full or not self._seat(wanted, group)
+                self._linger(wanted, group)
+
+    def _pool(self, wanted: WantedDeployment) -> list[str]:
+        """Return the Macs that may serve another group of a deployment, the preferred first."""
+        groups = set(self.facts.groups[wanted.row.name])
+        return [
+            node
+            for node in self.facts.allowed[wanted.row.name]
+            if node not in wanted.lacks and groups.isdisjoint(self.seats.on[node])
+        ]
+
+    def _seat(self, wanted: WantedDeployment, group: str) -> bool:
+        """Seat a group: alone on a free Mac, on several free ones, beside another group, or over all."""
+        seats, pool = self.seats, self._pool(wanted)
+        if not wanted.planned.weight_bytes or not pool:
+            return False
+        alone = wanted.options.nodes in ("auto", "all", 1)
+        if not all(seats.on.values()):
+            if alone and self._alone(group, set()):
+                return True
+            free = [node for node in pool if not seats.on[node]]
+            steady = [node for node in free if node not in self.view.flapping]
+            if self._spread(wanted, group, steady) or (free != steady and self._spread(wanted, group, free)):
+                return True
+        need = self.facts.need(wanted.row.name, 1)
+        if alone and (able := [node for node in pool if seats.left(node) >= need.needed]):
+            best = min(able, key=lambda node: len(seats.on[node]))  # the preferred one of these
+            seats.put(group, replace(need, ranks=(best,)))
+            return True
+        return self._spread(wanted, group, pool)
+
+    def _alone(self, group: str, seen: set[str]) -> bool:
+        """Give a group a Mac of its own; groups that do not run yet move on to other free ones for it."""
+        wanted, must, seats = self.facts.by_name[_name(group)], self.facts.must(group), self.seats
+        need = self.facts.need(wanted.row.name, 1)
+        pool = [n for n in self._pool(wanted) if n not in seen and seats.usable[n] >= need.needed]
+        pool.sort(key=lambda node: node != must)
+        for node in pool:
+            if not seats.on[node] and seats.left(node) >= need.needed:
+                seats.put(group, replace(need, ranks=(node,)))
+                return True
+        for node in pool:
+            if node in seen or seats.shared or len(seats.on[node]) != 1:
+                continue
+            (there,) = seats.on[node]
+            if not seats.of[there].kept and len(seats.of[there].ranks) == 1:
+                seen.add(node)
+                if self._alone(there, seen):
+                    seats.put(group, replace(need, ranks=(node,)))
+                    return True
+        return False
+
+    def _spread(self, wanted: WantedDeployment, group: str, pool: Sequence[str]) -> bool:
+        """Seat a group where the planner has it among these Macs."""
+        shape, name, must = wanted.planned, wanted.row.name, self.facts.must(group)
+        left = {node: self.seats.left(node) for node in pool}
+        sizes = [n for n in range(1, min(MAX_RANKS, len(pool)) + 1) if not shape.obstacles(n)]
+        needs = {
+            n: self.facts.need(name, n).needed for n in sizes if wanted.options.nodes in ("auto", "all", n)
+        }
+        if not any(sum(room >= need for room in left.values()) >= n for n, need in needs.items()):
+            return False  # the planner needs longer to find that
+        able = [node for node in pool if left[node] >= min(needs.values())]
+        able.sort(key=lambda node: (node != must, self.facts.place[node]))
+        chosen = self._plan(wanted, able[:MOST_PLANNED], must).chosen
+        if chosen is not None:
+            self.seats.put(group, replace(self.facts.need(name, len(chosen.ranks)), ranks=chosen.ranks))
+        return chosen is not None
+
+    def _plan(self, wanted: WantedDeployment, nodes: Sequence[str], must: str = "") -> Placement:
+        """Return the planner's choice among these Macs, with what other groups leave of them."""
+        members, seats = [], self.seats
+        for node in nodes:
+            member = replace(self.facts.members[node], taken_bytes=seats.usable[node] - seats.left(node))
+            if any(len(seats.of[group].ranks) > 1 for group in seats.on[node]):
+                member = replace(member, jaccl=None, machine=replace(member.machine, rdma=_IN_USE))
+            lack = wanted.lacks.get(node, "")
+            members.append(replace(member, model_ok=not lack, reason=lack))
+        return plan(members, wanted.planned, must, wanted.options)
+
+    def _refusal(self, wanted: WantedDeployment) -> str:
+        """Return why another group of a deployment has no place, with a number."""
+        allowed, groups = self.facts.allowed[wanted.row.name], set(self.facts.groups[wanted.row.name])
+        if not wanted.planned.weight_bytes:
+            return f"the size of its model is known on 0 of {len(self.facts.members)} Macs"
+        left = [node for node in allowed if groups.isdisjoint(self.seats.on[node])]
+        if not allowed:
+            return f"0 of the {len(self.facts.members)} Macs here may serve it and stay"
+        if not left:
+            return f"each of the {len(allowed)} Macs that may serve it has a group of it"
+        # Those that lack the model come first: people can mend that.
+        left.sort(key=lambda node: (node not in wanted.lacks, -self.seats.left(node), node))
+        return self._plan(wanted, left[:MAX_RANKS]).reason
+
+    def part(self) -> None:
+        """Move new groups that share a Mac, although one that they can have for themselves is still free."""
+        for group in [each for groups in self.facts.groups.values() for each in groups]:
+            seat = self.seats.of.get(group)
+            if seat and not seat.kept and len(seat.ranks) == 1 and len(self.seats.on[seat.ranks[0]]) > 1:
+                self._alone(group, set())
+
+    # --- room ----------------------------------------------------------------------------------------
+
+    def _make_room(self, wanted: WantedDeployment, group: str) -> bool:
+        """Seat a group in place of as few others as need be; else leave all as it is."""
+        before, units = dict(self.seats.of), self._giving_way(wanted)
+
+        def fits(without: Sequence[tuple[str, ...]]) -> bool:
+            self.seats.back(before)
+            for each in (each for unit in without for each in unit):
+                self.seats.drop(each)
+            return self._seat(wanted, group)
+
+        if not units or not fits(units):
+            self.seats.back(before)
+            return False
+        for unit in reversed(units):
+            if fits(fewer := [each for each in units if each is not unit]):
+                units = fewer
+        fits(units)
+        names, seated = set(map(_name, before)), set(map(_name, self.seats.of))
+        self.gone += [each.row.name for each in self.view.wanted if each.row.name in names - seated]
+        return True
+
+    def _giving_way(self, wanted: WantedDeployment) -> list[tuple[str, ...]]:
+        """Return groups that may give way, in turn: replicas, then whole deployments by their last use."""
+        place = self.view.wanted.index(wanted)
+        replicas, whole = [], []
+        for i, other in enumerate(self.view.wanted):
+            seated = [group for group in self.facts.groups[other.row.name] if group in self.seats.of]
+            replicas += [(group,) for group in seated[1:]]
+            busy = any(
+                self.facts.reports[group].open_requests for group in seated if group in self.facts.reports
+            )
+            if seated and i > place and not other.pinned and (wanted.pinned or not busy):
+                whole.append((other.unused_s, i, tuple(seated)))
+        return replicas[::-1] + [unit for _, _, unit in sorted(whole, reverse=True)]
+
+    # --- the result ----------------------------------------------------------------------------------
+
+    def offer(self) -> None:
+        """Offer Macs without a group to the first deployments that may use more; they plan with them.
+
+        Macs that have the model come first. Those that lack it get it by and by, as far as no other may use
+        them.
+        """
+        free = [n for n in self.facts.order if not self.seats.on[n] and n not in self.view.flapping]
+        for lacking in (False, True):
+            for wanted in self.view.wanted:
+                group = next((g for g in self.facts.groups[wanted.row.name] if g in self.seats.of), "")
+                usable = set(self.facts.allowed[wanted.row.name]) - (
+                    set() if lacking else wanted.lacks.keys()
+                )
+                more = [node for node in free if node in usable]
+                if not more or not group or wanted.options.nodes not in ("auto", "all"):
+                    continue
+                seat = self.seats.of[group]
+                if not seat.kept and not lacking:
+                    self.seats.drop(group)
+                    if not self._spread(wanted, group, [*seat.ranks, *more]):
+                        self.seats.put(group, seat)
+                now, pool = self.seats.of[group], (*seat.ranks, *seat.others, *more)
+                self.seats.put(group, replace(now, others=tuple(n for n in pool if n not in now.ranks)))
+                free = [node for node in free if node not in more]
+
+    def assignments(self) -> Iterator[Assignment]:
+        """Return the result of all seats, in the order of deployments and of their groups."""
+        for wanted in self.view.wanted:
+            row, why = wanted.row, ""
+            groups = self.facts.groups[row.name] if row.name not in self.gone else []
+            for group in sorted(groups, key=_index):
+                found = Assignment(group, row.name, row.version, "", ())
+                if seat := self.seats.of.get(group):
+                    nodes = seat.ranks + seat.others
+                    yield replace(found, owner=nodes[0], nodes=nodes, kv_mib=self._kv_mib(seat))
+                elif given := self.facts.given_up(wanted, group):
+                    yield replace(found, why=given)
+                elif row.replicas or group == groups[0]:
+                    why = why or self._refusal(wanted)
+                    yield replace(found, why=why)
+
+    def _kv_mib(self, seat: _Seat) -> int:
+        """Return a rank's room for KV caches: the least, and an equal share of what its Mac has left."""
+        shares = [self.seats.share(node) for node in seat.ranks]
+        if max(ranks for ranks, _ in shares) == (len(seat.ranks) if self.seats.shared else 1):
+            return 0
+        return max(1, seat.kv + min(spare for _, spare in shares) >> 20)
+
+
+def _name(group: str) -> str:
+    return group.rpartition("#")[0]
+
+
+def _index(group: str) -> int:
+    return int(group.rpartition("#")[2])

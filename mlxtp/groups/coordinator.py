@@ -1,0 +1,218 @@
+"""Assignment of groups to Macs: decided by the coordinator, received by all.
+
+`cluster/assign.py` decides. An assignment holds until a later one: losing the coordinator changes none. A new
+coordinator begins with the groups that their owners report.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..cluster.assign import Assignment, AssignView, GroupReport, WantedDeployment, assign
+from ..cluster.cluster_state import LeaderClaim
+from ..cluster.links import ControlLink
+from ..cluster.node import ClusterNode
+from ..errors import MlxtpError
+from ..models.local_model import LocalModels
+from ..wire.cluster_messages import Deployment, GroupAssignment, ModelStatus, Serving
+from .controller import TELL_S
+from .groups import Groups
+from .machines import Machines, model_lack
+from .owned_epoch import MIB
+
+log = logging.getLogger(__name__)
+
+REPEAT_S = 2.0  #: Seconds between two broadcasts of all assignments, for members that dropped one.
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """A model's files in the cluster: why each node that lacks them does, and the size of the weights."""
+
+    lacks: Mapping[str, str]
+    weight_bytes: int
+
+
+class Coordinator:
+    """This node's part in the assignment of groups. It decides while this node leads."""
+
+    def __init__(self, node: ClusterNode, models: LocalModels, machines: Machines, groups: Groups) -> None:
+        self.waiting = ""  #: Reason why no group is assigned yet; empty where this node does not lead.
+        self._node = node
+        self._models = models
+        self._machines = machines
+        self._groups = groups
+        self._number = 0
+        self._asked: object = None  #: What the last decision was made from.
+        node.links.on(self._received, GroupAssignment)
+        node.links.on_up(self._greet)
+        node.rounds.every(REPEAT_S, lambda _now: self._repeat(), needed=node.links.nodes)
+
+    def step(self, now: float) -> float:
+        """Assign groups where this node leads. Return the time of the next decision, if nothing changes."""
+        node, leadership = self._node, self._node.leadership
+        self.waiting = ""
+        if not leadership.leading:
+            self._asked = None
+            return math.inf
+        why, until = leadership.unrest(node.membership, now)
+        if not why:
+            why, until = self._unreported(now)
+        self.waiting = why
+        return until if why else self._decide(now)
+
+    def _unreported(self, now: float) -> tuple[str, float]:
+        """Return why a deployment that runs nowhere cannot be assigned yet, and until when to wait."""
+        node, met_at = self._node, self._node.peer_info.met_at
+        for row in node.desired.table.live():
+            if any(each.deployment == row.name and each.participants for each in self._groups.reports()):
+                continue
+            for node_id in self._models.unreported(row.model):
+                if now < (until := met_at.get(node_id, -math.inf) + TELL_S):
+                    return f"{node.name_of(node_id)} has not yet reported whether it has the model", until
+        return "", math.inf
+
+    def _decide(self, now: float) -> float:
+        if not any(each.participants for each in self._groups.reports()):
+            self._machines.learn()
+        view = self._view(now)
+        if view == self._asked:
+            return math.inf
+        self._asked = view
+        decision = assign(view)
+        for name in decision.gives_way:
+            log.info("%s gives way to another model", name)
+            self._node.desired.unload(name)
+        leaving = tuple(sorted(view.draining))
+        for each in decision.assignments:
+            self._assign(each, leaving)
+        return math.inf
+
+    def _assign(self, decided: Assignment, leaving: tuple[str, ...]) -> None:
+        """Broadcast an assignment, if it is another one than before."""
+        before = self._groups.known(decided.group).scope.assignment
+        term = self._node.leadership.claim.term
+        after = GroupAssignment(
+            decided.group,
+            decided.deployment,
+            term,
+            before.number,
+            decided.owner,
+            decided.nodes,
+            decided.why,
+            decided.kv_mib,
+            leaving,
+        )
+        if after != before:
+            self._number += 1
+            after = replace(after, number=self._number)
+            where = ", ".join(map(self._node.name_of, decided.nodes)) or f"nowhere: {decided.why}"
+            if (before.owner, before.nodes) != (after.owner, after.nodes):
+                log.info("group %s is assigned to %s", decided.group, where)
+            self._node.links.broadcast(after)
+            self._groups.assign(after)
+
+    # --- the view ------------------------------------------------------------------------------------
+
+    def _view(self, now: float) -> AssignView:
+        node, leadership = self._node, self._node.leadership
+        reports = self._reports()
+        held: dict[str, int] = {}
+        for _, serving in reports:
+            for node_id, mib in zip(serving.participants, serving.held_mib, strict=False):
+                held[node_id] = held.get(node_id, 0) + mib * MIB
+        rows = node.desired.table.live()
+        names = {row.name for row in rows}
+        members = []
+        for member in self._machines.members(held_bytes=lambda node_id: held.get(node_id, 0)):
+            # Ranks of a deployment that is gone hold memory until they have ended.
+            taken = sum(
+                mib * MIB
+                for _, serving in reports
+                if serving.deployment not in names
+                for node_id, mib in zip(serving.participants, serving.held_mib, strict=False)
+                if node_id == member.node_id
+            )
+            members.append(replace(member, taken_bytes=taken))
+        return AssignView(
+            members=tuple(members),
+            wanted=tuple(filter(None, map(self._wanted, rows))),
+            running=tuple(_running(owner, serving) for owner, serving in reports),
+            draining=leadership.draining,
+            flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
+        )
+
+    def _reports(self) -> list[tuple[str, Serving]]:
+        """Return the reports of groups with an epoch, or with one a moment ago, and their owners."""
+        node, found = self._node, []
+        for group in self._groups.by_id.values():
+            if (serving := group.reports.serving()) is not None:
+                ranks = serving.participants or group.reports.last_ranks
+                if (ranks and group.scope.row is not None) or serving.participants:
+                    found.append((node.node_id, replace(serving, participants=ranks)))
+        present = node.membership.status_of
+        found += [
+            (owner, serving)
+            for (owner, _), serving in node.peer_info.servings.items()
+            if serving.participants and present(owner).present
+        ]
+        return found
+
+    def _wanted(self, row: Deployment) -> WantedDeployment | None:
+        try:
+            model = self._models.of(row.model)
+            options = self._machines.options(row.nodes, model.source.id if model.source else row.model)
+            shape = model.shape if model.source is not None else None
+        except MlxtpError as error:
+            log.warning("%s: %s", row.model, error.detail)
+            return None
+        files = self._files(row.model)
+        return WantedDeployment(row, options, shape, files.weight_bytes, files.lacks)
+
+    def _files(self, model: str) -> _Files:
+        node, here = self._node, self._node.node_id
+        told: dict[str, ModelStatus] = {here: self._models.of(model).status}
+        told |= node.peer_info.reported(model)
+        have = sorted(node_id for node_id, status in told.items() if status.fingerprint)
+        first = here if here in have or not have else have[0]
+        lacks = {}
+        for node_id in node.membership.statuses():
+            why = model_lack(told[first], told.get(node_id), node.name_of(first), node.name_of(node_id))
+            if why:
+                lacks[node_id] = why
+        weight = max((status.weight_mib for status in told.values() if status.fingerprint), default=0)
+        return _Files(lacks, weight * MIB)
+
+    # --- messages ------------------------------------------------------------------------------------
+
+    def _repeat(self) -> None:
+        if self._node.leadership.leading:
+            for group in self._groups.by_id.values():
+                if group.scope.assignment.number:
+                    self._node.links.broadcast(group.scope.assignment)
+
+    def _greet(self, link: ControlLink) -> None:
+        if self._node.leadership.leading:
+            for group in self._groups.by_id.values():
+                if group.scope.assignment.number:
+                    link.send(group.scope.assignment)
+
+    def _received(self, link: ControlLink, message: GroupAssignment) -> None:
+        """Take in an assignment of the present coordinator. Of two the later one holds."""
+        if LeaderClaim(message.term, link.node_id) != self._node.leadership.claim:
+            return
+        group = self._groups.by_id.get(message.group)
+        before = group.scope.assignment if group is not None else None
+        if before is None or (before.term, before.number) < (message.term, message.number):
+            self._groups.assign(message)
+
+
+def _running(owner: str, serving: Serving) -> GroupReport:
+    held = {node: mib * MIB for node, mib in zip(serving.participants, serving.held_mib, strict=False)}
+    ready = serving.state in ("ready", "draining")
+    return GroupReport(
+        serving.group, serving.participants, serving.desired, ready, serving.open_requests, held
+    )

@@ -1,0 +1,273 @@
+"""All groups that an agent knows: those that it owns, and those that others own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+
+from ..background import Background
+from ..cluster.deployments import DeploymentTable
+from ..cluster.links import ControlLink
+from ..cluster.node import BEAT_S, ClusterNode
+from ..cluster.reconcile import lost, refusal
+from ..config import Settings
+from ..errors import Code, GroupError, MlxtpError
+from ..gateway.gateway import Gateway
+from ..wire.cluster_messages import Deployment, GroupAssignment, Prepare, RankTrouble, Serving
+from .fabric import FabricResults
+from .group import Group
+from .health import ServingState
+from .history import RecoveryMetrics
+from .hosted_rank import HostedRanks
+
+ABOUT_TO_STOP = "this Mac is about to stop"
+
+_SERVES = (ServingState.READY, ServingState.DRAINING)
+
+
+class Groups:
+    """Groups by id. Each lives by itself: the end of one touches no other.
+
+    `make` returns the group of an id. One of the empty id stands for the group that is shown while there is
+    none.
+    """
+
+    def __init__(
+        self,
+        node: ClusterNode,
+        gateway: Gateway,
+        hosted: HostedRanks,
+        results: FabricResults,
+        make: Callable[[str], Group],
+    ) -> None:
+        self.by_id: dict[str, Group] = {}
+        self.recoveries = RecoveryMetrics()  #: Of all groups that this agent owned.
+        self._node = node
+        self._gateway = gateway
+        self._hosted = hosted
+        self._make = make
+        self._none = self._made("")
+        self._live = False
+        self._background = Background()
+        gateway.admission.elsewhere = self.short
+        gateway.deployments.order = lambda: [row.name for row in node.desired.table.live()]
+        node.links.on(self._prepare, Prepare)
+        node.links.on(self._serving, Serving)
+        node.links.on_up(self._greet)
+        node.desired.on_change(self._desired)
+        node.desired.retry_if(self._has_failed)
+        node.rounds.every(BEAT_S, lambda _now: self._broadcast(), needed=node.links.nodes)
+        results.on_change(self._remeasured)
+
+    # --- queries -------------------------------------------------------------------------------------
+
+    def of(self, deployment: str) -> list[Group]:
+        """Return the groups of a deployment, in the order of their ids."""
+        found = [each for each in self.by_id.values() if each.scope.deployment == deployment]
+        return sorted(found, key=lambda group: group.scope.index)
+
+    @property
+    def shown(self) -> Group:
+        """The group that stands for this agent: one of the first deployment that serves, if there is one."""
+        for row in self._node.desired.table.live():
+            if groups := self.of(row.name):
+                return best(groups)
+        ending = [each for each in self.by_id.values() if each.supervisor.status.in_epoch]
+        return ending[0] if ending else self._none
+
+    @property
+    def rows(self) -> tuple[Deployment, ...]:
+        """The deployments, the default first."""
+        return self._node.desired.table.live()
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of this agent."""
+        return self._node.settings
+
+    @property
+    def closing(self) -> str:
+        """Reason why this agent takes no new requests; empty while it does."""
+        return self._gateway.closing
+
+    def reports(self) -> list[Serving]:
+        """Return the reports of all groups: of this node, and of others."""
+        mine = [each.reports.serving() for each in self.by_id.values()]
+        return [*(each for each in mine if each is not None), *self._node.peer_info.servings.values()]
+
+    def held_bytes(self, node_id: str) -> int:
+        """Return the bytes of that Mac's memory that ranks of all groups hold."""
+        return sum(group.reports.held_bytes(node_id) for group in self.by_id.values())
+
+    @property
+    def in_epoch(self) -> bool:
+        """True while this agent owns ranks, is about to, or still ends them."""
+        return any(each.supervisor.status.in_epoch for each in self.by_id.values())
+
+    def short(self) -> str:
+        """Return a Mac that runs a rank of a ready group and is short of memory; empty for none."""
+        groups = [each.participants for each in self.reports() if each.state == ServingState.READY]
+        short = [node for nodes in groups for node in nodes if node in self._node.peer_info.short]
+        return self._node.name_of(short[0]) if short else ""
+
+    @property
+    def may_leave(self) -> bool:
+        """True once the others can do without this node, which is about to stop.
+
+        The requests of its own clients are not considered. A group that can go on elsewhere has to do so.
+        """
+        here, servings = self._node.node_id, self._node.peer_info.servings
+        for group in self.by_id.values():
+            assignment = group.scope.assignment
+            if group.supervisor.status.in_epoch and not (group.scope.owned and here in assignment.leaving):
+                return False
+        hosted = [servings.get((rank.host, rank.order.group)) for rank in self._hosted.serving]
+        return all(
+            each is not None and each.state == ServingState.DRAINING and not each.open_requests
+            for each in hosted
+        )
+
+    # --- life ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Run the epochs of the groups that this agent owns, from now on."""
+        self._live = True
+        for group in self.by_id.values():
+            group.start()
+        self.sync()
+
+    def sync(self) -> None:
+        """Know the groups of all deployments, and forget those that are over."""
+        for row in self._node.desired.table.live():
+            for index in range(max(row.replicas, 1)):
+                self.known(f"{row.name}#{index}")
+        for owner, group in self._node.peer_info.servings:
+            if group and owner:
+                self.known(group)
+        for name in [name for name, group in self.by_id.items() if group.over]:
+            self._background.start(self.by_id.pop(name).close(), f"the end of group {name}")
+
+    def known(self, name: str) -> Group:
+        """Return the group of an id, which need not run anywhere."""
+        if (group := self.by_id.get(name)) is None:
+            group = self.by_id[name] = self._made(name)
+            if self._live:
+                group.start()
+        return group
+
+    def _made(self, name: str) -> Group:
+        group = self._make(name)
+        group.supervisor.status.recoveries.metrics = self.recoveries
+        return group
+
+    def decide(self, now: float) -> float:
+        """Decide about each group, and act. Return the time of the next decision, if nothing changes."""
+        self.sync()
+        self._gateway.closing = ABOUT_TO_STOP if self._node.node_id in self._node.leadership.draining else ""
+        for rank in self._hosted.serving:
+            how = lost(self._node.membership.status_of(rank.host), rank.host_boot)
+            if how is not None:
+                why = f"epoch {rank.order.epoch} lost {self._node.name_of(rank.host)} (rank 0): {how}"
+                self._hosted.clear(why, lambda each, rank=rank: each is rank)  # type: ignore[misc]
+        if not self.by_id:
+            self._none.decide(now)
+        return min((group.decide(now) for group in list(self.by_id.values())), default=math.inf)
+
+    def woke(self, slept_s: float) -> None:
+        """Recover from sleep: the others have given this machine up, and links report that only later."""
+        for group in self.by_id.values():
+            group.supervisor.woke(slept_s)
+        self._hosted.clear(f"{self._node.name} slept for {slept_s:.0f} s")
+        for link in self._node.links.links():
+            link.close()
+        self._node.changed()
+
+    async def close(self) -> None:
+        """End all groups in order."""
+        for name in list(self.by_id):
+            self._background.start(self.by_id.pop(name).close(), f"the end of group {name}")
+        while self._background.tasks:
+            await asyncio.wait(self._background.tasks)
+
+    # --- messages ------------------------------------------------------------------------------------
+
+    def assign(self, assignment: GroupAssignment) -> None:
+        """Take in the coordinator's assignment of a group."""
+        self.known(assignment.group).scope.assignment = assignment
+        self._node.changed()
+
+    def _broadcast(self) -> None:
+        for group in self.by_id.values():
+            group.reports.broadcast()
+
+    def _greet(self, link: ControlLink) -> None:
+        for group in self.by_id.values():
+            if (serving := group.reports.serving()) is not None:
+                link.send(serving)
+
+    def _desired(self, before: DeploymentTable, after: DeploymentTable) -> None:
+        for row in before.live():
+            if after.get(row.name) is None:
+                self._gateway.fail(row.name, GroupError(f"{row.model} was unloaded", Code.SHUTTING_DOWN))
+                for group in self.of(row.name):
+                    group.supervisor.status.recoveries.rested()
+        self.sync()
+
+    def _has_failed(self, model: str) -> bool:
+        return any(
+            group.supervisor.status.state is ServingState.FAILED and group.scope.model.name == model
+            for group in self.by_id.values()
+        )
+
+    def _remeasured(self) -> None:
+        for group in self.by_id.values():
+            group.controller.remeasured()
+
+    def _serving(self, link: ControlLink, serving: Serving) -> None:
+        node, node_id = self._node, link.node_id
+        node.peer_info.serves(node_id, serving)
+        node.replica.saw_epoch(serving.epoch)
+        if self._hosted.serves(node_id, serving.group, serving.epoch):
+            why = f"{node.name_of(node_id)} serves as epoch {serving.epoch}"
+            self._end_elsewhere(node_id, serving.group, why)
+        node.changed()
+
+    def _end_elsewhere(self, owner: str, name: str, why: str) -> None:
+        """End ranks of a group that another node, or this one, owned before: it has this owner now."""
+        self._hosted.clear(why, lambda rank: rank.order.group == name and rank.host != owner)
+        if (group := self.by_id.get(name)) is not None:
+            group.supervisor.end_epoch(GroupError(why, Code.REPLANNED))
+
+    def _prepare(self, link: ControlLink, order: Prepare) -> None:
+        node, node_id = self._node, link.node_id
+        group = self.by_id.get(order.group)
+        assignee = group.scope.assignment.owner if group is not None else ""
+        no = refusal(node_id, order.epoch, assignee, self._hosted.last_epoch(node_id))
+        if no is None and node.node_id in node.leadership.draining:
+            no = f"{node.name} is about to stop"
+        if no is None and group is not None and group.supervisor.status.in_epoch and not order.trial:
+            no = f"{node.name} still ends an epoch of its own"
+            # The coordinator assigned the group to another owner. Its order holds, or neither would give in.
+            self._end_elsewhere(node_id, order.group, f"{node.name_of(node_id)} forms epoch {order.epoch}")
+        if no is not None:
+            with contextlib.suppress(MlxtpError):
+                trouble = RankTrouble(order.epoch, order.rank, Code.NOT_READY, no, outside=False)
+                link.send(trouble)
+            return
+        node.replica.saw_epoch(order.epoch)
+        if not order.trial:
+            self._end_elsewhere(node_id, order.group, f"{node.name_of(node_id)} forms epoch {order.epoch}")
+        self._hosted.received(node_id, order)
+
+
+def best(groups: Sequence[Group]) -> Group:
+    """Return the group that stands for all of a deployment: one that serves, if there is one."""
+    return min(groups, key=_place)
+
+
+def _place(group: Group) -> tuple[bool, bool, int]:
+    """Return the order in which groups of a deployment are shown."""
+    status = group.supervisor.status
+    return status.state not in _SERVES, not status.in_epoch, group.scope.index

@@ -1,0 +1,211 @@
+"""The present members as placement sees them, with what is known of groups of them that failed to form."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import replace
+
+from ..api.request_metrics import Asked
+from ..cluster.membership import MemberState as Standing
+from ..cluster.node import ClusterNode
+from ..config import EMBEDDED_MODEL, Settings
+from ..errors import Code, GroupError, MlxtpError
+from ..models.inspect import is_hub_id
+from ..placement.formation import FailedGroup, FailedGroups
+from ..placement.model_shape import ModelShape
+from ..placement.planner import PlacementOptions, plan
+from ..placement.topology import MemberMachine, Topology
+from ..placement.workload import CHAT, LEARNT, WORKLOADS, Workload, learnt
+from ..wire.cluster_messages import ModelStatus
+from .fabric import FabricResults
+
+log = logging.getLogger(__name__)
+
+MEMORY_STEP_BYTES = 1 << 30
+
+
+class Machines:
+    """What every plan is made from. `asked` returns the requests of this Mac's clients."""
+
+    def __init__(self, node: ClusterNode, results: FabricResults, asked: Callable[[], Asked]) -> None:
+        self.failed = FailedGroups()
+        #: The requests whose expected time decides.
+        self.workload = WORKLOADS.get(node.settings.workload, CHAT)
+        self._asked = asked
+        self._node = node
+        self._results = results
+        self._lacking: set[str] = set()  #: Nodes whose MLX turned out to have no JACCL.
+
+    def members(
+        self,
+        lack: Callable[[str], str] = lambda _: "",
+        held_bytes: Callable[[str], int] = lambda _: 0,
+    ) -> list[MemberMachine]:
+        """Return the members that are present, in the form that placement needs.
+
+        `lack` returns the reason why a node cannot load the model, and `held_bytes` the bytes of its memory
+        that ranks hold and that are free for the group to be planned.
+        """
+        node = self._node
+        found = []
+        for node_id, status in node.membership.statuses().items():
+            machine = node.peer_info.machines.get(node_id)
+            if not status.present or machine is None:
+                continue
+            link = node.links.to(node_id)
+            why = lack(node_id)
+            found.append(
+                MemberMachine(
+                    node_id,
+                    node.name_of(node_id),
+                    replace(machine, free_bytes=in_steps(machine.free_bytes), wired_bytes=0, notes=()),
+                    link.remote if link is not None else "",
+                    not why,
+                    why,
+                    jaccl=False if node_id in self._lacking else None,
+                    held_bytes=held_bytes(node_id),
+                    boot_id=status.boot_id,
+                )
+            )
+        return sorted(found, key=lambda member: member.node_id)
+
+    def topology(self) -> Topology:
+        """Return the connections between the members that are present."""
+        return Topology(self.members(), self.devices_by_hand())
+
+    def devices_by_hand(self) -> dict[str, dict[str, str]]:
+        """Return the RDMA devices of the settings, by the ids of a node and of its peer."""
+        known = {self._node.node_id, *self._node.peer_info.machines}
+        return devices_by_hand(self._node.settings.rdma, {each: self._node.name_of(each) for each in known})
+
+    def options(self, nodes: str, model: str) -> PlacementOptions:
+        """Return the options of a plan over `nodes` Macs. Raises MlxtpError for any other value of it."""
+        options = placement_options(self._node.settings, nodes, model)
+        failed = tuple(group for group, _ in self.left_out())
+        return replace(
+            options,
+            measured=self._results.measured(),
+            rdma=self.devices_by_hand(),
+            failed=failed,
+            workload=self.workload,
+        )
+
+    def learn(self) -> None:
+        """Learn the workload from what was requested. Only without groups: their keys are of one workload."""
+        asked = self._asked()
+        if self._node.settings.workload in WORKLOADS or not asked.answers:
+            return
+        sums = (asked.prompt, asked.cached, asked.answer, asked.at_once)
+        prompt, cached, answer, at_once = (round(each / asked.answers) for each in sums)
+        self.workload = learnt(
+            asked.answers, Workload(LEARNT, prompt, cached, answer, max(1, at_once)), self.workload
+        )
+
+    def no_place(self, shape: ModelShape, nodes: str, only: Container[str] | None = None) -> str:
+        """Return the reason why the present members have no place for a model of this shape.
+
+        Each member counts as if it had the model, and as if nothing else ran on its machine. The reason is
+        empty where there is a place, and as long as a suspect may come back. `only` these may take part.
+        """
+        node = self._node
+        if any(each.state is Standing.SUSPECT for each in node.membership.statuses().values()):
+            return ""
+        members = [
+            replace(member, machine=replace(member.machine, free_bytes=0))
+            for member in self.members()
+            if member.node_id not in node.leadership.draining and (only is None or member.node_id in only)
+        ]
+        try:
+            placement = plan(members, shape, node.node_id, self.options(nodes, shape.name))
+        except MlxtpError as error:
+            return error.detail
+        return placement.reason if placement.chosen is None else ""
+
+    def without_jaccl(self, nodes: list[str]) -> GroupError:
+        """Note nodes whose MLX turned out to have no JACCL: with `auto` the next epoch uses the ring."""
+        who = " and ".join(map(self._node.name_of, nodes))
+        why = f"MLX on {who} has no JACCL; it needs macOS 26.2 or newer and librdma"
+        if self._node.settings.fabric != "auto":
+            return GroupError(why, Code.FORM_FAILED)
+        log.warning("%s, so the ring is used", why)
+        self._lacking.update(nodes)
+        return GroupError(why, Code.REPLANNED)
+
+    def left_out(self) -> tuple[tuple[FailedGroup, float], ...]:
+        """Groups that failed to form, and the seconds until each is tried again."""
+        members = {member.node_id: member for member in self.members()}
+        return self.failed.left_out(members, time.monotonic())
+
+    def left_out_lines(self) -> list[str]:
+        """Return one sentence for each group that is left out, for users."""
+        lines = []
+        for each, left_s in self.left_out():
+            names = " + ".join(sorted(map(self._node.name_of, each.nodes)))
+            lines.append(
+                f"{each.kind} on {names} is left out: {each.reason}. The next try is in {left_s:.0f} s"
+            )
+        return lines
+
+
+def placement_options(settings: Settings, nodes: str, model: str) -> PlacementOptions:
+    """Return the options of these settings, over `nodes` Macs. Raises MlxtpError for any other value."""
+    wanted: str | int = int(nodes) if nodes.isdecimal() else nodes
+    if wanted == "auto" and model == EMBEDDED_MODEL:
+        wanted = "all"  # it is there to show that the cluster works, not to be fast
+    return PlacementOptions(
+        backend=settings.fabric,
+        nodes=wanted,
+        max_context=settings.max_context,
+        fast_fences=settings.fast_fences,
+        repeatable=settings.repeatable,
+    )
+
+
+def model_lack(ours: ModelStatus, theirs: ModelStatus | None, here: str, there: str) -> str:
+    """Return the reason why the Mac called `there` cannot serve the model with this one; empty for none."""
+    if theirs is None:
+        return "it has not yet reported whether it has the model"
+    if theirs.problem:
+        return theirs.problem
+    if not theirs.fingerprint:
+        return "it is still getting the model"
+    if ours.revision and theirs.revision and theirs.revision != ours.revision:
+        return (
+            f"it has the model at commit {theirs.revision[:12]}, {here} at {ours.revision[:12]}; "
+            "`mlxtp pull MODEL --everywhere` brings the newest to all"
+        )
+    if ours.fingerprint and theirs.fingerprint != ours.fingerprint:
+        if is_hub_id(ours.model):
+            repair = f"`mlxtp verify {ours.model} --repair`"
+            remedy = f"{repair} on {there}, then on {here}, gets the damaged files again"
+        else:
+            remedy = f"bring the same files to {there} and {here}"
+        return (
+            f"its files of the model differ: {theirs.fingerprint[:12]} there, {ours.fingerprint[:12]} on "
+            f"{here}; {remedy}"
+        )
+    return ""
+
+
+def devices_by_hand(items: Iterable[str], names: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return the RDMA devices that users set, by node id. Users give names of nodes, or starts of ids."""
+
+    def nodes(text: str) -> list[str]:
+        named = [node for node, name in names.items() if text == name]
+        return named or [node for node in names if node.startswith(text)]
+
+    found: dict[str, dict[str, str]] = {}
+    for item in items:
+        who, _, device = item.partition("=")
+        one, _, other = who.partition("/")
+        for node in nodes(one):
+            for peer in nodes(other) if other else names.keys() - {node}:
+                found.setdefault(node, {})[peer] = device
+    return found
+
+
+def in_steps(size: int) -> int:
+    """Round a free or held size down: measurements waver, and a plan must not change with every report."""
+    return size // MEMORY_STEP_BYTES * MEMORY_STEP_BYTES

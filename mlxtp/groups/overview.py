@@ -1,0 +1,72 @@
+"""Health of an agent over all groups that it knows."""
+
+from __future__ import annotations
+
+from ..api.backend import DeploymentHealth, Health
+from ..wire.cluster_messages import Deployment
+from .group import Group
+from .groups import Groups, best
+from .health import ServingState
+from .status import GroupStatus
+
+_SERVES = (ServingState.READY, ServingState.DRAINING)
+_COMING = (ServingState.STARTING, ServingState.FORMING, ServingState.LOADING, ServingState.RESTARTING)
+
+
+def health(groups: Groups, open_requests: int, model: str = "") -> Health:
+    """Return the health of a deployment, by the name of it or of its model; of the whole without one.
+
+    The whole is ready once each pinned deployment has a ready group; without a pinned one, once the first
+    deployment has.
+    """
+    rows = [(row, of) for row in groups.rows if (of := groups.of(row.name))]
+    deployments = tuple(deployment_health(row, of) for row, of in rows)
+    named = [of for (_, of), each in zip(rows, deployments, strict=True) if model in (each.name, each.model)]
+    group = best(named[0]) if model and named else groups.shown
+    status, closing = group.supervisor.status, groups.closing or group.supervisor.closing
+    ready = status.state is ServingState.READY and not closing
+    if not model and len(deployments) > 1:
+        ready = not closing and all(each.ready for each in deployments if each.pinned)
+    waits = next((each for each in deployments if each.pinned and not each.ready), None)
+    reason = status.reason.detail if status.reason is not None else None
+    if not model and waits is not None and status.state is ServingState.READY:
+        reason = f"{waits.name} is {waits.state}" + (f": {waits.reason}" if waits.reason else "")
+    source = group.scope.model.source
+    return Health(
+        state=str(ServingState.DRAINING if closing else status.state),
+        epoch=status.epoch,
+        world_size=status.group.world_size if status.group is not None else groups.settings.ranks,
+        backend=status.group.backend if status.group is not None else groups.settings.local_backend,
+        model=source.id if source is not None and status.state in _SERVES else None,
+        reason=closing or reason,
+        ready=ready,
+        open_requests=open_requests,
+        ranks=status.rows(),
+        starting="" if closing else status.starting,
+        deployments=deployments,
+    )
+
+
+def deployment_health(row: Deployment, groups: list[Group]) -> DeploymentHealth:
+    """Return the health of one deployment, by that of its `groups`."""
+    states = [group.supervisor.status for group in groups]
+    ready = sum(_ready(status) for status in states)
+    shown = min(states, key=lambda status: (not _ready(status), status.state not in _COMING))
+    source = groups[0].scope.model.source
+    reason = shown.reason.detail if shown.reason is not None else None
+    if ready == 0 and not reason:
+        reason = groups[0].scope.assignment.why or None
+    return DeploymentHealth(
+        row.name,
+        source.id if source is not None else "",
+        str(shown.state),
+        pinned=row.pinned,
+        ready=ready > 0,
+        reason=reason,
+        groups_ready=ready,
+        groups_wanted=row.replicas,
+    )
+
+
+def _ready(status: GroupStatus) -> bool:
+    return status.state is ServingState.READY and not status.closing

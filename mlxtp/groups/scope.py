@@ -1,0 +1,64 @@
+"""Place of one group: the row of its deployment, its assignment, and its model's files on this Mac."""
+
+from __future__ import annotations
+
+from ..cluster.node import ClusterNode
+from ..cluster.reconcile import Wanted
+from ..models.local_model import LocalModel, LocalModels
+from ..wire.cluster_messages import Deployment, GroupAssignment
+
+NOTHING_WANTED = "no model is configured; run `mlxtp serve MODEL`"
+
+
+class GroupScope:
+    """What one group is for. All else about the group is of its owner and its ranks."""
+
+    def __init__(self, group: str, node: ClusterNode, models: LocalModels) -> None:
+        self.group = group
+        self.deployment, _, index = group.rpartition("#")
+        self.assignment = GroupAssignment(group, self.deployment)
+        self.index = int(index or 0)
+        self._node = node
+        self._models = models
+
+    @property
+    def row(self) -> Deployment | None:
+        """The row of its deployment; None if there is none, or if it has fewer replicas."""
+        row = self._node.desired.table.get(self.deployment)
+        return row if row is not None and (row.replicas == 0 or self.index < row.replicas) else None
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """The model that it is to serve, and over how many Macs."""
+        row = self.row
+        return Wanted(row.model, row.nodes) if row is not None else None
+
+    @property
+    def version(self) -> int:
+        """Version of its row; 0 without one."""
+        row = self.row
+        return row.version if row is not None else 0
+
+    @property
+    def model(self) -> LocalModel:
+        """The search for its model on this Mac."""
+        row = self.row
+        return self._models.of(row.model if row is not None else "")
+
+    @property
+    def unreported(self) -> list[str]:
+        """Linked members that have not yet reported whether they have the model."""
+        row = self.row
+        return self._models.unreported(row.model) if row is not None else []
+
+    @property
+    def owned(self) -> bool:
+        """True while this node owns the group."""
+        return self.assignment.owner == self._node.node_id
+
+    @property
+    def why_not(self) -> str:
+        """Reason why the group has no owner."""
+        if self.row is None:
+            return NOTHING_WANTED if not self.group else f"{self.deployment} was unloaded"
+        return self.assignment.why or "it has yet to be assigned to a Mac"

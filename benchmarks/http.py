@@ -112,7 +112,7 @@ async def _decode_loop(stage: Stage) -> Row:
 
 
 async def _read(agent: Agent, request: Request) -> None:
-    async for _ in agent.supervisor.gateway.generate(request):
+    async for _ in agent.parts.groups.shown.supervisor.gateway.generate(request):
         pass
 
 
@@ -130,7 +130,7 @@ async def _gap_ms(agent: Agent, work: Callable[[], Awaitable[None]], batches: in
 
 def _steps(agent: Agent) -> list[int]:
     """Return the start of each step of the newest batch with all rows, in microseconds."""
-    ranks = agent.supervisor.status.ranks
+    ranks = agent.parts.groups.shown.supervisor.status.ranks
     if ranks is None:
         raise Unmeasured("the agent has no ranks right now")
     recording = decode(read_recording(ranks.leader.recorder))

@@ -83,7 +83,7 @@ async def _quiet(agent: Agent) -> int:
     seen: object = None
     async with asyncio.timeout(_QUIET_DEADLINE_S):
         while True:
-            health = agent.supervisor.gateway.health()
+            health = agent.parts.groups.shown.supervisor.gateway.health()
             counts = [row["forwards"] for row in health.ranks]
             idle = not health.open_requests and all(row["phase"] == "idle" for row in health.ranks)
             if idle and counts and counts == seen and isinstance(counts[0], int):

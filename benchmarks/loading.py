@@ -38,7 +38,7 @@ async def measure(stage: Stage) -> list[Row]:
 
 def _largest(agent: Agent, *names: str) -> float:
     """The largest that a rank reports under the first of these names that it knows."""
-    rows: tuple[Mapping[str, object], ...] = agent.supervisor.gateway.health().ranks
+    rows: tuple[Mapping[str, object], ...] = agent.parts.groups.shown.supervisor.gateway.health().ranks
     for name in names:
         values = [row[name] for row in rows if name in row]
         if len(values) == RANKS:

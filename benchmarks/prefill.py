@@ -66,7 +66,7 @@ async def _longest_gap_s(agent: Agent, running: Request, long: Request) -> float
     """Start `long` when `running` has had some tokens; stop when `long` has its first one."""
     times: list[float] = []
     first: asyncio.Task[tuple[float, float]] | None = None
-    async with aclosing(agent.supervisor.gateway.generate(running)) as answer:
+    async with aclosing(agent.parts.groups.shown.supervisor.gateway.generate(running)) as answer:
         async for _ in answer:
             times.append(time.perf_counter())
             if len(times) == _BEFORE:
@@ -81,7 +81,7 @@ async def _longest_gap_s(agent: Agent, running: Request, long: Request) -> float
 async def _until_first(agent: Agent, request: Request) -> tuple[float, float]:
     """Return the times of the request and of its first token."""
     begins_at = time.perf_counter()
-    async with aclosing(agent.supervisor.gateway.generate(request)) as answer:
+    async with aclosing(agent.parts.groups.shown.supervisor.gateway.generate(request)) as answer:
         await anext(answer)
     return begins_at, time.perf_counter()
 

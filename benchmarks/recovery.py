@@ -47,7 +47,7 @@ async def _spare_memory(agent: Agent) -> float:
 
 async def _recover(agent: Agent) -> float:
     """Seconds."""
-    supervisor = agent.supervisor
+    supervisor = agent.parts.groups.shown.supervisor
     ranks, (pid, _) = supervisor.status.ranks, rank_pids(agent)[1]
     assert ranks is not None
     began = time.perf_counter()

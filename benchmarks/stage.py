@@ -141,7 +141,7 @@ def require(*settings: str) -> None:
 
 def rank_pids(agent: Agent) -> list[tuple[int, int]]:
     """(pid, rank) of each rank process."""
-    ranks = agent.supervisor.status.ranks
+    ranks = agent.parts.groups.shown.supervisor.status.ranks
     if ranks is None:
         raise Unmeasured("the agent has no ranks right now")
     return [(child.pid, child.rank) for child in ranks.processes]
@@ -153,7 +153,7 @@ def endpoint(agent: Agent) -> Endpoint:
 
 def text_of(agent: Agent) -> Text:
     """The tokenizer side of the agent's model."""
-    text = agent.supervisor.gateway.text()
+    text = agent.parts.groups.shown.supervisor.gateway.text()
     if text is None:
         raise Unmeasured("the agent has no model right now")
     return text
@@ -164,7 +164,7 @@ async def decode(agent: Agent, request: Request) -> Decoded:
     tokens: list[int] = []
     times: list[float] = []
     began = time.perf_counter()
-    answer = agent.supervisor.gateway.generate(request)
+    answer = agent.parts.groups.shown.supervisor.gateway.generate(request)
     async for event in answer:
         if isinstance(event, Tokens):
             tokens += event.tokens

@@ -57,7 +57,7 @@ async def measure(stage: Stage) -> list[Row]:
 async def _gap_ms(agent: Agent, request: Request) -> float:
     """Between two tokens, where they leave the engine."""
     times: list[float] = []
-    async for event in agent.supervisor.gateway.generate(request):
+    async for event in agent.parts.groups.shown.supervisor.gateway.generate(request):
         if isinstance(event, Tokens):
             times.append(time.perf_counter())
     gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))

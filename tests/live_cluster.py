@@ -25,7 +25,7 @@ from mlxtp.api.backend import StreamEnd, TokenEvent, Tokens, TokenScore
 from mlxtp.config import Limits, Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError
 from mlxtp.groups.health import ServingState
-from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP, Supervisor
+from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.ranks import WORKER
 from mlxtp.models.inspect import ModelSource, open_model, weight_bytes
 from mlxtp.wire.messages import Pong, Unload
@@ -219,7 +219,7 @@ class Cluster:
 
     @property
     def supervisor(self) -> Supervisor:
-        return self.agent.supervisor
+        return self.agent.parts.groups.shown.supervisor
 
     @property
     def epoch(self) -> int:
@@ -368,7 +368,9 @@ class Cluster:
     async def _unload(self) -> None:
         ranks, supervisor = self.supervisor.status.ranks, self.supervisor
         assert ranks is not None
-        supervisor.gateway.fail(DEPLOYMENT, GroupError("the model was unloaded", Code.SHUTTING_DOWN))
+        supervisor.gateway.fail(
+            supervisor.deployment, GroupError("the model was unloaded", Code.SHUTTING_DOWN)
+        )
         supervisor.status.recoveries.rested()
         await ranks.do(Unload())
         supervisor.status.show(ServingState.IDLE)
@@ -387,7 +389,9 @@ async def _serve(supervisor: Supervisor, model: ModelSource) -> None:
         status.show(ServingState.IDLE)
         raise
     supervisor.source, supervisor.kv_room = model, loaded.kv_room
-    supervisor.gateway.serve(GROUP, DEPLOYMENT, ranks, loaded.info, model.text, load_s=loaded.load_s)
+    group, name, info = supervisor.group, supervisor.deployment, loaded.info
+    supervisor.gateway.serve(group, name, ranks, info, model.text, load_s=loaded.load_s)
+    supervisor.info = info
     status.ready()
 
 

@@ -47,7 +47,7 @@ def test_the_wanted_model_is_told_to_all_and_once(tmp_path: Path, member: member
         }
         assert (await admin.models.serve("tiny", "02"))["version"] == 1
         assert (await admin.models.serve("tiny", ""))["version"] == 1
-        node.parts.supervisor.status.state = ServingState.FAILED
+        node.parts.groups.shown.supervisor.status.state = ServingState.FAILED
         assert (await admin.models.serve("tiny", ""))[
             "version"
         ] == 2  # asking again is how a failed group is tried again

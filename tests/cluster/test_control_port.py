@@ -54,7 +54,7 @@ class House:
             member.credentials,
             self.node.parts.node,
             self.node.parts.tokens,
-            partial(serve_requests, gateway=self.node.parts.supervisor.gateway),
+            partial(serve_requests, gateway=self.node.parts.groups.shown.supervisor.gateway),
         )
         self.open = asyncio.ensure_future(self.door.run())
 
@@ -192,7 +192,7 @@ def test_requests_of_a_member_that_vanished_end_at_rank_0(tmp_path: Path) -> Non
     """Its requests link may look well for hours: nothing is sent that way."""
 
     async def story(house: House) -> None:
-        gateway, ranks = house.node.parts.supervisor.gateway, FakeRanks()
+        gateway, ranks = house.node.parts.groups.shown.supervisor.gateway, FakeRanks()
         gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT)
         vanishes, stays = (member_of(house.first, tmp_path) for _ in range(2))
         links = [house.node.meet(each.identity.node_id) for each in (vanishes, vanishes, stays)]

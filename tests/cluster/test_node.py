@@ -99,12 +99,12 @@ def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Pa
             node.hear(a, Prepare(epoch, 1, "", "tiny"))
             assert "is not newer than epoch 7" in a.heard(RankTrouble)[-1].detail
         ended: list[MlxtpError] = []
-        node.parts.supervisor.status.in_epoch = True
-        node.parts.supervisor.end_epoch = ended.append  # type: ignore[method-assign]
+        node.parts.groups.shown.supervisor.status.in_epoch = True
+        node.parts.groups.shown.supervisor.end_epoch = ended.append  # type: ignore[method-assign]
         node.hear(a, Prepare(8, 1, "", "tiny"))
         assert "still ends an epoch of its own" in a.heard(RankTrouble)[-1].detail
         assert [error.code for error in ended] == [Code.REPLANNED]
-        node.parts.supervisor.status.in_epoch = False
+        node.parts.groups.shown.supervisor.status.in_epoch = False
         node.hear(a, Prepare(9, 1, "", "tiny"))
         assert [order.epoch for _, order in cast(Any, node.orders)] == [9]
 
@@ -354,7 +354,7 @@ def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new
         node.hear(b, beat(short=True))
         node.hear(a, Serving(8, "ready", "", "ring", "ring", (A,), (), 0, "tiny", 1, 4096, 512, ()))
         assert node.parts.reconciler.short() == "", "it has no part of the model any more"
-        gateway = node.parts.supervisor.gateway
+        gateway = node.parts.groups.shown.supervisor.gateway
         for free, short in ((1 << 20, True), (1 << 40, False)):
             gateway.admission.memory = lambda free=free: SystemMemory(free)
             node.parts.node.gossip.beat()

@@ -38,7 +38,7 @@ class Client:
     end: StreamEnd | None = None
 
     async def read(self) -> tuple[list[int], StreamEnd | None]:
-        async for event in self.agent.supervisor.gateway.generate(self.request):
+        async for event in self.agent.parts.groups.shown.supervisor.gateway.generate(self.request):
             if isinstance(event, Tokens):
                 self.tokens += event.tokens
             else:
@@ -58,7 +58,7 @@ class Pair:
 
     def kill_rank(self, agent: Agent) -> None:
         """Of the two that are of this process: the rank whose pipe this agent holds."""
-        supervisor, cluster = agent.supervisor, agent.parts
+        supervisor, cluster = agent.parts.groups.shown.supervisor, agent.parts
         assert cluster is not None
         if supervisor.status.ranks is not None:
             pid = supervisor.status.ranks.leader.pid
@@ -142,12 +142,12 @@ async def interrupted(
         ), name
     assert pair.epoch() > epoch, f"{name}: nothing happened"
     for agent in (pair.leader, pair.other):
-        await sees(lambda agent=agent: agent.supervisor.gateway.open_requests == 0)  # type: ignore[misc]
+        await sees(lambda agent=agent: agent.parts.groups.shown.supervisor.gateway.open_requests == 0)  # type: ignore[misc]
 
 
 async def short_of_memory(pair: Pair) -> None:
     """The Mac of rank 1: who asks at the other one is told to come again, until there is some."""
-    gateway = pair.other.supervisor.gateway
+    gateway = pair.other.parts.groups.shown.supervisor.gateway
     admission = gateway.admission
     memory, admission.memory = admission.memory, lambda: SystemMemory(1)
     cluster = pair.leader.parts

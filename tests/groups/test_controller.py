@@ -37,14 +37,14 @@ def desk(cables: bool = True) -> dict[str, Machine]:
 
 def ready(node: Node) -> None:
     """As if the supervisor waited for a plan."""
-    node.parts.supervisor.waits_for_plan = True
+    node.parts.groups.shown.supervisor.waits_for_plan = True
 
 
 def formed(node: Node, *links: FakeLink) -> EpochGroup:
     """The next group that is formed, and nothing more becomes of it."""
     ready(node)
     node.live(*links)
-    supervisor = node.parts.supervisor
+    supervisor = node.parts.groups.shown.supervisor
     assert not supervisor.waits_for_plan, node.parts.node.leadership.waiting
     node.parts.servings.owned, supervisor.status.in_epoch = None, False
     return supervisor._plans.get_nowait().group
@@ -125,11 +125,11 @@ def test_the_workload_is_learnt_while_no_group_runs(
     async def story(node: Node) -> None:
         placer, controller = node.parts.placer, node.parts.controller
         node.lead(weights)
-        node.parts.supervisor.waits_for_plan = True
+        node.parts.groups.shown.supervisor.waits_for_plan = True
         node.live()
         assert node.parts.servings.owned is not None
         begun = AGENT if workload == "agent" else CHAT
-        meter = node.parts.supervisor.gateway.deployments.meter
+        meter = node.parts.groups.shown.supervisor.gateway.deployments.meter
         meter.asked = Asked(100, 200_000, 150_000, 30_000, 200)
         controller.situation(None)
         assert placer.workload is begun
@@ -203,11 +203,11 @@ def test_memory_of_a_group_beside_the_serving_one_counts_as_held(
     async def story(node: Node) -> None:
         group = EpochGroup(1, 2, "ring", nodes=(node.parts.node.node_id, A))
         pongs = {1: SimpleNamespace(memory_bytes=3 << 30)}
-        node.parts.supervisor.beside.ranks = cast(
+        node.parts.groups.shown.supervisor.beside.ranks = cast(
             Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs))
         )
         assert [node.parts.servings.held_bytes(each, GROUP) >> 30 for each in (A, B)] == [3, 0]
-        node.parts.supervisor.beside.ranks = None
+        node.parts.groups.shown.supervisor.beside.ranks = None
         assert node.parts.servings.held_bytes(A, GROUP) == 0
 
     play(tmp_path, member, story)
@@ -320,11 +320,11 @@ def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_mode
         ready(node)
         for _ in range(int(TELL_S / 0.5) - 2):
             node.live_once(a)
-        assert node.parts.supervisor.waits_for_plan
+        assert node.parts.groups.shown.supervisor.waits_for_plan
         assert node.parts.node.leadership.waiting == "mac-a has not yet reported whether it has the model"
         for _ in range(4):
             node.live_once(a)
-        assert node.parts.supervisor._plans.get_nowait().group.world_size == 1
+        assert node.parts.groups.shown.supervisor._plans.get_nowait().group.world_size == 1
 
     play(tmp_path, member, story, machine=machines[""])
 
@@ -437,7 +437,7 @@ def test_what_would_keep_jaccl_from_forming_is_said_before(
         if backend is None:
             ready(node)
             node.live(a)
-            assert node.parts.supervisor.waits_for_plan
+            assert node.parts.groups.shown.supervisor.waits_for_plan
             assert "bridge0" in node.parts.node.leadership.waiting
         else:
             assert formed(node, a).backend == backend
@@ -551,7 +551,7 @@ def running(node: Node, link: FakeLink) -> ProcessGroup:
     """The ranks of the next group, as if they ran."""
     ready(node)
     node.live(link)
-    supervisor = node.parts.supervisor
+    supervisor = node.parts.groups.shown.supervisor
     plan = supervisor._plans.get_nowait()
     ranks = ProcessGroup(node.parts.node.settings, plan.epoch, lambda _: None, group=plan.group)
     supervisor._current = ranks

@@ -43,7 +43,7 @@ def there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def served(node: Node, model: str = "tiny") -> None:
     node.parts.node.desired.set(model)
-    node.parts.supervisor.status.state = ServingState.READY
+    node.parts.groups.shown.supervisor.status.state = ServingState.READY
 
 
 class Coming:

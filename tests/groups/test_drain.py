@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from mlxtp.groups.reconciler import LOOK_S, Drain
 
 from mlxtp.admin.handlers import Admin as Administration
 from mlxtp.agent import Agent, drain_on_signal
@@ -16,7 +17,6 @@ from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
-from mlxtp.groups.reconciler import LOOK_S, Drain
 from mlxtp.models.inspect import ModelSource, open_model
 from mlxtp.wire.cluster_messages import Beat, Prepare, RankTrouble, Serving
 from mlxtp.wire.messages import Error, Generate
@@ -203,7 +203,7 @@ def test_the_others_hear_at_once_who_is_about_to_stop(
         node.live_once(a)
         rows = Administration(node.parts, member.store).status()["members"]
         assert [row["self"] for row in rows if row["draining"]] == [True]
-        assert node.parts.supervisor.gateway.closing == "this Mac is about to stop"
+        assert node.parts.groups.shown.supervisor.gateway.closing == "this Mac is about to stop"
 
     one_node.play(tmp_path, member, story)
 
@@ -264,7 +264,7 @@ def test_what_drains_elsewhere_is_shown_and_not_asked(tmp_path: Path, member: Me
         why = "mac-f is about to stop"
         node.hear(b, Serving(7, "draining", why, "none", "", (B,), (1.0, 5.0), 2, "", 0, 9, 9, (1,)))
         node.tick()
-        health = node.parts.supervisor.gateway.health()
+        health = node.parts.groups.shown.supervisor.gateway.health()
         assert (health.state, health.reason, health.ready) == ("draining", why, False)
         [running] = node.parts.controller.situation(node.parts.hosted.running()).others
         assert (running.ready, running.draining, running.open_requests) == (False, True, 2)
@@ -291,18 +291,20 @@ def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path:
             client = Client(first, Request(COUNT, 300))
             reading = asyncio.ensure_future(client.read())
             await sees(lambda: client.tokens)
-            epoch = first.supervisor.status.epoch
+            epoch = first.parts.groups.shown.supervisor.status.epoch
             second.drain.start()
             over = asyncio.ensure_future(second.drain.over.wait())
-            await sees(lambda: first.supervisor.status.state is ServingState.DRAINING)
-            assert refused(first.supervisor.gateway).detail.startswith("b is about to stop")
-            assert refused(second.supervisor.gateway).code is Code.SHUTTING_DOWN
+            await sees(lambda: first.parts.groups.shown.supervisor.status.state is ServingState.DRAINING)
+            assert refused(first.parts.groups.shown.supervisor.gateway).detail.startswith(
+                "b is about to stop"
+            )
+            assert refused(second.parts.groups.shown.supervisor.gateway).code is Code.SHUTTING_DOWN
             await asyncio.wait({reading, over}, return_when=asyncio.FIRST_COMPLETED)
             assert reading.done(), "it left too early"
             assert client.end is not None
             assert client.end.reason == "stop"
             await over
-            assert first.supervisor.status.epoch == epoch
+            assert first.parts.groups.shown.supervisor.status.epoch == epoch
             assert of_cluster(first).node.leadership.draining == {of_cluster(second).node.node_id}
 
     run(within(story()))

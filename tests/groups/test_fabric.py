@@ -270,7 +270,7 @@ def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
     async def story(node: Node) -> None:
         a, servings = node.meet(A), node.parts.servings
         node.lead(weights, desk())
-        node.parts.supervisor.waits_for_plan = True
+        node.parts.groups.shown.supervisor.waits_for_plan = True
         node.live(a)
         before = servings.serving()
         assert before is not None
@@ -282,7 +282,7 @@ def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
         assert after.key[0] == before.key[0]
         assert 0 < after.key[1] < before.key[1] / 2
         node.hear(a, serving(A, B))
-        status = node.parts.supervisor.status
+        status = node.parts.groups.shown.supervisor.status
         status.epoch, status.group = 7, EpochGroup(0, 2, "ring", kind=RING_ETHERNET)
         assert gather(node.parts).measured is None  # that group was not measured
         node.hear(a, report(RESULT))

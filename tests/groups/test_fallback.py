@@ -144,7 +144,7 @@ def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_no_requ
             assert asking is not None
             await asking
             await second.wait_ready()
-            group = first.supervisor.status.group
+            group = first.parts.groups.shown.supervisor.status.group
             assert group is not None
             assert (group.backend, group.world_size) == ("ring", 2)
             assert client.states.isdisjoint({ServingState.FAILED, ServingState.LOADING})
@@ -192,7 +192,10 @@ async def joined(
 
 async def serve_together(first: Agent, second: Agent) -> None:
     await sees(
-        lambda: first.supervisor.status.group is not None and first.supervisor.status.group.world_size == 2
+        lambda: (
+            first.parts.groups.shown.supervisor.status.group is not None
+            and first.parts.groups.shown.supervisor.status.group.world_size == 2
+        )
     )
     await first.wait_ready()
     await second.wait_ready()
@@ -205,13 +208,13 @@ def test_a_group_that_loaded_beside_another_one_takes_over_with_all_its_ranks(tm
             assert ServingState.LOADING not in client.states
             assert first.parts is not None
             assert second.parts is not None
-            epoch = first.supervisor.status.epoch
+            epoch = first.parts.groups.shown.supervisor.status.epoch
             before = await say(second)
             [stay] = second.parts.hosted._alive
             assert (stay.order.epoch, stay.beside) == (epoch, False)
             assert stay.process is not None
             os.kill(stay.process.pid, signal.SIGKILL)
-            await sees(lambda: first.supervisor.status.epoch > epoch)
+            await sees(lambda: first.parts.groups.shown.supervisor.status.epoch > epoch)
             await first.wait_ready()
             await second.wait_ready()
             assert await say(second) == before
@@ -229,7 +232,7 @@ def test_where_memory_forbids_two_models_the_group_is_proven_before_the_other_on
     async def story() -> None:
         async with joined(tmp_path) as (first, second, client):
             await serve_together(first, second)
-            assert first.supervisor.beside.ranks is None
+            assert first.parts.groups.shown.supervisor.beside.ranks is None
             assert len(set(client.answers)) == 1
 
     asyncio.run(story())
@@ -250,7 +253,10 @@ def test_whichever_mac_coordinates_a_newcomer_s_group_loads_beside_what_serves(
             assert second.parts is not None
             first.parts.node.leadership.hand_over(second.parts.node.node_id, time.monotonic())
             await serve_together(first, second)
-            assert first.supervisor.status.in_epoch != second.supervisor.status.in_epoch
+            assert (
+                first.parts.groups.shown.supervisor.status.in_epoch
+                != second.parts.groups.shown.supervisor.status.in_epoch
+            )
             assert ServingState.LOADING not in client.states
             assert len(set(client.answers)) == 1
 
@@ -262,7 +268,7 @@ def test_a_newcomer_that_cannot_load_the_model_interrupts_no_request(tmp_path: P
     async def story() -> None:
         async with joined(tmp_path, (sys.executable, "-c", BROKEN_LOADER)) as (first, second, client):
             assert first.parts is not None
-            epoch = first.supervisor.status.epoch
+            epoch = first.parts.groups.shown.supervisor.status.epoch
             await sees(first.parts.placer.left_out)
             ((failed, _),) = first.parts.placer.left_out()
             assert failed.reason.startswith("it formed, and failed then: ")
@@ -270,6 +276,6 @@ def test_a_newcomer_that_cannot_load_the_model_interrupts_no_request(tmp_path: P
             await second.wait_ready()
             assert await say(second) == await say(first)
             assert client.states == {ServingState.READY}
-            assert first.supervisor.status.epoch == epoch
+            assert first.parts.groups.shown.supervisor.status.epoch == epoch
 
     asyncio.run(story())

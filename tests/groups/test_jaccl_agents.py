@@ -31,7 +31,7 @@ def pretending(folder: Path, *scripts: dict[str, Any]) -> Sequence[str]:
 
 
 async def say(agent: Agent) -> tuple[int, ...]:
-    answer = agent.supervisor.gateway.generate(Request((5, 6, 7, 8), 4, ignore_eos=True))
+    answer = agent.parts.groups.shown.supervisor.gateway.generate(Request((5, 6, 7, 8), 4, ignore_eos=True))
     return tuple([token async for event in answer if isinstance(event, Tokens) for token in event.tokens])
 
 
@@ -96,7 +96,7 @@ def test_without_jaccl_anywhere_the_ring_is_used_and_a_line_says_so(
         ):
             await first.wait_ready()
             await second.wait_ready()
-            group = first.supervisor.status.group
+            group = first.parts.groups.shown.supervisor.status.group
             assert group is not None
             assert (group.backend, group.world_size) == ("ring", 2)
             assert await say(first) == await say(second)

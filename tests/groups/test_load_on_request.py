@@ -182,7 +182,7 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             assert await first.answer("tiny") == ("tiny", right())
 
             assert second.agent.parts is not None
-            epoch = second.agent.supervisor.status.epoch
+            epoch = second.agent.parts.groups.shown.supervisor.status.epoch
             second.agent.parts.node.desired.set("tiny")  # as `mlxtp serve tiny` on the other Mac
             cluster = first.agent.parts
             assert cluster is not None
@@ -193,7 +193,7 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             assert "tiny is pinned" in refused.json()["error"]["message"]
             assert await first.models() == ["tiny"]
             assert await first.answer("tiny") == ("tiny", right())
-            assert second.agent.supervisor.status.epoch == epoch, (
+            assert second.agent.parts.groups.shown.supervisor.status.epoch == epoch, (
                 "to pin what is served already disturbs no one"
             )
 
@@ -220,10 +220,11 @@ def test_a_mac_that_lacks_what_is_served_says_so_at_once(tmp_path: Path, other: 
         async with two_clients(tmp_path, founder=folders, nodes="auto") as (first, second):
             assert first.agent.parts is not None
             first.agent.parts.node.desired.set("house")  # as `mlxtp serve house`
-            supervisor = second.agent.supervisor
+            supervisor = second.agent.parts.groups.shown.supervisor
             await sees(
                 lambda: (
-                    first.agent.supervisor.gateway.models() and supervisor.status.state is ServingState.IDLE
+                    first.agent.parts.groups.shown.supervisor.gateway.models()
+                    and supervisor.status.state is ServingState.IDLE
                 )
             )
             model, said = await first.answer("house")

@@ -56,7 +56,7 @@ class Waiting:
 
 
 async def ask(node: Node, model: str | None, within_s: float = 0.0) -> Waiting:
-    waiting = Waiting(await node.parts.supervisor.gateway.acquire_model(model, within_s))
+    waiting = Waiting(await node.parts.groups.shown.supervisor.gateway.acquire_model(model, within_s))
     await asyncio.sleep(0)
     node.tick(0.01)
     return waiting
@@ -65,14 +65,14 @@ async def ask(node: Node, model: str | None, within_s: float = 0.0) -> Waiting:
 async def refusal(node: Node, model: str) -> RequestError:
     """Of a request that need not even wait."""
     with pytest.raises(RequestError) as caught:
-        await node.parts.supervisor.gateway.acquire_model(model)
+        await node.parts.groups.shown.supervisor.gateway.acquire_model(model)
     return caught.value
 
 
 def served(node: Node, model: str) -> None:
     """From now on this model is there for requests; an empty one: none is."""
     info = ModelInfo(model, ("default",), Path(), 1000, 1, (1,), 300)
-    gateway = node.parts.supervisor.gateway
+    gateway = node.parts.groups.shown.supervisor.gateway
     if model:
         gateway.serve(GROUP, DEPLOYMENT, cast(Any, FakeRanks()), info, TEXT)
     else:
@@ -106,7 +106,7 @@ def test_a_request_for_the_loaded_model_begins_at_once_without_a_message(
     async def story(node: Node) -> None:
         link = following(node)
         for name in (None, "", "default", LOADED):
-            turn = await node.parts.supervisor.gateway.acquire_model(name)
+            turn = await node.parts.groups.shown.supervisor.gateway.acquire_model(name)
             assert turn.come
             turn.close()
         node.tick()
@@ -133,7 +133,7 @@ def test_a_request_waits_until_the_coordinator_has_its_model_loaded(tmp_path: Pa
         node.tick(0.01)
         assert last(link) == ModelQueue(TERM, 1, (WANTED, LOADED), 0)
         desires(node, link, WANTED)
-        node.parts.supervisor.status.reason = GroupError("loading 40 %")
+        node.parts.groups.shown.supervisor.status.reason = GroupError("loading 40 %")
         await sees(lambda: "loading 40 %" in waiting.told)
         served(node, WANTED)
         await waiting.has_come()
@@ -157,7 +157,7 @@ def test_what_is_on_no_disk_is_answered_as_ever(tmp_path: Path, member: Member) 
     async def story(node: Node) -> None:
         link = following(node)
         for name in ("org/none", "/no/such/folder", "nonsense"):
-            assert (await node.parts.supervisor.gateway.acquire_model(name)).come
+            assert (await node.parts.groups.shown.supervisor.gateway.acquire_model(name)).come
         assert link.heard(ModelQueue) == []
 
     play(tmp_path, member, story, load_on_request=True)
@@ -168,9 +168,9 @@ def test_without_the_option_nothing_is_wanted_and_the_turn_of_others_is_kept(
 ) -> None:
     async def story(node: Node) -> None:
         link = following(node)
-        assert await node.parts.supervisor.gateway.on_request() == ()
+        assert await node.parts.groups.shown.supervisor.gateway.on_request() == ()
         assert (
-            await node.parts.supervisor.gateway.acquire_model(WANTED)
+            await node.parts.groups.shown.supervisor.gateway.acquire_model(WANTED)
         ).come  # to be told that it is not there
         running = await ask(node, LOADED)
         node.tick()
@@ -192,7 +192,7 @@ def test_a_pinned_model_is_named_with_what_changes_it(tmp_path: Path, member: Me
     async def story(node: Node) -> None:
         link = following(node)
         waiting = await ask(node, WANTED)
-        assert WANTED in {each.id for each in await node.parts.supervisor.gateway.on_request()}
+        assert WANTED in {each.id for each in await node.parts.groups.shown.supervisor.gateway.on_request()}
         desires(node, link, LOADED, pinned=True)
         node.tick(0.01)
         for error in (await waiting.refused(), await refusal(node, WANTED)):
@@ -200,7 +200,7 @@ def test_a_pinned_model_is_named_with_what_changes_it(tmp_path: Path, member: Me
             assert f"{LOADED} is pinned" in error.detail
             assert f"`mlxtp serve {WANTED}`" in error.detail
             assert "`mlxtp unload`" in error.detail
-        assert await node.parts.supervisor.gateway.on_request() == ()
+        assert await node.parts.groups.shown.supervisor.gateway.on_request() == ()
         served(node, LOADED)
         assert (await ask(node, LOADED)).turn.come
 
@@ -279,7 +279,7 @@ def test_a_request_at_an_agent_about_to_stop_must_ask_another(tmp_path: Path, me
     async def story(node: Node) -> None:
         following(node)
         waiting = await ask(node, WANTED)
-        node.parts.supervisor.gateway.closing = "this Mac is about to stop"
+        node.parts.groups.shown.supervisor.gateway.closing = "this Mac is about to stop"
         node.parts.switcher.advance(CLOCK.now)
         error = await waiting.refused()
         assert (error.status, error.code) == (503, Code.SHUTTING_DOWN)
@@ -336,7 +336,7 @@ def leading(node: Node) -> FakeLink:
     unplanned(node, "")
     node.parts.node.desired.set(LOADED, by_person=False)
     node.parts.forwarding.follow = lambda: None  # type: ignore[method-assign]
-    node.parts.supervisor.status.state = ServingState.READY
+    node.parts.groups.shown.supervisor.status.state = ServingState.READY
     served(node, LOADED)
     return link
 
@@ -712,7 +712,7 @@ def test_a_folder_that_was_served_keeps_its_short_name(tmp_path: Path, member: M
     async def story(node: Node) -> None:
         link = following(node)
         folder = shutil.copytree(embedded_model_path(), tmp_path / "beta")
-        gateway = node.parts.supervisor.gateway
+        gateway = node.parts.groups.shown.supervisor.gateway
         desires(node, link, str(folder))
         assert (await ask(node, "beta")).turn.come, "no agent knows it yet"
         served(node, "beta")

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlxtp.groups.model_queue import LoadModel, ModelQueues
 
 from mlxtp.cluster.deployments import DesiredState
-from mlxtp.groups.model_queue import LoadModel, ModelQueues
 from mlxtp.wire.cluster_messages import ModelQueue, ModelTurn
 
 TERM = 5

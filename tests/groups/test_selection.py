@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from mlxtp.groups.model_queue import DesiredFate
 
 from mlxtp.cluster.deployments import DesiredState
-from mlxtp.groups.model_queue import DesiredFate
 from mlxtp.groups.selection import SelectedModel, SelectionState
 from mlxtp.models.inspect import Servable
 

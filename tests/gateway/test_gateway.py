@@ -17,7 +17,6 @@ from mlxtp.api.backend import Health, ModelInfo, Progress, Request, StreamEnd, T
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.gateway import WARM_UP_TOKENS, Gateway
-from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.groups.process_group import ProcessGroup
 from mlxtp.models import self_test
 from mlxtp.wire.messages import (
@@ -35,6 +34,7 @@ from mlxtp.wire.messages import (
     Shaping,
 )
 
+GROUP, DEPLOYMENT = "tiny#0", "tiny"
 MODEL = ModelInfo("tiny", ("default",), Path(), 100, 0, (1,), 512)
 TEXT: Any = SimpleNamespace(features=("tools",))
 
@@ -59,7 +59,7 @@ class Stage:
     """A gateway that serves, and the ranks behind it."""
 
     def __init__(self, max_open: int = 4) -> None:
-        def health(open_requests: int) -> Health:
+        def health(open_requests: int, _model: str) -> Health:
             return Health("ready", 1, 2, "ring", "tiny", None, True, open_requests)
 
         self.ranks = FakeRanks()

@@ -13,10 +13,9 @@ from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.gateway import request
 from mlxtp.gateway.admission import AdmissionLimits, SystemMemory
 from mlxtp.gateway.gateway import Gateway
-from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate, Message
 
-from .test_gateway import MODEL, TEXT, FakeRanks
+from .test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks
 
 PLENTY = SystemMemory(1 << 40)
 SIXTEEN = AdmissionLimits(16, request_tokens=1)
@@ -26,7 +25,7 @@ WAIT_S = 30
 
 class Stage:
     def __init__(self, bounds: AdmissionLimits, deadline_s: float) -> None:
-        def health(open_requests: int) -> Health:
+        def health(open_requests: int, _model: str) -> Health:
             return Health("ready", 1, 2, "ring", "tiny", None, True, open_requests)
 
         self.ranks = FakeRanks()

@@ -13,10 +13,9 @@ from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError
 from mlxtp.gateway import dispatcher
 from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT
-from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Sampling, Shaping
 
-from .test_gateway import MODEL, TEXT, FakeRanks, Stage, everything, play
+from .test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, Stage, everything, play
 
 LOST = GroupError("rank 1 is gone", Code.RANK_LOST)
 REPLANNED = GroupError("a better group is there", Code.REPLANNED)

@@ -18,7 +18,6 @@ from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.dispatcher import RequestDispatcher
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.gateway.remote_backend import RemoteBackend, serve_requests
-from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -37,14 +36,15 @@ from mlxtp.wire.session import LinkKind, Session, Side
 from mlxtp.wire.streams import StreamLink
 
 from ..groups.scenes import run, sees, within
-from .test_gateway import MODEL, TEXT, FakeRanks, everything
+from .test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
 
 MAX_OPEN = 4
 
 
 def gateway() -> Gateway:
     return Gateway(
-        lambda open_: Health("ready", 1, 2, "ring", "tiny", None, True, open_), AdmissionLimits(MAX_OPEN)
+        lambda open_, _model: Health("ready", 1, 2, "ring", "tiny", None, True, open_),
+        AdmissionLimits(MAX_OPEN),
     )
 
 

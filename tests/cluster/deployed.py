@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxtp.cluster.cluster_state import Replica
-from mlxtp.cluster.deployments import KEEP_S, PINNED, DeploymentTable, DesiredState, name_of
+from mlxtp.cluster.deployments import KEEP_S, PINNED, DeploymentTable, name_of
 from mlxtp.wire.cluster_messages import Deployment
 
 
@@ -18,7 +18,7 @@ def only(
     return DeploymentTable((row,), version - 1)
 
 
-def wants(replica: Replica, model: str, nodes: str = "auto", *, pinned: bool = True) -> DesiredState:
+def wants(replica: Replica, model: str, nodes: str = "auto", *, pinned: bool = True) -> None:
     """Deploy this model instead of all others, as a user or a request at this node does."""
     table, me = replica.deployments, replica.self_id
     row = Deployment(name_of(model), model, nodes=nodes, keep_s=PINNED if pinned else KEEP_S)
@@ -27,4 +27,3 @@ def wants(replica: Replica, model: str, nodes: str = "auto", *, pinned: bool = T
         if model
         else table.removing(me, *(each.name for each in table.live()))
     )
-    return replica.desired

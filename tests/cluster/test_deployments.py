@@ -14,10 +14,8 @@ from mlxtp.cluster.deployments import (
     MAX_REMOVED,
     MAX_ROWS,
     NO_DEPLOYMENTS,
-    NOTHING,
     PINNED,
     DeploymentTable,
-    DesiredState,
     name_of,
     received,
 )
@@ -163,14 +161,13 @@ def test_pinned_ones_come_first_by_age_then_the_others_the_latest_first() -> Non
     for name in ("k", "l"):
         table = table.setting(Deployment(name, name, keep_s=KEEP_S), "a")
     assert names(table) == ["z", "y", "l", "k"]
-    assert table.first == DesiredState(1, "a", "z", "auto", 1)
-    assert table.first.pinned
+    assert [row.pinned for row in table.live()] == [True, True, False, False]
     rest = table.removing("a", "z", "y")
-    assert rest.first == DesiredState(4, "a", "l", "auto")
-    assert not rest.first.pinned
-    assert rest.removing("b", "k", "l").first == replace(NOTHING, version=6)
+    assert names(rest) == ["l", "k"]
+    assert names(rest.removing("b", "k", "l")) == []
+    assert rest.removing("b", "k", "l").newest == 6
     assert rest.removing("b", "z", "never deployed") == rest
-    assert NO_DEPLOYMENTS.first == NOTHING
+    assert names(NO_DEPLOYMENTS) == []
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,31 @@
-"""Election of the coordinator: claims, pulses, the time to wait before one claims. Time is an argument."""
+"""Election of the coordinator: claims, pulses, the time to wait. What owners of groups wait for.
+
+Time is an argument.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from mlxtp.cluster.cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Replica, Roster
-from mlxtp.cluster.deployments import NO_DEPLOYMENTS, DesiredState
+from mlxtp.cluster.deployments import NO_DEPLOYMENTS
 from mlxtp.cluster.leadership import Debounce, Leadership
 from mlxtp.cluster.membership import Membership, MemberState, Timeouts
-from mlxtp.cluster.reconcile import FormEpoch, GroupPlan, HandOver, RunningEpoch, Situation, StopEpoch, Wait
+from mlxtp.cluster.reconcile import (
+    Action,
+    FormEpoch,
+    GroupPlan,
+    NoAction,
+    RunningEpoch,
+    Situation,
+    StopEpoch,
+    Wait,
+    Wanted,
+    decide,
+)
 from mlxtp.errors import RemoteProtocolError, UserError
 from mlxtp.wire.cluster_messages import Beat, RosterEntry
 
@@ -289,8 +304,9 @@ def test_only_the_coordinator_adds_to_the_pulse() -> None:
     story = led_by(A5)
     pulses = [story.leadership.beat(healthy=True).pulse for _ in range(3)]
     assert len(set(pulses)) == 1
-    story.leadership.hand_over("b", story.now)
-    assert [story.leadership.beat(healthy=True).pulse for _ in range(3)] == [1, 2, 3]
+    story = leading()
+    first = story.leadership.beat(healthy=True).pulse
+    assert [story.leadership.beat(healthy=True).pulse - first for _ in range(3)] == [1, 2, 3]
 
 
 def test_a_beat_tells_everything_in_short() -> None:
@@ -318,18 +334,23 @@ def test_what_a_person_deployed_is_served_before_what_requests_chose() -> None:
         wants(replica, model, pinned=False)
     wish = only(2, "c", "llama")
     assert replica.desires(wish)
-    assert replica.desired == DesiredState(2, "c", "llama", "auto", 2)
-    assert replica.desired.pinned
-    assert [row.name for row in replica.deployments.live()] == ["llama", "three"], "both are still deployed"
+    live = replica.deployments.live()
+    assert [(row.name, row.pinned, row.version, row.writer) for row in live] == [
+        ("llama", True, 2, "c"),
+        ("three", False, 3, "b"),
+    ], "both are still deployed"
     assert not replica.desires(only(1, "a", "three"))
-    assert wants(replica, "") == DesiredState(4, "", "", "auto")
-    assert wants(replica, "one", pinned=False) == DesiredState(5, "b", "one", "auto")
+    wants(replica, "")
+    assert (replica.deployments.live(), replica.deployments.newest) == ((), 4)
+    wants(replica, "one", pinned=False)
+    (one,) = replica.deployments.live()
+    assert (one.version, one.writer, one.model, one.pinned) == (5, "b", "one", False)
     assert not replica.desires(wish)
     with pytest.raises(RemoteProtocolError, match="too far ahead"):
         replica.desires(only(1 << 40, "c", "llama"))
     with pytest.raises(RemoteProtocolError, match="too far ahead"):
         replica.desires(only(1 << 40, "c", ""))
-    assert replica.desired.model == "one"
+    assert replica.deployments.live() == (one,)
 
 
 def test_deployments_and_rosters_are_taken_over_once() -> None:
@@ -337,7 +358,9 @@ def test_deployments_and_rosters_are_taken_over_once() -> None:
     wish = only(4, "c", "llama")
     assert [replica.desires(wish) for _ in range(2)] == [True, False]
     assert not replica.desires(NO_DEPLOYMENTS)
-    assert wants(replica, "qwen", "2") == DesiredState(5, "b", "qwen", "2", 5)
+    wants(replica, "qwen", "2")
+    (row,) = replica.deployments.live()
+    assert (row.version, row.writer, row.model, row.nodes, row.pinned) == (5, "b", "qwen", "2", True)
     entry = RosterEntry("c", "mini", "key", False, 1)
     assert [replica.enrols([entry]) for _ in range(2)] == [True, False]
 
@@ -368,6 +391,13 @@ def test_what_is_kept_is_what_the_next_start_begins_with() -> None:
 # --- deciding ---------------------------------------------------------------------------------------------
 
 PLAN = GroupPlan(("b", "c"), (2.0,))
+ALONE = RunningEpoch(1, ("b",), ("b-1",), (1.0,), "llama", "auto", ready=True)
+
+
+def decided(story: Story, plan: GroupPlan | None = PLAN, running: RunningEpoch | None = None) -> Action:
+    """Return what this node does about its own group."""
+    situation = Situation("b", "bc", Wanted("llama"), running, plan=plan, refusal="too few Macs")
+    return decide(story.leadership.view(story.membership, situation, story.now))
 
 
 def leading() -> Story:
@@ -381,19 +411,18 @@ def leading() -> Story:
 
 def test_changes_settle_before_anything_is_formed() -> None:
     story = leading()
-    situation = Situation(plan=PLAN)
-    action = story.leadership.decide(story.membership, situation, story.now)
-    assert action == Wait("members come and go", story.now + CALM.settle_s)
+    settled_at = story.now + CALM.settle_s
+    assert decided(story) == Wait("members come and go", settled_at)
+    assert story.leadership.unrest(story.membership, story.now) == ("members come and go", settled_at)
     story.beats(0.5, link_3=beat(B6))
-    assert story.leadership.decide(story.membership, situation, story.now) == FormEpoch(
-        1, PLAN, ("b-1", "c-1")
-    )
+    assert decided(story) == FormEpoch(1, PLAN, ("b-1", "c-1"))
+    assert story.leadership.unrest(story.membership, story.now) == ("", math.inf)
 
 
 def test_changes_that_never_settle_are_not_waited_for_longer_than_their_limit() -> None:
     story = leading()
     began = story.now
-    actions = []
+    actions, unrest = [], []
     for step in range(12):
         story.now += 0.25
         if step % 2:
@@ -403,62 +432,53 @@ def test_changes_that_never_settle_are_not_waited_for_longer_than_their_limit() 
         story.hear(3, beat(B6))
         story.leadership.received_beat("a", "a-2", beat(B6), story.now)
         story.tick()
-        actions.append(story.leadership.decide(story.membership, Situation(plan=PLAN), story.now))
+        actions.append(decided(story))
+        unrest.append(bool(story.leadership.unrest(story.membership, story.now)[0]))
     waited = [isinstance(action, Wait) for action in actions]
-    assert waited == sorted(waited, reverse=True)
+    assert waited == unrest == sorted(waited, reverse=True)
     assert 1.5 <= 0.25 * sum(waited) <= CALM.settle_most_s
     assert story.now - began == 3.0
 
 
 def test_a_lost_member_is_shaky_for_a_while() -> None:
     story = leading()
-    alone = RunningEpoch(1, ("b",), ("b-1",), (1.0,), "llama", 1, ready=True)
     story.membership.link_down(3, story.now)
     story.tick()
     lost = story.now
     story.up(4, "c-1")
     story.beats(1, link_4=beat(B6))
-    situation = Situation(running=alone, plan=PLAN)
-    action = story.leadership.decide(story.membership, situation, story.now)
+    assert story.leadership.flapping["c"] == lost + CALM.flapping_s
+    action = decided(story, running=ALONE)
     assert isinstance(action, Wait)
     assert action.until == lost + CALM.flapping_s
     story.beats(CALM.flapping_s, link_4=beat(B6))
-    assert isinstance(story.leadership.decide(story.membership, situation, story.now), StopEpoch)
+    assert isinstance(decided(story, running=ALONE), StopEpoch)
 
 
-def test_patience_begins_with_the_first_wait_and_again_after_each() -> None:
+def test_a_removed_member_is_not_waited_for() -> None:
     story = leading()
-    story.beats(1, link_3=beat(B6))
-    busy = RunningEpoch(1, ("b",), ("b-1",), (1.0,), "llama", 1, ready=True, open_requests=1)
-
-    def ask(plan: GroupPlan | None) -> object:
-        return story.leadership.decide(story.membership, Situation(running=busy, plan=plan), story.now)
-
-    began = story.now
-    for _ in range(3):
-        action = ask(PLAN)
-        assert isinstance(action, Wait)
-        assert action.until == began + CALM.patience_s
-        story.beats(3, link_3=beat(B6))
-    ask(None)  # nothing better any more
-    again = ask(PLAN)
-    assert isinstance(again, Wait)
-    assert again.until == story.now + CALM.patience_s
-    story.beats(CALM.patience_s, link_3=beat(B6))
-    assert isinstance(ask(PLAN), StopEpoch)
+    story.membership.link_down(3, story.now)
+    story.tick()
+    story.membership.removed("c")
+    story.tick()
+    assert "c" not in story.leadership.flapping
 
 
-def test_after_handing_over_this_node_follows() -> None:
-    story = leading()
-    story.beats(1, link_3=beat(B6))
-    action = story.leadership.decide(
-        story.membership, Situation(plan=GroupPlan(("c", "b"), (2.0,))), story.now
-    )
-    assert action == HandOver("c")
-    story.leadership.hand_over("c", story.now)
-    assert (story.claim, story.leadership.leading) == (LeaderClaim(7, "c"), False)
-    assert story.beats(2.5, link_3=beat(B6)).claim == LeaderClaim(7, "c")
-    assert story.beats(0.5, link_3=beat(B6)).claim == LeaderClaim(8, "b")  # it never heard of it
+def test_an_owner_decides_about_its_group_although_another_node_coordinates() -> None:
+    story = led_by(A5)
+    story.beats(1, link_1=beat(A5, 20), link_3=beat(A5, 20))
+    assert not story.leadership.leading
+    assert decided(story) == FormEpoch(1, PLAN, ("b-1", "c-1"))
+    assert decided(story, GroupPlan(("b",), (1.0,)), ALONE) == NoAction()
+
+
+def test_losing_the_coordinator_ends_no_epoch() -> None:
+    story = led_by(A5)
+    story.membership.goodbye(1, story.now)
+    story.tick()
+    for _ in range(10):
+        assert decided(story, GroupPlan(("b",), (1.0,)), ALONE) == NoAction()
+        story.beats(0.5, link_3=beat())
 
 
 def test_a_node_that_returns_has_to_tell_again_what_it_believes() -> None:
@@ -468,9 +488,10 @@ def test_a_node_that_returns_has_to_tell_again_what_it_believes() -> None:
     assert story.membership.status_of("c").state is MemberState.DEAD
     story.up(4, "c-1")
     story.beats(1)
-    action = story.leadership.decide(story.membership, Situation(plan=PLAN), story.now)
+    action = decided(story)
     assert isinstance(action, Wait)
     assert "has not yet reported" in action.reason
+    assert story.leadership.unrest(story.membership, story.now) == (action.reason, math.inf)
 
 
 # --- those that are about to stop -------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.cluster.cluster_state import ClusterState, LeaderClaim, Roster
-from mlxtp.cluster.deployments import DeploymentTable, DesiredState
+from mlxtp.cluster.deployments import DeploymentTable
 from mlxtp.cluster.state_file import FILE, SavedState, forget, from_text, load, save, to_text
 from mlxtp.errors import UserError
 from mlxtp.wire.cluster_messages import Deployment
@@ -58,7 +58,6 @@ def test_a_file_that_an_agent_with_one_model_wrote_is_read() -> None:
     node = "76be6f9a32e1a27831a4854f5519db4c"
     assert kept.beliefs.claim == LeaderClaim(1, node)
     assert kept.beliefs.deployments.rows == (Deployment("tiny", "tiny", version=1, writer=node),)
-    assert kept.beliefs.deployments.first == DesiredState(1, node, "tiny", "auto", 1)
     assert list(kept.beliefs.roster.members()) == [node]
 
 
@@ -71,7 +70,7 @@ def test_the_model_of_an_earlier_format_becomes_a_deployment_pinned_if_a_user_ch
     assert table.rows == (
         Deployment(model, f"{model}@main", nodes="2", keep_s=keep_s, version=5, writer="b"),
     )
-    assert table.first == DesiredState(5, "b", f"{model}@main", "2", 5 if keep_s < 0 else 0)
+    assert [row.pinned for row in table.live()] == [keep_s < 0]
 
 
 def test_what_an_earlier_format_had_replaced_does_not_come_back_from_another_member() -> None:

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from mlxtp.admin.parts import AgentParts
-from mlxtp.agent import build_parts, make_supervisor
+from mlxtp.agent import build_parts
 from mlxtp.cluster import node as cluster_module
 from mlxtp.cluster import roster
+from mlxtp.cluster.deployments import PINNED
 from mlxtp.cluster.node import ClusterNode
 from mlxtp.config import Settings
 from mlxtp.errors import Code, MlxtpError, ModelError
-from mlxtp.groups import model_queue
-from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.group import Group
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource
 from mlxtp.models.local_model import LocalModel
-from mlxtp.wire.cluster_messages import AgentHello, Beat, Interface, Machine, MachineReport, ModelStatus
+from mlxtp.wire.cluster_messages import (
+    AgentHello,
+    Beat,
+    GroupAssignment,
+    Interface,
+    Machine,
+    MachineReport,
+    ModelStatus,
+)
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Error
@@ -36,6 +45,7 @@ MACHINE = Machine(
 A, B = "a" * 32, "f" * 32
 """Two other members: the smallest id of all, and the largest."""
 FINGERPRINT = "5" * 64
+GROUP = "tiny#0"
 
 
 def report(machine: Machine) -> MachineReport:
@@ -90,21 +100,27 @@ CLOCK = Clock()
 
 
 class Node:
-    """The node under test."""
+    """The node under test. Its shown group is that of the model `tiny`, once that is wanted."""
 
     def __init__(self, member: Member, home: Path, machine: Machine | None = None, **changes: Any) -> None:
         chosen = Settings(home, "", 0, 1, "tiny", cluster=True, name="studio", **changes)
-        supervisor = make_supervisor(chosen)
         self.parts = build_parts(
             ClusterNode(
-                chosen, member.identity, machine or MACHINE, short=lambda: supervisor.gateway.admission.short
+                chosen,
+                member.identity,
+                machine or MACHINE,
+                short=lambda: self.parts.gateway.admission.short,
             ),
-            supervisor,
             member.store.credentials,
         )
         self.orders: list[tuple[str, Message]] = []
         self.parts.hosted.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
         self._numbers = iter(range(1, 10_000))
+
+    @property
+    def group(self) -> Group:
+        """The group that stands for this node."""
+        return self.parts.groups.shown
 
     def meet(self, node_id: str, boot_id: str = "boot") -> FakeLink:
         link = FakeLink(next(self._numbers), node_id, boot_id, self.parts.node.identity.cluster_id, self)
@@ -125,9 +141,8 @@ class Node:
     def tick(self, seconds: float = 0.5) -> None:
         """Do what `live` does, twice a second, but for writing to the disk."""
         CLOCK.now += seconds
-        self.parts.node.links.broadcast(self.parts.node.leadership.beat(healthy=True))
-        if (serving := self.parts.servings.serving()) is not None:
-            self.parts.node.links.broadcast(serving)
+        self.parts.node.gossip.beat()
+        self.parts.groups._broadcast()
         self.parts.node.rounds.step(CLOCK.now)
 
     async def tick_and_save(self) -> None:
@@ -150,32 +165,56 @@ class Node:
         self.hear(link, Beat(term, link.node_id, 0, 0, 0, True, 1))
         assert self.parts.node.leadership.claim.node_id == link.node_id
 
+    def hear_assigned(self, link: FakeLink, owner: str, *others: str, group: str = GROUP) -> None:
+        """The other end of this link, which coordinates, assigns a group to these Macs, or to none."""
+        term, deployment = self.parts.node.leadership.claim.term, group.rpartition("#")[0]
+        nodes = (owner, *others) if owner else ()
+        self.hear(link, GroupAssignment(group, deployment, term, next(self._numbers), owner, nodes))
+
     def lead(self, source: ModelSource, machines: Mapping[str, Machine] = {}) -> None:
-        """From now on this node coordinates, and has the model that is wanted, as all others have."""
-        models, model = self.parts.models, self.parts.models.of("tiny")
+        """From now on this node coordinates, and has each model that is wanted, as all others have `tiny`.
 
-        def of(name: str) -> LocalModel:
-            model.name = name
-            return model
-
-        self.parts.node.desired._handlers.remove(models.resolve)
-        models.of = of  # type: ignore[method-assign]
-        model.source, model.fingerprint = source, FINGERPRINT
-        self.parts.node.desired.set("tiny", self.parts.node.settings.nodes)
-        for link in cast(list[Any], list(self.parts.node.links.links())):
+        It has assigned the group of `tiny`: to itself, as it has the most memory of equal Macs.
+        """
+        node, gib = self.parts.node, 1 << 30
+        mine = node.peer_info.machines[node.node_id]
+        more = {name: size + gib for name in ("free_bytes", "gpu_bytes") if (size := getattr(mine, name))}
+        more["memory_bytes"] = mine.memory_bytes + gib
+        node.peer_info.machines[node.node_id] = replace(mine, **more)
+        self.know(source)
+        node.desired.serve("tiny", nodes=node.settings.nodes, keep_s=PINNED)
+        for link in cast(list[FakeLink], list(node.links.links())):
             self.hear(link, Beat(0, "", 0, 0, 0, True, 0), report(machines.get(link.node_id, MACHINE)))
             self.hear(link, ModelStatus("tiny", FINGERPRINT, ""))
-        self.parts.node.leadership.hand_over(self.parts.node.node_id, CLOCK.now)
+        node.leadership._follow(node.leadership._next_claim(node.node_id), CLOCK.now)
+        self.tick()  # it takes in who is here
         self.tick()
-        assert self.parts.node.leadership.leading
+        assert node.leadership.leading
+        assert self.parts.coordinator.waiting == ""
+
+    def know(self, source: ModelSource) -> None:
+        """From now on each search for a model finds this one at once."""
+        models = self.parts.models
+
+        def new(name: str) -> LocalModel:
+            model = LocalModel(name, self.parts.node.settings, self.parts.transfers, models._report)
+
+            def search() -> None:
+                model.source, model.fingerprint, model.problem = source, FINGERPRINT, ""
+                models._report(model)
+
+            model.search = search  # type: ignore[method-assign]
+            return model
+
+        models._new = new  # type: ignore[method-assign]
 
 
-def alone(home: Path, supervisor: Supervisor | None = None) -> AgentParts:
-    """The parts of an agent that runs alone. Nothing runs them."""
+def alone(home: Path) -> AgentParts:
+    """The parts of an agent that runs alone, with no deployment. Nothing runs them."""
     member = founder(home / "member")
     settings = Settings(home, "", 0, 1, "tiny", name="studio")
     node = ClusterNode(settings, member.identity, MACHINE, home=member.store.folder.parent)
-    return build_parts(node, supervisor or make_supervisor(settings), member.credentials)
+    return build_parts(node, member.credentials)
 
 
 @contextmanager
@@ -187,7 +226,7 @@ def by_hand() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_model, "find_model", find)
-        for module in (cluster_module, roster, model_queue):
+        for module in (cluster_module, roster):
             patch.setattr(module, "time", CLOCK)
         yield
 

@@ -24,7 +24,7 @@ from ..placement.topology import MemberMachine, Topology
 
 #: Macs among which a group is searched, the fastest ones: the time of a search grows with the square.
 MOST_PLANNED = 12
-_IN_USE = "in use by another group"  #: State of RDMA on a Mac whose devices serve a group: one each.
+IN_USE = "in use by another group"  #: State of RDMA on a Mac whose devices serve a group: one each.
 
 
 class DeploymentRow(Protocol):
@@ -412,7 +412,7 @@ class _Packing:
         for node in nodes:
             member = replace(self.facts.members[node], taken_bytes=seats.usable[node] - seats.left(node))
             if any(len(seats.of[group].ranks) > 1 for group in seats.on[node]):
-                member = replace(member, jaccl=None, machine=replace(member.machine, rdma=_IN_USE))
+                member = replace(member, jaccl=None, machine=replace(member.machine, rdma=IN_USE))
             lack = wanted.lacks.get(node, "")
             members.append(replace(member, model_ok=not lack, reason=lack))
         return plan(members, wanted.planned, must, wanted.options)

@@ -24,8 +24,10 @@ MAX_ROWS = 1024  #: Rows of any table, removed ones of several separated sides i
 
 
 def name_of(model: str) -> str:
-    """Return the name of a model's deployment: OWNER/NAME without its revision; a folder's path as it is."""
-    return model if model.startswith(("/", "~", ".")) else model.partition("@")[0]
+    """Return the name of a model's deployment: OWNER/NAME without its revision, or the name of a folder."""
+    if model.startswith(("/", "~", ".")):
+        return model.rstrip("/").rpartition("/")[2] or model
+    return model.partition("@")[0]
 
 
 @dataclass(frozen=True)

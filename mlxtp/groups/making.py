@@ -47,7 +47,7 @@ class GroupMaker:
             node.settings, self.gateway, self.on_stage, self.worker, deployment=scope.deployment, group=name
         )
         reports = ServingReports(node, scope, supervisor)
-        placer = Placer(node, scope, machines, reports.held_bytes)
+        placer = Placer(node, scope, machines, reports.held_bytes, self.all_reports)
         builder = GroupBuilder(node, scope, machines, self.remote)
         trials = Trials(
             node,

@@ -67,7 +67,7 @@ class ServingReports:
         """Return this node's report of the group; None if it is of another node."""
         mine, supervisor = self.owned, self._supervisor
         if mine is None:
-            return self._nothing() if self._scope.owned else None
+            return self._nothing() if self._scope.owned and self._scope.row is not None else None
         self._last = mine.form.plan.ranks
         if supervisor.has_ranks:
             state, requests = supervisor.status.state, supervisor.open_requests

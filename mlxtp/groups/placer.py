@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from ..cluster.assign import IN_USE
 from ..cluster.node import ClusterNode
 from ..errors import Code, GroupError, MlxtpError
 from ..placement.candidates import Candidate
@@ -14,6 +15,7 @@ from ..placement.formation import FailedGroup, links_of, preflight
 from ..placement.model_shape import ModelShape
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine
+from ..wire.cluster_messages import Serving
 from ..wire.rdma import Matrix
 from .machines import Machines, model_lack, placement_options
 from .scope import GroupScope
@@ -22,15 +24,24 @@ log = logging.getLogger(__name__)
 
 
 class Placer:
-    """Planner of a group's next epoch. `held_bytes` returns the bytes that its ranks hold on a Mac."""
+    """Planner of a group's next epoch.
+
+    `held_bytes` returns the bytes that its ranks hold on a Mac, `all_reports` the reports of all groups.
+    """
 
     def __init__(
-        self, node: ClusterNode, scope: GroupScope, machines: Machines, held_bytes: Callable[[str], int]
+        self,
+        node: ClusterNode,
+        scope: GroupScope,
+        machines: Machines,
+        held_bytes: Callable[[str], int],
+        all_reports: Callable[[], list[Serving]],
     ) -> None:
         self._node = node
         self._scope = scope
         self._machines = machines
         self._held_bytes = held_bytes
+        self._all_reports = all_reports
         #: The last plan, or the reason for none, after what it was made from.
         self._known: tuple[object, Placement | None, str] | None = None
 
@@ -43,8 +54,19 @@ class Placer:
         if model.source is None:
             return None, model.problem or model.coming or f"{row.model} is still being looked for"
         allowed = set(scope.assignment.nodes) - node.leadership.draining
-        members = self._machines.members(self._lack, self._held_bytes)
-        members = [member for member in members if member.node_id in allowed]
+        busy = {
+            node_id
+            for each in self._all_reports()
+            if len(each.participants) > 1 and each.group != scope.group
+            for node_id in each.participants
+        }
+        members = [
+            replace(member, jaccl=None, machine=replace(member.machine, rdma=IN_USE))
+            if member.node_id in busy  # its RDMA devices serve another group: one each
+            else member
+            for member in self._machines.members(self._lack, self._held_bytes)
+            if member.node_id in allowed
+        ]
         if not members:
             return None, "every Mac that is assigned to this group is about to stop"
         try:

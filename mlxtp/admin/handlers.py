@@ -23,6 +23,7 @@ from ..identity.store import Store
 from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
+from ..wire.cluster_messages import Deployment
 from . import snapshot
 from .parts import AgentParts
 from .snapshot import Observer
@@ -134,27 +135,43 @@ class ModelHandlers:
     async def serve(
         self, model: str, nodes: str, *, replicas: str = "", on: str = "", keep: str = "", only: str = ""
     ) -> Json:
-        """Add a deployment of a model, or change it; with `only` remove all others once it can be served."""
+        """Add a deployment of a model, or change it; with `only` remove all others once it can be served.
+
+        `on` has names of members, or the starts of their ids, or "any". An empty text keeps what is set.
+        """
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
-        node = self._parts.node
-        before = [row.model for row in node.desired.table.live() if row.model != model]
+        node, name = self._parts.node, name_of(model)
+        before = node.desired.table
+        others = [each for each in before.live() if each.name != name]
         coming = await self._parts.selection.serve(
             model,
             replace=bool(only),
             nodes=parse_nodes(nodes, "--nodes") if nodes else "",
             replicas=parse_replicas(replicas, "--replicas") if replicas else None,
-            on=tuple(map(self._node_called, filter(None, on.split(",")))) if on else None,
+            on=self._nodes_called(on) if on else None,
             keep_s=parse_keep(keep, "--keep-alive") if keep else PINNED,
         )
-        row = node.desired.table.get(name_of(model))
+        table = node.desired.table
+        row, was = table.get(name) or Deployment(name), before.get(name)
         return {
             "model": model,
-            "nodes": row.nodes if row is not None else nodes,
-            "version": node.desired.table.newest,
+            "name": name,
+            "nodes": row.nodes,
+            "replicas": row.replicas,
+            "on": [node.name_of(each) for each in row.on],
+            "keep_s": row.keep_s,
+            "version": table.newest,
+            "change": "added" if was is None else "kept" if row == was else "changed",
+            "replaced": [each.model for each in others if table.get(each.name) is None],
             "coming": coming,
-            "until_then": ", ".join(before) if coming else "",
+            "until_then": ", ".join(each.model for each in others) if coming else "",
         }
+
+    def _nodes_called(self, names: str) -> tuple[str, ...]:
+        if names.strip() == "any":
+            return ()
+        return tuple(dict.fromkeys(self._node_called(each) for each in names.split(",") if each.strip()))
 
     def _node_called(self, name: str) -> str:
         """Return the node id of a member by its name, or the start of its id. Raises UserError."""
@@ -183,8 +200,13 @@ class ModelHandlers:
             node.desired.unload_all()
         self._parts.selection.cancel()
         left = node.desired.table.live()
-        shown = (left[0].model, left[0].nodes) if left else ("", "auto")
-        return {"model": shown[0], "nodes": shown[1], "version": node.desired.table.newest}
+        return {
+            "model": left[0].model if left else "",
+            "nodes": left[0].nodes if left else "auto",
+            "version": node.desired.table.newest,
+            "unloaded": [each for each in live if node.desired.table.get(each) is None],
+            "left": [row.model for row in left],
+        }
 
     async def pull(self, model: str, everywhere: str) -> Json:
         """Begin to download a model of the Hub, here or on all members that are present."""

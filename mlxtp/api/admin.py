@@ -40,7 +40,9 @@ class ModelCommands(Protocol):
 
     async def on_disk(self) -> Json: ...
 
-    async def serve(self, model: str, nodes: str) -> Json: ...
+    async def serve(
+        self, model: str, nodes: str, *, replicas: str, on: str, keep: str, only: str
+    ) -> Json: ...
 
     def unload(self, model: str, everything: str) -> Json: ...
 
@@ -125,7 +127,13 @@ def admin_routes(admin: Administration) -> list[Route]:
         route("token", "POST", lambda _: admin.members.token()),
         route("bench/fabric", "POST", lambda _: admin.bench_fabric()),
         route(
-            "serve", "POST", lambda body: admin.models.serve(_text(body, "model"), _text(body, "nodes", ""))
+            "serve",
+            "POST",
+            lambda body: admin.models.serve(
+                _text(body, "model"),
+                _text(body, "nodes", ""),
+                **{name: _text(body, name, "") for name in ("replicas", "on", "keep", "only")},
+            ),
         ),
         route(
             "unload",

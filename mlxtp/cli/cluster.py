@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import webbrowser
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..client import AgentClient, agent_runs, wait_for_end
-from ..config import parse_nodes, parse_seconds
+from ..config import parse_keep, parse_nodes, parse_replicas, parse_seconds
 from ..errors import Code, UserError
 from ..settings import BY_KEY
 from . import shell_completion
@@ -47,17 +47,60 @@ def serve(
             autocompletion=shell_completion.words(BY_KEY["nodes"].metavar),
         ),
     ] = "",
+    replicas: Annotated[
+        str,
+        typer.Option(
+            metavar="N|all",
+            help="How many groups serve it, each with a copy; all: as many as fit. Default: unchanged, at "
+            "first 1.",
+            autocompletion=shell_completion.words("N|all"),
+        ),
+    ] = "",
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Macs that may serve it, by name or by the beginning of their node ids; any: all of them. "
+            "Default: unchanged, at first any.",
+            autocompletion=shell_completion.members,
+        ),
+    ] = "",
+    keep_alive: Annotated[
+        str,
+        typer.Option(
+            metavar="DURATION|forever",
+            help="How long it stays without requests, such as 10m or 2h; 0: until it has answered. Other "
+            "models may need its memory earlier, unless this is forever, the default.",
+        ),
+    ] = "",
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Unload all other models, once this one can be served.")
+    ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Set the model the cluster serves. Works on any member."""
+    """Serve a model beside the others, or change how it is served. Works on any member."""
     from ..models.inspect import lasting_name
 
-    if nodes:
-        with typed():
-            parse_nodes(nodes, "--nodes")
+    checks: tuple[tuple[Callable[[object, str], object], str, str], ...] = (
+        (parse_nodes, nodes, "--nodes"),
+        (parse_replicas, replicas, "--replicas"),
+        (parse_keep, keep_alive, "--keep-alive"),
+    )
+    with typed():
+        for parse, given, option in checks:
+            if given:
+                parse(given, option)
     client = AgentClient(home_of(home), _HUB_S)
-    answer = client.post("serve", model=lasting_name(model) if model else "", nodes=nodes)
+    answer = client.post(
+        "serve",
+        model=lasting_name(model) if model else "",
+        nodes=nodes,
+        replicas=replicas,
+        on=on,
+        keep=keep_alive,
+        only="1" if replace else "",
+    )
     print_answer(answer, as_json, _wished)
 
 
@@ -65,7 +108,7 @@ def unload(
     model: Annotated[
         str,
         typer.Argument(
-            help="Name of the model. Default: the one that is served.",
+            help="Name of the model. Default: the one that is deployed.",
             autocompletion=shell_completion.models,
         ),
     ] = "",
@@ -73,7 +116,7 @@ def unload(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop serving a model. Works on any member."""
+    """Stop serving a model; others go on. Works on any member."""
     from ..models.inspect import lasting_name
 
     if model and everything:
@@ -236,14 +279,33 @@ def _removed(answer: Mapping[str, Any]) -> list[str]:
 
 def _wished(answer: Mapping[str, Any]) -> str:
     looking = "`mlxtp status` shows the progress"
-    if not answer.get("coming"):
-        return f"{answer['model']} is now the model to serve; {looking}"
-    until = answer["until_then"]
-    return f"{answer['model']} is downloading, and served once complete; until then {until} is. {looking}"
+    if answer["coming"]:
+        until = answer["until_then"]
+        return f"{answer['model']} is downloading, and served once complete; until then {until} is. {looking}"
+    said = {"added": "is added", "changed": "is changed", "kept": "is deployed already"}[answer["change"]]
+    if answer["replaced"]:
+        said += f" and replaces {' and '.join(answer['replaced'])}"
+    return f"{answer['model']} {said}: {_as_deployed(answer)}; {looking}"
+
+
+def _as_deployed(answer: Mapping[str, Any]) -> str:
+    """Return in words how many groups a deployment has, where, and for how long."""
+    replicas, nodes, keep_s = answer["replicas"], answer["nodes"], answer["keep_s"]
+    words = {0: "as many replicas as fit", 1: "1 replica"}.get(replicas, f"{replicas} replicas")
+    if nodes != "auto":
+        words += (
+            f", each over {'all Macs' if nodes == 'all' else '1 Mac' if nodes == '1' else f'{nodes} Macs'}"
+        )
+    if answer["on"]:
+        words += f", on {' and '.join(answer['on'])} only"
+    return words if keep_s < 0 else f"{words}, until it is unused for {keep_s} s"
 
 
 def _unloaded(answer: Mapping[str, Any]) -> str:
-    return f"{answer['model']} stays" if answer["model"] else "no model is configured"
+    gone = f"{' and '.join(answer['unloaded'])} unloaded; " if answer["unloaded"] else ""
+    return gone + (
+        f"still deployed: {', '.join(answer['left'])}" if answer["left"] else "no model is deployed"
+    )
 
 
 def _drain_line(progress: Mapping[str, Any]) -> str:

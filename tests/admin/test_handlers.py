@@ -42,16 +42,20 @@ def test_the_wanted_model_is_told_to_all_and_once(tmp_path: Path, member: member
     async def story(node: Node) -> None:
         admin, a = Admin(node.parts, member.store), node.meet(A)
         assert await admin.models.serve("tiny", "2") == {
-            **{"model": "tiny", "nodes": "2", "version": 1},
-            **{"coming": False, "until_then": ""},
+            **{"model": "tiny", "name": "tiny", "nodes": "2", "replicas": 1, "on": [], "keep_s": -1},
+            **{"version": 1, "change": "added", "replaced": [], "coming": False, "until_then": ""},
         }
-        assert (await admin.models.serve("tiny", "02"))["version"] == 1
+        again = await admin.models.serve("tiny", "02")
+        assert (again["version"], again["change"]) == (1, "kept")
         assert (await admin.models.serve("tiny", ""))["version"] == 1
         node.parts.groups.shown.supervisor.status.state = ServingState.FAILED
         assert (await admin.models.serve("tiny", ""))[
             "version"
         ] == 2  # asking again is how a failed group is tried again
-        assert admin.models.unload() == {"model": "", "nodes": "auto", "version": 3}
+        assert admin.models.unload() == {
+            **{"model": "", "nodes": "auto", "version": 3},
+            **{"unloaded": ["tiny"], "left": []},
+        }
         told = [[(row.version, row.model) for row in table.rows] for table in a.heard(Deployments)]
         assert told == [[], [(1, "tiny")], [(2, "tiny")], [(3, "")]]
 
@@ -66,7 +70,10 @@ def test_of_several_models_one_is_unloaded_by_its_name_or_all(tmp_path: Path, me
         desired.serve("tiny", nodes="2")
         desired.serve("org/one@main", keep_s=600)
         desired.serve("org/two")
-        assert admin.models.unload("org/two") == {"model": "tiny", "nodes": "2", "version": 4}
+        assert admin.models.unload("org/two") == {
+            **{"model": "tiny", "nodes": "2", "version": 4},
+            **{"unloaded": ["org/two"], "left": ["tiny", "org/one@main"]},
+        }
         with pytest.raises(UserError, match="several models are deployed: tiny, org/one"):
             admin.models.unload()
         with pytest.raises(UserError, match="Deployed models: tiny, org/one"):
@@ -74,6 +81,33 @@ def test_of_several_models_one_is_unloaded_by_its_name_or_all(tmp_path: Path, me
         assert admin.models.unload("", "yes")["model"] == ""
         desired.serve("org/one@main")
         assert admin.models.unload("org/one@other")["model"] == ""
+
+    play(tmp_path, member, story)
+
+
+def test_a_deployment_is_changed_by_what_is_named_and_replaces_others_only_on_request(
+    tmp_path: Path, member: members.Member
+) -> None:
+    async def story(node: Node) -> None:
+        admin, table = Admin(node.parts, member.store), node.parts.node.desired
+        await admin.models.serve("tiny", "")
+        node.parts.node.desired.serve("org/one")
+        told = await admin.models.serve(
+            "tiny", "1", replicas="2", on=f"{member.node_id[:6]}, {member.node_id}", keep="10m"
+        )
+        assert {name: told[name] for name in ("change", "nodes", "replicas", "on", "keep_s")} == {
+            **{"change": "changed", "nodes": "1", "replicas": 2, "keep_s": 600},
+            "on": [node.parts.node.name_of(member.node_id)],
+        }
+        assert [row.name for row in table.table.live()] == ["org/one", "tiny"]
+        told = await admin.models.serve("tiny", "", on="any", only="1")
+        assert (told["replaced"], told["on"], told["replicas"]) == (["org/one"], [], 2)
+        assert told["keep_s"] == -1
+        assert [row.name for row in table.table.live()] == ["tiny"]
+        with pytest.raises(UserError, match=r"--on mini: no member is called that; the members are .+"):
+            await admin.models.serve("tiny", "", on="mini")
+        with pytest.raises(UserError, match="--replicas: '65'"):
+            await admin.models.serve("tiny", "", replicas="65")
 
     play(tmp_path, member, story)
 

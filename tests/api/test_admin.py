@@ -98,8 +98,8 @@ class FakeAdmin:
         await asyncio.sleep(0)
         return self._do("bench/fabric")
 
-    def serve(self, model: str, nodes: str) -> Any:
-        return self._do("serve", model, nodes)
+    def serve(self, model: str, nodes: str, **asked: str) -> Any:
+        return self._do("serve", model, nodes, *(f"{name}={value}" for name, value in asked.items() if value))
 
     def unload(self, model: str, everything: str) -> Any:
         return self._do("unload", model, everything)

@@ -93,6 +93,12 @@ RESULT: dict[str, Any] = {
 BENCH = {**RESULT, "names": ["studio [left]", "mini"]}
 
 
+SERVED: dict[str, object] = {
+    **{"model": "org/model", "name": "org/model", "nodes": "auto", "replicas": 1, "on": [], "keep_s": -1},
+    **{"version": 3, "change": "added", "replaced": [], "coming": False, "until_then": ""},
+}
+
+
 class Admin(FakeAdmin):
     """Says what an agent of two Macs says."""
 
@@ -110,8 +116,8 @@ class Admin(FakeAdmin):
             "status": STATUS,
             "members": {"cluster": "c" * 16, "members": STATUS["members"]},
             "token": {"token": "TOKEN-1", "valid_s": 900},
-            "serve": {"model": "org/model", "nodes": "2", "version": 3},
-            "unload": {"model": "", "nodes": "auto", "version": 4},
+            "serve": SERVED,
+            "unload": {"unloaded": ["org/model"], "left": []},
             "drain": {"draining": True, "over": False, "open_requests": 2, "left_s": 9.7},
             "progress": {"draining": True, "over": True, "open_requests": 1, "left_s": 0.0},
             "let_in": {"name": "mini", "let_in": [{"node_id": "ef" * 16, "name": "air [x]"}]},
@@ -265,17 +271,67 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
 
 
 @pytest.mark.parametrize(
+    ("served", "said"),
+    [
+        ({"change": "kept"}, "org/model is deployed already: 1 replica"),
+        (
+            {"change": "changed", "replicas": 3, "nodes": "2", "keep_s": 600},
+            "org/model is changed: 3 replicas, each over 2 Macs, until it is unused for 600 s",
+        ),
+        (
+            {"replaced": ["tiny", "org/b"], "replicas": 0, "nodes": "1", "on": ["studio [left]"]},
+            "org/model is added and replaces tiny and org/b: as many replicas as fit, each over 1 Mac, "
+            "on studio [left] only",
+        ),
+        (
+            {"coming": True, "until_then": "tiny"},
+            "org/model is downloading, and served once complete; until then tiny is",
+        ),
+    ],
+)
+def test_serve_says_what_becomes_of_the_deployments(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, served: dict[str, object], said: str
+) -> None:
+    monkeypatch.setitem(agent.admin.answers, "serve", SERVED | served)
+    output = mlxtp(agent.home, "serve", "org/model").output
+    assert output.replace("\n", " ").startswith(said)
+
+
+def test_unload_says_what_stays(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = {"unloaded": ["tiny"], "left": ["org/a", "org/b"]}
+    monkeypatch.setitem(agent.admin.answers, "unload", left)
+    said = "tiny unloaded; still deployed: org/a, org/b\n"
+    assert mlxtp(agent.home, "unload", "tiny").output == said
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--replicas", "65"), ("--replicas", "0"), ("--keep-alive", "soon"), ("--nodes", "9")],
+)
+def test_a_mistyped_number_is_named(agent: Agent, option: str, value: str) -> None:
+    said = refusal(agent.home, "serve", "tiny", option, value, status=2)
+    assert option in said
+    assert value in said
+    assert agent.admin.asked == []
+
+
+@pytest.mark.parametrize(
     ("args", "asked", "said"),
     [
         (
             ["serve", "org/model", "--nodes", "2"],
             ("serve", "org/model", "2"),
-            "org/model is now the model to serve; ",
+            "org/model is added: 1 replica; `mlxtp status` shows the progress\n",
         ),
-        (["serve", "tiny"], ("serve", "tiny", ""), "org/model is now the model to serve; "),
-        (["unload"], ("unload", "", ""), "no model is configured\n"),
-        (["unload", "org/model"], ("unload", "org/model", ""), "no model is configured\n"),
-        (["unload", "--all"], ("unload", "", "yes"), "no model is configured\n"),
+        (["serve", "tiny"], ("serve", "tiny", ""), "org/model is added: 1 replica; "),
+        (
+            ["serve", "tiny", "--replicas", "2", "--on", "a,b", "--keep-alive", "10m", "--replace"],
+            ("serve", "tiny", "", "replicas=2", "on=a,b", "keep=10m", "only=1"),
+            "org/model is added: 1 replica; ",
+        ),
+        (["unload"], ("unload", "", ""), "org/model unloaded; no model is deployed\n"),
+        (["unload", "org/model"], ("unload", "org/model", ""), "org/model unloaded; no model is deployed\n"),
+        (["unload", "--all"], ("unload", "", "yes"), "org/model unloaded; no model is deployed\n"),
         (["token"], ("token",), "TOKEN-1\n"),
         (
             ["bench", "--fabric"],

@@ -169,7 +169,7 @@ def test_a_damaged_file_is_said_by_each_command(tmp_path: Path) -> None:
 def test_commands_find_an_agent_by_https(tmp_path: Path) -> None:
     with agent(tmp_path, own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now())) as asked:
         assert mlxtp(tmp_path, "status").stdout.startswith("ready org/model on 2 Macs")
-        assert mlxtp(tmp_path, "unload").stdout == "no model is configured\n"
+        assert mlxtp(tmp_path, "unload").stdout == "org/model unloaded; no model is deployed\n"
     assert asked.asked == [("status",), ("unload", "", "")]
 
 

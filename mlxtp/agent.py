@@ -266,8 +266,8 @@ async def _running(
         await asyncio.wait({serving})  # clients have had their last replies
 
 
-def make_gateway(settings: Settings, health: Callable[[int, str], Health]) -> Gateway:
-    """Return the gateway of an agent. `health` gets the open requests and a model's name, or none."""
+def make_gateway(settings: Settings, health: Callable[[str], Health]) -> Gateway:
+    """Return the gateway of an agent. `health` gets a deployment's name, or none."""
     limits = settings.limits
     bounds = AdmissionLimits(limits.max_open_requests, limits.max_open_tokens, limits.min_free_bytes)
     return Gateway(health, bounds, limits.recovery_s, limits.deadline_s)
@@ -280,7 +280,7 @@ def build_parts(
     on_stage: StageListener = lambda _stage, _seconds: None,
 ) -> AgentParts:
     """Build every part of an agent in a cluster. Each registers with the node for what it handles."""
-    gateway = make_gateway(node.settings, lambda open_, model: overview.health(groups, open_, model))
+    gateway = make_gateway(node.settings, lambda model: overview.health(node, groups, gateway, model))
     readings, round_trips, tokens = MachineReports(node), RoundTripTimes(node), TokenIssuing(node)
     transfers = TransferCoordinator(node, credentials, StoredModels(node))
     models = LocalModels(node, transfers)

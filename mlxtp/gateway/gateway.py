@@ -56,7 +56,7 @@ class ModelSwitch:
 class Gateway:
     """Implementation of `api.backend.Backend`. Every open request ends, with its last token or with an error.
 
-    health      returns the health of a model, or of the whole for "", with so many open requests
+    health      returns the health of a deployment, by its name, or of the whole for ""
     recovery_s  seconds that a request waits for another group; see `RequestDispatcher`
     deadline_s  seconds that a request may take in all
     memory      returns the memory that this machine has left
@@ -64,7 +64,7 @@ class Gateway:
 
     def __init__(
         self,
-        health: Callable[[int, str], Health],
+        health: Callable[[str], Health],
         bounds: AdmissionLimits,
         recovery_s: float = 60.0,
         deadline_s: float = 3600.0,
@@ -126,13 +126,13 @@ class Gateway:
         if deployment is not None and (ready := deployment.groups.get(group)) is not None:
             ready.take(load)
 
-    def fail(self, deployment: str, error: MlxtpError) -> None:
-        """Refuse requests for a deployment from now on, and end the open ones with `error`."""
-        self.deployments.named(deployment).withdraw(error)
+    def fail(self, deployment: str, error: MlxtpError, *, unless_ready: bool = False) -> None:
+        """Refuse requests for a deployment from now on, and end the open ones with `error`.
 
-    def give_up(self, deployment: str, error: MlxtpError) -> None:
-        """End the open requests of a deployment with `error`, unless a group of it is ready."""
-        if not (dispatcher := self.deployments.named(deployment)).groups:
+        `unless_ready`: not while a group of it is ready.
+        """
+        dispatcher = self.deployments.named(deployment)
+        if not (unless_ready and dispatcher.groups):
             dispatcher.withdraw(error)
 
     def close(self, error: MlxtpError) -> None:
@@ -168,7 +168,7 @@ class Gateway:
     # --- called by HTTP ------------------------------------------------------------------------------
 
     def health(self, model: str = "") -> Health:
-        return self._health(self.open_requests, model)
+        return self._health(model)
 
     def models(self) -> tuple[ModelInfo, ...]:
         return tuple(each.model for each in self.deployments.ready() if each.model is not None)

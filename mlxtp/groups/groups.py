@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -11,16 +10,15 @@ from ..background import Background
 from ..cluster.deployments import DeploymentTable
 from ..cluster.links import ControlLink
 from ..cluster.node import BEAT_S, ClusterNode
-from ..cluster.reconcile import lost, refusal
-from ..config import Settings
-from ..errors import Code, GroupError, MlxtpError
+from ..errors import Code, GroupError
 from ..gateway.gateway import Gateway
-from ..wire.cluster_messages import Deployment, GroupAssignment, Prepare, RankTrouble, Serving
+from ..wire.cluster_messages import GroupAssignment, Serving
 from .fabric import FabricResults
 from .group import Group
 from .health import ServingState
 from .history import RecoveryMetrics
 from .hosted_rank import HostedRanks
+from .other_owners import OtherOwners
 
 ABOUT_TO_STOP = "this Mac is about to stop"
 
@@ -51,10 +49,9 @@ class Groups:
         self._none = self._made("")
         self._live = False
         self._background = Background()
-        gateway.admission.elsewhere = self.short
+        gateway.admission.elsewhere = lambda: short_of_memory(node, self.reports())
         gateway.deployments.order = lambda: [row.name for row in node.desired.table.live()]
-        node.links.on(self._prepare, Prepare)
-        node.links.on(self._serving, Serving)
+        self._others = OtherOwners(node, hosted, self)
         node.links.on_up(self._greet)
         node.desired.on_change(self._desired)
         node.desired.retry_if(self._has_failed)
@@ -63,7 +60,7 @@ class Groups:
 
     # --- queries -------------------------------------------------------------------------------------
 
-    def of(self, deployment: str) -> list[Group]:
+    def replicas_of(self, deployment: str) -> list[Group]:
         """Return the groups of a deployment, in the order of their ids."""
         found = [each for each in self.by_id.values() if each.scope.deployment == deployment]
         return sorted(found, key=lambda group: group.scope.index)
@@ -72,25 +69,10 @@ class Groups:
     def shown(self) -> Group:
         """The group that stands for this agent: one of the first deployment that serves, if there is one."""
         for row in self._node.desired.table.live():
-            if groups := self.of(row.name):
+            if groups := self.replicas_of(row.name):
                 return best(groups)
         ending = [each for each in self.by_id.values() if each.supervisor.status.in_epoch]
         return ending[0] if ending else self._none
-
-    @property
-    def rows(self) -> tuple[Deployment, ...]:
-        """The deployments, the default first."""
-        return self._node.desired.table.live()
-
-    @property
-    def settings(self) -> Settings:
-        """The settings of this agent."""
-        return self._node.settings
-
-    @property
-    def closing(self) -> str:
-        """Reason why this agent takes no new requests; empty while it does."""
-        return self._gateway.closing
 
     def reports(self) -> list[Serving]:
         """Return the reports of all groups: of this node, and of others."""
@@ -106,28 +88,16 @@ class Groups:
         """True while this agent owns ranks, is about to, or still ends them."""
         return any(each.supervisor.status.in_epoch for each in self.by_id.values())
 
-    def short(self) -> str:
-        """Return a Mac that runs a rank of a ready group and is short of memory; empty for none."""
-        groups = [each.participants for each in self.reports() if each.state == ServingState.READY]
-        short = [node for nodes in groups for node in nodes if node in self._node.peer_info.short]
-        return self._node.name_of(short[0]) if short else ""
-
     @property
     def may_leave(self) -> bool:
         """True once the others can do without this node, which is about to stop.
 
         The requests of its own clients are not considered. A group that can go on elsewhere has to do so.
         """
-        here, servings = self._node.node_id, self._node.peer_info.servings
-        for group in self.by_id.values():
-            assignment = group.scope.assignment
-            if group.supervisor.status.in_epoch and not (group.scope.owned and here in assignment.leaving):
-                return False
-        hosted = [servings.get((rank.host, rank.order.group)) for rank in self._hosted.serving]
-        return all(
-            each is not None and each.state == ServingState.DRAINING and not each.open_requests
-            for each in hosted
-        )
+        here = self._node.node_id
+        owned = [each for each in self.by_id.values() if each.supervisor.status.in_epoch]
+        kept = all(each.scope.owned and here in each.scope.assignment.leaving for each in owned)
+        return kept and self._others.may_leave()
 
     # --- life ----------------------------------------------------------------------------------------
 
@@ -166,11 +136,7 @@ class Groups:
         """Decide about each group, and act. Return the time of the next decision, if nothing changes."""
         self.sync()
         self._gateway.closing = ABOUT_TO_STOP if self._node.node_id in self._node.leadership.draining else ""
-        for rank in self._hosted.serving:
-            how = lost(self._node.membership.status_of(rank.host), rank.host_boot)
-            if how is not None:
-                why = f"epoch {rank.order.epoch} lost {self._node.name_of(rank.host)} (rank 0): {how}"
-                self._hosted.clear(why, lambda each, rank=rank: each is rank)  # type: ignore[misc]
+        self._others.end_lost()
         if not self.by_id:
             self._none.decide(now)
         return min((group.decide(now) for group in list(self.by_id.values())), default=math.inf)
@@ -211,7 +177,7 @@ class Groups:
         for row in before.live():
             if after.get(row.name) is None:
                 self._gateway.fail(row.name, GroupError(f"{row.model} was unloaded", Code.SHUTTING_DOWN))
-                for group in self.of(row.name):
+                for group in self.replicas_of(row.name):
                     group.supervisor.status.recoveries.rested()
         self.sync()
 
@@ -225,42 +191,6 @@ class Groups:
         for group in self.by_id.values():
             group.controller.remeasured()
 
-    def _serving(self, link: ControlLink, serving: Serving) -> None:
-        node, node_id = self._node, link.node_id
-        node.peer_info.serves(node_id, serving)
-        node.replica.saw_epoch(serving.epoch)
-        if self._hosted.serves(node_id, serving.group, serving.epoch):
-            why = f"{node.name_of(node_id)} serves as epoch {serving.epoch}"
-            self._end_elsewhere(node_id, serving.group, why)
-        node.changed()
-
-    def _end_elsewhere(self, owner: str, name: str, why: str) -> None:
-        """End ranks of a group that another node, or this one, owned before: it has this owner now."""
-        self._hosted.clear(why, lambda rank: rank.order.group == name and rank.host != owner)
-        if (group := self.by_id.get(name)) is not None:
-            group.supervisor.end_epoch(GroupError(why, Code.REPLANNED))
-
-    def _prepare(self, link: ControlLink, order: Prepare) -> None:
-        node, node_id = self._node, link.node_id
-        group = self.by_id.get(order.group)
-        assignee = group.scope.assignment.owner if group is not None else ""
-        no = refusal(node_id, order.epoch, assignee, self._hosted.last_epoch(node_id))
-        if no is None and node.node_id in node.leadership.draining:
-            no = f"{node.name} is about to stop"
-        if no is None and group is not None and group.supervisor.status.in_epoch and not order.trial:
-            no = f"{node.name} still ends an epoch of its own"
-            # The coordinator assigned the group to another owner. Its order holds, or neither would give in.
-            self._end_elsewhere(node_id, order.group, f"{node.name_of(node_id)} forms epoch {order.epoch}")
-        if no is not None:
-            with contextlib.suppress(MlxtpError):
-                trouble = RankTrouble(order.epoch, order.rank, Code.NOT_READY, no, outside=False)
-                link.send(trouble)
-            return
-        node.replica.saw_epoch(order.epoch)
-        if not order.trial:
-            self._end_elsewhere(node_id, order.group, f"{node.name_of(node_id)} forms epoch {order.epoch}")
-        self._hosted.received(node_id, order)
-
 
 def best(groups: Sequence[Group]) -> Group:
     """Return the group that stands for all of a deployment: one that serves, if there is one."""
@@ -271,3 +201,10 @@ def _place(group: Group) -> tuple[bool, bool, int]:
     """Return the order in which groups of a deployment are shown."""
     status = group.supervisor.status
     return status.state not in _SERVES, not status.in_epoch, group.scope.index
+
+
+def short_of_memory(node: ClusterNode, reports: Sequence[Serving]) -> str:
+    """Return a Mac that runs a rank of a ready group and is short of memory; empty for none."""
+    groups = [each.participants for each in reports if each.state == ServingState.READY]
+    short = [node_id for nodes in groups for node_id in nodes if node_id in node.peer_info.short]
+    return node.name_of(short[0]) if short else ""

@@ -129,7 +129,7 @@ class Supervisor:
         self.gateway = gateway
         self.deployment = deployment
         self.group = group
-        self.status = GroupStatus(settings, gateway)
+        self.status = GroupStatus(gateway)
         self.loader = ModelLoader(settings, partial(gateway.self_test, deployment))
 
         def make_ranks(plan: EpochPlan, on_stage: Stage) -> ProcessGroup:
@@ -142,7 +142,6 @@ class Supervisor:
         self.source: ModelSource | None = None
         #: Tokens that the KV caches of the loaded model may hold; 0 without a bound, or with no model.
         self.kv_room = 0
-        self.load_s = 0.0  #: Seconds that the last load took; 0 before one.
         self.info: ModelInfo | None = None  #: The model that this agent's ranks serve; None while none does.
         self.waits_for_plan = False  #: True while no epoch runs and none is planned.
         self._plans: asyncio.Queue[EpochPlan] = asyncio.Queue()
@@ -210,7 +209,7 @@ class Supervisor:
             status.enter(ServingState.LOADING)
             loaded = plan.loaded or await self.loader.bring_up(ranks, model, reached)
 
-            self.kv_room, self.load_s = loaded.kv_room, loaded.load_s
+            self.kv_room = loaded.kv_room
             name, info = self.deployment, loaded.info
             gateway.serve(self.group, name, ranks, info, model.text, load_s=loaded.load_s)
             self.info = info
@@ -243,7 +242,7 @@ class Supervisor:
         else:
             log.error("epoch %d: %s; giving up", end.epoch, error.detail, extra=about)
             self.status.enter(ServingState.FAILED)
-            self.gateway.give_up(self.deployment, error)
+            self.gateway.fail(self.deployment, error, unless_ready=True)
             await owner.changed()
             self._policy = RestartPolicy()
 

@@ -27,7 +27,7 @@ MEMORY_STEP_BYTES = 1 << 30
 
 
 class Machines:
-    """What every plan is made from. `asked` returns the requests of this Mac's clients."""
+    """Source of what every plan is made from. `asked` returns the requests of this Mac's clients."""
 
     def __init__(self, node: ClusterNode, results: FabricResults, asked: Callable[[], Asked]) -> None:
         self.failed = FailedGroups()

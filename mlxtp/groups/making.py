@@ -25,7 +25,10 @@ from .scope import GroupScope
 
 @dataclass(frozen=True, slots=True)
 class GroupMaker:
-    """What all groups of an agent share. `all_reports` returns those of all groups that are known."""
+    """Maker of groups, with the parts that all groups of an agent share.
+
+    `all_reports` returns the reports of all groups that are known.
+    """
 
     node: ClusterNode
     gateway: Gateway

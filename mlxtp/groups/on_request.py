@@ -133,7 +133,7 @@ class OnRequest(ModelSwitch):
 
     def progress(self, deployment: str) -> str:
         """Return how far a deployment is, in a few words."""
-        groups = self._groups.of(deployment)
+        groups = self._groups.replicas_of(deployment)
         coming = [each.supervisor.status.progress for each in groups if each.scope.assignment.owner]
         return coming[0] if coming else next((each.scope.why_not for each in groups), "waiting")
 
@@ -210,7 +210,7 @@ class OnRequest(ModelSwitch):
         """Return the reason why a request for this deployment need not wait; None if it has to."""
         if self._node.desired.table.get(deployment) is None:
             return _unready(f"{deployment} was unloaded")
-        groups = self._groups.of(deployment)
+        groups = self._groups.replicas_of(deployment)
         if any(
             group.supervisor.status.state in (ServingState.READY, ServingState.DRAINING) for group in groups
         ):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ..api.backend import DeploymentHealth, Health
+from ..cluster.node import ClusterNode
+from ..gateway.gateway import Gateway
 from ..wire.cluster_messages import Deployment
 from .group import Group
 from .groups import Groups, best
@@ -13,17 +15,17 @@ _SERVES = (ServingState.READY, ServingState.DRAINING)
 _COMING = (ServingState.STARTING, ServingState.FORMING, ServingState.LOADING, ServingState.RESTARTING)
 
 
-def health(groups: Groups, open_requests: int, model: str = "") -> Health:
+def health(node: ClusterNode, groups: Groups, gateway: Gateway, model: str = "") -> Health:
     """Return the health of a deployment, by the name of it or of its model; of the whole without one.
 
     The whole is ready once each pinned deployment has a ready group; without a pinned one, once the first
     deployment has.
     """
-    rows = [(row, of) for row in groups.rows if (of := groups.of(row.name))]
+    rows = [(row, of) for row in node.desired.table.live() if (of := groups.replicas_of(row.name))]
     deployments = tuple(deployment_health(row, of) for row, of in rows)
     named = [of for (_, of), each in zip(rows, deployments, strict=True) if model in (each.name, each.model)]
     group = best(named[0]) if model and named else groups.shown
-    status, closing = group.supervisor.status, groups.closing or group.supervisor.closing
+    status, closing = group.supervisor.status, group.supervisor.closing
     ready = status.state is ServingState.READY and not closing
     if not model and len(deployments) > 1:
         ready = not closing and all(each.ready for each in deployments if each.pinned)
@@ -35,12 +37,12 @@ def health(groups: Groups, open_requests: int, model: str = "") -> Health:
     return Health(
         state=str(ServingState.DRAINING if closing else status.state),
         epoch=status.epoch,
-        world_size=status.group.world_size if status.group is not None else groups.settings.ranks,
-        backend=status.group.backend if status.group is not None else groups.settings.local_backend,
+        world_size=status.group.world_size if status.group is not None else node.settings.ranks,
+        backend=status.group.backend if status.group is not None else node.settings.local_backend,
         model=source.id if source is not None and status.state in _SERVES else None,
         reason=closing or reason,
         ready=ready,
-        open_requests=open_requests,
+        open_requests=gateway.open_requests,
         ranks=status.rows(),
         starting="" if closing else status.starting,
         deployments=deployments,

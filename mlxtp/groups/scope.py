@@ -11,7 +11,7 @@ NOTHING_WANTED = "no model is configured; run `mlxtp serve MODEL`"
 
 
 class GroupScope:
-    """What one group is for. All else about the group is of its owner and its ranks."""
+    """Purpose of one group. All else about the group is of its owner and its ranks."""
 
     def __init__(self, group: str, node: ClusterNode, models: LocalModels) -> None:
         self.group = group

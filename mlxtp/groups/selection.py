@@ -180,7 +180,7 @@ class ModelSelection:
         return self._no_place(selected, have)
 
     def _no_place(self, selected: SelectedModel, only: Container[str] | None = None) -> str:
-        """Return the reason why no Macs, or none of `only`, can serve the model, whatever else they serve."""
+        """Return why no Macs, or none of `only`, can serve the model, if they served nothing else."""
         assert selected.servable is not None
         return self._machines.no_place(selected.servable.shape, selected.asked.get("nodes") or "auto", only)
 

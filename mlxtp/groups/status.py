@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Mapping
 
-from ..config import Settings
 from ..errors import GroupError, MlxtpError
 from ..gateway.gateway import Gateway
 from ..wire.messages import Pong
@@ -41,7 +40,7 @@ class GroupStatus:
     `gateway` is that of the agent.
     """
 
-    def __init__(self, settings: Settings, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self.leaving = ""  #: Reason why the group takes no new requests; empty while it does.
         self.state = ServingState.STARTING
         #: State of this agent's own epochs; `state` may be that of a group elsewhere.
@@ -61,7 +60,6 @@ class GroupStatus:
         self.weight_bytes = 0  #: File bytes of the model that is loaded, or being loaded; 0 if unknown.
         self.history = History()
         self.recoveries = Recoveries()
-        self._settings = settings
         self._gateway = gateway
         self._changed = asyncio.Event()
 

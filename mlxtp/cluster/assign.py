@@ -420,7 +420,7 @@ class _Packing:
     def _refusal(self, wanted: WantedDeployment) -> str:
         """Return why another group of a deployment has no place, with a number."""
         allowed, groups = self.facts.allowed[wanted.row.name], set(self.facts.groups[wanted.row.name])
-        if not wanted.planned.weight_bytes:
+        if not wanted.planned.weight_bytes and not wanted.lacks.keys() >= set(allowed):
             return f"the size of its model is known on 0 of {len(self.facts.members)} Macs"
         left = [node for node in allowed if groups.isdisjoint(self.seats.on[node])]
         if not allowed:
@@ -429,7 +429,12 @@ class _Packing:
             return f"each of the {len(allowed)} Macs that may serve it has a group of it"
         # Those that lack the model come first: people can mend that.
         left.sort(key=lambda node: (node not in wanted.lacks, -self.seats.left(node), node))
-        return self._plan(wanted, left[:MAX_RANKS]).reason
+        left = left[:MAX_RANKS]
+        why = self._plan(wanted, left).reason
+        auto = replace(wanted, options=replace(wanted.options, nodes="auto"))
+        if isinstance(wanted.options.nodes, int) and self._plan(auto, left).chosen is not None:
+            why += "; `mlxtp serve MODEL --nodes auto` uses the Macs that are here"
+        return why
 
     def part(self) -> None:
         """Move new groups that share a Mac, although one that they can have for themselves is still free."""

@@ -55,6 +55,8 @@ class Coordinator:
         """Assign groups where this node leads. Return the time of the next decision, if nothing changes."""
         node, leadership = self._node, self._node.leadership
         self.waiting = ""
+        if not any(each.participants for each in self._groups.reports()):
+            self._machines.learn()
         if not leadership.leading:
             self._asked = None
             return math.inf
@@ -76,8 +78,6 @@ class Coordinator:
         return "", math.inf
 
     def _decide(self, now: float) -> float:
-        if not any(each.participants for each in self._groups.reports()):
-            self._machines.learn()
         view = self._view(now)
         if view == self._asked:
             return math.inf
@@ -139,7 +139,7 @@ class Coordinator:
             members.append(replace(member, taken_bytes=taken))
         return AssignView(
             members=tuple(members),
-            wanted=tuple(filter(None, map(self._wanted, rows))),
+            wanted=tuple(map(self._wanted, rows)),
             running=tuple(_running(owner, serving) for owner, serving in reports),
             draining=leadership.draining,
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
@@ -161,16 +161,20 @@ class Coordinator:
         ]
         return found
 
-    def _wanted(self, row: Deployment) -> WantedDeployment | None:
+    def _wanted(self, row: Deployment) -> WantedDeployment:
+        """Return what is known of a deployment. `lacks` has the reason that keeps it from being planned."""
+        node, model, files = self._node, self._models.of(row.model), self._files(row.model)
+        name, shape, lacks = model.source.id if model.source else row.model, None, dict(files.lacks)
         try:
-            model = self._models.of(row.model)
-            options = self._machines.options(row.nodes, model.source.id if model.source else row.model)
+            options = self._machines.options(row.nodes, name)
+        except MlxtpError as error:  # from a row of a member with another version
+            options = self._machines.options("auto", name)
+            lacks = dict.fromkeys(node.membership.statuses(), error.detail)
+        try:
             shape = model.shape if model.source is not None else None
         except MlxtpError as error:
-            log.warning("%s: %s", row.model, error.detail)
-            return None
-        files = self._files(row.model)
-        return WantedDeployment(row, options, shape, files.weight_bytes, files.lacks)
+            lacks[node.node_id] = error.detail
+        return WantedDeployment(row, options, shape, files.weight_bytes, lacks)
 
     def _files(self, model: str) -> _Files:
         node, here = self._node, self._node.node_id

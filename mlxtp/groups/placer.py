@@ -113,11 +113,7 @@ class Placer:
             placement = plan(members, shape, here, replace(options, backend="ring"))
         if placement.chosen is not None:
             return placement, placement.reason
-        words = [placement.reason, *placement.notes]
-        auto = replace(options, nodes="auto")
-        if isinstance(options.nodes, int) and plan(members, shape, here, auto).chosen is not None:
-            words.append("`mlxtp serve MODEL --nodes auto` uses the Macs that are here")
-        return placement, "; ".join(words)
+        return placement, "; ".join([placement.reason, *placement.notes])
 
     def _jaccl_trouble(
         self, chosen: Candidate | None, members: list[MemberMachine], options: PlacementOptions

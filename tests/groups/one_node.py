@@ -176,10 +176,10 @@ class Node:
 
         It has assigned the group of `tiny`: to itself, as it has the most memory of equal Macs.
         """
-        node, gib = self.parts.node, 1 << 30
+        node = self.parts.node
         mine = node.peer_info.machines[node.node_id]
-        more = {name: size + gib for name in ("free_bytes", "gpu_bytes") if (size := getattr(mine, name))}
-        more["memory_bytes"] = mine.memory_bytes + gib
+        sizes = {name: getattr(mine, name) for name in ("memory_bytes", "free_bytes", "gpu_bytes")}
+        more = {name: size + size // 16 for name, size in sizes.items()}
         node.peer_info.machines[node.node_id] = replace(mine, **more)
         self.know(source)
         node.desired.serve("tiny", nodes=node.settings.nodes, keep_s=PINNED)
@@ -200,7 +200,7 @@ class Node:
             model = LocalModel(name, self.parts.node.settings, self.parts.transfers, models._report)
 
             def search() -> None:
-                model.source, model.fingerprint, model.problem = source, FINGERPRINT, ""
+                model.source, model.fingerprint, model.weight_bytes = source, FINGERPRINT, 1 << 20
                 models._report(model)
 
             model.search = search  # type: ignore[method-assign]

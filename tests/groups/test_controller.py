@@ -1,4 +1,4 @@
-"""Groups that a coordinator plans, with members that lack something: the model, JACCL, a cable."""
+"""Groups that their owner plans, with members that lack something: the model, JACCL, a cable."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.api.request_metrics import Asked
+from mlxtp.cluster.deployments import KEEP_S
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.controller import TELL_S
-from mlxtp.groups.lifecycle import GROUP
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.workload import AGENT, CHAT, Workload
@@ -24,7 +24,7 @@ from mlxtp.wire.cluster_messages import Machine, ModelStatus, RankTrouble, Servi
 from ..cluster.deployed import only
 from ..placement.made_up_macs import cabled, mac, on_lan
 from ..wire.members import Member
-from .one_node import FINGERPRINT, MACHINE, A, B, FakeLink, Node, play, report
+from .one_node import FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, play, report
 
 
 def desk(cables: bool = True) -> dict[str, Machine]:
@@ -37,16 +37,16 @@ def desk(cables: bool = True) -> dict[str, Machine]:
 
 def ready(node: Node) -> None:
     """As if the supervisor waited for a plan."""
-    node.parts.groups.shown.supervisor.waits_for_plan = True
+    node.group.supervisor.waits_for_plan = True
 
 
 def formed(node: Node, *links: FakeLink) -> EpochGroup:
     """The next group that is formed, and nothing more becomes of it."""
     ready(node)
     node.live(*links)
-    supervisor = node.parts.groups.shown.supervisor
-    assert not supervisor.waits_for_plan, node.parts.node.leadership.waiting
-    node.parts.servings.owned, supervisor.status.in_epoch = None, False
+    supervisor = node.group.supervisor
+    assert not supervisor.waits_for_plan, node.group.waiting
+    node.group.reports.owned, supervisor.status.in_epoch = None, False
     return supervisor._plans.get_nowait().group
 
 
@@ -108,7 +108,7 @@ def test_who_lacks_the_model_is_left_out_and_named(
         node.lead(weights, machines)
         node.parts.node.peer_info.models.clear()
         node.hear(a, status)
-        placement, _ = node.parts.placer.placement()
+        placement, _ = node.group.placer.placement()
         assert placement is not None
         assert placement.ranks == (node.parts.node.node_id,)
         assert placement.notes[0] == f"mac-a is left out: {words}"
@@ -123,28 +123,28 @@ def test_the_workload_is_learnt_while_no_group_runs(
     """A key of a running group is in requests of one workload, which therefore stays."""
 
     async def story(node: Node) -> None:
-        placer, controller = node.parts.placer, node.parts.controller
         node.lead(weights)
-        node.parts.groups.shown.supervisor.waits_for_plan = True
+        machines, placer = node.parts.machines, node.group.placer
+        node.group.supervisor.waits_for_plan = True
         node.live()
-        assert node.parts.servings.owned is not None
+        assert node.group.reports.owned is not None
         begun = AGENT if workload == "agent" else CHAT
-        meter = node.parts.groups.shown.supervisor.gateway.deployments.meter
+        meter = node.group.supervisor.gateway.deployments.meter
         meter.asked = Asked(100, 200_000, 150_000, 30_000, 200)
-        controller.situation(None)
-        assert placer.workload is begun
+        node.tick()
+        assert machines.workload is begun
         before = placer.placement()[0]
-        node.parts.servings.owned = None
-        controller.situation(None)
+        node.group.reports.owned = None
+        node.tick()
         learnt = Workload("learnt", 2_000, 1_500, 300, 2)
-        assert placer.workload == (AGENT if workload == "agent" else learnt)
+        assert machines.workload == (AGENT if workload == "agent" else learnt)
         after = placer.placement()[0]
         assert before is not None
         assert after is not None
         assert after.chosen is not None
         assert after.chosen.speed is not None
         assert (after == before) is (workload == "agent")
-        assert placer.key(after.chosen)[1] == after.chosen.speed.requests_per_second(placer.workload)
+        assert placer.key(after.chosen)[1] == after.chosen.speed.requests_per_second(machines.workload)
 
     play(tmp_path, member, story, workload=workload)
 
@@ -157,12 +157,12 @@ def test_who_has_another_revision_is_left_out_and_told_what_to_do(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, machines)
-        model = node.parts.models.desired
-        model.path = tmp_path / ("c" * 40)
-        node.parts.node.desired.set("org/one")
+        node.parts.node.desired.serve("org/one", replace=True)
+        node.group.scope.model.path = tmp_path / ("c" * 40)
         for revision, left_out in (("c" * 40, False), ("", False), ("d" * 40, True)):
             node.hear(a, ModelStatus("org/one", FINGERPRINT, "", revision))
-            placement, _ = node.parts.placer.placement()
+            node.live(a)
+            placement, _ = node.group.placer.placement()
             assert placement is not None
             words = "mac-a is left out: it has the model at commit dddddddddddd, studio at cccccccccccc; "
             assert any(note.startswith(words) for note in placement.notes) is left_out
@@ -176,23 +176,24 @@ def test_memory_that_another_owner_s_ranks_of_the_group_hold_is_free_for_its_nex
     """That of other groups is held too, and not free."""
 
     async def story(node: Node) -> None:
-        servings, a = node.parts.servings, node.meet(A)
+        a = node.meet(A)
         node.lead(weights)
-        node.hear(a, replace(serving("ring", A, B), group=GROUP))
-        assert servings.held_bytes(A, GROUP) == 0
-        node.hear(a, replace(serving("ring", A, B), held_mib=(2048, 1024), group="other"))
-        assert (servings.held_bytes(A, "other") >> 30, servings.held_bytes(A, GROUP)) == (2, 0)
-        [member] = [each for each in node.parts.placer.members() if each.node_id == A]
-        assert member.held_bytes == 0
-        node.hear(a, replace(serving("ring", A), group="other", state="stopped", participants=()))
-        node.hear(a, replace(serving("ring", A, B), held_mib=(3072, 1024), group=GROUP))
-        assert [servings.held_bytes(each, GROUP) >> 30 for each in (A, B, node.parts.node.node_id)] == [
-            3,
-            1,
-            0,
-        ]
-        [member] = [each for each in node.parts.placer.members() if each.node_id == A]
-        assert member.held_bytes >> 30 == 3
+        mine, other = node.group.reports, node.parts.groups.known("other#0").reports
+
+        def held(node_id: str) -> int:
+            """Of the memory there, as the placement of this group sees it."""
+            members = node.parts.machines.members(held_bytes=mine.held_bytes)
+            return next(each.held_bytes >> 30 for each in members if each.node_id == node_id)
+
+        node.hear(a, serving("ring", A, B))
+        assert mine.held_bytes(A) == 0
+        node.hear(a, replace(serving("ring", A, B), held_mib=(2048, 1024), group="other#0"))
+        assert (other.held_bytes(A) >> 30, mine.held_bytes(A)) == (2, 0)
+        assert held(A) == 0
+        node.hear(a, replace(serving("ring", A), group="other#0", state="stopped", participants=()))
+        node.hear(a, replace(serving("ring", A, B), held_mib=(3072, 1024)))
+        assert [mine.held_bytes(each) >> 30 for each in (A, B, node.parts.node.node_id)] == [3, 1, 0]
+        assert held(A) == 3
 
     play(tmp_path, member, story)
 
@@ -203,12 +204,12 @@ def test_memory_of_a_group_beside_the_serving_one_counts_as_held(
     async def story(node: Node) -> None:
         group = EpochGroup(1, 2, "ring", nodes=(node.parts.node.node_id, A))
         pongs = {1: SimpleNamespace(memory_bytes=3 << 30)}
-        node.parts.groups.shown.supervisor.beside.ranks = cast(
+        node.group.supervisor.beside.ranks = cast(
             Any, SimpleNamespace(group=group, watch=SimpleNamespace(pongs=pongs))
         )
-        assert [node.parts.servings.held_bytes(each, GROUP) >> 30 for each in (A, B)] == [3, 0]
-        node.parts.groups.shown.supervisor.beside.ranks = None
-        assert node.parts.servings.held_bytes(A, GROUP) == 0
+        assert [node.group.reports.held_bytes(each) >> 30 for each in (A, B)] == [3, 0]
+        node.group.supervisor.beside.ranks = None
+        assert node.group.reports.held_bytes(A) == 0
 
     play(tmp_path, member, story)
 
@@ -221,20 +222,18 @@ def test_a_group_that_fails_after_it_served_is_proven_no_longer(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, machines)
+        ready(node)
         node.live(a)
-        controller = node.parts.controller
-        placement, _ = node.parts.placer.placement()
-        assert placement is not None
-        chosen = placement.chosen
+        controller, mine = node.group.controller, node.group.reports.owned
+        assert mine is not None
+        chosen = mine.placement.chosen
         assert chosen is not None
         assert chosen.nodes == 2
         controller._trials.served(chosen)
         controller._trials._loaded.add(controller._trials._identity(chosen))
         assert controller._trials.is_over(chosen)
-        form = SimpleNamespace(plan=SimpleNamespace(ranks=chosen.ranks))
-        node.parts.servings.owned = cast(Any, SimpleNamespace(placement=placement, form=form))
         controller.failed(GroupError("it hangs", Code.FORM_FAILED), formed=False)
-        node.parts.servings.owned = None
+        node.group.reports.owned = None
         assert not controller._trials.is_over(chosen)
 
     play(tmp_path, member, story, machine=machines[""], nodes="all")
@@ -247,17 +246,17 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
     """With a cable out JACCL forms all the same, and hangs."""
 
     async def story(node: Node) -> None:
-        controller, looked = node.parts.controller, []
+        controller, looked = node.group.controller, []
 
         async def look(nodes: tuple[str, ...]) -> None:
-            looked.append((node.parts.servings.owned, nodes))
+            looked.append((node.group.reports.owned, nodes))
 
-        node.parts.machines.read_machine_now = look  # type: ignore[method-assign]
+        node.parts.readings.read_machine_now = look  # type: ignore[method-assign]
         ranks = (node.parts.node.node_id, A, B)
         form = SimpleNamespace(number=1, plan=SimpleNamespace(ranks=ranks))
         mine = SimpleNamespace(placement=SimpleNamespace(backend=backend), form=form)
-        node.parts.servings.owned = cast(Any, mine)
-        node.parts.servings.serving = lambda: None  # type: ignore[method-assign]
+        node.group.reports.owned = cast(Any, mine)
+        node.group.reports.serving = lambda: None  # type: ignore[method-assign]
         await controller.prepare()
         assert looked == [(mine, ranks)] * looks
 
@@ -265,7 +264,9 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
 
 
 def serving(backend: str, *participants: str) -> Serving:
-    return Serving(3, "ready", "", backend, "", participants, (0.0, 1.0), 0, "tiny", 1, 0, 0, ())
+    return Serving(
+        3, "ready", "", backend, "", participants, (0.0, 1.0), 0, "tiny", 1, 0, 0, (), 0, (), GROUP, "tiny"
+    )
 
 
 def test_why_nothing_is_served_is_logged_once_with_the_way_out(
@@ -275,20 +276,20 @@ def test_why_nothing_is_served_is_logged_once_with_the_way_out(
         return [each.getMessage() for each in caplog.records if "is not served" in each.getMessage()]
 
     async def story(node: Node) -> None:
-        cluster = node.parts
         node.lead(weights)
         ready(node)
         node.live()
-        assert cluster.node.leadership.waiting == (
+        why = node.group.waiting
+        assert why == (
             "tensor parallel of 2: needs 2 nodes, 1 is here; "
             "`mlxtp serve MODEL --nodes auto` uses the Macs that are here"
         )
-        assert lines() == [f"tiny is not served: {cluster.node.leadership.waiting}"]
+        assert lines() == [f"tiny is not served: {why}"]
         node.live()
         assert len(lines()) == 1, "it is still so"
-        cluster.node.desired.set("tiny", "auto")
+        node.parts.node.desired.serve("tiny", nodes="auto")
         node.live()
-        assert cluster.node.leadership.waiting == ""
+        assert node.group.waiting == ""
         assert len(lines()) == 1
 
     with caplog.at_level("INFO"):
@@ -300,9 +301,8 @@ def test_what_no_number_of_macs_can_serve_names_no_way_out(
 ) -> None:
     async def story(node: Node) -> None:
         node.lead(weights)
-        _, why = node.parts.placer.placement()
-        assert "needs 2 nodes" in why
-        assert "--nodes auto" not in why
+        assert "needs 2 nodes" in node.group.waiting
+        assert "--nodes auto" not in node.group.waiting
 
     small = replace(MACHINE, memory_bytes=1 << 20, free_bytes=1 << 20)
     play(tmp_path, member, story, machine=small, nodes="2")
@@ -317,14 +317,18 @@ def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_mode
         node.lead(weights, machines)
         a = node.meet(A)
         node.hear(a, report(machines[A]))
-        ready(node)
+        node.parts.node.desired.serve("other", replace=True)
+        group = node.group
         for _ in range(int(TELL_S / 0.5) - 2):
             node.live_once(a)
-        assert node.parts.groups.shown.supervisor.waits_for_plan
-        assert node.parts.node.leadership.waiting == "mac-a has not yet reported whether it has the model"
+        why = "mac-a has not yet reported whether it has the model"
+        assert (group.scope.assignment.owner, node.parts.coordinator.waiting) == ("", why)
         for _ in range(4):
             node.live_once(a)
-        assert node.parts.groups.shown.supervisor._plans.get_nowait().group.world_size == 1
+        assert group.scope.owned
+        placement, _ = group.placer.placement()
+        assert placement is not None
+        assert placement.notes[:1] == (f"mac-a is left out: {why.replace('mac-a', 'it')}",)
 
     play(tmp_path, member, story, machine=machines[""])
 
@@ -337,11 +341,10 @@ def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> N
     async def story(node: Node) -> None:
         shutil.rmtree(folder)
         node.lead(source)
-        placement, why = node.parts.placer.placement()
-        assert placement is None
-        assert f"{folder} cannot be read" in why
+        assert node.group.placer.placement()[0] is None
+        assert f"studio is left out: {folder} cannot be read" in node.group.waiting
         node.live()
-        assert node.parts.node.leadership.waiting == why
+        assert node.group.unplanned == node.group.waiting
 
     play(tmp_path / "home", member, story)
 
@@ -352,9 +355,10 @@ def test_files_of_the_hub_that_differ_are_repaired_by_a_command(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        node.parts.node.desired.set("org/model")
+        node.parts.node.desired.serve("org/model", replace=True)
         node.hear(a, ModelStatus("org/model", "6" * 64, ""))
-        placement, _ = node.parts.placer.placement()
+        node.live(a)
+        placement, _ = node.group.placer.placement()
         assert placement is not None
         assert "; `mlxtp verify org/model --repair` on mac-a, then on studio, gets" in placement.notes[0]
 
@@ -370,9 +374,9 @@ def test_a_configuration_that_makes_no_sense_ends_no_agent(tmp_path: Path, membe
 
     async def story(node: Node) -> None:
         node.lead(source)
-        assert node.parts.placer.placement()[0] is None
+        assert node.group.placer.placement()[0] is None
         node.live()
-        assert node.parts.node.leadership.waiting
+        assert "studio is left out: " in node.group.unplanned
 
     play(tmp_path / "home", member, story)
 
@@ -437,8 +441,8 @@ def test_what_would_keep_jaccl_from_forming_is_said_before(
         if backend is None:
             ready(node)
             node.live(a)
-            assert node.parts.groups.shown.supervisor.waits_for_plan
-            assert "bridge0" in node.parts.node.leadership.waiting
+            assert node.group.supervisor.waits_for_plan
+            assert "bridge0" in node.group.waiting
         else:
             assert formed(node, a).backend == backend
 
@@ -462,7 +466,7 @@ def test_a_name_counts_more_than_the_beginning_of_an_id(tmp_path: Path, member: 
         for node_id in (A, B):
             node.hear(node.meet(node_id), report(desk()[A]))
         node.parts.node.introduction.name = "aa"
-        found = node.parts.placer.devices_by_hand()
+        found = node.parts.machines.devices_by_hand()
         assert set(found) == {node.parts.node.node_id}, "and not that of the Mac whose id begins so"
 
     jaccl(tmp_path, member, story, rdma=("aa=en3",))
@@ -472,7 +476,7 @@ def test_a_device_may_be_for_one_cable_of_many(tmp_path: Path, member: Member) -
     async def story(node: Node) -> None:
         for node_id in (A, B):
             node.hear(node.meet(node_id), report(desk()[A]))
-        found = node.parts.placer.devices_by_hand()
+        found = node.parts.machines.devices_by_hand()
         assert found == {node.parts.node.node_id: {A: "en3"}, A: {node.parts.node.node_id: "en5", B: "en5"}}
 
     jaccl(tmp_path, member, story, rdma=("studio/mac-a=en3", "mac-a=en5", "nobody=en6", "mac-a/nobody=en7"))
@@ -493,11 +497,14 @@ def test_what_is_told_of_a_group_from_its_forming_to_its_end(
         assert first.participants == (node.parts.node.node_id, A)
         assert first.state != "ready"
         told = len(a.heard(Serving))
-        cast(Any, node.parts.controller)._let_go()
-        over, reason = a.heard(Serving)[told:]
-        assert (over.epoch, over.state, over.participants, over.group) == (first.epoch, "stopped", (), GROUP)
-        assert (over.deployment, first.group, first.deployment) == ("tiny", GROUP, "tiny")
-        assert (reason.group, reason.participants) == ("", ())
+        cast(Any, node.group.controller)._let_go()
+        [over] = a.heard(Serving)[told:]
+        assert (over.state, over.participants, over.group, over.deployment) == ("idle", (), GROUP, "tiny")
+        assert (first.group, first.deployment) == (GROUP, "tiny")
+        node.parts.node.desired.unload("tiny")
+        node.tick()
+        node.tick()
+        assert a.heard(Serving)[-1].state == "stopped"
 
     jaccl(tmp_path, member, story)
 
@@ -510,16 +517,18 @@ def test_an_epoch_goes_on_for_requests_of_the_same_model(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        for _ in range(3):
-            node.parts.node.desired.set("", by_person=False)
-            node.parts.node.desired.set("tiny", by_person=False)
         ready(node)
-        version = node.parts.node.desired.now.version
         node.live(a)
-        assert a.heard(Serving)[-1].desired == version
-        node.hear(a, *only(version + 2, A, "tiny", node.parts.node.replica.desired.nodes).messages())
-        node.tick()
-        assert a.heard(Serving)[-1].desired == version + 2
+        first, desired = a.heard(Serving)[-1], node.parts.node.desired
+        assert first.participants
+        desired.serve("tiny", keep_s=KEEP_S)
+        node.live(a)
+        version = desired.table.newest
+        assert a.heard(Serving)[-1] == replace(first, desired=version)
+        assert version > first.desired
+        node.hear(a, *only(version + 2, A, "tiny", node.parts.node.settings.nodes).messages())
+        node.live(a)
+        assert a.heard(Serving)[-1] == replace(first, desired=version + 2)
 
     jaccl(tmp_path, member, story)
 
@@ -551,7 +560,7 @@ def running(node: Node, link: FakeLink) -> ProcessGroup:
     """The ranks of the next group, as if they ran."""
     ready(node)
     node.live(link)
-    supervisor = node.parts.groups.shown.supervisor
+    supervisor = node.group.supervisor
     plan = supervisor._plans.get_nowait()
     ranks = ProcessGroup(node.parts.node.settings, plan.epoch, lambda _: None, group=plan.group)
     supervisor._current = ranks

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ..api.admin import Json
@@ -154,6 +154,7 @@ class ModelHandlers:
         )
         table = node.desired.table
         row, was = table.get(name) or Deployment(name), before.get(name)
+        again = replace(was or row, version=row.version, writer=row.writer)  # a user asked once more
         return {
             "model": model,
             "name": name,
@@ -162,7 +163,7 @@ class ModelHandlers:
             "on": [node.name_of(each) for each in row.on],
             "keep_s": row.keep_s,
             "version": table.newest,
-            "change": "added" if was is None else "kept" if row == was else "changed",
+            "change": "added" if was is None else "kept" if row == again else "changed",
             "replaced": [each.model for each in others if table.get(each.name) is None],
             "coming": coming,
             "until_then": ", ".join(each.model for each in others) if coming else "",

@@ -27,6 +27,8 @@ from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import Deployment, FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
+from . import deployed
+from .deployed import DeploymentSnapshot
 from .parts import AgentParts
 
 # --- the snapshot ----------------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ class ClusterSnapshot:
     cluster_id: str
     claim: LeaderClaim
     coordinator: str
-    deployments: tuple[Deployment, ...]
+    deployments: tuple[DeploymentSnapshot, ...]
     coming: tuple[str, ...]
     problem: str
     waiting: str
@@ -198,7 +200,7 @@ def _cluster(parts: AgentParts, servings: Sequence[Serving]) -> ClusterSnapshot:
         cluster_id=node.identity.cluster_id,
         claim=claim,
         coordinator=node.name_of(claim.node_id) if claim.node_id else "",
-        deployments=node.desired.table.live(),
+        deployments=deployed.gather(parts, servings),
         coming=tuple(parts.selection.progress()),
         problem=node.introduction.problem,
         waiting=parts.coordinator.waiting or parts.groups.shown.waiting,
@@ -279,6 +281,7 @@ def _here(now: Snapshot) -> Json:
         "kind": group.kind if group is not None else "",
         "open_requests": health.open_requests,
         "left_wired": now.left_wired,
+        "deployments": _deployments(now),
         "ranks": [
             {"rank": rank, "pid": agent.pids.get(rank), **{name: getattr(pong, name) for name in _SHOWN}}
             for rank, pong in (agent.pongs or {}).items()
@@ -306,13 +309,18 @@ def _among_others(now: Snapshot) -> Json:
 
 def _desired(cluster: ClusterSnapshot) -> Json:
     """Return the first deployment, as earlier versions had the desired model."""
-    row = next(iter(cluster.deployments), Deployment(""))
+    row = next((each.row for each in cluster.deployments), Deployment(""))
     return {
         "model": row.model,
         "nodes": row.nodes,
         "version": row.version,
         "pinned": bool(row.pinned and row.model),
     }
+
+
+def _deployments(now: Snapshot) -> list[Json]:
+    names = {each.node_id: each.name for each in now.cluster.members}
+    return deployed.rendered(now.cluster.deployments, {now.node_id: now.name, **names})
 
 
 def members(cluster: ClusterSnapshot) -> list[Json]:
@@ -326,6 +334,7 @@ def members(cluster: ClusterSnapshot) -> list[Json]:
             "self": each.here,
             "coordinator": each.coordinator,
             "rank": each.rank,
+            "works_for": _works_for(cluster, each.node_id),
             "address": each.address,
             "http": each.http,
             "chip": each.machine.chip if each.machine is not None else "",
@@ -340,6 +349,12 @@ def members(cluster: ClusterSnapshot) -> list[Json]:
         }
         for each in cluster.members
     ]
+
+
+def _works_for(cluster: ClusterSnapshot, node_id: str) -> list[str]:
+    """Return the ids of the groups that have a rank on a Mac."""
+    groups = [group for each in cluster.deployments for group in each.groups]
+    return [each.id for each in groups if node_id in each.members]
 
 
 # --- the page, and `mlxtp status --watch` ----------------------------------------------------------------
@@ -400,8 +415,11 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
         "problem": cluster.problem or None,
         "waiting": cluster.waiting or None,
         "desired": {key: value for key, value in _desired(cluster).items() if key in ("model", "nodes")},
+        "deployments": _deployments(now),
         "coming": list(cluster.coming),
-        "nodes": [_node(each) for each in cluster.members],
+        "nodes": [
+            {**_node(each), "works_for": _works_for(cluster, each.node_id)} for each in cluster.members
+        ],
         "links": [asdict(each) for each in cluster.links],
     }
 

@@ -19,12 +19,11 @@ from rich.text import Text
 
 from ..client import AgentClient
 from ..errors import MlxtpError
+from .deployed import COLOURS, deployments_shown
 from .options import AsJson, Home
 from .printing import day_of, home_of, print_answer, table_of
 
 # --- the table -------------------------------------------------------------------------------------------
-
-_STATES = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red", "failed": "red"}
 
 
 def status(
@@ -52,7 +51,7 @@ def status(
 
 def _shown(answer: Mapping[str, Any]) -> list[Any]:
     state = answer["state"]
-    colour = _STATES.get(state, "yellow")
+    colour = COLOURS.get(state, "yellow")
     model = f" [cyan]{escape(answer['model'])}[/]" if answer["model"] else ""
     how = _where(answer) if model else ""
     kind = f", {escape(answer['kind'])}" if answer["kind"] and model else ""
@@ -64,14 +63,12 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
         lines.append(_indented(answer["problem"], "red"))
     if answer.get("left_wired"):
         lines.append(_indented(answer["left_wired"], "yellow"))
+    if "members" in answer or len(answer["deployments"]) > 1:
+        lines += deployments_shown(answer["deployments"], Console().width)
     if "members" in answer:
         lines.append(
             f"cluster {answer['cluster']}, coordinated by {escape(answer['coordinator'] or 'no Mac yet')}"
         )
-        wanted = answer["desired"]
-        if wanted["model"]:
-            spread = "" if wanted["nodes"] == "auto" else f", --nodes {wanted['nodes']}"
-            lines.append(f"wanted: {escape(wanted['model'])}{spread}")
         lines += [_indented(each, "cyan") for each in answer.get("coming", ())]
         lines += [_indented(each, "yellow") for each in answer.get("left_out", ())]
         if answer["world_size"] > 1 and answer["state"] == "ready":
@@ -136,14 +133,16 @@ def _indented(text: str, colour: str = "") -> Text:
 
 
 def _members_table(answer: Mapping[str, Any]) -> Table:
-    columns = ("name", "state", "rank", "address", "machine", "memory", "node id", "")
+    several = len({each for member in answer["members"] for each in member.get("works_for", ())}) > 1
+    work = "works for" if several else "rank"
+    columns = ("name", "state", work, "address", "machine", "memory", "node id", "")
     table = table_of(*columns, right=("rank", "memory"))
     for member in answer["members"]:
         memory = f"{member['memory_bytes'] / 1e9:.0f} GB" if member["memory_bytes"] else ""
         table.add_row(
             escape(member["name"]),
-            f"[{_STATES.get(member['state'], 'dim')}]{member['state']}[/]",
-            "" if member["rank"] is None else str(member["rank"]),
+            f"[{COLOURS.get(member['state'], 'dim')}]{member['state']}[/]",
+            _work(member, several),
             member["address"],
             escape(member["chip"]),
             memory,
@@ -151,6 +150,13 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
             _roles(member),
         )
     return table
+
+
+def _work(member: Mapping[str, Any], several: bool) -> str:
+    """Return the groups a member has ranks of, if there are several, else its rank."""
+    if several:
+        return escape(", ".join(member["works_for"]))
+    return "" if member["rank"] is None else str(member["rank"])
 
 
 def _roles(member: Mapping[str, Any]) -> str:
@@ -181,7 +187,7 @@ def watch_table(home: Path) -> None:
             last: Moment | None = None
             for snapshot, away in _looks(home):
                 last = snapshot or last
-                shown = picture(last, time.time(), away)
+                shown = picture(last, time.time(), away, console.width)
                 live.update(shown, refresh=True)
     except KeyboardInterrupt:
         console.print(shown)
@@ -210,8 +216,12 @@ def _looks(home: Path) -> Iterator[tuple[Moment | None, Mapping[str, str] | None
         time.sleep(LOOK_S)
 
 
-def picture(snapshot: Moment | None, now: float, away: Mapping[str, str] | None = None) -> Group:
-    """Return one snapshot, as in `docs/operations.md`, for a terminal. `now` in seconds since 1970.
+def picture(
+    snapshot: Moment | None, now: float, away: Mapping[str, str] | None = None, width: int = 80
+) -> Group:
+    """Return one snapshot, as in `docs/operations.md`, for a terminal `width` columns wide.
+
+    `now` is in seconds since 1970.
 
     `away`: why there is no newer one.
     """
@@ -227,9 +237,8 @@ def picture(snapshot: Moment | None, now: float, away: Mapping[str, str] | None 
         if (words := snapshot[name]) and words not in told and not (name == "reason" and snapshot["ready"]):
             parts.append(Text(f"  {words}", style))
             told.add(words)
-    wanted = snapshot["desired"]
-    if wanted and wanted["model"] and wanted["model"] != snapshot["model"]:
-        parts.append(Text(f"wanted: {wanted['model']}"))
+    if snapshot["deployments"]:
+        parts += ["", *deployments_shown(snapshot["deployments"], width)]
     parts += ["", _nodes(snapshot)]
     parts += [
         Text(f"{node['name']}: {node[name]}", style)
@@ -244,7 +253,7 @@ def picture(snapshot: Moment | None, now: float, away: Mapping[str, str] | None 
 
 def _state(snapshot: Moment, now: float) -> Text:
     group = snapshot["group"]
-    line = Text.assemble((snapshot["state"], f"bold {_STATES.get(snapshot['state'], 'yellow')}"))
+    line = Text.assemble((snapshot["state"], f"bold {COLOURS.get(snapshot['state'], 'yellow')}"))
     if snapshot["model"]:
         line.append(" ").append(snapshot["model"], "cyan")
     if snapshot["model"] and group is not None:
@@ -272,7 +281,7 @@ def _nodes(snapshot: Moment) -> Table:
     table = table_of(*columns, right=("rank", "memory", "step"))
     for node in snapshot["nodes"]:
         said = _roles(node)
-        name, state = Text(node["name"]), Text(node["state"], _STATES.get(node["state"], "dim"))
+        name, state = Text(node["name"]), Text(node["state"], COLOURS.get(node["state"], "dim"))
         for cells in _ranks(node["node_id"], snapshot["ranks"]):
             table.add_row(name, state, *cells, said)
             name, state, said = Text(""), Text(""), ""

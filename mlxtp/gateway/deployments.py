@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ..api.request_metrics import RequestMeter
 from ..wire.messages import RequestEvent
 from .dispatcher import PHASES, OpenRequests, RequestDispatcher
+from .prefixes import BLOCK
 from .ready_groups import OpenRequest
 from .request import ForwardedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWork:
+    """Work of one group. `running` of its open `requests` have a first token; `tokens` came from it in all.
+
+    `cached`: prompt and answer tokens that it keeps for later prompts.
+    """
+
+    requests: int
+    running: int
+    tokens: int
+    cached: int
 
 
 class ServedDeployments:
@@ -68,6 +83,13 @@ class ServedDeployments:
     def open_at(self, group: str) -> int:
         """Return the number of open requests that a group works on, other agents' included."""
         return sum(each.group == group for each in self.requests)
+
+    def work_of(self, group: str) -> GroupWork:
+        """Return the work of a group as this gateway knows it: all of it where its rank 0 is."""
+        own = [each.record.progress > 0 for each in self.requests if each.group == group]
+        ready = named.groups.get(group) if (named := self.of_group(group)) is not None else None
+        tokens, blocks = (ready.tokens, len(ready.prefixes.hashes)) if ready is not None else (0, 0)
+        return GroupWork(len(own), sum(own), tokens, blocks * BLOCK)
 
     @property
     def relayed(self) -> int:

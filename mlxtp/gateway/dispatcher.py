@@ -142,13 +142,13 @@ class RequestDispatcher:
                 for uid, token in zip(event.uids, event.tokens, strict=True):
                     if request := self._open.get(uid):
                         self.confirmed_tokens += 1
-                        self.groups.advanced(request)
+                        self.groups.confirmed(request, 1)
                         request.put(Tokens((token,)))
                         request.watch.tokens(1, now)
             case ScoredDelta():
                 if request := self._open.get(event.uid):
                     self.confirmed_tokens += len(event.tokens)
-                    self.groups.advanced(request)
+                    self.groups.confirmed(request, len(event.tokens))
                     request.put(Tokens(event.tokens, _scores(event)))
                     request.watch.tokens(len(event.tokens), self._meter().clock())
             case Accepted() | Prefilled():

@@ -25,6 +25,7 @@ class ReadyGroup:
         self.reported = GroupLoad()  #: The owner's last report of a group elsewhere.
         self.prefill = PrefillMeter()
         self.prefixes = PrefixSummary()
+        self.tokens = 0  #: Tokens that came from it.
 
     def take(self, report: GroupLoad) -> None:
         """Take in the owner's report."""
@@ -76,6 +77,12 @@ class ReadyGroups(dict[str, ReadyGroup]):
         request.watch.moved(name)
         request.left = max(request.length - group.prefixes.match(hashes), 0)
         group.prefixes.note(hashes)
+
+    def confirmed(self, request: OpenRequest, count: int) -> None:
+        """Note that `count` tokens of a request have come."""
+        self.advanced(request)
+        if (group := self.get(request.group)) is not None:
+            group.tokens += count
 
     def advanced(self, request: OpenRequest, event: Prefilled | None = None) -> None:
         """Note the progress of a request's prefill; without an event it is complete."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from ..wire.cluster_messages import (
 )
 from ..wire.rdma import flat
 from .health import ServingState
+from .history import RateMeter
 from .lifecycle import Supervisor
 from .machines import Machines, in_steps
 from .placer import matrix
@@ -51,6 +53,7 @@ class ServingReports:
         self.owned: OwnedEpoch | None = None
         self.waiting = ""  #: Reason why this owner has no epoch.
         self._last: tuple[str, ...] = ()  #: Node ids of the last epoch of this owner.
+        self._meter = RateMeter()  #: Of tokens of the group.
         self._reported = False  #: True while other nodes have a report of this one.
         self._node = node
         self._scope = scope
@@ -74,6 +77,8 @@ class ServingReports:
             info = supervisor.info
         else:  # it is about to begin, or is over
             state, requests, info = ServingState.RESTARTING, 0, None
+        work = supervisor.gateway.deployments.work_of(self._scope.group)
+        speed = self._meter.rate(work.tokens, time.monotonic())
         group, error = supervisor.status.group, supervisor.status.reason
         reason = error.detail if error is not None else ""
         if state is ServingState.LOADING:
@@ -97,6 +102,9 @@ class ServingReports:
             tuple(-(-self._held_here(node) // MIB) for node in mine.form.plan.ranks) if loaded else (),
             self._scope.group,
             self._scope.deployment,
+            work.running,
+            round(speed or 0),
+            work.cached,
         )
 
     def _nothing(self) -> Serving:

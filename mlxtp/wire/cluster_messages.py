@@ -422,7 +422,9 @@ class Serving(Message):
 
     `participants` are node ids in rank order, `key` is the value that plans are compared by. `eos`, `context`
     and `vocabulary` are the model's. `load_s` is the time to load it, in seconds. `held_mib` is the memory of
-    each rank on its Mac, in MiB; empty before all of them have loaded.
+    each rank on its Mac, in MiB; empty before all of them have loaded. `running` of the open requests have
+    their first token. `speed` is in tokens per second, over the last seconds; `cached` counts tokens that the
+    group keeps for later prompts.
     """
 
     TYPE: ClassVar[int] = 0x45
@@ -443,6 +445,9 @@ class Serving(Message):
     held_mib: tuple[int, ...] = _f(integers(0, U32, 0, MAX_RANKS), default=())
     group: str = _f(text(MAX_GROUP), default="")
     deployment: str = _f(text(MAX_MODEL), default="")
+    running: int = _f(_count, default=0)
+    speed: int = _f(_count, default=0)
+    cached: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)

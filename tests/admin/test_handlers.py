@@ -90,14 +90,13 @@ def test_a_deployment_is_changed_by_what_is_named_and_replaces_others_only_on_re
 ) -> None:
     async def story(node: Node) -> None:
         admin, table = Admin(node.parts, member.store), node.parts.node.desired
+        me = node.parts.node.node_id
         await admin.models.serve("tiny", "")
         node.parts.node.desired.serve("org/one")
-        told = await admin.models.serve(
-            "tiny", "1", replicas="2", on=f"{member.node_id[:6]}, {member.node_id}", keep="10m"
-        )
+        told = await admin.models.serve("tiny", "1", replicas="2", on=f"{me[:6]}, {me}", keep="10m")
         assert {name: told[name] for name in ("change", "nodes", "replicas", "on", "keep_s")} == {
             **{"change": "changed", "nodes": "1", "replicas": 2, "keep_s": 600},
-            "on": [node.parts.node.name_of(member.node_id)],
+            "on": [node.parts.node.name_of(me)],
         }
         assert [row.name for row in table.table.live()] == ["org/one", "tiny"]
         told = await admin.models.serve("tiny", "", on="any", only="1")

@@ -14,18 +14,18 @@ from prometheus_client.core import Metric
 from rich.console import Console
 
 from mlxtp.admin import checkup, metrics, snapshot
+from mlxtp.admin.deployed import DeploymentSnapshot, GroupSnapshot
 from mlxtp.admin.snapshot import AgentSnapshot, ClusterSnapshot, MemberSnapshot, NodeLink, Snapshot, gather
 from mlxtp.api.backend import Health, ModelInfo
 from mlxtp.api.dialects import openai as answers
 from mlxtp.cli.status import _shown, picture
 from mlxtp.cluster.cluster_state import LeaderClaim
-from mlxtp.cluster.deployments import DesiredState
 from mlxtp.diagnostics.facts import Attempt
 from mlxtp.gateway.dispatcher import OpenRequests
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.history import EpochStory
 from mlxtp.groups.process_group import EpochGroup
-from mlxtp.wire.cluster_messages import FabricResult, ModelStatus, RosterEntry
+from mlxtp.wire.cluster_messages import Deployment, FabricResult, ModelStatus, RosterEntry
 from mlxtp.wire.messages import Pong
 
 from ..groups.one_node import MACHINE, A, B, alone
@@ -61,7 +61,15 @@ CLUSTER = ClusterSnapshot(
     cluster_id="c" * 16,
     claim=LeaderClaim(5, A),
     coordinator="studio",
-    desired=DesiredState(3, A, "tiny", "2"),
+    deployments=(
+        DeploymentSnapshot(
+            Deployment("tiny", "tiny", 2, "2", version=3, writer=A),
+            (
+                GroupSnapshot("tiny#0", "ready", "", A, (A, B), GROUP.kind, 9, 3, 2, 30, 512),
+                GroupSnapshot("tiny#1", "idle", "mini: no room"),
+            ),
+        ),
+    ),
     coming=("org/next is on its way here",),
     problem="a copied home",
     waiting="too few members",
@@ -121,6 +129,24 @@ def test_status_names_ranks_members_and_the_fabric_of_a_group_that_serves() -> N
     Console(file=told, width=120).print(*_shown(status), sep="\n")
     assert "2 GB stay wired" in told.getvalue()
     assert json.loads(json.dumps(status)) == status
+
+
+def test_status_and_page_have_each_deployment_with_its_groups_and_each_member_with_its_work() -> None:
+    told, shown = snapshot.status(NOW), snapshot.page(NOW, None)
+    assert told["deployments"] == shown["deployments"]
+    [tiny] = told["deployments"]
+    assert {name: tiny[name] for name in ("name", "state", "replicas", "pinned", "why")} == {
+        **{"name": "tiny", "state": "ready", "pinned": True, "why": "mini: no room"},
+        "replicas": {"ready": 1, "wanted": 2},
+    }
+    group, waiting = tiny["groups"]
+    assert [each["name"] for each in group["members"]] == ["studio", "mini"]
+    assert group["requests"] == {"running": 2, "waiting": 1}
+    assert (group["owner"], group["tokens_per_second"], group["cached_tokens"]) == (A, 30, 512)
+    assert (waiting["owner"], waiting["members"], waiting["tokens_per_second"]) == (None, [], None)
+    assert [each["works_for"] for each in told["members"]] == [["tiny#0"], ["tiny#0"]]
+    assert [each["works_for"] for each in shown["nodes"]] == [["tiny#0"], ["tiny#0"]]
+    assert snapshot.status(ALONE)["deployments"] != []
 
 
 def test_an_agent_alone_has_no_cluster_in_any_rendering() -> None:
@@ -220,9 +246,9 @@ def test_the_doctor_has_the_facts_of_an_agent_of_its_model_and_of_other_members(
 def test_a_snapshot_stays_as_it_was(tmp_path: Path, change: Callable[[Snapshot], None]) -> None:
     async def story() -> None:
         parts = alone(tmp_path)
-        parts.supervisor.status.follow(ServingState.READY, 3, "", GROUP)
+        parts.groups.shown.supervisor.status.follow(ServingState.READY, 3, "", GROUP)
         now = gather(parts)
-        parts.supervisor.status.follow(ServingState.RESTARTING, 3, "a rank is gone", GROUP)
+        parts.groups.shown.supervisor.status.follow(ServingState.RESTARTING, 3, "a rank is gone", GROUP)
         assert [(each.epoch, each.lasted_s) for each in now.history] == [(3, None)]
         assert (now.agent.health.state, now.agent.state) == ("ready", ServingState.READY)
         with pytest.raises(AttributeError):

@@ -52,6 +52,35 @@ MEMBER = {
     "notes": [],
     "model_problem": "",
 }
+GROUP: dict[str, Any] = {
+    "id": "org/[model]#0",
+    "kind": "JACCL mesh",
+    "members": [{"node_id": "ab" * 16, "name": "studio [left]"}, {"node_id": "cd" * 16, "name": "mini"}],
+    "owner": "ab" * 16,
+    "owner_name": "studio [left]",
+    "state": "ready",
+    "why": None,
+    "epoch": 7,
+    "requests": {"running": 3, "waiting": 1},
+    "tokens_per_second": 120,
+    "cached_tokens": 4096,
+}
+TWO_REPLICAS: dict[str, Any] = {
+    "name": "org/[model]",
+    "model": "org/[model]",
+    "state": "ready",
+    "replicas": {"ready": 1, "wanted": 2},
+    "pinned": True,
+    "nodes": "2",
+    "on": [],
+    "keep_s": -1,
+    "why": "air: 30.1 GB are needed, and 12.0 GB are free",
+    "groups": [
+        GROUP,
+        {**GROUP, "id": "org/[model]#1", "state": "idle", "owner": None, "owner_name": None, "members": [],
+         "why": "air: 30.1 GB are needed, and 12.0 GB are free"},
+    ],
+}  # fmt: skip
 STATUS = {
     "state": "ready",
     "reason": "",
@@ -64,6 +93,7 @@ STATUS = {
     "cluster": "c" * 16,
     "coordinator": "studio [left]",
     "desired": {"model": "org/[model]", "nodes": "2", "version": 3},
+    "deployments": [TWO_REPLICAS],
     "fabric": None,
     "members": [
         MEMBER,
@@ -202,10 +232,11 @@ def test_status_is_one_screen(agent: Agent) -> None:
     result = mlxtp(agent.home, "status")
     assert result.exception is None, result.exception
     shown = result.output
-    first, second, wanted, fabric, *table = shown.splitlines()
+    first, deployment, *_groups, second, fabric = (lines := shown.splitlines())[:8]
+    table = lines[8:]
     assert first == "ready org/model on 2 Macs, JACCL mesh   epoch 7"
     assert second == f"cluster {'c' * 16}, coordinated by studio [left]"
-    assert wanted == "wanted: org/[model], --nodes 2"
+    assert deployment == "org/[model]: ready, replicas: 1 of 2, --nodes 2"
     assert fabric == "fabric: speed assumed; `mlxtp bench --fabric` measures it"
     assert table[0].split()[:4] == ["name", "state", "rank", "address"]
     assert "studio [left]" in table[1]
@@ -213,6 +244,33 @@ def test_status_is_one_screen(agent: Agent) -> None:
     assert table[1].rstrip().endswith("this Mac, coordinator")
     assert table[2].split()[:2] == ["mini", "dead"]
     assert table[3:] == ["mini:", "  - it is not there", "mini:", "  - RDMA is [off]"]
+
+
+def test_status_has_a_row_for_each_deployment_and_below_it_its_groups(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {
+        **TWO_REPLICAS,
+        **{"name": "tiny", "model": "tiny", "replicas": {"ready": 1, "wanted": 0}, "pinned": False},
+        **{"nodes": "auto", "keep_s": 600, "on": ["air"], "why": None},
+        "groups": [{**GROUP, "id": "tiny#0", "members": [{"node_id": "ef" * 16, "name": "air"}]}],
+    }
+    members = [{**MEMBER, "works_for": ["org/[model]#0"]}, {**MEMBER, "name": "air", "works_for": ["tiny#0"]}]
+    told = {**STATUS, "deployments": [TWO_REPLICAS, other], "members": members}
+    monkeypatch.setattr(agent.admin, "status", lambda: told)
+    lines = mlxtp(agent.home, "status", width=80).output.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert [line.rstrip() for line in lines[1:9]] == [
+        "org/[model]: ready, replicas: 1 of 2, --nodes 2",
+        "  #0 ready on studio [left] (owner) + mini, JACCL mesh, epoch 7",
+        "     requests: 3 running, 1 waiting, 120 tokens/s, 4,096 tokens cached",
+        "  #1 idle",
+        "     air: 30.1 GB are needed, and 12.0 GB are free",
+        "tiny: ready, replicas: 1, as many as fit, on air only, until it is unused for",
+        "  600 s",
+        "  #0 ready on air, JACCL mesh, epoch 7",
+    ]
+    assert "works for" in "\n".join(lines)
 
 
 LONG = "the model cannot be read: " + "word " * 40 + "and this is its end"
@@ -260,6 +318,7 @@ def test_memory_that_ended_ranks_left_wired_is_shown(agent: Agent, monkeypatch: 
 
 def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = {name: STATUS[name] for name in ("state", "reason", "model", "epoch")} | {
+        "deployments": [{**TWO_REPLICAS, "groups": [GROUP]}],
         "world_size": 1,
         "kind": "",
     }

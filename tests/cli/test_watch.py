@@ -24,6 +24,7 @@ from mlxtp.cli.status import picture
 from ..api.test_admin import KEY
 from ..live_cluster import WAIT_S
 from ..pseudo_terminal import CTRL_C, terminal
+from .test_cluster import TWO_REPLICAS
 
 NODE = {
     "node_id": "ab" * 16, "name": "studio [left]", "state": "alive", "self": True, "coordinator": True,
@@ -48,6 +49,7 @@ MOMENT: dict[str, Any] = {
     "requests": {"open": 3, "generating": 2, "first_token": 0, "group": 0, "held_back": 1},
     "history": [{"epoch": 7, "began": 10_000.0, "lasted_s": None, "code": None, "reason": None}, ENDED],
     "desired": {"model": "org/[model]", "nodes": "2"},
+    "deployments": [TWO_REPLICAS],
     "nodes": [
         NODE,
         {**NODE, "node_id": "cd" * 16, "name": "mini", "state": "suspect", "self": False,
@@ -63,9 +65,15 @@ def drawn(moment: dict[str, Any] | None, away: dict[str, str] | None = None) -> 
 
 
 def test_the_picture_of_a_moment() -> None:
-    state, speed, _, head, first, second, problem, _, before = drawn(MOMENT)
+    state, speed, _, deployment, group, work, *none_yet, _, head, first, second, problem, _, before = drawn(
+        MOMENT
+    )
     assert state == "ready org/[model] on 2 ranks, JACCL mesh   epoch 7 for 1 min 5 s"
     assert speed == "31.3 tokens/s   open requests: 3: 2 generating, 1 held back"
+    assert deployment == "org/[model]: ready, replicas: 1 of 2, --nodes 2"
+    assert group == "  #0 ready on studio [left] (owner) + mini, JACCL mesh, epoch 7"
+    assert work.endswith("3 running, 1 waiting, 120 tokens/s, 4,096 tokens cached")
+    assert none_yet == ["  #1 idle", "     air: 30.1 GB are needed, and 12.0 GB are free"]
     assert head.split() == ["name", "state", "rank", "phase", "memory", "step"]
     assert first.split() == [
         *("studio", "[left]", "alive", "0", "decode", "52.0", "GB", "31.4", "ms"),
@@ -81,14 +89,18 @@ def test_the_picture_of_a_cluster_without_a_group() -> None:
         "state": "stopped", "ready": False, "reason": "nothing shall be served", "waiting": "who leads?",
         "model": None, "group": None, "ranks": [], "tokens_per_second": {"value": None, "of": "here"},
         "requests": {"open": 0}, "history": [], "desired": {"model": "org/next", "nodes": "auto"},
+        "deployments": [{**TWO_REPLICAS, "model": "org/next", "state": "idle", "groups": [], "nodes": "auto",
+                         "replicas": {"ready": 0, "wanted": 1}, "why": "no Mac has it"}],
     }  # fmt: skip
     lines = drawn(MOMENT | nothing)
-    assert lines[:5] == [
+    assert lines[:7] == [
         "stopped   epoch 7",
         "- tokens/s (of requests to this Mac)   open requests: 0",
         "  nothing shall be served",
         "  who leads?",
-        "wanted: org/next",
+        "",
+        "org/next: idle, replicas: 0 of 1",
+        "  no Mac has it",
     ]
     assert drawn(None, {"message": "nobody is there"}) == [
         "nobody is there",

@@ -143,7 +143,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     MachineWanted(),
     Serving(
         17, "ready", "", "ring", "ring over Ethernet", (NODE,), (12.5,), 3, "tiny", 2, 2048, 512, (2,),
-        group="tiny#0", deployment="tiny",
+        group="tiny#0", deployment="tiny", running=2, speed=30, cached=512,
     ),
     TokenWanted(b"n" * 16),
     TokenIssued(b"n" * 16, "ABCD", ""),

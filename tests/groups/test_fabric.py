@@ -34,7 +34,7 @@ from mlxtp.wire.messages import CollectivesTimed
 
 from ..placement.made_up_macs import cabled, mac, on_lan
 from ..wire.members import Member
-from .one_node import A, B, Node, play
+from .one_node import GROUP, A, B, Node, play
 
 RESULT = FabricResult(
     (A, B), "ring", RING_ETHERNET, False, True, 100, 0.25, (1024, 4096), (0.5, 1.0), (0.5, 2.0)
@@ -46,7 +46,8 @@ def report(result: FabricResult) -> FabricReport:
 
 
 def serving(*nodes: str, state: str = "ready") -> Serving:
-    return Serving(7, state, "", "ring", RING_ETHERNET, nodes, (1.0, 2.0), 0, "tiny", 1, 4096, 512, ())
+    told = (state, "", "ring", RING_ETHERNET, nodes, (1.0, 2.0), 0, "tiny", 1, 4096, 512, (), 0, ())
+    return Serving(7, *told, GROUP, "tiny")
 
 
 # --- which, and how often ---------------------------------------------------------------------------------
@@ -243,8 +244,9 @@ def test_what_was_measured_changes_the_next_group(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        a, placer = node.meet(A), node.parts.placer
+        a = node.meet(A)
         node.lead(weights, desk())
+        placer = node.group.placer
         before, _ = placer.placement()
         assert before is not None
         assert (before.backend, cast(Any, before.chosen).speed.measured) == ("jaccl", False)
@@ -268,21 +270,22 @@ def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        a, servings = node.meet(A), node.parts.servings
+        a = node.meet(A)
         node.lead(weights, desk())
-        node.parts.groups.shown.supervisor.waits_for_plan = True
+        reports = node.group.reports
+        node.group.supervisor.waits_for_plan = True
         node.live(a)
-        before = servings.serving()
+        before = reports.serving()
         assert before is not None
         assert len(before.participants) == 2
         slow = replace(RESULT, nodes=before.participants, backend="jaccl", kind=JACCL_MESH, collective_s=5e-3)
         node.hear(a, report(slow))
-        after = servings.serving()
+        after = reports.serving()
         assert after is not None
         assert after.key[0] == before.key[0]
         assert 0 < after.key[1] < before.key[1] / 2
         node.hear(a, serving(A, B))
-        status = node.parts.groups.shown.supervisor.status
+        status = node.group.supervisor.status
         status.epoch, status.group = 7, EpochGroup(0, 2, "ring", kind=RING_ETHERNET)
         assert gather(node.parts).measured is None  # that group was not measured
         node.hear(a, report(RESULT))

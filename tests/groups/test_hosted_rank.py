@@ -106,8 +106,7 @@ class Story:
     @property
     def epoch(self) -> int:
         """Number of the newest epoch that serves; 0 for none."""
-        running = self.hosted.running()
-        return running.number if running is not None else 0
+        return max((rank.order.epoch for rank in self.hosted.serving), default=0)
 
     def pids(self) -> list[int]:
         return rank_processes(self.home)
@@ -136,10 +135,8 @@ def test_a_rank_from_its_order_to_its_end(tmp_path: Path) -> None:
         prepared = await stage.hears(Prepared)
         assert prepared.path == "/models/one"
         assert prepared.ring.startswith("127.0.0.1:")
-        running = stage.hosted.running()
-        assert running is not None
-        assert (running.number, running.ranks) == (5, (HOST, HERE))
-        assert running.boots == (f"boot of {HOST}", "boot")
+        [rank] = stage.hosted.serving
+        assert (rank.order.epoch, rank.host, rank.host_boot) == (5, HOST, f"boot of {HOST}")
         assert (stage.hosted.last_epoch(HOST), stage.hosted.last_epoch(OTHER)) == (5, 4)
         assert stage.hosted.models == {Path("/models/one")}
         stage.hosted.received(HOST, start())

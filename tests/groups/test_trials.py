@@ -10,15 +10,17 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.cluster.reconcile import Wanted
 from mlxtp.errors import Code, GroupError, MlxtpError
 from mlxtp.groups.controller import Trials
-from mlxtp.groups.lifecycle import GROUP, EpochPlan
+from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.placement.candidates import Candidate, Fabrics
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, JACCL_RING, RING_ETHERNET, RankMemory
 from mlxtp.placement.topology import Topology
 from mlxtp.wire.cluster_messages import Serving
 
 from ..placement.made_up_macs import cabled, mac
+from .one_node import GROUP
 from .scenes import run, sees
 
 NEEDS = RankMemory("b", "b", 10, 0, 0, 15, 100)
@@ -38,7 +40,7 @@ def jaccl(*ranks: str, circle: bool = False) -> Candidate:
 
 
 def serving(backend: str, *participants: str, held_mib: tuple[int, ...] = ()) -> Serving:
-    """Another coordinator's word of its group."""
+    """An owner's report of its group."""
     words = ("ready", "", backend, "", participants, (0.0, 1.0), 0, "tiny", 1, 0, 0, (), 0, held_mib)
     return Serving(3, *words)
 
@@ -63,26 +65,29 @@ class Stage:
         self.model: Any = MODEL
         self.standing = standing = SimpleNamespace(boot_id="boot", present=True)
         self.node = SimpleNamespace(
-            leadership=SimpleNamespace(leading=True),
             replica=SimpleNamespace(saw_epoch=lambda _number: None),
             peer_info=SimpleNamespace(servings={}),
             membership=SimpleNamespace(status_of=lambda _node: standing),
             name_of=lambda node: node,
             changed=lambda: None,
         )
-        self.here = SimpleNamespace(source=self.model)
+        self.scope = SimpleNamespace(
+            owned=True, model=SimpleNamespace(name="tiny", source=self.model), wanted=Wanted("tiny")
+        )
         supervisor = SimpleNamespace(beside=SimpleNamespace(try_out=self.try_out, end=self.end_beside))
         groups = SimpleNamespace(
             group=lambda number, tried, **_: self.groups.append((number, tried.ranks)),
             release=self.forgotten.append,
-            held_bytes=lambda _node, _group: self.held,
+            held_bytes=lambda _node: self.held,
             leave_out=self.leave_out,
-            all=self.servings,
             topology=lambda: TOPOLOGY,
+            owned=None,
         )
+        self.parts = groups
         self.trials = Trials(
-            *cast(Any, (self.node, supervisor, self.here)),
-            **cast(Any, dict.fromkeys(("builder", "reports", "placer"), groups)),
+            *cast(Any, (self.node, self.scope, supervisor)),
+            **cast(Any, dict.fromkeys(("builder", "reports", "placer", "machines"), groups)),
+            all_reports=self.servings,
         )
 
     def servings(self) -> list[Serving]:
@@ -254,13 +259,13 @@ def test_a_loaded_group_that_fails_is_ended_and_left_out() -> None:
     play(story)
 
 
-@pytest.mark.parametrize("change", ["plan", "model", "coordinator"])
+@pytest.mark.parametrize("change", ["plan", "model", "owner"])
 def test_a_loaded_group_that_is_no_longer_planned_is_ended(change: str) -> None:
     async def story(stage: Stage) -> None:
         await stage.tries()
         if change == "model":
-            stage.here.source = object()
-        stage.node.leadership.leading = change != "coordinator"
+            stage.scope.model.source = object()
+        stage.scope.owned = change != "owner"
         stage.trials.end_stale(None if change == "plan" else PAIR)
         assert stage.trials.busy
         await sees(lambda: not stage.trials.busy)
@@ -286,7 +291,7 @@ def test_of_a_larger_group_the_newcomer_s_cable_is_tried_while_devices_are_in_us
     play(story)
 
 
-def test_a_newcomer_that_coordinates_tries_each_of_its_cables() -> None:
+def test_a_newcomer_that_owns_the_next_group_tries_each_of_its_cables() -> None:
     async def story(stage: Stage) -> None:
         chosen = jaccl(A, B, C)
         stage.node.peer_info.servings = {(B, GROUP): serving("jaccl", B, C, held_mib=(1, 1))}
@@ -322,7 +327,7 @@ def test_a_group_whose_free_cables_are_elsewhere_ends_nothing(caplog: pytest.Log
     assert len([each for each in caplog.messages if "the present group goes on" in each]) == 1
 
 
-def test_a_group_loads_beside_another_coordinator_s_where_memory_permits_both() -> None:
+def test_a_group_loads_beside_another_owner_s_where_memory_permits_both() -> None:
     async def story(stage: Stage) -> None:
         servings = stage.node.peer_info.servings
         servings["b", GROUP] = serving("none", "b")
@@ -333,5 +338,22 @@ def test_a_group_loads_beside_another_coordinator_s_where_memory_permits_both() 
         await stage.tries(6)
         assert [plan.model for plan in stage.tried] == [None, MODEL]
         assert stage.trials.take_over(PAIR) is not None
+
+    play(story)
+
+
+def test_another_revision_on_one_mac_loads_beside_the_present_one() -> None:
+    """Only for a group that serves the same model there is nothing to prove where one Mac is enough."""
+
+    async def story(stage: Stage) -> None:
+        alone = Candidate(ALONE, 1, "chosen", ranks=("a",), backend="none", memory=(NEEDS,))
+        stage.parts.owned = SimpleNamespace(wanted=Wanted("tiny"))
+        assert stage.trials.is_over(alone)
+        stage.scope.wanted = Wanted("tiny@main")
+        assert not stage.trials.is_over(alone)
+        await stage.tries(5, alone)
+        assert [plan.model for plan in stage.tried] == [MODEL]
+        assert stage.trials.is_over(alone)
+        assert stage.trials.take_over(alone) is not None
 
     play(story)

@@ -352,6 +352,7 @@ class Cluster:
             source = await open_model(str(model), str(draft))
             if supervisor.gateway.models():
                 await self._unload()
+            ranks.kv_bytes = supervisor.kv.limit_bytes = 0
             ranks._settings = dataclasses.replace(self.settings, **settings)
             try:
                 await _serve(supervisor, source)
@@ -388,10 +389,10 @@ async def _serve(supervisor: Supervisor, model: ModelSource) -> None:
         status.reason = error
         status.show(ServingState.IDLE)
         raise
-    supervisor.source, supervisor.kv_room = model, loaded.kv_room
+    supervisor.source, supervisor.info = model, loaded.info
     group, name, info = supervisor.group, supervisor.deployment, loaded.info
     supervisor.gateway.serve(group, name, ranks, info, model.text, load_s=loaded.load_s)
-    supervisor.info = info
+    await supervisor.kv.serve(ranks, loaded)
     status.ready()
 
 
@@ -428,14 +429,18 @@ class Request:
 
     def take(self, count: int, timeout_s: float = WAIT_S) -> tuple[int, ...]:
         """Read until `count` tokens have come in all, or the end; returns the tokens so far."""
+        self._cluster.call(self.read(count), timeout_s)
+        return tuple(self.tokens)
+
+    async def read(self, count: int) -> None:
+        """Do what `take` does, on the agent's event loop."""
         while len(self.tokens) < count and self.end is None:
-            event: TokenEvent = self._cluster.call(anext(self._answer), timeout_s)
+            event: TokenEvent = await anext(self._answer)
             if isinstance(event, Tokens):
                 self.tokens += event.tokens
                 self.scores += event.scores
             else:
                 self.end = event
-        return tuple(self.tokens)
 
     def finish(self, timeout_s: float = WAIT_S) -> tuple[tuple[int, ...], StreamEnd]:
         """Everything, and the end. Raises the MlxtpError that ended the request instead."""

@@ -399,6 +399,7 @@ def test_a_circle_is_found() -> None:
 PURE = (
     "mlxtp.admission_counter",
     "mlxtp.placement.formation",
+    "mlxtp.groups.memory_account",
     "mlxtp.groups.side_channel",
     "mlxtp.engine.jaccl",
     "mlxtp.engine.steps",

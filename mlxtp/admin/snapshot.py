@@ -179,7 +179,7 @@ def gather_agent(parts: AgentParts) -> AgentSnapshot:
         requests=gateway.deployments.count_open(),
         phases=gateway.deployments.phases,
         tokens=gateway.deployments.confirmed_tokens,
-        kv_room=supervisor.kv_room,
+        kv_room=supervisor.kv.tokens,
         in_epoch=parts.groups.in_epoch,
         proof=supervisor.loader.proof,
     )

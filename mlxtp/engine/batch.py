@@ -50,6 +50,10 @@ class Batch(Protocol):
         """Return caches of the first `length` tokens of a row that remains."""
         ...
 
+    def trim(self, longest: int) -> None:
+        """Free all room but that of rows of at most `longest` tokens."""
+        ...
+
 
 class LayerView:
     """View that one layer of a model has of a SlotBatch during one forward.
@@ -203,6 +207,10 @@ class SlotBatch:
         if room < length:
             self._resize(slots_now, capacity(length))
 
+    def trim(self, longest: int) -> None:
+        if self.rows:
+            self._resize(slots(len(self.rows)), capacity(longest))
+
     def _part(self, array: mx.array, row: int, length: int) -> mx.array:
         if array.shape[0] == 1 and array.shape[2] <= capacity(length):
             return mx.array(array)  # shared; the first write copies
@@ -281,6 +289,9 @@ class MergedBatch:
         if not self._merged:
             return share(self.caches, length)
         return cut([cache.extract(row) for cache in self.caches], length)
+
+    def trim(self, longest: int) -> None:
+        """Do nothing: these arrays have the size that mlx-lm gives them."""
 
 
 def share(caches: Caches, length: int) -> Caches:

@@ -26,6 +26,7 @@ from ..wire.messages import (
     Evict,
     Gathered,
     Generate,
+    KvBudget,
     Loaded,
     LoadShard,
     Message,
@@ -37,6 +38,7 @@ from ..wire.messages import (
     StepToken,
     Unload,
 )
+from . import kv_cache
 from .draft_model import CACHES_SHARE, DraftModel
 from .executor import Forward, RankExecutor, Result
 from .logit_shaping import RequestShaping
@@ -149,6 +151,8 @@ class DecodeLoop:
         self._followers = followers
         self._requests = Requests(rank, mail, shaping, Emitter(pipe, rank.status))
         self._run_ahead = rank.bootstrap.run_ahead
+        self._loaded: Loaded | None = None  # with the room that the ranks found for KV caches
+        self._drafter: DraftModel | None = None
         self._running: deque[Forward] = deque()
         self._unconfirmed: deque[Unconfirmed] = deque()
 
@@ -180,12 +184,14 @@ class DecodeLoop:
                 self._requests.cancel(command.uid)
             case LoadShard():
                 self._pipe.send(self._load(command))
+            case KvBudget():
+                self._pipe.send(self._resize(command))
             case Gathered():
                 raise GroupError(command.error, Code.FORM_FAILED)  # another rank did not form
             case Unload():
                 self._drain()
                 self._requests.drop("the model was unloaded while this request was running")
-                self._requests.close()
+                self._close()
                 self._pipe.send(self._everywhere(command))
             case _:
                 self._drain()
@@ -193,7 +199,7 @@ class DecodeLoop:
 
     def _load(self, command: LoadShard) -> Message:
         self._drain()
-        self._requests.close()
+        self._close()
         reply = self._everywhere(command)
         if isinstance(reply, Loaded):
             try:
@@ -201,11 +207,31 @@ class DecodeLoop:
             except ModelError as error:
                 self._everywhere(Unload())
                 return Error(error.code, error.detail, 0)
-            if drafter is not None and reply.kv_token_bytes:
-                reply = replace(reply, kv_bytes=_beside(drafter, reply.kv_bytes))
-            fits = self._requests.open(command, reply, drafter)
-            return replace(reply, context=min(reply.context, max(fits, 1)))
+            self._loaded, self._drafter = reply, drafter
+            reply = self._bounded(command.kv_bytes)
+            return _fitting(reply, self._requests.open(command, reply, drafter))
         return reply
+
+    def _close(self) -> None:
+        """Release the model on this rank's side of the loop, and its draft model."""
+        self._requests.close()
+        self._loaded = self._drafter = None
+
+    def _resize(self, command: KvBudget) -> Loaded:
+        """Change the room for KV caches. Every rank has been sent what no longer fits when this returns."""
+        self._drain()
+        reply = self._bounded(command.kv_bytes)
+        reply = replace(reply, kv_bytes=max(reply.kv_bytes, kv_cache.SMALLEST * reply.kv_token_bytes))
+        fits = self._requests.resize(reply)
+        scheduler = self._requests.scheduler
+        while scheduler is not None and scheduler.moves:
+            self._move()
+        return _fitting(reply, fits)
+
+    def _bounded(self, kv_bytes: int) -> Loaded:
+        """Return the reply to LoadShard with a room of `kv_bytes`, or for 0 the one that the ranks found."""
+        assert self._loaded is not None, "the pipe's protocol admits it to a loaded model only"
+        return _beside(self._drafter, replace(self._loaded, kv_bytes=kv_bytes or self._loaded.kv_bytes))
 
     def _load_drafter(self, command: LoadShard) -> DraftModel | None:
         """Load the draft model, on this rank alone: it enters no collective."""
@@ -271,7 +297,7 @@ class DecodeLoop:
                 case SessionStop():
                     self._rank.stop(frame.uid, frame.forwards, frame.keep)
                 case Evict():
-                    self._rank.evict(frame.uids)
+                    self._rank.evict(frame.uids, trim=frame.trim)
                 case PromptTokens() | PromptBatch() | StepToken():
                     self._running.append(self._rank.launch(step, frame, known))
         if isinstance(move, Prefill):
@@ -337,11 +363,18 @@ class DecodeLoop:
             self._confirm()
 
 
-def _beside(drafter: DraftModel, room_bytes: int) -> int:
-    """Share the room for KV caches with a draft model; returns the rest."""
-    left = max(room_bytes - drafter.weight_bytes, 0)
-    drafter.room_bytes = left // CACHES_SHARE
-    return left - drafter.room_bytes
+def _beside(drafter: DraftModel | None, reply: Loaded) -> Loaded:
+    """Share the room for KV caches with a draft model, if there is one; returns the reply with the rest."""
+    if drafter is None or not reply.kv_token_bytes:
+        return reply
+    left = max(reply.kv_bytes - drafter.weight_bytes, 0)
+    drafter.bound(left // CACHES_SHARE)
+    return replace(reply, kv_bytes=left - left // CACHES_SHARE)
+
+
+def _fitting(reply: Loaded, longest: int) -> Loaded:
+    """Return the reply with a context of at most `longest` tokens."""
+    return replace(reply, context=min(reply.context, max(longest, 1)))
 
 
 def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop | Evict:
@@ -377,7 +410,7 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop |
         case StopSequence():
             return SessionStop(move.uid, move.reason, move.forwards, move.keep)
         case EvictKept():
-            return Evict(move.uids)
+            return Evict(move.uids, move.trim)
 
 
 def _combined(replies: dict[int, Message]) -> Message:
@@ -390,4 +423,5 @@ def _combined(replies: dict[int, Message]) -> Message:
         return mine
     loads = [reply for reply in replies.values() if isinstance(reply, Loaded)]
     room = min(reply.kv_bytes // max(reply.kv_token_bytes, 1) for reply in loads)
-    return replace(mine, kv_bytes=room * max(mine.kv_token_bytes, 1))
+    token_bytes = max(reply.kv_token_bytes for reply in loads)
+    return replace(mine, kv_token_bytes=token_bytes, kv_bytes=room * max(token_bytes, 1))

@@ -40,7 +40,7 @@ class DraftModel:
                 Code.MODEL_INVALID,
             )
         self.weight_bytes = loaded.weight_bytes
-        self.room_bytes = 1 << 62  # bytes that its caches may take
+        self._room_bytes = 1 << 62  # bytes that its caches may take
         self._token_bytes = max(loaded.kv_token_bytes, 1)
         self._model = loaded.model
         if not can_trim_prompt_cache(make_cache(self._model)):
@@ -56,7 +56,7 @@ class DraftModel:
 
         Each call reads one chunk, so that other requests do not wait for a whole prompt.
         """
-        if self._bytes(len(tokens) + limit) > self.room_bytes:
+        if self._bytes(len(tokens) + limit) > self._room_bytes:
             return ()
         fed, caches = self._resume(tokens)
         todo = list(tokens[len(fed) :])
@@ -72,9 +72,14 @@ class DraftModel:
             todo = [cast(int, mx.argmax(logits[0, -1]).item())]
             drafts += todo
         self._fed = [*self._fed[-MAX_CACHES + 1 :], (fed, caches)]
-        while sum(self._bytes(len(tokens)) for tokens, _ in self._fed) > self.room_bytes:
-            self._fed.pop(0)
+        self.bound(self._room_bytes)
         return tuple(drafts)
+
+    def bound(self, room_bytes: int) -> None:
+        """Keep the caches within `room_bytes` from now on; the oldest make way."""
+        self._room_bytes = room_bytes
+        while sum(self._bytes(len(tokens)) for tokens, _ in self._fed) > room_bytes:
+            self._fed.pop(0)
 
     def _bytes(self, tokens: int) -> int:
         """Return the bytes of one sequence's caches."""

@@ -140,6 +140,7 @@ class RankExecutor:
         """
         launched_at = time.monotonic()
         runner, recorder = self._require_runner(), self.status.recorder
+        room = runner.room
         phase: Phase = "decode" if isinstance(frame, StepToken) else "prefill"
         self.status.launched(phase, len(frame.tokens), launched_at)
         if isinstance(frame, PromptTokens):
@@ -152,6 +153,8 @@ class RankExecutor:
             entry = recorder.started(step, STEP, len(frame.rows), launched_at)
             chosen = runner.step(frame, known)
         recorder.queued(entry, runner.forwards, self._counter.count)
+        if phase == "prefill" or runner.room != room:
+            self.status.kv_bytes = runner.kv_bytes()
         return Forward(step, chosen, runner.forwards, self._counter.count, launched_at, fed(frame), entry)
 
     def settle(self, forward: Forward) -> Result:
@@ -192,9 +195,9 @@ class RankExecutor:
                 Code.DESYNC,
             )
 
-    def evict(self, uids: tuple[int, ...]) -> None:
-        """Free kept KV caches."""
-        self._require_runner().evict(uids)
+    def evict(self, uids: tuple[int, ...], *, trim: bool = False) -> None:
+        """Free kept KV caches; with `trim`, all memory that no row needs."""
+        self._require_runner().evict(uids, trim=trim)
         self.status.kv_bytes = self._require_runner().kv_bytes()
 
     def finish(self) -> None:
@@ -277,7 +280,7 @@ class RankExecutor:
             tuple(sorted(self.eos)),
             loaded.peak_bytes,
             token_bytes,
-            kv_room_bytes(command.kv_bytes, self.bootstrap.world_size),
+            kv_room_bytes(self.bootstrap.world_size),
         )
 
     def _new_runner(self, counter: CollectiveCounter) -> Runner:
@@ -339,14 +342,12 @@ def _scored(arrays: tuple[mx.array, mx.array, mx.array]) -> list[Score]:
     ]
 
 
-def kv_room_bytes(wanted: int, ranks_here: int) -> int:
-    """Return bytes for this rank's KV caches: `wanted`, else three quarters of the memory that is free now.
+def kv_room_bytes(ranks_here: int) -> int:
+    """Return bytes for this rank's KV caches: three quarters of the memory that is free now.
 
     On Metal, free is the system's recommendation for the GPU less the memory in use. Elsewhere the ranks of
     one machine share the available memory.
     """
-    if wanted:
-        return wanted
     if mx.metal.is_available():
         limit = int(mx.device_info()["max_recommended_working_set_size"])
         return max(limit - mx.get_active_memory(), 0) * 3 // 4

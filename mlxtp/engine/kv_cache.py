@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..wire.messages import MAX_WIDTH
-from .sequence import SequenceState
+from .sequence import SequenceState, WaitingQueue
 from .steps import EvictKept, StopReason, StopSequence
 
 # --- room; the same on every rank, and the basis of rank 0's budget --------------------------------------
@@ -59,6 +59,7 @@ def batch_tokens(lengths: Sequence[int]) -> int:
 # cache's sequence: one that has ended and is kept, or one that runs and shares its cache.
 
 SHORTEST_HIT = 16  # tokens that a hit must save
+KEPT_SHARE = 2  # kept caches take at most one part in so many of the room
 
 _WORD = 4  # bytes of a packed token
 
@@ -183,6 +184,11 @@ class PrefixCache:
             freed.append(self._evict_one())
         return tuple(freed)
 
+    def resize(self, budget: int) -> tuple[int, ...]:
+        """Change the budget. Returns the uids of caches to free."""
+        self._budget = budget
+        return self.evict(max(self._positions - budget, 0))
+
     def _evict_one(self) -> int:
         uid = next(iter(self._kept))
         self.take(uid)
@@ -225,7 +231,7 @@ SHARED_BEGINNING = 32
 class KVCacheManager:
     """Room for the KV caches of `running` and `waiting` sequences, and of kept ones in `prefixes`.
 
-    `moves` has the moves that free caches. They come before any other.
+    `moves` has the moves that free caches. They come before any other. `kv_tokens` is all the room.
     """
 
     def __init__(
@@ -233,10 +239,10 @@ class KVCacheManager:
         kv_tokens: int,
         prefixes: PrefixCache | None,
         running: Sequence[SequenceState],
-        waiting: Sequence[SequenceState],
+        waiting: WaitingQueue,
     ) -> None:
         self.moves: deque[StopSequence | EvictKept] = deque()
-        self._kv_tokens = kv_tokens
+        self.kv_tokens = kv_tokens
         self._prefixes = prefixes
         self._running = running
         self._waiting = waiting
@@ -301,7 +307,7 @@ class KVCacheManager:
             self._prefixes.unshare(sequence.uid)
             if reason != "preempt" and held:
                 evicted = self._prefixes.keep(sequence.uid, sequence.tokens[:held])
-                if (beyond := self._occupied() - self._kv_tokens) > 0:
+                if (beyond := self._occupied() - self.kv_tokens) > 0:
                     evicted += self._prefixes.evict(beyond)
                 keep = 0 if sequence.uid in evicted else held
         self.moves.append(StopSequence(sequence.uid, reason, sequence.forwards, keep))
@@ -311,24 +317,41 @@ class KVCacheManager:
 
     def make_room(self, joining: Sequence[SequenceState] = ()) -> bool:
         """Return True if all fit beside each other, after evicting kept caches where needed."""
-        live = len(self._running) + sum([1 for sequence in self._waiting if sequence.uid])
-        longest = max([max(s.position, s.prompt) for s in (*self._running, *joining)])
+        live = len(self._running) + len(self._waiting.started())
+        longest = max([max(s.position, s.prompt) for s in (*self._running, *joining)], default=0)
         shape = (len(self._running), live, capacity(longest + MAX_WIDTH))
         if not joining and shape == self._fits:
             return True
-        beyond = self._occupied(joining) - self._kv_tokens
+        beyond = self._occupied(joining) - self.kv_tokens
         if beyond > 0 and self._prefixes is not None and (evicted := self._prefixes.evict(beyond)):
             self.moves.append(EvictKept(evicted))
-            beyond = self._occupied(joining) - self._kv_tokens
-        if beyond > 0 and live + len(joining) > 1:
-            return False  # a sequence alone fits: `Scheduler.add` checked it
+            beyond = self._occupied(joining) - self.kv_tokens
+        if beyond > 0:
+            rows = [*self._running, *self._waiting.started(), *joining]
+            if len(rows) > 1 or not self.fits_alone(rows[0]):
+                return False
         if not joining:
             self._fits = shape
         return True
 
+    def fits_alone(self, sequence: SequenceState) -> bool:
+        """Return True if a sequence fits without any other, with the tokens that it has so far.
+
+        `Scheduler.add` checked that it fits to its end, but the room may have become smaller.
+        """
+        soon = max(sequence.position, sequence.prompt) + MAX_WIDTH
+        return capacity(min(soon, sequence.longest)) <= self.kv_tokens
+
+    def resize(self, kv_tokens: int) -> None:
+        """Change the room. Kept caches that no longer fit are evicted."""
+        self.kv_tokens = kv_tokens
+        self._fits = (0, 0, 0)
+        if self._prefixes is not None and (evicted := self._prefixes.resize(kv_tokens // KEPT_SHARE)):
+            self.moves.append(EvictKept(evicted))
+
     def _occupied(self, joining: Sequence[SequenceState] = ()) -> int:
         """Return the positions of all KV caches once the started prompts and `joining` run as well."""
-        started = [sequence for sequence in self._waiting if sequence.uid]
+        started = self._waiting.started()
         rows = [*self._running, *started, *joining]
         lengths = [max(sequence.position, sequence.prompt) + MAX_WIDTH for sequence in rows]
         # A prompt that is prefilled alone has its own cache until it runs, unless no other sequence does.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -207,7 +208,7 @@ class Requests:
             chunk_s=chunk_s,
             together=TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU,
             max_rows=MAX_ROWS if kinds.batches else 1,
-            kv_tokens=reply.kv_bytes // reply.kv_token_bytes if reply.kv_token_bytes else UNLIMITED,
+            kv_tokens=_room(reply),
             wide=kinds.slots,
             drafts=bootstrap.speculation,
             draft_room=DRAFTS_ON_GPU if gpu else DRAFTS_ON_CPU,
@@ -221,6 +222,17 @@ class Requests:
         self._shaping.prepare(size, rank.eos)
         self._grammars = Grammars(Path(command.path), size, rank.eos)
         self._grammars.read()
+        return kv_cache.fitting(self._policy.kv_tokens)
+
+    def resize(self, reply: Loaded) -> int:
+        """Change the room for KV caches to that of `reply`. No forward may be in flight.
+
+        Returns the same as `open`.
+        """
+        assert self._policy is not None
+        assert self.scheduler is not None
+        self._policy = replace(self._policy, kv_tokens=_room(reply))
+        self.scheduler.resize(self._policy.kv_tokens)
         return kv_cache.fitting(self._policy.kv_tokens)
 
     def close(self) -> None:
@@ -248,7 +260,8 @@ class Requests:
         assert self._policy is not None
         if self.scheduler is not None:
             self._last_uid = self.scheduler.last_uid
-        prefixes = PrefixCache(self._policy.kv_tokens // 2, MAX_PREFIXES) if self._reuses else None
+        share = self._policy.kv_tokens // kv_cache.KEPT_SHARE
+        prefixes = PrefixCache(share, MAX_PREFIXES) if self._reuses else None
         self.scheduler = Scheduler(self._policy, prefixes, self._last_uid)
 
     # --- in ------------------------------------------------------------------------------------------
@@ -403,3 +416,8 @@ class Requests:
             for uid, width in zip(move.rows, move.widths, strict=True):
                 self._shaping.forced(uid, move.tokens[at + 1 : at + width])
                 at += width
+
+
+def _room(reply: Loaded) -> int:
+    """Return the tokens for whose KV caches every rank has room."""
+    return reply.kv_bytes // reply.kv_token_bytes if reply.kv_token_bytes else UNLIMITED

@@ -320,10 +320,19 @@ class Runner:
             self._kept[uid] = kept, _bytes(kept)
         return self._forwards.pop(uid)
 
-    def evict(self, uids: tuple[int, ...]) -> None:
-        """Free kept KV caches."""
+    def evict(self, uids: tuple[int, ...], *, trim: bool = False) -> None:
+        """Free kept KV caches; with `trim`, all memory that no row needs, once forwards in flight end."""
         for uid in uids:
             del self._kept[uid]
+        if trim:
+            self._batch.trim(max((self._lengths[uid][-1] for uid in self._batch.rows), default=0))
+            mx.eval(self._batch_arrays())
+            mx.clear_cache()
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Slots and capacity of a SlotBatch, whose KV arrays change in size with them alone."""
+        return self._batch.shape() if isinstance(self._batch, SlotBatch) else (0, 0)
 
     def kv_bytes(self) -> int:
         """Return the bytes of all sequences' KV caches."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from ..errors import Code, MlxtpError
+from ..errors import Code, MlxtpError, RequestError
 from ..wire.messages import MAX_PROMPTS, MAX_WIDTH
 from . import kv_cache
 from .kv_cache import KVCacheManager, PrefixCache
@@ -26,6 +26,7 @@ from .steps import (
     Chunks,
     Decode,
     Drafter,
+    EvictKept,
     ExchangeKind,
     Move,
     Policy,
@@ -137,7 +138,8 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[SequenceState] = []
         self._kv = KVCacheManager(policy.kv_tokens, prefixes, self._running, self._waiting)
-        self._moves = self._kv.moves
+        #: Moves that end sequences or free KV caches. They come before any other.
+        self.moves = self._kv.moves
         self._speculation = Speculation(policy, self._running)
         #: Rows of each forward in flight, and the tokens of a prompt's chunk; 0 for a decode step.
         self._queued: deque[tuple[tuple[FedRow, ...], int]] = deque()
@@ -165,10 +167,10 @@ class Scheduler:
         """
         prompt = len(tokens) - answered
         needed = kv_cache.capacity(prompt + wants.max_tokens)
-        if needed > self._policy.kv_tokens:
+        if needed > self._kv.kv_tokens:
             raise MlxtpError(
                 f"{prompt} prompt tokens and {wants.max_tokens} new ones take room for {needed} in the "
-                f"KV cache; the rank with the least memory has room for {self._policy.kv_tokens}",
+                f"KV cache; the rank with the least memory has room for {self._kv.kv_tokens}",
                 Code.CONTEXT_OVERFLOW,
             )
         sequence = SequenceState(
@@ -186,6 +188,22 @@ class Scheduler:
         self._finish(sequence, "cancel")
         return sequence.end("cancel")
 
+    def resize(self, kv_tokens: int) -> None:
+        """Change the room of the KV caches, in tokens. No forward may be in flight.
+
+        The next moves evict and preempt what no longer fits. A sequence that has more tokens than the room
+        fails; the others continue when there is room again.
+        """
+        larger = kv_tokens > self._kv.kv_tokens
+        self._kv.resize(kv_tokens)
+        for sequence in tuple(self._requests.values()):
+            if not self._kv.fits_alone(sequence):
+                self._late.append(self._fail(sequence, _outgrown(sequence, kv_tokens)))
+        while (self._running or self._waiting.started()) and not self._kv.make_room():
+            self._preempt()
+        if not larger:
+            self.moves.append(EvictKept((), trim=True))
+
     # --- moves ---------------------------------------------------------------------------------------
 
     def next(self) -> Move | None:
@@ -194,13 +212,13 @@ class Scheduler:
         Ended sequences leave first. Then prompts run, up to one chunk of tokens between two decode steps, so
         that a long prompt never delays the others by more than one chunk.
         """
-        if self._moves:
-            return self._moves.popleft()
+        if self.moves:
+            return self.moves.popleft()
         move: Move | None = self._next_prefill() if self._waiting else None
-        if move is None and self._running and not self._moves:
+        if move is None and self._running and not self.moves:
             move = self._next_decode()
-        if move is None and self._moves:
-            return self._moves.popleft()  # room is made first
+        if move is None and self.moves:
+            return self.moves.popleft()  # room is made first
         return move
 
     def _next_prefill(self) -> Prefill | PrefillTogether | None:
@@ -210,13 +228,13 @@ class Scheduler:
             self._budget = policy.prefill_chunk
         limit = self._chunks.beside if beside else policy.prefill_chunk
         self._budget = min(self._budget, limit)
-        started = [sequence for sequence in self._waiting if sequence.uid]
+        started = self._waiting.started()
         free = policy.max_rows - len(self._running) - len(started)
         if policy.wide and free > 1 and len(self._waiting) > 1 and not self._waiting[0].uid:
             group = self._short_ones(
                 started, min(free, MAX_PROMPTS), min(policy.together, limit, self._budget)
             )
-            if self._moves:
+            if self.moves:
                 return None  # room is made first
             if len(group) > 1:
                 return self._prefill_together(group)
@@ -233,7 +251,7 @@ class Scheduler:
                 if not self._kv.make_room([sequence]):
                     full = True  # later requests must not overtake it
                     continue
-                if self._moves:
+                if self.moves:
                     return None
             return self._prefill(sequence, limit)
         return None
@@ -322,7 +340,7 @@ class Scheduler:
         if not self._kv.make_room():
             self._preempt()
             return None
-        if self._moves:
+        if self.moves:
             return None  # room is made first
         self._budget = self._chunks.beside
         feed_of = self._speculation.feed
@@ -441,11 +459,14 @@ class Scheduler:
             self._kv.release(sequence, reason, held)
 
     def _preempt(self) -> None:
-        """Remove the youngest sequence; it will be prefilled again when there is room."""
-        started = [sequence for sequence in self._waiting if sequence.uid]
+        """Remove the youngest sequence; it will be prefilled again when there is room, or fails if never."""
+        started = self._waiting.started()
         youngest = max([*self._running, *started], key=lambda sequence: sequence.request)
         if youngest.in_flight:
             return  # its tokens must be known first
+        if not self._kv.fits_alone(youngest):
+            self._late.append(self._fail(youngest, _outgrown(youngest, self._kv.kv_tokens)))
+            return
         try:
             youngest.drop_forced()
         except MlxtpError as error:
@@ -458,6 +479,16 @@ class Scheduler:
         self._kv.release(youngest, "preempt", 0)
         youngest.start_again()
         self._waiting.appendleft(youngest)
+
+
+def _outgrown(sequence: SequenceState, room: int) -> RequestError:
+    """Return the error of a sequence with more tokens than there is `room` for in the KV cache by now."""
+    prompt = len(sequence.tokens) - sequence.generated
+    return RequestError(
+        f"{prompt} prompt tokens and {sequence.generated} of {sequence.wants.max_tokens} new ones outgrow "
+        f"the KV cache, which has become smaller; the rank with the least memory has room for {room}",
+        Code.CONTEXT_OVERFLOW,
+    )
 
 
 def _take_out(sequence: SequenceState, running: list[SequenceState]) -> None:

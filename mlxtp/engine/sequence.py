@@ -52,6 +52,11 @@ class SequenceState:
     def __post_init__(self) -> None:
         self.shaped, self.exchange = self.wants.shaped, self.wants.exchange
 
+    @property
+    def longest(self) -> int:
+        """Most tokens that it may ever have."""
+        return len(self.tokens) - self.generated + self.wants.max_tokens
+
     def verify(self, fed: FedRow, chosen: tuple[int, ...]) -> tuple[int, ...]:
         """Return the new tokens of a forward that was fed `fed` and chose `chosen`: up to a wrong draft."""
         drafts = fed.drafts
@@ -176,6 +181,10 @@ class WaitingQueue(deque[SequenceState]):
         super().__init__()
         self._turns = FairQueue()
         self._user_turns: dict[int, FairQueue] = {}  # by client, while one of its requests waits
+
+    def started(self) -> list[SequenceState]:
+        """Return the sequences whose prompt has started and is not complete."""
+        return [sequence for sequence in self if sequence.uid]
 
     def line_up(self, sequence: SequenceState) -> None:
         """Add a new sequence."""

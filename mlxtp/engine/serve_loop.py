@@ -51,7 +51,7 @@ class ServeLoop:
                 case SessionStop() as stop:
                     self._rank.stop(stop.uid, stop.forwards, stop.keep)
                 case Evict() as evict:
-                    self._rank.evict(evict.uids)
+                    self._rank.evict(evict.uids, trim=evict.trim)
                 case Shutdown():
                     self._settle(keep=0)
                     self._leader.send(Done())

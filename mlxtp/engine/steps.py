@@ -77,9 +77,10 @@ class StopSequence:
 
 @dataclass(frozen=True, slots=True)
 class EvictKept:
-    """Eviction of kept KV caches."""
+    """Eviction of kept KV caches; with `trim`, of all memory that no row's KV cache needs."""
 
     uids: tuple[int, ...]
+    trim: bool = False
 
 
 Move = Prefill | PrefillTogether | Decode | StopSequence | EvictKept

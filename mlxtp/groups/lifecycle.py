@@ -16,7 +16,7 @@ from ..errors import Code, GroupError, MlxtpError
 from ..gateway.gateway import Gateway
 from ..models.inspect import ModelSource, weight_bytes
 from .health import BACKOFF_S, RestartPolicy, ServingState
-from .loading import LoadedModel, ModelLoader
+from .loading import KvRoom, LoadedModel, ModelLoader
 from .process_group import EpochGroup, ProcessGroup, Stage
 from .ranks import WORKER, Worker
 from .status import GroupStatus
@@ -134,14 +134,15 @@ class Supervisor:
 
         def make_ranks(plan: EpochPlan, on_stage: Stage) -> ProcessGroup:
             events = gateway.on_event
-            return ProcessGroup(settings, plan.epoch, events, on_stage, worker=worker, group=plan.group)
+            ranks = ProcessGroup(settings, plan.epoch, events, on_stage, worker=worker, group=plan.group)
+            ranks.kv_bytes = self.kv.limit_bytes
+            return ranks
 
         self._make_ranks = make_ranks
         self.beside = RanksBeside(make_ranks, self.loader)
         #: Model of this agent's present epoch, or of the last one.
         self.source: ModelSource | None = None
-        #: Tokens that the KV caches of the loaded model may hold; 0 without a bound, or with no model.
-        self.kv_room = 0
+        self.kv = KvRoom(self._serve)  #: Room for the KV caches of the model that the present epoch serves.
         self.info: ModelInfo | None = None  #: The model that this agent's ranks serve; None while none does.
         self.waits_for_plan = False  #: True while no epoch runs and none is planned.
         self._plans: asyncio.Queue[EpochPlan] = asyncio.Queue()
@@ -209,12 +210,10 @@ class Supervisor:
             status.enter(ServingState.LOADING)
             loaded = plan.loaded or await self.loader.bring_up(ranks, model, reached)
 
-            self.kv_room = loaded.kv_room
-            name, info = self.deployment, loaded.info
-            gateway.serve(self.group, name, ranks, info, model.text, load_s=loaded.load_s)
-            self.info = info
+            self._serve(ranks, loaded)
             status.ready()
             served = True
+            await self.kv.serve(ranks, loaded)
             error = await asyncio.shield(ranks.failed)
         except MlxtpError as failure:
             error = failure
@@ -222,7 +221,8 @@ class Supervisor:
             log.exception("epoch %d", plan.epoch, extra={"epoch": plan.epoch})
             error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
 
-        self.kv_room, self.info = 0, None
+        self.kv.close()
+        self.info = None
         status.failed(error)
         gateway.park(self.group, error)
         await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill(error))
@@ -245,6 +245,12 @@ class Supervisor:
             self.gateway.fail(self.deployment, error, unless_ready=True)
             await owner.changed()
             self._policy = RestartPolicy()
+
+    def _serve(self, ranks: ProcessGroup, loaded: LoadedModel) -> None:
+        """Send requests to `ranks`, which have a model, or a different room for KV caches now."""
+        assert self.source is not None
+        self.info, text, load_s = loaded.info, self.source.text, loaded.load_s
+        self.gateway.serve(self.group, self.deployment, ranks, loaded.info, text, load_s=load_s)
 
     @property
     def open_requests(self) -> int:

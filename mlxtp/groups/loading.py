@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..api.backend import ModelInfo
@@ -34,11 +34,67 @@ _RANK = re.compile(r"(?:^|; )rank (\d+): ")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Model on ranks that are warm and proven. `kv_room` in tokens; it took `load_s` seconds to load."""
+    """Model on ranks that are warm and proven. It took `load_s` seconds to load.
+
+    The KV caches of each rank may have `kv_bytes`, with room for `kv_room` tokens; 0 without a bound.
+    """
 
     info: ModelInfo
     kv_room: int
     load_s: float
+    kv_bytes: int = 0
+
+    def resized(self, loaded: Loaded) -> LoadedModel:
+        """Return this model with the room that the ranks report now."""
+        info = replace(self.info, context=loaded.context)
+        return replace(self, info=info, kv_room=_kv_room(loaded), kv_bytes=loaded.kv_bytes)
+
+
+class KvRoom:
+    """Room for the KV caches of one group, and its limit, which holds for each epoch.
+
+    `changed` is called when a model that serves has another room.
+    """
+
+    def __init__(self, changed: Callable[[ProcessGroup, LoadedModel], None]) -> None:
+        self.limit_bytes = 0  #: Most bytes on each rank, beside the setting's; 0 for no bound.
+        self.loaded: LoadedModel | None = None  #: The model that the present epoch serves.
+        self._ranks: ProcessGroup | None = None
+        self._changed = changed
+        self._changing = asyncio.Lock()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the KV caches may hold; 0 without a bound, or with no model."""
+        return self.loaded.kv_room if self.loaded is not None else 0
+
+    async def serve(self, ranks: ProcessGroup, loaded: LoadedModel) -> None:
+        """Note that the present epoch serves a model. Its limit may have changed since it began to load."""
+        self._ranks, self.loaded = ranks, loaded
+        await self._apply()
+
+    def close(self) -> None:
+        """Note that no model is served."""
+        self._ranks = self.loaded = None
+
+    async def limit(self, kv_bytes: int) -> None:
+        """Change the limit. Returns once the ranks of a model that serves were sent what no longer fits."""
+        self.limit_bytes = kv_bytes
+        await self._apply()
+
+    async def _apply(self) -> None:
+        async with self._changing:
+            ranks, loaded = self._ranks, self.loaded
+            if ranks is None or loaded is None or ranks.kv_bytes == self.limit_bytes:
+                return  # the next load goes by the limit
+            try:
+                reply = await ranks.budget(self.limit_bytes)
+            except MlxtpError as error:
+                log.debug("epoch %d ends: %s", ranks.epoch, error)
+                return
+            if self.loaded is loaded:
+                self.loaded = loaded.resized(reply)
+                self._changed(ranks, self.loaded)
 
 
 class ModelLoader:
@@ -74,8 +130,7 @@ class ModelLoader:
                 raise ModelError(f"a first forward was refused: {error.detail}", error.code) from error
         reached("warmed up")
         info = await model_info(model, loaded)
-        kv_room = loaded.kv_bytes // loaded.kv_token_bytes if loaded.kv_token_bytes else 0
-        return LoadedModel(info, kv_room, time.monotonic() - began)
+        return LoadedModel(info, _kv_room(loaded), time.monotonic() - began, loaded.kv_bytes)
 
     async def _warm_up(self, ranks: ProcessGroup, folder: Path, vocabulary: int) -> None:
         """Run the first forwards, the golden proof among them. Raises GroupError where that fails."""
@@ -144,6 +199,11 @@ async def model_info(model: ModelSource, found: Loaded | Serving) -> ModelInfo:
         defaults=await asyncio.to_thread(load_defaults, model.path),
         features=model.text.features,
     )
+
+
+def _kv_room(loaded: Loaded) -> int:
+    """Return the tokens that the KV caches may hold; 0 without a bound."""
+    return loaded.kv_bytes // loaded.kv_token_bytes if loaded.kv_token_bytes else 0
 
 
 def row_bytes(folder: Path) -> int:

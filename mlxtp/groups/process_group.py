@@ -25,6 +25,7 @@ from ..wire.messages import (
     Gathered,
     Init,
     InitDone,
+    KvBudget,
     Loaded,
     LoadShard,
     Message,
@@ -265,6 +266,8 @@ class ProcessGroup:
             for rank in range(self.group.local)
         ]
         self.endpoints = self.group.endpoints(self.watch)
+        #: Most bytes of KV caches on each rank, beside the setting's; 0 for no bound.
+        self.kv_bytes = 0
         self._ready: tuple[RankReady, ...] = ()
         #: True while MLX's ring forms or proves itself, so that a stranger may be in it.
         self.at_ring = False
@@ -381,11 +384,19 @@ class ProcessGroup:
             eos,
             settings.max_context,
             settings.kv_bits,
-            settings.kv_bytes,
+            _least(settings.kv_bytes, self.kv_bytes),
             draft_path,
             paths,
         )
         return await self._ask(command, Loaded, None)
+
+    async def budget(self, kv_bytes: int) -> Loaded:
+        """Change `kv_bytes` while a model is loaded. One call at a time.
+
+        Returns the room that is in force, once the ranks were sent what no longer fits; see `KvBudget`.
+        """
+        self.kv_bytes = kv_bytes
+        return await self._ask(KvBudget(_least(self._settings.kv_bytes, kv_bytes)), Loaded, None)
 
     async def do(self, command: Message) -> None:
         """Carry out a command to which every rank replies Done."""
@@ -506,6 +517,11 @@ class ProcessGroup:
 def canary_s(limit_s: float, backend: str) -> float:
     """Return how long a group idles between two proofs, in seconds."""
     return min(limit_s, JACCL_CANARY_S) if backend == "jaccl" else limit_s
+
+
+def _least(*bounds: int) -> int:
+    """Return the smallest of `bounds` that is not 0; 0 if all are."""
+    return min((bound for bound in bounds if bound), default=0)
 
 
 async def _all(*work: Coroutine[Any, Any, T]) -> list[T]:

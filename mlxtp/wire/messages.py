@@ -309,10 +309,15 @@ class SessionStop(Message):
 
 @dataclass(frozen=True, slots=True)
 class Evict(Message):
-    """Command to drop KV caches that were kept."""
+    """Command to drop KV caches that were kept.
+
+    With `trim`, ranks also give memory back to the system: what no row's KV cache needs, and what MLX keeps
+    for reuse.
+    """
 
     TYPE: ClassVar[int] = 0x0C
-    uids: tuple[int, ...] = _f(integers(1, U32, 1, MAX_ROWS))
+    uids: tuple[int, ...] = _f(integers(1, U32, 0, MAX_ROWS))
+    trim: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +375,8 @@ class LoadShard(Message):
 
     `eos` are end tokens that the tokenizer knows; the model's own configuration may add to them.
     `max_context` (tokens) shortens the model's own context, `kv_bits` quantizes the KV cache, `kv_bytes`
-    bounds the caches of all sequences on each rank. 0 leaves each of them to the model and the machine.
+    bounds the caches of all sequences on each rank, as KvBudget does. 0 leaves each of them to the model and
+    the machine.
     `draft_path` is the folder of a small model with the same vocabulary, for rank 0 to propose tokens with.
     `paths` has a folder for each rank where they differ from Mac to Mac, else it is empty.
     """
@@ -384,6 +390,20 @@ class LoadShard(Message):
     kv_bytes: int = _f(_count, default=0)
     draft_path: str = _f(text(4000, raw=True), default="")
     paths: tuple[str, ...] = _f(texts(MAX_RANKS, 4000, raw=True), default=())
+
+
+@dataclass(frozen=True, slots=True)
+class KvBudget(Message):
+    """Agent to rank 0: bound the KV caches of all sequences on each rank to `kv_bytes` from now on.
+
+    0 is the room that was found when the model was loaded. Rank 0 evicts and preempts what no longer fits.
+    Unless the room grows, all ranks give back memory that no sequence needs. A sequence with more tokens than
+    the room ends with an Error. Reply: Loaded, with the room that is in force: at least that of the shortest
+    sequence.
+    """
+
+    TYPE: ClassVar[int] = 0x1F
+    kv_bytes: int = _f(_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,11 +441,14 @@ class SanityDone(Message):
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Message):
-    """Reply to LoadShard: the shard is in memory. `context` and `vocabulary` are the model's, in tokens.
+    """Reply to LoadShard and KvBudget: the shard is in memory.
+
+    `context` and `vocabulary` are the model's, in tokens.
 
     `weight_bytes` and `peak_bytes` are this rank's, the latter while loading. `kv_token_bytes` is the size of
-    one token in its KV cache, `kv_bytes` the limit of all caches together. From rank 0 to the agent,
-    `kv_bytes` is the smallest of all ranks.
+    one token in its KV cache, `kv_bytes` the memory that it has for all caches together. From rank 0 to the
+    agent, `kv_bytes` is the bound that is in force on all ranks, `kv_token_bytes` the largest of them, and
+    `context` the most that a sequence has room for.
     """
 
     TYPE: ClassVar[int] = 0x1B
@@ -597,7 +620,7 @@ RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
 RANK_MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, PromptTokens, PromptBatch, StepToken,
     SessionStop, Evict, Ack, Error, Init, SanityCheck, LoadShard, Unload, Shutdown,
-    InitDone, SanityDone, Loaded, Done, TimeCollectives, CollectivesTimed,
+    InitDone, SanityDone, Loaded, Done, KvBudget, TimeCollectives, CollectivesTimed,
     Generate, Accepted, Prefilled, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ A move that is not in the table is illegal. States that mean the same have the s
 
     new -Hello-> greeted -Welcome-> open -Bootstrap-> linking -Done-> linked
     linked -Init-> forming -InitDone-> formed -SanityCheck-> proving -SanityDone-> proven
-    proven -LoadShard-> loading -Loaded-> loaded
+    proven -LoadShard-> loading -Loaded-> loaded -KvBudget-> resizing -Loaded-> loaded
     new -JoinOffer-> offered -JoinRequest-> asked -JoinGrant or JoinRefusal-> closed
 
 A state in -ing waits for the reply to one command. Both ends run this table, each at its own time. A message
@@ -34,6 +34,7 @@ from .messages import (
     Hello,
     Init,
     InitDone,
+    KvBudget,
     Loaded,
     LoadShard,
     Message,
@@ -105,6 +106,7 @@ class LinkState(Enum):
     LOADED = "loaded"
     CHECKING = "checking"
     MEASURING = "measuring"
+    RESIZING = "resizing"
     UNLOADING = "unloading"
     CLOSING = "closing"
     CLOSING_AFTER_DONE = "closing after Done"
@@ -195,6 +197,7 @@ _SHUTDOWN_WHEN_BUSY = {
     LinkState.LOADING: LinkState.CLOSING_AFTER_LOAD,
     LinkState.UNLOADING: LinkState.CLOSING_AFTER_DONE,
     LinkState.MEASURING: LinkState.CLOSING_AFTER_TIMES,
+    LinkState.RESIZING: LinkState.CLOSING_AFTER_LOAD,
 }
 
 _DECODING: tuple[Transition, ...] = tuple(
@@ -215,9 +218,13 @@ _CANARY: tuple[Transition, ...] = (
     (LinkState.CHECKING, _LOWER, SanityDone, LinkState.LOADED),
 )
 
+#: Requests come while the room for KV caches changes, too. Cancel may come anywhere.
 _REQUESTS: tuple[Transition, ...] = (
     (LinkState.LOADED, _UPPER, Generate, LinkState.LOADED),
-)  # Cancel may come anywhere
+    (LinkState.LOADED, _UPPER, KvBudget, LinkState.RESIZING),
+    (LinkState.RESIZING, _UPPER, Generate, LinkState.RESIZING),
+    (LinkState.RESIZING, _LOWER, Loaded, LinkState.LOADED),
+)
 
 #: A rank above 0 forms the group at rank 0's command. Its pipe does not carry that command.
 _ROUNDS: tuple[Transition, ...] = (
@@ -238,10 +245,12 @@ _VOICE: tuple[Transition, ...] = tuple(
     (state, _LOWER, message, state)
     for state in (
         LinkState.LOADED,
+        LinkState.RESIZING,
         LinkState.UNLOADING,
         LinkState.MEASURING,
         LinkState.CLOSING,
         LinkState.CLOSING_AFTER_DONE,
+        LinkState.CLOSING_AFTER_LOAD,
         LinkState.CLOSING_AFTER_TIMES,
     )
     for message in (Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed)

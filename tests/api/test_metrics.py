@@ -37,6 +37,7 @@ from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.history import Recoveries
 from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP, Supervisor
+from mlxtp.groups.loading import LoadedModel
 from mlxtp.logs import JsonLines
 from mlxtp.models import self_test
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Pong
@@ -293,7 +294,8 @@ def test_how_long_a_body_takes_is_no_time_of_ours(stage: Stage) -> None:
 
 def test_what_runs_and_what_waits_can_be_seen_meanwhile(stage: Stage) -> None:
     stage.desk.held = True
-    stage.supervisor.kv_room = 100
+    (model,) = stage.supervisor.gateway.models()
+    stage.supervisor.kv.loaded = LoadedModel(model, kv_room=100, load_s=1.0)
     threads = [threading.Thread(target=stage.ask) for _ in range(3)]
     for thread in threads:
         thread.start()

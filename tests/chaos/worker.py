@@ -392,7 +392,7 @@ def extra_step(original: Wrapped, scheduler: Scheduler) -> Move | None:
     if isinstance(move, Decode):
         extra_step.last = move  # type: ignore[attr-defined]
     if isinstance(move, StopSequence) and orders.due("extra_step"):
-        scheduler._moves.appendleft(move)
+        scheduler.moves.appendleft(move)
         scheduler._queued.append(())
         last: Decode = extra_step.last  # type: ignore[attr-defined]
         return Decode((move.uid,), (last.positions[last.rows.index(move.uid)] + 1,))

@@ -140,7 +140,7 @@ class Ranks:
 
     def __init__(self, requests: dict[int, Request], kv_tokens: int) -> None:
         self._requests = requests
-        self._kv_tokens = kv_tokens
+        self.kv_tokens = kv_tokens
         self._ledger = DecodeLedger()
         self._seq = 0
         self.rows: list[int] = []
@@ -177,7 +177,7 @@ class Ranks:
                 for uid in move.uids:
                     del self.kept[uid]
                 return None
-        self._check_room()
+        self.check_room()
         return chosen
 
     def _prefill(self, prompts: Sequence[Prefill]) -> tuple[tuple[int, int], ...]:
@@ -258,8 +258,8 @@ class Ranks:
         prompts = sum(kv_cache.capacity(total) for total in self.prefilling.values())
         return kept + prompts + kv_cache.batch_tokens([len(self.contents[uid]) for uid in self.rows])
 
-    def _check_room(self) -> None:
-        assert self.occupied() <= self._kv_tokens
+    def check_room(self) -> None:
+        assert self.occupied() <= self.kv_tokens
 
     def _check_rules(self, move: Move) -> None:
         """The frame of every move keeps the rules of a decode link."""
@@ -284,7 +284,7 @@ def _frame(move: Move) -> Message:
         case StopSequence():
             return SessionStop(move.uid, move.reason, move.forwards, move.keep)
         case EvictKept():
-            return Evict(move.uids)
+            return Evict(move.uids, move.trim)
 
 
 class Simulation:
@@ -344,6 +344,15 @@ class Simulation:
             self._take(end)
         return end
 
+    def resize(self, kv_tokens: int) -> None:
+        """Change the room for KV caches, as rank 0 does: at once, between forwards."""
+        self._settle(0)
+        self.scheduler.resize(kv_tokens)
+        while self.scheduler.moves:
+            self.tick()
+        self.ranks.kv_tokens = kv_tokens
+        self.ranks.check_room()
+
     def tick(self) -> Move | None:
         """One turn of the loop: make a move, then take the tokens of what has run long enough."""
         move = self.scheduler.next()
@@ -353,6 +362,9 @@ class Simulation:
             if chosen is not None:
                 self._running.append(chosen)
         self._settle(self._run_ahead if move is not None else 0)
+        if move is None:
+            for outcome in self.scheduler.late():
+                self._take(outcome)
         return move
 
     def ticks(self, count: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mlxtp.engine import decode_loop
 from mlxtp.engine.draft_model import CHUNK, DraftModel
+from mlxtp.wire.messages import Loaded
 
 from ..reference import reference
 from .small_models import write_model
@@ -40,18 +42,21 @@ def test_it_reads_one_chunk_of_a_long_prompt_each_time(drafter: DraftModel, fold
 
 def test_it_keeps_at_most_what_it_may(drafter: DraftModel) -> None:
     one = drafter._bytes(len(SHORT))
-    drafter.room_bytes = 2 * one
+    drafter.bound(2 * one)
     for first in range(4):
         assert drafter.propose([first, *SHORT[1:]], 2)
     assert len(drafter._fed) == 2
     assert drafter.propose(PROMPT, 2) == (), "it has no room for so long a prompt"
-    drafter.room_bytes = one - 1
+    drafter.bound(one - 1)
+    assert drafter._fed == [], "its caches are freed at once"
     assert drafter.propose(SHORT, 2) == ()
 
 
 def test_its_memory_is_taken_from_the_room_for_kv_caches(drafter: DraftModel) -> None:
     room = 9 * drafter.weight_bytes
-    left = decode_loop._beside(drafter, room)
-    assert left + drafter.room_bytes + drafter.weight_bytes == room
-    assert drafter.room_bytes == drafter.weight_bytes
-    assert decode_loop._beside(drafter, 10) == 0
+    found = Loaded(512, 512, 0, (), kv_token_bytes=1, kv_bytes=room)
+    left = decode_loop._beside(drafter, found).kv_bytes
+    assert left + drafter._room_bytes + drafter.weight_bytes == room
+    assert drafter._room_bytes == drafter.weight_bytes
+    assert decode_loop._beside(drafter, replace(found, kv_bytes=10)).kv_bytes == 0
+    assert decode_loop._beside(None, found) == found

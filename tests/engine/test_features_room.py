@@ -100,6 +100,68 @@ def test_who_outgrows_the_room_is_put_off_and_comes_back_right(cluster: Cluster,
     assert len(set(work.forwards)) == 1
 
 
+def resize(cluster: Cluster, tokens: int) -> int:
+    """Change the room for KV caches; returns the tokens that the ranks now have room for."""
+    cluster.call(cluster.supervisor.kv.limit(room_for(cluster, tokens)))
+    return cluster.supervisor.kv.tokens
+
+
+def most_kv_bytes(cluster: Cluster) -> int:
+    """Bytes of the KV caches of the rank that reports the most of them now."""
+    return max(pong.kv_bytes for pong in cluster._hear_from_all())
+
+
+def test_less_room_in_mid_stream_changes_no_text_and_gives_memory_back(
+    cluster: Cluster, folder: Path
+) -> None:
+    """The four have arrays of 256 tokens each when the room becomes too small for all of them."""
+    cluster.load(folder, kv_bytes=room_for(cluster, 1600))
+    wanted = [
+        Wanted(prompt(60, 200), 300, ignore_eos=True),
+        Wanted(prompt(61, 195), 300, Sampling(temperature=20.0, seed=5), ignore_eos=True),
+        Wanted(prompt(62, 190), 300, shaping=Shaping(presence_penalty=40.0), logprobs=1, ignore_eos=True),
+        Wanted(prompt(63, 185), 300, ignore_eos=True),
+    ]
+    before = cluster.idle()
+    streams = [cluster.ask(each) for each in wanted]
+
+    async def shrink() -> None:
+        for stream in streams:
+            await stream.read(20)
+        await cluster.supervisor.kv.limit(room_for(cluster, 800))
+
+    cluster.call(shrink())
+    assert cluster.supervisor.kv.tokens == 800
+    assert most_kv_bytes(cluster) <= room_for(cluster, 800)
+    streams[0].take(150)
+    assert most_kv_bytes(cluster) <= room_for(cluster, 800)
+    assert resize(cluster, 2048) == 1600, "no more than the setting says"
+    for stream, each in zip(streams, wanted, strict=True):
+        tokens, end = stream.finish()
+        assert tokens == expected(each, folder).tokens
+        assert (end.reason, end.generated) == ("length", 300)
+    work = cluster.idle() - before
+    assert len(set(work.forwards)) == 1
+    assert len(set(work.collectives)) == 1
+
+
+def test_what_outgrows_the_smaller_room_ends_with_the_numbers(cluster: Cluster, folder: Path) -> None:
+    cluster.load(folder, kv_bytes=room_for(cluster, 512))
+    stream = cluster.start(prompt(70, 100), 200, ignore_eos=True)
+    stream.take(5)
+    assert resize(cluster, 192) == 192
+    words = r"100 prompt tokens and \d+ of 200 new ones outgrow .* room for 192"
+    with pytest.raises(RequestError, match=words):
+        stream.finish()
+    assert "room for 384 in the KV cache" in refused(cluster, Wanted(prompt(71, 100), 200)).detail
+    assert resize(cluster, 0) == 512, "the setting's"
+    fits = Wanted(prompt(71, 100), 200, ignore_eos=True)
+    assert_right(cluster.ask_all([fits]), [fits], folder)
+    assert resize(cluster, 1) == 64, "room for the shortest sequence is left"
+    short = Wanted(prompt(72, 20), 40)
+    assert_right(cluster.ask_all([short]), [short], folder)
+
+
 @pytest.mark.chaos
 def test_kept_caches_give_way(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, kv_bytes=room_for(cluster, 400))

@@ -34,6 +34,7 @@ def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
     monkeypatch.setattr(rank_module, "form", lambda *_, **__: SimpleNamespace(rank=0, size=ranks))
     monkeypatch.setattr(rank_module, "load", lambda path, _, progress: load(path, LoneGroup(), progress))
     monkeypatch.setattr(rank_module, "run_alone", lambda _, size, forwards: ran.append(size))
+    monkeypatch.setattr(rank_module, "kv_room_bytes", lambda _: 1 << 20)
     bootstrap = Bootstrap(0, ranks, "ring", (), "", bytes(32), 5.0, 5.0, 1)
     nothing: Any = None
     rank = RankExecutor(
@@ -47,7 +48,7 @@ def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
     )
     rank.execute(Init())
     folder = write_model(tmp_path / "model")
-    assert isinstance(rank.execute(LoadShard(str(folder), 64, (), kv_bytes=1 << 20)), Loaded)
+    assert isinstance(rank.execute(LoadShard(str(folder), 64, ())), Loaded)
     assert ran == expected
 
 

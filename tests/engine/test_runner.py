@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
+import mlx.core as mx
 import pytest
 
 from mlxtp.engine.batch import CacheKind
@@ -188,6 +189,32 @@ def test_what_is_held_is_counted_and_let_go(runner: Runner) -> None:
     runner.stop(1, 8)
     assert 0 < runner.kv_bytes() < both
     runner.evict((1,))
+    assert runner.kv_bytes() == 0
+
+
+def test_room_that_no_row_needs_is_given_back_on_command(folder: Path, runner: Runner) -> None:
+    """Arrays shrink late by themselves, because rows come and go."""
+    long = tuple(range(10, 210))
+    prefill(runner, 1, PROMPT)
+    one = runner.kv_bytes()
+    for uid, prompt in ((2, OTHER), (3, OTHER), (4, long)):
+        prefill(runner, uid, prompt)
+    runner.stop(4, 0)
+    runner.stop(3, 0)
+    step(runner, {1: 8, 2: 5})
+    held, before = runner.kv_bytes(), mx.get_active_memory()
+    runner.evict((), trim=True)
+    assert runner.room == (2, 64)
+    assert held - runner.kv_bytes() == before - mx.get_active_memory() > 0
+    assert mx.get_cache_memory() == 0
+    said = step(runner, {1: 9, 2: 6})
+    assert [row[0] for row in said] == [reference(PROMPT, 3, folder)[2], reference(OTHER, 3, folder)[2]]
+    runner.stop(1, 0)
+    runner.evict((), trim=True)
+    assert runner.room == (1, 64)
+    assert runner.kv_bytes() <= one
+    runner.stop(2, 0)
+    runner.evict((), trim=True)
     assert runner.kv_bytes() == 0
 
 

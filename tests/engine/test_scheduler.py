@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlxtp.engine.kv_cache import Hit, PrefixCache
+from mlxtp.engine.kv_cache import Hit, PrefixCache, capacity
 from mlxtp.engine.scheduler import DRAFTED_ROWS, MAX_PREFILLING, Scheduler
 from mlxtp.engine.steps import (
     Decode,
@@ -25,7 +25,7 @@ from mlxtp.engine.steps import (
     StopSequence,
 )
 from mlxtp.errors import Code, MlxtpError
-from mlxtp.wire.messages import Sampling, Shaping
+from mlxtp.wire.messages import MAX_WIDTH, Sampling, Shaping
 
 from .simulation import EOS, FakeGuide, Request, Simulation
 
@@ -973,6 +973,98 @@ def test_a_preempted_request_may_have_no_way_on() -> None:
     assert reasons(simulation.moves) == ["error", "length"]
 
 
+# --- room that changes ------------------------------------------------------------------------------------
+
+
+def crowded_by_four(kv_tokens: int, *, prefixes: bool = False, run_ahead: int = 1) -> Simulation:
+    """Four requests run. They have room for 128 tokens each, and will have 192 in the end."""
+    simulation = Simulation(
+        kv_tokens=kv_tokens, run_ahead=run_ahead, prefixes=prefixes, prefill_chunk=512, together=512
+    )
+    for _ in range(4):
+        simulation.add(80, 100)
+    simulation.ticks(30)
+    assert len(simulation.ranks.rows) == 4
+    return simulation
+
+
+@RUN_AHEAD
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_less_room_is_made_at_once_by_the_youngest(run_ahead: int, *, prefixes: bool) -> None:
+    simulation = crowded_by_four(1024, prefixes=prefixes, run_ahead=run_ahead)
+    before = len(simulation.moves)
+    simulation.resize(400)
+    assert sketch(simulation.moves[before:]) == "S4 S3 X"
+    assert simulation.moves[-1] == EvictKept((), trim=True)
+    simulation.drain()
+    check_answers(simulation)
+
+
+def test_more_room_takes_effect_at_once() -> None:
+    simulation = crowded_by_four(1024)
+    simulation.resize(400)
+    simulation.ticks(20)
+    assert simulation.ranks.rows == [1, 2]
+    before = len(simulation.moves)
+    simulation.resize(2048)
+    assert simulation.moves[before:] == []
+    simulation.ticks(3)
+    assert len(simulation.ranks.rows) == 4
+    simulation.drain()
+    check_answers(simulation)
+
+
+def test_kept_caches_give_way_before_a_sequence_does() -> None:
+    simulation = Simulation(kv_tokens=1024, prefixes=True, prefill_chunk=512)
+    for _ in range(3):
+        simulation.add(100, 2)
+        simulation.drain()
+    simulation.add(20, 200)
+    simulation.ticks(10)
+    before = len(simulation.moves)
+    simulation.resize(512)
+    assert sketch(simulation.moves[before:]) == "X1 X", "no more than half of the room may be kept caches"
+    simulation.resize(256)
+    simulation.drain()
+    assert "preempt" not in reasons(simulation.moves)
+    check_answers(simulation)
+
+
+def test_a_sequence_fails_when_it_has_more_tokens_than_the_room() -> None:
+    simulation = crowded_by_four(1024)
+    simulation.resize(128)
+    simulation.drain()
+    for request in simulation.requests.values():
+        (failure,) = request.failures
+        assert failure.code is Code.CONTEXT_OVERFLOW
+        assert "80 prompt tokens and" in failure.detail
+        assert "of 100 new ones outgrow the KV cache" in failure.detail
+        assert "has room for 128" in failure.detail
+        assert 40 > 128 - 80 - len(request.tokens) > 0, "it went on as long as there was room"
+    with pytest.raises(MlxtpError, match=r"room for 192 in the KV cache; .* has room for 128"):
+        simulation.add(80, 100)
+
+
+def test_a_sequence_without_room_fails_at_once() -> None:
+    simulation = crowded_by_four(1024)
+    before = len(simulation.moves)
+    simulation.resize(96)
+    assert sketch(simulation.moves[before:]) == "S1 S2 S3 S4 X"
+    assert reasons(simulation.moves) == ["error"] * 4
+
+
+def test_prompts_under_way_make_room_too() -> None:
+    simulation = Simulation(kv_tokens=4096, prefill_chunk=16)
+    for _ in range(3):
+        simulation.add(250, 5)
+    simulation.ticks(5)
+    assert len(simulation.ranks.prefilling) == 3
+    simulation.resize(400)
+    assert list(simulation.ranks.prefilling) == [1]
+    simulation.drain()
+    check_answers(simulation)
+
+
 # --- how long it thinks ------------------------------------------------------------------------------------
 
 
@@ -1060,6 +1152,9 @@ set_ups = st.fixed_dictionaries(
     }
 )
 
+rooms = (128, 256, 384, 512, 768, 1024)
+resizes = st.tuples(st.just("resize"), st.sampled_from(rooms))
+
 Course = list[tuple[Any, ...]]
 PLAIN = {"prefill_chunk": 3, "chunk_beside": 3, "max_rows": 2, "run_ahead": 1, "together": 0, "wide": True,
          "drafts": False, "prefixes": False, "kv_tokens": 1 << 40}  # fmt: skip
@@ -1081,7 +1176,16 @@ def play(set_up: dict[str, Any], course: Course) -> Simulation:
                 preview = Request(len(simulation.requests) + 1, (), max_tokens, says)
                 words = [preview.answer(index) for index in range(max_tokens)]
                 guide = None if forced is None else FakeGuide(words, forced)
-                simulation.add(prompt, max_tokens, says, guide=guide, ignore_eos=ignore_eos, scored=scored)
+                try:
+                    simulation.add(
+                        prompt, max_tokens, says, guide=guide, ignore_eos=ignore_eos, scored=scored
+                    )
+                except MlxtpError:
+                    if simulation.ranks.kv_tokens >= set_up["kv_tokens"]:
+                        raise
+                    simulation.requests.popitem()
+            case ("resize", kv_tokens):
+                simulation.resize(kv_tokens)
             case ("cancel", uid):
                 simulation.cancel(uid)
             case ("tick", count):
@@ -1115,7 +1219,8 @@ crowded_prompts = st.one_of(
 crowded = st.tuples(
     st.just("add"), crowded_prompts, st.integers(1, 120), answers, st.none(), st.just(True), st.just(False)
 )
-crowds = st.lists(st.one_of(crowded, crowded, cancels, st.tuples(st.just("tick"), st.integers(1, 60))))
+crowd_ticks = st.tuples(st.just("tick"), st.integers(1, 60))
+crowds = st.lists(st.one_of(crowded, crowded, cancels, crowd_ticks))
 tight = st.fixed_dictionaries(
     {
         "prefill_chunk": st.sampled_from((16, 64, 512)),
@@ -1141,6 +1246,26 @@ def test_where_room_is_tight_no_request_exceeds_it_and_none_is_lost(
     for request in simulation.requests.values():
         if not request.cancelled:
             check_answer(request)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tight, st.lists(st.one_of(crowded, crowded, cancels, crowd_ticks, resizes, resizes)))
+def test_room_that_changes_at_any_move_is_kept_to_and_only_what_outgrows_it_fails(
+    set_up: dict[str, Any], course: Course
+) -> None:
+    """The room itself is checked after every change and at every forward."""
+    simulation = play(set_up, course)
+    least = min([set_up["kv_tokens"], *(event[1] for event in course if event[0] == "resize")])
+    for uid, request in simulation.requests.items():
+        if request.failures:
+            assert request.ends == []
+            assert [failure.code for failure in request.failures] == [Code.CONTEXT_OVERFLOW]
+            assert tuple(request.tokens) == request.expected[0][: len(request.tokens)]
+            longest = len(request.prompt) + min(len(request.tokens) + 1 + MAX_WIDTH, request.max_tokens)
+            assert capacity(longest) > least
+        elif not request.cancelled:
+            check_answer(request)
+            assert request.ends[0].forwards == simulation.forwards_of(uid)
 
 
 @settings(max_examples=100, deadline=None)

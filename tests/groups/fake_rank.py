@@ -36,6 +36,7 @@ from mlxtp.wire.messages import (
     Hello,
     Init,
     InitDone,
+    KvBudget,
     Loaded,
     LoadShard,
     Message,
@@ -122,6 +123,7 @@ class FakeRank:
             Init: lambda _: self._init(),
             SanityCheck: lambda _: self._say(SanityDone(self._world, tuple(range(self._world)), 0)),
             LoadShard: self._load,
+            KvBudget: self._budget,
             Unload: lambda _: self._say(Done()),
             Generate: self._generate,
             Cancel: lambda cancel: self._say(Finished(cancel.uid, "cancel", 1, 1)),
@@ -175,9 +177,14 @@ class FakeRank:
             self._say(InitDone(self._rank, self._world))
 
     def _load(self, load: LoadShard) -> None:
-        self._orders.note(self._rank, "load", path=load.path, paths=load.paths)
+        self._orders.note(self._rank, "load", path=load.path, paths=load.paths, kv_bytes=load.kv_bytes)
         self._model = load.path
         self._say(Loaded(CONTEXT, VOCABULARY, 1, ()))
+
+    def _budget(self, budget: KvBudget) -> None:
+        self._orders.note(self._rank, "budget", kv_bytes=budget.kv_bytes)
+        room = budget.kv_bytes or CONTEXT
+        self._say(Loaded(min(room, CONTEXT), VOCABULARY, 1, (), kv_token_bytes=1, kv_bytes=room))
 
     def _generate(self, generate: Generate) -> None:
         self._say(Accepted(generate.uid))

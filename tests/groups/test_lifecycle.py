@@ -32,7 +32,7 @@ from mlxtp.wire.messages import Delta, Pong
 
 from ..gateway.test_gateway import MODEL, TEXT, FakeRanks, everything
 from ..live_cluster import LIMITS, WAIT_S, rank_processes
-from .fake_rank import ENDLESS, Orders
+from .fake_rank import CONTEXT, ENDLESS, Orders
 from .scenes import run, sees, within
 
 pytestmark = pytest.mark.slow
@@ -169,6 +169,76 @@ def test_a_request_that_another_mac_answered_is_answered_here_when_a_group_forms
         stage.plan(1)
         expected = [Tokens((5,)), Tokens((6,)), Tokens((7,)), StreamEnd("length", 3)]
         assert await everything(answer) == expected
+
+    play(tmp_path, source, story)
+
+
+def budgets(stage: Stage, what: str) -> list[int]:
+    return [note["kv_bytes"] for note in stage.orders.notes(what)]
+
+
+def test_a_limit_of_kv_caches_holds_at_once_and_in_each_epoch_after(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    async def story(stage: Stage) -> None:
+        supervisor = stage.supervisor
+        await supervisor.kv.limit(3000)
+        await stage.serves(1)
+        assert (budgets(stage, "load"), budgets(stage, "budget")) == ([3000], [])
+        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        await answer.accepted()
+        await supervisor.kv.limit(2000)
+        await supervisor.kv.limit(2000)
+        assert budgets(stage, "budget") == [2000]
+        assert supervisor.kv.tokens == 2000
+        (model,) = stage.gateway.models()
+        assert model.context == 2000
+        assert stage.gateway.open_requests == 1
+        supervisor.end_epoch(GroupError("it is dead", Code.RANK_LOST))
+        await sees(lambda: not supervisor.status.in_epoch)
+        assert supervisor.kv.tokens == 0
+        await stage.serves(2)
+        assert (budgets(stage, "load"), budgets(stage, "budget")) == ([3000, 2000], [2000])
+        await asyncio.gather(*(supervisor.kv.limit(size) for size in (1000, 500, 0)))
+        assert budgets(stage, "budget") == [2000, 1000, 0], "what was overtaken is left out"
+        assert supervisor.kv.tokens == CONTEXT
+        await answer.aclose()
+
+    play(tmp_path, source, story)
+
+
+def test_a_limit_that_comes_while_a_model_loads_holds_once_it_serves(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(stage: Stage) -> None:
+        enter = stage.supervisor.status.enter
+        limits = []
+
+        def limited(state: ServingState) -> None:
+            enter(state)
+            if state is ServingState.LOADING:
+                limits.append(asyncio.ensure_future(stage.supervisor.kv.limit(700)))
+
+        monkeypatch.setattr(stage.supervisor.status, "enter", limited)
+        await stage.serves(1)
+        await sees(lambda: stage.supervisor.kv.tokens == 700)
+        assert (budgets(stage, "load"), budgets(stage, "budget")) == ([0], [700])
+
+    play(tmp_path, source, story)
+
+
+def test_an_epoch_that_ends_while_its_limit_changes_is_followed_by_one_within_the_limit(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    async def story(stage: Stage) -> None:
+        stage.orders.give(0, die_on="KvBudget")
+        await stage.serves(1)
+        stage.orders.give(0)
+        await stage.supervisor.kv.limit(700)
+        await sees(lambda: not stage.supervisor.status.in_epoch)
+        assert stage.supervisor.status.reason is not None
+        await stage.serves(2)
+        assert (budgets(stage, "load"), budgets(stage, "budget")) == ([0, 700], [])
 
     play(tmp_path, source, story)
 

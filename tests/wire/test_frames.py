@@ -187,7 +187,7 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
         PromptBatch((1,), (1,), (0,), (0,), (0,), (5,), (Sampling(),) * (MAX_PROMPTS + 1)),
         PromptBatch((1,), (1,), (0,), (0,), (0,), (5,), (PLAIN,)),  # type: ignore[arg-type]
         SessionStop(1, "bored", 1),
-        Evict(()),
+        Evict((0,)),
         LoadShard("x" * 4001, 512, ()),
         Ack(2**70, 0, 0, 0),
         PromptTokens(1, 0, 1, (-1,)),

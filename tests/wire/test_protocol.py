@@ -23,6 +23,7 @@ from mlxtp.wire.messages import (
     Gathered,
     Generate,
     Init,
+    KvBudget,
     LoadShard,
     Message,
     Ping,
@@ -132,6 +133,9 @@ def test_the_life_of_a_pipe_to_rank_0() -> None:
     pipe.down(Finished(1, "stop", 4, 4, cached=1, drafted=2, accepted=1))
 
     pipe.up(Generate(6, (9,), 10))
+    pipe.up(KvBudget(1 << 20), Generate(7, (9,), 10))
+    pipe.down(Accepted(6), Accepted(7), Error(Code.CONTEXT_OVERFLOW, "outgrown", 7), say("Loaded"))
+    assert pipe.upper.state is LinkState.LOADED
     pipe.up(Unload(), Cancel(6))
     pipe.down(Delta((6, 6, 6), (0, 1, 2), (70, 71, 72)))  # it crossed the Unload
     pipe.down(Done())
@@ -378,7 +382,7 @@ def test_frames_are_numbered_from_1_in_each_direction() -> None:
 def test_a_bad_value_is_not_sent() -> None:
     pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
     with pytest.raises(LocalProtocolError) as caught:
-        pair.upper.send(Evict(()))
+        pair.upper.send(Evict((0,)))
     assert caught.value.code is Code.FIELD_INVALID
     assert pair.upper.state is LinkState.FAILED
 
@@ -630,7 +634,7 @@ def lawful_on_decode(rng: random.Random, end: Session, kind: type[Message]) -> M
         return SessionStop(uid, "stop", 1, rng.randint(0, held))
     if kind is Evict:
         old = list(ledger.kept)
-        return Evict(tuple(rng.sample(old, rng.randint(1, len(old))))) if old else None
+        return Evict(tuple(rng.sample(old, rng.randint(0, len(old)))), trim=True)
     if kind is Ack:
         return Ack(ledger.steps[0], 1, 1, 0) if ledger.steps else None
     if kind in (SanityCheck, Unload, TimeCollectives, Shutdown) and ledger.steps:

@@ -51,6 +51,7 @@ from .groups.hosted_rank import HostedRanks
 from .groups.lifecycle import StageListener
 from .groups.machines import Machines
 from .groups.making import GroupMaker
+from .groups.memory_check import MemoryCheck
 from .groups.on_request import OnRequest
 from .groups.owned_epoch import RemoteRanks
 from .groups.ranks import WORKER, Worker
@@ -301,6 +302,7 @@ def build_parts(
         lambda: groups.reports(),  # noqa: PLW0108 - it comes later
     )
     groups = Groups(node, gateway, hosted, results, maker.make)
+    MemoryCheck(node, machines, groups)
     coordinator = Coordinator(node, models, machines, groups)
     node.rounds.add(coordinator.step)
     node.rounds.add(groups.decide)

@@ -44,8 +44,8 @@ class ForwardingBackend:
         self._supervisor = supervisor
         self._reports = reports
         self._credentials = credentials
-        #: Node, epoch and model that is served, or about to be.
-        self._served: tuple[str, int, str] | None = None
+        #: Node, epoch, model and context that are served, or about to be.
+        self._served: tuple[str, int, str, int] | None = None
         self._ready = False  #: True once it is served.
         self._backend: RemoteBackend | None = None
         #: The node that the requests link leads to. The link outlives that node's epochs.
@@ -82,7 +82,7 @@ class ForwardingBackend:
             self._rest()
             self._show(state, serving.epoch, reason, serving)
             return
-        wanted = (node_id, serving.epoch, serving.model)
+        wanted = (node_id, serving.epoch, serving.model, serving.context)
         if wanted != self._served and time.monotonic() >= self._retry_at:
             self._rest()
             self._served = wanted

@@ -26,7 +26,7 @@ from .controller import GroupController
 from .forwarding import ForwardingBackend
 from .health import ServingState
 from .lifecycle import Supervisor
-from .owned_epoch import ServingReports
+from .owned_epoch import MIB, ServingReports
 from .placer import Placer
 from .scope import GroupScope
 
@@ -94,6 +94,7 @@ class Group:
         prevented = row is None or self.scope.model.problem or self.unplanned
         status.wanted = "" if prevented or row is None else row.model
         self._log_reason()
+        self._bound_caches()
         self._act(action)
         status.drain(self._why_draining(view))
         self.forwarding.follow()
@@ -136,6 +137,12 @@ class Group:
                     self.supervisor.lost(lost, reason)
                 else:
                     self.supervisor.end_epoch(GroupError(reason, Code.REPLANNED))
+
+    def _bound_caches(self) -> None:
+        """Apply the assigned bound of KV caches, in the background; each later load keeps to it, too."""
+        limit, kv = self.scope.assignment.kv_mib * MIB, self.supervisor.kv
+        if self.scope.owned and limit != kv.limit_bytes:
+            self.background.start(kv.limit(limit), f"the bound of KV caches of {self.scope.group}")
 
     def _log_reason(self) -> None:
         """Log each reason for not serving once. A model that is not here has had its own line."""

@@ -147,10 +147,10 @@ def test_less_room_in_mid_stream_changes_no_text_and_gives_memory_back(
 
 def test_what_outgrows_the_smaller_room_ends_with_the_numbers(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, kv_bytes=room_for(cluster, 512))
-    stream = cluster.start(prompt(70, 100), 200, ignore_eos=True)
+    stream = cluster.start(prompt(70, 100), 400, ignore_eos=True)
     stream.take(5)
     assert resize(cluster, 192) == 192
-    words = r"100 prompt tokens and \d+ of 200 new ones outgrow .* room for 192"
+    words = r"100 prompt tokens and \d+ of 400 new ones outgrow .* room for 192"
     with pytest.raises(RequestError, match=words):
         stream.finish()
     assert "room for 384 in the KV cache" in refused(cluster, Wanted(prompt(71, 100), 200)).detail

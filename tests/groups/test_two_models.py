@@ -1,0 +1,101 @@
+"""Two models of one agent: the second makes room beside the first, which goes on without a reload."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlxtp.agent import Agent, running_agent
+from mlxtp.api.backend import Request, Tokens
+from mlxtp.config import Settings, embedded_model_path
+from mlxtp.groups import memory_check
+from mlxtp.groups.group import Group
+from mlxtp.groups.health import ServingState
+from mlxtp.groups.owned_epoch import MIB
+
+from ..live_cluster import LIMITS
+from .scenes import run, sees, within
+
+pytestmark = pytest.mark.slow
+
+
+def group_of(agent: Agent, deployment: str) -> Group:
+    assert agent.parts is not None
+    (group,) = agent.parts.groups.replicas_of(deployment)
+    return group
+
+
+def pids(group: Group) -> list[int]:
+    ranks = group.supervisor.status.ranks
+    assert ranks is not None
+    return [each.pid for each in ranks.processes]
+
+
+def memory_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the findings of the check of memory that were logged."""
+    return [record.getMessage() for record in caplog.records if record.name == memory_check.__name__]
+
+
+async def answers(agent: Agent, *models: str) -> None:
+    assert agent.parts is not None
+    for model in models:
+        stream = agent.parts.gateway.generate(Request((5, 6, 7) * 100, 4, model=model, ignore_eos=True))
+        tokens = [event async for event in stream if isinstance(event, Tokens)]
+        assert sum(len(event.tokens) for event in tokens) == 4
+
+
+def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both are on one Mac, so that the assignment bounds the KV caches of each."""
+    other = tmp_path / "other"
+    monkeypatch.setattr(memory_check, "CHECK_S", 0.1)
+    shutil.copytree(embedded_model_path(), other)
+
+    async def story() -> None:
+        settings = Settings(
+            tmp_path / "home", "127.0.0.1", 0, 1, "tiny", cluster=True, name="a", interface="127.0.0.1",
+            control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS,
+        )  # fmt: skip
+        async with running_agent(settings) as agent:
+            assert agent.parts is not None
+            desired, gateway = agent.parts.node.desired, agent.parts.gateway
+            await sees(lambda: len(gateway.models()) == 1)
+            first = group_of(agent, "tiny")
+            before, alone, epoch = pids(first), first.supervisor.kv.tokens, first.supervisor.status.epoch
+            assert first.scope.assignment.kv_mib == 0
+            assert first.supervisor.kv.limit_bytes == 0
+
+            desired.serve(str(other))
+            await sees(lambda: len(gateway.models()) == 2)
+            second = group_of(agent, "other")
+            for group in (first, second):
+                bound = group.scope.assignment.kv_mib * MIB
+                assert bound > 0
+                await sees(lambda group=group, bound=bound: group.supervisor.kv.loaded.kv_bytes == bound)
+            assert first.supervisor.kv.tokens < alone
+            await answers(agent, *(each.id for each in gateway.models()))
+
+            assert memory_lines(caplog) == []
+            # A rank that does not keep to its bound is named once.
+            kv = first.supervisor.kv
+            kept = kv.loaded
+            assert kept is not None
+            kv.loaded = replace(kept, kv_bytes=1)
+            await sees(lambda: memory_lines(caplog))
+            await asyncio.sleep(0.5)
+            assert ["tiny#0 on a: its KV caches have" in line for line in memory_lines(caplog)] == [True]
+            kv.loaded = kept
+
+            desired.unload(str(other))
+            await sees(lambda: first.supervisor.kv.tokens == alone)
+            assert first.supervisor.kv.limit_bytes == 0
+            await answers(agent, "")
+            assert first.supervisor.status.state is ServingState.READY
+            assert (pids(first), first.supervisor.status.epoch) == (before, epoch)
+
+    run(within(story()))

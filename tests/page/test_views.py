@@ -186,15 +186,49 @@ def test_serving_and_unloading(site: Site, visiting: Any) -> None:
     visit.page.press("#admin-key", "Enter")
     visit.page.wait_for_selector("#disk li")
     visit.page.click("#disk button[aria-label='Serve org/big']")
-    visit.page.wait_for_selector("#models-said:has-text('Switching to org/big.')")
+    visit.page.wait_for_selector("#models-said:has-text('org/big is added.')")
     visit.page.fill("#model", "org/other")
     visit.page.fill("#spread", "2")
     visit.page.press("#model", "Enter")
-    visit.page.wait_for_selector("#models-said:has-text('Switching to org/other.')")
+    visit.page.wait_for_selector("#models-said:has-text('org/other is added.')")
     visit.page.click("#unload")
     visit.page.wait_for_selector("#models-said:has-text('The model is unloaded.')")
     asked = [each for each in site.admin.asked if each != ("models",)]
     assert asked == [("serve", "org/big", ""), ("serve", "org/other", "2"), ("unload", "", "")]
+
+
+DEPLOYMENTS = [
+    {"name": "org/tiny", "model": "org/tiny", "state": "ready", "replicas": {"ready": 1, "wanted": 2},
+     "why": "mini: no room",
+     "groups": [
+         {"id": "org/tiny#0", "members": [{"node_id": "a" * 32, "name": "studio"}], "state": "ready",
+          "kind": "", "requests": {"running": 3, "waiting": 1}, "tokens_per_second": 30,
+          "cached_tokens": 4096},
+         {"id": "org/tiny#1", "members": [], "state": "idle", "kind": "",
+          "requests": {"running": 0, "waiting": 0}, "tokens_per_second": None, "cached_tokens": None},
+     ]},
+    {"name": "org/big", "model": "org/big", "state": "loading", "replicas": {"ready": 0, "wanted": 1},
+     "why": "", "groups": []},
+]  # fmt: skip
+
+
+def test_several_deployments_with_their_macs_and_a_button_to_unload_each(site: Site, visiting: Any) -> None:
+    works = [
+        each | {"works_for": work} for each, work in zip(nodes(2)["nodes"], (["org/tiny#0"], []), strict=True)
+    ]
+    site.show(deployments=DEPLOYMENTS, nodes=works)
+    visit: Visit = visiting("#key=" + KEY.replace(" ", "%20"))
+    visit.page.wait_for_selector("#deployed li")
+    shown = visit.text("#deployed")
+    assert "1 of 2 replicas ready" in shown
+    assert "studio: ready, 3 writing, 1 waiting, 30 tokens/s, 4,096 tokens cached" in shown
+    assert "mini: no room" in shown
+    assert not visit.page.is_visible("#unload")
+    visit.page.click("#deployed button[aria-label='Unload org/big']")
+    visit.page.wait_for_selector("#models-said:has-text('org/big is unloaded.')")
+    assert site.admin.asked[-1] == ("unload", "org/big", "")
+    visit.open("cluster")
+    assert "Works for tiny (replica 1)" in visit.text("#nodes")
 
 
 def test_the_keys_button_stands_beside_its_field(visiting: Any) -> None:
@@ -256,7 +290,7 @@ def test_loading_with_its_progress(site: Site, visiting: Any) -> None:
 def test_each_reason_is_said_once(site: Site, visiting: Any) -> None:
     visit: Visit = visiting("#key=" + KEY.replace(" ", "%20"))
     visit.page.click("#disk button[aria-label='Serve org/big']")
-    visit.page.wait_for_selector("#models-said:has-text('Switching to org/big.')")
+    visit.page.wait_for_selector("#models-said:has-text('org/big is added.')")
     why, other = "the Hub knows no such model", "its disk is full"
     macs = [NODE | {"name": name, "model_problem": why} for name in ("studio", "mini")]
     full = [NODE | {"name": name, "model_problem": other} for name in ("book", "air")]
@@ -265,7 +299,7 @@ def test_each_reason_is_said_once(site: Site, visiting: Any) -> None:
     visit.shows(f"book, air: {other}", "#served-notes")
     shown = visit.text("body")
     assert (shown.count(why), shown.count(other)) == (1, 1)
-    assert "Switching" not in shown
+    assert "is added" not in shown
 
 
 # --- for all readers ----------------------------------------------------------------------------------------

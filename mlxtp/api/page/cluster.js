@@ -2,7 +2,7 @@
 
 import { by, define, el } from "./dom.js";
 import { draw } from "./picture.js";
-import { bytes, clock, count, linkWords, macWord, micros, phaseWord, place, rate, seconds, stageWord, stateAlone, UNKNOWN } from "./words.js";
+import { bytes, clock, count, linkWords, macWord, micros, phaseWord, place, rate, seconds, stageWord, stateAlone, UNKNOWN, works } from "./words.js";
 
 let shown = ""; // last drawn state: it is redrawn only on changes
 
@@ -78,6 +78,7 @@ function node(each, now) {
     el("b", {}, each.name),
     ` · ${roles.join(", ")}`,
     el("span", { class: "about" }, [chip, memoryWords].filter(Boolean).join(", ")),
+    works(each, now) ? el("span", { class: "about" }, works(each, now)) : null,
     ...memory(each, now),
     ...trouble.map((words) => el("span", { class: "trouble" }, words)),
   );
@@ -90,15 +91,15 @@ function memory(each, now) {
   const sum = (field) => ranks.reduce((all, rank) => (all === null || rank[field] === null ? null : all + rank[field]), 0);
   const held = sum("memory_bytes");
   const phases = ranks.map((rank) => phaseWord(rank.phase ?? (now.ready ? "serving" : now.state)));
-  const works = [ranks.length > 1 ? count(ranks.length, "process", "processes") : "", [...new Set(phases)].join(" and ")];
-  if (held === null) return [el("span", { class: "about" }, `${works.filter(Boolean).join(", ")} · use of memory ${UNKNOWN} here`)];
+  const doing = [ranks.length > 1 ? count(ranks.length, "process", "processes") : "", [...new Set(phases)].join(" and ")];
+  if (held === null) return [el("span", { class: "about" }, `${doing.filter(Boolean).join(", ")} · use of memory ${UNKNOWN} here`)];
   const kv = sum("kv_bytes");
   const parts = `weights ${bytes(sum("weight_bytes"))}${kv ? `, conversations ${bytes(kv)}` : ""}`;
   const label = "Memory that the model takes, of this Mac's";
   return [
     each.memory_bytes ? el("meter", { min: 0, max: each.memory_bytes, value: held, "aria-label": label }) : null,
     el("span", { class: "about" }, `Model: ${bytes(held)} (${parts})`),
-    el("span", { class: "about" }, works.filter(Boolean).join(", ")),
+    el("span", { class: "about" }, doing.filter(Boolean).join(", ")),
   ];
 }
 

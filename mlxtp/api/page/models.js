@@ -4,7 +4,7 @@ import { by, define, el, say } from "./dom.js";
 import * as keys from "./keys.js";
 import { administer } from "./net.js";
 import { cluster } from "./watch.js";
-import { bytes, COMING, count, place, seconds, stageWord, stateAlone, why } from "./words.js";
+import { bytes, COMING, count, groupWords, place, seconds, stageWord, stateAlone, why } from "./words.js";
 
 const SHARE = 0.05; // of the weights; less memory is not from reading them
 const AGAIN_MS = 5000; // between two checks of the disk while a model is downloading
@@ -12,6 +12,7 @@ let disk = null;
 let lookedAt = -Infinity;
 let looking = false;
 let troubled = false;
+let shown = ""; // the last list of deployments, which is redrawn only on changes
 
 export function startModels() {
   by("admin-form").addEventListener("submit", (event) => {
@@ -39,6 +40,7 @@ export function showModels({ now, connected }) {
   access();
   if (connected && !by("manage").hidden && performance.now() - lookedAt > (now.state === "ready" ? 60_000 : AGAIN_MS)) look();
   served(now);
+  deployed(now);
 }
 
 function access() {
@@ -76,13 +78,15 @@ function row(model) {
 }
 
 function serve(model) {
-  const nodes = by("spread").value.trim();
-  act("serve", { model, nodes }, (said) =>
+  const [nodes, replicas] = [by("spread").value.trim(), by("replicas").value.trim()];
+  act("serve", { model, nodes, replicas }, (said) =>
     said.coming
       ? `${said.model} is downloading. Until it is here, ${said.until_then || "no model"} is served.`
-      : `Switching to ${said.model}.`,
+      : `${said.model} ${CHANGES[said.change] ?? CHANGES.added}.`,
   );
 }
+
+const CHANGES = { added: "is added", changed: "is changed", kept: "is deployed already" };
 
 async function act(what, body, words) {
   problem("");
@@ -103,6 +107,38 @@ function refused(error) {
 }
 
 const problem = (words) => say(by("models-problem"), words);
+
+// --- the deployments ----------------------------------------------------------------------------------------
+
+function deployed(now) {
+  const rows = now.deployments ?? [];
+  const manages = Boolean(keys.admin());
+  by("deployed-card").hidden = !rows.length;
+  by("unload-only").hidden = rows.length > 1; // each has a button of its own
+  const key = JSON.stringify([rows, manages]);
+  if (key === shown) return;
+  shown = key;
+  by("deployed").replaceChildren(...rows.map((each) => deployment(each, manages)));
+}
+
+function deployment(each, manages) {
+  const { ready, wanted } = each.replicas;
+  const replicas = wanted ? `${ready} of ${count(wanted, "replica")} ready` : `${count(ready, "replica")} ready, as many as fit`;
+  const unload = () => act("unload", { model: each.model }, () => `${each.model} is unloaded.`);
+  return el(
+    "li",
+    {},
+    manages ? el("button", { type: "button", "aria-label": `Unload ${each.model}`, click: unload }, "Unload") : el("span"),
+    el("b", {}, each.model),
+    el(
+      "span",
+      {},
+      el("span", { class: "about" }, replicas),
+      ...each.groups.filter(({ members }) => members.length).map((group) => el("span", { class: "about" }, groupWords(group))),
+      each.why ? el("span", { class: "trouble" }, each.why) : null,
+    ),
+  );
+}
 
 // --- the served model ---------------------------------------------------------------------------------------
 

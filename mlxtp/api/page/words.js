@@ -84,6 +84,30 @@ export function place(now) {
   return size > 1 ? `in ${size} processes` : "";
 }
 
+/** Return where a group runs, its state, and its work. */
+export function groupWords(group) {
+  const macs = group.members.map(({ name }) => name).join(" and ");
+  const { running, waiting } = group.requests;
+  const work = [
+    running ? `${running} writing` : "",
+    waiting ? `${waiting} waiting` : "",
+    group.tokens_per_second ? rate(group.tokens_per_second) : "",
+    group.cached_tokens ? `${group.cached_tokens.toLocaleString("en")} tokens cached` : "",
+  ];
+  return [`${macs}: ${group.state}`, group.kind, ...work].filter(Boolean).join(", ");
+}
+
+/** Return the deployments that a Mac works for, with the number of the replica where there are several. */
+export function works(node, now) {
+  const found = (now.deployments ?? []).flatMap(({ model, groups }) =>
+    groups.filter(({ id }) => (node.works_for ?? []).includes(id)).map((group) => replicaWords(model, groups, group)),
+  );
+  return found.length ? `Works for ${found.join(", ")}` : "";
+}
+
+const replicaWords = (model, groups, group) =>
+  groups.length > 1 ? `${shortName(model)} (replica ${groups.indexOf(group) + 1})` : shortName(model);
+
 /** Return the name of a model without its owner or folder. */
 export const shortName = (model) => model.split("/").filter(Boolean).at(-1) ?? model;
 

@@ -77,7 +77,7 @@ async def save(page: Page, name: str) -> None:
 async def fail(agents: tuple[Agent, ...]) -> None:
     """Kill rank 0."""
     for agent in agents:
-        ranks = agent.supervisor.status.ranks
+        ranks = agent.parts.groups.shown.supervisor.status.ranks
         if ranks is not None and ranks.leader.pid is not None:
             os.kill(ranks.leader.pid, signal.SIGKILL)
 
@@ -85,7 +85,7 @@ async def fail(agents: tuple[Agent, ...]) -> None:
 async def pictures(browser: Browser, agents: tuple[Agent, ...]) -> None:
     """Every view in every size and both colour schemes, and a recovery, from the agent of rank 0."""
     await (await visit(browser, agents[0].url, DESK, "light")).close()
-    leader = next(agent for agent in agents if agent.supervisor.status.ranks is not None)
+    leader = next(agent for agent in agents if agent.parts.groups.shown.supervisor.status.ranks is not None)
     desk = await visit(browser, leader.url, DESK, "light")
     for question in QUESTIONS:
         await ask(desk, question)

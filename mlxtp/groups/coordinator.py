@@ -171,7 +171,7 @@ class Coordinator:
             options = self._machines.options("auto", name)
             lacks = dict.fromkeys(node.membership.statuses(), error.detail)
         try:
-            shape = model.shape if model.source is not None else None
+            shape = model.shape if model.fingerprint else None
         except MlxtpError as error:
             lacks[node.node_id] = error.detail
         return WantedDeployment(row, options, shape, files.weight_bytes, lacks)

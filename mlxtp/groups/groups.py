@@ -137,7 +137,7 @@ class Groups:
         self.sync()
         self._gateway.closing = ABOUT_TO_STOP if self._node.node_id in self._node.leadership.draining else ""
         self._others.end_lost()
-        if not self.by_id:
+        if self.shown is self._none:
             self._none.decide(now)
         return min((group.decide(now) for group in list(self.by_id.values())), default=math.inf)
 

@@ -59,7 +59,7 @@ class LocalModel:
         self._report = report
         self._background = Background(self._failed)
         self._search: asyncio.Task[None] | None = None
-        self._shape: tuple[ModelSource, ModelShape] | None = None
+        self._shape: tuple[object, ModelShape] | None = None
 
     @property
     def status(self) -> ModelStatus:
@@ -69,12 +69,13 @@ class LocalModel:
 
     @property
     def shape(self) -> ModelShape:
-        """Its shape, for placement. Raises ModelError; call it only once `source` is known."""
-        assert self.source is not None
-        if self._shape is None or self._shape[0] is not self.source:
-            config = read_config(self.source.path)
-            shape = shape_in(self.source.path, config, self.source.id, self._settings.kv_bits)
-            self._shape = (self.source, shape)
+        """Its shape, for placement. Raises ModelError; call it only once `path` is known."""
+        assert self.path is not None
+        read_from = (self.path, self.source)
+        if self._shape is None or self._shape[0] != read_from:
+            name = self.source.id if self.source is not None else self.name
+            shape = shape_in(self.path, read_config(self.path), name, self._settings.kv_bits)
+            self._shape = (read_from, shape)
         return self._shape[1]
 
     @property

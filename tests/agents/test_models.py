@@ -175,7 +175,7 @@ def test_what_is_served_goes_on_until_the_next_model_is_here(
     typo = a.command("serve", "some-body/typo")
     assert typo.returncode == 1
     assert "cannot be served, so all stays as it is: cannot get some-body/typo" in typo.stderr
-    said = b.command("serve", SLOW, "--nodes", "2")
+    said = b.command("serve", SLOW, "--nodes", "2", "--replace")
     assert f"is downloading, and served once complete; until then {SMALL} is" in said.stdout
     wait(lambda: any("/s" in line for line in b.status()["coming"]), "it is told how far it is", *three)
     assert a.chat(), "and what is served goes on"

@@ -1,26 +1,28 @@
-"""One agent as far as membership and coordination go: what `simulation.py` has many of.
+"""One agent as far as membership, coordination and groups go: what `simulation.py` has many of.
 
-Its epochs are only names: an agent asks the others to take part, and one is ready when all agreed.
+Its epochs are only names: an owner asks the others to take part, and one is ready when all agreed. The node
+that coordinates assigns groups to owners, by the rule of its world.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from mlxtp.cluster.cluster_state import ClusterState, Replica
+from mlxtp.cluster.cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Replica
 from mlxtp.cluster.deployments import received
 from mlxtp.cluster.leadership import Leadership
 from mlxtp.cluster.membership import Change, Duplicate, Membership, MemberState
 from mlxtp.cluster.reconcile import (
     Action,
     FormEpoch,
-    GroupPlan,
-    HandOver,
     RunningEpoch,
     Situation,
     StopEpoch,
-    may_leave,
+    Wait,
+    decide,
+    lost,
     refusal,
 )
 from mlxtp.wire.cluster_messages import Beat, Deployments, Members
@@ -33,29 +35,46 @@ REDIAL_S = 0.5
 LOAD_S = 0.4
 """From the agreement of all to an epoch that is ready."""
 RETRY_S = 0.5
+REPEAT_TICKS = 4
+"""Ticks between two broadcasts of all assignments."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """With a beat: the epoch that its sender owns."""
+    """With a beat: the epochs that its sender owns, by group."""
 
     beat: Beat
-    owns: RunningEpoch | None
+    owns: Mapping[str, RunningEpoch]
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """From the coordinator: who owns a group, and the nodes that it may use."""
+
+    group: str
+    owner: str = ""
+    nodes: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
+    claim: LeaderClaim = NO_CLAIM
+    number: int = 0
 
 
 @dataclass(frozen=True)
 class Offer:
+    group: str
     running: RunningEpoch
 
 
 @dataclass(frozen=True)
 class Answer:
+    group: str
     number: int
     problem: str | None
 
 
 @dataclass(frozen=True)
 class Ready:
+    group: str
     number: int
 
 
@@ -63,6 +82,7 @@ class Ready:
 class Over:
     """From the owner: it ended. From a participant: it left."""
 
+    group: str
     number: int
 
 
@@ -82,6 +102,19 @@ class Journal:
     duplicates: list[Duplicate] = field(default_factory=list)
     actions: list[tuple[float, Action]] = field(default_factory=list)
     epochs: list[tuple[float, str, int, str]] = field(default_factory=list)
+    """When, what, number, owner; of all groups."""
+
+
+@dataclass
+class Part:
+    """One node's part in one group: the epoch that it owns or takes part in, and what it waits for."""
+
+    group: str
+    assigned: Assigned
+    running: RunningEpoch | None = None
+    awaited: set[str] = field(default_factory=set)
+    hold_until: float = 0.0
+    waiting_since: float | None = None
 
 
 class Node:
@@ -98,12 +131,13 @@ class Node:
         """Link number → wire, our end of it, node id and boot id of the other end."""
         self.ending: set[int] = set()
         """Links that nothing is sent over any more; what is still on its way there counts."""
-        self.reports: dict[str, RunningEpoch | None] = {}
-        self.running: RunningEpoch | None = None
-        self.joined = kept.epoch
-        self.awaited: set[str] = set()
+        self.reports: dict[str, Mapping[str, RunningEpoch]] = {}
+        self.parts: dict[str, Part] = {}
+        self.joined: dict[str, int] = {}
+        """The last epoch of each owner that it took part in."""
+        self.assignments = 0
+        self.ticks = 0
         self.open_requests = 0
-        self.hold_until = 0.0
         self.dialled: dict[str, float] = {}
         self.running_process = True
         self.paused_until = 0.0
@@ -123,7 +157,7 @@ class Node:
         self.links[number] = (wire, end, peer.id, peer.boot_id)
         self.send(number, self.report())
         self.send_table(number)
-        for message in self.replica.roster.messages():
+        for message in (*self.replica.roster.messages(), *self.assigned()):
             self.send(number, message)
         self.close_second_links(peer)
         self.step()
@@ -206,109 +240,162 @@ class Node:
                 if self.replica.enrols(entries):
                     self.broadcast(*self.replica.roster.messages())
                     self.follow_roster()
-            case _:
-                self.receive_of_epoch(sender, payload)
+            case Assigned():
+                self.receive_assigned(sender, payload)
+            case Offer() | Answer() | Ready() | Over():
+                self.receive_of_epoch(sender, self.part(payload.group), payload)
 
-    def receive_of_epoch(self, sender: str, payload: object) -> None:
-        mine = self.running
+    def receive_assigned(self, sender: str, payload: Assigned) -> None:
+        """Only the present coordinator assigns. What another one assigned before counts no longer."""
+        claim, before = self.leadership.claim, self.part(payload.group).assigned
+        if payload.claim != claim or sender != claim.node_id:
+            return
+        if before.claim != claim or before.number < payload.number:
+            self.part(payload.group).assigned = payload
+            self.step()
+
+    def receive_of_epoch(self, sender: str, part: Part, payload: object) -> None:
+        mine = part.running
         match payload:
-            case Offer(running):
-                problem = refusal(sender, running.number, self.leadership.claim, self.joined)
+            case Offer(_, running):
+                problem = refusal(sender, running.number, part.assigned.owner, self.joined.get(sender, 0))
                 if self.id in self.leadership.draining:
                     problem = "it is about to stop"
+                if problem is None and mine and mine.owner == self.id:
+                    problem = "it still ends an epoch of its own"
+                    self.leave(part, "for another owner")
                 if problem is None:
-                    self.leave("for a newer one")
-                    self.join(running)
-                self.tell(sender, Answer(running.number, problem))
-            case Answer(number, problem) if mine and mine.number == number and mine.owner == self.id:
+                    self.leave(part, "for a newer one")
+                    self.join(part, running)
+                self.tell(sender, Answer(part.group, running.number, problem))
+            case Answer(_, number, problem) if mine and (mine.number, mine.owner) == (number, self.id):
                 if problem is not None:
-                    self.stop(f"{sender}: {problem}")
+                    self.stop(part, f"{sender}: {problem}")
                     return
-                self.awaited.discard(sender)
-                if not self.awaited:
-                    self.world.at(self.world.now + LOAD_S, lambda: self.be_ready(number))
-            case Ready(number) if mine and (mine.number, mine.owner) == (number, sender):
-                self.running = replace(mine, ready=True)
-            case Over(number) if mine and mine.number == number:
-                if mine.owner == self.id:
-                    self.stop(f"{sender} left")
+                part.awaited.discard(sender)
+                if not part.awaited:
+                    self.world.at(self.world.now + LOAD_S, lambda: self.be_ready(part, number))
+            case Ready(_, number) if mine and (mine.number, mine.owner) == (number, sender):
+                part.running = replace(mine, ready=True)
+            case Over(_, number) if mine and mine.number == number:
+                if mine.owner == self.id and sender in mine.ranks:
+                    self.stop(part, f"{sender} left")
                 elif mine.owner == sender:
-                    self.leave("its owner ended it")
+                    self.leave(part, "its owner ended it")
 
     # --- epochs
 
-    def join(self, running: RunningEpoch) -> None:
-        assert self.running is None, f"{self.id} takes part in two epochs"
-        assert running.number > self.joined, f"{self.id} joins epoch {running.number} after {self.joined}"
-        self.joined, self.running = running.number, running
+    def part(self, group: str) -> Part:
+        return self.parts.setdefault(group, Part(group, Assigned(group)))
+
+    @property
+    def running(self) -> RunningEpoch | None:
+        """The epoch that it takes part in. There must be at most one group."""
+        epochs = [part.running for part in self.parts.values() if part.running is not None]
+        assert len(epochs) <= 1
+        return epochs[0] if epochs else None
+
+    def join(self, part: Part, running: RunningEpoch) -> None:
+        owner, joined = running.owner, self.joined.get(running.owner, 0)
+        assert part.running is None, f"{self.id} takes part in two epochs"
+        assert running.number > joined, f"{self.id} joins {owner}'s epoch {running.number} after {joined}"
+        self.joined[owner], part.running = running.number, running
         self.replica.saw_epoch(running.number)
         self.log("join", running)
 
-    def leave(self, why: str) -> None:
-        if self.running is not None:
-            running, self.running = self.running, None
+    def leave(self, part: Part, why: str) -> None:
+        if part.running is not None:
+            running, part.running = part.running, None
             self.log(f"leave: {why}", running)
-            self.awaited.clear()
+            part.awaited.clear()
             others = running.ranks[1:] if running.owner == self.id else running.ranks[:1]
             for node_id in others:
-                self.tell(node_id, Over(running.number))
+                self.tell(node_id, Over(part.group, running.number))
 
-    def stop(self, why: str) -> None:
-        self.leave(why)
-        self.hold_until = self.world.now + RETRY_S
+    def stop(self, part: Part, why: str) -> None:
+        self.leave(part, why)
+        part.hold_until = self.world.now + RETRY_S
 
-    def form(self, action: FormEpoch) -> None:
-        assert self.leadership.leading, f"{self.id} forms an epoch and does not coordinate"
-        desired, plan = self.replica.desired, action.plan
+    def form(self, part: Part, action: FormEpoch) -> None:
+        wanted, plan = self.world.rule.wanted(self, part.group), action.plan
+        assert wanted is not None
+        assert part.assigned.owner == self.id, f"{self.id} forms an epoch of {part.assigned}"
+        assert set(plan.ranks) <= set(part.assigned.nodes), f"{plan} is not within {part.assigned}"
         running = RunningEpoch(
-            action.number, plan.ranks, action.boots, plan.key, desired.model, desired.version, ready=False
+            action.number, plan.ranks, action.boots, plan.key, wanted.model, wanted.nodes, ready=False
         )
-        self.join(running)
-        self.awaited = set(plan.ranks[1:])
-        for node_id in self.awaited:
-            self.tell(node_id, Offer(running))
-        if not self.awaited:
-            self.world.at(self.world.now + LOAD_S, lambda: self.be_ready(running.number))
+        self.leave(part, "for one of its own")
+        self.join(part, running)
+        part.awaited = set(plan.ranks[1:])
+        for node_id in part.awaited:
+            self.tell(node_id, Offer(part.group, running))
+        if not part.awaited:
+            self.world.at(self.world.now + LOAD_S, lambda: self.be_ready(part, running.number))
 
-    def be_ready(self, number: int) -> None:
-        mine = self.running
-        if self.running_process and mine and mine.number == number and mine.owner == self.id:
-            self.running = replace(mine, ready=True)
+    def be_ready(self, part: Part, number: int) -> None:
+        mine = part.running
+        if self.running_process and mine and (mine.number, mine.owner) == (number, self.id):
+            part.running = replace(mine, ready=True)
             for node_id in mine.ranks[1:]:
-                self.tell(node_id, Ready(number))
+                self.tell(node_id, Ready(part.group, number))
 
-    def plan(self) -> GroupPlan | None:
-        """The strongest one, two or four of those who are here, this node among them if it can be."""
-        wanted = self.replica.desired.nodes
-        standings = self.membership.statuses()
-        here = sorted(
-            (
-                node_id
-                for node_id, standing in standings.items()
-                if standing.present and node_id not in self.leadership.draining
-            ),
-            key=lambda node_id: (-self.world.strength.get(node_id, 1), node_id != self.id, node_id),
-        )
-        sizes = [int(wanted)] if wanted.isdecimal() else [4, 2, 1]
-        size = next((size for size in sizes if size <= len(here)), 0)
-        chosen = sorted(here[:size], key=lambda node_id: (node_id != self.id, node_id))
-        key = (float(sum(self.world.strength.get(node_id, 1) for node_id in chosen)),)
-        return GroupPlan(tuple(chosen), key) if chosen else None
-
-    # --- what an agent's loop does
-
-    def own(self) -> RunningEpoch | None:
-        mine = self.running
+    def own(self, part: Part) -> RunningEpoch | None:
+        """Return the epoch of a group that it owns, as it reports it."""
+        mine = part.running
         if mine is None or mine.owner != self.id:
-            return mine
+            return None
         leaving = not self.leadership.draining.isdisjoint(mine.ranks)
         return replace(
             mine, open_requests=self.open_requests, draining=leaving, ready=mine.ready and not leaving
         )
 
+    def epochs(self, group: str) -> list[RunningEpoch]:
+        """Return the epochs of a group as their owners report them: its own, and those of who is here."""
+        here = self.membership.status_of
+        found = [owns.get(group) for node_id, owns in self.reports.items() if here(node_id).present]
+        return [each for each in (self.own(self.part(group)), *found) if each is not None]
+
+    # --- assignments
+
+    def assigned(self) -> list[Assigned]:
+        """Return all that it assigned, if it coordinates."""
+        mine = [each.assigned for each in self.parts.values() if each.assigned.claim == self.leadership.claim]
+        return mine if self.leadership.leading else []
+
+    def assign(self) -> None:
+        leadership = self.leadership
+        if not leadership.leading or leadership.unrest(self.membership, self.world.now)[0]:
+            return
+        leaving = tuple(sorted(leadership.draining))
+        for group, owner, nodes in self.world.rule.assign(self):
+            part = self.part(group)
+            before = part.assigned
+            after = Assigned(group, owner, nodes, leaving, leadership.claim, before.number)
+            if after != before:
+                self.assignments += 1
+                part.assigned = replace(after, number=self.assignments)
+                self.broadcast(part.assigned)
+
+    @property
+    def may_leave(self) -> bool:
+        """Return whether the others can do without this node, which is about to stop."""
+        for part in self.parts.values():
+            mine, assigned = part.running, part.assigned
+            if mine is None:
+                continue
+            if mine.owner == self.id:
+                if assigned.owner != self.id or self.id not in assigned.leaving:
+                    return False
+                continue
+            told = self.reports.get(mine.owner, {}).get(part.group)
+            if told is None or not told.draining or told.open_requests:
+                return False
+        return not self.open_requests
+
+    # --- what an agent's loop does
+
     def report(self) -> Report:
-        mine = self.own()
-        owns = mine if mine and mine.owner == self.id else None
+        owns = {group: mine for group, part in self.parts.items() if (mine := self.own(part)) is not None}
         return Report(self.leadership.beat(healthy=self.membership.health.healthy), owns)
 
     def tick(self) -> None:
@@ -318,7 +405,8 @@ class Node:
         if self.paused_until > self.world.now:
             return
         self.step()
-        self.broadcast(self.report())
+        self.ticks += 1
+        self.broadcast(self.report(), *(() if self.ticks % REPEAT_TICKS else self.assigned()))
         self.dial()
 
     def step(self) -> None:
@@ -334,33 +422,49 @@ class Node:
             self.broadcast(self.report())
         for number in [number for number in self.links if not self.membership.counts(number)]:
             self.close(number)
-        for _ in range(4):
-            others = [
-                running for node_id, running in self.reports.items()
-                if running is not None and self.membership.status_of(node_id).present
-            ]  # fmt: skip
-            situation = Situation(
-                self.own(), others, self.plan(), "too few Macs", self.hold_until, "the last one failed"
-            )
-            view = self.leadership.view(self.membership, situation, now)
-            action = self.leadership.decide(self.membership, situation, now)
-            if not self.act(action):
-                break
-        else:
-            raise AssertionError(f"{self.id} never comes to rest: {action}")
-        if self.id in self.leadership.draining and may_leave(view) and not self.open_requests:
+        self.assign()
+        for part in list(self.parts.values()):
+            self.decide(part)
+        if self.id in self.leadership.draining and self.may_leave:
             self.world.leave(self.id)
 
-    def act(self, action: Action) -> bool:
+    def decide(self, part: Part) -> None:
+        """Act for one group until nothing is left to do."""
+        now, mine = self.world.now, part.running
+        if mine and mine.owner != self.id:
+            how = lost(self.membership.statuses().get(mine.owner), mine.boots[0])
+            if how is not None:
+                self.leave(part, how)
+        for _ in range(4):
+            situation = Situation(
+                assignee=part.assigned.owner,
+                nodes=part.assigned.nodes,
+                wanted=self.world.rule.wanted(self, part.group),
+                running=self.own(part),
+                others=[each for each in self.epochs(part.group) if each.owner != self.id],
+                plan=self.world.rule.plan(self, part.group, part.assigned.nodes),
+                refusal="too few Macs",
+                hold_until=part.hold_until,
+                hold="the last one failed",
+                waiting_since=part.waiting_since,
+            )
+            action = decide(self.leadership.view(self.membership, situation, now))
+            if not (isinstance(action, Wait) and action.for_requests):
+                part.waiting_since = None
+            elif part.waiting_since is None:
+                part.waiting_since = now
+            if not self.act(part, action):
+                return
+        raise AssertionError(f"{self.id} never comes to rest: {action}")
+
+    def act(self, part: Part, action: Action) -> bool:
         if not self.journal.actions or self.journal.actions[-1][1] != action:
             self.journal.actions.append((self.world.now, action))
         match action:
             case FormEpoch():
-                self.form(action)
+                self.form(part, action)
             case StopEpoch(reason):
-                self.leave(reason)
-            case HandOver(node_id):
-                self.leadership.hand_over(node_id, self.world.now)
+                self.leave(part, reason)
             case _:
                 return False
         self.broadcast(self.report())

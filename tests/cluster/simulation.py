@@ -19,6 +19,7 @@ from mlxtp.cluster.state_file import SavedState, from_text, to_text
 
 from ..placement.made_up_macs import unsealed
 from .simulated_node import Fin, Goodbye, Journal, Node
+from .simulated_rules import OneGroup, Rule
 
 
 class Wire:
@@ -69,13 +70,17 @@ class World:
     """Everything. `names` are node ids; all of them are members from the beginning, and none is started."""
 
     def __init__(
-        self, names: Iterable[str], seed: int = 0, delay_s: tuple[float, float] = (0.001, 0.02)
+        self,
+        names: Iterable[str],
+        seed: int = 0,
+        delay_s: tuple[float, float] = (0.001, 0.02),
+        rule: Rule | None = None,
     ) -> None:
         self.now = 0.0
         self.names = list(names)
         self.nodes: dict[str, Node] = {}
         """Those that run."""
-        self.strength: dict[str, int] = {}
+        self.rule: Rule = rule or OneGroup()
         self.numbers = itertools.count(1)
         self.journals: dict[str, Journal] = {}
         self._boots = itertools.count(1)
@@ -141,8 +146,9 @@ class World:
         if node is None:
             return
         node.running_process = False
-        if node.running is not None:
-            node.log("leave: killed", node.running)
+        for part in node.parts.values():
+            if part.running is not None:
+                node.log("leave: killed", part.running)
         self.disks[name] = to_text(SavedState(node.leadership.persistent_state()))
         if not power:
             self._forget_wires_of(name)
@@ -150,7 +156,8 @@ class World:
     def leave(self, name: str) -> None:
         """The agent is stopped in order."""
         if node := self.nodes.get(name):
-            node.leave("stopped")
+            for part in node.parts.values():
+                node.leave(part, "stopped")
             node.broadcast(Goodbye())
             self.kill(name)
 
@@ -239,7 +246,8 @@ class World:
             if complaint := _beliefs_of(nodes) or _standings_of(self, nodes):
                 return complaint
             clique = not any(self.is_cut(*pair) for pair in itertools.combinations(component, 2))
-            if clique and (complaint := _epochs_of(nodes)):
+            leader = next(node for node in nodes if node.leadership.leading)
+            if clique and (complaint := self.rule.complaint(nodes, leader)):
                 return complaint
         return ""
 
@@ -248,7 +256,9 @@ def _beliefs_of(nodes: Sequence[Node]) -> str:
     leaders = [node.id for node in nodes if node.leadership.leading]
     if len(leaders) != 1:
         return f"{leaders} coordinate {[node.id for node in nodes]}"
-    for what in ("claim", "deployments", "roster", "epoch"):
+    if len({node.leadership.claim for node in nodes}) != 1:
+        return f"claim: { {node.id: node.leadership.claim for node in nodes} }"
+    for what in ("deployments", "roster", "epoch"):
         held = {node.id: getattr(node.leadership.persistent_state(), what) for node in nodes}
         if len(set(map(repr, held.values()))) != 1:
             return f"{what}: {held}"
@@ -264,18 +274,3 @@ def _standings_of(world: World, nodes: Sequence[Node]) -> str:
             elif (standing.state, standing.boot_id) != (MemberState.ALIVE, world.nodes[peer].boot_id):
                 return f"{node.id} does not see {world.nodes[peer].boot_id}: {standing}"
     return ""
-
-
-def _epochs_of(nodes: Sequence[Node]) -> str:
-    leader = next(node for node in nodes if node.leadership.leading)
-    plan = leader.plan() if leader.replica.desired.model else None
-    running = {node.id: node.running for node in nodes if node.running is not None}
-    if plan is None:
-        return f"nothing should run: {running}" if running else ""
-    numbers = {one.number for one in running.values()}
-    if len(numbers) != 1 or not all(one.ready for one in running.values()):
-        return f"{plan} should run: {running}"
-    epoch = next(iter(running.values()))
-    if set(epoch.ranks) != set(running) or epoch.key != plan.key:
-        return f"{plan} should run: {running}"
-    return "" if epoch.owner == leader.id else f"{leader.id} coordinates, {epoch.owner} has rank 0"

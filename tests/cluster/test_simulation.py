@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.cluster.membership import Change, MemberState
-from mlxtp.cluster.reconcile import HandOver
 from mlxtp.cluster.state_file import SavedState, to_text
 
 from ..placement.made_up_macs import unsealed
 from .deployed import wants
 from .simulated_node import TICK_S, Journal
+from .simulated_rules import GROUP, OneGroup
 from .simulation import World
 
 pytestmark = pytest.mark.slow
@@ -23,9 +23,9 @@ QUIET_S = 45.0
 requests (10 s), one after the other."""
 
 
-def serving(names: str, seed: int = 0) -> World:
+def serving(names: str, seed: int = 0, delay_s: tuple[float, float] = (0.001, 0.02)) -> World:
     """These nodes, started together, with a model wanted."""
-    world = World(names, seed)
+    world = World(names, seed, delay_s)
     world.start(*names)
     world.run(1.0)
     want(world, names[0], "llama")
@@ -209,15 +209,29 @@ def test_the_coordinator_that_only_others_could_reach_is_missed_when_it_dies() -
     assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"b"}
 
 
-def test_a_coordinator_outside_of_the_best_group_hands_over_to_it() -> None:
-    world = World("abc")
-    world.strength = {"b": 5, "c": 5}
+def test_a_coordinator_outside_of_the_best_group_assigns_it_and_goes_on_coordinating() -> None:
+    world = World("abc", rule=OneGroup({"b": 5, "c": 5}))
     world.start(*"abc")
     world.run(1.0)
     want(world, "a", "llama", "2")
     world.run_until(world.complaint, within_s=10.0)
-    assert HandOver("b") in [action for _, action in world.journals["a"].actions]
-    assert owner(world) == "b"
+    assert [(name, number) for _, name, number in formed(world)] == [("b", 1)]
+    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"a"}
+
+
+def test_a_group_that_its_coordinator_is_no_part_of_outlives_it() -> None:
+    world = World("abc", rule=OneGroup({"b": 5, "c": 5}))
+    world.start(*"abc")
+    world.run(1.0)
+    want(world, "a", "llama", "2")
+    world.run_until(world.complaint, within_s=10.0)
+    for power in (False, True):
+        world.kill("a", power=power)
+        world.run_until(world.complaint, within_s=10.0)
+        assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"b"}
+        world.start("a")
+        world.run_until(world.complaint, within_s=10.0)
+    assert len(formed(world)) == 1
 
 
 def test_a_node_that_stood_still_accuses_no_other() -> None:
@@ -250,7 +264,7 @@ def test_an_unloaded_model_stops_everywhere_and_another_is_served() -> None:
     assert {node.running.model for node in world.nodes.values() if node.running} == {"qwen"}
 
 
-def test_what_was_wanted_on_both_sides_of_a_partition_becomes_one_desired_state() -> None:
+def test_what_was_wanted_on_both_sides_of_a_partition_is_deployed_and_the_first_of_it_served() -> None:
     world = serving("abcd")
     world.partition("ab", "cd")
     world.run(5.0)
@@ -259,7 +273,25 @@ def test_what_was_wanted_on_both_sides_of_a_partition_becomes_one_desired_state(
     world.run_until(world.complaint, within_s=15.0)
     world.heal()
     world.run_until(world.complaint, within_s=QUIET_S)
-    assert {node.replica.desired.model for node in world.nodes.values()} == {"qwen"}
+    deployed = {node.replica.deployments.live() for node in world.nodes.values()}
+    assert [[row.model for row in rows] for rows in deployed] == [["qwen", "mistral"]]
+    assert {node.running.model for node in world.nodes.values() if node.running} == {"qwen"}
+
+
+def test_what_a_coordinator_assigned_ends_with_it_although_another_one_has_the_same_term() -> None:
+    """Here c and d claim one term apart, and d assigns more often. Then c wins."""
+    world = serving("acd")
+    world.kill("a")
+    world.partition("c", "d")
+    world.run_until(world.complaint, within_s=15.0)
+    for model in ("", "qwen") * 3:
+        want(world, "d", model)
+        world.run(2.0)
+    assert [node.leadership.claim.term for node in world.nodes.values()] == [2, 2]
+    numbers = [world.nodes[name].part(GROUP).assigned.number for name in "cd"]
+    assert numbers[1] > numbers[0] + 3
+    world.heal()
+    world.run_until(world.complaint, within_s=QUIET_S)
 
 
 def test_a_removed_member_is_cut_off_by_all_at_once() -> None:
@@ -378,8 +410,7 @@ Story = list[tuple[tuple[str, object], float]]
 
 
 def play(story: Story, seed: int, slow: bool, strength: dict[str, int]) -> World:
-    world = World(NAMES, seed, delay_s=(0.05, 0.3) if slow else (0.001, 0.02))
-    world.strength = strength
+    world = World(NAMES, seed, (0.05, 0.3) if slow else (0.001, 0.02), OneGroup(strength))
     world.start("a", "b", "c", "d")
     for step, pause_s in story:
         act(world, step)
@@ -413,15 +444,16 @@ def assert_lawful(name: str, journal: Journal) -> None:
             boot = int(change.boot_id.partition("-")[2])
             assert boot >= youngest.get(change.node_id, 0), f"{name} sees the ghost {change.boot_id}"
             youngest[change.node_id] = boot
-    inside, last = 0, 0
-    for _, what, number, _ in journal.epochs:
+    inside = None
+    last: dict[str, int] = {}
+    for _, what, number, owner in journal.epochs:
         if what == "join":
-            assert not inside, f"{name} joins epoch {number} while in {inside}"
-            assert number > last
-            inside = last = number
+            assert not inside, f"{name} joins epoch {number} of {owner} while in {inside}"
+            assert number > last.get(owner, 0)
+            inside, last[owner] = (owner, number), number
         else:
-            assert number == inside
-            inside = 0
+            assert (owner, number) == inside
+            inside = None
 
 
 @settings(max_examples=10)
@@ -440,19 +472,23 @@ def states_of(world: World, name: str) -> list[MemberState]:
     return [change.after for journal in journals for _, change in journal.changes if change.node_id == name]
 
 
-def test_a_coordinator_that_is_told_to_stop_hands_over_first_and_then_leaves() -> None:
-    """With requests of its own clients it stays until they are done, and has no rank meanwhile."""
-    world = serving("abc")
+def test_a_coordinator_that_is_told_to_stop_moves_its_group_first_and_then_leaves() -> None:
+    """With requests of its own clients it stays until they are done, and has no rank meanwhile.
+
+    All messages take equally long: c knows that b owns the group before it hears from b.
+    """
+    world = serving("abc", delay_s=(0.01, 0.01))
     world.nodes["a"].open_requests = 2
     world.drain("a")
     world.run(5.0)
     assert world.nodes["a"].running is None
     assert owner(world) == "b"
-    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"b"}
+    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"a"}
     assert [world.nodes[name].running.ranks for name in "bc" if world.nodes[name].running] == [("b", "c")] * 2
     world.nodes["a"].open_requests = 0
     world.run(1.0)
     assert "a" not in world.nodes
+    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"b"}
     world.run_until(world.complaint, within_s=5.0)
     assert [number for _, _, number in formed(world)] == [1, 2]
     assert sorted(states_of(world, "a")) == [

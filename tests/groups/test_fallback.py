@@ -25,7 +25,7 @@ from mlxtp.placement import formation
 from ..live_cluster import LIMITS, SLOWNESS, START_S
 from .scenes import sees
 from .test_jaccl_agents import DEVICES, pretending, say
-from .two_agents import two_agents
+from .two_agents import owner, two_agents
 
 pytestmark = pytest.mark.group
 
@@ -54,7 +54,7 @@ class Client:
         self._agent = agent
 
     async def run(self) -> None:
-        status = self._agent.supervisor.status
+        status = self._agent.parts.groups.shown.supervisor.status
         while not (status.state is ServingState.READY and status.group and status.group.world_size == 2):
             self.states.add(status.state)
             self.answers.append(await say(self._agent))
@@ -98,13 +98,15 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
         ):
             await first.wait_ready()
             await second.wait_ready()
-            leader = first if first.parts and first.parts.node.leadership.leading else second
-            group = leader.supervisor.status.group
+            owned = owner(first, second)
+            group = owned.supervisor.status.group
             assert group is not None
             assert (group.backend, group.world_size) == ("ring", 2)
             assert await say(first) == await say(second)
-            assert leader.parts is not None
-            [line] = leader.parts.placer.left_out_lines()
+            [machines] = [
+                each.parts.machines for each in (first, second) if each.parts.groups.shown is owned
+            ]
+            [line] = machines.left_out_lines()
             assert line.startswith("JACCL mesh on a + b is left out: it did not form: ")
 
     asyncio.run(story())
@@ -149,10 +151,8 @@ def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_no_requ
             assert (group.backend, group.world_size) == ("ring", 2)
             assert client.states.isdisjoint({ServingState.FAILED, ServingState.LOADING})
             assert len(set(client.answers)) == 1
-            assert first.parts is not None
-            leader = first if first.parts.node.leadership.leading else second
-            assert leader.parts is not None
-            ((failed, left_s),) = leader.parts.placer.left_out()
+            assert owner(first, second) is first.parts.groups.shown
+            ((failed, left_s),) = first.parts.machines.left_out()
             assert "errno 22" in failed.reason
             assert left_s > 0
 
@@ -206,8 +206,6 @@ def test_a_group_that_loaded_beside_another_one_takes_over_with_all_its_ranks(tm
         async with joined(tmp_path) as (first, second, client):
             await serve_together(first, second)
             assert ServingState.LOADING not in client.states
-            assert first.parts is not None
-            assert second.parts is not None
             epoch = first.parts.groups.shown.supervisor.status.epoch
             before = await say(second)
             [stay] = second.parts.hosted._alive
@@ -244,19 +242,17 @@ def test_where_memory_forbids_two_models_the_group_is_proven_before_the_other_on
 def test_whichever_mac_coordinates_a_newcomer_s_group_loads_beside_what_serves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A newcomer that has no plan yet hands the lead back."""
+    """A newcomer that coordinates leaves the group to its owner."""
     caplog.set_level(logging.INFO)
 
     async def story() -> None:
         async with joined(tmp_path) as (first, second, client):
-            assert first.parts is not None
-            assert second.parts is not None
-            first.parts.node.leadership.hand_over(second.parts.node.node_id, time.monotonic())
+            leadership = second.parts.node.leadership
+            leadership._follow(leadership._next_claim(second.parts.node.node_id), time.monotonic())
+            second.parts.node.gossip.beat()
             await serve_together(first, second)
-            assert (
-                first.parts.groups.shown.supervisor.status.in_epoch
-                != second.parts.groups.shown.supervisor.status.in_epoch
-            )
+            assert leadership.leading
+            assert owner(first, second) is first.parts.groups.shown
             assert ServingState.LOADING not in client.states
             assert len(set(client.answers)) == 1
 
@@ -267,10 +263,9 @@ def test_whichever_mac_coordinates_a_newcomer_s_group_loads_beside_what_serves(
 def test_a_newcomer_that_cannot_load_the_model_interrupts_no_request(tmp_path: Path) -> None:
     async def story() -> None:
         async with joined(tmp_path, (sys.executable, "-c", BROKEN_LOADER)) as (first, second, client):
-            assert first.parts is not None
             epoch = first.parts.groups.shown.supervisor.status.epoch
-            await sees(first.parts.placer.left_out)
-            ((failed, _),) = first.parts.placer.left_out()
+            await sees(first.parts.machines.left_out)
+            ((failed, _),) = first.parts.machines.left_out()
             assert failed.reason.startswith("it formed, and failed then: ")
             assert "model.safetensors ends too early" in failed.reason
             await second.wait_ready()

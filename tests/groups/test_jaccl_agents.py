@@ -16,7 +16,8 @@ from mlxtp.api.backend import Request, Tokens
 from mlxtp.groups.health import ServingState
 
 from ..live_cluster import START_S, WAIT_S
-from .two_agents import two_agents
+from .scenes import sees
+from .two_agents import owner, two_agents
 
 pytestmark = pytest.mark.group
 
@@ -31,7 +32,7 @@ def pretending(folder: Path, *scripts: dict[str, Any]) -> Sequence[str]:
 
 
 async def say(agent: Agent) -> tuple[int, ...]:
-    answer = agent.parts.groups.shown.supervisor.gateway.generate(Request((5, 6, 7, 8), 4, ignore_eos=True))
+    answer = agent.parts.gateway.generate(Request((5, 6, 7, 8), 4, ignore_eos=True))
     return tuple([token async for event in answer if isinstance(event, Tokens) for token in event.tokens])
 
 
@@ -44,9 +45,7 @@ def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
         ):
             await first.wait_ready()
             await second.wait_ready()
-            assert first.parts is not None
-            leader = first if first.parts.node.leadership.leading else second
-            group = leader.supervisor.status.group
+            group = owner(first, second).supervisor.status.group
             assert group is not None
             assert (group.backend, group.world_size) == ("jaccl", 2)
             assert group.rdma[0] == group.rdma[3] == ""
@@ -74,9 +73,10 @@ def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
             asyncio.timeout(WAIT_S),
             two_agents(tmp_path, worker, fabric="jaccl", rdma=DEVICES) as (first, second),
         ):
-            leader = first if first.parts and first.parts.node.leadership.leading else second
-            await leader.supervisor.status.wait_until(ServingState.RESTARTING)
-            reason = leader.supervisor.status.reason
+            await sees(lambda: any(each.parts.groups.shown.scope.owned for each in (first, second)))
+            status = owner(first, second).supervisor.status
+            await status.wait_until(ServingState.RESTARTING)
+            reason = status.reason
             assert reason is not None
             assert words in reason.detail
 
@@ -96,7 +96,7 @@ def test_without_jaccl_anywhere_the_ring_is_used_and_a_line_says_so(
         ):
             await first.wait_ready()
             await second.wait_ready()
-            group = first.parts.groups.shown.supervisor.status.group
+            group = owner(first, second).supervisor.status.group
             assert group is not None
             assert (group.backend, group.world_size) == ("ring", 2)
             assert await say(first) == await say(second)

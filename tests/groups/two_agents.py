@@ -9,9 +9,16 @@ from typing import Any
 
 from mlxtp.agent import Agent, running_agent
 from mlxtp.config import Settings
+from mlxtp.groups.group import Group
 from mlxtp.groups.ranks import WORKER
 
 from ..live_cluster import LIMITS, assert_marked
+
+
+def owner(*agents: Agent) -> Group:
+    """The group that these agents show, at the one that owns it."""
+    [found] = [agent.parts.groups.shown for agent in agents if agent.parts.groups.shown.scope.owned]
+    return found
 
 
 async def _nothing(_first: Agent) -> None:
@@ -39,7 +46,6 @@ async def two_agents(
         return Settings(home, "127.0.0.1", 0, 1, "tiny", **{**fields, **settings, **more})
 
     async with running_agent(of("a", **founder), worker=worker) as first:
-        assert first.parts is not None
         await meanwhile(first)
         token = await first.parts.tokens.token()
         async with running_agent(

@@ -103,9 +103,7 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
             assert group is not None
             assert (group.backend, group.world_size) == ("ring", 2)
             assert await say(first) == await say(second)
-            [machines] = [
-                each.parts.machines for each in (first, second) if each.parts.groups.shown is owned
-            ]
+            [machines] = [each.parts.machines for each in (first, second) if each.parts.groups.shown is owned]
             [line] = machines.left_out_lines()
             assert line.startswith("JACCL mesh on a + b is left out: it did not form: ")
 

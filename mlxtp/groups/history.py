@@ -128,7 +128,7 @@ def to_json(stories: Iterable[EpochStory]) -> list[Mapping[str, Any]]:
 
 
 class RateMeter:
-    """Tokens per second over the last seconds, from a count that only grows."""
+    """Tokens per second over the last seconds, from a count that grows, or begins again."""
 
     def __init__(self, window_s: float = 4.0, least_s: float = 0.4) -> None:
         self._window_s = window_s
@@ -144,6 +144,8 @@ class RateMeter:
             self._seen.clear()
         while self._seen and clock - self._seen[0][0] > self._window_s:
             self._seen.popleft()
+        if self._seen and count < self._seen[-1][1]:
+            self._seen.clear()
         if not self._seen or clock - self._seen[-1][0] >= self._least_s / 2:
             self._seen.append((clock, count))
         then, before = self._seen[0]

@@ -161,6 +161,14 @@ def test_a_rate_is_not_known_long_after_the_last_read() -> None:
     assert meter.rate(1_000_030, 61.0) == 30.0
 
 
+def test_a_count_that_begins_again_gives_no_negative_rate() -> None:
+    """Others would refuse it. The next group counts its tokens from 0."""
+    meter = RateMeter(window_s=4.0, least_s=0.5)
+    meter.rate(500, 0.0)
+    assert meter.rate(0, 1.0) is None
+    assert meter.rate(30, 2.0) == 30.0
+
+
 def test_a_rate_starts_over_with_a_new_group() -> None:
     meter = RateMeter(window_s=4.0, least_s=0.5)
     meter.rate(0, 0.0)

@@ -26,8 +26,8 @@ NODES = BY_KEY["nodes"].metavar
 
 
 def plan(
-    model: Annotated[
-        str,
+    models: Annotated[
+        list[str],
         typer.Argument(
             metavar="MODEL",
             help="A model folder, its config.json, the plain name of one in a --model-folder, an id on the "
@@ -83,15 +83,16 @@ def plan(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which Macs can serve a model, how fast, and why. Nothing is started."""
-    from ..models.inspect import find_config, in_folders, is_hub_id
+    """Show which Macs can serve a model, how fast, and why. Nothing is started.
+
+    Of several models: which Macs each gets in a cluster that serves nothing else, and the memory of each Mac.
+    """
     from ..placement.measurements import measured
     from ..placement.planner import PlacementOptions
-    from ..placement.tables import KNOWN
     from ..placement.workload import CHAT, WORKLOADS
-    from . import planning
+    from . import packing, planning
 
-    if not model.strip():
+    if not all(model.strip() for model in models):
         raise UserError(
             "MODEL is empty; give a folder, an id on the Hub, or a known name: `mlxtp plan --help`"
         )
@@ -115,13 +116,25 @@ def plan(
         repeatable=repeatable,
         workload=WORKLOADS.get(workload, now),
     )
+    shaped = [_found(model, home) for model in models]
+    if len(shaped) > 1:
+        packed = packing.run(shaped, found, options=options, as_json=as_json)
+        possible = all(one.ranks for one in packed)
+    else:
+        made = planning.run(shaped[0], found, coordinator=coordinator, options=options, as_json=as_json)
+        possible = made.chosen is not None
+    if not possible:
+        raise typer.Exit(Exit.REFUSED)
+
+
+def _found(model: str, home: Path | None) -> str | Path:
+    """Return what `planning.read_shape` reads of a model that the user named. Raises ModelError."""
+    from ..models.inspect import find_config, in_folders, is_hub_id
+    from ..placement.tables import KNOWN
+
     if model not in KNOWN and "/" not in model and not Path(model).exists():
         model = in_folders(model, _model_folders(home))
-    known = model in KNOWN or not is_hub_id(model)
-    shaped = model if known else find_config(model)
-    made = planning.run(shaped, found, coordinator=coordinator, options=options, as_json=as_json)
-    if made.chosen is None:
-        raise typer.Exit(Exit.REFUSED)
+    return model if model in KNOWN or not is_hub_id(model) else find_config(model)
 
 
 def _model_folders(home: Path | None) -> tuple[str, ...]:

@@ -49,12 +49,17 @@ def run(
     """
     shape = read_shape(model)
     made = _plan(str(model), members, shape, coordinator, options or PlacementOptions())
-    console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = console or a_console()
     if as_json:
         console.print(json.dumps(to_json(made, shape), ensure_ascii=False), soft_wrap=True, markup=False)
     else:
         show(made, shape, console)
     return made
+
+
+def a_console() -> Console:
+    """Return a console for standard output that wraps lines for people only."""
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def _plan(
@@ -221,13 +226,19 @@ def cells(one: Candidate, workload: Workload) -> tuple[str, ...]:
     return (
         one.kind if one.nodes == 1 else f"{one.kind} of {one.nodes}",
         ", ".join(one.names),
-        f"{one.speed.request_seconds(workload):.1f} s" if one.speed else "",
-        f"{one.speed.ttft_s:.1f} s" if one.speed else "",
-        f"{one.speed.tokens_per_second:.1f}" if one.speed else "",
+        *times(one, workload),
         f"{tightest.needed / GB:.1f}/{tightest.available / GB:.1f}" if tightest else "",
         one.verdict,
         one.reason,
     )
+
+
+def times(one: Candidate, workload: Workload) -> tuple[str, str, str]:
+    """Return the time of a request, the time to the first token of a long prompt, and the tokens/s."""
+    if one.speed is None:
+        return "", "", ""
+    request_s = one.speed.request_seconds(workload)
+    return f"{request_s:.1f} s", f"{one.speed.ttft_s:.1f} s", f"{one.speed.tokens_per_second:.1f}"
 
 
 def _gb(size: int) -> str:

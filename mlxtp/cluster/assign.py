@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from heapq import heappop, heappush
 from typing import Protocol
 
 from ..placement.cost_model import rank_memory, usable_bytes
@@ -230,6 +231,11 @@ class _Facts:
         self.need = cache(self._need)
         self.allowed = {name: self._allowed(wanted) for name, wanted in self.by_name.items()}
         self.groups = {name: self._groups(wanted) for name, wanted in self.by_name.items()}
+        turns = (each for groups in self.groups.values() for each in enumerate(groups))
+        #: Places of groups in the order in which they are seated: replicas come after all first groups.
+        self.turn = {
+            group: turn for turn, (_, group) in enumerate(sorted(turns, key=lambda each: each[0] > 0))
+        }
 
     def _preference(self, node: str) -> tuple[object, ...]:
         machine = self.members[node].machine
@@ -355,7 +361,7 @@ class _Packing:
             return False
         alone = wanted.options.nodes in ("auto", "all", 1)
         if not all(seats.on.values()):
-            if alone and self._alone(group, set()):
+            if alone and self._alone(group):
                 return True
             free = [node for node in pool if not seats.on[node]]
             steady = [node for node in free if node not in self.view.flapping]
@@ -368,26 +374,44 @@ class _Packing:
             return True
         return self._spread(wanted, group, pool)
 
-    def _alone(self, group: str, seen: set[str]) -> bool:
-        """Give a group a Mac of its own; groups that do not run yet move on to other free ones for it."""
-        wanted, must, seats = self.facts.by_name[_name(group)], self.facts.must(group), self.seats
-        need = self.facts.need(wanted.row.name, 1)
-        pool = [n for n in self._pool(wanted) if n not in seen and seats.usable[n] >= need.needed]
-        pool.sort(key=lambda node: node != must)
-        for node in pool:
-            if not seats.on[node] and seats.left(node) >= need.needed:
-                seats.put(group, replace(need, ranks=(node,)))
-                return True
-        for node in pool:
-            if node in seen or seats.shared or len(seats.on[node]) != 1:
-                continue
-            (there,) = seats.on[node]
-            if not seats.of[there].kept and len(seats.of[there].ranks) == 1:
-                seen.add(node)
-                if self._alone(there, seen):
-                    seats.put(group, replace(need, ranks=(node,)))
+    def _alone(self, group: str) -> bool:
+        """Give a group a Mac of its own; groups that do not run yet move on to other free ones for it.
+
+        Of all ways to do so it takes one in which the earliest group that moves comes as late as possible.
+        """
+        seats, mover = self.seats, group
+        comes: dict[str, str] = {}  #: By node, the group that would move there.
+        front: list[tuple[int, str]] = []  #: Macs whose group may move on; the latest group is first.
+        while True:
+            must, need = self.facts.must(mover), self.facts.need(_name(mover), 1)
+            pool = [n for n in self._pool(self.facts.by_name[_name(mover)]) if n not in comes]
+            for node in sorted(pool, key=lambda node: node != must):
+                if not seats.on[node] and seats.left(node) >= need.needed:
+                    self._move(mover, node, comes)
                     return True
-        return False
+                if seats.usable[node] >= need.needed and (there := self._movable(node)):
+                    comes[node] = mover
+                    heappush(front, (-self.facts.turn[there], node))
+            if not front:
+                return False
+            (mover,) = seats.on[heappop(front)[1]]
+
+    def _movable(self, node: str) -> str:
+        """Return the group on this Mac, if it is the only one, needs no other Mac and does not run yet."""
+        there = "" if self.seats.shared or len(self.seats.on[node]) != 1 else next(iter(self.seats.on[node]))
+        return (
+            there if there and not self.seats.of[there].kept and len(self.seats.of[there].ranks) == 1 else ""
+        )
+
+    def _move(self, group: str, node: str, comes: Mapping[str, str]) -> None:
+        """Seat a group on a free Mac, and on the one that it leaves the group that comes there."""
+        while True:
+            before = self.seats.of.get(group)
+            self.seats.put(group, replace(self.facts.need(_name(group), 1), ranks=(node,)))
+            if before is None or before.ranks[0] not in comes:
+                return
+            node = before.ranks[0]
+            group = comes[node]
 
     def _spread(self, wanted: WantedDeployment, group: str, pool: Sequence[str]) -> bool:
         """Seat a group where the planner has it among these Macs."""
@@ -441,7 +465,7 @@ class _Packing:
         for group in [each for groups in self.facts.groups.values() for each in groups]:
             seat = self.seats.of.get(group)
             if seat and not seat.kept and len(seat.ranks) == 1 and len(self.seats.on[seat.ranks[0]]) > 1:
-                self._alone(group, set())
+                self._alone(group)
 
     # --- room ----------------------------------------------------------------------------------------
 

@@ -310,6 +310,18 @@ def test_a_small_model_leaves_the_large_mac_to_one_that_needs_it() -> None:
         assert where(seen(macs, [wanted("s"), wanted("l", LARGE)])) == {"s#0": "b", "l#0": "a"}
 
 
+def test_the_latest_group_that_can_moves_for_one_that_needs_a_large_mac() -> None:
+    """The first deployment keeps its Mac, although it fits the slowest one, too."""
+    rows = [wanted("first", LARGE), wanted("small"), wanted("huge", shape(num_hidden_layers=96))]
+    assert where(seen(lan(64, 64, 40), rows)) == {"first#0": "a", "small#0": "c", "huge#0": "b"}
+
+
+def test_a_group_moves_on_for_one_that_moves() -> None:
+    """Of "m" and "s" each fits one Mac less than the one before."""
+    rows = [wanted("s", on=ids("abc")), wanted("m", MIDDLE, on=ids("ab")), wanted("l", LARGE, on=ids("a"))]
+    assert where(seen(lan(64, 64, 64), rows)) == {"s#0": "c", "m#0": "b", "l#0": "a"}
+
+
 def test_a_group_beside_that_of_several_macs_moves_to_one_that_stays_free() -> None:
     macs = [mac(i, memory=24, chip="Apple M3 Ultra" if i < 4 else "Apple M4 Max") for i in range(5)]
     macs = cabled(macs, [(i, (i + 1) % 5) for i in range(5)])

@@ -67,6 +67,19 @@ def test_the_demo_answers_once_and_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.group
+def test_the_demo_shows_two_replicas_of_a_model_that_share_the_requests(tmp_path: Path) -> None:
+    done = mlxtp("demo", "--replicas", "2", "--once", "--json", "--home", str(tmp_path), *ANY_PORT)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["text"] == ORACLE
+    assert (outcome["replicas"], outcome["ranks"]) == (2, 1)
+    assert sorted(outcome["answered_by"]) == ["tiny#0", "tiny#1"]
+    assert sum(outcome["answered_by"].values()) == 8
+    assert "tiny: ready, replicas: 2 of 2" in done.stderr
+    assert rank_processes(tmp_path) == []
+
+
 def test_the_demo_asks_also_where_a_key_is_needed_and_https_spoken(tmp_path: Path) -> None:
     done = mlxtp(
         *("demo", "--once", "--json", "--ranks", "1", "--home", str(tmp_path), *ANY_PORT),
@@ -104,6 +117,7 @@ def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
 
 MISTYPED = (
     ("demo --ranks 3", "--ranks: one machine runs 1, 2 or 4 ranks, not 3"),
+    ("demo --replicas 2 --ranks 2", "with --replicas each agent has one rank; omit --ranks"),
     ("node --http 52415", "--http: '52415' is not HOST:PORT"),
     ("node --api-keys some", "--api-keys: 'some' is not one of auto, always, never"),
     ("node --allowed-host http://x", "--allowed-host: 'http://x' is not a name or address"),

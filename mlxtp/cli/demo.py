@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import shlex
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 
 from .. import client
-from ..agent import running_agent
-from ..client import ANSWER_TIMEOUT_S, EndpointAnswer, connection_to
+from ..agent import LOOK_S, Agent, running_agent
+from ..client import ANSWER_TIMEOUT_S, AgentClient, EndpointAnswer, connection_to
 from ..config import EMBEDDED_MODEL, Settings
+from ..groups.health import ServingState
+from .deployed import deployments_shown
 
 EMBEDDED_PROMPT = "Repeat exactly: FALCON-MERCURY-7749"
 OTHER_PROMPT = "In one sentence: what can two computers do together that one cannot?"
@@ -35,6 +43,9 @@ _BODY = """'{"model": "default", "messages": [
 _GROUP_STAGES = ("formed", "proven")
 
 
+LOOPBACK = "127.0.0.1"
+
+
 class DemoConsole(Console):
     """A console whose reader may leave. rich would end the process from the task that printed last."""
 
@@ -50,8 +61,15 @@ class DemoView:
         self._settings = settings
         self.stages: dict[str, float] = {}
 
-    def start(self) -> None:
+    def start(self, replicas: int = 1) -> None:
+        """Print what is started."""
         s = self._settings
+        if replicas > 1:
+            self._console.print(
+                f"[bold]mlxtp[/]  {replicas} agents on this machine, {replicas} replicas of model "
+                f"[cyan]{escape(s.model)}[/]\n"
+            )
+            return
         how = "a ring over loopback" if s.ranks > 1 else "no group"
         ranks = f"{s.ranks} ranks" if s.ranks > 1 else "1 rank"
         self._console.print(f"[bold]mlxtp[/]  {ranks}, {how}, model [cyan]{escape(s.model)}[/]\n")
@@ -76,6 +94,20 @@ class DemoView:
             f"then {answer.tokens_per_second:.0f} tokens/s ({answer.tokens} tokens)"
         )
 
+    def progress(self, what: str, seconds: float) -> None:
+        """Show what was reached `seconds` after the start."""
+        self._console.print(f"  [green]✓[/] {what:<32} {seconds:6.2f} s")
+
+    def shared(self, status: Mapping[str, Any], answers: Mapping[str, int]) -> None:
+        """Show the replicas, and how many of several requests each answered."""
+        self._console.print()
+        for line in deployments_shown(status["deployments"], min(self._console.width, 80) - 2):
+            self._console.print(Padding(line, (0, 0, 0, 2)))
+        said = ", ".join(f"{count} by {group}" for group, count in sorted(answers.items()))
+        self._console.print(
+            f"\n  {sum(answers.values())} more requests at once were answered: {escape(said)}"
+        )
+
     def serving(self, url: str) -> None:
         """Print the addresses and commands to paste, none wider than 80 columns."""
         home = shlex.quote(str(self._settings.home))
@@ -90,15 +122,23 @@ class DemoView:
         )
 
 
-async def run(settings: Settings, prompt: str | None, view: DemoView, *, once: bool) -> dict[str, Any]:
+async def run(
+    settings: Settings, prompt: str | None, view: DemoView, *, once: bool, replicas: int = 1
+) -> dict[str, Any]:
     """Start, send the prompt, and either return the outcome or serve until cancelled.
+
+    With several `replicas`, as many agents run, each with a group of its own.
 
     Raises ConfigError, ModelError or GroupError when the cluster does not get ready.
     """
     question = prompt or (EMBEDDED_PROMPT if settings.model == EMBEDDED_MODEL else OTHER_PROMPT)
     began = time.monotonic()
-    view.start()
-    async with running_agent(settings, view.stage) as agent:
+    view.start(replicas)
+    answered_by: Mapping[str, int] = {}
+    several = replicas > 1
+    async with (
+        running_replicas(settings, replicas, view) if several else running_agent(settings, view.stage)
+    ) as agent:
         try:
             await agent.wait_ready()
             ready_s = time.monotonic() - began
@@ -107,6 +147,9 @@ async def run(settings: Settings, prompt: str | None, view: DemoView, *, once: b
                 ask, agent.url, question, view.text, agent.key, agent.certificate
             )
             view.answered(answer)
+            if several:
+                answered_by = await answering_groups(agent, question, 4 * replicas)
+                view.shared(await asyncio.to_thread(AgentClient(settings.home).get, "status"), answered_by)
             if not once:
                 view.serving(agent.url)
                 await asyncio.shield(agent.over)
@@ -124,6 +167,72 @@ async def run(settings: Settings, prompt: str | None, view: DemoView, *, once: b
         "backend": settings.local_backend,
         "ready_s": round(ready_s, 3),
         "stages_s": {name: round(at_s, 3) for name, at_s in view.stages.items()},
+        **({"replicas": replicas, "answered_by": answered_by} if several else {}),
+    }
+
+
+@asynccontextmanager
+async def running_replicas(settings: Settings, replicas: int, view: DemoView) -> AsyncIterator[Agent]:
+    """Run a cluster of so many agents on loopback, with one replica on each. Yields the first agent."""
+    began = time.monotonic()
+    own = replace(
+        settings, cluster=True, name="mac-1", control_host=LOOPBACK, control_port=0, interface=LOOPBACK,
+        discovery=False, nodes="1", model_given=True,
+    )  # fmt: skip
+    async with AsyncExitStack() as ending:
+        first = await ending.enter_async_context(running_agent(own))
+        node = first.parts.node
+        view.progress("mac-1 has founded a cluster", time.monotonic() - began)
+        for name in (f"mac-{number}" for number in range(2, replicas + 1)):
+            token = await first.parts.tokens.token()
+            other = replace(
+                own,
+                home=settings.home / name,
+                name=name,
+                http_port=0,
+                join=token,
+                model_given=False,
+                peers=node.introduction.addresses(),
+            )
+            await ending.enter_async_context(running_agent(other))
+            view.progress(f"{name} has joined it", time.monotonic() - began)
+        node.desired.serve(own.model, replicas=replicas)
+        ready: set[str] = set()
+        while len(ready) < replicas and not first.over.done():
+            await asyncio.sleep(LOOK_S)
+            reports = first.parts.groups.reports()
+            for each in reports:
+                if each.state == ServingState.READY and each.group not in ready:
+                    ready.add(each.group)
+                    where = " and ".join(map(node.name_of, each.participants))
+                    view.progress(f"{each.group} is ready on {where}", time.monotonic() - began)
+        try:
+            yield first
+        finally:  # each end of an agent leaves the others without room for all replicas
+            logging.getLogger("mlxtp").setLevel(logging.ERROR)
+
+
+async def answering_groups(agent: Agent, prompt: str, requests: int) -> Mapping[str, int]:
+    """Send so many requests at once, and return how many of them each group answered."""
+    body = json.dumps(_request(prompt))
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {agent.key}"}
+
+    def one() -> str:
+        with contextlib.closing(connection_to(agent.url, agent.certificate, ANSWER_TIMEOUT_S)) as connection:
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            response = connection.getresponse()
+            response.read()
+            return response.headers.get("x-mlxtp-group", "no group")
+
+    return Counter(await asyncio.gather(*(asyncio.to_thread(one) for _ in range(requests))))
+
+
+def _request(prompt: str) -> dict[str, Any]:
+    return {
+        "model": "default",
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
     }
 
 
@@ -135,14 +244,8 @@ def ask(
 
     `certificate` (PEM) is the one that an https:// endpoint must show. Raises as `client.ask` does.
     """
-    body = {
-        "model": "default",
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": MAX_TOKENS,
-        "temperature": 0,
-    }
     answer = EndpointAnswer(time.monotonic())
-    for piece in client.ask(connection_to(url, certificate, ANSWER_TIMEOUT_S), key, body):
+    for piece in client.ask(connection_to(url, certificate, ANSWER_TIMEOUT_S), key, _request(prompt)):
         answer.add(piece, time.monotonic())
         if piece.text:
             on_text(piece.text)

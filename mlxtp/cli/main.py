@@ -95,6 +95,14 @@ def demo_command(
     home: NodeHome = None,
     prompt: Annotated[str | None, typer.Option(help="Prompt for the model.")] = None,
     once: Annotated[bool, typer.Option("--once", help="End after the reply.")] = False,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=4,
+            help="Run as many agents, a cluster of their own, with a replica of the model on each.",
+        ),
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --once: print one JSON object, also for an error.")
     ] = False,
@@ -107,13 +115,17 @@ def demo_command(
         from ..logs import PrintableLines
         from . import demo
     with TemporaryDirectory(prefix="mlxtp-demo-") as folder:  # for a user who names no home
-        settings = _settings({"home": home, **flags}, defaults={"ranks": demo.RANKS, "home": folder})
+        ranks = demo.RANKS if replicas == 1 else 1
+        settings = _settings({"home": home, **flags}, defaults={"ranks": ranks, "home": folder})
+        if replicas > 1 and settings.ranks > 1:
+            raise typer.BadParameter("with --replicas each agent has one rank; omit --ranks")
         log = TerminalLog()
         log.setFormatter(PrintableLines("%(message)s"))
         logging.basicConfig(level=logging.WARNING, handlers=[log])
         view = demo.DemoView(demo.DemoConsole(stderr=as_json, highlight=False), settings)
         outcome = _run(
-            demo.run(settings, prompt, view, once=once), interrupted=Exit.INTERRUPTED if once else 0
+            demo.run(settings, prompt, view, once=once, replicas=replicas),
+            interrupted=Exit.INTERRUPTED if once else 0,
         )
     if as_json and outcome is not None:
         print_json(outcome)

@@ -93,7 +93,8 @@ class Coordinator:
 
     def _assign(self, decided: Assignment, leaving: tuple[str, ...]) -> None:
         """Broadcast an assignment, if it is another one than before."""
-        before = self._groups.known(decided.group).scope.assignment
+        scope = self._groups.known(decided.group).scope
+        before, scope.assigned_in = scope.assignment, self._node.leadership.claim
         term = self._node.leadership.claim.term
         after = GroupAssignment(
             decided.group,
@@ -157,7 +158,7 @@ class Coordinator:
         found += [
             (owner, serving)
             for (owner, _), serving in node.peer_info.servings.items()
-            if serving.participants and present(owner).present
+            if serving.participants[:1] == (owner,) and present(owner).present
         ]
         return found
 
@@ -205,12 +206,13 @@ class Coordinator:
                     link.send(group.scope.assignment)
 
     def _received(self, link: ControlLink, message: GroupAssignment) -> None:
-        """Take in an assignment of the present coordinator. Of two the later one holds."""
-        if LeaderClaim(message.term, link.node_id) != self._node.leadership.claim:
+        """Take in an assignment of the present coordinator. Of two of its own the later one holds."""
+        claim = LeaderClaim(message.term, link.node_id)
+        if claim != self._node.leadership.claim:
             return
-        group = self._groups.by_id.get(message.group)
-        before = group.scope.assignment if group is not None else None
-        if before is None or (before.term, before.number) < (message.term, message.number):
+        scope = self._groups.known(message.group).scope
+        if scope.assigned_in != claim or scope.assignment.number < message.number:
+            scope.assigned_in = claim
             self._groups.assign(message)
 
 

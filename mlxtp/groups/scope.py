@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..cluster.cluster_state import NO_CLAIM
 from ..cluster.node import ClusterNode
 from ..cluster.reconcile import Wanted
 from ..models.local_model import LocalModel, LocalModels
@@ -17,6 +18,8 @@ class GroupScope:
         self.group = group
         self.deployment, _, index = group.rpartition("#")
         self.assignment = GroupAssignment(group, self.deployment)
+        #: Claim of the coordinator whose assignment it is. Two coordinators apart may have had one term.
+        self.assigned_in = NO_CLAIM
         self.index = int(index or 0)
         self._node = node
         self._models = models

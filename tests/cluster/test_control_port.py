@@ -17,7 +17,6 @@ from mlxtp.cluster.control_port import ControlPort, bind_control, check_interfac
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, MlxtpError, UserError
 from mlxtp.gateway.remote_backend import RemoteBackend, serve_requests
-from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.identity.join_network import ask_to_join
 from mlxtp.identity.join_protocol import (
     AskElsewhere,
@@ -35,7 +34,7 @@ from mlxtp.wire.peer_messages import MAX_ADDRESS, MAX_PEERS, NONCE_BYTES
 from mlxtp.wire.streams import open_tls
 from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS, member_context_client
 
-from ..gateway.test_gateway import MODEL, TEXT, FakeRanks
+from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks
 from ..groups.one_node import CLOCK, A, Node, by_hand
 from ..groups.scenes import run, sees, within
 from ..wire.members import Member, founder, member_of
@@ -54,7 +53,7 @@ class House:
             member.credentials,
             self.node.parts.node,
             self.node.parts.tokens,
-            partial(serve_requests, gateway=self.node.parts.groups.shown.supervisor.gateway),
+            partial(serve_requests, gateway=self.node.parts.gateway),
         )
         self.open = asyncio.ensure_future(self.door.run())
 
@@ -192,7 +191,7 @@ def test_requests_of_a_member_that_vanished_end_at_rank_0(tmp_path: Path) -> Non
     """Its requests link may look well for hours: nothing is sent that way."""
 
     async def story(house: House) -> None:
-        gateway, ranks = house.node.parts.groups.shown.supervisor.gateway, FakeRanks()
+        gateway, ranks = house.node.parts.gateway, FakeRanks()
         gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT)
         vanishes, stays = (member_of(house.first, tmp_path) for _ in range(2))
         links = [house.node.meet(each.identity.node_id) for each in (vanishes, vanishes, stays)]

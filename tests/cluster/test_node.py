@@ -20,7 +20,6 @@ from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError
 from mlxtp.gateway.admission import SystemMemory
 from mlxtp.groups.hosted_rank import HostedRank
-from mlxtp.groups.lifecycle import GROUP
 from mlxtp.identity.join_protocol import JoinToken, TokenIssuer
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement import hardware
@@ -33,6 +32,7 @@ from mlxtp.wire.cluster_messages import (
     Deployments,
     EndEpoch,
     EpochEnded,
+    GroupAssignment,
     Interface,
     Machine,
     MachineReport,
@@ -55,7 +55,7 @@ from mlxtp.wire.codecs import U63, Message
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Pong
 
-from ..groups.one_node import FINGERPRINT, MACHINE, A, B, Node, by_hand, play, report
+from ..groups.one_node import FINGERPRINT, GROUP, MACHINE, A, B, Node, by_hand, play, report
 from ..groups.scenes import run, sees
 from ..live_cluster import WAIT_S
 from ..wire.members import Member
@@ -71,21 +71,51 @@ def hosts(node: Node, host: str, order: Prepare) -> None:
 # --- orders -----------------------------------------------------------------------------------------------
 
 
-def test_only_the_coordinator_may_have_a_rank_started(tmp_path: Path, member: Member) -> None:
+def test_only_the_owner_of_a_group_may_have_a_rank_of_it_started(tmp_path: Path, member: Member) -> None:
+    """A node that has yet to hear who owns a group takes part: its owner may be the first to tell."""
+
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
-        node.hear(b, Prepare(7, 1, "", "tiny"))
+        node.follow(a)
+        order = Prepare(7, 1, "", "tiny", group=GROUP)
+        node.hear_assigned(a, A)
+        node.hear(b, order)
         [refused] = b.heard(RankTrouble)
         assert (refused.epoch, refused.rank, refused.code) == (7, 1, Code.NOT_READY)
-        assert "no node coordinates yet" in refused.detail
-        node.follow(a)
-        node.hear(b, Prepare(7, 1, "", "tiny"))
-        assert "but aaaaaaaa coordinates (term 5)" in b.heard(RankTrouble)[1].detail
+        assert "comes from ffffffff, but aaaaaaaa owns its group" in refused.detail
         assert node.orders == []
-        node.hear(a, Prepare(7, 1, "", "tiny"))
-        assert node.orders == [(A, Prepare(7, 1, "", "tiny"))]
-        assert a.heard(RankTrouble) == []
+        other = replace(order, group="other#0")
+        node.hear(b, other)
+        node.hear(a, order)
+        assert node.orders == [(B, other), (A, order)]
+        assert a.heard(RankTrouble) == b.heard(RankTrouble)[1:] == []
         assert node.parts.node.replica.epoch == 7
+
+    play(tmp_path, member, story)
+
+
+def test_only_the_present_coordinator_assigns_groups_and_its_last_word_holds(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        a, b, groups = node.meet(A), node.meet(B), node.parts.groups
+
+        def hear(link: Any, term: int, number: int, owner: str) -> str:
+            node.hear(link, GroupAssignment(GROUP, "tiny", term, number, owner, (owner,)))
+            return groups.known(GROUP).scope.assignment.owner
+
+        assert hear(b, 5, 9, B) == ""
+        node.follow(b)
+        assert hear(a, 5, 9, A) == ""
+        assert hear(b, 4, 9, B) == ""
+        assert hear(b, 5, 9, B) == B
+        assert hear(b, 5, 8, A) == B
+        assert hear(b, 5, 10, A) == A
+        # Both claimed one term while they were separated. The smaller node id holds, and has assigned less.
+        node.follow(a)
+        assert hear(b, 5, 11, B) == A
+        assert hear(a, 5, 1, B) == B
+        assert hear(a, 5, 1, A) == B
 
     play(tmp_path, member, story)
 
@@ -96,17 +126,20 @@ def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Pa
         node.follow(a)
         node.parts.hosted._last_epochs |= {A: 7, B: 9}
         for epoch in (6, 7):
-            node.hear(a, Prepare(epoch, 1, "", "tiny"))
+            node.hear(a, Prepare(epoch, 1, "", "tiny", group=GROUP))
             assert "is not newer than epoch 7" in a.heard(RankTrouble)[-1].detail
         ended: list[MlxtpError] = []
-        node.parts.groups.shown.supervisor.status.in_epoch = True
-        node.parts.groups.shown.supervisor.end_epoch = ended.append  # type: ignore[method-assign]
-        node.hear(a, Prepare(8, 1, "", "tiny"))
+        supervisor = node.parts.groups.known(GROUP).supervisor
+        supervisor.status.in_epoch = True
+        supervisor.end_epoch = ended.append  # type: ignore[method-assign]
+        node.hear(a, Prepare(8, 1, "", "tiny", group=GROUP))
         assert "still ends an epoch of its own" in a.heard(RankTrouble)[-1].detail
         assert [error.code for error in ended] == [Code.REPLANNED]
-        node.parts.groups.shown.supervisor.status.in_epoch = False
-        node.hear(a, Prepare(9, 1, "", "tiny"))
-        assert [order.epoch for _, order in cast(Any, node.orders)] == [9]
+        node.hear(a, Prepare(8, 1, "", "other", group="other#0"))
+        supervisor.status.in_epoch = False
+        node.hear(a, Prepare(9, 1, "", "tiny", group=GROUP))
+        orders = [(order.epoch, order.group) for _, order in cast(Any, node.orders)]
+        assert orders == [(8, "other#0"), (9, GROUP)], "one of another group is in no way"
 
     play(tmp_path, member, story)
 
@@ -118,8 +151,9 @@ def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Me
         a, b, cluster = node.meet(A), node.meet(B), node.parts
         node.follow(a)
         ended: list[MlxtpError] = []
-        cluster.supervisor.end_epoch = ended.append  # type: ignore[method-assign]
-        cluster.supervisor.status.in_epoch = True
+        supervisor = cluster.groups.known(GROUP).supervisor
+        supervisor.end_epoch = ended.append  # type: ignore[method-assign]
+        supervisor.status.in_epoch = True
         trial = Prepare(8, 1, "", "tiny", trial=True, group=GROUP)
         node.hear(a, trial)
         assert (node.orders, ended, a.heard(RankTrouble)) == ([(A, trial)], [], [])
@@ -132,7 +166,7 @@ def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Me
         node.hear(a, serving)
         assert [error.detail for error in ended] == ["mac-a serves as epoch 8"]
         assert [trouble.epoch for trouble in b.heard(RankTrouble)] == [6], "it was of the same group"
-        assert cluster.hosted.running() is not None
+        assert (A, 8) in [rank.key for rank in cluster.hosted.serving]
         assert a.heard(RankTrouble) == []
 
     play(tmp_path, member, story)
@@ -145,14 +179,16 @@ def test_requests_outlive_a_choice_of_the_same_model_and_no_other(
     async def story(node: Node) -> None:
         cluster, a = node.parts, node.meet(A)
         ended: list[MlxtpError] = []
-        cluster.supervisor.gateway.fail = lambda _, error: ended.append(error)  # type: ignore[method-assign]
+        cluster.gateway.fail = lambda _, error: ended.append(error)  # type: ignore[method-assign]
+        desired = cluster.node.desired
 
         def want(model: str) -> None:
             if heard:
-                now = cluster.node.replica.desired
-                node.hear(a, *only(now.version + 1, A, model, pinned=False).messages())
+                node.hear(a, *only(desired.table.newest + 1, A, model, pinned=False).messages())
+            elif model:
+                desired.serve(model, replace=True)
             else:
-                cluster.node.desired.set(model)
+                desired.unload_all()
 
         want("tiny")
         ended.clear()
@@ -161,7 +197,7 @@ def test_requests_outlive_a_choice_of_the_same_model_and_no_other(
         want("org/other")
         want("")
         assert [(error.code, error.detail) for error in ended] == [
-            (Code.SHUTTING_DOWN, "org/other is wanted now"),
+            (Code.SHUTTING_DOWN, "tiny was unloaded"),
             (Code.SHUTTING_DOWN, "org/other was unloaded"),
         ]
 
@@ -213,13 +249,18 @@ def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, 
         a, b = node.meet(A), node.meet(B)
         node.lead(weights)
         node.live(a, b)
-        group = Serving(9, "ready", "", "ring", "", (A, B), (9.0, 1e9), 0, "tiny", 1, 0, 0, ())
+        scope = node.group.scope
+        assert scope.owned
+        told = (9.0, 1e9)
+        group = Serving(
+            9, "ready", "", "ring", "", (A, B), told, 0, "tiny", 1, 0, 0, (), group=GROUP, deployment="tiny"
+        )
         node.hear(b, group)
         node.live(a, b)
-        assert node.parts.node.leadership.leading
+        assert scope.owned
         node.hear(a, group)
         node.live(a, b)
-        assert node.parts.node.leadership.claim.node_id == A
+        assert scope.assignment.nodes[:2] == (A, B)
 
     play(tmp_path, member, story)
 
@@ -237,7 +278,7 @@ def test_reports_are_known_by_owner_and_group(tmp_path: Path, member: Member) ->
         node.hear(b, theirs)
         everything = {(A, "tiny#0"): one, (A, "big#0"): two, (B, "tiny#0"): theirs}
         assert told.servings == everything
-        assert sorted(each.number for each in node.parts.servings.others()) == [9, 9, 10]
+        assert sorted(each.epoch for each in node.parts.groups.reports()) == [9, 9, 10]
         failed = replace(two, state="failed")
         node.hear(a, failed, replace(one, state="stopped", participants=()))
         assert told.servings == {(A, "big#0"): failed, (B, "tiny#0"): theirs}
@@ -260,7 +301,7 @@ def test_a_removed_member_is_no_longer_heard(tmp_path: Path, member: Member) -> 
         assert told
         node.hear(a, Prepare(7, 1, "", "tiny"), *only(99, A, "org/model").messages())
         assert node.orders == []
-        assert node.parts.node.replica.desired.version == 0
+        assert node.parts.node.desired.table.rows == ()
         node.tick()
         assert node.parts.node.links.nodes() == {B}
         assert any(entry.removed for members in b.heard(Members) for entry in members.entries)
@@ -346,15 +387,15 @@ def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new
         a, b = node.meet(A), node.meet(B)
         node.hear(a, Serving(7, "ready", "", "ring", "ring", (A, B), (), 0, "tiny", 1, 4096, 512, ()))
         node.hear(a, beat(short=False))
-        assert node.parts.reconciler.short() == ""
+        assert node.parts.gateway.admission.elsewhere() == ""
         node.hear(b, beat(short=True))
-        assert node.parts.reconciler.short() == "mac-f"
+        assert node.parts.gateway.admission.elsewhere() == "mac-f"
         node.hear(b, beat(short=False))
-        assert node.parts.reconciler.short() == ""
+        assert node.parts.gateway.admission.elsewhere() == ""
         node.hear(b, beat(short=True))
         node.hear(a, Serving(8, "ready", "", "ring", "ring", (A,), (), 0, "tiny", 1, 4096, 512, ()))
-        assert node.parts.reconciler.short() == "", "it has no part of the model any more"
-        gateway = node.parts.groups.shown.supervisor.gateway
+        assert node.parts.gateway.admission.elsewhere() == "", "it has no part of the model any more"
+        gateway = node.parts.gateway
         for free, short in ((1 << 20, True), (1 << 40, False)):
             gateway.admission.memory = lambda free=free: SystemMemory(free)
             node.parts.node.gossip.beat()
@@ -474,7 +515,7 @@ def test_a_name_that_no_message_could_carry_is_refused_where_it_is_typed(
     async def story(node: Node) -> None:
         a = node.meet(A)
         with pytest.raises(UserError):
-            node.parts.node.desired.set(model)
+            node.parts.node.desired.serve(model)
         node.tick()
         assert {table.rows for table in a.heard(Deployments)} == {()}
 
@@ -486,7 +527,7 @@ def test_a_state_that_cannot_be_written_is_said_and_the_node_goes_on(
 ) -> None:
     async def story(node: Node) -> None:
         (tmp_path / ".state.json.new").mkdir()
-        node.parts.node.desired.set("org/model")
+        node.parts.node.desired.serve("org/model")
         await node.tick_and_save()
         await node.tick_and_save()
         assert "state.json cannot be written" in caplog.text
@@ -517,10 +558,8 @@ def test_a_removal_that_a_full_disk_refused_is_written_when_the_agent_ends(
 def test_serving_adds_to_what_is_deployed_and_keeps_what_is_not_named(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a, desired, replica = node.meet(A), node.parts.node.desired, node.parts.node.replica
-        seen: list[tuple[str, str]] = []
         tables: list[int] = []
-        desired.on_change(lambda before, after: seen.append((before.model, after.model)))
-        desired.on_table(lambda before, after: tables.append(len(after.rows) - len(before.rows)))
+        desired.on_change(lambda before, after: tables.append(len(after.rows) - len(before.rows)))
         desired.serve("org/one", replicas=2, nodes="2", on=(A,), keep_s=60)
         desired.serve("org/one@main")
         desired.serve("org/one@main")
@@ -530,7 +569,6 @@ def test_serving_adds_to_what_is_deployed_and_keeps_what_is_not_named(tmp_path: 
         desired.serve("org/two")
         assert [row.name for row in replica.deployments.live()] == ["org/two", "org/one"]
         desired.serve("org/three", keep_s=600)
-        assert seen == [("", "org/one"), ("org/one", "org/one@main"), ("org/one@main", "org/two")]
         assert tables == [1, 0, 1, 1]
         assert a.heard(Deployments)[-1].rows == replica.deployments.rows
         desired.serve("org/two", replace=True)
@@ -683,7 +721,7 @@ def test_a_member_that_is_asked_reports_its_machine_though_nothing_changed(
     async def story(node: Node) -> None:
         go = looks(monkeypatch, MACHINE, MACHINE)
         a, b = node.meet(A), node.meet(B)
-        node.parts.machines.read_again()
+        node.parts.readings.read_again()
         await asyncio.sleep(0)
         told = len(a.heard(MachineReport))
         node.hear(a, MachineWanted())
@@ -708,7 +746,7 @@ def test_a_look_waits_for_the_reports_of_members_and_not_for_ever(
         go.release()
         a, b = node.meet(A), node.meet(B)
         looking = asyncio.ensure_future(
-            node.parts.machines.read_machine_now((node.parts.node.node_id, A, B, "e" * 32))
+            node.parts.readings.read_machine_now((node.parts.node.node_id, A, B, "e" * 32))
         )
         await sees(lambda: a.heard(MachineWanted) and b.heard(MachineWanted))
         await sees(go.locked)

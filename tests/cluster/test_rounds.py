@@ -13,7 +13,7 @@ from mlxtp.admin.parts import AgentParts
 from mlxtp.cluster.rounds import AGAIN_S, LEAST_S, Rounds
 from mlxtp.groups.health import ServingState
 
-from ..groups.one_node import alone
+from ..groups.one_node import GROUP, alone
 from ..groups.scenes import run
 
 MINUTE = 60.0
@@ -32,15 +32,18 @@ def rounds_of(parts: AgentParts, seconds: float) -> int:
 def test_an_idle_agent_alone_makes_few_rounds_and_no_beats(tmp_path: Path, state: ServingState) -> None:
     async def story() -> None:
         parts = alone(tmp_path)
-        if state is ServingState.READY:
-            parts.supervisor.status.in_epoch = True
+        ready = state is ServingState.READY
+        group = parts.groups.known(GROUP) if ready else parts.groups.shown
+        status = group.supervisor.status
+        status.in_epoch = ready
         try:
-            parts.supervisor.status.state = state
+            status.state = state
             rounds_of(parts, LEAST_S)
             pulse = parts.node.leadership.beat(healthy=True).pulse
             assert rounds_of(parts, MINUTE) <= MINUTE / 5
             assert parts.node.leadership.beat(healthy=True).pulse == pulse + 1
-            assert parts.supervisor.status.state is state
+            assert parts.groups.shown is group
+            assert status.state is state
         finally:
             await parts.close()
 
@@ -50,9 +53,10 @@ def test_an_idle_agent_alone_makes_few_rounds_and_no_beats(tmp_path: Path, state
 def test_an_agent_alone_makes_rounds_while_a_group_is_formed(tmp_path: Path) -> None:
     async def story() -> None:
         parts = alone(tmp_path)
-        parts.supervisor.status.in_epoch = True
+        status = parts.groups.known(GROUP).supervisor.status
+        status.in_epoch = True
         try:
-            parts.supervisor.status.state = ServingState.FORMING
+            status.state = ServingState.FORMING
             assert rounds_of(parts, MINUTE) >= MINUTE
         finally:
             await parts.close()

@@ -201,6 +201,7 @@ class Node:
 
             def search() -> None:
                 model.source, model.fingerprint, model.weight_bytes = source, FINGERPRINT, 1 << 20
+                model.path = source.path
                 models._report(model)
 
             model.search = search  # type: ignore[method-assign]

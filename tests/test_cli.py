@@ -344,15 +344,12 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
         if left:
             store.leave()
         over.set_result(None)
-        never = asyncio.Event()
-        supervisor: Any = SimpleNamespace(
-            status=SimpleNamespace(state=None, wait_until=lambda *_: never.wait())
-        )
-        other: Any = SimpleNamespace(over=never)
-        node = SimpleNamespace(over=over, alone=False)
-        searched = SimpleNamespace(problem="", unplanned="")
-        parts: Any = SimpleNamespace(node=node, model=searched, reconciler=searched)
-        yield Agent(supervisor, "", other, other, parts)
+        supervisor = SimpleNamespace(status=SimpleNamespace(state=None))
+        scope = SimpleNamespace(model=SimpleNamespace(problem=""))
+        groups = SimpleNamespace(shown=SimpleNamespace(supervisor=supervisor, scope=scope, unplanned=""))
+        other: Any = SimpleNamespace(over=asyncio.Event())
+        parts: Any = SimpleNamespace(node=SimpleNamespace(over=over, alone=False), groups=groups)
+        yield Agent("", other, other, parts)
 
     monkeypatch.setattr("mlxtp.agent.running_agent", ended)
     settings = resolve_settings({"home": tmp_path}, {})

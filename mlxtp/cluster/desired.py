@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..errors import Code, RemoteProtocolError, UserError
@@ -41,6 +42,10 @@ class DesiredDeployments:
         """The present deployments."""
         return self._replica.deployments
 
+    def has(self, model: str, *, replace: bool = False, **asked: Any) -> bool:
+        """Return True if the table is already as `serve` would make it."""
+        return self._is_there(_changed(self.table, model, **asked), replace=replace)
+
     def serve(
         self,
         model: str,
@@ -60,21 +65,14 @@ class DesiredDeployments:
             raise UserError(
                 f"a model is called by at most {MAX_MODEL} printable characters, not {model[:200]!r}"
             )
-        table, name = self._replica.deployments, name_of(model)
-        present = table.get(name)
-        before = present or Deployment(name)
-        row = dataclasses.replace(
-            before,
-            model=model,
-            replicas=before.replicas if replicas is None else replicas,
-            nodes=nodes or before.nodes,
-            on=before.on if on is None else on,
-            keep_s=before.keep_s if keep_s is None else keep_s,
-        )
-        there = row == present and (not replace or len(table.live()) == 1)
+        row = _changed(self.table, model, replicas=replicas, nodes=nodes, on=on, keep_s=keep_s)
+        there = self._is_there(row, replace=replace)
         if not there or any(lacking(model) for lacking in self._lacking):
-            self._set(table.setting(row, self._replica.self_id, alone=replace))
+            self._set(self.table.setting(row, self._replica.self_id, alone=replace))
         return row
+
+    def _is_there(self, row: Deployment, *, replace: bool) -> bool:
+        return row == self.table.get(row.name) and (not replace or len(self.table.live()) == 1)
 
     def unload(self, model: str) -> None:
         """Remove the deployment of `model`. Raises UserError when there is none."""
@@ -113,3 +111,24 @@ class DesiredDeployments:
         for message in table.messages():
             self._links.broadcast(message)
         self._changed()
+
+
+def _changed(
+    table: DeploymentTable,
+    model: str,
+    *,
+    replicas: int | None = None,
+    nodes: str = "",
+    on: tuple[str, ...] | None = None,
+    keep_s: int | None = None,
+) -> Deployment:
+    """Return the row of a model with the fields that are given. It has yet to get a version."""
+    row = table.get(name_of(model)) or Deployment(name_of(model))
+    return dataclasses.replace(
+        row,
+        model=model,
+        replicas=row.replicas if replicas is None else replicas,
+        nodes=nodes or row.nodes,
+        on=row.on if on is None else on,
+        keep_s=row.keep_s if keep_s is None else keep_s,
+    )

@@ -109,6 +109,9 @@ class ModelSelection:
         """
         self.cancel()
         node, table = self._node, self._node.desired.table
+        if node.desired.has(model, replace=replace, **asked):
+            node.desired.serve(model, replace=replace, **asked)  # as long as a model is lacking: try again
+            return False
         others = [row for row in table.live() if row.model != model]
         selected = self._selected[model] = SelectedModel(model, asked, table, comes_as=model)
         try:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +17,10 @@ from rich.console import Console
 from mlxtp.admin.handlers import Admin
 from mlxtp.admin.snapshot import Observer, links, pairs
 from mlxtp.cli.status import picture
+from mlxtp.cluster.deployments import PINNED
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState
-from mlxtp.groups.lifecycle import DEPLOYMENT
+from mlxtp.groups.overview import health
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.topology import MemberMachine, Topology
@@ -59,9 +61,12 @@ def test_an_agent_that_has_just_begun_knows_little_and_says_so(tmp_path: Path) -
 @pytest.mark.slow
 def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSource) -> None:
     async def story(stage: Stage) -> None:
-        parts = alone(tmp_path / "alone", stage.supervisor)
-        parts.node.desired.set("tiny")
-        here = parts.models.desired
+        parts = replace(alone(tmp_path / "alone"), gateway=stage.gateway)
+        parts.node.desired._handlers.remove(parts.models.resolve)
+        parts.node.desired.serve("tiny", keep_s=PINNED)
+        parts.groups.shown.supervisor = stage.supervisor
+        stage.gateway._health = partial(health, parts.groups)
+        here = parts.models.of("tiny")
         here.source, here.weight_bytes = source, 2_000_000
         parts.models.of = lambda _name: here  # type: ignore[method-assign]
         observer = Observer(parts)
@@ -159,11 +164,11 @@ def test_a_group_on_other_macs_is_shown_as_it_is_told(
 def test_tokens_are_counted_and_the_rate_is_of_now(tmp_path: Path) -> None:
     async def story() -> None:
         parts = alone(tmp_path)
-        supervisor, observer = parts.supervisor, Observer(parts)
+        supervisor, observer = parts.groups.shown.supervisor, Observer(parts)
         supervisor.status.follow(ServingState.READY, 3, "", EpochGroup(0, 2, "ring"))
         assert moment(observer)["tokens_per_second"] == {"value": None, "of": "here"}
         await asyncio.sleep(0.5)
-        supervisor.gateway.deployments.named(DEPLOYMENT).confirmed_tokens += 50
+        supervisor.gateway.deployments.named("tiny").confirmed_tokens += 50
         value = moment(observer)["tokens_per_second"]["value"]
         assert 10 < value <= 100
         await parts.close()

@@ -12,6 +12,7 @@ import pytest
 
 from mlxtp.admin.handlers import Admin
 from mlxtp.cluster import state_file
+from mlxtp.cluster.deployments import PINNED
 from mlxtp.cluster.introduction import flags_of, versions_here
 from mlxtp.cluster.roster import RosterProofs
 from mlxtp.cluster.state_file import load
@@ -48,7 +49,7 @@ def test_the_wanted_model_is_told_to_all_and_once(tmp_path: Path, member: member
         again = await admin.models.serve("tiny", "02")
         assert (again["version"], again["change"]) == (1, "kept")
         assert (await admin.models.serve("tiny", ""))["version"] == 1
-        node.parts.groups.shown.supervisor.status.state = ServingState.FAILED
+        node.group.supervisor.status.state = ServingState.FAILED
         assert (await admin.models.serve("tiny", ""))[
             "version"
         ] == 2  # asking again is how a failed group is tried again
@@ -117,13 +118,19 @@ def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_no_agent(
     async def story(node: Node) -> None:
         cluster, a = node.parts, node.meet(A)
         node.hear(a, *only(7, A, "org/model", "2").messages())
-        cluster.supervisor.status.state = ServingState.STARTING
-        assert cluster.node.desired.set("org/model", "2").version == 7
-        assert cluster.node.desired.set("org/model").version == 7
+        node.group.supervisor.status.state = ServingState.STARTING
+        wanted = cluster.node.desired
+
+        def serves(nodes: str = "") -> int:
+            wanted.serve("org/model", nodes=nodes)
+            return wanted.table.newest
+
+        assert serves("2") == 7
+        assert serves() == 7
         assert [[row.version for row in table.rows] for table in a.heard(Deployments)] == [[], [7]]
-        assert cluster.node.desired.set("org/model", "auto").version == 8
-        cluster.supervisor.status.state = ServingState.FAILED
-        assert cluster.node.desired.set("org/model", "auto").version == 9
+        assert serves("auto") == 8
+        node.group.supervisor.status.state = ServingState.FAILED
+        assert serves("auto") == 9
 
     play(tmp_path, member, story)
 
@@ -134,19 +141,23 @@ def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_again(
     async def story(node: Node) -> None:
         cluster, a = node.parts, node.meet(A)
         node.hear(a, *only(7, A, "org/model", "2").messages())
-        cluster.supervisor.status.state = ServingState.READY
+        node.group.supervisor.status.state = ServingState.READY
         node.hear(
             a,
             ModelStatus("org/before", "", "no room for what was wanted before"),
             ModelStatus("org/model", "f", ""),
         )
-        assert cluster.node.desired.set("org/model", "2").version == 7
+        wanted = cluster.node.desired
+
+        def serves() -> int:
+            wanted.serve("org/model", nodes="2")
+            return wanted.table.newest
+
+        assert serves() == 7
         node.hear(a, ModelStatus("org/model", "", "no room"))
-        assert cluster.node.desired.set("org/model", "2").version == 8
+        assert serves() == 8
         node.hear(a, ModelStatus("org/model", "", ""))
-        assert cluster.node.desired.set("org/model", "2").version == 8, (
-            "it has not said yet what came of that"
-        )
+        assert serves() == 8, "it has not said yet what came of that"
 
     play(tmp_path, member, story)
 
@@ -173,7 +184,7 @@ def test_a_choice_that_makes_no_sense_changes_nothing(
         with pytest.raises(UserError):
             await Admin(node.parts, member.store).models.serve(model, nodes)
         node.tick()
-        assert node.parts.node.replica.desired.version == 0
+        assert node.parts.node.desired.table.newest == 0
         assert node.parts.node.links.nodes() == {A}
         assert {table.rows for table in a.heard(Deployments)} == {()}
 
@@ -363,7 +374,7 @@ def test_files_are_repaired_while_no_rank_here_has_them_open(
     async def story(node: Node) -> None:
         cluster, admin = node.parts, Admin(node.parts, member.store)
         cluster.node.desired._handlers.remove(cluster.models.resolve)
-        cluster.node.desired.set(NAME)
+        cluster.node.desired.serve(NAME, keep_s=PINNED)
         with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is about to"):
             admin.models.removable(NAME, "")
         assert admin.models.removable(name, "yes") == {"removable": NAME}
@@ -374,9 +385,9 @@ def test_files_are_repaired_while_no_rank_here_has_them_open(
             with pytest.raises(UserError, match="a rank of this Mac has it open; `mlxtp unload` first"):
                 admin.models.removable(name, "yes")
         source = ModelSource(NAME, snapshot, cast(Text, None))
-        cluster.supervisor.source = source
+        node.group.supervisor.source = source
         assert admin.models.removable(name, "yes") == {"removable": NAME}, "it is no longer open"
-        cluster.supervisor.status.in_epoch = True
+        node.group.supervisor.status.in_epoch = True
         with pytest.raises(UserError, match="a rank of this Mac has it open"):
             admin.models.removable(name, "yes")
 

@@ -24,7 +24,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from mlxtp.admin.metrics import Metrics, OwnProcess, observed
-from mlxtp.agent import make_supervisor
+from mlxtp.admin.parts import AgentParts
 from mlxtp.api.api_keys import KeyFile, KeyRing
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo, Request, StreamEnd
@@ -32,22 +32,24 @@ from mlxtp.api.guard import Access
 from mlxtp.api.request_context import RequestContext, answering, current, note, note_key
 from mlxtp.api.request_metrics import MAX_GROUPS, MAX_MODELS, OTHER, RequestMetrics
 from mlxtp.api.server import bind, serve
-from mlxtp.config import Settings
+from mlxtp.cluster.deployments import PINNED
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.history import Recoveries
-from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP, Supervisor
+from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.loading import LoadedModel
 from mlxtp.logs import JsonLines
 from mlxtp.models import self_test
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Pong
 
+from ..groups.one_node import GROUP, alone
 from ..live_cluster import Cluster
 from .conftest import BYTE_LEVEL, VOCABULARY, WAIT_S, Loaded
 
 pytestmark = pytest.mark.slow
 
 MODEL = "org/tiny"
+DEPLOYMENT = "tiny"
 CHAT = "/v1/chat/completions"
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "mlxtp.json"
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -88,11 +90,15 @@ class Desk:
 class Stage:
     """A server as an agent has it, but for its ranks."""
 
-    supervisor: Supervisor
+    parts: AgentParts
     desk: Desk
     loop: asyncio.AbstractEventLoop
     url: str
     ids: Callable[[str], list[int]]
+
+    @property
+    def supervisor(self) -> Supervisor:
+        return self.parts.groups.shown.supervisor
 
     def says(self, text: str, last: Callable[[int], Message | None] | None = None) -> int:
         """From now on every answer is this, a token at a step. Returns how many tokens that is."""
@@ -175,14 +181,15 @@ def counted(*metrics: Collector) -> Scraped:
 
 @contextlib.contextmanager
 def serving(loaded: Loaded, home: Path, access: Access | None = None) -> Iterator[Stage]:
-    supervisor = make_supervisor(Settings(home, "", 0, 1, "tiny"))
-    desk = Desk(supervisor.gateway.on_event)
-    model = ModelInfo(MODEL, ("tiny", "default"), home, 200, 1234, (1,), VOCABULARY)
-    supervisor.gateway.serve(GROUP, DEPLOYMENT, desk, model, loaded.text)
-    supervisor.status.state = ServingState.READY
-    app = observed(create_app(supervisor.gateway, access=access), supervisor)
-    sock = bind("127.0.0.1", 0)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    parts = loop.run_until_complete(deployed(home))
+    gateway = parts.gateway
+    desk = Desk(gateway.on_event)
+    model = ModelInfo(MODEL, ("tiny", "default"), home, 200, 1234, (1,), VOCABULARY)
+    gateway.serve(GROUP, DEPLOYMENT, desk, model, loaded.text)
+    parts.groups.shown.supervisor.status.state = ServingState.READY
+    app = observed(create_app(gateway, access=access), parts)
+    sock = bind("127.0.0.1", 0)
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     thread.start()
@@ -190,11 +197,21 @@ def serving(loaded: Loaded, home: Path, access: Access | None = None) -> Iterato
     def ids(words: str) -> list[int]:
         return list(loaded.tokenizer.encode(words, add_special_tokens=False).ids)
 
-    yield Stage(supervisor, desk, loop, url, ids)
+    yield Stage(parts, desk, loop, url, ids)
     loop.call_soon_threadsafe(stop.set)
     thread.join(WAIT_S)
     assert not thread.is_alive()
+    loop.run_until_complete(parts.close())
     loop.close()
+
+
+async def deployed(home: Path) -> AgentParts:
+    """Return the parts of an agent that has one deployment, whose model it does not look for."""
+    parts = alone(home)
+    parts.node.desired._handlers.remove(parts.models.resolve)
+    parts.node.desired.serve(DEPLOYMENT, keep_s=PINNED)
+    assert parts.groups.shown.scope.group == GROUP
+    return parts
 
 
 @pytest.fixture
@@ -652,7 +669,7 @@ def test_a_recovery_is_from_the_first_failure_to_the_next_that_serves() -> None:
     story = Recoveries()
 
     def told() -> tuple[float, float]:
-        found = counted(story.seconds)
+        found = counted(story.metrics.seconds)
         return found("mlxtp_recovery_seconds_count"), found("mlxtp_recovery_seconds_sum")
 
     story.over(Code.FORM_FAILED, 1.0)  # nothing was served yet
@@ -669,7 +686,7 @@ def test_a_recovery_is_from_the_first_failure_to_the_next_that_serves() -> None:
     story.rested()  # and then no model was desired
     story.serving(99.0)
     assert told() == (1, 7.0)
-    ended = counted(story.ended)
+    ended = counted(story.metrics.ended)
     for code in (Code.FORM_FAILED, Code.RANK_LOST, Code.REPLANNED):
         assert ended("mlxtp_epochs_ended_total", code=code) == 2
 
@@ -734,8 +751,14 @@ def test_the_page_lists_every_metric(stage: Stage) -> None:
 def test_two_agents_in_one_process_share_nothing(stage: Stage, tmp_path: Path) -> None:
     stage.says("hello")
     stage.ask()
-    other = make_supervisor(Settings(tmp_path / "other", "", 0, 1, "tiny"))
-    text, _ = Metrics(other, RequestMetrics(time.perf_counter)).collect()
+
+    async def collect() -> bytes:
+        other = await deployed(tmp_path / "other")
+        text, _ = Metrics(other, RequestMetrics(time.perf_counter)).collect()
+        await other.close()
+        return text
+
+    text = asyncio.run(collect())
     assert MODEL not in text.decode()
 
 

@@ -160,7 +160,8 @@ def test_no_request_waits_for_ever_for_another_group(
 ) -> None:
     """The next group stands still on its way up; the client is told, and what it has got was right."""
     limit_s = 2.0 * SLOWNESS
-    monkeypatch.setattr(cluster.supervisor.gateway, "_recovery_s", limit_s)
+    served = cluster.supervisor.gateway.deployments.named(cluster.supervisor.deployment)
+    monkeypatch.setattr(served, "recovery_s", limit_s)
     expected = cluster.right(LONG)
     was = before(cluster)
     cluster.book.give(

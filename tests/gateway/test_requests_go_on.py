@@ -38,7 +38,7 @@ class Client:
     end: StreamEnd | None = None
 
     async def read(self) -> tuple[list[int], StreamEnd | None]:
-        async for event in self.agent.parts.groups.shown.supervisor.gateway.generate(self.request):
+        async for event in self.agent.parts.gateway.generate(self.request):
             if isinstance(event, Tokens):
                 self.tokens += event.tokens
             else:
@@ -54,16 +54,15 @@ class Pair:
     other: Agent
 
     def epoch(self) -> int:
-        return self.leader.supervisor.status.epoch
+        return self.leader.parts.groups.shown.supervisor.status.epoch
 
     def kill_rank(self, agent: Agent) -> None:
         """Of the two that are of this process: the rank whose pipe this agent holds."""
-        supervisor, cluster = agent.parts.groups.shown.supervisor, agent.parts
-        assert cluster is not None
+        supervisor = agent.parts.groups.shown.supervisor
         if supervisor.status.ranks is not None:
             pid = supervisor.status.ranks.leader.pid
         else:
-            [rank] = cluster.hosted._alive
+            [rank] = agent.parts.hosted._alive
             assert rank.process is not None
             pid = rank.process.pid
         assert pid is not None
@@ -74,12 +73,11 @@ Fault = Callable[[Pair], None]
 
 
 def replanned(pair: Pair) -> None:
-    pair.leader.supervisor.end_epoch(GroupError("a better group is there", Code.REPLANNED))
+    pair.leader.parts.groups.shown.supervisor.end_epoch(GroupError("a better group is there", Code.REPLANNED))
 
 
 def slept(agent: Agent) -> None:
-    assert agent.parts is not None
-    agent.parts.reconciler.woke(300.0)
+    agent.parts.groups.woke(300.0)
 
 
 FAULTS: dict[str, Fault] = {
@@ -142,20 +140,19 @@ async def interrupted(
         ), name
     assert pair.epoch() > epoch, f"{name}: nothing happened"
     for agent in (pair.leader, pair.other):
-        await sees(lambda agent=agent: agent.parts.groups.shown.supervisor.gateway.open_requests == 0)  # type: ignore[misc]
+        await sees(lambda agent=agent: agent.parts.gateway.open_requests == 0)  # type: ignore[misc]
 
 
 async def short_of_memory(pair: Pair) -> None:
     """The Mac of rank 1: who asks at the other one is told to come again, until there is some."""
-    gateway = pair.other.parts.groups.shown.supervisor.gateway
+    gateway = pair.other.parts.gateway
     admission = gateway.admission
     memory, admission.memory = admission.memory, lambda: SystemMemory(1)
-    cluster = pair.leader.parts
-    assert cluster is not None
-    await sees(cluster.reconciler.short)
+    groups = pair.leader.parts.groups
+    await sees(groups.short)
     with pytest.raises(RequestError, match="which has a part of the model, is short of memory") as raised:
         await Client(pair.leader, GREEDY).read()
     assert raised.value.status == 503
     admission.memory = memory
-    await sees(lambda: not cluster.reconciler.short())
+    await sees(lambda: not groups.short())
     assert (await Client(pair.leader, Request(COUNT, 3)).read())[1] is not None

@@ -232,9 +232,11 @@ class OnRequest(ModelSwitch):
 
 def _why_not(group: Group, waited_s: float) -> RequestError | None:
     """Return the reason why a group will not serve soon; None while it may."""
-    status, name = group.supervisor.status, group.scope.deployment
+    status, name, row = group.supervisor.status, group.scope.deployment, group.scope.row
     if status.state is ServingState.FAILED and status.reason is not None:
         detail = f"{name} cannot be served: {status.reason.detail}"
+        if row is not None and row.pinned:  # a user's choice, and no client's fault
+            return _unready(detail)
         if of_the_model(status.reason):
             return RequestError(detail, Code.MODEL_INVALID, param="model")
         return _unready(f"{detail}; try again later")

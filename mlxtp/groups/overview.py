@@ -11,7 +11,6 @@ from .groups import Groups, best
 from .health import ServingState
 from .status import GroupStatus
 
-_SERVES = (ServingState.READY, ServingState.DRAINING)
 _COMING = (ServingState.STARTING, ServingState.FORMING, ServingState.LOADING, ServingState.RESTARTING)
 
 
@@ -33,13 +32,14 @@ def health(node: ClusterNode, groups: Groups, gateway: Gateway, model: str = "")
     reason = status.reason.detail if status.reason is not None else None
     if not model and waits is not None and status.state is ServingState.READY:
         reason = f"{waits.name} is {waits.state}" + (f": {waits.reason}" if waits.reason else "")
-    source = group.scope.model.source
+    served = gateway.deployments.by_name.get(group.scope.deployment)
+    info = served.model if served is not None else None
     return Health(
         state=str(ServingState.DRAINING if closing else status.state),
         epoch=status.epoch,
         world_size=status.group.world_size if status.group is not None else node.settings.ranks,
         backend=status.group.backend if status.group is not None else node.settings.local_backend,
-        model=source.id if source is not None and status.state in _SERVES else None,
+        model=info.id if info is not None else None,
         reason=closing or reason,
         ready=ready,
         open_requests=gateway.open_requests,

@@ -23,7 +23,8 @@ class GroupSnapshot:
     """One group of a deployment, by its owner's report. `members` are node ids in rank order.
 
     `why` is the reason why it is not ready. `running` of its `requests` have a first token. The speed is in
-    tokens per second. Counts are None where no owner reports them.
+    tokens per second. Counts are None where no owner reports them. `room` is that of its KV caches in
+    tokens, and 0 on other Macs than its owner.
     """
 
     id: str
@@ -31,12 +32,14 @@ class GroupSnapshot:
     why: str = ""
     owner: str = ""
     members: tuple[str, ...] = ()
+    backend: str = "none"
     kind: str = ""
     epoch: int = 0
     requests: int = 0
     running: int = 0
     speed: int | None = None
     cached: int | None = None
+    room: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +102,14 @@ def _group(group: Group, servings: Iterable[Serving], alone: str) -> GroupSnapsh
         "" if serving.state == ServingState.READY else serving.reason,
         serving.participants[0],
         tuple(dict.fromkeys(serving.participants)),
+        serving.backend,
         serving.kind,
         serving.epoch,
         serving.open_requests,
         serving.running,
         serving.speed if serving.state in _SERVES else None,
         serving.cached,
+        group.supervisor.kv.tokens if scope.owned or alone else 0,
     )
 
 
@@ -133,6 +138,7 @@ def rendered(deployments: Iterable[DeploymentSnapshot], names: Mapping[str, str]
 def _rendered(group: GroupSnapshot, names: Mapping[str, str]) -> Json:
     return {
         "id": group.id,
+        "backend": group.backend,
         "kind": group.kind,
         "members": [{"node_id": node, "name": names.get(node, node[:8])} for node in group.members],
         "owner": group.owner or None,

@@ -24,6 +24,8 @@ from ..api.request_metrics import RequestMetrics
 from ..cluster.introduction import versions_here
 from ..groups.health import ServingState
 from ..wire.messages import Pong
+from . import deployed
+from .deployed import DeploymentSnapshot, GroupSnapshot
 from .parts import AgentParts
 from .snapshot import AgentSnapshot, gather_agent
 
@@ -66,17 +68,49 @@ class _Agent(Collector):
         self._parts = parts
 
     def collect(self) -> Iterator[Metric]:
-        return rendered(gather_agent(self._parts))
+        parts = self._parts
+        return rendered(gather_agent(parts), deployed.gather(parts, parts.groups.reports()))
 
 
-def rendered(now: AgentSnapshot) -> Iterator[Metric]:
-    """Yield the metrics of an agent's state."""
+def rendered(now: AgentSnapshot, deployments: Sequence[DeploymentSnapshot] = ()) -> Iterator[Metric]:
+    """Yield the metrics of an agent's state, and of the deployments that it knows."""
     says = "Always 1; the labels have the versions of mlxtp and its libraries."
     versions = tuple(each.partition("=")[2] for each in versions_here())
     yield _gauge("mlxtp_build_info", says, ("version", "mlx", "mlx_lm"), [(versions, 1)])
     yield from _requests(now)
     yield from _group(now.health)
     yield from _ranks(now.pongs)
+    yield from _deployed(deployments)
+
+
+def _deployed(deployments: Sequence[DeploymentSnapshot]) -> Iterator[Metric]:
+    yield _gauge(
+        "mlxtp_replicas_ready",
+        "Groups of a deployment that answer requests, on any Mac.",
+        ("deployment",),
+        [((each.row.name,), each.ready) for each in deployments],
+    )
+    yield _gauge(
+        "mlxtp_replicas_wanted",
+        "Groups that a deployment must have; 0 for as many as fit.",
+        ("deployment",),
+        [((each.row.name,), each.row.replicas) for each in deployments],
+    )
+    groups = [((each.row.name, group.id), group) for each in deployments for group in each.groups]
+    by_group = ("deployment", "group")
+    yield _gauge(
+        "mlxtp_group_state",
+        "1 for the state that a group is in, 0 for all others.",
+        (*by_group, "state"),
+        [
+            ((*labels, str(state)), float(group.state == state))
+            for labels, group in groups
+            for state in ServingState
+        ],
+    )
+    for name, says, read in _OF_A_GROUP:
+        found = [(labels, read(group)) for labels, group in groups]
+        yield _gauge(name, says, by_group, [(labels, value) for labels, value in found if value is not None])
 
 
 def _requests(now: AgentSnapshot) -> Iterator[Metric]:
@@ -152,6 +186,29 @@ def _ranks(found: Mapping[int, Pong] | None) -> Iterator[Metric]:
         [((str(rank),), pong.forwards) for rank, pong in pongs.items()],
     )
 
+
+#: Metrics of each group by its owner's report: name, help, reader; None where it is not known.
+_OF_A_GROUP: tuple[tuple[str, str, Callable[[GroupSnapshot], float | None]], ...] = (
+    (
+        "mlxtp_group_ready",
+        "1 while a group answers requests.",
+        lambda group: group.state == ServingState.READY,
+    ),
+    ("mlxtp_group_epoch", "Number of a group's epoch, or of its last one.", lambda group: group.epoch),
+    ("mlxtp_group_world_size", "Macs that run a group now.", lambda group: len(group.members)),
+    ("mlxtp_group_requests", "Open requests at a group.", lambda group: group.requests),
+    ("mlxtp_group_tokens_per_second", "Speed of a group over the last seconds.", lambda group: group.speed),
+    (
+        "mlxtp_group_cached_tokens",
+        "Tokens that a group keeps for later prompts.",
+        lambda group: group.cached,
+    ),
+    (
+        "mlxtp_group_kv_cache_room_tokens",
+        "Tokens that fit into a group's KV caches. Only where rank 0 is.",
+        lambda group: group.room or None,
+    ),
+)
 
 #: Metrics of each rank's newest heartbeat: name, help, reader.
 _OF_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (

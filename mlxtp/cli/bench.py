@@ -22,6 +22,7 @@ from rich.text import Text
 
 from ..client import AgentClient, connection_to
 from ..errors import Code, UserError
+from . import shell_completion
 from .launch import Served, find_served
 from .options import AsJson, Home
 from .printing import day_of, home_of, print_answer, table_of
@@ -36,6 +37,14 @@ def bench(
     fabric: Annotated[
         bool, typer.Option("--fabric", help="Measure sums and gathers over the group's links, by size.")
     ] = False,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="A deployed model. Default: the default one.",
+            autocompletion=shell_completion.models,
+        ),
+    ] = "",
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
@@ -43,6 +52,8 @@ def bench(
 
     With --fabric: measure the links between its ranks. Later plans use the result. Needs no API key.
     """
+    if fabric and model:
+        raise typer.BadParameter("--fabric measures the links of the default model's group; omit --model")
     if fabric:
         answer = AgentClient(home_of(home), _BENCH_S).post("bench/fabric")
         drawn = fabric_shown if sys.stdout.isatty() else fabric_in_markdown
@@ -50,7 +61,7 @@ def bench(
         return
 
     agent = AgentClient(home_of(home))
-    served = find_served(home_of(home), agent.key)
+    served = find_served(home_of(home), agent.key, model)
     with Console(stderr=True, highlight=False).status("") as shown:
         found = measure(served, agent, shown.update)
     print_answer(found, as_json, show)
@@ -106,7 +117,7 @@ def measure(served: Served, agent: AgentClient, say: Callable[[str], None]) -> d
         )
     rows = list(_rows(_Asker(served, agent.certificate), served.context, say))
     after = agent.get("status")
-    if (after["epoch"], after["model"]) != (before["epoch"], before["model"]):
+    if _group(after, served.model) != _group(before, served.model):
         raise UserError("the group changed during the measurement; try again", Code.NOT_READY)
     return {**_about(before, served), "rows": [asdict(row) for row in rows]}
 
@@ -115,6 +126,7 @@ def show(found: Mapping[str, Any]) -> str:
     """Return the table in Markdown."""
     group = f"{found['backend']} of {found['world_size']}" if found["world_size"] > 1 else "one rank"
     kind = f", {found['kind']}" if found["kind"] else ""
+    kind += f", {found['replicas']} replicas" if found["replicas"] > 1 else ""
     lines = [
         f"{', '.join(found['versions'])}",
         f"{found['model']}, context {found['context']}; {group}{kind}; {'; '.join(found['machines'])}",
@@ -133,14 +145,40 @@ def show(found: Mapping[str, Any]) -> str:
 
 def _about(status: Mapping[str, Any], served: Served) -> dict[str, Any]:
     members = status.get("members") or [{"name": status["name"]}]
+    group = _group(status, served.model)
     return {
         "versions": status["versions"],
         "model": served.model,
         "context": served.context,
-        "world_size": status["world_size"],
-        "backend": status["backend"],
-        "kind": status["kind"],
-        "machines": [_machine(each) for each in members if each.get("rank") is not None or len(members) == 1],
+        "world_size": group["world_size"],
+        "backend": group["backend"],
+        "kind": group["kind"],
+        "replicas": group["replicas"],
+        "machines": [
+            _machine(each) for each in members if each.get("node_id") in group["macs"] or len(members) == 1
+        ],
+    }
+
+
+def _group(status: Mapping[str, Any], model: str) -> Mapping[str, Any]:
+    """Return what serves a model: the first ready group, and how many there are; by default the shown one."""
+    found = [each for each in status["deployments"] if model in (each["name"], each["model"])]
+    groups = [group for each in found for group in each["groups"] if group["state"] == "ready"]
+    own = {
+        "model": model,
+        "epochs": [each["epoch"] for each in groups] or [status["epoch"]],
+        "macs": {mac["node_id"] for each in groups for mac in each["members"]},
+        "replicas": max(len(groups), 1),
+    }
+    if model == status["model"] or not groups:
+        ranked = {each["node_id"] for each in status.get("members", ()) if each.get("rank") is not None}
+        macs = own["macs"] or ranked
+        return {**own, **{name: status[name] for name in ("world_size", "backend", "kind")}, "macs": macs}
+    return {
+        **own,
+        "world_size": len(groups[0]["members"]),
+        "backend": groups[0]["backend"],
+        "kind": groups[0]["kind"],
     }
 
 

@@ -57,7 +57,7 @@ def chat(
     model: Annotated[
         str,
         typer.Option(
-            help="Another model than the loaded one, where the agent loads on request.",
+            help="A deployed model, or another one where the agent loads on request.",
             autocompletion=shell_completion.models,
         ),
     ] = "default",

@@ -288,10 +288,11 @@ def launch(
     )
 
 
-def find_served(home: Path, key: str) -> Served:
+def find_served(home: Path, key: str, name: str = "") -> Served:
     """Return the model that the agent of this home serves to clients with the API key `key`.
 
-    Raises UserError when no agent runs, no model is loaded, or the key is refused.
+    It is the deployed model `name`, or the default one. Raises UserError when no agent runs, no model is
+    loaded, that one is not, or the key is refused.
     """
     client, status = when_started(home)
     if not status["model"]:
@@ -302,7 +303,17 @@ def find_served(home: Path, key: str) -> Served:
             Code.NOT_READY,
         )
     listed = {str(model["id"]): model for model in client.models(key)}
-    model = listed.get(status["model"])  # other models may be listed that a request would load first
+    # Other models may be listed that a request would load first.
+    deployed = [
+        each for each in status.get("deployments", ()) if name and name in (each["name"], each["model"])
+    ]
+    model = listed.get(name or status["model"])
+    if name and (model is None or not any(each["replicas"]["ready"] for each in deployed)):
+        why = deployed[0]["why"] or deployed[0]["state"] if deployed else "it is not deployed"
+        ready = [each["model"] for each in status["deployments"] if each["replicas"]["ready"]]
+        raise UserError(
+            f"{name} is not served: {why}. Ready models: {', '.join(ready) or 'none'}", Code.NOT_READY
+        )
     if model is None:
         raise UserError("the model is being replaced; try again", Code.NOT_READY)
     from ..api.endpoint import OWN_CERTIFICATE

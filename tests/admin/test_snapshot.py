@@ -65,7 +65,7 @@ CLUSTER = ClusterSnapshot(
         DeploymentSnapshot(
             Deployment("tiny", "tiny", 2, "2", version=3, writer=A),
             (
-                GroupSnapshot("tiny#0", "ready", "", A, (A, B), GROUP.kind, 9, 3, 2, 30, 512),
+                GroupSnapshot("tiny#0", "ready", "", A, (A, B), "ring", GROUP.kind, 9, 3, 2, 30, 512, 800),
                 GroupSnapshot("tiny#1", "idle", "mini: no room"),
             ),
         ),
@@ -99,7 +99,23 @@ def samples(now: AgentSnapshot) -> dict[str, list[tuple[dict[str, str], float]]]
     def of(metric: Metric) -> list[tuple[dict[str, str], float]]:
         return [(each.labels, each.value) for each in metric.samples]
 
-    return {metric.name: of(metric) for metric in metrics.rendered(now)}
+    return {metric.name: of(metric) for metric in metrics.rendered(now, CLUSTER.deployments)}
+
+
+def test_metrics_have_each_deployment_and_group() -> None:
+    found = samples(AGENT)
+    first, second = ({"deployment": "tiny", "group": f"tiny#{index}"} for index in (0, 1))
+    assert found["mlxtp_replicas_ready"] == [({"deployment": "tiny"}, 1)]
+    assert found["mlxtp_replicas_wanted"] == [({"deployment": "tiny"}, 2)]
+    assert found["mlxtp_group_ready"] == [(first, 1), (second, 0)]
+    assert found["mlxtp_group_epoch"] == [(first, 9), (second, 0)]
+    assert found["mlxtp_group_world_size"] == [(first, 2), (second, 0)]
+    assert found["mlxtp_group_requests"] == [(first, 3), (second, 0)]
+    assert found["mlxtp_group_tokens_per_second"] == [(first, 30)]
+    assert found["mlxtp_group_cached_tokens"] == [(first, 512)]
+    assert found["mlxtp_group_kv_cache_room_tokens"] == [(first, 800)]
+    states = [labels for labels, value in found["mlxtp_group_state"] if value]
+    assert states == [first | {"state": "ready"}, second | {"state": "idle"}]
 
 
 def test_every_rendering_has_the_same_state_epoch_model_and_requests() -> None:

@@ -250,8 +250,16 @@ def lost(status: MemberStatus | None, boot_id: str) -> str | None:
 
 
 def _give_up(view: GroupView, mine: RunningEpoch) -> Action:
-    """End the epoch of a group that this node owns no longer."""
+    """End the epoch of a group that this node owns no longer, once the new owner serves it.
+
+    It need not come to that, so the wait is limited: this epoch may hold what the other one needs.
+    """
     where = f"{view.name(view.assignee)} has the group now" if view.assignee else view.refusal
+    serves = any(each.ready for each in view.others if each.owner == view.assignee)
+    since = view.now if view.waiting_since is None else view.waiting_since
+    if view.present(view.assignee) and mine.ready and not serves and view.now < since + view.patience_s:
+        reason = f"{view.name(view.assignee)} has yet to serve the group"
+        return Wait(reason, since + view.patience_s, for_requests=True)
     return _when_idle(view, [mine], StopEpoch(where or "the group is wanted no longer"))
 
 

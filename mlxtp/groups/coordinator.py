@@ -141,10 +141,18 @@ class Coordinator:
         return AssignView(
             members=tuple(members),
             wanted=tuple(map(self._wanted, rows)),
-            running=tuple(_running(owner, serving) for owner, serving in reports),
+            running=tuple(_running(owner, serving) for owner, serving in self._kept(reports)),
             draining=leadership.draining,
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
         )
+
+    def _kept(self, reports: list[tuple[str, Serving]]) -> list[tuple[str, Serving]]:
+        """Leave out reports of a group that its owner serves, too: two sides of a partition had it each."""
+        owner = {name: group.scope.assignment.owner for name, group in self._groups.by_id.items()}
+        settled = {each.group for node, each in reports if node == owner.get(each.group) and _ready(each)}
+        return [
+            (node, each) for node, each in reports if each.group not in settled or node == owner[each.group]
+        ]
 
     def _reports(self) -> list[tuple[str, Serving]]:
         """Return the reports of groups with an epoch, or with one a moment ago, and their owners."""
@@ -218,7 +226,9 @@ class Coordinator:
 
 def _running(owner: str, serving: Serving) -> GroupReport:
     held = {node: mib * MIB for node, mib in zip(serving.participants, serving.held_mib, strict=False)}
-    ready = serving.state in ("ready", "draining")
-    return GroupReport(
-        serving.group, serving.participants, serving.desired, ready, serving.open_requests, held
-    )
+    requests = serving.open_requests
+    return GroupReport(serving.group, serving.participants, serving.desired, _ready(serving), requests, held)
+
+
+def _ready(serving: Serving) -> bool:
+    return serving.state in ("ready", "draining")

@@ -260,9 +260,21 @@ def test_a_former_owner_goes_on_until_its_requests_are_done_and_not_for_ever() -
     busy = epoch("a", "c", open_requests=2)
     waiting = Wait("open requests: 2", NOW + 10, for_requests=True)
     over = StopEpoch("mini has the group now")
-    assert decided(running=busy, **ELSEWHERE) == waiting
-    assert decided(running=busy, waiting_since=NOW - 10, **ELSEWHERE) == over
-    assert decided(running=epoch("a", "c"), **ELSEWHERE) == over
+    serves = {"others": [PAIR], **ELSEWHERE}
+    assert decided(running=busy, **serves) == waiting
+    assert decided(running=busy, waiting_since=NOW - 10, **serves) == over
+    assert decided(running=epoch("a", "c"), **serves) == over
+
+
+def test_a_former_owner_goes_on_until_the_next_one_serves_and_not_for_ever() -> None:
+    mine, over = epoch("a", "c"), StopEpoch("mini has the group now")
+    forming = {"others": [replace(PAIR, ready=False)], **ELSEWHERE}
+    waiting = Wait("mini has yet to serve the group", NOW + 10, for_requests=True)
+    assert decided(running=mine, **forming) == waiting
+    assert decided(running=mine, **ELSEWHERE) == waiting
+    assert decided(running=mine, waiting_since=NOW - 10, **forming) == over
+    assert decided(running=replace(mine, ready=False), **forming) == over
+    assert decided(running=mine, **forming | {"statuses": here("a", "c") | {"b": LOST["dead"]}}) == over
 
 
 def test_a_group_that_has_no_place_any_longer_ends_with_the_reason() -> None:

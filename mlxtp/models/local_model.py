@@ -70,12 +70,12 @@ class LocalModel:
     @property
     def shape(self) -> ModelShape:
         """Its shape, for placement. Raises ModelError; call it only once `path` is known."""
-        assert self.path is not None
-        read_from = (self.path, self.source)
-        if self._shape is None or self._shape[0] != read_from:
-            name = self.source.id if self.source is not None else self.name
-            shape = shape_in(self.path, read_config(self.path), name, self._settings.kv_bits)
-            self._shape = (read_from, shape)
+        source = self.source
+        path, name = (source.path, source.id) if source is not None else (self.path, self.name)
+        assert path is not None
+        if self._shape is None or self._shape[0] != (path, source):
+            shape = shape_in(path, read_config(path), name, self._settings.kv_bits)
+            self._shape = ((path, source), shape)
         return self._shape[1]
 
     @property

@@ -10,15 +10,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tokenizers import Tokenizer
 
 from mlxtp.admin.metrics import observed
-from mlxtp.agent import make_supervisor
+from mlxtp.agent import build_parts
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.server import bind, serve
+from mlxtp.cluster.node import ClusterNode
 from mlxtp.config import Settings, embedded_model_path
+from mlxtp.identity.store import Store
+from mlxtp.placement import hardware
 from mlxtp.text.tokenizer import Text
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate, RequestEvent
@@ -74,13 +78,18 @@ class Pace:
 async def main() -> None:
     rate, folder = float(sys.argv[1]), embedded_model_path()
     text = await asyncio.to_thread(Text.load, folder)
-    supervisor = make_supervisor(Settings(Path(), "", 0, 1, str(folder)))
-    gateway = supervisor.gateway
+    with TemporaryDirectory(prefix="mlxtp-") as home:
+        store = Store(Path(home))
+        identity = store.found_cluster()
+        settings = Settings(Path(home), "", 0, 1, str(folder), name="bench")
+        node = ClusterNode(settings, identity, await hardware.probe(settings.interface))
+        parts = build_parts(node, store.credentials)
+    gateway = parts.gateway
     says = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(SAYS, add_special_tokens=False).ids
     pace = Pace(rate, tuple(says), gateway.on_event)
     model = ModelInfo("paced", ("default",), folder, CONTEXT, int(time.time()), text.eos, 1 << 20)
-    gateway.serve(supervisor.group, supervisor.deployment, pace, model, text)
-    app = observed(create_app(gateway), supervisor)
+    gateway.serve("paced#0", "paced", pace, model, text)
+    app = observed(create_app(gateway), parts)
     sock, stop = bind("127.0.0.1", 0), asyncio.Event()
     tasks = [asyncio.create_task(work) for work in (pace.run(), serve(app, sock, stop, grace_s=1))]
     print(f"http://127.0.0.1:{sock.getsockname()[1]}", flush=True)

@@ -8,14 +8,15 @@ import time
 from dataclasses import replace
 
 from mlxtp.cluster.cluster_state import ClusterState, Replica, Roster
+from mlxtp.cluster.deployments import NO_DEPLOYMENTS
 from mlxtp.cluster.leadership import Leadership
 from mlxtp.cluster.membership import Membership, Timeouts
-from mlxtp.cluster.reconcile import GroupPlan, Situation
+from mlxtp.cluster.reconcile import GroupPlan, Situation, Wanted, decide
 from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.model_shape import shape_of
 from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.placement.tables import KNOWN
-from mlxtp.wire.cluster_messages import MAX_MEMBERS, Beat
+from mlxtp.wire.cluster_messages import MAX_MEMBERS, Beat, Deployment
 
 from .errors import Unmeasured
 from .measures import Row, absolute
@@ -87,8 +88,8 @@ class Crowd:
             )
         self._memberships = {name: Membership(name, f"{name}-1", names, self.now) for name in names}
         replicas = {name: Replica(name, ClusterState(roster=roster)) for name in names}
-        for replica in replicas.values():
-            replica.set_desired("a model")
+        for name, replica in replicas.items():
+            replica.deployments = NO_DEPLOYMENTS.setting(Deployment("m", "a model"), name)
         self._coordinations = {name: Leadership(replica, 0, self.now) for name, replica in replicas.items()}
         pairs = list(itertools.combinations(names, 2))
         chance = random.Random(seed)
@@ -132,7 +133,10 @@ class Crowd:
         for name, membership in self._memberships.items():
             coordination = self._coordinations[name]
             coordination.tick(membership, membership.tick(self.now), self.now)
-            coordination.decide(membership, Situation(plan=GroupPlan((name,), (1.0,))), self.now)
+            mine = Situation(
+                assignee=name, nodes=(name,), wanted=Wanted("a model"), plan=GroupPlan((name,), (1.0,))
+            )
+            decide(coordination.view(membership, mine, self.now))
             beats[name] = coordination.beat(healthy=membership.health.healthy)
         for name, links in self._links.items():
             membership, coordination = self._memberships[name], self._coordinations[name]

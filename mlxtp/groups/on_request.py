@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..api.backend import AT_ONCE, ModelLease, StoredModelInfo
 from ..api.catalog import UNNAMED
-from ..cluster.deployments import KEEP_S, DeploymentTable, name_of
+from ..cluster.deployments import KEEP_S, PINNED, YIELDS, DeploymentTable, name_of
 from ..cluster.node import BEAT_S, ClusterNode
 from ..errors import Code, ModelError, RequestError
 from ..gateway.gateway import Gateway, ModelSwitch
@@ -235,7 +235,7 @@ def _why_not(group: Group, waited_s: float) -> RequestError | None:
     status, name, row = group.supervisor.status, group.scope.deployment, group.scope.row
     if status.state is ServingState.FAILED and status.reason is not None:
         detail = f"{name} cannot be served: {status.reason.detail}"
-        if row is not None and row.pinned:  # a user's choice, and no client's fault
+        if row is not None and row.keep_s in (PINNED, YIELDS):  # no client chose it
             return _unready(detail)
         if of_the_model(status.reason):
             return RequestError(detail, Code.MODEL_INVALID, param="model")

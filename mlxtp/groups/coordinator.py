@@ -87,7 +87,8 @@ class Coordinator:
             log.info("%s gives way to another model", name)
             self._node.desired.unload(name)
         leaving = tuple(sorted(view.draining))
-        for each in decision.assignments:
+        enough = {name: Assignment(name, name.rpartition("#")[0], 0, "", ()) for name in self._groups.by_id}
+        for each in (enough | {each.group: each for each in decision.assignments}).values():
             self._assign(each, leaving)
         return math.inf
 
@@ -110,7 +111,8 @@ class Coordinator:
         if after != before:
             self._number += 1
             after = replace(after, number=self._number)
-            where = ", ".join(map(self._node.name_of, decided.nodes)) or f"nowhere: {decided.why}"
+            nowhere = f"no Mac: {decided.why or 'others are enough'}"
+            where = ", ".join(map(self._node.name_of, decided.nodes)) or nowhere
             if (before.owner, before.nodes) != (after.owner, after.nodes):
                 log.info("group %s is assigned to %s", decided.group, where)
             self._node.links.broadcast(after)

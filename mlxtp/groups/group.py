@@ -63,7 +63,7 @@ class Group:
     def over(self) -> bool:
         """True while nothing of the group is here, or known to be elsewhere."""
         here = self.supervisor.status.in_epoch
-        return self.scope.row is None and not here and not self.reports.reports()
+        return self.scope.in_excess and not here and not self.reports.reports()
 
     async def close(self) -> None:
         """End the epoch in order, and the group beside it."""

@@ -136,12 +136,7 @@ class RateMeter:
         self._seen: deque[tuple[float, int]] = deque()
 
     def rate(self, count: int, clock: float) -> float | None:
-        """Return the present rate; None (unknown) without an earlier call within the last seconds.
-
-        A count that is less than before is that of a new group.
-        """
-        if self._seen and count < self._seen[-1][1]:
-            self._seen.clear()
+        """Return the present rate; None (unknown) without an earlier call within the last seconds."""
         while self._seen and clock - self._seen[0][0] > self._window_s:
             self._seen.popleft()
         if self._seen and count < self._seen[-1][1]:

@@ -26,9 +26,14 @@ class GroupScope:
 
     @property
     def row(self) -> Deployment | None:
-        """The row of its deployment; None if there is none, or if it has fewer replicas."""
-        row = self._node.desired.table.get(self.deployment)
-        return row if row is not None and (row.replicas == 0 or self.index < row.replicas) else None
+        """The row of its deployment; None if there is none."""
+        return self._node.desired.table.get(self.deployment)
+
+    @property
+    def in_excess(self) -> bool:
+        """True while no Mac is to run it, and its deployment has enough groups without it."""
+        row = self.row
+        return row is None or (not self.assignment.owner and self.index >= max(row.replicas, 1))
 
     @property
     def wanted(self) -> Wanted | None:
@@ -64,4 +69,7 @@ class GroupScope:
         """Reason why the group has no owner."""
         if self.row is None:
             return NOTHING_WANTED if not self.group else f"{self.deployment} was unloaded"
-        return self.assignment.why or "it has yet to be assigned to a Mac"
+        enough = f"{self.deployment} has enough other groups"
+        return self.assignment.why or (
+            enough if self.assignment.number else "it has yet to be assigned to a Mac"
+        )

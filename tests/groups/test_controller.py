@@ -158,7 +158,9 @@ def test_who_has_another_revision_is_left_out_and_told_what_to_do(
         a = node.meet(A)
         node.lead(weights, machines)
         node.parts.node.desired.serve("org/one", replace=True)
-        node.group.scope.model.path = tmp_path / ("c" * 40)
+        model = node.group.scope.model
+        model.path = tmp_path / ("c" * 40)
+        model.path.symlink_to(weights.path)
         for revision, left_out in (("c" * 40, False), ("", False), ("d" * 40, True)):
             node.hear(a, ModelStatus("org/one", FINGERPRINT, "", revision))
             node.live(a)

@@ -246,6 +246,7 @@ def test_whichever_mac_coordinates_a_newcomer_s_group_loads_beside_what_serves(
     async def story() -> None:
         async with joined(tmp_path) as (first, second, client):
             leadership = second.parts.node.leadership
+            await sees(lambda: leadership.claim == first.parts.node.leadership.claim)
             leadership._follow(leadership._next_claim(second.parts.node.node_id), time.monotonic())
             second.parts.node.gossip.beat()
             await serve_together(first, second)

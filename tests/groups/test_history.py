@@ -175,5 +175,3 @@ def test_a_rate_starts_over_with_a_new_group() -> None:
     meter.reset()
     assert meter.rate(500, 1.0) is None
     assert meter.rate(500, 2.0) == 0.0
-    assert meter.rate(0, 2.1) is None, "it has counted nothing yet, and no rate is negative"
-    assert meter.rate(0, 3.0) == 0.0

@@ -1,0 +1,309 @@
+"""What a coordinator assigns, who obeys it, and what becomes of groups that are wanted no longer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlxtp.cluster.deployments import PINNED, YIELDS
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.models.inspect import ModelSource
+from mlxtp.wire.cluster_messages import Beat, GroupAssignment, ModelStatus, Serving
+
+from ..wire.members import Member
+from .one_node import FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, play
+
+
+def served(epoch: int, *ranks: str, group: str = GROUP, requests: int = 0) -> Serving:
+    """An owner's report of a group that is ready."""
+    name = group.rpartition("#")[0]
+    told = (
+        "ready",
+        "",
+        "ring",
+        "",
+        ranks,
+        (0.0, 1.0),
+        requests,
+        name,
+        1,
+        4096,
+        512,
+        (),
+        0,
+        (1,) * len(ranks),
+    )
+    return Serving(epoch, *told, group, name)
+
+
+def assigned(link: FakeLink, group: str = GROUP) -> list[GroupAssignment]:
+    """The assignments of a group that the other end of this link has heard."""
+    return [each for each in link.heard(GroupAssignment) if each.group == group]
+
+
+def has(node: Node, name: str, *links: FakeLink) -> None:
+    """All of them have this model."""
+    for link in links:
+        node.hear(link, ModelStatus(name, FINGERPRINT, "", "", 1))
+
+
+def deploy(node: Node, name: str, *links: FakeLink, replicas: int = 1, **row: object) -> None:
+    node.parts.node.desired.serve(name, replicas=replicas, **row)  # type: ignore[arg-type]
+    has(node, name, *links)
+    node.live(*links)
+
+
+def follows(node: Node, source: ModelSource, coordinator: FakeLink, *links: FakeLink) -> None:
+    """The other end of the first link coordinates, and all want `tiny`."""
+    node.know(source)
+    node.parts.node.desired.serve("tiny", keep_s=PINNED)
+    has(node, "tiny", coordinator, *links)
+    node.follow(coordinator)
+    node.tick()
+
+
+# --- who is told ------------------------------------------------------------------------------------------
+
+
+def test_an_assignment_is_broadcast_once_for_each_change_and_again_to_a_new_link(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        here, a = node.parts.node.node_id, node.meet(A)
+        node.lead(weights)
+        [first] = assigned(a)
+        assert (first.owner, first.nodes, first.why) == (here, (here, A), "")
+        node.live(a)
+        assert assigned(a) == [first], "nothing is different"
+        deploy(node, "other", a)
+        [_, second] = assigned(a)
+        [other] = assigned(a, "other#0")
+        assert (second.nodes, other.nodes) == ((here,), (A,)), "each has a Mac of its own"
+        assert second.number != other.number
+        assert min(second.number, other.number) > first.number
+        b = node.meet(B)
+        assert (assigned(b), assigned(b, "other#0")) == ([second], [other])
+        node.parts.coordinator._repeat()
+        assert assigned(a)[2:] == [second], "for a member that dropped it"
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("moved", ["nodes", "leaving"])
+def test_macs_that_are_about_to_stop_are_named_in_an_assignment(
+    tmp_path: Path, member: Member, weights: ModelSource, moved: str
+) -> None:
+    """Their agents wait for it: from then on all groups plan without them."""
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights)
+        assert A in assigned(a)[-1].nodes
+        node.hear(a, Beat(0, "", 0, 0, 0, True, 0, True))
+        node.tick()
+        last = assigned(a)[-1]
+        assert (A not in last.nodes) if moved == "nodes" else (last.leaving == (A,))
+
+    play(tmp_path, member, story)
+
+
+# --- who is obeyed ----------------------------------------------------------------------------------------
+
+
+def test_only_the_present_coordinator_is_obeyed_and_of_its_assignments_the_last(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        follows(node, weights, a, b)
+        group = node.group
+
+        def says(link: FakeLink, term: int, number: int, owner: str) -> str:
+            node.hear(link, GroupAssignment(GROUP, "tiny", term, number, owner, (owner,)))
+            return group.scope.assignment.owner
+
+        assert says(a, 4, 9, A) == "", "of an earlier term"
+        assert says(b, 5, 9, A) == "", "of a member that does not coordinate"
+        assert says(a, 5, 3, A) == A
+        assert says(a, 5, 2, B) == A, "it was overtaken on the way"
+        assert says(a, 5, 4, node.parts.node.node_id) == node.parts.node.node_id
+        assert group.scope.owned
+        node.follow(b, 6)
+        assert group.scope.owned, "an assignment outlasts its coordinator"
+        assert says(a, 5, 5, A) == node.parts.node.node_id, "it coordinates no longer"
+        assert says(b, 6, 1, B) == B, "numbers begin again with each term"
+
+    play(tmp_path, member, story)
+
+
+def test_who_does_not_coordinate_assigns_nothing(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights)
+        count = len(a.heard(GroupAssignment))
+        node.follow(a, 99)
+        node.parts.node.desired.serve("other")
+        has(node, "other", a)
+        node.tick()
+        node.tick()
+        node.parts.coordinator._repeat()
+        assert len(a.heard(GroupAssignment)) == count
+        b = node.meet(B)
+        assert b.heard(GroupAssignment) == []
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_new_coordinator_keeps_what_owners_report(
+    tmp_path: Path, member: Member, weights: ModelSource, told: bool
+) -> None:
+    """Though the group would be elsewhere if it were new, and whether it knows the assignment or not."""
+
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        follows(node, weights, a, b)
+        if told:
+            node.hear_assigned(a, B, A)
+        node.hear(b, served(3, B, A))
+        node.lead(weights)
+        last = assigned(b)[-1]
+        assert (last.owner, last.nodes[:2]) == (B, (B, A))
+        assert last.term == node.parts.node.leadership.claim.term
+
+    play(tmp_path, member, story)
+
+
+# --- groups that are wanted no longer ---------------------------------------------------------------------
+
+
+def end_of(node: Node, name: str) -> list[str]:
+    """From now on, why the epoch of a group is ended."""
+    group, reasons = node.parts.groups.known(name), list[str]()
+    group.supervisor.status.in_epoch = True
+    group.supervisor.end_epoch = lambda error: reasons.append(error.detail)  # type: ignore[method-assign]
+    return reasons
+
+
+def forms(node: Node, name: str, *links: FakeLink) -> None:
+    """This node, which owns it, forms the group."""
+    node.parts.groups.known(name).supervisor.waits_for_plan = True
+    node.live(*links)
+    assert node.parts.groups.known(name).reports.owned is not None
+
+
+def test_the_groups_of_a_removed_deployment_end(tmp_path: Path, member: Member, weights: ModelSource) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights)
+        deploy(node, "other", a)
+        forms(node, GROUP, a)
+        reasons = end_of(node, GROUP)
+        node.live(a)
+        assert reasons == []
+        node.parts.node.desired.unload("tiny")
+        node.tick()
+        assert reasons == ["tiny was unloaded"]
+        group = node.parts.groups.by_id[GROUP]
+        group.supervisor.status.in_epoch, group.reports.owned = False, None
+        node.live(a)
+        assert list(node.parts.groups.by_id) == ["other#0"]
+
+    play(tmp_path, member, story)
+
+
+def test_with_fewer_replicas_the_group_that_is_not_ready_ends_once_it_is_idle(
+    tmp_path: Path, member: Member, weights: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [1]
+    monkeypatch.setattr(Supervisor, "open_requests", property(lambda _: requests[0]))
+
+    async def story(node: Node) -> None:
+        here, a = node.parts.node.node_id, node.meet(A)
+        node.lead(weights)
+        deploy(node, "tiny", a, replicas=2, nodes="1")
+        groups = {name: node.parts.groups.known(name) for name in (GROUP, "tiny#1")}
+        owners = {name: each.scope.assignment.owner for name, each in groups.items()}
+        assert set(owners.values()) == {here, A}
+        mine, other = sorted(owners, key=lambda name: owners[name] != here)
+        forms(node, mine, a)
+        reasons = end_of(node, mine)
+        node.hear(a, served(7, A, group=other))
+        deploy(node, "tiny", a, replicas=1)
+        assert (groups[other].scope.assignment.owner, groups[mine].scope.assignment.owner) == (A, "")
+        assert reasons == [], "a request is open"
+        requests[0] = 0
+        node.tick()
+        assert reasons == ["tiny has enough other groups"]
+
+    play(tmp_path, member, story)
+
+
+def test_of_as_many_replicas_as_there_is_room_for_those_without_room_are_nowhere(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        here, a = node.parts.node.node_id, node.meet(A)
+        node.lead(weights)
+        deploy(node, "tiny", a, replicas=0, nodes="1")
+        assert [assigned(a, name)[-1].nodes for name in (GROUP, "tiny#1")] == [(here,), (A,)]
+        deploy(node, "tiny", a, replicas=0, on=(here,))
+        assert [assigned(a, name)[-1].owner for name in (GROUP, "tiny#1")] == [here, ""]
+        assert list(node.parts.groups.by_id) == [GROUP], "nothing of the other one is left"
+
+    play(tmp_path, member, story)
+
+
+def test_a_deployment_runs_only_on_the_macs_that_its_row_names(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.lead(weights)
+        has(node, "tiny", a, b)
+        node.live(a, b)
+        assert set(assigned(a)[-1].nodes) == {node.parts.node.node_id, A, B}
+        deploy(node, "tiny", a, b, on=(B,))
+        assert assigned(a)[-1].nodes == (B,)
+        deploy(node, "tiny", a, b, on=("e" * 32,))
+        last = assigned(a)[-1]
+        assert (last.owner, last.nodes) == ("", ())
+        assert last.why == "0 of the 3 Macs here may serve it and stay"
+        assert node.group.waiting == last.why
+
+    play(tmp_path, member, story)
+
+
+def test_an_unpinned_deployment_gives_way_to_one_that_needs_its_room(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        node.lead(weights)
+        desired = node.parts.node.desired
+
+        def runs(name: str) -> bool:
+            node.live()
+            return node.parts.groups.known(f"{name}#0").scope.owned
+
+        desired.unload("tiny")
+        desired.serve("one", keep_s=YIELDS)
+        assert runs("one")
+        forms(node, "one#0")
+        reasons = end_of(node, "one#0")
+        desired.serve("two", keep_s=PINNED)
+        assert runs("two")
+        assert [row.name for row in desired.table.live()] == ["two"]
+        assert set(reasons) == {"one was unloaded"}
+        desired.serve("three", keep_s=PINNED)
+        assert not runs("three"), "what a user asked for gives no room"
+        assert runs("two")
+        assert "three" in [row.name for row in desired.table.live()]
+        assert "GB" in node.parts.groups.known("three#0").waiting
+
+    room = 1 << 30
+    small = replace(MACHINE, memory_bytes=room, free_bytes=room)
+    play(tmp_path, member, story, machine=small)

@@ -307,7 +307,7 @@ def build_parts(
     node.rounds.add(coordinator.step)
     node.rounds.add(groups.decide)
     selection = ModelSelection(node, transfers, machines)
-    on_request = OnRequest(node, gateway, groups)
+    on_request = OnRequest(node, gateway, groups, machines)
     models.resolve(NO_DEPLOYMENTS, node.desired.table)
     groups.sync()
     return AgentParts(

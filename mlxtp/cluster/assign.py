@@ -50,7 +50,7 @@ class WantedDeployment:
     options       among them `nodes`, as its row has it
     shape         None until a Mac has read the configuration; then `weight_bytes` counts, 0 if unknown, too
     lacks         why a Mac cannot load the model, by node id; Macs that are not in it have the files
-    unused_s      seconds since its last request
+    unused_s      seconds since its last request, or another number that orders deployments alike
     """
 
     row: DeploymentRow

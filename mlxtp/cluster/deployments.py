@@ -8,6 +8,7 @@ either has no knowledge, or has it, or counts it as over, and of two tables the 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +21,8 @@ MAX_REMOVED = 256  #: Removed rows that an edit keeps; older ones are covered by
 PINNED = -1  #: `keep_s` of a deployment that a user asked for.
 KEEP_S = 600  #: `keep_s` of one that a client's request chose.
 YIELDS = 2**32 - 1  #: `keep_s` of one that stays until another one needs its room.
+LONGEST_S = 2**32 - 2  #: The most seconds of `keep_s`; in effect for ever.
+LEAST_S = 2  #: Seconds that a client has between two requests of a model that ends after its answer.
 MAX_ROWS = 1024  #: Rows of any table, removed ones of several separated sides included.
 
 
@@ -28,6 +31,13 @@ def name_of(model: str) -> str:
     if model.startswith(("/", "~", ".")):
         return model.rstrip("/").rpartition("/")[2] or model
     return model.partition("@")[0]
+
+
+def left_s(row: Deployment, unused_s: float) -> float:
+    """Return the seconds until a deployment ends, if no request comes; infinite for one that stays."""
+    if row.pinned or row.keep_s >= LONGEST_S:
+        return math.inf
+    return max(row.keep_s, LEAST_S) - unused_s
 
 
 @dataclass(frozen=True)

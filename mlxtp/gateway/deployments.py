@@ -13,6 +13,8 @@ from .prefixes import BLOCK
 from .ready_groups import OpenRequest
 from .request import ForwardedRequest
 
+STEP_S = 10  #: Seconds of disuse are counted in such steps, so that reports seldom change.
+
 
 @dataclass(frozen=True, slots=True)
 class GroupWork:
@@ -35,6 +37,8 @@ class ServedDeployments:
         self.homes: dict[str, str] = {}  #: The deployment of each group, by their names.
         self.meter = RequestMeter()  #: Counts the requests of local clients.
         self.order: Callable[[], Sequence[str]] = tuple  #: Returns the names, the default first.
+        #: Returns whether a client here holds a lease of a deployment, even if its request is not yet open.
+        self.leased: Callable[[str], bool] = lambda _name: False
         self._recovery_s = recovery_s
         self._uids = itertools.count(1)
 
@@ -90,6 +94,14 @@ class ServedDeployments:
         ready = named.groups.get(group) if (named := self.of_group(group)) is not None else None
         tokens, blocks = (ready.tokens, len(ready.prefixes.hashes)) if ready is not None else (0, 0)
         return GroupWork(len(own), sum(own), tokens, blocks * BLOCK)
+
+    def unused_s(self, group: str) -> int:
+        """Return the seconds of a ready group's disuse; from 10 s on in steps of 10 s. 0 while it is used."""
+        home = self.of_group(group)
+        if home is None or group not in home.groups or self.leased(self.homes[group]):
+            return 0
+        seconds = int(home.groups.unused_s(group))
+        return seconds if seconds < STEP_S else seconds // STEP_S * STEP_S
 
     @property
     def relayed(self) -> int:

@@ -129,6 +129,7 @@ class RequestDispatcher:
             self._suspects.remove(request)
         if self._open.get(request.uid) is request:
             del self._open[request.uid]
+            self.groups.used(request)
             assert request.backend is not None
             with contextlib.suppress(MlxtpError):  # rank 0 is gone: nothing decodes any more
                 request.backend.send(Cancel(request.uid))
@@ -170,6 +171,7 @@ class RequestDispatcher:
                     )
             case Error():
                 if request := self._open.pop(event.uid, None):
+                    self.groups.used(request)
                     self._refused(request, _refusal(Code(event.code), event.detail))
         self._next_suspect()
 

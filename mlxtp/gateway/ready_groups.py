@@ -12,6 +12,8 @@ from .routing import GroupLoad, PrefillMeter, RouteOption, choose
 
 OpenRequest = ClientRequest | ForwardedRequest
 
+FIRST_S = 10.0  #: Seconds that a new group's first request may take to come; they do not count as disuse.
+
 
 class ReadyGroup:
     """A group that takes requests: their way there, and its work as far as this gateway knows it.
@@ -26,6 +28,7 @@ class ReadyGroup:
         self.prefill = PrefillMeter()
         self.prefixes = PrefixSummary()
         self.tokens = 0  #: Tokens that came from it.
+        self.used_at = time.monotonic() + FIRST_S  #: Time of the last request, by a monotonic clock.
 
     def take(self, report: GroupLoad) -> None:
         """Take in the owner's report."""
@@ -49,6 +52,12 @@ class ReadyGroups(dict[str, ReadyGroup]):
         speed = told.speed or group.prefill.speed
         requests = max(len(own), told.requests)
         return GroupLoad(max(queued, told.queued), requests, speed, group.prefixes.hashes)
+
+    def unused_s(self, name: str) -> float:
+        """Return the seconds since a group's last request; 0 while one is open."""
+        if any(request.group == name for request in self._requests.values()):
+            return 0.0
+        return max(time.monotonic() - self[name].used_at, 0.0)
 
     def choose(self, request: OpenRequest, tried: Container[str]) -> str:
         """Return the id of the group for a request, but none of those `tried`; empty if there is none."""
@@ -77,6 +86,12 @@ class ReadyGroups(dict[str, ReadyGroup]):
         request.watch.moved(name)
         request.left = max(request.length - group.prefixes.match(hashes), 0)
         group.prefixes.note(hashes)
+        self.used(request)
+
+    def used(self, request: OpenRequest) -> None:
+        """Note that a request begins or ends at its group."""
+        if group := self.get(request.group):
+            group.used_at = time.monotonic()
 
     def confirmed(self, request: OpenRequest, count: int) -> None:
         """Note that `count` tokens of a request have come."""
@@ -96,5 +111,6 @@ class ReadyGroups(dict[str, ReadyGroup]):
 
     def ended(self, request: OpenRequest) -> None:
         """Note that a group has completed a request, whose answer it keeps in its cache."""
+        self.used(request)
         if group := self.get(request.group):
             group.prefixes.note(request.hashes())

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..cluster.assign import Assignment, AssignView, GroupReport, WantedDeployment, assign
 from ..cluster.cluster_state import LeaderClaim
+from ..cluster.deployments import left_s
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..errors import MlxtpError
 from ..models.local_model import LocalModels
 from ..wire.cluster_messages import Deployment, GroupAssignment, ModelStatus, Serving
 from .controller import TELL_S
-from .groups import Groups
+from .groups import Groups, unused_s
+from .health import COMING
 from .machines import Machines, model_lack
 from .owned_epoch import MIB
 
@@ -47,6 +49,7 @@ class Coordinator:
         self._groups = groups
         self._number = 0
         self._asked: object = None  #: What the last decision was made from.
+        self._unserved: dict[str, float] = {}  #: Last time at which an unpinned deployment was on its way.
         node.links.on(self._received, GroupAssignment)
         node.links.on_up(self._greet)
         node.rounds.every(REPEAT_S, lambda _now: self._repeat(), needed=node.links.nodes)
@@ -64,7 +67,11 @@ class Coordinator:
         if not why:
             why, until = self._unreported(now)
         self.waiting = why
-        return until if why else self._decide(now)
+        if why:
+            return until
+        expiry = self._expire(now)
+        self._decide(now)
+        return expiry
 
     def _unreported(self, now: float) -> tuple[str, float]:
         """Return why a deployment that runs nowhere cannot be assigned yet, and until when to wait."""
@@ -77,10 +84,31 @@ class Coordinator:
                     return f"{node.name_of(node_id)} has not yet reported whether it has the model", until
         return "", math.inf
 
-    def _decide(self, now: float) -> float:
+    def _expire(self, now: float) -> float:
+        """Remove deployments that are unused for longer than they stay. Return the time of the next one."""
+        reports, until = self._groups.reports(), math.inf
+        rows = [row for row in self._node.desired.table.live() if left_s(row, 0.0) < math.inf]
+        self._unserved = {row.name: self._unserved.get(row.name, now) for row in rows}
+        for row in rows:
+            unused = unused_s(reports, row.name)
+            if unused is not None or any(
+                each.deployment == row.name and each.state in COMING for each in reports
+            ):
+                self._unserved[row.name] = now
+            # Requests may wait for one that is not ready.
+            waits_s = max(left_s(row, 0.0), self._node.settings.limits.queue_s)
+            left = waits_s - (now - self._unserved[row.name]) if unused is None else left_s(row, unused)
+            if left > 0:
+                until = min(until, now + left)
+                continue
+            log.info("%s ends: it had no request for %d s", row.name, row.keep_s)
+            self._node.desired.unload(row.name)
+        return until
+
+    def _decide(self, now: float) -> None:
         view = self._view(now)
         if view == self._asked:
-            return math.inf
+            return
         self._asked = view
         decision = assign(view)
         for name in decision.gives_way:
@@ -90,7 +118,6 @@ class Coordinator:
         enough = {name: Assignment(name, name.rpartition("#")[0], 0, "", ()) for name in self._groups.by_id}
         for each in (enough | {each.group: each for each in decision.assignments}).values():
             self._assign(each, leaving)
-        return math.inf
 
     def _assign(self, decided: Assignment, leaving: tuple[str, ...]) -> None:
         """Broadcast an assignment, if it is another one than before."""
@@ -128,7 +155,7 @@ class Coordinator:
             for node_id, mib in zip(serving.participants, serving.held_mib, strict=False):
                 held[node_id] = held.get(node_id, 0) + mib * MIB
         rows = node.desired.table.live()
-        names = {row.name for row in rows}
+        names, turns = {row.name for row in rows}, _turns(rows, self._groups.reports())
         members = []
         for member in self._machines.members(held_bytes=lambda node_id: held.get(node_id, 0)):
             # Ranks of a deployment that is gone hold memory until they have ended.
@@ -142,7 +169,7 @@ class Coordinator:
             members.append(replace(member, taken_bytes=taken))
         return AssignView(
             members=tuple(members),
-            wanted=tuple(map(self._wanted, rows)),
+            wanted=tuple(self._wanted(row, turns.get(row.name, 0)) for row in rows),
             running=tuple(_running(owner, serving) for owner, serving in self._kept(reports)),
             draining=leadership.draining,
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
@@ -172,7 +199,7 @@ class Coordinator:
         ]
         return found
 
-    def _wanted(self, row: Deployment) -> WantedDeployment:
+    def _wanted(self, row: Deployment, turn: int) -> WantedDeployment:
         """Return what is known of a deployment. `lacks` has the reason that keeps it from being planned."""
         node, model, files = self._node, self._models.of(row.model), self._files(row.model)
         name, shape, lacks = model.source.id if model.source else row.model, None, dict(files.lacks)
@@ -185,7 +212,7 @@ class Coordinator:
             shape = model.shape if model.fingerprint else None
         except MlxtpError as error:
             lacks[node.node_id] = error.detail
-        return WantedDeployment(row, options, shape, files.weight_bytes, lacks)
+        return WantedDeployment(row, options, shape, files.weight_bytes, lacks, turn)
 
     def _files(self, model: str) -> _Files:
         node, here = self._node, self._node.node_id
@@ -226,9 +253,18 @@ class Coordinator:
             self._groups.assign(message)
 
 
+def _turns(rows: Sequence[Deployment], reports: Sequence[Serving]) -> dict[str, int]:
+    """Return the order in which deployments that are not in use give way, the last one first.
+
+    It stands for `WantedDeployment.unused_s`, which would differ in each view.
+    """
+    unused = {row.name: unused_s(reports, row.name) or 0 for row in rows if not row.pinned}
+    return {name: turn for turn, name in enumerate(sorted(unused, key=unused.__getitem__), 1) if unused[name]}
+
+
 def _running(owner: str, serving: Serving) -> GroupReport:
     held = {node: mib * MIB for node, mib in zip(serving.participants, serving.held_mib, strict=False)}
-    requests = serving.open_requests
+    requests = min(serving.open_requests, 1)  # each number would be another view
     return GroupReport(serving.group, serving.participants, serving.desired, _ready(serving), requests, held)
 
 

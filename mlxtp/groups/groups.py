@@ -197,6 +197,15 @@ def best(groups: Sequence[Group]) -> Group:
     return min(groups, key=_place)
 
 
+def unused_s(reports: Sequence[Serving], deployment: str) -> int | None:
+    """Return the seconds since the last request for a deployment; 0 while one is open.
+
+    None while no group of it is ready.
+    """
+    found = (each for each in reports if each.deployment == deployment)
+    return min((each.idle_s for each in found if each.state in _SERVES), default=None)
+
+
 def _place(group: Group) -> tuple[bool, bool, int]:
     """Return the order in which groups of a deployment are shown."""
     status = group.supervisor.status

@@ -38,6 +38,9 @@ class ServingState(StrEnum):
 
 _S = ServingState
 
+#: States of a group on its way to be ready.
+COMING = (_S.STARTING, _S.FORMING, _S.LOADING, _S.RESTARTING)
+
 #: Legal successors of each state of an agent's own epochs; to stay is always legal. Two states are only
 #: shown, while this agent has no epoch: FORMING of a group on other Macs that is STARTING, and IDLE.
 TRANSITIONS: Mapping[ServingState, frozenset[ServingState]] = {

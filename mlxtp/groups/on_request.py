@@ -9,25 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from ..api.backend import AT_ONCE, ModelLease, StoredModelInfo
 from ..api.catalog import UNNAMED
-from ..cluster.deployments import KEEP_S, PINNED, YIELDS, DeploymentTable, name_of
+from ..cluster.deployments import KEEP_S, LONGEST_S, PINNED, YIELDS, DeploymentTable, name_of
 from ..cluster.node import BEAT_S, ClusterNode
-from ..errors import Code, ModelError, RequestError
+from ..errors import Code, MlxtpError, ModelError, RequestError, UserError
 from ..gateway.gateway import Gateway, ModelSwitch
 from ..models.inspect import stored_models, stored_name
 from ..wire.cluster_messages import Deployment
 from .group import Group
 from .groups import Groups
 from .health import ServingState, of_the_model
+from .machines import Machines
 
 log = logging.getLogger(__name__)
 
 NEWS_S = 1.0  #: Seconds between two progress checks of a waiting request.
 UNPLANNED_S = 5.0  #: Seconds that a deployment may have no place before the requests for it fail.
+REFUSED_S = 60.0  #: Seconds in which a model that failed to load is not loaded for another request.
+ENDS_S = 3 * BEAT_S  #: Seconds until a deployment that failed ends, so that all members report why.
 MOST_FOLDERS = 20  #: Folders that are known by the short name under which they were served.
 
 
@@ -42,7 +46,7 @@ class WaitingLease:
     def __init__(self, deployment: str, within_s: float, late: RequestError, owner: OnRequest) -> None:
         loop = asyncio.get_running_loop()
         self.deployment = deployment
-        self.since = loop.time()
+        self.since = time.monotonic()
         self.outcome: asyncio.Future[RequestError | None] = loop.create_future()
         self._late = late
         self._until = loop.time() + within_s
@@ -75,17 +79,22 @@ class WaitingLease:
 class OnRequest(ModelSwitch):
     """Requests of this node's clients that wait for a deployment, or use one."""
 
-    def __init__(self, node: ClusterNode, gateway: Gateway, groups: Groups) -> None:
+    def __init__(self, node: ClusterNode, gateway: Gateway, groups: Groups, machines: Machines) -> None:
         self.leases: dict[WaitingLease, None] = {}
         self._node = node
         self._gateway = gateway
         self._groups = groups
+        self._machines = machines
         self._on = node.settings.load_on_request
         self._made: set[str] = set()  #: Deployments that requests at this node made.
+        self._ends: dict[str, float] = {}  #: Times at which those of them end that cannot be loaded.
+        #: Failed models, by the names of their deployments: the reason, and the time until it holds.
+        self._refused: dict[str, tuple[RequestError, float]] = {}
         #: By the name under which it was served: a folder's whole path, the one served last at the end.
         self._folders: dict[str, str] = {}
         gateway.switch_models(self, node.changed)
-        node.desired.on_change(self._remember)
+        gateway.deployments.leased = lambda name: any(each.deployment == name for each in self.leases)
+        node.desired.on_change(self._changed)
         node.rounds.add(self.advance)
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
@@ -108,18 +117,19 @@ class OnRequest(ModelSwitch):
             )
         if row is None and self._on:
             row = await self._stored(name or "", keep_s)
-        elif row is not None and not row.pinned and keep_s is not None:
-            row = self._node.desired.serve(row.model, keep_s=_kept(keep_s))
         if row is None:
             return AT_ONCE
         if (refusal := self._refusal(row.name, waited_s=0.0)) is not None:
             raise refusal
+        # Without the option no request brings back what stays until its room is needed.
+        if keep_s is not None and not row.pinned and (self._on or row.keep_s != YIELDS):
+            row = self._node.desired.serve(row.model, keep_s=_kept(keep_s))
         lease = WaitingLease(row.name, *self._bound(row.name, within_s), self)
         self.leases[lease] = None
         if self._gateway.closing or not self._on:  # the gateway refuses it if it cannot begin
             lease.outcome.set_result(None)
         else:
-            self._admit(lease)
+            self._admit(lease.deployment, [lease])
             if not lease.come:
                 self._node.changed()
         return lease
@@ -134,8 +144,11 @@ class OnRequest(ModelSwitch):
     def progress(self, deployment: str) -> str:
         """Return how far a deployment is, in a few words."""
         groups = self._groups.replicas_of(deployment)
-        coming = [each.supervisor.status.progress for each in groups if each.scope.assignment.owner]
-        return coming[0] if coming else next((each.scope.why_not for each in groups), "waiting")
+        if coming := [each.supervisor.status.progress for each in groups if each.scope.assignment.owner]:
+            return coming[0]
+        if in_use := ", ".join(dict.fromkeys(self._in_use(deployment))):
+            return f"waiting until the requests for {in_use} end"
+        return next((each.scope.why_not for each in groups), "waiting")
 
     # --- the deployment of a name --------------------------------------------------------------------
 
@@ -147,8 +160,7 @@ class OnRequest(ModelSwitch):
         for row in rows:
             dispatcher = self._gateway.deployments.by_name.get(row.name)
             info = dispatcher.served if dispatcher is not None else None
-            known = (row.name, row.model, Path(row.model).name if row.model.startswith("/") else "")
-            if name in known or (info is not None and name in (info.id, *info.aliases)):
+            if name in (row.name, row.model) or (info is not None and name in (info.id, *info.aliases)):
                 return row
         return None
 
@@ -163,16 +175,32 @@ class OnRequest(ModelSwitch):
             raise RequestError(detail, Code.MODEL_INVALID, param="model") from None
         if model is None:
             return None
+        deployment = name_of(model)
+        present = self._node.desired.table.get(deployment)
+        if present is not None and present.model == model:
+            return present  # another request, or a user, was faster
+        if present is not None and present.pinned:
+            detail = f"{name} is on this Mac, but {present.model} is pinned under the same name"
+            raise RequestError(detail, Code.MODEL_NOT_FOUND, status=404, param="model")
+        if (refused := self._refused.get(deployment)) is not None and time.monotonic() < refused[1]:
+            raise refused[0]
         log.info("%s is loaded for a request", model)
-        self._made.add(name_of(model))
-        return self._node.desired.serve(model, keep_s=KEEP_S if keep_s is None else _kept(keep_s))
+        self._refused.pop(deployment, None)
+        try:
+            row = self._node.desired.serve(model, keep_s=KEEP_S if keep_s is None else _kept(keep_s))
+        except UserError as error:
+            raise _unready(error.detail) from None
+        self._made.add(deployment)
+        return row
 
-    def _remember(self, before: DeploymentTable, _after: DeploymentTable) -> None:
+    def _changed(self, before: DeploymentTable, after: DeploymentTable) -> None:
         """Keep a folder's short name, which clients see, for the time after it is served."""
         for row in before.live():
             if row.model.startswith("/"):
-                self._folders.pop(name := Path(row.model).name, None)
-                self._folders[name] = row.model
+                self._folders.pop(row.name, None)
+                self._folders[row.name] = row.model
+            if row.name in self._made and ((now := after.get(row.name)) is None or now.pinned):
+                self._made.discard(row.name)  # a user wants it, or none does
         while len(self._folders) > MOST_FOLDERS:
             del self._folders[next(iter(self._folders))]
 
@@ -188,71 +216,93 @@ class OnRequest(ModelSwitch):
 
     def advance(self, now: float) -> float:
         """Start the requests whose model is served, and refuse those whose model cannot be."""
-        waiting = [lease for lease in self.leases if not lease.outcome.done()]
-        for lease in waiting:
-            self._admit(lease)
-        return now + BEAT_S if waiting else math.inf
+        waiting: dict[str, list[WaitingLease]] = {}
+        for lease in self.leases:
+            if not lease.outcome.done():
+                waiting.setdefault(lease.deployment, []).append(lease)
+        for deployment, leases in waiting.items():
+            self._admit(deployment, leases)
+        for deployment in [each for each, at in self._ends.items() if now >= at]:
+            del self._ends[deployment]
+            wanted = deployment not in self._made or deployment in waiting
+            if not wanted and self._refusal(deployment, UNPLANNED_S) is not None:
+                self._node.desired.unload(deployment)
+        return now + BEAT_S if waiting or self._ends else math.inf
 
-    def _admit(self, lease: WaitingLease) -> None:
-        dispatcher = self._gateway.deployments.by_name.get(lease.deployment)
-        waited_s = asyncio.get_running_loop().time() - lease.since
+    def _admit(self, deployment: str, leases: list[WaitingLease]) -> None:
+        """Start the requests that wait for a deployment, or refuse them all, or have them wait on."""
+        dispatcher = self._gateway.deployments.by_name.get(deployment)
+        model = dispatcher.model if dispatcher is not None else None
+        waited_s = time.monotonic() - min(lease.since for lease in leases)
+        refusal = None
         if self._gateway.closing:
-            lease.outcome.set_result(
-                RequestError(f"{self._gateway.closing}; try again", Code.SHUTTING_DOWN, status=503)
-            )
-        elif dispatcher is not None and dispatcher.model is not None:
-            lease.model = dispatcher.model.id
-            lease.outcome.set_result(None)
-        elif (refusal := self._refusal(lease.deployment, waited_s)) is not None:
-            self._give_up(lease.deployment, refusal)
+            refusal = RequestError(f"{self._gateway.closing}; try again", Code.SHUTTING_DOWN, status=503)
+        elif model is None and (refusal := self._refusal(deployment, waited_s)) is None:
+            return
+        for lease in leases:
+            lease.model = model.id if model is not None else ""
+            lease.outcome.set_result(refusal)
+        if refusal is not None and not self._gateway.closing:
+            self._give_up(deployment, refusal)
 
     def _refusal(self, deployment: str, waited_s: float) -> RequestError | None:
         """Return the reason why a request for this deployment need not wait; None if it has to."""
         if self._node.desired.table.get(deployment) is None:
-            return _unready(f"{deployment} was unloaded")
+            return _unready(f"{deployment} was unloaded; try again")
         groups = self._groups.replicas_of(deployment)
         if any(
             group.supervisor.status.state in (ServingState.READY, ServingState.DRAINING) for group in groups
         ):
             return None
-        whys = [_why_not(group, waited_s) for group in groups]
+        whys = [self._why_not(group, waited_s) for group in groups]
         return next(iter(whys), None) if whys and all(whys) else None
 
+    def _why_not(self, group: Group, waited_s: float) -> RequestError | None:
+        """Return the reason why a group will not serve soon; None while it may."""
+        status, name, row = group.supervisor.status, group.scope.deployment, group.scope.row
+        if status.state is ServingState.FAILED and status.reason is not None:
+            if row is not None and row.keep_s in (PINNED, YIELDS):  # no client chose it
+                return _unready(f"{name} cannot be served: {status.reason.detail}")
+            detail = f"{name} could not be loaded: {status.reason.detail}"
+            if of_the_model(status.reason) or any(each.broken for _, each in group.reports.reports()):
+                return RequestError(detail, Code.MODEL_INVALID, param="model")
+            return _unready(f"{detail}; try again later")
+        if problem := group.scope.model.problem:
+            return _unready(f"{name} cannot be served on this Mac: {problem}")
+        if group.unplanned and waited_s >= UNPLANNED_S and not self._has_room_later(group):
+            return _unready(f"{name} cannot be served: {group.unplanned}; try again later")
+        return None
+
+    def _in_use(self, deployment: str) -> Iterator[str]:
+        """Return the other deployments that answer requests, and give way once they no longer do."""
+        for each in self._groups.reports():
+            row = self._node.desired.table.get(each.deployment)
+            if row is not None and not row.pinned and each.open_requests and row.name != deployment:
+                yield row.name
+
+    def _has_room_later(self, group: Group) -> bool:
+        """Return whether a group may get a place once others that are in use no longer are."""
+        row, model = group.scope.row, group.scope.model
+        if row is None or model.path is None or not any(self._in_use(row.name)):
+            return False
+        try:
+            return not self._machines.no_place(model.shape, row.nodes)
+        except MlxtpError:
+            return False
+
     def _give_up(self, deployment: str, refusal: RequestError) -> None:
-        """Fail the requests that wait for a deployment. One that a request made ends."""
-        for lease in [each for each in self.leases if each.deployment == deployment]:
-            if not lease.outcome.done():
-                lease.outcome.set_result(refusal)
-        row = self._node.desired.table.get(deployment)
-        if deployment in self._made and row is not None and not row.pinned:
-            self._made.discard(deployment)
+        """Have a deployment end that only requests wanted, and that cannot be loaded."""
+        if deployment in self._made:
             log.warning("%s, loaded for a request, is given up: %s", deployment, refusal.detail)
-            self._node.desired.unload(deployment)
-
-
-def _why_not(group: Group, waited_s: float) -> RequestError | None:
-    """Return the reason why a group will not serve soon; None while it may."""
-    status, name, row = group.supervisor.status, group.scope.deployment, group.scope.row
-    if status.state is ServingState.FAILED and status.reason is not None:
-        detail = f"{name} cannot be served: {status.reason.detail}"
-        if row is not None and row.keep_s in (PINNED, YIELDS):  # no client chose it
-            return _unready(detail)
-        if of_the_model(status.reason):
-            return RequestError(detail, Code.MODEL_INVALID, param="model")
-        return _unready(f"{detail}; try again later")
-    if problem := group.scope.model.problem:
-        return _unready(f"{name} cannot be served on this Mac: {problem}")
-    if group.unplanned and waited_s >= UNPLANNED_S:
-        return _unready(f"{name} cannot be served: {group.unplanned}; try again later")
-    return None
+            self._ends[deployment] = time.monotonic() + ENDS_S
+        states = [group.supervisor.status.state for group in self._groups.replicas_of(deployment)]
+        if ServingState.FAILED in states:
+            self._refused[deployment] = (refusal, time.monotonic() + REFUSED_S)
 
 
 def _kept(keep_s: float) -> int:
     """Return `Deployment.keep_s` for what a client wants; it cannot pin a model."""
-    return min(math.ceil(keep_s), _LONGEST_S) if keep_s >= 0 else _LONGEST_S
-
-
-_LONGEST_S = 2**32 - 2
+    return min(math.ceil(keep_s), LONGEST_S) if keep_s >= 0 else LONGEST_S
 
 
 def _unready(detail: str) -> RequestError:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from ..api.backend import DeploymentHealth, Health
+from ..cluster.deployments import left_s
 from ..cluster.node import ClusterNode
 from ..gateway.gateway import Gateway
 from ..wire.cluster_messages import Deployment
 from .group import Group
-from .groups import Groups, best
-from .health import ServingState
+from .groups import Groups, best, unused_s
+from .health import COMING, ServingState
 from .status import GroupStatus
-
-_COMING = (ServingState.STARTING, ServingState.FORMING, ServingState.LOADING, ServingState.RESTARTING)
 
 
 def health(node: ClusterNode, groups: Groups, gateway: Gateway, model: str = "") -> Health:
@@ -21,7 +22,8 @@ def health(node: ClusterNode, groups: Groups, gateway: Gateway, model: str = "")
     deployment has.
     """
     rows = [(row, of) for row in node.desired.table.live() if (of := groups.replicas_of(row.name))]
-    deployments = tuple(deployment_health(row, of) for row, of in rows)
+    reports = groups.reports() if any(not row.pinned for row, _ in rows) else []
+    deployments = tuple(deployment_health(row, of, unused_s(reports, row.name) or 0) for row, of in rows)
     named = [of for (_, of), each in zip(rows, deployments, strict=True) if model in (each.name, each.model)]
     group = best(named[0]) if model and named else groups.shown
     status, closing = group.supervisor.status, group.supervisor.closing
@@ -49,11 +51,11 @@ def health(node: ClusterNode, groups: Groups, gateway: Gateway, model: str = "")
     )
 
 
-def deployment_health(row: Deployment, groups: list[Group]) -> DeploymentHealth:
-    """Return the health of one deployment, by that of its `groups`."""
+def deployment_health(row: Deployment, groups: list[Group], unused: float = 0.0) -> DeploymentHealth:
+    """Return the health of one deployment, by that of its `groups`. `unused`: seconds without requests."""
     states = [group.supervisor.status for group in groups]
     ready = sum(_ready(status) for status in states)
-    shown = min(states, key=lambda status: (not _ready(status), status.state not in _COMING))
+    shown = min(states, key=lambda status: (not _ready(status), status.state not in COMING))
     source = groups[0].scope.model.source
     reason = shown.reason.detail if shown.reason is not None else None
     if ready == 0 and not reason:
@@ -67,6 +69,7 @@ def deployment_health(row: Deployment, groups: list[Group]) -> DeploymentHealth:
         reason=reason,
         groups_ready=ready,
         groups_wanted=row.replicas,
+        expires_s=max(left, 0.0) if (left := left_s(row, unused)) < math.inf else None,
     )
 
 

@@ -24,7 +24,7 @@ from ..wire.cluster_messages import (
     Serving,
 )
 from ..wire.rdma import flat
-from .health import ServingState
+from .health import ServingState, of_the_model
 from .history import RateMeter
 from .lifecycle import Supervisor
 from .machines import Machines, in_steps
@@ -105,21 +105,25 @@ class ServingReports:
             work.running,
             round(speed or 0),
             work.cached,
+            supervisor.gateway.deployments.unused_s(self._scope.group) if loaded else 0,
         )
 
     def _nothing(self) -> Serving:
         """Return the report of an owner without an epoch, with the reason."""
         status = self._supervisor.status
         if status.resting and status.state is ServingState.FAILED:
-            return self._report(status.state, status.reason.detail if status.reason is not None else "")
+            error = status.reason
+            broken = error is not None and of_the_model(error)
+            return self._report(status.state, error.detail if error is not None else "", broken=broken)
         return self._report(ServingState.IDLE, self.waiting)
 
-    def _report(self, state: ServingState, why: str) -> Serving:
+    def _report(self, state: ServingState, why: str, *, broken: bool = False) -> Serving:
         scope, epoch = self._scope, self._supervisor.status.epoch
         ends = (scope.group, scope.deployment)
         return Serving(
-            epoch, str(state), why, "none", "", (), (), 0, "", scope.version, 0, 0, (), 0, (), *ends
-        )
+            epoch, str(state), why, "none", "", (), (), 0, "", scope.version, 0, 0, (), 0, (), *ends,
+            broken=broken,
+        )  # fmt: skip
 
     def held_bytes(self, node_id: str) -> int:
         """Return the bytes of that Mac's memory that ranks of this group hold: free for its next epoch."""

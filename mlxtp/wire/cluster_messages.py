@@ -142,7 +142,6 @@ MAX_MODEL = 1000
 MAX_GROUP = MAX_MODEL + 8  #: A group's id is a deployment's name and a number.
 MAX_TRIP_US = 60_000_000
 MAX_STORED = 64
-MAX_WAITING = 16  #: models that one member's clients wait for at a time
 
 _epoch = integer(1, U63)
 _rank = integer(0, MAX_RANKS - 1)
@@ -424,7 +423,8 @@ class Serving(Message):
     and `vocabulary` are the model's. `load_s` is the time to load it, in seconds. `held_mib` is the memory of
     each rank on its Mac, in MiB; empty before all of them have loaded. `running` of the open requests have
     their first token. `speed` is in tokens per second, over the last seconds; `cached` counts tokens that the
-    group keeps for later prompts.
+    group keeps for later prompts. `idle_s` is the time since the last request in seconds, from 10 s on in
+    steps of 10 s; 0 while one is open. `broken`: the model itself is at fault for a failure.
     """
 
     TYPE: ClassVar[int] = 0x45
@@ -448,6 +448,8 @@ class Serving(Message):
     running: int = _f(_count, default=0)
     speed: int = _f(_count, default=0)
     cached: int = _f(_count, default=0)
+    idle_s: int = _f(integer(0, U32), default=0)
+    broken: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,39 +513,6 @@ class FabricAnswer(Message):
     TYPE: ClassVar[int] = 0x4B
     nonce: bytes = _f(binary(16, 16))
     problem: str = _f(_detail)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelTurn(Message):
-    """Broadcast by the coordinator. Until the next ModelTurn, start requests for this model only.
-
-    `number` counts them in this `term`. `refused` is a model that could not be served, for the reason in
-    `why`; requests that waited for it fail. `broken`: the model itself is at fault.
-    """
-
-    TYPE: ClassVar[int] = 0x4F
-    term: int = _f(_count)
-    number: int = _f(_count)
-    model: str = _f(text(MAX_MODEL))
-    refused: str = _f(text(MAX_MODEL))
-    why: str = _f(_detail)
-    broken: bool = _f(boolean(), default=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelQueue(Message):
-    """A member to the coordinator: the models that its clients wait for, and how many requests run.
-
-    These are its own clients' and, on the Mac of rank 0, also those that other agents forwarded: the
-    coordinator may briefly lose contact with those agents. `term` and `number` are those of the last
-    ModelTurn it received; since then no request for another model has begun.
-    """
-
-    TYPE: ClassVar[int] = 0x50
-    term: int = _f(_count)
-    number: int = _f(_count)
-    waiting: tuple[str, ...] = _f(texts(MAX_WAITING, MAX_MODEL))
-    running: int = _f(_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -632,8 +601,8 @@ class ModelsHere(Message):
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, Deployments, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
     RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving,
-    GroupAssignment, TokenWanted, TokenIssued, FabricWanted, FabricReport, FabricAnswer, ModelTurn,
-    ModelQueue, Echo, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,
+    GroupAssignment, TokenWanted, TokenIssued, FabricWanted, FabricReport, FabricAnswer,
+    Echo, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,
 )  # fmt: skip
 
 CONTROL_MESSAGES: tuple[type[Message], ...] = (AgentHello, *BOTH_WAYS)

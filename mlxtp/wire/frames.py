@@ -33,7 +33,7 @@ assert len(MESSAGES) == sum(map(len, (RANK_MESSAGES, CONTROL_MESSAGES, JOIN_MESS
 )
 
 #: Numbers of messages of earlier versions, which are not used again.
-RETIRED = frozenset({0x15, 0x17, 0x4C, 0x4D, 0x4E, 0x52, 0x53})
+RETIRED = frozenset({0x15, 0x17, 0x4C, 0x4D, 0x4E, 0x4F, 0x50, 0x52, 0x53})
 
 _CODECS: dict[type[Message], tuple[tuple[str, FieldCodec], ...]] = {
     message: tuple((f.name, f.metadata["codec"]) for f in fields(message))  # type: ignore[arg-type]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from mlxtp.api.backend import Health, Progress, Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
+from mlxtp.gateway import ready_groups
 from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.gateway.prefixes import BLOCK
@@ -376,3 +378,38 @@ def test_the_requests_of_a_client_count_together_over_groups_and_deployments() -
         stage.gateway.close(LOST)
 
     play(story)
+
+
+# --- disuse -----------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_unused_from_the_end_of_its_last_request_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one has some seconds for its first request. From 10 s on only steps are counted."""
+    clock = [1000.0]
+    monkeypatch.setattr(ready_groups, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def story(stage: Stage) -> None:
+        deployments = stage.gateway.deployments
+
+        def after(seconds: float) -> int:
+            clock[0] += seconds
+            return deployments.unused_s("tiny#0")
+
+        assert (after(9.9), after(1.3)) == (0, 1)
+        answer = stage.gateway.generate(Request((1, 2, 3), 40))
+        assert after(500) == 0
+        stage.finish(1)
+        assert (after(0), after(9.5), after(20)) == (0, 9, 20)
+        await answer.aclose()
+        gone = stage.gateway.generate(Request((1, 2, 3), 40))
+        assert after(50) == 0
+        await gone.aclose()
+        assert after(3) == 3, "its client has left"
+        stage.gateway.generate(Request((1, 2, 3), 40))
+        stage.gateway.on_event(Error(Code.BAD_REQUEST, "no", 3))
+        assert after(4) == 4, "it was refused"
+        deployments.leased = lambda name: name == "tiny"
+        assert after(0) == 0, "a client is about to send its request"
+        assert deployments.unused_s("tiny#7") == 0
+
+    play(story, "tiny#0")

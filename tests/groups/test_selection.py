@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from mlxtp.groups.model_queue import DesiredFate
 
-from mlxtp.cluster.deployments import DesiredState
 from mlxtp.groups.selection import SelectedModel, SelectionState
 from mlxtp.models.inspect import Servable
 
@@ -57,30 +55,3 @@ def test_no_state_is_skipped_and_none_comes_back(states: tuple[SelectionState, .
 def test_what_a_check_finds_stays_with_the_model() -> None:
     here = Servable("org/model", cast(Any, None), Path("/models/one"))
     assert SelectedModel("org/model").next(CHECKED, servable=here).next(FETCHING).servable is here
-
-
-# --- the desired state afterwards -------------------------------------------------------------------------
-
-OLD, NEW = (DesiredState(version, "a", f"model-{version}", "auto") for version in (1, 2))
-
-
-def test_only_the_state_that_was_desired_at_its_failure_has_failed() -> None:
-    fate = DesiredFate().next(OLD, 1.0, ready=False, failed=True, unplanned=False)
-    later = fate.next(NEW, 2.0, ready=False, failed=True, unplanned=False)
-    assert (fate.failed, later.failed) == (OLD, OLD)
-    assert later.next(NEW, 3.0, ready=False, failed=False, unplanned=False).failed is None
-
-
-def test_the_time_without_a_place_begins_again_with_each_state() -> None:
-    fate = DesiredFate()
-    for desired, now, unplanned in ((OLD, 1.0, False), (OLD, 5.0, True), (NEW, 7.0, True), (NEW, 9.0, True)):
-        fate = fate.next(desired, now, ready=False, failed=False, unplanned=unplanned)
-    assert (fate.present, fate.lacking_since) == (NEW, 7.0)
-    assert fate.next(NEW, 9.5, ready=False, failed=False, unplanned=False).lacking_since is None
-
-
-def test_the_state_to_go_back_to_is_the_last_one_that_served_or_was_empty() -> None:
-    fate = DesiredFate().next(OLD, 1.0, ready=True, failed=False, unplanned=False)
-    assert fate.next(NEW, 2.0, ready=False, failed=True, unplanned=False).served == OLD
-    empty = DesiredState(3, "a", "", "auto")
-    assert fate.next(empty, 2.0, ready=False, failed=False, unplanned=True).served == empty

@@ -29,7 +29,8 @@ def health(node: ClusterNode, groups: Groups, gateway: Gateway, model: str = "")
     status, closing = group.supervisor.status, group.supervisor.closing
     ready = status.state is ServingState.READY and not closing
     if not model and len(deployments) > 1:
-        ready = not closing and all(each.ready for each in deployments if each.pinned)
+        needed = [each for each in deployments if each.pinned] or deployments[:1]
+        ready = not closing and all(each.ready for each in needed)
     waits = next((each for each in deployments if each.pinned and not each.ready), None)
     reason = status.reason.detail if status.reason is not None else None
     if not model and waits is not None and status.state is ServingState.READY:

@@ -69,7 +69,6 @@ class GroupScope:
         """Reason why the group has no owner."""
         if self.row is None:
             return NOTHING_WANTED if not self.group else f"{self.deployment} was unloaded"
-        enough = f"{self.deployment} has enough other groups"
-        return self.assignment.why or (
-            enough if self.assignment.number else "it has yet to be assigned to a Mac"
-        )
+        if not self.assignment.number:
+            return "it has yet to be assigned to a Mac"
+        return self.assignment.why or f"{self.deployment} has enough other groups"

@@ -38,21 +38,21 @@ class OneGroup:
         return None if row is None else Wanted(row.model, row.nodes)
 
     def assign(self, node: Node) -> Iterable[tuple[str, str, tuple[str, ...]]]:
-        staying = _staying(node)
+        here = staying(node)
         epochs = sorted(
             node.epochs(GROUP), key=lambda each: (not each.ready, [-n for n in each.key], each.owner)
         )
-        owner = next((each.owner for each in epochs if each.owner in staying), "")
-        plan = self.best(node, staying, owner)
+        owner = next((each.owner for each in epochs if each.owner in here), "")
+        plan = self.best(node, here, owner)
         if plan is not None:
-            yield GROUP, owner or plan.ranks[0], staying
+            yield GROUP, owner or plan.ranks[0], here
         elif epochs:
             yield GROUP, epochs[0].owner, epochs[0].ranks
         else:
             yield GROUP, "", ()
 
     def plan(self, node: Node, group: str, nodes: Sequence[str]) -> GroupPlan | None:
-        return self.best(node, [each for each in _staying(node) if each in nodes], node.id)
+        return self.best(node, [each for each in staying(node) if each in nodes], node.id)
 
     def best(self, node: Node, nodes: Sequence[str], owner: str) -> GroupPlan | None:
         """Return the strongest one, two or four of these nodes, the owner among them if there is one."""
@@ -73,7 +73,7 @@ class OneGroup:
         """Exactly one epoch has to run, if any can: the assigned owner's, and it is the best one with it."""
         running = {node.id: node.running for node in nodes if node.running is not None}
         assigned = leader.part(GROUP).assigned
-        if self.best(leader, _staying(leader), "") is None:
+        if self.best(leader, staying(leader), "") is None:
             return f"nothing should run: {running}" if running else ""
         owner = next((node for node in nodes if node.id == assigned.owner), None)
         if owner is None:
@@ -90,7 +90,7 @@ class OneGroup:
         )
 
 
-def _staying(node: Node) -> tuple[str, ...]:
+def staying(node: Node) -> tuple[str, ...]:
     """Return the nodes that are here and not about to stop."""
     statuses, draining = node.membership.statuses(), node.leadership.draining
     return tuple(sorted(each for each, status in statuses.items() if status.present and each not in draining))

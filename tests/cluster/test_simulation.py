@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from mlxtp.cluster.membership import Change, MemberState
 from mlxtp.cluster.state_file import SavedState, to_text
+from mlxtp.wire.cluster_messages import Deployment
 
-from ..placement.made_up_macs import unsealed
+from ..placement.made_up_macs import shape, unsealed
 from .deployed import wants
+from .several_groups import SeveralGroups
 from .simulated_node import TICK_S, Journal
 from .simulated_rules import GROUP, OneGroup
 from .simulation import World
@@ -359,20 +361,27 @@ def test_a_copy_started_while_the_first_one_slept_is_noticed_when_that_wakes() -
 # --- any story --------------------------------------------------------------------------------------------
 
 _name = st.sampled_from(NAMES)
-_step = st.one_of(
-    st.tuples(st.just("start"), _name),
-    st.tuples(st.just("kill"), _name),
-    st.tuples(st.just("power"), _name),
-    st.tuples(st.just("leave"), _name),
-    st.tuples(st.just("restart"), _name),
-    st.tuples(st.just("partition"), st.sets(_name, min_size=1, max_size=5)),
-    st.tuples(st.just("cut"), st.sets(_name, min_size=2, max_size=2)),
-    st.tuples(st.just("heal"), st.none()),
-    st.tuples(st.just("pause"), st.tuples(_name, st.sampled_from((0.8, 2.5, 7.0)))),
-    st.tuples(st.just("want"), st.tuples(_name, st.sampled_from(("llama", "qwen", "")))),
-    st.tuples(st.just("requests"), st.tuples(_name, st.integers(0, 2))),
-    st.tuples(st.just("remove"), _name),
-)
+
+
+def steps(name: st.SearchStrategy[str]) -> st.SearchStrategy[tuple[str, object]]:
+    """Return events at nodes of these names."""
+    return st.one_of(
+        st.tuples(st.just("start"), name),
+        st.tuples(st.just("kill"), name),
+        st.tuples(st.just("power"), name),
+        st.tuples(st.just("leave"), name),
+        st.tuples(st.just("restart"), name),
+        st.tuples(st.just("partition"), st.sets(name, min_size=1, max_size=5)),
+        st.tuples(st.just("cut"), st.sets(name, min_size=2, max_size=2)),
+        st.tuples(st.just("heal"), st.none()),
+        st.tuples(st.just("pause"), st.tuples(name, st.sampled_from((0.8, 2.5, 7.0)))),
+        st.tuples(st.just("want"), st.tuples(name, st.sampled_from(("llama", "qwen", "")))),
+        st.tuples(st.just("requests"), st.tuples(name, st.integers(0, 2))),
+        st.tuples(st.just("remove"), name),
+    )
+
+
+_step = steps(_name)
 _strength = st.fixed_dictionaries(dict.fromkeys("bcd", st.integers(1, 3)))
 _story = st.lists(st.tuples(_step, st.sampled_from((0.0, 0.1, 0.4, 1.2, 2.0, 4.0))), max_size=14)
 
@@ -593,3 +602,132 @@ def test_after_any_drain_at_any_time_all_is_well_in_the_end(
     assert not [name for name, node in world.nodes.items() if name in node.leadership.draining]
     world.start(*names)
     world.run_until(world.complaint, within_s=QUIET_S)
+
+
+# --- several deployments ----------------------------------------------------------------------------------
+
+MODELS = {
+    "small": shape(num_hidden_layers=8),  # 5 GB
+    "middle": shape(),  # 16 GB
+    "large": shape(num_hidden_layers=64),  # 30 GB
+}
+
+
+def serve(world: World, name: str, model: str, replicas: int = 1, nodes: str = "auto") -> None:
+    """Add a deployment at this node, or change it; 0 replicas remove it."""
+    node = world.nodes[name]
+    table = node.replica.deployments
+    node.replica.deployments = (
+        table.setting(Deployment(model, model, replicas, nodes), node.id)
+        if replicas
+        else table.removing(node.id, model)
+    )
+    node.broadcast(*node.replica.deployments.messages())
+    node.step()
+
+
+def several(memory: dict[str, int], seed: int = 0, first: str = "") -> World:
+    """These Macs, of so many GiB; those in `first` are started, or all."""
+    world = World(memory, seed, rule=SeveralGroups(memory, MODELS))
+    world.start(*(first or memory))
+    world.run(3.0)
+    return world
+
+
+def running(world: World) -> set[tuple[str, int]]:
+    """Return owner and number of every epoch that has a rank."""
+    parts = [part for node in world.nodes.values() for part in node.parts.values()]
+    return {(part.running.owner, part.running.number) for part in parts if part.running is not None}
+
+
+def test_two_deployments_run_side_by_side_and_the_end_of_one_touches_no_other() -> None:
+    world = several(dict.fromkeys("abc", 64))
+    serve(world, "a", "middle", nodes="1")
+    serve(world, "b", "small", replicas=2, nodes="1")
+    world.run_until(world.complaint, within_s=10.0)
+    assert sorted(name for _, name, _ in formed(world)) == ["a", "b", "c"]
+    before = formed(world)
+    serve(world, "c", "middle", replicas=0)
+    world.run_until(world.complaint, within_s=10.0)
+    assert formed(world) == before
+    assert len(running(world)) == 2
+
+
+def test_the_group_of_a_mac_that_died_moves_to_a_free_one_and_others_stay() -> None:
+    world = several(dict.fromkeys("abcd", 64))
+    serve(world, "a", "middle", nodes="1")
+    serve(world, "a", "small", nodes="1")
+    world.run_until(world.complaint, within_s=10.0)
+    (_, first, _), (_, second, _) = before = formed(world)
+    world.kill(first)
+    world.run_until(world.complaint, within_s=20.0)
+    (again,) = formed(world)[2:]
+    assert formed(world)[:2] == before
+    assert again[1] not in (first, second)
+
+
+_model = st.sampled_from(sorted(MODELS))
+_few = st.sampled_from("abc")
+_row = st.tuples(_few, _model, st.integers(1, 2), st.sampled_from(("auto", "1", "2")))
+_serving = st.tuples(st.just("serve"), _row)
+_unserving = st.tuples(st.just("serve"), st.tuples(_few, _model, st.just(0), st.just("auto")))
+_gib = st.sampled_from((8, 20, 36))
+_memory = st.fixed_dictionaries(dict.fromkeys(NAMES, _gib))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.fixed_dictionaries(dict.fromkeys("abc", _gib)),
+    st.lists(_row, min_size=2, max_size=3),
+    st.lists(
+        st.tuples(steps(_few) | _serving | _unserving, st.sampled_from((0.0, 0.4, 1.2, 4.0))), max_size=10
+    ),
+    st.integers(0, 3),
+)
+def test_after_any_events_every_deployment_that_fits_is_served_within_its_macs(
+    memory: dict[str, int], rows: list[tuple[str, str, int, str]], story: Story, seed: int
+) -> None:
+    world = several(memory, seed)
+    for row in rows:
+        serve(world, *row)
+    world.run(1.0)
+    for step, pause_s in story:
+        match step:
+            case ("serve", (str(name), str(model), int(replicas), str(nodes))):
+                if name in world.nodes:
+                    serve(world, name, model, replicas, nodes)
+            case ("want", _):
+                pass
+            case _:
+                act(world, step)
+        world.run(pause_s)
+    if any(what == "remove" for (what, _), _ in story):
+        world.heal()
+    world.run_until(world.complaint, within_s=2 * QUIET_S)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    _memory,
+    _model,
+    _model,
+    st.sampled_from(("def", "cdef", NAMES)),
+    st.lists(st.tuples(st.sampled_from(("kill", "leave", "start", "start", "drain")), _name), max_size=8),
+)
+def test_a_healthy_group_stays_while_other_macs_come_and_go(
+    memory: dict[str, int], one: str, other: str, first: str, events: list[tuple[str, str]]
+) -> None:
+    world = several(memory, first=first)
+    serve(world, "e", one, nodes="1")
+    serve(world, "f", other, nodes="1")
+    world.run_until(world.complaint, within_s=20.0)
+    before = running(world)
+    used = {name for name, _ in before}
+    for what, name in events:
+        if name not in used:
+            if what != "drain":
+                act(world, (what, name))
+            elif name in world.nodes:
+                world.drain(name)
+            world.run(1.5)
+    assert before <= running(world)

@@ -97,6 +97,8 @@ class Group:
         self._bound_caches()
         self._act(action)
         status.drain(self._why_draining(view))
+        if status.leaving and not isinstance(action, StopEpoch):  # requests wait for a group in its place
+            self.supervisor.gateway.detach(self.scope.group)
         self.forwarding.follow()
         self._announce()
         until = action.until if isinstance(action, Wait) else math.inf

@@ -242,7 +242,7 @@ class OnRequest(ModelSwitch):
         for lease in leases:
             lease.model = model.id if model is not None else ""
             lease.outcome.set_result(refusal)
-        if refusal is not None and not self._gateway.closing:
+        if refusal is not None and refusal.code is not Code.SHUTTING_DOWN:
             self._give_up(deployment, refusal)
 
     def _refusal(self, deployment: str, waited_s: float) -> RequestError | None:
@@ -250,10 +250,12 @@ class OnRequest(ModelSwitch):
         if self._node.desired.table.get(deployment) is None:
             return _unready(f"{deployment} was unloaded; try again")
         groups = self._groups.replicas_of(deployment)
-        if any(
-            group.supervisor.status.state in (ServingState.READY, ServingState.DRAINING) for group in groups
-        ):
+        states = [group.supervisor.status for group in groups]
+        if any(status.state is ServingState.READY for status in states):
             return None
+        if states and all(status.state is ServingState.DRAINING for status in states):
+            why = states[0].closing or (states[0].reason.detail if states[0].reason is not None else "")
+            return RequestError(f"{why}; try again", Code.SHUTTING_DOWN, status=503)
         whys = [self._why_not(group, waited_s) for group in groups]
         return next(iter(whys), None) if whys and all(whys) else None
 

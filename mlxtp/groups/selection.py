@@ -121,10 +121,10 @@ class ModelSelection:
                 raise UserError(f"another request changed the models meanwhile, so {model} is not served")
             selected = self._enter(selected, SelectionState.CHECKED, servable=servable)
             lack = ""
-            if others:
+            if table.live():
                 if servable is not None and (why := self._no_place(selected)):
                     raise UserError(f"{model} cannot be served, so all stays as it is: {why}")
-                lack = self._lack(selected) if replace and is_hub_id(found) else ""
+                lack = self._lack(selected) if replace and others and is_hub_id(found) else ""
             selected = self._enter(selected, SelectionState.FETCHING if lack else SelectionState.READY)
         except BaseException:
             self._drop(selected)

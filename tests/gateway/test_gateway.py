@@ -59,8 +59,8 @@ class Stage:
     """A gateway that serves, and the ranks behind it."""
 
     def __init__(self, max_open: int = 4) -> None:
-        def health(open_requests: int, _model: str) -> Health:
-            return Health("ready", 1, 2, "ring", "tiny", None, True, open_requests)
+        def health(_model: str) -> Health:
+            return Health("ready", 1, 2, "ring", "tiny", None, True, self.gateway.open_requests)
 
         self.ranks = FakeRanks()
         self.gateway = Gateway(health, AdmissionLimits(max_open))

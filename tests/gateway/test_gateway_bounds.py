@@ -25,8 +25,8 @@ WAIT_S = 30
 
 class Stage:
     def __init__(self, bounds: AdmissionLimits, deadline_s: float) -> None:
-        def health(open_requests: int, _model: str) -> Health:
-            return Health("ready", 1, 2, "ring", "tiny", None, True, open_requests)
+        def health(_model: str) -> Health:
+            return Health("ready", 1, 2, "ring", "tiny", None, True, self.gateway.open_requests)
 
         self.ranks = FakeRanks()
         self.memory = PLENTY

@@ -42,10 +42,11 @@ MAX_OPEN = 4
 
 
 def gateway() -> Gateway:
-    return Gateway(
-        lambda open_, _model: Health("ready", 1, 2, "ring", "tiny", None, True, open_),
-        AdmissionLimits(MAX_OPEN),
-    )
+    def health(_model: str) -> Health:
+        return Health("ready", 1, 2, "ring", "tiny", None, True, made.open_requests)
+
+    made = Gateway(health, AdmissionLimits(MAX_OPEN))
+    return made
 
 
 class Stage:

@@ -30,8 +30,8 @@ class Stage:
     """A gateway with groups `tiny#0`, `tiny#1` and so on, and the ranks behind each."""
 
     def __init__(self, max_open: int = 100) -> None:
-        def health(open_requests: int, _model: str) -> Health:
-            return Health("ready", 1, 2, "ring", "tiny", None, True, open_requests)
+        def health(_model: str) -> Health:
+            return Health("ready", 1, 2, "ring", "tiny", None, True, self.gateway.open_requests)
 
         self.gateway = Gateway(health, AdmissionLimits(max_open))
         self.ranks: dict[str, FakeRanks] = {}

@@ -5,9 +5,31 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+from mlxtp.agent import make_gateway
+from mlxtp.config import Settings
+from mlxtp.groups import overview
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.ranks import WORKER, Worker
+
+from ..gateway.test_gateway import DEPLOYMENT, GROUP
 from ..live_cluster import WAIT_S
+
+
+def made(settings: Settings, worker: Worker = WORKER) -> Supervisor:
+    """A supervisor with a gateway of its own, which shows the health of this group alone."""
+    gateway = make_gateway(
+        settings, lambda _model: overview.health(cast(Any, node), cast(Any, groups), gateway)
+    )
+    supervisor = Supervisor(settings, gateway, worker=worker, deployment=DEPLOYMENT, group=GROUP)
+    scope = SimpleNamespace(deployment=DEPLOYMENT, model=SimpleNamespace(source=None))
+    group = SimpleNamespace(supervisor=supervisor, scope=scope)
+    table = SimpleNamespace(live=lambda: ())
+    node = SimpleNamespace(settings=settings, desired=SimpleNamespace(table=table))
+    groups = SimpleNamespace(shown=group)
+    return supervisor
 
 
 async def sees(condition: Callable[[], object], what: str = "") -> None:

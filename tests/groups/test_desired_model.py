@@ -1,4 +1,4 @@
-"""Refusals of what is known to fail, and models that are fetched while another one is served."""
+"""Refusals of what is known to fail, and models that are fetched while others are served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxtp.wire.cluster_messages import ModelsHere, StoredModel
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded
 from ..wire import members
-from .one_node import CLOCK, MACHINE, A, Node, play, report
+from .one_node import MACHINE, A, Node, play, report
 from .scenes import sees, within
 
 MODEL = "org/there"
@@ -42,8 +42,12 @@ def there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def served(node: Node, model: str = "tiny") -> None:
-    node.parts.node.desired.set(model)
-    node.parts.groups.shown.supervisor.status.state = ServingState.READY
+    node.parts.node.desired.serve(model)
+    node.group.supervisor.status.state = ServingState.READY
+
+
+def wanted(node: Node) -> list[str]:
+    return [row.model for row in node.parts.node.desired.table.live()]
 
 
 class Coming:
@@ -96,12 +100,12 @@ def test_a_model_that_no_mac_can_get_leaves_what_is_served(
                 await admin.models.serve(model, "")
         hub.close()
         with pytest.raises(UserError, match="the Hub cannot be reached"):
-            await admin.models.serve(MODEL, "")
+            await admin.models.serve(MODEL, "", only="1")
         node.hear(a, ModelsHere((StoredModel(MODEL, COMMIT, 9, True),)))
         for revision in ("typo", NEWER):
             with pytest.raises(UserError, match="the Hub cannot be reached"):
                 await admin.models.serve(f"{MODEL}@{revision}", "")
-        assert node.parts.node.replica.desired.model == "tiny"
+        assert wanted(node) == ["tiny"]
 
     play(tmp_path, member, story)
 
@@ -117,9 +121,9 @@ def test_what_has_no_place_leaves_what_is_served(
                 await admin.models.serve(model, "3")
         monkeypatch.setattr("mlxtp.models.hub_cache.free_bytes", lambda folder: 7_000_000)
         with pytest.raises(UserError, match=r"all stays as it is: .* has 7.0 MB free"):
-            await admin.models.serve(MODEL, "")
-        assert node.parts.node.replica.desired.version == 1
-        node.parts.node.desired.set("")
+            await admin.models.serve(MODEL, "", only="1")
+        assert node.parts.node.desired.table.newest == 1
+        node.parts.node.desired.unload_all()
         assert (await admin.models.serve("tiny", "3"))["nodes"] == "3", (
             "where nothing is served, nothing is lost"
         )
@@ -131,15 +135,15 @@ def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: memb
     async def story(node: Node) -> None:
         admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
-        said = await admin.models.serve(MODEL, "")
+        said = await admin.models.serve(MODEL, "", only="1")
         assert (said["coming"], said["until_then"], said["version"]) == (True, "tiny", 1)
         await asyncio.sleep(0.2)
-        assert node.parts.node.replica.desired.model == "tiny"
+        assert wanted(node) == ["tiny"]
         (told,) = admin.status()["coming"]
         assert told.startswith(f"{MODEL} is served as soon as it is here: 0.0 MB of 0.0 MB")
         coming.end()
         await until_no_more_is_awaited(node)
-        assert node.parts.node.replica.desired.model == MODEL
+        assert wanted(node) == [MODEL]
         assert admin.status()["coming"] == []
 
     play(tmp_path, member, story)
@@ -150,17 +154,17 @@ def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: 
     async def story(node: Node) -> None:
         admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
-        await admin.models.serve(MODEL, "")
+        await admin.models.serve(MODEL, "", only="1")
         if later == "serve":
             await admin.models.serve("tiny", "")
         elif later == "unload":
             admin.models.unload()
         else:
-            node.parts.node.desired.set("org/other")
-        before = node.parts.node.replica.desired
+            node.parts.node.desired.serve("org/other")
+        before = node.parts.node.desired.table
         coming.end()
         await until_no_more_is_awaited(node)
-        assert node.parts.node.replica.desired == before
+        assert node.parts.node.desired.table == before
         assert admin.status()["coming"] == []
 
     play(tmp_path, member, story)
@@ -170,12 +174,12 @@ def test_what_does_not_come_is_told(tmp_path: Path, member: members.Member, hub:
     async def story(node: Node) -> None:
         admin, coming = Admin(node.parts, member.store), Coming(node)
         served(node)
-        await admin.models.serve(MODEL, "")
+        await admin.models.serve(MODEL, "", only="1")
         coming.end("it is gated")
         await until_no_more_is_awaited(node)
         (told,) = admin.status()["coming"]
         assert told == f"{MODEL} was to be served, and cannot be: studio: it is gated; mac-a: it is gated"
-        assert node.parts.node.replica.desired.model == "tiny"
+        assert wanted(node) == ["tiny"]
 
     play(tmp_path, member, story)
 
@@ -187,18 +191,18 @@ def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
         admin, coming, a = Admin(node.parts, member.store), Coming(node), node.meet(A)
         node.hear(a, report(MACHINE))
         served(node)
-        await admin.models.serve(MODEL, "2")
+        await admin.models.serve(MODEL, "2", only="1")
         coming.end(other="no room")
         await until_no_more_is_awaited(node)
         (told,) = admin.status()["coming"]
         assert told.startswith(f"{MODEL} was to be served, and cannot be: ")
         assert "needs 2 nodes" in told
         assert told.endswith("; mac-a: no room")
-        assert node.parts.node.replica.desired.model == "tiny"
-        await admin.models.serve(MODEL, "2")
+        assert wanted(node) == ["tiny"]
+        await admin.models.serve(MODEL, "2", only="1")
         coming.end()
         await until_no_more_is_awaited(node)
-        assert node.parts.node.replica.desired.model == MODEL
+        assert wanted(node) == [MODEL]
 
     play(tmp_path, member, story)
 
@@ -211,9 +215,9 @@ def test_what_was_said_while_the_hub_was_asked_counts(
         asking = asyncio.ensure_future(admin.models.serve(MODEL, ""))
         await asyncio.sleep(0)
         await admin.models.serve("tiny", "")
-        with pytest.raises(UserError, match="another request changed the model meanwhile"):
+        with pytest.raises(UserError, match="another request changed the models meanwhile"):
             await asking
-        assert node.parts.node.replica.desired.model == "tiny"
+        assert wanted(node) == ["tiny"]
 
     play(tmp_path, member, story)
 
@@ -224,13 +228,14 @@ def test_the_hub_is_asked_once_for_one_serve(
 ) -> None:
     async def story(node: Node) -> None:
         admin = Admin(node.parts, member.store)
-        node.parts.node.leadership.hand_over(node.parts.node.node_id, CLOCK.now)
         if before:
             served(node)
-        await admin.models.serve(MODEL, "")
+        await admin.models.serve(MODEL, "", only="1")
         await sees(lambda: Repo(MODEL).snapshot("main") is not None)
-        await sees(lambda: node.parts.node.replica.desired.model == MODEL)
+        await sees(lambda: wanted(node) == [MODEL])
         assert len([each for each in hub.asked if f"/api/models/{MODEL}" in each]) == 1
-        assert (Repo(MODEL).folder / "refs" / "main").read_text() == COMMIT
+        main = Repo(MODEL).folder / "refs" / "main"
+        await sees(main.exists)
+        assert main.read_text() == COMMIT
 
     play(tmp_path, member, story)

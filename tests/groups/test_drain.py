@@ -9,20 +9,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from mlxtp.groups.reconciler import LOOK_S, Drain
 
 from mlxtp.admin.handlers import Admin as Administration
 from mlxtp.agent import Agent, drain_on_signal
 from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
+from mlxtp.groups.drain import LOOK_S, Drain
 from mlxtp.groups.health import ServingState
-from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.models.inspect import ModelSource, open_model
-from mlxtp.wire.cluster_messages import Beat, Prepare, RankTrouble, Serving
+from mlxtp.wire.cluster_messages import Beat, GroupAssignment, Prepare, RankTrouble, Serving
 from mlxtp.wire.messages import Error, Generate
 
 from ..gateway import test_gateway
-from ..gateway.test_gateway import MODEL, TEXT, FakeRanks, everything
+from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
 from ..gateway.test_requests_go_on import COUNT, Client
 from ..wire.members import Member
 from . import one_node
@@ -32,15 +31,21 @@ from .one_node import A, B, Node
 from .scenes import run, sees, within
 from .two_agents import two_agents
 
-FREE: Any = SimpleNamespace(drain=lambda: None, may_leave=True)
-"""A reconciler that no other Mac needs."""
-
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
     return asyncio.run(open_model("tiny"))
+
+
+def drain_of(stage: test_supervisor.Stage, **how: Any) -> Drain:
+    """The drain of an agent that no other Mac needs."""
+    node, groups = (
+        SimpleNamespace(drain=lambda: stage.supervisor.status.drain("")),
+        SimpleNamespace(may_leave=True),
+    )
+    return Drain(cast(Any, node), stage.gateway, cast(Any, groups), **how)
 
 
 def refused(gateway: Any) -> RequestError:
@@ -100,8 +105,8 @@ def test_a_draining_agent_is_not_the_last_to_be_asked_for_what_had_begun() -> No
 def test_an_agent_is_draining_until_its_last_request_is_done(tmp_path: Path, source: ModelSource) -> None:
     async def story(stage: test_supervisor.Stage) -> None:
         await stage.serves(1)
-        admin = Administration(one_node.alone(tmp_path, stage.supervisor), cast(Any, None))
-        admin.draining = Drain(stage.supervisor, FREE)
+        admin = Administration(one_node.alone(tmp_path), cast(Any, None))
+        admin.draining = drain_of(stage)
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await answer.accepted()
         assert not (await admin.drain_progress())["draining"]
@@ -114,7 +119,6 @@ def test_an_agent_is_draining_until_its_last_request_is_done(tmp_path: Path, sou
             False,
             "this Mac is about to stop",
         )
-        assert (admin.status()["state"], admin.status()["reason"]) == ("draining", health.reason)
         await asyncio.sleep(3 * LOOK_S)
         assert not admin.draining.over.is_set()
         await answer.aclose()
@@ -131,7 +135,7 @@ def test_ctrl_c_says_how_long_open_requests_take_and_what_a_second_one_does(
 
     async def story(stage: test_supervisor.Stage) -> None:
         await stage.serves(1)
-        drain = Drain(stage.supervisor, FREE)
+        drain = drain_of(stage)
         drain_on_signal(drain, 60.0)
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await answer.accepted()
@@ -149,7 +153,7 @@ def test_a_group_that_fails_meanwhile_is_formed_again_and_is_draining(
 ) -> None:
     async def story(stage: test_supervisor.Stage) -> None:
         await stage.serves(1)
-        drain = Drain(stage.supervisor, FREE)
+        drain = drain_of(stage)
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await anext(answer)
         drain.start()
@@ -170,7 +174,7 @@ def test_the_earliest_limit_holds_for_any_open_requests(tmp_path: Path, source: 
     async def story(stage: test_supervisor.Stage) -> None:
         await stage.serves(1)
         now = 100.0
-        drain = Drain(stage.supervisor, FREE, clock=lambda: now)
+        drain = drain_of(stage, clock=lambda: now)
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await answer.accepted()
         drain.start(60.0)
@@ -201,44 +205,54 @@ def test_the_others_hear_at_once_who_is_about_to_stop(
         Administration(node.parts, member.store).drain("")
         assert a.heard(Beat)[-1].draining
         node.live_once(a)
-        rows = Administration(node.parts, member.store).status()["members"]
-        assert [row["self"] for row in rows if row["draining"]] == [True]
-        assert node.parts.groups.shown.supervisor.gateway.closing == "this Mac is about to stop"
+        status = Administration(node.parts, member.store).status()
+        assert [row["self"] for row in status["members"] if row["draining"]] == [True]
+        assert (status["state"], status["reason"]) == ("draining", "this Mac is about to stop")
+        assert node.parts.gateway.closing == "this Mac is about to stop"
 
     one_node.play(tmp_path, member, story)
 
 
-def test_a_coordinator_plans_without_itself_and_hands_over(
+def test_a_coordinator_assigns_what_it_owns_to_another_mac_and_leaves_when_its_ranks_have_ended(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights)
-        node.parts.reconciler.drain()
-        assert not node.parts.reconciler.may_leave
-        placement, _ = node.parts.placer.placement()
-        assert placement is not None
-        assert placement.ranks == (A,)
+        group = node.group
+        assert group.scope.owned
+        group.supervisor.status.in_epoch = True
+        node.parts.node.drain()
+        assert not node.parts.groups.may_leave
         node.live(a)
-        assert node.parts.node.leadership.claim.node_id == A
-        assert a.heard(Beat)[-1].coordinator == A
-        assert node.parts.reconciler.may_leave
+        assigned = a.heard(GroupAssignment)[-1]
+        assert (assigned.owner, assigned.nodes) == (A, (A,))
+        assert not node.parts.groups.may_leave
+        group.supervisor.status.in_epoch = False
+        assert node.parts.groups.may_leave
 
     one_node.play(tmp_path, member, story)
 
 
-def test_a_coordinator_without_anybody_to_hand_over_to_just_leaves(
+def test_a_coordinator_without_another_mac_keeps_its_group_and_may_leave(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights)
+        group = node.group
+        group.supervisor.waits_for_plan = True
+        node.live(a)
+        assert group.supervisor.status.in_epoch
         node.hear(a, Beat(0, "", 0, 0, 0, True, 0, draining=True))
-        node.parts.reconciler.drain()
-        assert node.parts.placer.placement() == (None, "every Mac here is about to stop")
+        node.parts.node.drain()
+        assert not node.parts.groups.may_leave
+        assert group.placer.placement() == (None, "every Mac that is assigned to this group is about to stop")
         node.tick()
         assert node.parts.node.leadership.leading
-        assert node.parts.reconciler.may_leave
+        assert group.scope.owned
+        assert node.parts.groups.may_leave
+        group.reports.owned, group.supervisor.status.in_epoch = None, False
 
     one_node.play(tmp_path, member, story)
 
@@ -247,10 +261,11 @@ def test_an_agent_about_to_stop_takes_part_in_nothing_new(tmp_path: Path, member
     async def story(node: Node) -> None:
         b = node.meet(B)
         node.follow(b)
-        node.hear(b, Prepare(8, 1, "", "tiny"))
+        node.hear_assigned(b, B, node.parts.node.node_id)
+        node.hear(b, Prepare(8, 1, "", "tiny", group=GROUP))
         assert [order.epoch for _, order in node.orders] == [8]  # type: ignore[attr-defined]
-        node.parts.reconciler.drain()
-        node.hear(b, Prepare(9, 1, "", "tiny"))
+        node.parts.node.drain()
+        node.hear(b, Prepare(9, 1, "", "tiny", group=GROUP))
         assert len(node.orders) == 1
         assert b.heard(RankTrouble)[-1].detail == "studio is about to stop"
 
@@ -262,11 +277,14 @@ def test_what_drains_elsewhere_is_shown_and_not_asked(tmp_path: Path, member: Me
         b = node.meet(B)
         node.follow(b)
         why = "mac-f is about to stop"
-        node.hear(b, Serving(7, "draining", why, "none", "", (B,), (1.0, 5.0), 2, "", 0, 9, 9, (1,)))
+        node.parts.node.desired.serve("tiny")
+        node.hear_assigned(b, B)
+        ends = {"group": GROUP, "deployment": DEPLOYMENT}
+        node.hear(b, Serving(7, "draining", why, "none", "", (B,), (1.0, 5.0), 2, "", 0, 9, 9, (1,), **ends))
         node.tick()
-        health = node.parts.groups.shown.supervisor.gateway.health()
+        health = node.parts.gateway.health()
         assert (health.state, health.reason, health.ready) == ("draining", why, False)
-        [running] = node.parts.controller.situation(node.parts.hosted.running()).others
+        [running] = node.group.controller.situation(None).others
         assert (running.ready, running.draining, running.open_requests) == (False, True, 2)
 
     one_node.play(tmp_path, member, story)
@@ -285,9 +303,10 @@ def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path:
     """Both Macs are wanted, so there is no group without it. Neither takes anything new."""
 
     async def story() -> None:
-        async with two_agents(tmp_path) as (first, second):
-            await first.wait_ready()
-            await second.wait_ready()
+        async with two_agents(tmp_path) as agents:
+            for agent in agents:
+                await agent.wait_ready()
+            first, second = sorted(agents, key=lambda agent: not agent.parts.groups.in_epoch)
             client = Client(first, Request(COUNT, 300))
             reading = asyncio.ensure_future(client.read())
             await sees(lambda: client.tokens)
@@ -295,10 +314,12 @@ def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path:
             second.drain.start()
             over = asyncio.ensure_future(second.drain.over.wait())
             await sees(lambda: first.parts.groups.shown.supervisor.status.state is ServingState.DRAINING)
-            assert refused(first.parts.groups.shown.supervisor.gateway).detail.startswith(
-                "b is about to stop"
-            )
-            assert refused(second.parts.groups.shown.supervisor.gateway).code is Code.SHUTTING_DOWN
+            await sees(lambda: first.parts.gateway.models() == ())
+            name = second.parts.node.name
+            why = f"{name} is about to stop, and the group needs it; try again"
+            with pytest.raises(RequestError, match=why):
+                await first.parts.gateway.acquire_model(None)
+            assert refused(second.parts.gateway).code is Code.SHUTTING_DOWN
             await asyncio.wait({reading, over}, return_when=asyncio.FIRST_COMPLETED)
             assert reading.done(), "it left too early"
             assert client.end is not None

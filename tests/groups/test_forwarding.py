@@ -11,10 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.agent import make_supervisor
 from mlxtp.api.backend import Health, Request, StreamEnd, Tokens
 from mlxtp.cluster.introduction import PeerInfo
-from mlxtp.cluster.rounds import Rounds
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.gateway.admission import AdmissionLimits
@@ -24,22 +22,22 @@ from mlxtp.groups import forwarding as follower_module
 from mlxtp.groups import loading
 from mlxtp.groups.forwarding import ForwardingBackend
 from mlxtp.groups.health import ServingState
-from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.blocking import listen
-from mlxtp.wire.cluster_messages import Serving
+from mlxtp.wire.cluster_messages import Deployment, GroupAssignment, Serving
 from mlxtp.wire.messages import Cancel, Delta, Finished, Generate
 from mlxtp.wire.streams import TlsAcceptor
 from mlxtp.wire.tls import Peer, member_context_server
 
-from ..gateway.test_gateway import MODEL, TEXT, FakeRanks, everything
+from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
 from ..wire.members import founder, member_of
-from .scenes import run, sees, within
+from .scenes import made, run, sees, within
 
 HOST, OTHER = "a" * 32, "b" * 32
 READY = Serving(
-    7, "ready", "", "ring", "ring over Ethernet", (HOST, OTHER), (1.0, 5.0), 0, "tiny", 3, 4096, 512, (1,)
-)
+    7, "ready", "", "ring", "ring over Ethernet", (HOST, OTHER), (1.0, 5.0), 0, "tiny", 3, 4096, 512, (1,),
+    group=GROUP, deployment=DEPLOYMENT,
+)  # fmt: skip
 
 
 class Stage:
@@ -49,7 +47,7 @@ class Stage:
         first = founder(folder)
         self.ranks = FakeRanks()
         self.host = Gateway(
-            lambda n: Health("ready", 7, 2, "ring", "tiny", None, True, n), AdmissionLimits(8)
+            lambda _model: Health("ready", 7, 2, "ring", "tiny", None, True, 0), AdmissionLimits(8)
         )
         self.host.serve(GROUP, DEPLOYMENT, cast(Any, self.ranks), MODEL, TEXT)
         self.connections = 0
@@ -59,23 +57,32 @@ class Stage:
         self._doorman = TlsAcceptor(sock, member_context_server(first.credentials), self._serve)
         self.knowledge = PeerInfo()
         self.knowledge.addresses[HOST] = (f"10.0.0.9:{self.port}",)
-        self.supervisor = make_supervisor(Settings(folder, "", 0, 1, "tiny"))
+        self.supervisor = made(Settings(folder, "", 0, 1, "tiny"))
         self.present = True
         self.node = SimpleNamespace(
             peer_info=self.knowledge,
             membership=SimpleNamespace(status_of=lambda _: SimpleNamespace(present=self.present)),
-            leadership=SimpleNamespace(claim=SimpleNamespace(node_id=HOST), waiting="members come and go"),
             links=SimpleNamespace(to=lambda _: SimpleNamespace(remote="127.0.0.1")),
-            rounds=Rounds(),
-            replica=SimpleNamespace(desired=SimpleNamespace(version=3)),
             name_of=lambda node_id: f"mac-{node_id[:1]}",
             changed=lambda: None,
         )
         self.model = SimpleNamespace(problem="", source=ModelSource("tiny", embedded_model_path(), TEXT))
+        self.scope = SimpleNamespace(
+            row=Deployment("tiny", "tiny"),
+            model=self.model,
+            owned=False,
+            why_not="members come and go",
+            assignment=GroupAssignment(GROUP, DEPLOYMENT, owner=HOST),
+        )
+        self.reports = SimpleNamespace(
+            waiting="",
+            reports=lambda: [(owner, each) for (owner, _), each in self.knowledge.servings.items()],
+        )
         self.follower = ForwardingBackend(
             cast(Any, self.node),
+            cast(Any, self.scope),
             self.supervisor,
-            cast(Any, SimpleNamespace(desired=self.model)),
+            cast(Any, self.reports),
             member_of(first, folder).credentials,
         )
 
@@ -199,7 +206,7 @@ def test_what_the_other_agent_no_longer_serves_waits_for_another_group(tmp_path:
     play(tmp_path, story)
 
 
-@pytest.mark.parametrize("serving", [replace(READY, state="restarting"), replace(READY, desired=4)])
+@pytest.mark.parametrize("serving", [replace(READY, state="restarting"), replace(READY, model="other")])
 def test_between_two_groups_of_the_other_agent_its_link_stays(tmp_path: Path, serving: Serving) -> None:
     """Its word about each request is waited for: it alone knows under which its group failed."""
 
@@ -357,7 +364,7 @@ def test_a_failure_of_its_own_stays_until_there_is_something_new(tmp_path: Path)
     play(tmp_path, story)
 
 
-def test_of_several_groups_the_coordinators_counts(tmp_path: Path) -> None:
+def test_of_several_owners_that_of_the_assignment_counts(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.knowledge.servings[OTHER, GROUP] = replace(READY, epoch=9)
         stage.knowledge.servings[HOST, GROUP] = replace(READY, state="loading")

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.agent import make_supervisor
 from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.config import Settings
 from mlxtp.diagnostics import failure_store
@@ -24,18 +23,20 @@ from mlxtp.errors import Code, GroupError, MlxtpError
 from mlxtp.groups import health as epoch
 from mlxtp.groups import lifecycle
 from mlxtp.groups.health import MAX_FAILURES, RestartPolicy, ServingState, is_legal
-from mlxtp.groups.lifecycle import DEPLOYMENT, GROUP, EpochPlan
+from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models import self_test
 from mlxtp.models.inspect import ModelSource, open_model
 from mlxtp.wire.messages import Delta, Pong
 
-from ..gateway.test_gateway import MODEL, TEXT, FakeRanks, everything
+from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
 from ..live_cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import CONTEXT, ENDLESS, Orders
-from .scenes import run, sees, within
+from .scenes import made, run, sees, within
 
 pytestmark = pytest.mark.slow
+
+CLOSED = GroupError("the server is shutting down", Code.SHUTTING_DOWN)
 
 
 class Stage:
@@ -46,7 +47,7 @@ class Stage:
         self.home = tmp_path / "home"
         self.home.mkdir()
         self.source = source
-        self.supervisor = make_supervisor(
+        self.supervisor = made(
             Settings(self.home, "", 0, 1, "tiny", limits=LIMITS), worker=self.orders.worker
         )
         self.gateway = self.supervisor.gateway
@@ -106,6 +107,7 @@ def play(tmp_path: Path, source: ModelSource, story: Callable[[Stage], Awaitable
         try:
             await within(story(stage))
         finally:
+            stage.gateway.close(CLOSED)
             stage.running.cancel()
             async with asyncio.timeout(WAIT_S):
                 await asyncio.wait({stage.running})
@@ -126,7 +128,7 @@ def test_a_planned_epoch_counts_before_its_ranks_exist(tmp_path: Path, source: M
         async def prepare() -> None:
             pass
 
-        supervisor = make_supervisor(Settings(tmp_path, "", 0, 1, "tiny", limits=LIMITS))
+        supervisor = made(Settings(tmp_path, "", 0, 1, "tiny", limits=LIMITS))
         running = asyncio.ensure_future(supervisor.run(cast(Any, SimpleNamespace(prepare=prepare))))
         await sees(lambda: supervisor.waits_for_plan)
         assert not supervisor.status.in_epoch
@@ -420,14 +422,22 @@ def test_a_full_disk_takes_the_recorder_and_not_the_epoch(
     assert not elsewhere or list(temporary.iterdir()) == []
 
 
-def test_stopping_ends_requests_that_are_answered_elsewhere(tmp_path: Path, source: ModelSource) -> None:
+def test_a_group_that_ends_here_leaves_its_requests_to_another_until_the_agent_stops(
+    tmp_path: Path, source: ModelSource
+) -> None:
     async def story(stage: Stage) -> None:
-        elsewhere = FakeRanks()
-        await sees(lambda: stage.asked == 1)
-        stage.gateway.serve(GROUP, DEPLOYMENT, cast(Any, elsewhere), MODEL, TEXT, here=False)
-        answer = stage.gateway.generate(Request((1,), 9))
+        await stage.serves(1)
+        moved, left = (stage.gateway.generate(Request((each,), ENDLESS)) for each in (5, 1))
+        await moved.accepted()
         stage.running.cancel()
-        assert (await stage.error_of(answer)).code is Code.SHUTTING_DOWN
+        await asyncio.wait({stage.running})
+        assert stage.gateway.open_requests == 2
+        elsewhere, model = FakeRanks(), replace(MODEL, path=source.path)
+        stage.gateway.serve("tiny#1", DEPLOYMENT, cast(Any, elsewhere), model, TEXT, here=False)
+        assert len(elsewhere.sent) == 2
+        await moved.aclose()
+        stage.gateway.close(CLOSED)
+        assert (await stage.error_of(left)).code is Code.SHUTTING_DOWN
 
     play(tmp_path, source, story)
 
@@ -451,7 +461,7 @@ def test_what_another_mac_says_is_shown_until_there_is_a_group_here(
 
 def test_how_far_a_load_is_can_be_told_in_per_cent(tmp_path: Path) -> None:
     async def story() -> None:
-        supervisor = make_supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
+        supervisor = made(Settings(tmp_path, "", 0, 1, "tiny"))
         assert supervisor.status.progress == "starting"
         supervisor.status.follow(ServingState.LOADING, 3, "loading 7 %", EpochGroup(0, 2, "ring"))
         assert supervisor.status.progress == "loading 7 %"

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.agent import make_supervisor
 from mlxtp.config import Settings
 from mlxtp.errors import GroupError
 from mlxtp.groups.health import TRANSITIONS, ServingState, is_legal
 from mlxtp.groups.process_group import EpochGroup
+
+from .scenes import made
 
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
 FENCE = "```mermaid\nstateDiagram-v2\n"
@@ -63,7 +64,7 @@ def test_what_is_not_in_the_table_is_not_legal(before: ServingState, after: Serv
 def test_a_move_that_is_not_legal_is_logged_and_made(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    supervisor = make_supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
+    supervisor = made(Settings(tmp_path, "", 0, 1, "tiny"))
     with caplog.at_level(logging.ERROR):
         supervisor.status.enter(ServingState.LOADING)
         assert caplog.records == []
@@ -76,7 +77,7 @@ def test_a_move_that_is_not_legal_is_logged_and_made(
 def test_what_another_mac_goes_through_is_not_judged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    supervisor = make_supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
+    supervisor = made(Settings(tmp_path, "", 0, 1, "tiny"))
     with caplog.at_level(logging.ERROR):
         for state in (ServingState.READY, ServingState.FAILED, ServingState.LOADING):
             supervisor.status.show(state)
@@ -85,7 +86,7 @@ def test_what_another_mac_goes_through_is_not_judged(
 
 
 def test_the_reason_of_the_wait_for_a_plan_ends_with_the_wait(tmp_path: Path) -> None:
-    status = make_supervisor(Settings(tmp_path, "", 0, 1, "tiny")).status
+    status = made(Settings(tmp_path, "", 0, 1, "tiny")).status
     group = EpochGroup(1, 1, "none")
     status.follow(ServingState.IDLE, 0, "tiny is still being looked for", group)
     status.began(1, group, "tiny")

@@ -103,7 +103,10 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class AssignView:
-    """All inputs of a decision. `wanted` is in the order of deployments; other orders do not count."""
+    """All inputs of a decision. `wanted` is in the order of deployments; other orders do not count.
+
+    `owners`, by group: those of the decision before, which may have begun to form it.
+    """
 
     members: Sequence[MemberMachine]
     wanted: Sequence[WantedDeployment]
@@ -111,6 +114,7 @@ class AssignView:
     draining: Collection[str] = frozenset()
     flapping: Collection[str] = frozenset()
     given_up: Mapping[str, GivenUp] = field(default_factory=dict)
+    owners: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +284,11 @@ class _Facts:
         return _Seat((), memory.needed, memory.kv)
 
     def must(self, group: str) -> str:
-        """Return the owner of a group that runs, but not as its row has it now: it changes it in place."""
+        """Return the Mac that owns a group best if it can: the one that runs it, else the last one."""
         report = self.reports.get(group)
-        return report.ranks[0] if report and self.members.keys() >= set(report.ranks) else ""
+        if report and self.members.keys() - self.view.draining >= set(report.ranks):
+            return report.ranks[0]  # not as its row has it now: it changes it in place
+        return self.view.owners.get(group, "")
 
 
 class _Packing:

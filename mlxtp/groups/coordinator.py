@@ -173,11 +173,15 @@ class Coordinator:
             running=tuple(_running(owner, serving) for owner, serving in self._kept(reports)),
             draining=leadership.draining,
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
+            owners=self._owners(),
         )
+
+    def _owners(self) -> dict[str, str]:
+        return {name: group.scope.assignment.owner for name, group in self._groups.by_id.items()}
 
     def _kept(self, reports: list[tuple[str, Serving]]) -> list[tuple[str, Serving]]:
         """Leave out reports of a group that its owner serves, too: two sides of a partition had it each."""
-        owner = {name: group.scope.assignment.owner for name, group in self._groups.by_id.items()}
+        owner = self._owners()
         settled = {each.group for node, each in reports if node == owner.get(each.group) and _ready(each)}
         return [
             (node, each) for node, each in reports if each.group not in settled or node == owner[each.group]

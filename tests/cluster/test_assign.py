@@ -310,6 +310,16 @@ def test_a_small_model_leaves_the_large_mac_to_one_that_needs_it() -> None:
         assert where(seen(macs, [wanted("s"), wanted("l", LARGE)])) == {"s#0": "b", "l#0": "a"}
 
 
+def test_a_group_that_forms_stays_with_its_owner() -> None:
+    """Two Macs whose free memory wavers would otherwise pass it to and fro."""
+    rows, owners = [wanted("x", nodes=1)], {"x#0": node_id(1)}
+    assert where(seen(lan(64, 64), rows)) == {"x#0": "a"}
+    assert where(seen(lan(64, 60), rows, owners=owners)) == {"x#0": "b"}
+    assert where(seen(lan(64, 1), rows, owners=owners)) == {"x#0": "a"}
+    assert where(seen(lan(64, 64), rows, owners=owners, draining=ids("b"))) == {"x#0": "a"}
+    assert where(seen(lan(64, 64), [wanted("x", nodes=2)], owners=owners)) == {"x#0": "ba"}
+
+
 def test_the_latest_group_that_can_moves_for_one_that_needs_a_large_mac() -> None:
     """The first deployment keeps its Mac, although it fits the slowest one, too."""
     rows = [wanted("first", LARGE), wanted("small"), wanted("huge", shape(num_hidden_layers=96))]

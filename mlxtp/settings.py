@@ -219,8 +219,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "load_on_request", SWITCH, parse_switch, False,
-        "A request that names another model on this Mac's disk loads it, once the requests of the "
-        "loaded one are done. `mlxtp serve` pins a model, which no request replaces.",
+        "A request that names a model on this Mac's disk loads it beside the others. If memory is short, "
+        "the least recently used model that `mlxtp serve` did not pin gives way.",
         CLUSTER,
     ),
     # --- endpoint ---

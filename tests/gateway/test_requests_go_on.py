@@ -148,11 +148,11 @@ async def short_of_memory(pair: Pair) -> None:
     gateway = pair.other.parts.gateway
     admission = gateway.admission
     memory, admission.memory = admission.memory, lambda: SystemMemory(1)
-    groups = pair.leader.parts.groups
-    await sees(groups.short)
+    short = pair.leader.parts.gateway.admission.elsewhere
+    await sees(short)
     with pytest.raises(RequestError, match="which has a part of the model, is short of memory") as raised:
         await Client(pair.leader, GREEDY).read()
     assert raised.value.status == 503
     admission.memory = memory
-    await sees(lambda: not groups.short())
+    await sees(lambda: not short())
     assert (await Client(pair.leader, Request(COUNT, 3)).read())[1] is not None

@@ -65,7 +65,7 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
         parts.node.desired._handlers.remove(parts.models.resolve)
         parts.node.desired.serve("tiny", keep_s=PINNED)
         parts.groups.shown.supervisor = stage.supervisor
-        stage.gateway._health = partial(health, parts.groups)
+        stage.gateway._health = partial(health, parts.node, parts.groups, stage.gateway)
         here = parts.models.of("tiny")
         here.source, here.weight_bytes = source, 2_000_000
         parts.models.of = lambda _name: here  # type: ignore[method-assign]

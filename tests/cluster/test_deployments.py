@@ -172,7 +172,7 @@ def test_pinned_ones_come_first_by_age_then_the_others_the_latest_first() -> Non
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [("org/model@abc", "org/model"), ("tiny", "tiny"), ("/models/a@b", "/models/a@b"), ("~/a@b", "~/a@b")],
+    [("org/model@abc", "org/model"), ("tiny", "tiny"), ("/models/a@b", "a@b"), ("~/a@b/", "a@b")],
 )
 def test_a_revision_belongs_to_the_row_not_to_its_name(model: str, name: str) -> None:
     assert name_of(model) == name

@@ -307,7 +307,7 @@ def find_served(home: Path, key: str, name: str = "") -> Served:
     deployed = [
         each for each in status.get("deployments", ()) if name and name in (each["name"], each["model"])
     ]
-    model = listed.get(name or status["model"])
+    model = listed.get((deployed[0]["name"] if deployed else name) or status["model"])
     if name and (model is None or not any(each["replicas"]["ready"] for each in deployed)):
         why = deployed[0]["why"] or deployed[0]["state"] if deployed else "it is not deployed"
         ready = [each["model"] for each in status["deployments"] if each["replicas"]["ready"]]

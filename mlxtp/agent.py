@@ -55,6 +55,7 @@ from .groups.memory_check import MemoryCheck
 from .groups.on_request import OnRequest
 from .groups.owned_epoch import RemoteRanks
 from .groups.ranks import WORKER, Worker
+from .groups.replica_loads import ReplicaLoads
 from .groups.selection import ModelSelection
 from .groups.sleep import KeepAwake, watch_sleep
 from .groups.warm_pool import WarmPool, log_lines
@@ -303,6 +304,7 @@ def build_parts(
     )
     groups = Groups(node, gateway, hosted, results, maker.make)
     MemoryCheck(node, machines, groups)
+    ReplicaLoads(node, gateway, groups)
     coordinator = Coordinator(node, models, machines, groups)
     node.rounds.add(coordinator.step)
     node.rounds.add(groups.decide)

@@ -12,6 +12,7 @@ from .dispatcher import PHASES, OpenRequests, RequestDispatcher
 from .prefixes import BLOCK
 from .ready_groups import OpenRequest
 from .request import ForwardedRequest
+from .routing import GroupLoad
 
 STEP_S = 10  #: Seconds of disuse are counted in such steps, so that reports seldom change.
 
@@ -35,6 +36,7 @@ class ServedDeployments:
     def __init__(self, recovery_s: float) -> None:
         self.by_name: dict[str, RequestDispatcher] = {}
         self.homes: dict[str, str] = {}  #: The deployment of each group, by their names.
+        self.loads: dict[str, GroupLoad] = {}  #: The last report of each group elsewhere.
         self.meter = RequestMeter()  #: Counts the requests of local clients.
         self.order: Callable[[], Sequence[str]] = tuple  #: Returns the names, the default first.
         #: Returns whether a client here holds a lease of a deployment, even if its request is not yet open.

@@ -92,15 +92,22 @@ class Gateway:
         *,
         here: bool = True,
         load_s: float = 0.0,
+        room: int = 0,
     ) -> None:
-        """Send requests for a deployment to one more ready group, by `backend`.
+        """Send requests for a deployment to one more ready group, by `backend`; or change what it has.
 
         `here`: the backend is rank 0, and takes forwarded requests, too. `load_s`: seconds that the model
-        took to load, 0 where unknown.
+        took to load, 0 where unknown. `room`: tokens that its KV caches may hold, 0 without a bound.
         """
         self.deployments.homes[group] = deployment
-        ready = ReadyGroup(backend, here=here)
-        self.deployments.named(deployment).attach(group, ready, info, text, load_s)
+        dispatcher = self.deployments.named(deployment)
+        ready = dispatcher.groups.get(group)
+        if ready is None or ready.backend is not backend:
+            ready = ReadyGroup(backend, here=here, room=room)
+            if not here and (told := self.deployments.loads.get(group)) is not None:
+                ready.take(told)
+        ready.prefixes.bound(room)
+        dispatcher.attach(group, ready, info, text, load_s)
         self._on_serving()
 
     def switch_models(self, switch: ModelSwitch, on_serving: Callable[[], None]) -> None:
@@ -121,7 +128,8 @@ class Gateway:
             deployment.park_group(group, error)
 
     def load(self, group: str, load: GroupLoad) -> None:
-        """Take in the owner's report of a group's work."""
+        """Take in the owner's report of a group's work, which may have come before the group is served."""
+        self.deployments.loads[group] = load
         deployment = self.deployments.of_group(group)
         if deployment is not None and (ready := deployment.groups.get(group)) is not None:
             ready.take(load)

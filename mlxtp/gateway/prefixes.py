@@ -45,8 +45,13 @@ class PrefixSummary:
     """
 
     def __init__(self, room: int = 0) -> None:
-        self._most = min(room // BLOCK, MOST_HASHES) if room else MOST_HASHES
         self._hashes: dict[int, None] = {}
+        self.bound(room)
+
+    def bound(self, room: int) -> None:
+        """Change the room."""
+        self._most = min(room // BLOCK, MOST_HASHES) if room else MOST_HASHES
+        self._trim()
 
     def note(self, hashes: Sequence[int]) -> None:
         """Note that the group has, or will have, these blocks of one sequence. The oldest give way.
@@ -56,6 +61,9 @@ class PrefixSummary:
         for each in reversed(hashes):
             self._hashes.pop(each, None)
             self._hashes[each] = None
+        self._trim()
+
+    def _trim(self) -> None:
         while len(self._hashes) > self._most:
             del self._hashes[next(iter(self._hashes))]
 

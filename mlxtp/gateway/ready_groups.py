@@ -19,14 +19,15 @@ class ReadyGroup:
     """A group that takes requests: their way there, and its work as far as this gateway knows it.
 
     `here`: the backend is rank 0, and takes forwarded requests, too; else it is the agent that has rank 0.
+    `room`: tokens that its KV caches may hold, 0 without a bound.
     """
 
-    def __init__(self, backend: RequestBackend, *, here: bool) -> None:
+    def __init__(self, backend: RequestBackend, *, here: bool, room: int = 0) -> None:
         self.backend = backend
         self.here = here
         self.reported = GroupLoad()  #: The owner's last report of a group elsewhere.
         self.prefill = PrefillMeter()
-        self.prefixes = PrefixSummary()
+        self.prefixes = PrefixSummary(room)
         self.tokens = 0  #: Tokens that came from it.
         self.used_at = time.monotonic() + FIRST_S  #: Time of the last request, by a monotonic clock.
 

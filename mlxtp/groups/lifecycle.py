@@ -249,8 +249,9 @@ class Supervisor:
     def _serve(self, ranks: ProcessGroup, loaded: LoadedModel) -> None:
         """Send requests to `ranks`, which have a model, or a different room for KV caches now."""
         assert self.source is not None
-        self.info, text, load_s = loaded.info, self.source.text, loaded.load_s
-        self.gateway.serve(self.group, self.deployment, ranks, loaded.info, text, load_s=load_s)
+        self.info, text = loaded.info, self.source.text
+        load_s, room = loaded.load_s, loaded.kv_room
+        self.gateway.serve(self.group, self.deployment, ranks, loaded.info, text, load_s=load_s, room=room)
 
     @property
     def open_requests(self) -> int:

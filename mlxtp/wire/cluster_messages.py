@@ -140,6 +140,7 @@ MAX_MEMBERS = 64
 MAX_TOLD = 32  #: Entries of the roster, or deployments, in one message: what one frame may hold in objects.
 MAX_MODEL = 1000
 MAX_GROUP = MAX_MODEL + 8  #: A group's id is a deployment's name and a number.
+MAX_HASHES = 512  #: Hashes of beginnings that one group reports.
 MAX_TRIP_US = 60_000_000
 MAX_STORED = 64
 
@@ -453,6 +454,23 @@ class Serving(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaLoad(Message):
+    """The owner of a replica to all: its work, and what it has cached, by which others choose a replica.
+
+    `queued` prompt tokens of its `requests` are not computed yet; it computes `speed` of them per second, 0
+    where not measured. `prefixes` are hashes of 8 bytes, little-endian, of beginnings in its KV caches, the
+    oldest first. It is sent with a beat, when it has changed.
+    """
+
+    TYPE: ClassVar[int] = 0x56
+    group: str = _f(text(MAX_GROUP))
+    queued: int = _f(_count)
+    requests: int = _f(_count)
+    speed: int = _f(integer(0, U32))
+    prefixes: bytes = _f(binary(0, 8 * MAX_HASHES))
+
+
+@dataclass(frozen=True, slots=True)
 class GroupAssignment(Message):
     """The coordinator to all: `owner` runs a group of a deployment, on Macs among `nodes`, the owner first.
 
@@ -601,7 +619,7 @@ class ModelsHere(Message):
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, Deployments, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
     RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving,
-    GroupAssignment, TokenWanted, TokenIssued, FabricWanted, FabricReport, FabricAnswer,
+    ReplicaLoad, GroupAssignment, TokenWanted, TokenIssued, FabricWanted, FabricReport, FabricAnswer,
     Echo, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,
 )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code, ModelError, RequestError
 
-from ..live_cluster import Cluster, Outcome
+from ..live_cluster import Cluster, Outcome, Request
 from ..reference import expected
 from .families import FAMILIES
 from .small_models import write_model
@@ -147,9 +148,14 @@ def test_less_room_in_mid_stream_changes_no_text_and_gives_memory_back(
 
 def test_what_outgrows_the_smaller_room_ends_with_the_numbers(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, kv_bytes=room_for(cluster, 512))
-    stream = cluster.start(prompt(70, 100), 400, ignore_eos=True)
-    stream.take(5)
-    assert resize(cluster, 192) == 192
+
+    async def begin() -> Any:
+        answer = cluster.supervisor.gateway.generate(Wanted(prompt(70, 100), 400, ignore_eos=True))
+        await cluster.supervisor.kv.limit(room_for(cluster, 192))  # before the answer can be complete
+        return answer
+
+    stream = Request(cluster, cluster.call(begin()))
+    assert cluster.supervisor.kv.tokens == 192
     words = r"100 prompt tokens and \d+ of 400 new ones outgrow .* room for 192"
     with pytest.raises(RequestError, match=words):
         stream.finish()

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from mlxtp.errors import Code
 from mlxtp.wire.cluster_messages import (
+    MAX_HASHES,
     MAX_MEMBERS,
     MAX_SIZES,
     MAX_TRIP_US,
@@ -37,6 +38,7 @@ from mlxtp.wire.cluster_messages import (
     RankSide,
     RankStarted,
     RankTrouble,
+    ReplicaLoad,
     RosterEntry,
     RosterSaved,
     Serving,
@@ -146,6 +148,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
         group="tiny#0", deployment="tiny", running=2, speed=30, cached=512, idle_s=20, broken=True,
     ),
     GroupAssignment("tiny#0", "tiny", 3, 2, NODE, (NODE,), "", 512, ("f" * 32,)),
+    ReplicaLoad("tiny#0", 9000, 3, 500, b"12345678" * 2),
     TokenWanted(b"n" * 16),
     TokenIssued(b"n" * 16, "ABCD", ""),
     FabricWanted(b"n" * 16),
@@ -499,6 +502,7 @@ _STRATEGIES |= {
     GroupAssignment: st.builds(
         GroupAssignment, _text, _text, _count, _count, _node, _shorts, _text, _u32, _shorts
     ),
+    ReplicaLoad: st.builds(ReplicaLoad, _text, _count, _count, _u32, st.binary(max_size=8 * MAX_HASHES)),
     RosterSaved: st.builds(RosterSaved, _count),
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
     TokenIssued: st.builds(TokenIssued, st.binary(min_size=16, max_size=16), _short, _text),

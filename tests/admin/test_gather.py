@@ -26,7 +26,8 @@ from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.topology import MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Interface, Machine, Serving
 
-from ..groups.one_node import MACHINE, A, B, Node, alone, play
+from ..cluster.deployed import only
+from ..groups.one_node import GROUP, MACHINE, A, B, Node, alone, play
 from ..groups.scenes import run, sees
 from ..groups.test_lifecycle import Stage
 from ..groups.test_lifecycle import play as play_epochs
@@ -135,8 +136,11 @@ def test_a_group_on_other_macs_is_shown_as_it_is_told(
         node.follow(a)
         observer = Observer(node.parts)
         told = Serving(
-            9, "ready", "", "ring", "ring over Ethernet", (A, B), (0.0, 5.0), 0, "x", 0, 4096, 9, (1,)
-        )
+            9, "ready", "", "ring", "ring over Ethernet", (A, B), (0.0, 5.0), 0, "tiny", 1, 4096, 9, (1,),
+            group=GROUP, deployment="tiny",
+        )  # fmt: skip
+        node.hear(a, *only(1, A, "tiny").messages())
+        node.hear_assigned(a, A, B)
         node.hear(a, told)
         node.tick()
         found = moment(observer)

@@ -28,6 +28,7 @@ from . import (
     membership,
     prefill,
     recovery,
+    replicas,
     speculation,
     strangers,
 )
@@ -48,6 +49,7 @@ CASES: Mapping[str, Callable[[Stage], Awaitable[list[Row]]]] = {
     "loading": loading.measure,
     "membership": membership.measure,
     "recovery": recovery.measure,
+    "replicas": replicas.measure,
     "strangers": strangers.measure,
     "copying": copying.measure,
 }

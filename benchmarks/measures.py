@@ -152,6 +152,24 @@ _ALL = (
     Measure("serving again after a rank was killed, without spares", "s",
             "The same, with rank processes that have to be started.", "", Goal("≤", 6)),
     Measure("memory of a spare", "MB", "Of one that waits, what no other process shares."),
+    # --- replicas
+    Measure("16 streams over two replicas vs one", "tokens/s",
+            "Sixteen streams where tokens leave the engine, of a model whose step takes milliseconds. Each "
+            "rank has a core of its own, which agents and client share.", "one replica", Goal("≥", 1.7)),
+    Measure("agents' and client's share of one core meanwhile", "%",
+            "CPU time of the process that has both agents and the client, while two replicas work."),
+    Measure("second turns over two replicas, cached share vs one replica", "",
+            "The cached share of the prompts of 32 second turns, which come in random order.",
+            "one replica", Goal("≥", 0.95)),
+    Measure("the same with groups in turn, cached share vs one replica", "",
+            "Each request goes to the other group than the one before.", "one replica"),
+    Measure("choice of a replica for a prompt of 4,000 tokens", "ms",
+            "Hashes of the prompt, and the comparison of two groups.", "", Goal("<", 1)),
+    Measure("gap in a stream whose replica is killed, 95th percentile", "ms",
+            "The longest silence of each stream whose rank got SIGKILL; it goes on at the other replica.",
+            "", Goal("≤", 300)),
+    Measure("idle agent with three deployments, share of one core", "%",
+            "CPU time of an agent with three loaded models and no requests.", "", Goal("≤", 1)),
     # --- strangers
     Measure("a step beside a flood of strangers, 99th percentile", "ms",
             "Between two tokens where they leave the engine. One rank on the first core; on the second the "

@@ -61,9 +61,9 @@ async def _two(stage: Stage, model: Path) -> AsyncIterator[tuple[Agent, Agent]]:
 
     def settings(name: str, **more: object) -> Settings:
         return Settings(
-            stage.folder / name, "127.0.0.1", 0, 1, str(model), cluster=True, name=name, interface="127.0.0.1",
-            control_host="127.0.0.1", control_port=0, discovery=False, nodes="1", spare=False,
-            model_given=True, speculation=False, **more,  # type: ignore[arg-type]
+            stage.folder / name, "127.0.0.1", 0, 1, str(model), cluster=True, name=name,
+            interface="127.0.0.1", control_host="127.0.0.1", control_port=0, discovery=False,
+            nodes="1", spare=False, model_given=True, speculation=False, **more,  # type: ignore[arg-type]
         )  # fmt: skip
 
     stage.say("starting two agents with a replica each")

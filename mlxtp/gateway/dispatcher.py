@@ -22,6 +22,7 @@ from .request import (
     ForwardedRequest,
     RequestBackend,
     ended,
+    may_blame,
     strikes_after,
     struck,
 )
@@ -77,6 +78,9 @@ class RequestDispatcher:
         #: The requests that wait until the suspect before them has proven harmless.
         self._suspects: deque[OpenRequest] = deque()
         self._suspect: OpenRequest | None = None
+        #: Groups that ended under requests and are not ready again, and the timers after which they are
+        #: no longer waited for.
+        self._down: dict[str, asyncio.TimerHandle] = {}
 
     # --- one request ---------------------------------------------------------------------------------
 
@@ -89,7 +93,11 @@ class RequestDispatcher:
         if isinstance(request, ClientRequest) and request.got >= request.generate.max_tokens:
             request.put(StreamEnd("length", request.got))  # only the end is missing
             return
-        if request.strikes >= SUSPECT and self._suspect not in (None, request) and self.groups:
+        if (
+            self.groups
+            and self._is_suspect(request)
+            and (self._spares or self._suspect not in (None, request))
+        ):
             self._suspects.append(request)
             if isinstance(request, ClientRequest):
                 request.wait_no_more()  # there is a group, which will run it later
@@ -105,7 +113,7 @@ class RequestDispatcher:
                 tried.add(name)
                 continue
             self.groups.sent(request, name)
-            if request.strikes >= SUSPECT:
+            if self._is_suspect(request):
                 self._suspect = request
             return
         if isinstance(request, ForwardedRequest):
@@ -186,6 +194,7 @@ class RequestDispatcher:
             self.groups.clear()
         self.served, self.text, self.handover, self.load_s = model, text, None, load_s
         self.groups[name] = group
+        self._rose(name)
         self.resume()
 
     def detach(self, name: str) -> None:
@@ -200,6 +209,8 @@ class RequestDispatcher:
         """
         ready = name in self.groups or self.handover is not None
         self.detach(name)
+        if may_blame(error.code):
+            self._fell(name)
         if error.code is Code.REPLANNED and ready and not self.groups:
             self.handover = error
         own = [request for request in self._open.values() if request.group == name]
@@ -210,7 +221,9 @@ class RequestDispatcher:
             request.uid, request.group = 0, ""
         if self._suspect in own:
             self._suspect = None
-        for request, count in zip(own, strikes, strict=False):
+        self._suspects = deque(each for each in waiting if not _goes_back(each, name))
+        # Those that are no suspects go on first.
+        for request, count in sorted(zip(own, strikes, strict=False), key=lambda each: each[1] or 0):
             if count is None:
                 log.error("a request ends and is not sent to another group: %s", error.detail)
                 request.put(ended(error.code, error.detail))
@@ -219,7 +232,6 @@ class RequestDispatcher:
             else:
                 request.strikes = count
                 self.admit(request, error)
-        self._suspects = deque(each for each in waiting if not _goes_back(each, name))
         for request in waiting:
             if isinstance(request, ForwardedRequest) and request not in self._suspects:
                 request.give_back(error, struck=False)
@@ -230,8 +242,7 @@ class RequestDispatcher:
         request.uid, request.group = 0, ""
         self._paused[request] = None
         if request.pending is None:
-            loop = asyncio.get_running_loop()
-            wait_s = max(self.recovery_s, LOADS * self.load_s)
+            loop, wait_s = asyncio.get_running_loop(), self._wait_s
             request.pending = loop.call_later(wait_s, self._give_up, request, error, wait_s)
 
     def resume(self) -> None:
@@ -240,6 +251,7 @@ class RequestDispatcher:
             paused, self._paused = self._paused, {}
             for request in paused:
                 self.admit(request)
+        self._next_suspect()
 
     def give_back(self, error: MlxtpError) -> None:
         """Return the requests of other agents, which may continue elsewhere."""
@@ -263,6 +275,8 @@ class RequestDispatcher:
         self._paused.clear()
         self._suspects.clear()
         self._suspect = None
+        for name in list(self._down):
+            self._rose(name)
         for request in requests:
             request.put(error)
 
@@ -284,12 +298,42 @@ class RequestDispatcher:
             return
         if error.code is Code.RANK_LOST:
             request.strikes = struck(request.record)
+            self._fell(request.group)
         if at_once:
             self.admit(request, error, without=(request.group,))
         else:
             self.park(request, error)
         if request in self._paused:
             asyncio.get_running_loop().call_later(ASK_AGAIN_S, self.resume)
+
+    # --- suspects: no request may take down the last group ---------------------------------------------
+
+    def _is_suspect(self, request: OpenRequest) -> bool:
+        """Return True if a request has to run alone. Of several groups it might take down one by one."""
+        several = len(self.groups.keys() | self._down.keys()) > 1
+        return request.strikes >= (1 if several else SUSPECT)
+
+    @property
+    def _spares(self) -> bool:
+        """True while at most one group is left of several: suspects wait for another one."""
+        return bool(self._down) and len(self.groups.keys() - self._down.keys()) <= 1
+
+    def _fell(self, name: str) -> None:
+        """Note that a group ended under requests. It is waited for as long as requests wait for a group."""
+        self._rose(name)
+        self._down[name] = asyncio.get_running_loop().call_later(self._wait_s, self._not_awaited, name)
+
+    def _rose(self, name: str) -> None:
+        if (timer := self._down.pop(name, None)) is not None:
+            timer.cancel()
+
+    def _not_awaited(self, name: str) -> None:
+        del self._down[name]
+        self._next_suspect()
+
+    @property
+    def _wait_s(self) -> float:
+        return max(self.recovery_s, LOADS * self.load_s)
 
     def _next_suspect(self) -> None:
         """Let the next suspect go, once the one before it has ended or proven harmless."""
@@ -298,7 +342,7 @@ class RequestDispatcher:
             if self._open.get(suspect.uid) is suspect and suspect.record.progress < PROVEN_TOKENS:
                 return
             self._suspect = None
-        while self._suspects and self._suspect is None:
+        while self._suspects and self._suspect is None and not self._spares:
             waiting = self._suspects.popleft()
             try:
                 self.admit(waiting)

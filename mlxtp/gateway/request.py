@@ -46,9 +46,14 @@ class RequestRecord:
     running: bool = True
 
 
+def may_blame(code: Code) -> bool:
+    """Return True if a request may be why a group ended with `code`."""
+    return code not in _NOBODYS
+
+
 def strikes_after(requests: Sequence[RequestRecord], code: Code) -> list[int | None]:
     """Return the strikes of each request once its group has ended with `code`; None for one that is ended."""
-    if code in _NOBODYS:
+    if not may_blame(code):
         return [each.strikes for each in requests]
     if code is Code.OUT_OF_MEMORY:
         return _without_the_largest(requests)

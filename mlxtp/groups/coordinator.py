@@ -48,6 +48,8 @@ class Coordinator:
         self._machines = machines
         self._groups = groups
         self._number = 0
+        #: Ranks of each group's last epoch, by its owner and its id, as long as that owner reports it.
+        self._ranks: dict[tuple[str, str], tuple[str, ...]] = {}
         self._asked: object = None  #: What the last decision was made from.
         self._unserved: dict[str, float] = {}  #: Last time at which an unpinned deployment was on its way.
         node.links.on(self._received, GroupAssignment)
@@ -58,6 +60,7 @@ class Coordinator:
         """Assign groups where this node leads. Return the time of the next decision, if nothing changes."""
         node, leadership = self._node, self._node.leadership
         self.waiting = ""
+        self._remember()
         if not any(each.participants for each in self._groups.reports()):
             self._machines.learn()
         if not leadership.leading:
@@ -195,13 +198,22 @@ class Coordinator:
                 ranks = serving.participants or group.reports.last_ranks
                 if (ranks and group.scope.row is not None) or serving.participants:
                     found.append((node.node_id, replace(serving, participants=ranks)))
-        present = node.membership.status_of
-        found += [
-            (owner, serving)
-            for (owner, _), serving in node.peer_info.servings.items()
-            if serving.participants[:1] == (owner,) and present(owner).present
-        ]
+        for (owner, name), serving in node.peer_info.servings.items():
+            ranks = serving.participants
+            if not ranks and name in self._groups.by_id:
+                scope = self._groups.by_id[name].scope
+                between = scope.row is not None and scope.assignment.owner == owner
+                ranks = self._ranks.get((owner, name), ()) if between else ()
+            if ranks[:1] == (owner,) and node.membership.status_of(owner).present:
+                found.append((owner, replace(serving, participants=ranks)))
         return found
+
+    def _remember(self) -> None:
+        """Keep the ranks of what others run, for the moment between two epochs of one owner."""
+        servings = self._node.peer_info.servings
+        self._ranks = {key: self._ranks.get(key, ()) for key in servings} | {
+            key: serving.participants for key, serving in servings.items() if serving.participants
+        }
 
     def _wanted(self, row: Deployment, turn: int) -> WantedDeployment:
         """Return what is known of a deployment. `lacks` has the reason that keeps it from being planned."""

@@ -163,6 +163,33 @@ def test_a_new_coordinator_keeps_what_owners_report(
     play(tmp_path, member, story)
 
 
+def test_an_owner_keeps_its_group_between_two_epochs(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    """Its report has no ranks then, and another Mac might seem to be better."""
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        follows(node, weights, a)
+        node.hear_assigned(a, A)
+        node.hear(a, served(3, A))
+        node.lead(weights)
+
+        def runs() -> list[tuple[str, tuple[str, ...]]]:
+            return [(owner, report.participants) for owner, report in node.parts.coordinator._reports()]
+
+        over = replace(served(3, A), state="idle", participants=(), key=(), held_mib=())
+        node.hear(a, over)
+        node.live(a)
+        assert runs() == [(A, (A,))]
+        assert assigned(a)[-1].owner == A
+        node.hear(a, replace(over, state="stopped"))
+        node.live(a)
+        assert runs() == []
+
+    play(tmp_path, member, story)
+
+
 # --- groups that are wanted no longer ---------------------------------------------------------------------
 
 

@@ -72,6 +72,8 @@ class OtherOwners:
             f"{node.name_of(node_id)} forms epoch {order.epoch}",
         )
         assignee = group.scope.assignment.owner if group is not None else ""
+        if not node.membership.status_of(assignee).present:  # the next assignment is still on its way here
+            assignee = ""
         no = refusal(node_id, order.epoch, assignee, self._hosted.last_epoch(node_id))
         if no is None and node.node_id in node.leadership.draining:
             no = f"{node.name} is about to stop"

@@ -54,6 +54,7 @@ class Group:
     _logged: str = ""
     _announced: tuple[int, bool] = (0, False)
     _running: asyncio.Task[None] | None = None
+    _kv_mib: int = 0  #: The bound that was applied last.
 
     def start(self) -> None:
         """Run the epochs that this agent plans, until `close`."""
@@ -142,9 +143,11 @@ class Group:
 
     def _bound_caches(self) -> None:
         """Apply the assigned bound of KV caches, in the background; each later load keeps to it, too."""
-        limit, kv = self.scope.assignment.kv_mib * MIB, self.supervisor.kv
-        if self.scope.owned and limit != kv.limit_bytes:
-            self.background.start(kv.limit(limit), f"the bound of KV caches of {self.scope.group}")
+        bound = self.scope.assignment.kv_mib
+        if self.scope.owned and bound != self._kv_mib:
+            self._kv_mib = bound
+            limiting = self.supervisor.kv.limit(bound * MIB)
+            self.background.start(limiting, f"the bound of KV caches of {self.scope.group}")
 
     def _log_reason(self) -> None:
         """Log each reason for not serving once. A model that is not here has had its own line."""

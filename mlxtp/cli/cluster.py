@@ -17,6 +17,7 @@ from ..config import parse_keep, parse_nodes, parse_replicas, parse_seconds
 from ..errors import Code, UserError
 from ..settings import BY_KEY
 from . import shell_completion
+from .deployed import kept
 from .options import AsJson, Home, Within
 from .printing import home_of, print_answer, typed
 from .status import admissions_shown, members_shown
@@ -298,7 +299,7 @@ def _as_deployed(answer: Mapping[str, Any]) -> str:
         )
     if answer["on"]:
         words += f", on {' and '.join(answer['on'])} only"
-    return words if keep_s < 0 else f"{words}, until it is unused for {keep_s} s"
+    return words if keep_s < 0 else f"{words}, {kept(keep_s)}"
 
 
 def _unloaded(answer: Mapping[str, Any]) -> str:

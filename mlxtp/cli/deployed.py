@@ -40,11 +40,15 @@ def _chosen(shown: Mapping[str, Any]) -> str:
     found = [f"--nodes {shown['nodes']}"] if shown["nodes"] != "auto" else []
     found += [f"on {' and '.join(shown['on'])} only"] if shown["on"] else []
     if not shown["pinned"]:
-        at_once = shown["keep_s"] >= 2**32 - 1
-        found.append(
-            "until its memory is needed" if at_once else f"until it is unused for {shown['keep_s']} s"
-        )
+        found.append(kept(shown["keep_s"]))
     return "".join(f", {each}" for each in found)
+
+
+def kept(keep_s: int) -> str:
+    """Return in words how long a deployment that is not pinned stays."""
+    if keep_s >= 2**32 - 1:
+        return "until its memory is needed"
+    return f"until it is unused for {keep_s} s" if keep_s else "until it has answered"
 
 
 def _group(group: Mapping[str, Any]) -> list[str]:

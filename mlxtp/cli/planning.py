@@ -164,7 +164,7 @@ def show(made: Placement, shape: ModelShape, console: Console) -> None:
     console.print(escape(_model_line(made, shape)))
     wide = console.width >= _WIDE
     columns = [column for column in _COLUMNS if wide or column not in _WORDY]
-    table = table_of(*columns, right=_RIGHT, wrapped=_WORDY)
+    table = table_of(*columns, right=_RIGHT, wrapped=_WORDY if wide else ("way",))
     for one in made.alternatives:
         row = dict(zip(_COLUMNS, cells(one, made.workload), strict=True))
         table.add_row(*(escape(row[column]) for column in columns), style=_COLOURS[one.verdict])

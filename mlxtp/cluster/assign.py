@@ -456,7 +456,9 @@ class _Packing:
         if not allowed:
             return f"0 of the {len(self.facts.members)} Macs here may serve it and stay"
         if not left:
-            return f"each of the {len(allowed)} Macs that may serve it has a group of it"
+            why = f"each of the {len(allowed)} Macs that may serve it has a group of it"
+            several = any(len(seat.ranks) > 1 for group, seat in self.seats.of.items() if group in groups)
+            return why + several * "; `mlxtp serve MODEL --nodes 1` has a group use one Mac"
         # Those that lack the model come first: people can mend that.
         left.sort(key=lambda node: (node not in wanted.lacks, -self.seats.left(node), node))
         left = left[:MAX_RANKS]

@@ -337,6 +337,7 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
             {"change": "changed", "replicas": 3, "nodes": "2", "keep_s": 600},
             "org/model is changed: 3 replicas, each over 2 Macs, until it is unused for 600 s",
         ),
+        ({"keep_s": 0}, "org/model is added: 1 replica, until it has answered"),
         (
             {"replaced": ["tiny", "org/b"], "replicas": 0, "nodes": "1", "on": ["studio [left]"]},
             "org/model is added and replaces tiny and org/b: as many replicas as fit, each over 1 Mac, "

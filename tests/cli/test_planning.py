@@ -24,7 +24,8 @@ from mlxtp.placement.tables import KNOWN
 from mlxtp.placement.topology import MemberMachine
 from mlxtp.placement.workload import AGENT, CHAT, Workload
 
-from ..placement.made_up_macs import LLAMA, all_pairs, cabled, mac, on_lan
+from ..placement.made_up_macs import LLAMA, all_pairs, cabled, changed, mac, on_lan
+from ..placement.test_planner_properties import LOOP
 
 
 def desk(size: int, **changes: Any) -> list[MemberMachine]:
@@ -118,6 +119,14 @@ def test_on_a_narrow_terminal_reasons_stand_below() -> None:
     ]  # fmt: skip
     assert "- tensor parallel of 3: 3 Macs cannot share this model, 2 can: 64 attention" in text
     assert "why" not in text.splitlines()[2]
+
+
+def test_on_a_narrow_terminal_a_long_way_takes_two_lines() -> None:
+    members = [changed(mac(i), ports=(), interfaces=(LOOP,)) for i in range(2)]
+    text = printed("tiny", members, width=80)
+    assert "ring within one machine" in text
+    assert "possible" in text
+    assert "…" not in text
 
 
 def test_where_nothing_works_the_reason_stands_there() -> None:

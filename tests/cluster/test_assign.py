@@ -353,6 +353,11 @@ def test_a_replica_without_a_place_says_how_many_macs_there_are() -> None:
     assert (found.owner, found.why) == ("", "each of the 2 Macs that may serve it has a group of it")
 
 
+def test_a_replica_that_lacks_a_place_beside_a_group_of_several_macs_says_how_to_get_one() -> None:
+    found = assign(seen(lan(64, 64), [wanted("x", replicas=2)], {"x#0": [node_id(0), node_id(1)]}))
+    assert "`mlxtp serve MODEL --nodes 1` has a group use one Mac" in found.assignments[1].why
+
+
 def test_what_is_left_goes_to_the_first_that_may_use_more() -> None:
     rows = [wanted("x", nodes=1), wanted("y", on=ids("bc")), wanted("z")]
     found = where(seen(lan(64, 64, 64, 64, 64), rows, {"x#0": ids("a"), "y#0": ids("b"), "z#0": ids("d")}))

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from ..api.admin import Json
 from ..groups.group import Group
-from ..groups.health import ServingState
+from ..groups.health import SERVES, ServingState
 from ..wire.cluster_messages import Deployment, Serving
 from .parts import AgentParts
 
-_SERVES = (ServingState.READY, ServingState.DRAINING)
 _BEST = (
-    ServingState.READY, ServingState.DRAINING, ServingState.LOADING, ServingState.FORMING,
-    ServingState.STARTING, ServingState.RESTARTING, ServingState.FAILED,
+    *SERVES, ServingState.LOADING, ServingState.FORMING, ServingState.STARTING,
+    ServingState.RESTARTING, ServingState.FAILED,
 )  # fmt: skip
 
 
@@ -90,7 +89,7 @@ def _group(group: Group, servings: Iterable[Serving], alone: str) -> GroupSnapsh
     scope, status = group.scope, group.supervisor.status
     owner = scope.assignment.owner or alone
     # An owner of before may still end its epoch.
-    serving = max(servings, key=lambda each: (each.state in _SERVES, each.epoch), default=None)
+    serving = max(servings, key=lambda each: (each.state in SERVES, each.epoch), default=None)
     if serving is None or not serving.participants:
         why = serving.reason if serving is not None else ""
         state = serving.state if serving is not None else str(status.state)
@@ -107,7 +106,7 @@ def _group(group: Group, servings: Iterable[Serving], alone: str) -> GroupSnapsh
         serving.epoch,
         serving.open_requests,
         serving.running,
-        serving.speed if serving.state in _SERVES else None,
+        serving.speed if serving.state in SERVES else None,
         serving.cached,
         group.supervisor.kv.tokens if scope.owned or alone else 0,
     )

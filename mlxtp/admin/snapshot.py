@@ -20,7 +20,7 @@ from ..cluster.cluster_state import LeaderClaim
 from ..cluster.introduction import versions_here
 from ..gateway.dispatcher import OpenRequests
 from ..groups import sleep
-from ..groups.health import ServingState
+from ..groups.health import SERVES, ServingState
 from ..groups.history import EpochStory, RateMeter, to_json
 from ..groups.process_group import EpochGroup
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
@@ -376,7 +376,7 @@ class Observer:
     def snapshot(self) -> Json:
         """Return the data of the page as they are now."""
         now = gather(self._parts)
-        if now.agent.state in (ServingState.READY, ServingState.DRAINING):
+        if now.agent.state in SERVES:
             return page(now, self._meter.rate(now.agent.tokens, time.monotonic()))
         self._meter.reset()
         return page(now, None)
@@ -391,7 +391,7 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
     health = agent.health
     of = (
         "here"
-        if agent.state in (ServingState.READY, ServingState.DRAINING) and agent.pongs is None
+        if agent.state in SERVES and agent.pongs is None
         else "group"
     )
     return {

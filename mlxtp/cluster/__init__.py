@@ -1,1 +1,1 @@
-"""Members, the coordinator, and the desired state; control links between agents."""
+"""Members, the coordinator, deployments and assignments; control links between agents."""

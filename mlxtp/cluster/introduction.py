@@ -74,7 +74,7 @@ def _pairs(items: tuple[str, ...]) -> Mapping[str, str]:
 
 
 _PACKAGES = ("mlxtp", "mlx", "mlx-lm")
-#: Settings that decide how ranks compute, or of which the coordinator's value holds for all.
+#: Settings that decide how ranks compute, or of which one Mac's value holds for others.
 _FLAGS = (
     "agreement", "compiled", "speculation", "prefix_cache", "prefill_chunk", "max_context", "kv_bits",
     "kv_bytes", "workload", "fabric", "fast_fences", "repeatable",

@@ -1,4 +1,4 @@
-"""One node's part in agreeing on the coordinator, the desired state and the members. Pure.
+"""One node's part in agreeing on the coordinator, the deployments and the members. Pure.
 
 The present coordinator stays as long as it lives. Each of its beats increments a pulse. Every node passes on
 the highest pulse that it has received. So a node whose own link to the coordinator is cut still knows that
@@ -23,7 +23,7 @@ from .reconcile import GroupView, Situation
 class Debounce:
     """Seconds to wait before acting on a change.
 
-    settle_s       after the last change of membership, before an epoch is formed
+    settle_s       after the last change of membership, before groups are assigned or formed
     settle_most_s  after the first of changes that do not end
     start_s        after the start, before a node that misses members claims to coordinate
     patience_s     for open requests, before a better group takes over

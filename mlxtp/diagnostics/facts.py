@@ -207,7 +207,7 @@ class IdentityFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The desired model by name, and this machine's copy of it."""
+    """The first deployed model by name, and this machine's copy of it."""
 
     wanted: str = ""
     fingerprint: str = ""

@@ -11,7 +11,6 @@ from ..wire.messages import RequestEvent
 from .dispatcher import PHASES, OpenRequests, RequestDispatcher
 from .prefixes import BLOCK
 from .ready_groups import OpenRequest
-from .request import ForwardedRequest
 from .routing import GroupLoad
 
 STEP_S = 10  #: Seconds of disuse are counted in such steps, so that reports seldom change.
@@ -104,11 +103,6 @@ class ServedDeployments:
             return 0
         seconds = int(home.groups.unused_s(group))
         return seconds if seconds < STEP_S else seconds // STEP_S * STEP_S
-
-    @property
-    def relayed(self) -> int:
-        """Number of requests of other agents' clients that run here."""
-        return sum(isinstance(each, ForwardedRequest) for each in self.requests)
 
     @property
     def confirmed_tokens(self) -> int:

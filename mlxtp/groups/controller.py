@@ -281,7 +281,7 @@ class GroupController:
         self._node.changed()
 
     async def changed(self) -> None:
-        """Wait until the members or the desired state are different from now."""
+        """Wait until something is different from now: the members, or what the group is to serve."""
         self._let_go()
         self._changed.clear()
         self._node.changed()

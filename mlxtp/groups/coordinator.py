@@ -21,7 +21,7 @@ from ..models.local_model import LocalModels
 from ..wire.cluster_messages import Deployment, GroupAssignment, ModelStatus, Serving
 from .controller import TELL_S
 from .groups import Groups, unused_s
-from .health import COMING
+from .health import COMING, SERVES
 from .machines import Machines, model_lack
 from .owned_epoch import MIB
 
@@ -173,7 +173,7 @@ class Coordinator:
         return AssignView(
             members=tuple(members),
             wanted=tuple(self._wanted(row, turns.get(row.name, 0)) for row in rows),
-            running=tuple(_running(owner, serving) for owner, serving in self._kept(reports)),
+            running=tuple(_running(serving) for _, serving in self._kept(reports)),
             draining=leadership.draining,
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
             owners=self._owners(),
@@ -278,11 +278,11 @@ def _turns(rows: Sequence[Deployment], reports: Sequence[Serving]) -> dict[str, 
     return {name: turn for turn, name in enumerate(sorted(unused, key=unused.__getitem__), 1) if unused[name]}
 
 
-def _running(owner: str, serving: Serving) -> GroupReport:
+def _running(serving: Serving) -> GroupReport:
     held = {node: mib * MIB for node, mib in zip(serving.participants, serving.held_mib, strict=False)}
     requests = min(serving.open_requests, 1)  # each number would be another view
     return GroupReport(serving.group, serving.participants, serving.desired, _ready(serving), requests, held)
 
 
 def _ready(serving: Serving) -> bool:
-    return serving.state in ("ready", "draining")
+    return serving.state in SERVES

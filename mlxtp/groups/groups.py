@@ -15,14 +15,12 @@ from ..gateway.gateway import Gateway
 from ..wire.cluster_messages import GroupAssignment, Serving
 from .fabric import FabricResults
 from .group import Group
-from .health import ServingState
+from .health import SERVES, ServingState
 from .history import RecoveryMetrics
 from .hosted_rank import HostedRanks
 from .other_owners import OtherOwners
 
 ABOUT_TO_STOP = "this Mac is about to stop"
-
-_SERVES = (ServingState.READY, ServingState.DRAINING)
 
 
 class Groups:
@@ -203,13 +201,13 @@ def unused_s(reports: Sequence[Serving], deployment: str) -> int | None:
     None while no group of it is ready.
     """
     found = (each for each in reports if each.deployment == deployment)
-    return min((each.idle_s for each in found if each.state in _SERVES), default=None)
+    return min((each.idle_s for each in found if each.state in SERVES), default=None)
 
 
 def _place(group: Group) -> tuple[bool, bool, int]:
     """Return the order in which groups of a deployment are shown."""
     status = group.supervisor.status
-    return status.state not in _SERVES, not status.in_epoch, group.scope.index
+    return status.state not in SERVES, not status.in_epoch, group.scope.index
 
 
 def short_of_memory(node: ClusterNode, reports: Sequence[Serving]) -> str:

@@ -38,6 +38,9 @@ class ServingState(StrEnum):
 
 _S = ServingState
 
+#: States of a group whose ranks serve requests, or finish the last ones.
+SERVES = (_S.READY, _S.DRAINING)
+
 #: States of a group on its way to be ready.
 COMING = (_S.STARTING, _S.FORMING, _S.LOADING, _S.RESTARTING)
 

@@ -24,7 +24,7 @@ from ..wire.cluster_messages import (
     Serving,
 )
 from ..wire.rdma import flat
-from .health import ServingState, of_the_model
+from .health import SERVES, ServingState, of_the_model
 from .history import RateMeter
 from .lifecycle import Supervisor
 from .machines import Machines, in_steps
@@ -83,7 +83,7 @@ class ServingReports:
         reason = error.detail if error is not None else ""
         if state is ServingState.LOADING:
             reason = supervisor.status.progress
-        loaded = state in (ServingState.READY, ServingState.DRAINING)
+        loaded = state in SERVES
         return Serving(
             mine.form.number,
             str(state),
@@ -156,7 +156,7 @@ class ServingReports:
             mine.form.plan.key,
             mine.wanted.model,
             mine.wanted.nodes,
-            state in (ServingState.READY, ServingState.DRAINING),
+            state in SERVES,
             self._supervisor.open_requests,
             state is ServingState.DRAINING,
             mine.form.plan.backend,

@@ -1,8 +1,7 @@
-"""Selection of the next model: checked, and brought here, before the present one is unloaded for it.
+"""Selection of models that users name: checked, and brought here before others are unloaded for them.
 
-Each model on its way is one `SelectedModel`, from the request for it until it is the desired model. Pending
-ones are kept in the memory of the agent that received the request. A later selection at any agent replaces
-them.
+Each model on its way is one `SelectedModel`, from the request for it until it is deployed. Pending ones are
+kept in the memory of the agent that received the request. A later selection at any agent replaces them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class SelectionState(StrEnum):
     CHECKED = "checked"  #: A group could run it.
     FETCHING = "fetching"  #: Members that lack its files get them.
     READY = "ready"  #: Members that have all of it can serve it.
-    WANTED = "wanted"  #: It is the desired model.
+    WANTED = "wanted"  #: It is deployed.
     FAILED = "failed"  #: It cannot be served.
 
 
@@ -191,7 +190,7 @@ class ModelSelection:
         return [node_id for node_id in self._node.links.nodes() if self._transfers.stored.has(node_id, model)]
 
     async def _bring(self, selected: SelectedModel) -> None:
-        """Get a model to all members, and make it the desired one if those that have it can serve it."""
+        """Get a model to all members, and deploy it alone if those that have it can serve it."""
         error: MlxtpError | None = None
         try:
             try:

@@ -1,6 +1,6 @@
 """Hub of JACCL's side channel: collects one round's bytes from every rank, and replies to all of them.
 
-One `SideChannelHub` serves one epoch, on the coordinator's agent. Send each reply that it returns to the rank
+One `SideChannelHub` serves one epoch, at the group's owner. Send each reply that it returns to the rank
 beside it. Pure: time comes in as an argument, in seconds on a clock that does not jump.
 """
 

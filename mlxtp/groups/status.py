@@ -105,7 +105,7 @@ class GroupStatus:
     # --- reports and orders --------------------------------------------------------------------------
 
     def follow(self, state: ServingState, epoch: int, reason: str, group: EpochGroup) -> None:
-        """Show the coordinator's report of the group, while this agent has no epoch of its own."""
+        """Show the owner's report of the group, while this agent has no epoch of its own."""
         self.epoch, self.group = epoch, group
         self.history.remote_epoch(
             epoch,

@@ -206,7 +206,7 @@ def find_config(name: str) -> Path:
 
 
 def stored_name(name: str) -> str | None:
-    """Return the desired state's name of a model that is complete on this machine; None for any other.
+    """Return the name for a deployment of a model that is complete on this machine; None for any other.
 
     That is the embedded model's name, a folder's whole path, or an id on the Hub. Raises ModelError for a
     folder that lacks files, and for a configuration that cannot be served. Reads the disk: call it in a

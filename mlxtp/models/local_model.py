@@ -47,7 +47,7 @@ class LocalModel:
         transfers: TransferCoordinator,
         report: Callable[[LocalModel], None],
     ) -> None:
-        self.name = name  #: As the desired state has it; empty for none.
+        self.name = name  #: As a deployment has it; empty for none.
         self.may_download = False  #: True once a user chose it: no model is downloaded for a request.
         self.source: ModelSource | None = None
         self.path: Path | None = None

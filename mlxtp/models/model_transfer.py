@@ -113,7 +113,7 @@ class ModelTransfer:
         return self.lender == me and self.reports.needed
 
     def begins_again(self, wanted: str) -> bool:
-        """Return True if it failed, but starts again when a member has it. `wanted`: the desired model."""
+        """Return True if it failed, but starts again when a member has it. `wanted`: a deployed model."""
         failed = not self.runs and self.own is not None and bool(self.own.wants and self.own.problem)
         return failed and (self.everywhere or self.model == wanted)
 

@@ -22,7 +22,7 @@ from .topology import MemberMachine, Overrides, Topology
 from .workload import CHAT, Workload
 
 DEFAULT_CONTEXT = 8192  #: Tokens of KV cache that a plan makes room for by default.
-FASTER_WITHOUT = 1.2  #: A group without the coordinator is worth a remark if it is so many times as fast.
+FASTER_WITHOUT = 1.2  #: A group without the Mac that plans is worth a remark if it is so many times as fast.
 BACKENDS = ("auto", "jaccl", "ring")
 _SAID = 4  #: Reasons that one sentence may give.
 
@@ -68,7 +68,7 @@ class PlacementOptions:
 class Placement:
     """The chosen nodes. If no group can serve, `chosen` is None and `reason` names what is missing.
 
-    leader        node id of rank 0; if it is not the coordinator, the coordinator hands over
+    leader        node id of rank 0
     reason        why this group, in one or two sentences; if no group can serve, it begins with the nodes
                   that lack the model, which people can mend first
     alternatives  all that was considered: the chosen one, then the possible ones, then the refused ones
@@ -99,12 +99,12 @@ class Placement:
 def plan(
     members: Sequence[MemberMachine],
     shape: ModelShape,
-    coordinator: str = "",
+    must: str = "",
     options: PlacementOptions | None = None,
 ) -> Placement:
     """Return the best placement of a model on `members`, with everything else that was considered.
 
-    `coordinator` is a node id, or empty if there is none yet. It is rank 0 of every group it is in.
+    `must` is the node id of the Mac that plans, or empty for none. It is rank 0 of every group it is in.
     """
     options = options or PlacementOptions()
     present = {m.node_id: m for m in members if m.model_ok}
@@ -120,7 +120,7 @@ def plan(
         repeatable=options.repeatable,
         workload=options.workload,
     )
-    must = coordinator if coordinator in present else ""
+    must = must if must in present else ""
     considered = _judged(finder.alternatives(must), options) + _too_few(options, len(present), len(members))
     chosen = _best(considered, options)
     left_out = _left_out(members)
@@ -130,7 +130,7 @@ def plan(
         free = _best(without, options)
         name = present[must].name
         if chosen is None and free is not None:
-            notes.append(f"{name}, the coordinator, can be in no group: {_trouble(considered, options)}")
+            notes.append(f"{name} can be in no group: {_trouble(considered, options)}")
             chosen, considered = free, [*considered, *without]
         elif (
             chosen is not None
@@ -139,7 +139,7 @@ def plan(
             and options.nodes == "auto"
         ):
             notes.append(
-                f"without {name}, the coordinator: {free.title}, {_seconds(free, options):.1f} s "
+                f"without {name}: {free.title}, {_seconds(free, options):.1f} s "
                 f"per {options.workload.name} request instead of {_seconds(chosen, options):.1f}"
             )
     if chosen is None:

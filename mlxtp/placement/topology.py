@@ -25,7 +25,7 @@ Overrides = Mapping[str, Mapping[str, str]]
 class MemberMachine:
     """One node that may take part.
 
-    control_address  the IP address at which the coordinator reaches it; may be empty
+    control_address  the IP address at which the Mac that plans reaches it; may be empty
     model_ok         whether it can serve the model at all; `reason` is why not
     jaccl            result of `is_available("jaccl")` there; None to judge from `machine.rdma`
     held_bytes       bytes that ranks of ours hold there now and will give back before the next group forms

@@ -1,8 +1,8 @@
 """Messages of links between agents.
 
 A *control* link joins two agents. Both send mostly the same messages: their identity, heartbeats, the
-deployments. The coordinator's agent also has the others start and end their ranks over it. A *requests* link
-carries requests from an agent with clients to the agent with rank 0; its messages are those of a pipe.
+deployments. The owner of a group also has the others start and end its ranks over it. A *requests* link
+carries requests from an agent with clients to the owner of a group; its messages are those of a pipe.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .codecs import (
     texts,
 )
 from .codecs import holding as _f
-from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
+from .messages import MAX_GROUP_ID, MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 
 # --- a Mac: chip, memory, addresses, cables --------------------------------------------------------------
 # `placement/hardware.py` fills it in, `MachineReport` carries it, `placement/planner.py` judges it.
@@ -139,7 +139,6 @@ class FabricResult:
 MAX_MEMBERS = 64
 MAX_TOLD = 32  #: Entries of the roster, or deployments, in one message: what one frame may hold in objects.
 MAX_MODEL = 1000
-MAX_GROUP = MAX_MODEL + 8  #: A group's id is a deployment's name and a number.
 MAX_HASHES = 512  #: Hashes of beginnings that one group reports.
 MAX_TRIP_US = 60_000_000
 MAX_STORED = 64
@@ -293,7 +292,7 @@ class MachineWanted(Message):
 class ModelStatus(Message):
     """Status of one wanted model at the sender: `fingerprint` of its files, or in `problem` why it has none.
 
-    Both are empty while it still checks or downloads. `model` is its name in the desired state, `revision`
+    Both are empty while it still checks or downloads. `model` is its name in a deployment, `revision`
     its commit, if known. `weight_mib` is the size of its weights in MiB, rounded up; 0 while unknown.
     """
 
@@ -307,10 +306,10 @@ class ModelStatus(Message):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(Message):
-    """Coordinator to participant: start a rank process for `epoch`. Reply: Prepared or RankTrouble.
+    """Owner to participant: start a rank process for `epoch`. Reply: Prepared or RankTrouble.
 
     `fabric` is the participant's own address for MLX's sockets, empty where there are none. `model` is its
-    name in the desired state. `trial`: the group only proves itself, beside the serving one, and ends.
+    name in its deployment. `trial`: the group only proves itself, beside the serving one, and ends.
     `group` is the id of the group, whose earlier rank ends.
     """
 
@@ -320,7 +319,7 @@ class Prepare(Message):
     fabric: str = _f(text(64))
     model: str = _f(text(MAX_MODEL))
     trial: bool = _f(boolean(), default=False)
-    group: str = _f(text(MAX_GROUP), default="")
+    group: str = _f(text(MAX_GROUP_ID), default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +337,7 @@ class Prepared(Message):
 
 @dataclass(frozen=True, slots=True)
 class StartRank(Message):
-    """Coordinator to participant: pass this to the rank process. Reply: RankStarted or RankTrouble."""
+    """Owner to participant: pass this to the rank process. Reply: RankStarted or RankTrouble."""
 
     TYPE: ClassVar[int] = 0x36
     epoch: int = _f(_epoch)
@@ -356,7 +355,7 @@ class RankStarted(Message):
 
 @dataclass(frozen=True, slots=True)
 class RankPong(Message):
-    """Heartbeat of a rank, from its agent to the coordinator."""
+    """Heartbeat of a rank, from its agent to the owner of its group."""
 
     TYPE: ClassVar[int] = 0x40
     epoch: int = _f(_epoch)
@@ -378,7 +377,7 @@ class RankTrouble(Message):
 
 @dataclass(frozen=True, slots=True)
 class EndEpoch(Message):
-    """Coordinator to participant: end the rank of `epoch`, in order or at once. Reply: EpochEnded."""
+    """Owner to participant: end the rank of `epoch`, in order or at once. Reply: EpochEnded."""
 
     TYPE: ClassVar[int] = 0x42
     epoch: int = _f(_epoch)
@@ -395,7 +394,7 @@ class EpochEnded(Message):
 
 @dataclass(frozen=True, slots=True)
 class RankSide(Message):
-    """Bytes of one rank for a round of JACCL's all-gather, on their way to the coordinator."""
+    """Bytes of one rank for a round of JACCL's all-gather, on their way to the owner of the group."""
 
     TYPE: ClassVar[int] = 0x44
     epoch: int = _f(_epoch)
@@ -418,7 +417,7 @@ class Serving(Message):
     """The agent of rank 0 to all: the state of one of its groups, and the model it serves when ready.
 
     `group` is the id of the group, `deployment` the name of what it serves. In the state "stopped", without
-    participants, the group is gone. A coordinator without any group sends its reason with an empty `group`.
+    participants, the group is gone.
 
     `participants` are node ids in rank order, `key` is the value that plans are compared by. `eos`, `context`
     and `vocabulary` are the model's. `load_s` is the time to load it, in seconds. `held_mib` is the memory of
@@ -444,7 +443,7 @@ class Serving(Message):
     eos: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 64))
     load_s: int = _f(integer(0, U32), default=0)
     held_mib: tuple[int, ...] = _f(integers(0, U32, 0, MAX_RANKS), default=())
-    group: str = _f(text(MAX_GROUP), default="")
+    group: str = _f(text(MAX_GROUP_ID), default="")
     deployment: str = _f(text(MAX_MODEL), default="")
     running: int = _f(_count, default=0)
     speed: int = _f(_count, default=0)
@@ -463,7 +462,7 @@ class ReplicaLoad(Message):
     """
 
     TYPE: ClassVar[int] = 0x56
-    group: str = _f(text(MAX_GROUP))
+    group: str = _f(text(MAX_GROUP_ID))
     queued: int = _f(_count)
     requests: int = _f(_count)
     speed: int = _f(integer(0, U32))
@@ -480,7 +479,7 @@ class GroupAssignment(Message):
     """
 
     TYPE: ClassVar[int] = 0x55
-    group: str = _f(text(MAX_GROUP))
+    group: str = _f(text(MAX_GROUP_ID))
     deployment: str = _f(text(MAX_MODEL))
     term: int = _f(_count, default=0)
     number: int = _f(_count, default=0)
@@ -614,8 +613,7 @@ class ModelsHere(Message):
     models: tuple[StoredModel, ...] = _f(records(StoredModel, 0, MAX_STORED))
 
 
-#: Messages that either end of an open control link may send. The coordinator may change while the link stays
-#: open.
+#: Messages that either end of an open control link may send: each may own groups, and coordinate.
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, Deployments, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
     RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving,

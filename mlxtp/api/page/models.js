@@ -140,7 +140,7 @@ function deployment(each, manages) {
   );
 }
 
-// --- the served model ---------------------------------------------------------------------------------------
+// --- the shown group and its model ---------------------------------------------------------------------------------------
 
 function served(now) {
   const wanted = now.desired?.model;

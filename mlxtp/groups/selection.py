@@ -1,7 +1,8 @@
 """Selection of models that users name: checked, and brought here before others are unloaded for them.
 
 Each model on its way is one `SelectedModel`, from the request for it until it is deployed. Pending ones are
-kept in the memory of the agent that received the request. A later selection at any agent replaces them.
+kept in the memory of the agent that received the request. One that is to replace all others counts no longer
+once the deployments have changed otherwise.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ TRANSITIONS: Mapping[SelectionState, frozenset[SelectionState]] = {
 class SelectedModel:
     """A model on its way. `asked` is what else was requested of its deployment. `before` is the table then.
 
+    `replaces`: all other deployments end for it.
+
     `servable` is None until it is checked, and if only another member has it. `comes_as` is the name under
     which its files come; `error` is the reason of FAILED.
     """
@@ -60,6 +63,7 @@ class SelectedModel:
     name: str
     asked: Mapping[str, Any] = field(default_factory=dict)
     before: DeploymentTable = NO_DEPLOYMENTS
+    replaces: bool = False
     state: SelectionState = SelectionState.CHECKING
     servable: Servable | None = None
     comes_as: str = ""
@@ -106,13 +110,15 @@ class ModelSelection:
         With `replace` all others end. Then return True if its files have to come first; until then they go
         on. Raises UserError, and changes nothing, if it is known that the model cannot be served.
         """
-        self.cancel()
         node, table = self._node, self._node.desired.table
+        self._selected = {
+            name: each for name, each in self._selected.items() if not (replace or each.replaces)
+        }
         if node.desired.has(model, replace=replace, **asked):
             node.desired.serve(model, replace=replace, **asked)  # as long as a model is lacking: try again
             return False
         others = [row for row in table.live() if row.model != model]
-        selected = self._selected[model] = SelectedModel(model, asked, table, comes_as=model)
+        selected = self._selected[model] = SelectedModel(model, asked, table, replace, comes_as=model)
         try:
             found = await asyncio.to_thread(in_folders, model, node.settings.model_folders)
             servable = await self._inspect(found)
@@ -133,19 +139,19 @@ class ModelSelection:
             return True
         if servable is not None and servable.manifest is not None:
             self._transfers.learned(found, servable.manifest)
-        self._want(selected, replace=replace)
+        self._want(selected)
         return False
 
     def cancel(self) -> None:
-        """Cancel the pending selections because of a later one. Their downloads go on, but are not served."""
+        """Cancel the pending selections, since models are unloaded. Their downloads go on."""
         self._selected.clear()
 
     def _enter(self, selected: SelectedModel, state: SelectionState, **changes: Any) -> SelectedModel:
         self._selected[selected.name] = after = selected.next(state, **changes)
         return after
 
-    def _want(self, selected: SelectedModel, *, replace: bool) -> None:
-        self._node.desired.serve(selected.name, replace=replace, **selected.asked)
+    def _want(self, selected: SelectedModel) -> None:
+        self._node.desired.serve(selected.name, replace=selected.replaces, **selected.asked)
         self._drop(self._enter(selected, SelectionState.WANTED))  # from now on the table has it
 
     def _drop(self, selected: SelectedModel) -> None:
@@ -153,8 +159,8 @@ class ModelSelection:
             del self._selected[selected.name]
 
     def _is_outdated(self, selected: SelectedModel) -> bool:
-        """Return True if there was a later selection, here or at another agent."""
-        changed = self._node.desired.table != selected.before
+        """Return True if a later selection counts instead, or a change of what it was to replace."""
+        changed = selected.replaces and self._node.desired.table != selected.before
         return changed or self._selected.get(selected.name) is not selected
 
     async def _inspect(self, model: str) -> Servable | None:
@@ -205,7 +211,7 @@ class ModelSelection:
             if self._is_outdated(selected):
                 return
             if error is None:
-                self._want(self._enter(selected, SelectionState.READY), replace=True)
+                self._want(self._enter(selected, SelectionState.READY))
             else:
                 log.warning("%s", error.detail)
                 selected = self._enter(selected, SelectionState.FAILED, error=error)

@@ -207,12 +207,29 @@ def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
     play(tmp_path, member, story)
 
 
+def test_two_models_that_users_serve_at_once_are_both_deployed(
+    tmp_path: Path, member: members.Member, hub: Hub
+) -> None:
+    """At this Mac, and at another one."""
+
+    async def story(node: Node) -> None:
+        admin = Admin(node.parts, member.store)
+        asking = asyncio.ensure_future(admin.models.serve(MODEL, ""))
+        await asyncio.sleep(0)
+        await admin.models.serve("tiny", "")
+        node.parts.node.desired.serve("org/other")
+        assert (await asking)["change"] == "added"
+        assert sorted(wanted(node)) == ["org/other", MODEL, "tiny"]
+
+    play(tmp_path, member, story)
+
+
 def test_what_was_said_while_the_hub_was_asked_counts(
     tmp_path: Path, member: members.Member, hub: Hub
 ) -> None:
     async def story(node: Node) -> None:
         admin = Admin(node.parts, member.store)
-        asking = asyncio.ensure_future(admin.models.serve(MODEL, ""))
+        asking = asyncio.ensure_future(admin.models.serve(MODEL, "", only="1"))
         await asyncio.sleep(0)
         await admin.models.serve("tiny", "")
         with pytest.raises(UserError, match="another request changed the models meanwhile"):

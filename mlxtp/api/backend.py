@@ -255,9 +255,8 @@ class Backend(Protocol):
         `keep_s`: seconds that the model stays loaded after the request, unless it is pinned; 0 unloads it
         once no request needs it, -1 keeps it for ever, None leaves that as it is.
 
-        Raises RequestError: 404 when a pinned model blocks it; 400 when its configuration cannot be served;
-        503 when another model is about to be loaded and requests here do not wait, or when it names none and
-        nothing is loaded.
+        Raises RequestError: 404 when its files are missing, or another model is pinned under its name; 400
+        when it cannot be served; 503 when it is not served soon, or when it names none and nothing is loaded.
 
         An unknown model gets its lease at once; the request then fails because its model is not loaded. The
         caller closes the lease after the request.

@@ -52,7 +52,7 @@ class DeploymentTable:
     floor: int = 0
 
     def live(self) -> tuple[Deployment, ...]:
-        """Return up to 64 deployments: pinned ones first, the oldest first; then the others, latest first."""
+        """Return up to 64 deployments: pinned ones first, in that order; then the others, latest first."""
         return self._live[:MAX_LIVE]
 
     def get(self, name: str) -> Deployment | None:
@@ -109,7 +109,7 @@ class DeploymentTable:
     @cached_property
     def _live(self) -> tuple[Deployment, ...]:
         live = [row for row in self.rows if not row.removed]
-        pinned = sorted((row for row in live if row.pinned), key=lambda row: (row.version, row.writer))
+        pinned = sorted((row for row in live if row.pinned), key=lambda row: (_since(row), row.name))
         others = sorted((row for row in live if not row.pinned), key=lambda row: (-row.version, row.writer))
         return (*pinned, *others)
 
@@ -124,8 +124,11 @@ class DeploymentTable:
         return kept
 
     def _edited(self, rows: Iterable[Deployment], writer: str) -> DeploymentTable:
-        version = 1 + self.newest
-        edited = {row.name: replace(row, version=version, writer=writer) for row in rows}
+        version, edited = 1 + self.newest, {}
+        for row in rows:
+            was = self.get(row.name)
+            since = _since(was) if was is not None and was.pinned and row.pinned else 0
+            edited[row.name] = replace(row, version=version, writer=writer, since=since)
         by_name = {**self._by_name, **edited}
         removals = sorted((row.version for row in by_name.values() if row.removed), reverse=True)
         return _table(by_name, max(self.floor, *removals[MAX_REMOVED : MAX_REMOVED + 1], 0))
@@ -161,9 +164,14 @@ def _removed(name: str) -> Deployment:
     return Deployment(name, removed=True, keep_s=0)
 
 
+def _since(row: Deployment) -> int:
+    """Return the version that pinned a row; changes of a pinned one leave its place."""
+    return row.since or row.version
+
+
 def _rank(row: Deployment) -> tuple[object, ...]:
     """Return the order of rows of one name: of one version, the pinned row outranks the others."""
     return (
         row.version, row.pinned, not row.removed, row.writer, row.name, row.model, row.replicas, row.nodes,
-        row.on, row.keep_s,
+        row.on, row.keep_s, row.since,
     )  # fmt: skip

@@ -203,7 +203,8 @@ class Deployment:
     `name` is the model without its revision. `replicas` is the number of groups, 0 for as many as fit.
     `nodes` is "auto", "all" or the number of Macs of each group, `on` has the node ids of the Macs that may
     serve it, none for any. `keep_s` is the disuse in seconds after which it ends; -1 is never: a user pinned
-    it. The higher `version` of a name holds; `writer` is the node that wrote it.
+    it. The higher `version` of a name holds; `writer` is the node that wrote it. `since` is the version that
+    pinned it, 0 for this one.
     """
 
     name: str = _f(text(MAX_MODEL))
@@ -215,6 +216,7 @@ class Deployment:
     version: int = _f(_count, default=0)
     writer: str = _f(_id, default="")
     removed: bool = _f(boolean(), default=False)
+    since: int = _f(_count, default=0)
 
     @property
     def pinned(self) -> bool:

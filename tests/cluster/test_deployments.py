@@ -42,6 +42,22 @@ def joined(*tables: DeploymentTable) -> DeploymentTable:
     return whole
 
 
+def test_a_pinned_deployment_that_is_changed_keeps_its_place_and_so_stays_the_default() -> None:
+    table = (
+        deployed("k", "l", "m").setting(Deployment("k", "k", 2), "b").setting(Deployment("k", "k", 3), "a")
+    )
+    assert names(table) == ["k", "l", "m"]
+    assert names(received(table.rows, table.floor)) == ["k", "l", "m"]
+    assert names(table.removing("a", "k").setting(Deployment("k", "k"), "a")) == ["l", "m", "k"]
+
+
+def test_one_that_is_pinned_later_comes_after_those_that_were() -> None:
+    table = deployed("k", keep_s=KEEP_S).merged(
+        deployed("k", keep_s=KEEP_S).setting(Deployment("l", "l"), "a")
+    )
+    assert names(table.setting(Deployment("k", "k"), "a")) == ["l", "k"]
+
+
 # --- merging ----------------------------------------------------------------------------------------------
 
 _names = st.sampled_from("klmn")
@@ -53,6 +69,7 @@ _live = st.builds(
     keep_s=st.sampled_from((PINNED, KEEP_S)),
     version=st.integers(1, 6),
     writer=st.sampled_from("ab"),
+    since=st.integers(0, 1),
 )
 _gone = st.builds(
     Deployment, _names, keep_s=st.just(0), version=st.integers(1, 6), writer=st.sampled_from("ab"),
@@ -255,7 +272,7 @@ def test_the_digest_tells_tables_apart() -> None:
 
 def test_a_long_table_travels_in_several_frames() -> None:
     macs = tuple(f"{number:032x}" for number in range(64))
-    row = Deployment("", "m" * 1000, 64, "auto", macs, 1 << 31, 1 << 40, "f" * 32)
+    row = Deployment("", "m" * 1000, 64, "auto", macs, 1 << 31, 1 << 40, "f" * 32, since=1 << 39)
     table = received([replace(row, name=f"{number:04}" + "n" * 996) for number in range(70)], 5)
     messages = table.messages()
     assert [(len(message.rows), message.more) for message in messages] == [(32, True), (32, True), (6, False)]

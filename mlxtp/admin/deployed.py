@@ -61,7 +61,7 @@ class DeploymentSnapshot:
 
     @property
     def why(self) -> str:
-        """Reason why no more groups are ready; empty if as many are as there must be."""
+        """Reason why further groups are not ready; empty if as many are as there must be."""
         found = dict.fromkeys(each.why for each in self.groups if each.state != ServingState.READY)
         return "; ".join(filter(None, found))
 

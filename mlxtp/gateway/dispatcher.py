@@ -14,10 +14,9 @@ from ..api.request_metrics import UNWATCHED, RequestMeter
 from ..errors import Code, GroupError, MlxtpError, RequestError
 from ..text.tokenizer import Text
 from ..wire.messages import Accepted, Cancel, Delta, Error, Finished, Prefilled, RequestEvent, ScoredDelta
-from .ready_groups import OpenRequest, ReadyGroup, ReadyGroups
+from .ready_groups import FallenGroups, OpenRequest, ReadyGroup, ReadyGroups
 from .request import (
     PROVEN_TOKENS,
-    SUSPECT,
     ClientRequest,
     ForwardedRequest,
     RequestBackend,
@@ -78,9 +77,7 @@ class RequestDispatcher:
         #: The requests that wait until the suspect before them has proven harmless.
         self._suspects: deque[OpenRequest] = deque()
         self._suspect: OpenRequest | None = None
-        #: Groups that ended under requests and are not ready again, and the timers after which they are
-        #: no longer waited for.
-        self._down: dict[str, asyncio.TimerHandle] = {}
+        self._fallen = FallenGroups(self._next_suspect)
 
     # --- one request ---------------------------------------------------------------------------------
 
@@ -93,11 +90,9 @@ class RequestDispatcher:
         if isinstance(request, ClientRequest) and request.got >= request.generate.max_tokens:
             request.put(StreamEnd("length", request.got))  # only the end is missing
             return
-        if (
-            self.groups
-            and self._is_suspect(request)
-            and (self._spares or self._suspect not in (None, request))
-        ):
+        alone = request.strikes >= self._fallen.least_strikes(self.groups)
+        waits = self._fallen.spare(self.groups) or self._suspect not in (None, request)
+        if self.groups and alone and waits:
             self._suspects.append(request)
             if isinstance(request, ClientRequest):
                 request.wait_no_more()  # there is a group, which will run it later
@@ -113,7 +108,7 @@ class RequestDispatcher:
                 tried.add(name)
                 continue
             self.groups.sent(request, name)
-            if self._is_suspect(request):
+            if alone:
                 self._suspect = request
             return
         if isinstance(request, ForwardedRequest):
@@ -194,7 +189,7 @@ class RequestDispatcher:
             self.groups.clear()
         self.served, self.text, self.handover, self.load_s = model, text, None, load_s
         self.groups[name] = group
-        self._rose(name)
+        self._fallen.rose(name)
         self.resume()
 
     def detach(self, name: str) -> None:
@@ -210,7 +205,7 @@ class RequestDispatcher:
         ready = name in self.groups or self.handover is not None
         self.detach(name)
         if may_blame(error.code):
-            self._fell(name)
+            self._fallen.fell(name, _wait_s(self))
         if error.code is Code.REPLANNED and ready and not self.groups:
             self.handover = error
         own = [request for request in self._open.values() if request.group == name]
@@ -242,7 +237,7 @@ class RequestDispatcher:
         request.uid, request.group = 0, ""
         self._paused[request] = None
         if request.pending is None:
-            loop, wait_s = asyncio.get_running_loop(), self._wait_s
+            loop, wait_s = asyncio.get_running_loop(), _wait_s(self)
             request.pending = loop.call_later(wait_s, self._give_up, request, error, wait_s)
 
     def resume(self) -> None:
@@ -275,8 +270,7 @@ class RequestDispatcher:
         self._paused.clear()
         self._suspects.clear()
         self._suspect = None
-        for name in list(self._down):
-            self._rose(name)
+        self._fallen.clear()
         for request in requests:
             request.put(error)
 
@@ -298,42 +292,13 @@ class RequestDispatcher:
             return
         if error.code is Code.RANK_LOST:
             request.strikes = struck(request.record)
-            self._fell(request.group)
+            self._fallen.fell(request.group, _wait_s(self))
         if at_once:
             self.admit(request, error, without=(request.group,))
         else:
             self.park(request, error)
         if request in self._paused:
             asyncio.get_running_loop().call_later(ASK_AGAIN_S, self.resume)
-
-    # --- suspects: no request may take down the last group ---------------------------------------------
-
-    def _is_suspect(self, request: OpenRequest) -> bool:
-        """Return True if a request has to run alone. Of several groups it might take down one by one."""
-        several = len(self.groups.keys() | self._down.keys()) > 1
-        return request.strikes >= (1 if several else SUSPECT)
-
-    @property
-    def _spares(self) -> bool:
-        """True while at most one group is left of several: suspects wait for another one."""
-        return bool(self._down) and len(self.groups.keys() - self._down.keys()) <= 1
-
-    def _fell(self, name: str) -> None:
-        """Note that a group ended under requests. It is waited for as long as requests wait for a group."""
-        self._rose(name)
-        self._down[name] = asyncio.get_running_loop().call_later(self._wait_s, self._not_awaited, name)
-
-    def _rose(self, name: str) -> None:
-        if (timer := self._down.pop(name, None)) is not None:
-            timer.cancel()
-
-    def _not_awaited(self, name: str) -> None:
-        del self._down[name]
-        self._next_suspect()
-
-    @property
-    def _wait_s(self) -> float:
-        return max(self.recovery_s, LOADS * self.load_s)
 
     def _next_suspect(self) -> None:
         """Let the next suspect go, once the one before it has ended or proven harmless."""
@@ -342,7 +307,7 @@ class RequestDispatcher:
             if self._open.get(suspect.uid) is suspect and suspect.record.progress < PROVEN_TOKENS:
                 return
             self._suspect = None
-        while self._suspects and self._suspect is None and not self._spares:
+        while self._suspects and self._suspect is None and not self._fallen.spare(self.groups):
             waiting = self._suspects.popleft()
             try:
                 self.admit(waiting)
@@ -381,6 +346,11 @@ class RequestDispatcher:
         generating = sum(count > 0 for count in progress)
         counts = (generating, len(progress) - generating, len(self._paused), len(self._suspects))
         return dict(zip(PHASES, counts, strict=True))
+
+
+def _wait_s(of: RequestDispatcher) -> float:
+    """Return the seconds for which a request waits for a group."""
+    return max(of.recovery_s, LOADS * of.load_s)
 
 
 def _goes_back(request: OpenRequest, group: str) -> bool:

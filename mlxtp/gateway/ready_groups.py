@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 
 from ..wire.messages import Prefilled
 from .prefixes import PrefixSummary
-from .request import ClientRequest, ForwardedRequest, RequestBackend
+from .request import SUSPECT, ClientRequest, ForwardedRequest, RequestBackend
 from .routing import GroupLoad, PrefillMeter, RouteOption, choose
 
 OpenRequest = ClientRequest | ForwardedRequest
@@ -115,3 +116,41 @@ class ReadyGroups(dict[str, ReadyGroup]):
         self.used(request)
         if group := self.get(request.group):
             group.prefixes.note(request.hashes())
+
+
+class FallenGroups:
+    """Groups that ended under requests and are not ready again. No request may take down the last group.
+
+    Each is waited for as long as requests wait for a group; then `given_up` is called.
+    """
+
+    def __init__(self, given_up: Callable[[], None]) -> None:
+        self._given_up = given_up
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def fell(self, name: str, wait_s: float) -> None:
+        """Note that a group ended under requests."""
+        self.rose(name)
+        self._timers[name] = asyncio.get_running_loop().call_later(wait_s, self._over, name)
+
+    def rose(self, name: str) -> None:
+        """Note that a group is ready again, or has no requests to wait for it."""
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+
+    def clear(self) -> None:
+        """Wait for no group."""
+        for name in list(self._timers):
+            self.rose(name)
+
+    def least_strikes(self, ready: Collection[str]) -> int:
+        """Return the strikes of a request that has to run alone: it might take one group after the other."""
+        return 1 if len({*ready, *self._timers}) > 1 else SUSPECT
+
+    def spare(self, ready: Collection[str]) -> bool:
+        """Return True while at most one of several groups is left: suspects wait for another one."""
+        return bool(self._timers) and len(set(ready) - self._timers.keys()) <= 1
+
+    def _over(self, name: str) -> None:
+        del self._timers[name]
+        self._given_up()

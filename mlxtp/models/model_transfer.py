@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,10 @@ class ModelTransfer:
         """Return True if this node (`me`) is the seeder and another member needs the model."""
         return self.lender == me and self.reports.needed
 
-    def begins_again(self, wanted: str) -> bool:
-        """Return True if it failed, but starts again when a member has it. `wanted`: a deployed model."""
+    def begins_again(self, wanted: Collection[str]) -> bool:
+        """Return True if it failed, but starts again when a member has it. `wanted`: the deployed models."""
         failed = not self.runs and self.own is not None and bool(self.own.wants and self.own.problem)
-        return failed and (self.everywhere or self.model == wanted)
+        return failed and (self.everywhere or self.model in wanted)
 
     def rows(self, me: str, name_of: Callable[[str], str]) -> list[dict[str, Any]]:
         """Return the progress of each member that is to have the model, this node (`me`) first, for commands:

@@ -544,7 +544,7 @@ class TransferCoordinator:
         self._election.receive(job, node_id, report)
         came = holding(report).complete and not (before is not None and holding(before).complete)
         wanted = [row.model for row in self._node.desired.table.live()]
-        if came and any(map(job.begins_again, wanted)):
+        if came and job.begins_again(wanted):
             self._begin(job.model, *job.refs, everywhere=job.everywhere)
 
     def _look_again(self) -> None:

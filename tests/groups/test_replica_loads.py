@@ -45,7 +45,7 @@ async def answered(agent: Agent, prompt: tuple[int, ...]) -> tuple[str, int]:
     raise AssertionError("no end")
 
 
-@pytest.mark.slow
+@pytest.mark.group
 def test_a_second_turn_goes_to_the_replica_that_has_its_beginning(tmp_path: Path) -> None:
     async def story() -> None:
         async with two_agents(tmp_path, nodes="1") as agents:

@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.cluster.deployments import NOTHING, DesiredState
+from mlxtp.cluster.deployments import NO_DEPLOYMENTS, PINNED, YIELDS, DeploymentTable, name_of
 from mlxtp.cluster.introduction import MAX_STATUSES, PeerInfo
 from mlxtp.errors import Code, ModelError
 from mlxtp.models import local_model
 from mlxtp.models.inspect import ModelSource, in_folders
 from mlxtp.models.local_model import LocalModel, LocalModels
 from mlxtp.text.tokenizer import Text
-from mlxtp.wire.cluster_messages import ModelStatus
+from mlxtp.wire.cluster_messages import Deployment, ModelStatus
 
 from ..groups.scenes import run, sees, within
 
@@ -35,7 +35,7 @@ class Stage:
         self.greeters: list[Callable[[Any], None]] = []
         self.opened: list[tuple[str, str]] = []
         nothing = lambda *_, **__: None  # noqa: E731
-        self.desired = SimpleNamespace(on_change=nothing, retry_if=nothing, now=NOTHING)
+        self.desired = SimpleNamespace(on_change=nothing, retry_if=nothing, table=NO_DEPLOYMENTS)
         self.peers = PeerInfo()
         self.models = self.local_models("draft")
         patch.setattr(local_model, "find_model", self._find)
@@ -58,7 +58,8 @@ class Stage:
 
     @property
     def model(self) -> LocalModel:
-        return self.models.desired
+        rows = self.desired.table.live()
+        return self.models.of(rows[0].model if rows else "")
 
     async def _find(self, name: str) -> Path:
         self.finding += 1
@@ -81,11 +82,11 @@ class Stage:
         return ModelSource(name, self.home / name, cast(Text, None))
 
     def want(self, name: str, version: int, *, pinned: bool = True) -> None:
-        before, self.desired.now = (
-            self.desired.now,
-            DesiredState(version, "", name, "auto", version if pinned else 0),
-        )
-        self.models.resolve(before, self.desired.now)
+        """Have this model wanted alone, by a row of this version; an empty name: none."""
+        keep_s = PINNED if pinned else YIELDS
+        rows = (Deployment(name_of(name), name, keep_s=keep_s, version=version),) if name else ()
+        before, self.desired.table = self.desired.table, DeploymentTable(rows)
+        self.models.resolve(before, self.desired.table)
 
     async def has(self, name: str) -> None:
         await sees(lambda: self.model.source is not None and self.model.source.id == name)
@@ -213,9 +214,7 @@ def test_reports_of_a_model_that_is_no_longer_wanted_go_and_all_are_bounded(tmp_
         assert stage.peers.models == {"a": {"two": ModelStatus("two", print_of("two"), "")}}, (
             "a report may come before the wish"
         )
-        assert not stage.models.reported_by("a"), "neither is the desired one"
-        stage.want("two", 1)
-        assert stage.models.reported_by("a")
+        assert stage.peers.reported("two").keys() == {"a"}
         for number in range(MAX_STATUSES):
             stage.models._received(link, ModelStatus(f"other-{number}", "", ""))
         assert len(stage.peers.models["a"]) == MAX_STATUSES

@@ -41,7 +41,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def leads(node: Node) -> TransferCoordinator:
-    node.parts.node.leadership.hand_over(node.parts.node.node_id, CLOCK.now)
+    leadership = node.parts.node.leadership
+    leadership._follow(leadership._next_claim(node.parts.node.node_id), CLOCK.now)
     node.tick()
     return node.parts.transfers
 

@@ -102,7 +102,7 @@ class Gateway:
         self.deployments.homes[group] = deployment
         dispatcher = self.deployments.named(deployment)
         ready = dispatcher.groups.get(group)
-        if ready is None or ready.backend is not backend:
+        if ready is None or ready.backend is not backend or ready.here != here:
             ready = ReadyGroup(backend, here=here, room=room)
             if not here and (told := self.deployments.loads.get(group)) is not None:
                 ready.take(told)

@@ -286,7 +286,7 @@ class RequestDispatcher:
             return
         refused = isinstance(error, RequestError) or error.code is Code.SHUTTING_DOWN
         request.refusals += refused
-        at_once = not refused or request.refusals < len(self.groups)
+        at_once = not refused or request.refusals < len(self.groups.keys() | {request.group})
         if not _another_group_may(request, error, refused=refused, others=at_once):
             request.put(error)
             return

@@ -178,6 +178,20 @@ def test_what_one_owner_refuses_goes_to_another_before_its_client_hears_of_it() 
     play(story, here=False)
 
 
+def test_what_a_group_about_to_stop_refuses_goes_to_the_only_other_one() -> None:
+    """The group has left before its refusal comes; the other one has refused nothing."""
+
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 90))
+        first = stage.where(1)
+        stage.gateway.detach(first)
+        stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "this Mac is about to stop; try again", 1))
+        assert [len(stage.asked(group)) for group in stage.ranks] == [1, 1]
+        await answer.aclose()
+
+    play(story, here=False)
+
+
 def test_what_an_owner_gives_back_goes_to_another_group_at_once() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 90))

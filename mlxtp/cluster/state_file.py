@@ -98,6 +98,7 @@ def from_text(text: str) -> SavedState:
         table["desired"] = _said(table.get("desired"))
     if table["format"] < 4:
         table |= _deployed(table.pop("desired", None))
+    table["deployments"] = _placed(table.get("deployments"))
     expected = {"format", "peers", *_FIELDS}
     if table.keys() != expected:
         raise ValueError(f"it should have exactly the fields {', '.join(sorted(expected))}")
@@ -143,6 +144,13 @@ def _deployed(desired: Any) -> dict[str, Any]:
         writer=before.writer,
     )  # fmt: skip
     return {"deployments": _FIELDS["deployments"].to_wire((row,)), "floor": max(before.said - 1, 0)}
+
+
+def _placed(rows: Any) -> Any:
+    """Give rows that were written without `since` the one of today."""
+    if type(rows) is not list or any(type(row) is not dict for row in rows):
+        return rows  # not rows of any format
+    return [{"since": 0} | row for row in rows]
 
 
 def _unsigned(roster: Any) -> Any:

@@ -53,6 +53,13 @@ def earlier(format: int = 3, **desired: object) -> str:
     return json.dumps({name: table[name] for name in table.keys() - {"deployments", "floor"}})
 
 
+def test_rows_without_the_version_that_pinned_them_are_read() -> None:
+    table = json.loads(to_text(KEPT))
+    for row in table["deployments"]:
+        del row["since"]
+    assert from_text(json.dumps(table)) == KEPT
+
+
 def test_a_file_that_an_agent_with_one_model_wrote_is_read() -> None:
     kept = from_text((Path(__file__).parent / "recordings" / "state-format-3.json").read_text())
     node = "76be6f9a32e1a27831a4854f5519db4c"

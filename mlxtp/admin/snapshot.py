@@ -389,11 +389,7 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
     """
     agent, cluster = now.agent, now.cluster
     health = agent.health
-    of = (
-        "here"
-        if agent.state in SERVES and agent.pongs is None
-        else "group"
-    )
+    of = "here" if agent.state in SERVES and agent.pongs is None else "group"
     return {
         "versions": list(versions_here()),
         "self": now.node_id,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..cluster.assign import Assignment, AssignView, GroupReport, WantedDeployment, assign
+from ..cluster.assign import Assignment, AssignView, GivenUp, GroupReport, WantedDeployment, assign
 from ..cluster.cluster_state import LeaderClaim
 from ..cluster.deployments import left_s
 from ..cluster.links import ControlLink
@@ -21,7 +21,7 @@ from ..models.local_model import LocalModels
 from ..wire.cluster_messages import Deployment, GroupAssignment, ModelStatus, Serving
 from .controller import TELL_S
 from .groups import Groups, unused_s
-from .health import COMING, SERVES
+from .health import COMING, SERVES, ServingState
 from .machines import Machines, model_lack
 from .owned_epoch import MIB
 
@@ -120,7 +120,12 @@ class Coordinator:
         leaving = tuple(sorted(view.draining))
         enough = {name: Assignment(name, name.rpartition("#")[0], 0, "", ()) for name in self._groups.by_id}
         for each in (enough | {each.group: each for each in decision.assignments}).values():
-            self._assign(each, leaving)
+            self._assign(self._standing(each) if each.group in view.given_up else each, leaving)
+
+    def _standing(self, decided: Assignment) -> Assignment:
+        """Leave a group that is given up with its owner, which takes no room and may try again."""
+        before = self._groups.known(decided.group).scope.assignment
+        return decided if decided.owner else replace(decided, owner=before.owner, nodes=before.nodes)
 
     def _assign(self, decided: Assignment, leaving: tuple[str, ...]) -> None:
         """Broadcast an assignment, if it is another one than before."""
@@ -176,8 +181,15 @@ class Coordinator:
             running=tuple(_running(serving) for _, serving in self._kept(reports)),
             draining=leadership.draining,
             flapping=frozenset(node_id for node_id, until in leadership.flapping.items() if now < until),
+            given_up=self._given_up(),
             owners=self._owners(),
         )
+
+    def _given_up(self) -> dict[str, GivenUp]:
+        """Return the groups that their owners have given up, until something changes for them."""
+        boots = frozenset(status.boot_id for status in self._node.membership.statuses().values())
+        reports = [each for each in self._groups.reports() if each.state == ServingState.FAILED]
+        return {each.group: GivenUp(each.reason, each.desired, boots) for each in reports}
 
     def _owners(self) -> dict[str, str]:
         return {name: group.scope.assignment.owner for name, group in self._groups.by_id.items()}
@@ -228,6 +240,8 @@ class Coordinator:
             shape = model.shape if model.fingerprint else None
         except MlxtpError as error:
             lacks[node.node_id] = error.detail
+        if shape is None:  # the owner, which has the files, plans over all Macs that it may use
+            options = replace(options, nodes="auto")
         return WantedDeployment(row, options, shape, files.weight_bytes, lacks, turn)
 
     def _files(self, model: str) -> _Files:

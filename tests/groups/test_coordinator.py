@@ -94,6 +94,28 @@ def test_macs_that_are_about_to_stop_are_named_in_an_assignment(
     play(tmp_path, member, story)
 
 
+def test_a_group_that_is_given_up_keeps_its_owner_and_takes_no_room(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    """It may try again; meanwhile its Mac counts as free."""
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights)
+        deploy(node, "broken", a, nodes="1")
+        assert assigned(a, "broken#0")[-1].owner == A
+        version = node.parts.node.desired.table.get("broken").version  # type: ignore[union-attr]
+        failed = served(0, group="broken#0")
+        given_up = replace(failed, state="failed", reason="no weights", desired=version)
+        node.hear(a, given_up)
+        node.live(a)
+        deploy(node, "third", a, nodes="1")
+        assert assigned(a, "third#0")[-1].nodes == (A,), "not beside the one that serves here"
+        assert assigned(a, "broken#0")[-1].owner == A
+
+    play(tmp_path, member, story)
+
+
 # --- who is obeyed ----------------------------------------------------------------------------------------
 
 

@@ -345,9 +345,7 @@ def test_a_coordinator_that_fits_nowhere_hands_over() -> None:
     made = plan(members, shape(), A, FAST)
     assert set(made.ranks) == {B, C}
     assert made.leader in (B, C)
-    assert made.notes[0].startswith(
-        "a can be in no group: alone: rank 0 (a) has 4.3 GB for"
-    )
+    assert made.notes[0].startswith("a can be in no group: alone: rank 0 (a) has 4.3 GB for")
 
 
 def test_a_slow_coordinator_stays() -> None:

@@ -374,6 +374,7 @@ class Cluster:
         )
         supervisor.status.recoveries.rested()
         await ranks.do(Unload())
+        supervisor.info = None
         supervisor.status.show(ServingState.IDLE)
 
 

@@ -266,14 +266,14 @@ def _give_up(view: GroupView, mine: RunningEpoch) -> Action:
 def _renew(view: GroupView, mine: RunningEpoch, wanted: Wanted) -> Action:
     """Replace an epoch that serves another model, or on more or fewer Macs, than is wanted now.
 
-    The next group is ready before this one ends, if memory allows.
+    The next group is ready before this one ends, if memory allows. Another model cannot go on with requests.
     """
-    plan = view.plan
+    plan, stop = view.plan, StopEpoch(f"{wanted.model} is wanted now")
     if plan is None:
         return Wait(view.refusal)
     if not plan.proven and mine.ready:
         return _unrest(view) or TryGroup(view.epoch + 1, plan)
-    return StopEpoch(f"{wanted.model} is wanted now")
+    return _when_idle(view, [mine], stop) if mine.model != wanted.model else stop
 
 
 def _improve(view: GroupView, mine: RunningEpoch) -> Action:

@@ -90,6 +90,11 @@ class RequestDispatcher:
         if isinstance(request, ClientRequest) and request.got >= request.generate.max_tokens:
             request.put(StreamEnd("length", request.got))  # only the end is missing
             return
+        if self.served is not None and request.begun_with not in (None, self.served.path):
+            if request.length > len(request.generate.tokens):  # another model cannot go on with its answer
+                request.put(_replaced(self.served))
+                return
+            request.begun_with = None
         alone = request.strikes >= self._fallen.least_strikes(self.groups)
         waits = self._fallen.spare(self.groups) or self._suspect not in (None, request)
         if self.groups and alone and waits:
@@ -121,6 +126,8 @@ class RequestDispatcher:
         message = request.again(uid)
         backend.send(replace(message, group=group) if group else message)
         request.uid, request.backend = uid, backend
+        if self.served is not None:
+            request.begun_with = request.begun_with or self.served.path
         self._open[uid] = request
 
     def abandon(self, request: OpenRequest) -> None:
@@ -181,21 +188,25 @@ class RequestDispatcher:
     # --- from one group to another -------------------------------------------------------------------
 
     def attach(self, name: str, group: ReadyGroup, model: ModelInfo, text: Text, load_s: float) -> None:
-        """Send requests to a group from now on, those first that are paused."""
+        """Send requests to a group from now on, those first that are paused.
+
+        If it serves another model than the groups before it, these get no new requests. What they work on
+        they complete; what waits for them ends.
+        """
         if self.served is not None and (self.served.id, self.served.path) != (model.id, model.path):
-            self.end_all(
-                GroupError(f"the cluster now serves {model.id}; send the request again", Code.SHUTTING_DOWN)
-            )
             self.groups.clear()
         self.served, self.text, self.handover, self.load_s = model, text, None, load_s
         self.groups[name] = group
         self._fallen.rose(name)
         self.resume()
 
-    def detach(self, name: str) -> None:
-        """Send no new requests to a group; open ones stay with it."""
-        self.groups.pop(name, None)
-        self.handover = None
+    def detach(self, name: str, until: MlxtpError | None = None) -> None:
+        """Send no new requests to a group; open ones stay with it.
+
+        With the reason `until` of the gap before the next one, new requests wait if no other group is ready.
+        """
+        ready = self.groups.pop(name, None) is not None
+        self.handover = until if ready and not self.groups else None
 
     def park_group(self, name: str, error: MlxtpError) -> None:
         """Move the open requests of a group, which ended with `error`, to another one, or have them wait.
@@ -346,6 +357,11 @@ class RequestDispatcher:
         generating = sum(count > 0 for count in progress)
         counts = (generating, len(progress) - generating, len(self._paused), len(self._suspects))
         return dict(zip(PHASES, counts, strict=True))
+
+
+def _replaced(model: ModelInfo) -> GroupError:
+    """Return the error for a request that another model began."""
+    return GroupError(f"the cluster now serves {model.id}; send the request again", Code.SHUTTING_DOWN)
 
 
 def _wait_s(of: RequestDispatcher) -> float:

@@ -114,10 +114,10 @@ class Gateway:
         """Have requests name models that `switch` loads. Call `on_serving` when a model is available."""
         self._switch, self._on_serving = switch, on_serving
 
-    def detach(self, group: str) -> None:
-        """Send no new requests to a group for now; open ones stay with it."""
+    def detach(self, group: str, until: MlxtpError | None = None) -> None:
+        """Send no new requests to a group for now; open ones stay with it. See `RequestDispatcher.detach`."""
         if (deployment := self.deployments.of_group(group)) is not None:
-            deployment.detach(group)
+            deployment.detach(group, until)
 
     def park(self, group: str, error: MlxtpError) -> None:
         """Move a group's open requests to another ready group at once, or have them wait for one.

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from ..api.backend import Progress, StreamEnd, TokenEvent, Tokens, TokenScore, TokenStream
@@ -114,6 +115,7 @@ class RoutedRequest:
         self.backend: RequestBackend | None = None
         self.elsewhere = False  #: True if that backend is on another Mac.
         self.strikes = generate.strikes
+        self.begun_with: Path | None = None  #: Folder of the model that has it, or had it; None before.
         self.left = 0  #: Tokens that the group has yet to compute before it gives one.
         self._chain: PrefixChain | None = None
 

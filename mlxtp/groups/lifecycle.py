@@ -271,6 +271,8 @@ class Supervisor:
     def end_epoch(self, error: MlxtpError) -> None:
         """End the present epoch, if there is one, because of `error`."""
         if self._current is not None:
+            if error.code is Code.REPLANNED:  # what comes meanwhile is for the next epoch
+                self.gateway.detach(self.group, error)
             self._current.give_up(error)
 
     def lost(self, node_id: str, detail: str) -> None:

@@ -409,7 +409,7 @@ def test_a_request_that_changes_its_group_is_counted_once(stage: Stage) -> None:
     model, text = gateway.models()[0], gateway.text()
     assert text is not None
     stage.do(lambda: stage.desk.emit(Delta((1,), (0,), (token,))))
-    stage.do(lambda: gateway.park(GROUP, GroupError("rank 1 is gone")))
+    stage.do(lambda: gateway.park(GROUP, GroupError("its link is gone", Code.LINK_LOST)))
     found = stage.scrape()
     assert (found("vllm:num_requests_running"), found("vllm:num_requests_waiting")) == (0, 1)
     stage.do(lambda: gateway.serve("second#1", DEPLOYMENT, stage.desk, model, text))

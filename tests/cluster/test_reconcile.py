@@ -168,9 +168,13 @@ def test_the_next_revision_is_ready_before_the_present_one_ends() -> None:
     newer, unproven = Wanted("llama@2"), replace(plan("a", "b"), proven=False)
     busy = epoch("a", "b", open_requests=2)
     assert decided(running=busy, wanted=newer, plan=unproven) == TryGroup(9, unproven)
-    assert decided(running=busy, wanted=newer, plan=plan("a", "b")) == StopEpoch("llama@2 is wanted now")
+    ready: dict[str, Any] = {"wanted": newer, "plan": plan("a", "b")}
+    waiting, over = Wait("open requests: 2", NOW + 10, for_requests=True), StopEpoch("llama@2 is wanted now")
+    assert decided(running=busy, **ready) == waiting, "another model cannot go on with them"
+    assert decided(running=busy, waiting_since=NOW - 10, **ready) == over
+    assert decided(running=epoch("a", "b"), **ready) == over
     assert decided(running=busy, wanted=newer, plan=None, refusal="it comes") == Wait("it comes")
-    loading = replace(busy, ready=False)
+    loading = epoch("a", "b", ready=False)
     assert decided(running=loading, wanted=newer, plan=unproven) == StopEpoch("llama@2 is wanted now")
 
 

@@ -73,9 +73,14 @@ def test_a_second_turn_goes_to_the_replica_that_has_its_beginning(tmp_path: Path
                 names = [agent.parts.gateway.deployments.by_name["tiny"].groups for agent in agents]
                 return all(len({frozenset(each[g].prefixes.hashes) for each in names}) == 1 for g in GROUPS)
 
+            def rests() -> bool:
+                groups = [agent.parts.gateway.deployments.by_name["tiny"].groups for agent in agents]
+                return not any(each.load_of(name).queued for each in groups for name in GROUPS)
+
             await sees(known, "both agents know what each replica has cached")
             for number, prompt in prompts.items():
                 for agent in agents:
+                    await sees(rests, "no report of the request before counts any longer")
                     where, cached = await answered(agent, (*prompt, 7, 8, 9))
                     assert where == homes[number]
                     assert cached >= 2 * BLOCK - 1

@@ -99,3 +99,32 @@ def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
             assert (pids(first), first.supervisor.status.epoch) == (before, epoch)
 
     run(within(story()))
+
+
+def test_the_next_revision_is_ready_before_the_present_one_ends(tmp_path: Path) -> None:
+    """A folder of the same name stands for it. Requests get an answer of one or the other at any time."""
+    for number in (1, 2):
+        shutil.copytree(embedded_model_path(), tmp_path / str(number) / "model")
+
+    async def story() -> None:
+        settings = Settings(
+            tmp_path / "home", "127.0.0.1", 0, 1, str(tmp_path / "1" / "model"), cluster=True, name="a",
+            interface="127.0.0.1", control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS,
+            model_given=True,
+        )  # fmt: skip
+        async with running_agent(settings) as agent:
+            assert agent.parts is not None
+            gateway = agent.parts.gateway
+            await sees(lambda: len(gateway.models()) == 1)
+            before, folder = pids(group_of(agent, "model")), gateway.models()[0].path
+            long = gateway.generate(Request((5, 6, 7), 200, ignore_eos=True))
+            agent.parts.node.desired.serve(str(tmp_path / "2" / "model"))
+            while gateway.models()[0].path == folder:
+                await answers(agent, "model")  # raises when nothing is ready
+                await asyncio.sleep(0.2)  # it changes while no request is open, or after 10 s
+            tokens = [event async for event in long if isinstance(event, Tokens)]
+            assert sum(len(event.tokens) for event in tokens) == 200
+            await answers(agent, "model")
+            await sees(lambda: pids(group_of(agent, "model")) != before)
+
+    run(within(story()))

@@ -90,11 +90,9 @@ class RequestDispatcher:
         if isinstance(request, ClientRequest) and request.got >= request.generate.max_tokens:
             request.put(StreamEnd("length", request.got))  # only the end is missing
             return
-        if self.served is not None and request.begun_with not in (None, self.served.path):
-            if request.length > len(request.generate.tokens):  # another model cannot go on with its answer
-                request.put(_replaced(self.served))
-                return
-            request.begun_with = None
+        if self.served is not None and not _goes_on_with(self.served, request):
+            request.put(_replaced(self.served))
+            return
         alone = request.strikes >= self._fallen.least_strikes(self.groups)
         waits = self._fallen.spare(self.groups) or self._suspect not in (None, request)
         if self.groups and alone and waits:
@@ -126,8 +124,7 @@ class RequestDispatcher:
         message = request.again(uid)
         backend.send(replace(message, group=group) if group else message)
         request.uid, request.backend = uid, backend
-        if self.served is not None:
-            request.begun_with = request.begun_with or self.served.path
+        request.begun_with = self.served
         self._open[uid] = request
 
     def abandon(self, request: OpenRequest) -> None:
@@ -357,6 +354,15 @@ class RequestDispatcher:
         generating = sum(count > 0 for count in progress)
         counts = (generating, len(progress) - generating, len(self._paused), len(self._suspects))
         return dict(zip(PHASES, counts, strict=True))
+
+
+def _goes_on_with(model: ModelInfo, request: OpenRequest) -> bool:
+    """Return whether a model can go on with a request: only one of the same vocabulary can begin it again."""
+    before = request.begun_with
+    if before is None or before.path == model.path:
+        return True
+    begun = request.length > len(request.generate.tokens)
+    return not begun and (before.id, before.vocabulary) == (model.id, model.vocabulary)
 
 
 def _replaced(model: ModelInfo) -> GroupError:

@@ -6,10 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
-from ..api.backend import Progress, StreamEnd, TokenEvent, Tokens, TokenScore, TokenStream
+from ..api.backend import ModelInfo, Progress, StreamEnd, TokenEvent, Tokens, TokenScore, TokenStream
 from ..api.request_metrics import UNWATCHED, SequenceMeter
 from ..errors import Code, GroupError, MlxtpError
 from ..wire.codecs import Message
@@ -115,7 +114,7 @@ class RoutedRequest:
         self.backend: RequestBackend | None = None
         self.elsewhere = False  #: True if that backend is on another Mac.
         self.strikes = generate.strikes
-        self.begun_with: Path | None = None  #: Folder of the model that has it, or had it; None before.
+        self.begun_with: ModelInfo | None = None  #: The model that has it, or had it; None before.
         self.left = 0  #: Tokens that the group has yet to compute before it gives one.
         self._chain: PrefixChain | None = None
 

@@ -103,7 +103,7 @@ def body(text: str, **fields: object) -> dict[str, object]:
 def honest(agent: Agent, **fields: object) -> httpx.Response:
     """The reply to a client at another address."""
     transport = httpx.HTTPTransport(local_address=HONEST)
-    with httpx.Client(transport=transport, timeout=WAIT_S) as client:
+    with httpx.Client(transport=transport, timeout=4 * WAIT_S) as client:
         url = f"{url_of(agent)}/v1/chat/completions"
         return client.post(url, json=body(PROMPT, temperature=0, **fields))
 

@@ -133,6 +133,7 @@ def kill_ranks(agent: Agent) -> None:
 # --- replicas ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.chaos
 def test_each_replica_is_killed_in_turn_under_streams(desk: Desk) -> None:
     """None of the answers is lost or differs: each goes on at another replica."""
     desk.only("tiny", replicas="3")

@@ -89,7 +89,7 @@ def test_a_watcher_keeps_the_period_that_it_began_with(
 STUCK = """
 import asyncio, logging, sys, threading
 from mlxtp.service import watchdog
-watchdog.TURN_S = watchdog.REPORT_S = 0.01
+watchdog.TURN_S = watchdog.REPORT_S = 0.03
 logging.basicConfig()
 async def main():
     with watchdog.watched_loop():
@@ -108,7 +108,7 @@ def run(hold: str = "") -> subprocess.CompletedProcess[str]:
 def test_it_says_where_it_stood() -> None:
     done = run()
     assert done.returncode == WEDGED_STATUS
-    assert "the event loop stood still for 0.3 s, so this agent ends" in done.stderr
+    assert "the event loop stood still for 0.9 s, so this agent ends" in done.stderr
     assert "in here_it_stands" in done.stderr
 
 
@@ -123,7 +123,7 @@ def test_a_process_that_was_stopped_goes_on() -> None:
         "here_it_stands()\nasyncio", "await asyncio.to_thread(sys.stdin.readline)\nasyncio"
     )
     program = program.format(hold="").replace(
-        "TURN_S = watchdog.REPORT_S = 0.01", "TURNS, watchdog.TURN_S = 10, 0.05"
+        "TURN_S = watchdog.REPORT_S = 0.03", "TURNS, watchdog.TURN_S = 10, 0.05"
     )
     program = program.replace("    with watch", "    print('up', flush=True)\n    with watch")
     with subprocess.Popen(

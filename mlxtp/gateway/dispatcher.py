@@ -203,7 +203,10 @@ class RequestDispatcher:
         With the reason `until` of the gap before the next one, new requests wait if no other group is ready.
         """
         ready = self.groups.pop(name, None) is not None
-        self.handover = until if ready and not self.groups else None
+        if until is None or self.groups:
+            self.handover = None
+        elif ready:  # a repeated call changes nothing
+            self.handover = until
 
     def park_group(self, name: str, error: MlxtpError) -> None:
         """Move the open requests of a group, which ended with `error`, to another one, or have them wait.

@@ -250,6 +250,19 @@ def test_another_model_ends_what_was_asked_of_the_last_one() -> None:
     play(story)
 
 
+def test_requests_wait_for_the_next_group_however_often_it_is_announced() -> None:
+    async def story(stage: Stage) -> None:
+        for _ in range(2):  # the owner decides in each round until the ranks have ended
+            stage.gateway.detach(GROUP, REPLANNED)
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.park(GROUP, REPLANNED)
+        [again] = asked(next_group(stage))
+        stage.finish(again.uid)
+        assert await everything(answer) == [StreamEnd("stop", 1)]
+
+    play(story)
+
+
 def test_a_desk_that_breaks_at_once_leaves_requests_waiting() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))

@@ -105,7 +105,7 @@ class Gateway:
         if ready is None or ready.backend is not backend or ready.here != here:
             ready = ReadyGroup(backend, here=here, room=room)
             if not here and (told := self.deployments.loads.get(group)) is not None:
-                ready.take(told)
+                ready.take(told, GroupLoad())
         ready.prefixes.bound(room)
         dispatcher.attach(group, ready, info, text, load_s)
         self._on_serving()
@@ -131,8 +131,8 @@ class Gateway:
         """Take in the owner's report of a group's work, which may have come before the group is served."""
         self.deployments.loads[group] = load
         deployment = self.deployments.of_group(group)
-        if deployment is not None and (ready := deployment.groups.get(group)) is not None:
-            ready.take(load)
+        if deployment is not None and group in deployment.groups:
+            deployment.groups.take(group, load)
 
     def fail(self, deployment: str, error: MlxtpError, *, unless_ready: bool = False) -> None:
         """Refuse requests for a deployment from now on, and end the open ones with `error`.

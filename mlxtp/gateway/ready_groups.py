@@ -26,15 +26,19 @@ class ReadyGroup:
     def __init__(self, backend: RequestBackend, *, here: bool, room: int = 0) -> None:
         self.backend = backend
         self.here = here
-        self.reported = GroupLoad()  #: The owner's last report of a group elsewhere.
+        self.others = GroupLoad()  #: A group elsewhere: speed, and the work for clients of other agents.
         self.prefill = PrefillMeter()
         self.prefixes = PrefixSummary(room)
         self.tokens = 0  #: Tokens that came from it.
         self.used_at = time.monotonic() + FIRST_S  #: Time of the last request, by a monotonic clock.
 
-    def take(self, report: GroupLoad) -> None:
-        """Take in the owner's report."""
-        self.reported = report
+    def take(self, report: GroupLoad, own: GroupLoad) -> None:
+        """Take in the owner's report, less the part that is due to this gateway's `own` requests.
+
+        Of those it knows the present work, while the report is up to a beat old.
+        """
+        queued, requests = max(report.queued - own.queued, 0), max(report.requests - own.requests, 0)
+        self.others = GroupLoad(queued, requests, report.speed)
         self.prefixes.replace(report.prefixes)
 
 
@@ -47,13 +51,19 @@ class ReadyGroups(dict[str, ReadyGroup]):
 
     def load_of(self, name: str) -> GroupLoad:
         """Return the work of a group: of one here exactly, of one elsewhere the most that is known."""
-        group = self[name]
+        group, own = self[name], self._own(name)
+        queued, requests = group.others.queued + own.queued, group.others.requests + own.requests
+        speed = group.others.speed or group.prefill.speed
+        return GroupLoad(queued, requests, speed, group.prefixes.hashes)
+
+    def take(self, name: str, report: GroupLoad) -> None:
+        """Take in the owner's report of a group elsewhere."""
+        self[name].take(report, self._own(name))
+
+    def _own(self, name: str) -> GroupLoad:
+        """Return the work of a group for the requests of this gateway."""
         own = [request for request in self._requests.values() if request.group == name]
-        queued = sum(request.left for request in own)
-        told = group.reported
-        speed = told.speed or group.prefill.speed
-        requests = max(len(own), told.requests)
-        return GroupLoad(max(queued, told.queued), requests, speed, group.prefixes.hashes)
+        return GroupLoad(sum(request.left for request in own), len(own))
 
     def unused_s(self, name: str) -> float:
         """Return the seconds since a group's last request; 0 while one is open."""

@@ -55,7 +55,7 @@ from .side_channel import RoundReplies, SideChannelHub
 log = logging.getLogger(__name__)
 
 HUB_TICK_S = 0.5
-CAUSE_GRACE_S = 0.1  #: Seconds to wait, after the first sign of an end, for a rank that can report the cause.
+CAUSE_GRACE_S = 0.1  #: Seconds to wait, after the first sign of an end, for another rank to report the cause.
 
 #: Seconds that a group over JACCL idles at most between two proofs: after a minute the next sum may crash.
 JACCL_CANARY_S = 20.0
@@ -161,6 +161,7 @@ class EpochWatch:
         on_event: Callable[[RequestEvent], None],
         explain: Callable[[MlxtpError], MlxtpError],
         rounds: _SideChannelRounds,
+        grace_s: float,
     ) -> None:
         self.failed: asyncio.Future[MlxtpError] = asyncio.get_running_loop().create_future()
         self.reports: list[FailureReport] = []
@@ -169,6 +170,7 @@ class EpochWatch:
         self._epoch = epoch
         self._explain = explain
         self._rounds = rounds
+        self._grace_s = grace_s
         self._background = Background(self._bug)
         self._heart: asyncio.Task[None] | None = None
         self._closed = False
@@ -206,14 +208,14 @@ class EpochWatch:
             self.health.received_pong(rank, pong, time.monotonic())
 
     def report(self, report: FailureReport) -> None:
-        """Take in a failure of a rank. The epoch ends CAUSE_GRACE_S later; until then ranks report causes."""
+        """Take in a failure of a rank. The epoch ends `grace_s` later; until then ranks report causes."""
         theirs = sum(each.rank == report.rank for each in self.reports)
         if self._closed or self.failed.done() or theirs >= MAX_REPORTS:
             return
         self.reports.append(report)
         self._rounds.abort(report.error.detail)
         if len(self.reports) == 1:
-            asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._conclude)
+            asyncio.get_running_loop().call_later(self._grace_s, self._conclude)
 
     def side(self, rank: int, message: SideChannel) -> None:
         """Take in a rank's bytes for a round of JACCL's all-gather."""
@@ -259,7 +261,8 @@ class ProcessGroup:
         self._rounds = _SideChannelRounds(self.group.world_size, self._send_gathered)
         if self.group.backend != "jaccl":
             self._rounds.close()
-        self.watch = EpochWatch(epoch, on_event, self._explained, self._rounds)
+        grace_s = CAUSE_GRACE_S if self.group.world_size > 1 else 0.0  # one rank has no witness
+        self.watch = EpochWatch(epoch, on_event, self._explained, self._rounds, grace_s)
         self.failed = self.watch.failed
         self.processes = [
             RankProcess(rank, epoch, self._folder, self.watch, worker=worker)

@@ -451,6 +451,24 @@ def test_second_turns_over_two_groups_find_as_much_cached_as_over_one(seed: int)
 # --- several deployments ----------------------------------------------------------------------------------
 
 
+def test_what_a_report_says_of_own_requests_ends_with_them() -> None:
+    """The next report may be half a second away; until then other agents' requests still count."""
+
+    async def story(stage: Stage) -> None:
+        groups = stage.gateway.deployments.named("tiny").groups
+        first = stage.gateway.generate(Request(tuple(range(600)), 8))
+        [uid] = [each.uid for name in stage.ranks for each in stage.asked(name)]
+        home = stage.where(uid)
+        stage.gateway.load(home, GroupLoad(queued=650, requests=3, speed=1000.0))
+        assert (groups.load_of(home).queued, groups.load_of(home).requests) == (650, 3)
+        stage.say(uid, [7])
+        stage.finish(uid)
+        await everything(first)
+        assert (groups.load_of(home).queued, groups.load_of(home).requests) == (50, 2)
+
+    play(story, here=False)
+
+
 def test_each_model_has_its_own_groups_and_its_own_end() -> None:
     async def story(stage: Stage) -> None:
         stage.serve("other#0", model=OTHER)

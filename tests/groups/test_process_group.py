@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import os
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ import pytest
 from mlxtp.config import Settings
 from mlxtp.diagnostics import failure_store
 from mlxtp.errors import TERMINATED_STATUS, Code, FailureReport, GroupError, LinkError, MlxtpError, ModelError
+from mlxtp.groups import process_group
 from mlxtp.groups import ranks as rank_module
 from mlxtp.groups.health import RankHealth
 from mlxtp.groups.process_group import MAX_REPORTS, EpochGroup, ProcessGroup, canary_s
@@ -238,6 +240,27 @@ def test_what_the_other_agent_says_instead_ends_the_epoch_in_its_words(
         assert error.detail.startswith("mini-1")
 
     play(tmp_path, story)
+
+
+def test_the_end_of_an_only_rank_waits_for_no_other_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests go on at another replica; each millisecond here is one of their gap."""
+    monkeypatch.setattr(process_group, "CAUSE_GRACE_S", NEVER_S)
+
+    async def scene() -> None:
+        settings = Settings(tmp_path / "home", "", 0, 1, "tiny", limits=LIMITS)
+        worker = Orders(tmp_path / "orders").worker
+        ranks = ProcessGroup(settings, EPOCH, lambda _: None, lambda _stage: None, worker=worker)
+        try:
+            await ranks.start()
+            os.kill(ranks.processes[0].pid, signal.SIGKILL)
+            async with asyncio.timeout(WAIT_S):
+                assert (await asyncio.shield(ranks.failed)).code is Code.RANK_LOST
+        finally:
+            await ranks.kill()
+
+    run(scene())
 
 
 def test_an_agent_that_never_stops_talking_costs_no_memory(tmp_path: Path) -> None:

@@ -6,16 +6,21 @@ import asyncio
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlxtp.agent import Agent, running_agent
 from mlxtp.api.backend import Request, Tokens
+from mlxtp.cluster.deployments import KEEP_S
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.groups import memory_check
 from mlxtp.groups.group import Group
 from mlxtp.groups.health import ServingState
+from mlxtp.groups.machines import Machines
 from mlxtp.groups.owned_epoch import MIB
+from mlxtp.placement.cost_model import HEADROOM_BYTES
+from mlxtp.placement.topology import MemberMachine
 
 from ..live_cluster import LIMITS
 from .scenes import run, sees, within
@@ -97,6 +102,61 @@ def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
             await answers(agent, "")
             assert first.supervisor.status.state is ServingState.READY
             assert (pids(first), first.supervisor.status.epoch) == (before, epoch)
+
+    run(within(story()))
+
+
+def test_when_memory_shrinks_under_load_caches_give_way_and_then_what_is_not_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pinned model answers all its requests meanwhile, without a reload."""
+    for name in ("other", "third"):
+        shutil.copytree(embedded_model_path(), tmp_path / name)
+    room: list[int] = []  #: Bytes that ranks may have on this Mac; what the system reports while it is empty.
+    members = Machines.members
+
+    def shrunk(machines: Machines, *args: Any, **more: Any) -> list[MemberMachine]:
+        return [
+            replace(each, machine=replace(each.machine, gpu_bytes=room[0] if room else 0))
+            for each in members(machines, *args, **more)
+        ]
+
+    monkeypatch.setattr(Machines, "members", shrunk)
+
+    async def story() -> None:
+        settings = Settings(
+            tmp_path / "home", "127.0.0.1", 0, 1, "tiny", cluster=True, name="a", interface="127.0.0.1",
+            control_host="127.0.0.1", control_port=0, discovery=False, limits=LIMITS, model_given=True,
+        )  # fmt: skip
+        async with running_agent(settings) as agent:
+            assert agent.parts is not None
+            gateway, desired = agent.parts.gateway, agent.parts.node.desired
+
+            def served() -> list[str]:
+                return sorted(each.id for each in gateway.models())
+
+            await sees(lambda: served() == ["tiny"])
+            desired.serve(str(tmp_path / "other"), keep_s=KEEP_S)
+            await sees(lambda: served() == ["other", "tiny"])
+            first, other = group_of(agent, "tiny"), group_of(agent, "other")
+            before, wide = pids(first), first.supervisor.kv.tokens
+            pinned = [asyncio.create_task(answers(agent, *["tiny"] * 20)) for _ in range(4)]
+
+            room.append(HEADROOM_BYTES * 5 // 2)  # for two models and the least of caches
+            await sees(lambda: 0 < first.supervisor.kv.tokens < wide)
+            assert served() == ["other", "tiny"]
+            await answers(agent, "other")
+
+            desired.serve(str(tmp_path / "third"))
+            await sees(lambda: served() == ["third", "tiny"])
+            assert not desired.table.get("other"), "its row gives way, too"
+            assert other.supervisor.status.ranks is None
+            await asyncio.gather(*pinned)
+            await answers(agent, "tiny", "third")
+            assert (pids(first), first.supervisor.status.state) == (before, ServingState.READY)
+
+            room.clear()
+            await sees(lambda: first.supervisor.kv.tokens >= wide)
 
     run(within(story()))
 

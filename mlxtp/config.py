@@ -20,6 +20,7 @@ from .values import expanded as expanded
 from .values import is_host_name as is_host_name
 from .values import is_loopback as is_loopback
 from .values import parse_keep as parse_keep
+from .values import parse_macs as parse_macs
 from .values import parse_nodes as parse_nodes
 from .values import parse_replicas as parse_replicas
 from .values import parse_seconds as parse_seconds

@@ -246,6 +246,23 @@ def parse_replicas(value: object, where: str) -> int:
     return replicas
 
 
+def parse_macs(value: object, where: str) -> tuple[str, ...]:
+    """Parse names of Macs, divided by commas; () for "any". Raises ConfigError."""
+    text, form = str(value), "give names such as studio,mini, or any"
+    names = tuple(name.strip() for name in text.split(","))
+    if not any(names):
+        raise ConfigError(f"{where}: {text!r} names no Mac; {form}")
+    if not all(names):
+        raise ConfigError(f"{where}: {text!r} has an empty name; {form}")
+    if names == ("any",):
+        return ()
+    if "any" in names:
+        raise ConfigError(f"{where}: any stands for all Macs, so it stands alone; {form}")
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise ConfigError(f"{where}: {text!r} has {twice} twice; name each Mac once")
+    return names
+
+
 def parse_keep(value: object, where: str) -> int:
     """Parse how long an unused model stays, in seconds: "forever" is -1. Raises ConfigError."""
     text = str(value).strip().lower()

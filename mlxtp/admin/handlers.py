@@ -15,7 +15,7 @@ from pathlib import Path
 from ..api.admin import Json
 from ..api.api_keys import KeyRing
 from ..cluster.deployments import PINNED, name_of
-from ..config import parse_keep, parse_nodes, parse_replicas, parse_seconds
+from ..config import parse_keep, parse_macs, parse_nodes, parse_replicas, parse_seconds
 from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError
 from ..groups.drain import Drain
@@ -149,7 +149,7 @@ class ModelHandlers:
             replace=bool(only),
             nodes=parse_nodes(nodes, "--nodes") if nodes else "",
             replicas=parse_replicas(replicas, "--replicas") if replicas else None,
-            on=self._nodes_called(on) if on else None,
+            on=self._nodes_called(parse_macs(on, "--on")) if on else None,
             keep_s=parse_keep(keep, "--keep-alive") if keep else PINNED,
         )
         table = node.desired.table
@@ -169,16 +169,17 @@ class ModelHandlers:
             "until_then": ", ".join(each.model for each in others) if coming else "",
         }
 
-    def _nodes_called(self, names: str) -> tuple[str, ...]:
-        if names.strip() == "any":
-            return ()
-        return tuple(dict.fromkeys(self._node_called(each) for each in names.split(",") if each.strip()))
+    def _nodes_called(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        found: dict[str, str] = {}
+        for name in names:
+            if (other := found.setdefault(self._node_called(name), name)) is not name:
+                raise UserError(f"--on: {other} and {name} are one Mac; name each once")
+        return tuple(found)
 
-    def _node_called(self, name: str) -> str:
+    def _node_called(self, wanted: str) -> str:
         """Return the node id of a member by its name, or the start of its id. Raises UserError."""
         node = self._parts.node
         members = node.replica.roster.members()
-        wanted = name.strip()
         found = [each for each in members if node.name_of(each) == wanted]
         found = found or [each for each in members if each.startswith(wanted)]
         if len(found) != 1:
@@ -188,18 +189,21 @@ class ModelHandlers:
         return found[0]
 
     def unload(self, model: str = "", everything: str = "") -> Json:
-        """Remove the deployment of a model; without a name the only one, or with `everything` all."""
+        """Remove the deployment of a model, or one on its way; without a name, or with `everything`, all.
+
+        Raises UserError if several are deployed and none is named.
+        """
         node = self._parts.node
         live = [row.name for row in node.desired.table.live()]
         if len(live) > 1 and not (model or everything):
             raise UserError(
                 f"several models are deployed: {', '.join(live)}. Name one, or use `mlxtp unload --all`"
             )
-        if model:
-            node.desired.unload(model)
-        else:
+        cancelled = self._parts.selection.cancel(model)
+        if not model:
             node.desired.unload_all()
-        self._parts.selection.cancel()
+        elif name_of(model) in live or not cancelled:
+            node.desired.unload(model)
         left = node.desired.table.live()
         return {
             "model": left[0].model if left else "",
@@ -207,6 +211,7 @@ class ModelHandlers:
             "version": node.desired.table.newest,
             "unloaded": [each for each in live if node.desired.table.get(each) is None],
             "left": [row.model for row in left],
+            "cancelled": cancelled,
         }
 
     async def pull(self, model: str, everywhere: str) -> Json:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..client import AgentClient, agent_runs, wait_for_end
-from ..config import parse_keep, parse_nodes, parse_replicas, parse_seconds
+from ..config import parse_keep, parse_macs, parse_nodes, parse_replicas, parse_seconds
 from ..errors import Code, UserError
 from ..settings import BY_KEY
 from . import shell_completion
@@ -24,7 +24,13 @@ from .status import admissions_shown, members_shown
 
 #: Seconds that an agent may take to look up a model on the Hub.
 _HUB_S = 60.0
-
+#: Fields of `serve` with the function that parses each, and the option of its name.
+_SERVE_OPTIONS: Mapping[str, tuple[Callable[[object, str], object], str]] = {
+    "nodes": (parse_nodes, "--nodes"),
+    "replicas": (parse_replicas, "--replicas"),
+    "on": (parse_macs, "--on"),
+    "keep": (parse_keep, "--keep-alive"),
+}
 
 commands = typer.Typer(
     name="cluster", no_args_is_help=True, help="Members of the cluster: list them, remove one, or leave."
@@ -41,39 +47,39 @@ def serve(
         ),
     ],
     nodes: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar=BY_KEY["nodes"].metavar,
             help="How many Macs to spread it over; auto: as many as are fastest. Default: unchanged.",
             autocompletion=shell_completion.words(BY_KEY["nodes"].metavar),
         ),
-    ] = "",
+    ] = None,
     replicas: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="N|all",
             help="How many groups serve it, each with a copy; all: as many as fit. Default: unchanged, at "
             "first 1.",
             autocompletion=shell_completion.words("N|all"),
         ),
-    ] = "",
+    ] = None,
     on: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME,NAME",
             help="Macs that may serve it, by name or by the beginning of their node ids; any: all of them. "
             "Default: unchanged, at first any.",
             autocompletion=shell_completion.members,
         ),
-    ] = "",
+    ] = None,
     keep_alive: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="DURATION|forever",
             help="How long it stays without requests, such as 10m or 2h; 0: until it has answered. Other "
             "models may need its memory earlier, unless this is forever, the default.",
         ),
-    ] = "",
+    ] = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Unload all other models, once this one can be served.")
     ] = False,
@@ -83,24 +89,15 @@ def serve(
     """Serve a model beside the others, or change how it is served. Works on any member."""
     from ..models.inspect import lasting_name
 
-    checks: tuple[tuple[Callable[[object, str], object], str, str], ...] = (
-        (parse_nodes, nodes, "--nodes"),
-        (parse_replicas, replicas, "--replicas"),
-        (parse_keep, keep_alive, "--keep-alive"),
-    )
+    texts = {"nodes": nodes, "replicas": replicas, "on": on, "keep": keep_alive}
+    given = {name: text for name, text in texts.items() if text is not None}
     with typed():
-        for parse, given, option in checks:
-            if given:
-                parse(given, option)
-    client = AgentClient(home_of(home), _HUB_S)
-    answer = client.post(
-        "serve",
-        model=lasting_name(model) if model else "",
-        nodes=nodes,
-        replicas=replicas,
-        on=on,
-        keep=keep_alive,
-        only="1" if replace else "",
+        for name, text in given.items():
+            parse, option = _SERVE_OPTIONS[name]
+            parse(text, option)
+    name = lasting_name(model) if model else ""
+    answer = AgentClient(home_of(home), _HUB_S).post(
+        "serve", model=name, only="1" if replace else "", **given
     )
     print_answer(answer, as_json, _wished)
 
@@ -304,6 +301,8 @@ def _as_deployed(answer: Mapping[str, Any]) -> str:
 
 def _unloaded(answer: Mapping[str, Any]) -> str:
     gone = f"{' and '.join(answer['unloaded'])} unloaded; " if answer["unloaded"] else ""
+    if answer["cancelled"]:
+        gone += f"{' and '.join(answer['cancelled'])} is not served once it has come; "
     return gone + (
         f"still deployed: {', '.join(answer['left'])}" if answer["left"] else "no model is deployed"
     )

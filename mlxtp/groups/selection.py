@@ -2,7 +2,7 @@
 
 Each model on its way is one `SelectedModel`, from the request for it until it is deployed. Pending ones are
 kept in the memory of the agent that received the request. One that is to replace all others counts no longer
-once the deployments have changed otherwise.
+once a deployment was added or changed otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from ..background import Background
-from ..cluster.deployments import NO_DEPLOYMENTS, DeploymentTable
+from ..cluster.deployments import NO_DEPLOYMENTS, DeploymentTable, name_of
 from ..cluster.node import ClusterNode
 from ..errors import GroupError, MlxtpError, ModelError, UserError
 from ..models.download import apart
@@ -142,9 +142,13 @@ class ModelSelection:
         self._want(selected)
         return False
 
-    def cancel(self) -> None:
-        """Cancel the pending selections, since models are unloaded. Their downloads go on."""
-        self._selected.clear()
+    def cancel(self, model: str = "") -> list[str]:
+        """Cancel the pending selection of a model that is unloaded, or of all. Downloads go on.
+
+        Returns the names of those that were pending.
+        """
+        gone = [name for name in self._selected if not model or name_of(name) == name_of(model)]
+        return [name for name in gone if self._selected.pop(name).error is None]
 
     def _enter(self, selected: SelectedModel, state: SelectionState, **changes: Any) -> SelectedModel:
         self._selected[selected.name] = after = selected.next(state, **changes)
@@ -159,9 +163,12 @@ class ModelSelection:
             del self._selected[selected.name]
 
     def _is_outdated(self, selected: SelectedModel) -> bool:
-        """Return True if a later selection counts instead, or a change of what it was to replace."""
-        changed = selected.replaces and self._node.desired.table != selected.before
-        return changed or self._selected.get(selected.name) is not selected
+        """Return True if a later selection counts instead, or a change of what it was to replace.
+
+        A removal is no such change: what was removed need not be replaced.
+        """
+        later = set(self._node.desired.table.live()) - set(selected.before.live())
+        return bool(selected.replaces and later) or self._selected.get(selected.name) is not selected
 
     async def _inspect(self, model: str) -> Servable | None:
         """Look at a model on this disk, else on the Hub; None if it is complete on another member's only."""

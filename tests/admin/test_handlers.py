@@ -55,7 +55,7 @@ def test_the_wanted_model_is_told_to_all_and_once(tmp_path: Path, member: member
         ] == 2  # asking again is how a failed group is tried again
         assert admin.models.unload() == {
             **{"model": "", "nodes": "auto", "version": 3},
-            **{"unloaded": ["tiny"], "left": []},
+            **{"unloaded": ["tiny"], "left": [], "cancelled": []},
         }
         told = [[(row.version, row.model) for row in table.rows] for table in a.heard(Deployments)]
         assert told == [[], [(1, "tiny")], [(2, "tiny")], [(3, "")]]
@@ -73,7 +73,7 @@ def test_of_several_models_one_is_unloaded_by_its_name_or_all(tmp_path: Path, me
         desired.serve("org/two")
         assert admin.models.unload("org/two") == {
             **{"model": "tiny", "nodes": "2", "version": 4},
-            **{"unloaded": ["org/two"], "left": ["tiny", "org/one@main"]},
+            **{"unloaded": ["org/two"], "left": ["tiny", "org/one@main"], "cancelled": []},
         }
         with pytest.raises(UserError, match="several models are deployed: tiny, org/one"):
             admin.models.unload()
@@ -94,7 +94,7 @@ def test_a_deployment_is_changed_by_what_is_named_and_replaces_others_only_on_re
         me = node.parts.node.node_id
         await admin.models.serve("tiny", "")
         node.parts.node.desired.serve("org/one")
-        told = await admin.models.serve("tiny", "1", replicas="2", on=f"{me[:6]}, {me}", keep="10m")
+        told = await admin.models.serve("tiny", "1", replicas="2", on=f" {me[:6]} ", keep="10m")
         assert {name: told[name] for name in ("change", "nodes", "replicas", "on", "keep_s")} == {
             **{"change": "changed", "nodes": "1", "replicas": 2, "keep_s": 600},
             "on": [node.parts.node.name_of(me)],
@@ -106,6 +106,17 @@ def test_a_deployment_is_changed_by_what_is_named_and_replaces_others_only_on_re
         assert [row.name for row in table.table.live()] == ["tiny"]
         with pytest.raises(UserError, match=r"--on mini: no member is called that; the members are .+"):
             await admin.models.serve("tiny", "", on="mini")
+        for names, wrong in (
+            (" ", "' ' names no Mac"),
+            (",", "',' names no Mac"),
+            (f"{me},,{me}", f"'{me},,{me}' has an empty name"),
+            (f"{me},", f"'{me},' has an empty name"),
+            (f"{me}, {me}", f"'{me}, {me}' has {me} twice"),
+            (f"{me[:6]},{me}", f"{me[:6]} and {me} are one Mac"),
+            (f"any,{me}", "any stands for all Macs, so it stands alone"),
+        ):
+            with pytest.raises(UserError, match=f"--on: {wrong}"):
+                await admin.models.serve("tiny", "", on=names)
         with pytest.raises(UserError, match="--replicas: '65'"):
             await admin.models.serve("tiny", "", replicas="65")
 

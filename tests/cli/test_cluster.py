@@ -147,7 +147,7 @@ class Admin(FakeAdmin):
             "members": {"cluster": "c" * 16, "members": STATUS["members"]},
             "token": {"token": "TOKEN-1", "valid_s": 900},
             "serve": SERVED,
-            "unload": {"unloaded": ["org/model"], "left": []},
+            "unload": {"unloaded": ["org/model"], "left": [], "cancelled": []},
             "drain": {"draining": True, "over": False, "open_requests": 2, "left_s": 9.7},
             "progress": {"draining": True, "over": True, "open_requests": 1, "left_s": 0.0},
             "let_in": {"name": "mini", "let_in": [{"node_id": "ef" * 16, "name": "air [x]"}]},
@@ -358,15 +358,21 @@ def test_serve_says_what_becomes_of_the_deployments(
 
 
 def test_unload_says_what_stays(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = {"unloaded": ["tiny"], "left": ["org/a", "org/b"]}
+    left = {"unloaded": ["tiny"], "left": ["org/a", "org/b"], "cancelled": []}
     monkeypatch.setitem(agent.admin.answers, "unload", left)
     said = "tiny unloaded; still deployed: org/a, org/b\n"
     assert mlxtp(agent.home, "unload", "tiny").output == said
+    monkeypatch.setitem(agent.admin.answers, "unload", left | {"unloaded": [], "cancelled": ["org/c"]})
+    said = "org/c is not served once it has come; still deployed: org/a, org/b\n"
+    assert mlxtp(agent.home, "unload", "org/c").output == said
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--replicas", "65"), ("--replicas", "0"), ("--keep-alive", "soon"), ("--nodes", "9")],
+    [
+        *(("--replicas", "65"), ("--replicas", "0"), ("--keep-alive", "soon"), ("--nodes", "9")),
+        *(("--on", ""), ("--on", ","), ("--on", "a,,b"), ("--on", "a, a"), ("--nodes", "")),
+    ],
 )
 def test_a_mistyped_number_is_named(agent: Agent, option: str, value: str) -> None:
     said = refusal(agent.home, "serve", "tiny", option, value, status=2)

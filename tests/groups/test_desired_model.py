@@ -170,6 +170,49 @@ def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: 
     play(tmp_path, member, story)
 
 
+@pytest.mark.parametrize("how", ["here", "elsewhere"])
+def test_the_unload_of_another_model_leaves_what_is_to_replace_all(
+    tmp_path: Path, member: members.Member, hub: Hub, how: str
+) -> None:
+    async def story(node: Node) -> None:
+        admin, coming = Admin(node.parts, member.store), Coming(node)
+        served(node)
+        node.parts.node.desired.serve("org/other")
+        await admin.models.serve(MODEL, "", only="1")
+        if how == "here":
+            assert admin.models.unload("org/other")["cancelled"] == []
+        else:
+            node.parts.node.desired.unload("org/other")
+        assert wanted(node) == ["tiny"]
+        coming.end()
+        await until_no_more_is_awaited(node)
+        assert wanted(node) == [MODEL]
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("deployed", [False, True])
+def test_the_unload_of_a_model_on_its_way_cancels_it_alone(
+    tmp_path: Path, member: members.Member, hub: Hub, deployed: bool
+) -> None:
+    async def story(node: Node) -> None:
+        admin, coming = Admin(node.parts, member.store), Coming(node)
+        served(node)
+        if deployed:
+            node.parts.node.desired.serve(f"{MODEL}@{NEWER}")
+        await admin.models.serve(MODEL, "", only="1")
+        said = admin.models.unload(f"{MODEL}@main")
+        assert (said["cancelled"], said["unloaded"]) == ([MODEL], [MODEL] if deployed else [])
+        assert not any("is served as soon" in line for line in admin.status()["coming"])
+        coming.end()
+        await until_no_more_is_awaited(node)
+        assert wanted(node) == ["tiny"]
+        with pytest.raises(UserError, match=f"{MODEL} is not deployed"):
+            admin.models.unload(MODEL)
+
+    play(tmp_path, member, story)
+
+
 def test_what_does_not_come_is_told(tmp_path: Path, member: members.Member, hub: Hub) -> None:
     async def story(node: Node) -> None:
         admin, coming = Admin(node.parts, member.store), Coming(node)

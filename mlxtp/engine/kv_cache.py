@@ -62,6 +62,7 @@ SHORTEST_HIT = 16  # tokens that a hit must save
 KEPT_SHARE = 2  # kept caches take at most one part in so many of the room
 
 _WORD = 4  # bytes of a packed token
+_SALT_WORDS = 2  # words before the packed tokens: no two salts have a beginning in common
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class PrefixCache:
     """Kept caches of at most `max_entries` sequences and `budget` positions, and those of running ones.
 
     A cache counts as the `capacity` of its tokens, which is the most that its arrays hold. Running sequences
-    count towards neither limit and are never evicted.
+    count towards neither limit and are never evicted. Prompts of different salts share nothing.
     """
 
     def __init__(self, budget: int, max_entries: int, shortest_hit: int = SHORTEST_HIT) -> None:
@@ -102,7 +103,7 @@ class PrefixCache:
         """Positions that the kept caches take."""
         return self._positions
 
-    def keep(self, uid: int, tokens: Sequence[int]) -> tuple[int, ...]:
+    def keep(self, uid: int, tokens: Sequence[int], salt: int = 0) -> tuple[int, ...]:
         """Keep the cache of an ended sequence that holds `tokens`. Returns the uids of caches to free.
 
         Those are the kept ones that `tokens` begins with, then the least recently used until there is room.
@@ -115,7 +116,7 @@ class PrefixCache:
         size = capacity(len(tokens))
         if len(tokens) < self._shortest_hit or size > self._budget or self._max_entries < 1:
             return (uid,)
-        packed = _pack(tokens)
+        packed = _pack(tokens, salt)
         for other, held in self._kept.items():
             if held.startswith(packed):
                 self.touch(other)
@@ -130,9 +131,9 @@ class PrefixCache:
         self._positions += size
         return tuple(freed)
 
-    def share(self, uid: int, tokens: Sequence[int]) -> None:
+    def share(self, uid: int, tokens: Sequence[int], salt: int = 0) -> None:
         """Record that a running sequence's cache holds `tokens`, to be copied until `unshare` or `keep`."""
-        self._running[uid] = _pack(tokens)
+        self._running[uid] = _pack(tokens, salt)
         self.changes += 1
 
     def unshare(self, uid: int) -> None:
@@ -140,21 +141,22 @@ class PrefixCache:
         if self._running.pop(uid, None) is not None:
             self.changes += 1
 
-    def find(self, prompt: Sequence[int]) -> Hit | None:
+    def find(self, prompt: Sequence[int], salt: int = 0) -> Hit | None:
         """Return the cache with the longest beginning of `prompt` without its last token; None if too short.
 
         Among equals one that may be taken over comes first, then a kept one, then the latest used.
         """
-        packed = _pack(prompt)
+        packed = _pack(prompt, salt)
         usable = packed[:-_WORD]
         best: Hit | None = None
         least = max(self._shortest_hit, 1)
         for running, entries in ((False, self._kept), (True, self._running)):
             for uid, held in reversed(entries.items()):
                 # Only an entry with this much in common can be better, and most have less.
-                if len(held) < _WORD * least or not _agree_at(held, usable, least - 1):
+                last = _SALT_WORDS + least - 1
+                if len(held) <= _WORD * last or not _agree_at(held, usable, last):
                     continue
-                length = _common(held, usable)
+                length = _common(held, usable) - _SALT_WORDS
                 whole = not running and packed.startswith(held)
                 if length >= least and (best is None or length > best.length or whole > best.whole):
                     best = Hit(uid, length, whole)
@@ -171,10 +173,10 @@ class PrefixCache:
 
         Raises KeyError when it is not kept.
         """
-        words = len(self._kept.pop(uid)) // _WORD
+        tokens = len(self._kept.pop(uid)) // _WORD - _SALT_WORDS
         self.changes += 1
-        self._positions -= capacity(words)
-        return words
+        self._positions -= capacity(tokens)
+        return tokens
 
     def evict(self, positions: int) -> tuple[int, ...]:
         """Evict the least recently used until `positions` are freed or none is kept; returns their uids."""
@@ -195,18 +197,18 @@ class PrefixCache:
         return uid
 
 
-def _pack(tokens: Sequence[int]) -> bytes:
-    return array("i", tokens).tobytes()
+def _pack(tokens: Sequence[int], salt: int) -> bytes:
+    return salt.to_bytes(_SALT_WORDS * _WORD, "little") + array("i", tokens).tobytes()
 
 
 def _agree_at(one: bytes, other: bytes, index: int) -> bool:
-    """Return True if both have the same token at an index."""
+    """Return True if both have the same word at an index."""
     at = slice(index * _WORD, (index + 1) * _WORD)
     return one[at] == other[at]
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Return the number of tokens that both begin with."""
+    """Return the number of words that both begin with."""
     shorter = min(len(one), len(other))
     if one[:shorter] == other[:shorter]:
         return shorter // _WORD
@@ -255,7 +257,7 @@ class KVCacheManager:
             return 0
         if sequence.asked_at != self._prefixes.changes:
             sequence.asked_at = self._prefixes.changes
-            hit = self._prefixes.find(sequence.tokens[: sequence.prompt])
+            hit = self._prefixes.find(sequence.tokens[: sequence.prompt], sequence.salt)
             sequence.hit_length = 0 if hit is None else hit.length
         return sequence.hit_length
 
@@ -268,7 +270,8 @@ class KVCacheManager:
             return False
         beginning = sequence.tokens[: self.hit_length(sequence) + SHARED_BEGINNING]
         return len(beginning) < sequence.prompt and any(
-            other.prompt - other.prefilled <= sequence.prompt + len(beginning)
+            other.salt == sequence.salt
+            and other.prompt - other.prefilled <= sequence.prompt + len(beginning)
             and other.tokens[: len(beginning)] == beginning
             for other in others
         )
@@ -280,7 +283,7 @@ class KVCacheManager:
         """
         if self._prefixes is None:
             return 0, False
-        hit = self._prefixes.find(sequence.tokens[: sequence.prompt])
+        hit = self._prefixes.find(sequence.tokens[: sequence.prompt], sequence.salt)
         if hit is None:
             return 0, False
         take = may_take and hit.whole
@@ -296,7 +299,7 @@ class KVCacheManager:
     def share(self, sequence: SequenceState) -> None:
         """Let other prompts start from the complete prompt of a sequence that runs."""
         if self._prefixes is not None:
-            self._prefixes.share(sequence.uid, sequence.tokens[: sequence.prompt])
+            self._prefixes.share(sequence.uid, sequence.tokens[: sequence.prompt], sequence.salt)
 
     def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
         """Queue a sequence's last move, and keep or evict the first `held` tokens of its KV cache."""
@@ -306,7 +309,7 @@ class KVCacheManager:
         if self._prefixes is not None:
             self._prefixes.unshare(sequence.uid)
             if reason != "preempt" and held:
-                evicted = self._prefixes.keep(sequence.uid, sequence.tokens[:held])
+                evicted = self._prefixes.keep(sequence.uid, sequence.tokens[:held], sequence.salt)
                 if (beyond := self._occupied() - self.kv_tokens) > 0:
                     evicted += self._prefixes.evict(beyond)
                 keep = 0 if sequence.uid in evicted else held

@@ -360,7 +360,7 @@ class Requests:
             guide=guide,
         )
         try:
-            whose = {"client": request.client, "user": request.user}
+            whose = {"client": request.client, "user": request.user, "salt": request.salt}
             self.scheduler.add(request.uid, request.tokens, wants, request.answered, **whose)
         except MlxtpError as error:
             self._emitter.send_error(request.uid, error.code, error.detail)

@@ -160,6 +160,7 @@ class Scheduler:
         *,
         client: int = 0,
         user: int = 0,
+        salt: int = 0,
     ) -> None:
         """Admit a request. The last `answered` of `tokens` are the beginning of its answer.
 
@@ -175,7 +176,7 @@ class Scheduler:
             )
         sequence = SequenceState(
             request, wants, list(tokens), len(tokens), generated=answered, scheduled=answered,
-            client=client, user=user,
+            client=client, user=user, salt=salt,
         )  # fmt: skip
         self._requests[request] = sequence
         self._waiting.line_up(sequence)

@@ -43,6 +43,7 @@ class SequenceState:
     known_at: int = 0  # tokens of the answer that must be known before its next step
     client: int = 0
     user: int = 0
+    salt: int = 0  # sequences of another salt do not start from its KV cache
     turn: int = 0  # its client's number in FairQueue; `user_turn` is its user's among those of the client
     user_turn: int = 0
     #: As in `wants`, which computes them each time; every step reads them for each row.

@@ -24,7 +24,7 @@ from .codecs import binary, boolean, choice, integer, integers, number, numbers,
 from .codecs import holding as _f
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_RANKS = 8
 MAX_ROWS = 1024  #: sequences in one step
 MAX_CONTEXT = 1 << 24  #: tokens of prompt and answer; a model's own context is usually far shorter
@@ -509,7 +509,8 @@ class Generate(Message):
     With `ignore_eos` the answer continues after an end token. The last `answered` of `tokens` are the
     beginning of the answer, given by an earlier group; `max_tokens` counts them, and the next token has their
     number as its index. `strikes` groups failed during this request. Scheduling is fair between clients, and
-    between users of the same `client`. Reply: Accepted, or an Error with the uid.
+    between users of the same `client`. Only prompts of one `salt` share KV caches. Reply: Accepted, or an
+    Error with the uid.
 
     Between agents, `group` is the id of the receiver's group that is to work on it; empty for any of them.
     """
@@ -526,6 +527,7 @@ class Generate(Message):
     strikes: int = _f(integer(0, MAX_STRIKES), default=0)
     client: int = _f(_count, default=0)
     user: int = _f(_count, default=0)
+    salt: int = _f(_count, default=0)
     group: str = _f(text(MAX_GROUP_ID), default="")
 
 

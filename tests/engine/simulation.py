@@ -327,6 +327,7 @@ class Simulation:
         scored: bool = False,
         client: int = 0,
         user: int = 0,
+        salt: int = 0,
     ) -> Request:
         """Admit a request; a prompt of so many tokens is like no other."""
         uid = len(self.requests) + 1
@@ -334,7 +335,7 @@ class Simulation:
         request = Request(uid, tokens, max_tokens, says, ignore_eos, scored, guide)
         self.requests[uid] = request
         wants = SequenceParams(max_tokens, scored=scored, ignore_eos=ignore_eos, guide=guide)
-        self.scheduler.add(uid, tokens, wants, client=client, user=user)
+        self.scheduler.add(uid, tokens, wants, client=client, user=user, salt=salt)
         return request
 
     def cancel(self, uid: int) -> SequenceEnd | None:

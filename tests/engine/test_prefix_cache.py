@@ -167,6 +167,19 @@ def test_taking_and_unsharing() -> None:
     assert (kept.find(A + QUESTION), kept.positions) == (None, 0)
 
 
+def test_prompts_of_another_salt_share_nothing() -> None:
+    kept = cache()
+    kept.keep(1, A, salt=7)
+    kept.share(2, (*A, *B), salt=7)
+    for other in (0, 6, 7 + (1 << 32), 7 << 32):
+        assert kept.find((*A, *B), salt=other) is None
+        assert kept.keep(3, A, salt=other) == ()
+        assert kept.find(A + QUESTION, salt=other) == Hit(3, 40, whole=True)
+        assert kept.take(3) == 40
+    assert kept.find((*A, *B), salt=7) == Hit(2, 79, whole=False)
+    assert kept.find(A + QUESTION, salt=7) == Hit(1, 40, whole=True)
+
+
 # --- against a plain model -------------------------------------------------------------------------------
 
 
@@ -185,17 +198,20 @@ class Plain:
     shortest: int
     kept: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     running: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    salts: dict[int, int] = field(default_factory=dict)
 
-    def keep(self, uid: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    def keep(self, uid: int, tokens: tuple[int, ...], salt: int) -> tuple[int, ...]:
         self.running.pop(uid, None)
+        self.salts[uid] = salt
         if len(tokens) < self.shortest or capacity(len(tokens)) > self.budget or not self.entries:
             return (uid,)
         for entry in self.kept:
-            if entry[1][: len(tokens)] == tokens:
+            if self.salts[entry[0]] == salt and entry[1][: len(tokens)] == tokens:
                 self.kept.remove(entry)
                 self.kept.append(entry)
                 return (uid,)
-        freed = [entry for entry in self.kept if tokens[: len(entry[1])] == entry[1]]
+        alike = [entry for entry in self.kept if self.salts[entry[0]] == salt]
+        freed = [entry for entry in alike if tokens[: len(entry[1])] == entry[1]]
         self.kept = [entry for entry in self.kept if entry not in freed]
         self.kept.append((uid, tokens))
         while self.size() > self.budget or len(self.kept) > self.entries:
@@ -205,7 +221,7 @@ class Plain:
     def size(self) -> int:
         return sum(capacity(len(tokens)) for _, tokens in self.kept)
 
-    def find(self, prompt: tuple[int, ...]) -> Hit | None:
+    def find(self, prompt: tuple[int, ...], salt: int) -> Hit | None:
         hits = [
             Hit(uid, common(tokens, prompt[:-1]), prompt[: len(tokens)] == tokens)
             for uid, tokens in self.kept
@@ -215,7 +231,7 @@ class Plain:
             Hit(uid, common(tokens, prompt[:-1]), whole=False)
             for uid, tokens in reversed(self.running.items())
         ]
-        hits = [hit for hit in hits if hit.length >= max(self.shortest, 1)]
+        hits = [hit for hit in hits if hit.length >= max(self.shortest, 1) and self.salts[hit.uid] == salt]
         return max(hits, key=lambda hit: (hit.length, hit.whole), default=None)
 
     def evict(self, positions: int) -> tuple[int, ...]:
@@ -228,34 +244,33 @@ class Plain:
 TOKENS = st.lists(st.integers(0, 1), max_size=9).map(
     lambda bits: tuple(bit for bit in bits for _ in range(30))
 )
-STEPS = st.lists(
-    st.tuples(st.sampled_from(["keep", "keep", "share", "end", "find", "find", "evict", "take"]), TOKENS),
-    max_size=40,
-)
+SALTS = st.sampled_from([0, 0, 0, 1 << 32])
+STEP = st.sampled_from(["keep", "keep", "share", "end", "find", "find", "evict", "take"])
+STEPS = st.lists(st.tuples(STEP, TOKENS, SALTS), max_size=40)
 
 
 @given(STEPS, st.integers(0, 1000), st.integers(0, 4), st.sampled_from([0, 16, 40, 90]))
 @settings(max_examples=400)
 def test_it_does_what_the_plain_model_does(
-    steps: list[tuple[str, tuple[int, ...]]], budget: int, entries: int, shortest: int
+    steps: list[tuple[str, tuple[int, ...], int]], budget: int, entries: int, shortest: int
 ) -> None:
     """Hits are the longest, budget and count hold, what runs is not evicted, all that goes is named."""
     real, plain = PrefixCache(budget, entries, shortest), Plain(budget, entries, shortest)
-    for uid, (step, tokens) in enumerate(steps, 1):
+    for uid, (step, tokens, salt) in enumerate(steps, 1):
         match step:
             case "keep":
-                freed = real.keep(uid, tokens)
-                assert freed == plain.keep(uid, tokens)
+                freed = real.keep(uid, tokens, salt)
+                assert freed == plain.keep(uid, tokens, salt)
                 assert not set(freed) & set(plain.running)
             case "share":
-                real.share(uid, tokens)
-                plain.running[uid] = tokens
+                real.share(uid, tokens, salt)
+                plain.running[uid], plain.salts[uid] = tokens, salt
             case "end" if plain.running:
                 ended = min(plain.running)
-                assert real.keep(ended, tokens) == plain.keep(ended, tokens)
+                assert real.keep(ended, tokens, salt) == plain.keep(ended, tokens, salt)
             case "find":
-                hit = real.find(tokens)
-                assert hit == plain.find(tokens)
+                hit = real.find(tokens, salt)
+                assert hit == plain.find(tokens, salt)
                 if hit and hit.uid not in plain.running:
                     real.touch(hit.uid)
                     plain.kept.sort(key=lambda entry: entry[0] == hit.uid)

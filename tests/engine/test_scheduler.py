@@ -758,6 +758,28 @@ def test_equal_prompts_at_once_are_computed_once(run_ahead: int, together: int) 
     check_answers(simulation)
 
 
+@pytest.mark.parametrize("together", [0, 4096])
+def test_a_prompt_of_another_salt_is_computed_again(together: int) -> None:
+    """From no kept cache and no running one, without a wait for the other, and the next turn as usual."""
+    simulation = Simulation(prefixes=True, prefill_chunk=256, together=together)
+    for salt in (0, 1, 2):
+        simulation.add((*LONG, 1001), 3, salt=salt)
+    simulation.drain()
+    for salt in (1, 2, 3):
+        simulation.add((*LONG, 1002), 3, salt=salt)
+    simulation.drain()
+    assert [simulation.requests[n].ends[0].cached for n in range(1, 7)] == [0, 0, 0, 200, 200, 0]
+    check_answers(simulation)
+
+
+def test_a_prompt_does_not_wait_for_one_of_another_salt() -> None:
+    simulation = Simulation(prefixes=True, prefill_chunk=64)
+    simulation.add((*LONG, 1001), 3, salt=1)
+    simulation.add((*LONG, 1002), 3, salt=2)
+    simulation.ticks(2)
+    assert sketch(simulation.moves) == "P1 P2"
+
+
 def test_a_prompt_waits_for_its_beginning_to_be_computed() -> None:
     simulation = Simulation(prefixes=True, prefill_chunk=64)
     simulation.add((*LONG, 1001), 3)
@@ -808,9 +830,9 @@ class CountingCache(PrefixCache):
 
     asked = 0
 
-    def find(self, prompt: Sequence[int]) -> Hit | None:
+    def find(self, prompt: Sequence[int], salt: int = 0) -> Hit | None:
         self.asked += 1
-        return super().find(prompt)
+        return super().find(prompt, salt)
 
 
 def test_a_waiting_request_asks_again_only_when_something_has_changed() -> None:

@@ -386,6 +386,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         st.booleans(),
         client=_count,
         user=_count,
+        salt=_count,
     ),
     Accepted: st.builds(Accepted, _uid),
     Prefilled: st.builds(Prefilled, _uid, _count, _count),
@@ -560,4 +561,5 @@ def fullest_generate(tokens: int) -> Generate:
         True,
         client=U63,
         user=U63,
+        salt=U63,
     )

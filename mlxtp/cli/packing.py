@@ -16,21 +16,11 @@ from ..placement.cost_model import LONG_PROMPT, usable_bytes
 from ..placement.model_shape import ModelShape
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine
+from ..wire.cluster_messages import Deployment
 from . import planning
 from .printing import table_of
 
 GB = planning.GB
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A deployment of one group for as long as the user wants. `name` is the model's place in the command."""
-
-    name: str
-    replicas: int = 1
-    on: tuple[str, ...] = ()
-    keep_s: int = -1
-    version: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +57,8 @@ def pack(
     members: Sequence[MemberMachine], wanted: Sequence[tuple[ModelShape, PlacementOptions]]
 ) -> tuple[Packed, ...]:
     """Return a group for each model, as a cluster without any group would assign them, in order."""
-    rows = [WantedDeployment(_Row(str(i)), options, shape) for i, (shape, options) in enumerate(wanted)]
+    # A model's place in the command is the name of its deployment.
+    rows = [WantedDeployment(Deployment(str(i)), options, shape) for i, (shape, options) in enumerate(wanted)]
     taken = {member.node_id: 0 for member in members}
     packed = []
     for given in assign(AssignView(members, rows)).assignments:

@@ -15,32 +15,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import heappop, heappush
-from typing import Protocol
 
 from ..placement.cost_model import rank_memory, usable_bytes
 from ..placement.model_shape import MAX_RANKS, ModelShape
 from ..placement.planner import DEFAULT_CONTEXT, Placement, PlacementOptions, plan
 from ..placement.tables import chip
 from ..placement.topology import MemberMachine, Topology
+from ..wire.cluster_messages import Deployment
 
 #: Macs among which a group is searched, the fastest ones: the time of a search grows with the square.
 MOST_PLANNED = 12
 IN_USE = "in use by another group"  #: State of RDMA on a Mac whose devices serve a group: one each.
-
-
-class DeploymentRow(Protocol):
-    """Fields of a row of the table that a decision reads. `replicas` 0 is as many as there is room for."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def replicas(self) -> int: ...
-    @property
-    def on(self) -> tuple[str, ...]: ...
-    @property
-    def keep_s(self) -> int: ...
-    @property
-    def version(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +38,7 @@ class WantedDeployment:
     unused_s      seconds since its last request, or another number that orders deployments alike
     """
 
-    row: DeploymentRow
+    row: Deployment
     options: PlacementOptions
     shape: ModelShape | None = None
     weight_bytes: int = 0

@@ -40,6 +40,8 @@ class ServedDeployments:
         self.order: Callable[[], Sequence[str]] = tuple  #: Returns the names, the default first.
         #: Returns whether a client here holds a lease of a deployment, even if its request is not yet open.
         self.leased: Callable[[str], bool] = lambda _name: False
+        #: Returns whether a group of a deployment is on its way to be ready.
+        self.coming: Callable[[str], bool] = lambda _name: False
         self._recovery_s = recovery_s
         self._uids = itertools.count(1)
 

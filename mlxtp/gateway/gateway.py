@@ -137,10 +137,10 @@ class Gateway:
     def fail(self, deployment: str, error: MlxtpError, *, unless_ready: bool = False) -> None:
         """Refuse requests for a deployment from now on, and end the open ones with `error`.
 
-        `unless_ready`: not while a group of it is ready.
+        `unless_ready`: not while a group of it is ready, or about to be.
         """
         dispatcher = self.deployments.named(deployment)
-        if not (unless_ready and dispatcher.groups):
+        if not (unless_ready and (dispatcher.groups or self.deployments.coming(deployment))):
             dispatcher.withdraw(error)
 
     def close(self, error: MlxtpError) -> None:

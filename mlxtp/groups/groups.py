@@ -15,7 +15,7 @@ from ..gateway.gateway import Gateway
 from ..wire.cluster_messages import GroupAssignment, Serving
 from .fabric import FabricResults
 from .group import Group
-from .health import SERVES, ServingState
+from .health import COMING, SERVES, ServingState
 from .history import RecoveryMetrics
 from .hosted_rank import HostedRanks
 from .other_owners import OtherOwners
@@ -48,6 +48,10 @@ class Groups:
         self._live = False
         self._background = Background()
         gateway.admission.elsewhere = lambda: short_of_memory(node, self.reports())
+        gateway.deployments.coming = lambda name: any(
+            each.scope.assignment.owner and each.supervisor.status.state in COMING
+            for each in self.replicas_of(name)
+        )
         gateway.deployments.order = lambda: [row.name for row in node.desired.table.live()]
         self._others = OtherOwners(node, hosted, self)
         node.links.on_up(self._greet)

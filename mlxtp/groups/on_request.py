@@ -19,7 +19,7 @@ from ..cluster.deployments import KEEP_S, LONGEST_S, PINNED, YIELDS, DeploymentT
 from ..cluster.node import BEAT_S, ClusterNode
 from ..errors import Code, MlxtpError, ModelError, RequestError, UserError
 from ..gateway.gateway import Gateway, ModelSwitch
-from ..models.inspect import stored_models, stored_name
+from ..models.inspect import named_folders, stored_models, stored_name
 from ..wire.cluster_messages import Deployment
 from .group import Group
 from .groups import Groups
@@ -101,8 +101,9 @@ class OnRequest(ModelSwitch):
         """Return the models that a request may have loaded."""
         if not self._on:
             return ()
-        folders = [(name, Path(path)) for name, path in self._folders.items()]
-        return await asyncio.to_thread(stored_models, folders)
+        served = {name: Path(path) for name, path in self._folders.items()}
+        named = await asyncio.to_thread(named_folders, self._node.settings.model_folders)
+        return await asyncio.to_thread(stored_models, (named | served).items())
 
     async def acquire_model(
         self, name: str | None, within_s: float, keep_s: float | None = None
@@ -126,7 +127,7 @@ class OnRequest(ModelSwitch):
             row = self._node.desired.serve(row.model, keep_s=_kept(keep_s))
         lease = WaitingLease(row.name, *self._bound(row.name, within_s), self)
         self.leases[lease] = None
-        if self._gateway.closing or not self._on:  # the gateway refuses it if it cannot begin
+        if self._gateway.closing:  # the gateway refuses it
             lease.outcome.set_result(None)
         else:
             self._admit(lease.deployment, [lease])
@@ -167,7 +168,7 @@ class OnRequest(ModelSwitch):
     async def _stored(self, name: str, keep_s: float | None) -> Deployment | None:
         """Make a deployment of a model on this Mac's disk; None if it is not there."""
         try:
-            model = await asyncio.to_thread(stored_name, self._folders.get(name, name))
+            model = await asyncio.to_thread(self._stored_name, name)
         except ModelError as error:
             detail = f"{name} cannot be served: {error.detail}"
             if error.code is Code.MODEL_NOT_FOUND:
@@ -192,6 +193,13 @@ class OnRequest(ModelSwitch):
             raise _unready(error.detail) from None
         self._made.add(deployment)
         return row
+
+    def _stored_name(self, name: str) -> str | None:
+        """Return the name for a deployment of a model on this Mac's disk, as `models.inspect` does."""
+        path = self._folders.get(name)
+        if path is None and (folder := named_folders(self._node.settings.model_folders).get(name)):
+            return name if stored_name(str(folder)) is not None else None  # each Mac has its own folders
+        return stored_name(path or name)
 
     def _changed(self, before: DeploymentTable, after: DeploymentTable) -> None:
         """Keep a folder's short name, which clients see, for the time after it is served."""
@@ -269,8 +277,10 @@ class OnRequest(ModelSwitch):
             if of_the_model(status.reason) or any(each.broken for _, each in group.reports.reports()):
                 return RequestError(detail, Code.MODEL_INVALID, param="model")
             return _unready(f"{detail}; try again later")
-        if problem := group.scope.model.problem:
-            return _unready(f"{name} cannot be served on this Mac: {problem}")
+        model, queue_s = group.scope.model, self._node.settings.limits.queue_s
+        if model.problem or model.left_s > queue_s:
+            prevented = f"{name} cannot be served on this Mac: {model.problem}"
+            return _unready(prevented if model.problem else f"{model.coming}; try again later")
         if group.unplanned and waited_s >= UNPLANNED_S and not self._has_room_later(group):
             return _unready(f"{name} cannot be served: {group.unplanned}; try again later")
         return None

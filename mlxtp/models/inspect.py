@@ -8,6 +8,7 @@ downloaded. `stored_models` lists those on this disk that a request may name: no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import re
@@ -119,6 +120,17 @@ def in_folders(name: str, folders: Sequence[str]) -> str:
             if (Path(folder) / name / "config.json").is_file():
                 return str(Path(folder) / name)
     return name
+
+
+def named_folders(folders: Sequence[str]) -> dict[str, Path]:
+    """Return the model folders in `folders` by their plain names; the first of a name. Reads the disk."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        with contextlib.suppress(OSError):  # a share may have gone
+            for config in sorted(Path(folder).glob("*/config.json")):
+                found.setdefault(config.parent.name, config.parent)
+    found.pop(EMBEDDED_MODEL, None)
+    return found
 
 
 def lasting_name(name: str) -> str:

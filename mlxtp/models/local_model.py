@@ -84,6 +84,11 @@ class LocalModel:
         return self._transfers.progress_text(self.name)
 
     @property
+    def left_s(self) -> float:
+        """Seconds until its files are on this node, 0 where unknown."""
+        return next((r["left_s"] or 0.0 for r in self._transfers.progress(self.name) if r["self"]), 0.0)
+
+    @property
     def _revision(self) -> str:
         """The commit of a model in the Hub's cache that was searched by its name; else empty."""
         path = self.path if self.fingerprint and is_hub_id(self.name) else None

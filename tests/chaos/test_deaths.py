@@ -270,8 +270,6 @@ def test_the_reason_is_shown_while_it_restarts(cluster: FaultyCluster) -> None:
     kill(was.pids[1])
     body = until(lambda: (b := cluster.health())["state"] == "restarting" and b, "restarting")
     assert "rank 1 was ended by signal 9" in body["reason"]
-    refused = cluster.post(SHORT)
-    assert refused.status_code == 503
-    assert refused.headers["retry-after"]
+    assert cluster.post(SHORT).status_code == 200, "it waits for the next group"
     cluster.wait_ready()
     assert_sound(cluster, was)

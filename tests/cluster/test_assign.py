@@ -26,6 +26,7 @@ from mlxtp.placement.cost_model import rank_memory, usable_bytes
 from mlxtp.placement.model_shape import ModelShape
 from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.placement.topology import MemberMachine, Topology
+from mlxtp.wire.cluster_messages import Deployment
 
 from ..placement.made_up_macs import GIB, all_pairs, cabled, changed, mac, node_id, on_lan, shape
 from ..placement.test_planner_properties import LOOP, desks
@@ -38,20 +39,13 @@ FOREVER = -1
 NODES: list[str | int] = ["auto", "auto", "auto", "all", 1, 2]
 
 
-@dataclass(frozen=True)
-class Row:
-    name: str
-    replicas: int = 1
-    on: tuple[str, ...] = ()
-    keep_s: int = FOREVER
-    version: int = 1
-
-
 def wanted(
     name: str, model: ModelShape | None = SMALL, nodes: str | int = "auto", **changes: Any
 ) -> WantedDeployment:
     of_row = {key: changes.pop(key) for key in ("replicas", "on", "keep_s", "version") if key in changes}
-    return WantedDeployment(Row(name, **of_row), PlacementOptions(nodes=nodes), model, **changes)
+    return WantedDeployment(
+        Deployment(name, **{"version": 1} | of_row), PlacementOptions(nodes=nodes), model, **changes
+    )
 
 
 def seen(

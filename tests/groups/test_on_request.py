@@ -11,11 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import ModelInfo, ModelLease
+from mlxtp.api.backend import ModelInfo, ModelLease, Request
 from mlxtp.cluster.deployments import KEEP_S, LONGEST_S, PINNED, YIELDS
 from mlxtp.config import Limits, embedded_model_path
-from mlxtp.errors import Code, ModelError, RequestError
+from mlxtp.errors import Code, GroupError, ModelError, RequestError
 from mlxtp.groups import on_request
+from mlxtp.groups.health import COMING, ServingState
 from mlxtp.groups.on_request import ENDS_S, REFUSED_S, UNPLANNED_S
 from mlxtp.models.inspect import ModelSource, stored_name
 from mlxtp.wire.cluster_messages import Beat, Deployment, Deployments, GroupAssignment, ModelStatus, Serving
@@ -198,18 +199,93 @@ def test_what_is_on_no_disk_is_answered_as_ever(tmp_path: Path, member: Member) 
     play(tmp_path, member, story, load_on_request=True)
 
 
-def test_without_the_option_a_request_makes_nothing_and_does_not_wait(tmp_path: Path, member: Member) -> None:
+def test_without_the_option_a_request_makes_nothing(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         following(node)
         assert await node.parts.gateway.on_request() == ()
         assert (await node.parts.gateway.acquire_model(WANTED)).come
         assert names(node) == [LOADED]
-        node.parts.gateway.detach(f"{LOADED}#0")
-        assert (await node.parts.gateway.acquire_model(LOADED)).come
         node.parts.node.desired.unload_all()
         assert (await node.parts.gateway.acquire_model(None)).come
 
     play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("name", [WANTED, None])
+def test_without_the_option_a_request_waits_for_a_deployment_that_loads_or_recovers(
+    tmp_path: Path, member: Member, name: str | None
+) -> None:
+    async def story(node: Node) -> None:
+        link = node.meet(A)
+        node.know(LEAD)
+        node.follow(link)
+        node.hear(link, report(MACHINE))
+        node.parts.node.desired.serve(WANTED, keep_s=PINNED)
+        node.hear_assigned(link, A, group=f"{WANTED}#0")
+        node.hear(link, told(WANTED, "loading", "loading 40 %"))
+        waiting = await ask(node, name)
+        await sees(lambda: "loading 40 %" in waiting.told)
+        assert not waiting.lease.come
+        ready(node, WANTED)
+        await waiting.has_come()
+        assert waiting.lease.model == WANTED
+        node.parts.gateway.park(f"{WANTED}#0", GroupError("a rank died", Code.RANK_LOST))
+        status = node.parts.groups.known(f"{WANTED}#0").supervisor.status
+        status.state, status.reason = ServingState.RESTARTING, GroupError("a rank died")
+        again = await ask(node, name)
+        assert not again.lease.come
+        status.state = ServingState.FAILED
+        node.tick(0.01)
+        assert (await again.refused()).detail == f"{WANTED} cannot be served: a rank died"
+        assert node.parts.on_request.leases == {waiting.lease: None}
+
+    play(tmp_path, member, story)
+
+
+def test_a_request_does_not_wait_for_files_that_take_longer_than_it_may(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        row = {"node_id": node.parts.node.node_id, "self": True, "waits": False, "lender": "", "problem": ""}
+        row |= {"complete": False, "held_bytes": 10**9, "total_bytes": 31 * 10**9, "bytes_per_s": 10**8}
+        rows = [row | {"left_s": 300}]
+        node.parts.transfers.progress = lambda name: rows  # type: ignore[method-assign]
+        node.parts.node.desired.serve(WANTED, keep_s=PINNED)
+        waiting = await ask(node, WANTED)
+        assert not waiting.lease.come
+        rows[:] = [row | {"left_s": 301}]
+        node.tick(0.01)
+        for error in (await waiting.refused(), await refusal(node, WANTED)):
+            assert (error.status, error.code) == (503, Code.NOT_READY)
+            assert error.detail == (
+                f"{WANTED} is on its way: 1.0 GB of 31.0 GB, 100 MB/s, 5 min left; try again later"
+            )
+
+    play(tmp_path, member, story)
+
+
+def test_a_plain_name_of_a_folder_is_loaded_by_that_name(tmp_path: Path, member: Member) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first / "beta", second / "beta", second / "gamma"):
+        shutil.copytree(embedded_model_path(), folder)
+    (second / "beta" / "tokenizer.json").unlink()
+    (second / "gamma" / "tokenizer.json").unlink()
+
+    async def story(node: Node) -> None:
+        following(node)
+        listed = {each.id: each.path for each in await node.parts.gateway.on_request()}
+        assert listed["beta"] == first / "beta"
+        assert "gamma" not in listed
+        waiting = await ask(node, "beta")
+        assert row(node, "beta").model == "beta", "each Mac has folders of its own"  # type: ignore[union-attr]
+        waiting.lease.close()
+        assert (await refusal(node, "gamma")).status == 404
+        for name in ("..", ".", "x" * 300, "first/beta"):
+            assert (await node.parts.gateway.acquire_model(name)).come
+        assert names(node) == ["beta", LOADED]
+
+    folders = (str(first), str(second), str(tmp_path / "none"))
+    play(tmp_path, member, story, load_on_request=True, model_folders=folders)
 
 
 @pytest.mark.parametrize(
@@ -529,5 +605,33 @@ def test_the_least_recently_used_deployment_gives_way_and_no_pinned_one(
         use(node, link, **{name: seconds and seconds + 1 for name, seconds in idle_s.items()}, pinned=9000)
         after = node.parts.coordinator._view(CLOCK.now)
         assert after.wanted == view.wanted, "time alone makes no other decision"
+
+    play(tmp_path, member, story)
+
+
+# --- requests without a group -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", COMING)
+def test_open_requests_wait_for_a_replica_on_its_way_when_another_is_given_up(
+    tmp_path: Path, member: Member, state: ServingState
+) -> None:
+    async def story(node: Node) -> None:
+        gateway, groups = node.parts.gateway, node.parts.groups
+        link = following(node)
+        node.parts.node.desired.serve(LOADED, replicas=2)
+        lost = GroupError("a rank died", Code.RANK_LOST)
+        first, second = (groups.known(f"{LOADED}#{index}").supervisor for index in (0, 1))
+        answer = gateway.generate(Request((1, 2), 4))
+        gateway.park(f"{LOADED}#0", lost)
+        node.hear_assigned(link, A, group=f"{LOADED}#1")
+        first.status.state, second.status.state = ServingState.FAILED, state
+        gateway.fail(LOADED, lost, unless_ready=True)
+        assert gateway.open_requests == 1
+        second.status.state = ServingState.FAILED
+        gateway.fail(LOADED, lost, unless_ready=True)
+        with pytest.raises(GroupError, match="a rank died"):
+            await within(anext(answer))
+        assert gateway.open_requests == 0
 
     play(tmp_path, member, story)

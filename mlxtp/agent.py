@@ -272,7 +272,7 @@ def make_gateway(settings: Settings, health: Callable[[str], Health]) -> Gateway
     """Return the gateway of an agent. `health` gets a deployment's name, or none."""
     limits = settings.limits
     bounds = AdmissionLimits(limits.max_open_requests, limits.max_open_tokens, limits.min_free_bytes)
-    return Gateway(health, bounds, limits.recovery_s, limits.deadline_s)
+    return Gateway(health, bounds, limits.recovery_s, limits.deadline_s, share_cache=settings.share_cache)
 
 
 def build_parts(

@@ -21,6 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mlxtp.agent import Agent
+from mlxtp.api.api_keys import KeyFile
 from mlxtp.cli import main
 from mlxtp.config import resolve_settings
 from mlxtp.identity.store import Store
@@ -297,6 +298,24 @@ def test_a_node_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.S
         process.send_signal(number)
         assert process.wait(WAIT_S) == 0
     until(lambda: not rank_processes(tmp_path), "rank processes to be gone")
+
+
+@pytest.mark.parametrize(("flag", "shared"), [("--no-share-cache", False), ("--share-cache", True)])
+def test_a_key_learns_nothing_of_another_one_s_prompt(tmp_path: Path, flag: str, shared: bool) -> None:
+    one, other = (KeyFile(tmp_path).create(name, 0, 1.0)[1] for name in ("one", "other"))
+    with node(tmp_path, "--ranks", "1", flag) as (process, url):
+
+        def cached(key: str) -> int:
+            body = {"messages": [{"role": "user", "content": "My PIN is 4711." * 9}], "max_tokens": 4}
+            headers = {"authorization": f"Bearer {key}"}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=WAIT_S)
+            found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return found
+
+        assert cached(one) < 16 < cached(one)
+        assert (cached(other) > 16, cached(other) > 16) == (shared, True)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
 
 
 SETTINGS = (

@@ -316,7 +316,7 @@ class KeyRing:
 
     def _use(self, key: ApiKey, now: float) -> Refusal | None:
         self._used[key.name] = int(self._now())
-        note_key(key.name)
+        note_key(key.name, key.digest.hex())
         if not key.per_minute:
             return None
         bucket = self._buckets.setdefault(key, TokenBucket(key.per_minute, now))

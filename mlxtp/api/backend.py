@@ -52,8 +52,9 @@ class Request:
     """One sequence to generate. `sampling.seed` is always set: requests without a seed each get their own.
 
     `logprobs` -1 for none, 0 for those of the chosen tokens, k for the k most probable alternatives as well.
-    Clients are served in turn, and so are the users of one `client`; the empty name is one, too. `deadline_s`
-    0 is the server's own. `model` is a `ModelInfo.id`; empty for the default.
+    Clients are served in turn, and so are the users of one `client`; the empty name is one, too. Requests of
+    one `sharer` share cached beginnings of prompts. `deadline_s` 0 is the server's own. `model` is a
+    `ModelInfo.id`; empty for the default.
     """
 
     prompt: tuple[int, ...]
@@ -64,6 +65,7 @@ class Request:
     ignore_eos: bool = False
     client: str = ""
     user: str = ""
+    sharer: str = ""
     deadline_s: float = 0.0
     model: str = ""
 

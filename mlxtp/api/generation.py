@@ -32,6 +32,7 @@ from .adapter import About, Dialect, Json, Operation, error_status, in_words_of
 from .backend import Backend, ModelInfo, ModelLease, Progress, Shaping, StoredModelInfo
 from .backend import Request as Wanted
 from .catalog import Catalog, check_may_fit, token_budget
+from .guard import is_local
 from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body, not_supported, shown, wrong
 from .request_context import current, note
 from .sampling import Guidance, guidance
@@ -106,6 +107,7 @@ class _QueuedRequest:
     ask: GenerationRequest
     body: Body
     client: str
+    sharer: str
     lease: ModelLease
     arrived: float | None
 
@@ -189,9 +191,9 @@ class Generation:
             ask = await body.parsed(parse, slow=slow)
             lease = await self._backend.acquire_model(ask.model, ask.options.deadline_s, ask.keep_s)
             open_.callback(lease.close)
-            queued = _QueuedRequest(
-                ask, body, _client(address), lease, None if lease.come else time.monotonic()
-            )
+            client, sharer = _client(address), _sharer(request, address)
+            arrived = None if lease.come else time.monotonic()
+            queued = _QueuedRequest(ask, body, client, sharer, lease, arrived)
             about, answers = _about(ask), Choices()
             open_.push_async_callback(answers.aclose)
             asking = asyncio.create_task(self._asked(queued, about, answers))
@@ -257,7 +259,7 @@ class Generation:
         """
         await _come(queued.lease)
         ask = queued.now()
-        job = await self._job(ask, about, queued.body, queued.client)
+        job = await self._job(ask, about, queued)
         queued.body.release()
         for wanted in job.requests:
             answers.add(self._backend.generate(wanted))
@@ -271,7 +273,7 @@ class Generation:
         about.group = answers.group
         return answers.events(job.transcripts())
 
-    async def _job(self, ask: GenerationRequest, about: About, body: Body, client: str) -> _PreparedRequest:
+    async def _job(self, ask: GenerationRequest, about: About, queued: _QueuedRequest) -> _PreparedRequest:
         model, text = await self.catalog.loaded(ask.model)
         options = ask.options
         if not 1 <= options.n <= MAX_CHOICES:
@@ -285,7 +287,7 @@ class Generation:
             shaping = settings.shaping(options, model.vocabulary, held.grammar, held.banned)
             return held, shaping, _written(ask, text, model, bool(shaping.grammar_kind))
 
-        held, shaping, texts = await text.line(_size(ask, body)).run(written)
+        held, shaping, texts = await text.line(_size(ask, queued.body)).run(written)
         prompts = await _tokens(ask, text, texts)
         guided = bool(shaping.grammar_kind)
         budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]
@@ -301,8 +303,9 @@ class Generation:
                 shaping,
                 options.logprobs,
                 options.ignore_eos,
-                client,
+                queued.client,
                 ask.user[: settings.MAX_USER_CHARS],
+                queued.sharer,
                 options.deadline_s,
                 model.id,
             )
@@ -409,6 +412,17 @@ def _client(address: str) -> str:
     """Return the client of the current HTTP request: its key, else its address."""
     account = current()
     return f"key {account.key}" if account is not None and account.key else address
+
+
+def _sharer(request: Request, address: str) -> str:
+    """Return the name under which the current HTTP request shares cached beginnings of prompts.
+
+    That is its key, else its address; empty for all programs on this Mac that need no key.
+    """
+    account = current()
+    if account is not None and account.key_hash:
+        return f"key {account.key_hash}"
+    return "" if is_local(request.scope) else f"address {address}"
 
 
 async def _end(task: asyncio.Task[AsyncGenerator[AnswerEvent]]) -> None:

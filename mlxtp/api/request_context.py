@@ -31,12 +31,13 @@ class SequenceProgress(Protocol):
 class RequestContext:
     """One HTTP request. `arrived` is the time at which all of it was here, by the metrics' clock."""
 
-    __slots__ = ("answers", "arrived", "code", "id", "key")
+    __slots__ = ("answers", "arrived", "code", "id", "key", "key_hash")
 
     def __init__(self, id: str, arrived: float) -> None:
         self.id = id
         self.arrived = arrived
         self.key = ""  # name of the client's key, for servers that require one
+        self.key_hash = ""  # SHA-256 of that key, equal on all servers that know it
         self.code = ""  # code of the error in its answer
         self.answers: list[SequenceProgress] = []
 
@@ -96,7 +97,7 @@ def note(code: str) -> None:
         account.code = code
 
 
-def note_key(name: str) -> None:
-    """Note the name of the current request's key."""
+def note_key(name: str, key_hash: str) -> None:
+    """Note the name and the SHA-256 of the current request's key."""
     if (account := _current.get()) is not None:
-        account.key = name
+        account.key, account.key_hash = name, key_hash

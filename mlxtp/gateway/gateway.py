@@ -60,6 +60,7 @@ class Gateway:
     recovery_s  seconds that a request waits for another group; see `RequestDispatcher`
     deadline_s  seconds that a request may take in all
     memory      returns the memory that this machine has left
+    share_cache  whether all clients share cached beginnings of prompts; else those of one `Request.sharer`
     """
 
     def __init__(
@@ -69,8 +70,11 @@ class Gateway:
         recovery_s: float = 60.0,
         deadline_s: float = 3600.0,
         memory: Callable[[], SystemMemory] | None = None,
+        *,
+        share_cache: bool = False,
     ) -> None:
         self._health = health
+        self._share_cache = share_cache
         self._deadline_s = deadline_s
         self._salt = secrets.token_bytes(16)
         self.admission = Admission(bounds, memory or FreeMemory())
@@ -200,11 +204,13 @@ class Gateway:
         """Start a request; see `Backend.generate`."""
         client = client_number(request.client, self._salt)
         user = client_number(request.user, self._salt)
+        # The same number on all Macs, because each may send a request to the group that has its beginning.
+        salt = 0 if self._share_cache else client_number(request.sharer, b"")
         deployment = self.deployments.serving(request.model)
         self._check(deployment, client, len(request.prompt))
         assert deployment is not None
         assert deployment.served is not None
-        asked = _made(request, deployment, client, user)
+        asked = _made(request, deployment, client, user, salt)
         deployment.admit(asked, deployment.handover or NOT_READY)
         asked.end_within(min(request.deadline_s or self._deadline_s, self._deadline_s))
         asked.watch = self.deployments.meter.begin(deployment.served.id, asked.group, request.prompt)
@@ -279,7 +285,9 @@ class GroupSelfTest:
         return tuple(tokens), tuple(scores)
 
 
-def _made(request: Request, deployment: RequestDispatcher, client: int = 0, user: int = 0) -> ClientRequest:
+def _made(
+    request: Request, deployment: RequestDispatcher, client: int = 0, user: int = 0, salt: int = 0
+) -> ClientRequest:
     if len(request.prompt) > MAX_FRAME_TOKENS:
         raise RequestError(
             f"the prompt has {len(request.prompt)} tokens; this server takes at most {MAX_FRAME_TOKENS}",
@@ -295,5 +303,6 @@ def _made(request: Request, deployment: RequestDispatcher, client: int = 0, user
         request.ignore_eos,
         client=client,
         user=user,
+        salt=salt,
     )
     return ClientRequest(generate, deployment.abandon)

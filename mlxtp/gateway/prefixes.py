@@ -1,8 +1,8 @@
 """Beginnings of prompts that groups have in their KV caches, as a gateway remembers them. Pure.
 
 Tokens are cut in blocks of equal size. The hash of a block covers all tokens before it, too, so that one
-equal hash proves an equal beginning. The engine shares cached beginnings between all clients, so hashes have
-no salt.
+equal hash proves an equal beginning. It covers the salt of the request, too, as the engine shares cached
+beginnings within one salt only.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ MOST_HASHES = 512  #: Hashes of one group that are remembered and reported: 131,
 
 
 class PrefixChain:
-    """Hashes of the whole blocks of one sequence, which grows. `hashes` has one of 8 bytes for each block."""
+    """Hashes of the whole blocks of one sequence, which grows. `hashes` has one of 8 bytes for each block.
 
-    def __init__(self, tokens: Sequence[int] = ()) -> None:
+    `salt`: that of `Generate`, of 63 bits.
+    """
+
+    def __init__(self, tokens: Sequence[int] = (), salt: int = 0) -> None:
         self.hashes: list[int] = []
-        self._hash = blake2b(digest_size=8)
+        self._hash = blake2b(digest_size=8, salt=salt.to_bytes(8, "little"))
         self._rest = array("i")  #: Tokens after the last whole block.
         self.extend(tokens)
 

@@ -121,7 +121,7 @@ class RoutedRequest:
     def hashes(self) -> list[int]:
         """Return the hashes of the blocks of prompt and answer so far; those of the prompt are made once."""
         if self._chain is None:
-            self._chain = PrefixChain(self.generate.tokens)
+            self._chain = PrefixChain(self.generate.tokens, self.generate.salt)
         return self._chain.hashes
 
     def grew(self, tokens: Sequence[int]) -> None:

@@ -138,6 +138,33 @@ def test_a_client_is_its_key_wherever_it_connects_from(backend: FakeBackend, tmp
     ]  # fmt: skip
 
 
+def sharers(server: Door, backend: FakeBackend, *headers: dict[str, str]) -> list[str]:
+    """The names under which requests with these headers share cached prompts."""
+    for each in headers:
+        assert server.ask("POST", "/v1/chat/completions", json=BODY, headers=each).status_code == 200
+    return [each.sharer for each in backend.requests[-len(headers) :]]
+
+
+def test_cached_prompts_are_shared_within_a_key_and_by_this_mac_s_commands(
+    backend: FakeBackend, tmp_path: Path
+) -> None:
+    """A key counts, not its name, which differs from Mac to Mac."""
+    with door(backend, tmp_path) as server:
+        keys = [{"x-api-key": server.key(name)} for name in ("laptop", "school")]
+        one, other, again = sharers(server, backend, *keys, keys[0])
+        assert one == again != other != "" != one
+        assert keys[0]["x-api-key"] not in one
+        server.file.path.write_text(server.file.path.read_text().replace('"laptop"', '"mobile"'))
+        server.now += LOOK_S
+        assert sharers(server, backend, keys[0], {"x-api-key": ADMIN_KEY}) == [one, ""]
+
+
+def test_without_keys_cached_prompts_are_shared_on_this_mac(backend: FakeBackend, tmp_path: Path) -> None:
+    """A proxy speaks for clients of other machines."""
+    with door(backend, tmp_path, rule="auto") as server:
+        assert sharers(server, backend, {}, {"x-forwarded-for": "10.0.0.7"}) == ["", "address 127.0.0.1"]
+
+
 def test_a_whole_url_is_its_path_with_the_same_guards(backend: FakeBackend, tmp_path: Path) -> None:
     with door(backend, tmp_path) as server:
         key, there = server.key(), f"http://127.0.0.1:{server.port}"

@@ -491,12 +491,12 @@ def test_metrics_are_for_those_who_may_ask_this_host(stage: Stage) -> None:
 def test_an_error_that_was_noted_has_its_code() -> None:
     account = RequestContext("id", 0.0)
     note("nobody hears this")
-    note_key("nobody")
+    note_key("nobody", "00")
     with answering(account):
         assert current() is account
         note("overloaded")
-        note_key("laptop")
-    assert (account.code, account.key) == ("overloaded", "laptop")
+        note_key("laptop", "ab")
+    assert (account.code, account.key, account.key_hash) == ("overloaded", "laptop", "ab")
     assert current() is None
 
 

@@ -30,11 +30,11 @@ OTHER = replace(MODEL, id="other", aliases=())
 class Stage:
     """A gateway with groups `tiny#0`, `tiny#1` and so on, and the ranks behind each."""
 
-    def __init__(self, max_open: int = 100) -> None:
+    def __init__(self, max_open: int = 100, *, share_cache: bool = False) -> None:
         def health(_model: str) -> Health:
             return Health("ready", 1, 2, "ring", "tiny", None, True, self.gateway.open_requests)
 
-        self.gateway = Gateway(health, AdmissionLimits(max_open))
+        self.gateway = Gateway(health, AdmissionLimits(max_open), share_cache=share_cache)
         self.ranks: dict[str, FakeRanks] = {}
 
     def serve(self, *groups: str, here: bool = True, model: Any = MODEL) -> None:
@@ -375,6 +375,46 @@ def test_a_second_turn_goes_where_the_first_one_is_cached() -> None:
             await everything(answer)
 
     play(story)
+
+
+def test_what_others_have_cached_does_not_count() -> None:
+    """Not to those who share nothing with them; to these it counts at every gateway."""
+
+    async def story(stage: Stage) -> None:
+        there = Stage()
+        there.serve("tiny#1")
+        there.gateway.generate(Request(conversation(1, 4), 9, sharer="key a"))
+        report = there.gateway.deployments.named("tiny").groups.load_of("tiny#1")
+        stage.gateway.load("tiny#1", replace(report, requests=0, queued=0))
+        expected = {"": "tiny#0", "key b": "tiny#0", "key a": "tiny#1"}
+        for uid, sharer in enumerate(expected, 1):
+            answer = stage.gateway.generate(Request((*conversation(1, 4), 5), 9, sharer=sharer))
+            stage.finish(uid)
+            await everything(answer)
+        assert [stage.where(uid) for uid in (1, 2, 3)] == list(expected.values())
+
+    play(story, here=False)
+
+
+def test_requests_of_one_sharer_have_one_salt_at_every_gateway() -> None:
+    def salts(stage: Stage) -> list[int]:
+        stage.serve("tiny#0")
+        for sharer in ("", "key a", "key b", "key a"):
+            stage.gateway.generate(Request((1, 2, 3), 9, sharer=sharer))
+        asked = [each.salt for each in stage.asked("tiny#0")]
+        stage.gateway.relay(Generate(1, (1, 2, 3), 9, salt=77), [].append)
+        assert stage.asked("tiny#0")[-1].salt == 77, "that of the gateway that has the client"
+        stage.gateway.close(LOST)
+        return asked
+
+    async def story() -> None:
+        none, one, other, again = salts(Stage())
+        assert (none, again) == (0, one)
+        assert len({none, one, other}) == 3
+        assert salts(Stage()) == [none, one, other, again]
+        assert salts(Stage(share_cache=True)) == [0, 0, 0, 0]
+
+    asyncio.run(story())
 
 
 def test_the_answer_counts_as_cached_too() -> None:

@@ -88,16 +88,25 @@ def ask(url: str, prompt: str, *, n: int = 1, **fields: Any) -> list[Answer]:
     return answers
 
 
-def ask_into(answers: list[Answer], url: str, prompt: str, *, stream: bool = True, **fields: Any) -> None:
+def ask_into(
+    answers: list[Answer],
+    url: str,
+    prompt: str,
+    *,
+    stream: bool = True,
+    silent_s: float = 120 * SLOWNESS,
+    **fields: Any,
+) -> None:
     """One request for as many answers; without `stream` they come in one piece.
 
-    Raises httpx.TransportError when the connection is refused, or ends before the answer does.
+    `silent_s` is the longest time without a byte. Raises httpx.TransportError when the connection is
+    refused, or ends before the answer does.
     """
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 400, "temperature": 0}
     body |= fields | {"stream": stream, "n": len(answers)}
     if stream:
         body["stream_options"] = {"include_usage": True}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120 * SLOWNESS) as response:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=silent_s) as response:
         for answer in answers:
             answer.status = response.status_code
             answer.retry_after = response.headers.get("Retry-After")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import httpx
 
 from ..chaos.answers import COUNT, KINDS, LONG, Answer, ask_into
+from ..live_cluster import SLOWNESS
 from ..reference import random_text
 
 RIGHT = "right"
@@ -26,35 +30,41 @@ LEFT = "left"
 """The app hung up."""
 WRONG = "wrong"
 
+HANGS_S = 300 * SLOWNESS  #: Time without a byte after which a request counts as one without an end.
+_AT_ONCE = 8
+"""Requests for the right answers. One after the other they take minutes on a busy machine."""
 _LEAVES = 0.05
 _RESTS_S = 0.1
 
 
 @dataclass(frozen=True)
 class Question:
-    """One of the kinds of `KINDS`, and a prompt."""
+    """One of the kinds of `KINDS`, a prompt, and a deployment."""
 
     kind: str
     prompt: str
-
-    def __call__(self, url: str) -> list[Answer]:
-        answers = self.blanks()
-        self.into(answers, url)
-        return answers
+    model: str
 
     def blanks(self) -> list[Answer]:
         return [Answer() for _ in range(int(KINDS[self.kind].get("n", 1)))]
 
-    def into(self, answers: list[Answer], url: str) -> None:
-        fields = {"max_tokens": 200, **KINDS[self.kind], "prompt": self.prompt}
+    def into(self, answers: list[Answer], url: str, **changed: Any) -> None:
+        fields = {"max_tokens": 200, **KINDS[self.kind], "prompt": self.prompt, "model": self.model}
+        fields |= {"silent_s": HANGS_S, **changed}
         ask_into(answers, url, **{name: value for name, value in fields.items() if name != "n"})
 
 
-def questions(random: Random) -> list[Question]:
-    """Of every kind some, with prompts that share beginnings and some that share none."""
+def questions(random: Random, models: Iterable[str]) -> list[Question]:
+    """Some of each kind for each model, with prompts that share beginnings and some that share none."""
     prompts = [COUNT, LONG, *(f"Repeat exactly: {random_text(random, length)}" for length in (8, 20, 40))]
     own = {kind: str(fields["prompt"]) for kind, fields in KINDS.items() if "prompt" in fields}
-    return [Question(kind, prompt) for kind in KINDS for prompt in ([own[kind]] if kind in own else prompts)]
+    turns = itertools.cycle(prompts)
+    return [
+        Question(kind, prompt, model)
+        for model in models
+        for kind in KINDS
+        for prompt in ([own[kind]] if kind in own else [next(turns), next(turns)])
+    ]
 
 
 def judged(answers: Sequence[Answer], expected: Sequence[Answer], *, cut: bool = False) -> str:
@@ -133,8 +143,9 @@ class App:
         """Hang up at some point of a stream."""
         lines, url = self._random.randrange(30), f"{self._url}/v1/chat/completions"
         body = {"messages": [{"role": "user", "content": question.prompt}], "stream": True}
+        body |= {"model": question.model}
         try:
-            with httpx.stream("POST", url, json=body, timeout=60) as response:
+            with httpx.stream("POST", url, json=body, timeout=HANGS_S) as response:
                 for line in response.iter_lines():
                     if (lines := lines - bool(line)) <= 0:
                         break
@@ -146,8 +157,13 @@ class App:
 
 
 def without_faults(url: str, wanted: Sequence[Question]) -> dict[Question, list[Answer]]:
-    """The answers of a sound cluster that has nothing else to do."""
-    found = {question: question(url) for question in wanted}
-    for question, answers in found.items():
+    """The answers of a sound cluster, all as streams: they may take as long as they like, if they go on."""
+
+    def answered(question: Question) -> list[Answer]:
+        answers = question.blanks()
+        question.into(answers, url, stream=True)
         assert all(answer.done and answer.text for answer in answers), (question, answers)
-    return found
+        return answers
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return dict(zip(wanted, pool.map(answered, wanted), strict=True))

@@ -61,7 +61,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Fault:
-    """`pause_s`: until both agents served together again; None if nothing was to happen, and nothing did."""
+    """`pause_s`: until all was ready again; None if nothing was to happen, and nothing did."""
 
     name: str
     at: float
@@ -84,8 +84,9 @@ class Asked:
 
 @dataclass
 class Soak:
-    """A whole run. `steady` names the agent that is never ended, whose clients therefore lose nothing."""
+    """A whole run of a cluster. The agent `steady` is never ended, so its clients lose nothing."""
 
+    shape: str
     seed: int
     seconds: float
     steady: str
@@ -161,7 +162,7 @@ def tables(soak: Soak) -> list[Table]:
     for asked in soak.asked:
         counts = (asked.tokens, *(asked.outcomes[outcome] for outcome in outcomes), asked.hung)
         requests.add_row(asked.agent, *(f"{count:,}" for count in counts))
-    faults = _table("faults (s until both serve together: p50 / p95 / max)", "fault", "times", "seconds")
+    faults = _table("faults (s until all is ready: p50 / p95 / max)", "fault", "times", "seconds")
     for name in sorted({fault.name for fault in soak.faults}):
         same = [fault for fault in soak.faults if fault.name == name]
         pauses = [fault.pause_s for fault in same if fault.pause_s is not None]

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from ..chaos.answers import Answer
-from .__main__ import soaked
+from .__main__ import SHAPES, soaked
 from .load import CUT, ENDED, LEFT, REFUSED, RIGHT, WRONG, judged
 from .report import Asked, Fault, Sample, Soak, Watched, slope, tables
 
@@ -23,7 +23,9 @@ def good() -> Soak:
     asked = [
         Asked(name, Counter({RIGHT: 7, REFUSED: 2, LEFT: 1}), tokens=70, hung=0) for name in ("anna", "ben")
     ]
-    return Soak(0, 500, "anna", [Fault("a fault", 3.0, 1.5), Fault("no fault", 9.0)], asked, [steady])
+    return Soak(
+        "group", 0, 500, "anna", [Fault("a fault", 3.0, 1.5), Fault("no fault", 9.0)], asked, [steady]
+    )
 
 
 def test_a_good_run_has_no_problem_and_can_be_shown() -> None:
@@ -97,5 +99,6 @@ def test_what_became_of_a_request(answer: Answer, cut: bool, outcome: str) -> No
 
 
 @pytest.mark.chaos
-def test_three_minutes() -> None:
-    assert soaked(3, 0, Console()).problems == []
+@pytest.mark.parametrize("shape", SHAPES)
+def test_three_minutes(shape: str) -> None:
+    assert soaked(shape, 3, 0, Console()).problems == []

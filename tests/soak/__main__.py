@@ -35,7 +35,7 @@ from ..agents.agents import SECRET, Agent
 from ..agents.test_one_machine import free_port
 from ..chaos.harness import alive
 from ..live_cluster import SLOWNESS, rank_processes, until
-from .load import HANGS_S, App, questions, without_faults
+from .load import HANGS_S, RIGHT, WRONG, App, questions, without_faults
 from .report import Asked, Fault, Sample, Soak, Watched, tables
 
 APPS = 3
@@ -390,7 +390,7 @@ class Run:
         expected = without_faults(cluster.url(cluster.stays), questions(self.chance, cluster.shape.replicas))
         cluster.rest()
         self._began = time.monotonic()
-        first = sample(stays, self.now)
+        first = self._sample(stays)
         steady = self._watched[stays] = Watched(f"agent {cluster.stays.name}", idle=(first, first))
         self.apps = [
             App(agent.name, cluster.url(agent), expected, f"{soak.seed} {agent.name} {number}")
@@ -419,7 +419,7 @@ class Run:
             cluster.rest()
         except AssertionError as error:
             soak.left_over.append(f"at the end: {error}")
-        steady.idle = (first, sample(stays, self.now))
+        steady.idle = (first, self._sample(stays))
         soak.processes += [process for process in self._watched.values() if len(process.samples) > 1]
 
     def _fail_until(self, end: float) -> None:
@@ -473,15 +473,17 @@ class Run:
         while not self._over.wait(EVERY_S):
             for pid, process in list(self._watched.items()):
                 with contextlib.suppress(psutil.Error):
-                    process.samples.append(sample(pid, self.now))
-            right, wrong = (sum(app.outcomes[what] for app in self.apps) for what in ("right", "wrong"))
-            text = f"{right:,} answers right, {wrong} wrong"
+                    process.samples.append(self._sample(pid))
+            text = f"{self._count(RIGHT):,} answers right, {self._count(WRONG)} wrong"
             progress.update(task, completed=min(self.now, self.soak.seconds), text=text)
 
+    def _count(self, outcome: str) -> int:
+        return sum(app.outcomes[outcome] for app in self.apps)
 
-def sample(pid: int, at: float) -> Sample:
-    process = psutil.Process(pid)
-    return Sample(at, process.memory_info().rss / 1e6, process.num_fds(), process.num_threads())
+    def _sample(self, pid: int) -> Sample:
+        process, now = psutil.Process(pid), self.now
+        memory_mb = process.memory_info().rss / 1e6
+        return Sample(now, memory_mb, process.num_fds(), process.num_threads(), self._count(RIGHT))
 
 
 def summed(agent: str, apps: list[App], hung: list[App]) -> Asked:

@@ -14,8 +14,9 @@ from mlxtp.errors import Code
 from ..chaos.findings import percentile
 from .load import CUT, ENDED, NO_CLAIM, RIGHT, WRONG
 
-_WARM_UP = 0.2
-"""The part of a process's samples that says nothing yet: caches fill, and code is run for the first time."""
+_WARM_UP = 200
+"""Right answers to all clients before a process's samples count: caches fill, and code is run for the first
+time. A busy machine takes long for so many."""
 _GROWTH = 0.05
 _GROWTH_MB = 4.0
 """A process that keeps nothing of what is over may grow by these together in a whole run."""
@@ -24,12 +25,13 @@ _DESCRIPTORS = 2
 
 @dataclass(frozen=True)
 class Sample:
-    """A process at a moment, in seconds since the run began."""
+    """A process at a moment, in seconds since the run began. Until then `answers` were right, of all."""
 
     at: float
     memory_mb: float
     descriptors: int
     threads: int
+    answers: int
 
 
 @dataclass
@@ -43,7 +45,8 @@ class Watched:
 
     @property
     def warm(self) -> list[Sample]:
-        return self.samples[int(len(self.samples) * _WARM_UP) :]
+        """None if too few answers came meanwhile: then nothing is known of its growth."""
+        return [each for each in self.samples if each.answers - self.samples[0].answers >= _WARM_UP]
 
     @property
     def growth_mb(self) -> float:
@@ -170,12 +173,12 @@ def tables(soak: Soak) -> list[Table]:
         faults.add_row(name, str(len(same)), " / ".join(f"{each:.1f}" for each in shown) or "–")
     processes = _table("processes", "process", "minutes", "MB", "grew by", "descriptors", "threads")
     for process in soak.processes:
-        warm = process.warm
+        warm = process.warm or process.samples
         processes.add_row(
             process.name,
             f"{(process.samples[-1].at - process.samples[0].at) / 60:.1f}",
             f"{warm[0].memory_mb:.1f} → {warm[-1].memory_mb:.1f}",
-            f"{process.growth_mb:+.1f} MB",
+            f"{process.growth_mb:+.1f} MB" if process.warm else "–",
             *(" → ".join(map(str, _counts(process, what))) for what in ("descriptors", "threads")),
         )
     return [requests, faults, processes]
@@ -185,7 +188,7 @@ def _counts(process: Watched, what: str) -> tuple[int, int]:
     """Return the counts of the idle time, or else the least and the most."""
     if process.idle is not None:
         return getattr(process.idle[0], what), getattr(process.idle[1], what)
-    values = [getattr(sample, what) for sample in process.warm]
+    values = [getattr(sample, what) for sample in process.warm or process.samples]
     return min(values), max(values)
 
 

@@ -15,11 +15,13 @@ from .load import CUT, ENDED, LEFT, REFUSED, RIGHT, WRONG, judged
 from .report import Asked, Fault, Sample, Soak, Watched, slope, tables
 
 WHOLE = Answer("one two", "stop", None, True, 200)
-IDLE = Sample(0.0, 100.0, 40, 12)
+IDLE = Sample(0.0, 100.0, 40, 12, 0)
 
 
 def good() -> Soak:
-    steady = Watched("agent anna", [replace(IDLE, at=5.0 * n) for n in range(100)], (IDLE, IDLE))
+    steady = Watched(
+        "agent anna", [replace(IDLE, at=5.0 * n, answers=10 * n) for n in range(100)], (IDLE, IDLE)
+    )
     asked = [
         Asked(name, Counter({RIGHT: 7, REFUSED: 2, LEFT: 1}), tokens=70, hung=0) for name in ("anna", "ben")
     ]
@@ -57,7 +59,9 @@ def test_a_good_run_has_no_problem_and_can_be_shown() -> None:
         (lambda s: setattr(s.processes[0], "idle", (IDLE, replace(IDLE, threads=15))), "threads"),
         (
             lambda s: setattr(
-                s.processes[0], "samples", [replace(IDLE, at=n, memory_mb=100 + n / 8) for n in range(100)]
+                s.processes[0],
+                "samples",
+                [replace(IDLE, at=n, memory_mb=100 + n / 8, answers=10 * n) for n in range(100)],
             ),
             "grew by 9.9 MB",
         ),
@@ -71,8 +75,10 @@ def test_each_thing_that_must_not_happen_is_a_problem(spoil, words: str) -> None
 
 
 def test_what_a_process_fills_at_first_is_not_growth() -> None:
-    samples = [Sample(float(n), 100 + min(n, 20), 40, 12) for n in range(101)]
+    samples = [Sample(float(n), 100 + min(n, 20), 40, 12, 10 * n) for n in range(101)]
     assert Watched("p", samples).growth_mb == pytest.approx(0.0)
+    few = [Sample(float(n), 100 + n, 40, 12, n) for n in range(101)]
+    assert Watched("p", few).growth_mb == 0
     assert slope([(0, 1.0), (2, 5.0)]) == pytest.approx(2.0)
     assert slope([(3, 1.0), (3, 5.0)]) == 0
 

@@ -218,6 +218,16 @@ def _life(group: dict[str, Any]) -> tuple[str, int]:
     return str(group["owner_name"]), int(group["epoch"])
 
 
+def has_ended(
+    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]
+) -> dict[str, tuple[object, object]]:
+    """Return the epochs of before and of now of the groups that have ended meanwhile."""
+    lives = {
+        each: (_life(row), _life(after[each]) if each in after else None) for each, row in before.items()
+    }
+    return {each: life for each, life in lives.items() if life[0] != life[1]}
+
+
 # --- faults: each returns the ids of the groups that it may end ---------------------------------------------
 
 
@@ -376,6 +386,8 @@ class Run:
         self._began = time.monotonic()
         self._watched: dict[int, Watched] = {}
         self._over = threading.Event()
+        self._coming: list[str] = []
+        """Faults whose turn has not come since all have."""
         self.apps: list[App] = []
 
     @property
@@ -423,12 +435,9 @@ class Run:
         soak.processes += [process for process in self._watched.values() if len(process.samples) > 1]
 
     def _fail_until(self, end: float) -> None:
-        faults = self.cluster.shape.faults
-        names = list(faults)
         while self.now < end:
-            if not names:
-                names = list(faults)
-            name = names.pop(self.chance.randrange(len(names)))
+            self._coming = self._coming or list(self.cluster.shape.faults)
+            name = self._coming.pop(self.chance.randrange(len(self._coming)))
             fault = self._fail(name)
             self.soak.faults.append(fault)
             pause = f"{fault.pause_s:5.1f} s" if fault.pause_s is not None else "nothing"
@@ -444,12 +453,10 @@ class Run:
             cluster.ready()
         except AssertionError as error:
             return Fault(name, at, problem=str(error))
-        after = cluster.groups()
-        ended = {each for each in before if _life(before[each]) != _life(after[each])}
-        if unhurt := ended - may_end:
-            lives = {each: (_life(before[each]), _life(after[each])) for each in sorted(unhurt)}
-            return Fault(name, at, self.now - at, f"these groups ended, although it hit others: {lives}")
-        return Fault(name, at, self.now - at if ended else None)
+        ended = has_ended(before, cluster.groups())
+        wrong = ended.keys() - may_end
+        problem = f"groups ended that it does not concern: {sorted(wrong)} of {ended}" if wrong else ""
+        return Fault(name, at, self.now - at if ended else None, problem)
 
     def _calm_until(self, end: float) -> None:
         """The ranks of this time are watched."""

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from ..chaos.answers import Answer
-from .__main__ import SHAPES, soaked
+from .__main__ import SHAPES, has_ended, soaked
 from .load import CUT, ENDED, LEFT, REFUSED, RIGHT, WRONG, judged
 from .report import Asked, Fault, Sample, Soak, Watched, slope, tables
 
@@ -102,6 +102,13 @@ def test_what_a_process_fills_at_first_is_not_growth() -> None:
 )
 def test_what_became_of_a_request(answer: Answer, cut: bool, outcome: str) -> None:
     assert judged([answer], [WHOLE], cut=cut) == outcome
+
+
+def test_a_group_has_ended_if_its_epoch_or_its_owner_is_another() -> None:
+    row = {"owner_name": "anna", "epoch": 3}
+    before = dict.fromkeys(("same", "next", "moved", "gone"), row)
+    after = {"same": row, "next": row | {"epoch": 4}, "moved": row | {"owner_name": "ben"}, "new": row}
+    assert has_ended(before, after).keys() == {"next", "moved", "gone"}
 
 
 @pytest.mark.chaos

@@ -45,7 +45,7 @@ class Groups:
         self._hosted = hosted
         self._make = make
         self._none = self._made("")
-        self._live = False
+        self._live = self._closing = False
         self._background = Background()
         gateway.admission.elsewhere = lambda: short_of_memory(node, self.reports())
         gateway.deployments.coming = lambda name: any(
@@ -136,9 +136,11 @@ class Groups:
 
     def decide(self, now: float) -> float:
         """Decide about each group, and act. Return the time of the next decision, if nothing changes."""
+        self._others.end_lost()
+        if self._closing:
+            return math.inf
         self.sync()
         self._gateway.closing = ABOUT_TO_STOP if self._node.node_id in self._node.leadership.draining else ""
-        self._others.end_lost()
         if self.shown is self._none:
             self._none.decide(now)
         return min((group.decide(now) for group in list(self.by_id.values())), default=math.inf)
@@ -153,9 +155,10 @@ class Groups:
         self._node.changed()
 
     async def close(self) -> None:
-        """End all groups in order."""
-        for name in list(self.by_id):
-            self._background.start(self.by_id.pop(name).close(), f"the end of group {name}")
+        """End all groups in order. From now on no group runs: a group that began now would never end."""
+        self._live, self._closing = False, True
+        for name, group in self.by_id.items():
+            self._background.start(group.close(), f"the end of group {name}")
         while self._background.tasks:
             await asyncio.wait(self._background.tasks)
 

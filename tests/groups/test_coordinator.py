@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -246,6 +247,28 @@ def test_the_groups_of_a_removed_deployment_end(tmp_path: Path, member: Member, 
         group.supervisor.status.in_epoch, group.reports.owned = False, None
         node.live(a)
         assert list(node.parts.groups.by_id) == ["other#0"]
+
+    play(tmp_path, member, story)
+
+
+def test_no_group_begins_while_an_agent_ends(tmp_path: Path, member: Member, weights: ModelSource) -> None:
+    """The end of its groups may take several rounds. A group that one of these began would never end."""
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights)
+        deploy(node, "other", a)
+        groups = node.parts.groups
+        groups.start()
+        await asyncio.sleep(0)
+        ending = asyncio.ensure_future(groups.close())
+        await asyncio.sleep(0)
+        node.live(a)
+        deploy(node, "third", a)
+        await ending
+        running = {task.get_name() for task in asyncio.all_tasks()}
+        assert not running & groups.by_id.keys()
+        assert all(each.reports.owned is None for each in groups.by_id.values())
 
     play(tmp_path, member, story)
 

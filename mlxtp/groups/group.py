@@ -107,9 +107,12 @@ class Group:
 
     @property
     def _idle(self) -> bool:
-        """True while only a change, which begins a round, calls for a decision: no member can fall silent."""
+        """True while only a change, which begins a round, calls for a decision: no member can fall silent.
+
+        The end of a request begins none.
+        """
         settled = self.supervisor.status.state in (ServingState.READY, ServingState.IDLE)
-        return self.node.alone and settled and not self.unplanned
+        return self.node.alone and settled and not self.unplanned and self._waiting_since is None
 
     def _note(self, action: Action, situation: Situation, now: float) -> None:
         """Keep what an action says about the wait for an epoch, or for requests."""

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from mlxtp.cluster.deployments import PINNED, YIELDS
+from mlxtp.cluster.node import BEAT_S, ClusterNode
+from mlxtp.cluster.reconcile import Wait
+from mlxtp.groups import group as group_module
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.cluster_messages import Beat, GroupAssignment, ModelStatus, Serving
 
 from ..wire.members import Member
-from .one_node import FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, play
+from .one_node import CLOCK, FINGERPRINT, GROUP, MACHINE, A, B, FakeLink, Node, play
 
 
 def served(epoch: int, *ranks: str, group: str = GROUP) -> Serving:
@@ -269,6 +272,22 @@ def test_no_group_begins_while_an_agent_ends(tmp_path: Path, member: Member, wei
         running = {task.get_name() for task in asyncio.all_tasks()}
         assert not running & groups.by_id.keys()
         assert all(each.reports.owned is None for each in groups.by_id.values())
+
+    play(tmp_path, member, story)
+
+
+def test_an_agent_alone_looks_whether_open_requests_have_ended(
+    tmp_path: Path, member: Member, weights: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their end begins no round. A new revision must not wait for as long as it may wait for them."""
+    monkeypatch.setattr(ClusterNode, "alone", True)
+
+    async def story(node: Node) -> None:
+        node.lead(weights)
+        for for_requests, next_in_s in ((True, BEAT_S), (False, 10.0)):
+            wait = Wait("", CLOCK.now + 10.0, for_requests=for_requests)
+            monkeypatch.setattr(group_module, "decide", lambda _view, wait=wait: wait)
+            assert node.group.decide(CLOCK.now) == CLOCK.now + next_in_s
 
     play(tmp_path, member, story)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
 from mlxtp.agent import make_gateway
 from mlxtp.config import Settings
 from mlxtp.groups import overview
+from mlxtp.groups.group import Group
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.ranks import WORKER, Worker
 
@@ -39,13 +41,52 @@ async def sees(condition: Callable[[], object], what: str = "") -> None:
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     except TimeoutError:
-        raise AssertionError(f"not within {WAIT_S:g} s: {what or condition}") from None
+        raise AssertionError(f"not within {WAIT_S:g} s: {what or condition}\n{standing()}") from None
 
 
 async def within(story: Awaitable[None]) -> None:
     """A story that hangs fails."""
-    async with asyncio.timeout(WAIT_S):
+    async with limited(WAIT_S):
         await story
+
+
+@asynccontextmanager
+async def limited(seconds: float) -> AsyncIterator[None]:
+    """A block that takes longer fails, and shows where it stood."""
+    stood: list[str] = []
+    showing = asyncio.get_running_loop().call_later(seconds, lambda: stood.append(standing()))
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise AssertionError("\n".join([f"not within {seconds:g} s", *stood])) from None
+    finally:
+        showing.cancel()
+
+
+def standing() -> str:
+    """Return each task with the calls in which it waits, and each group with its requests and ranks."""
+    lines = [f"{task.get_name()}: {' > '.join(_awaited(task.get_coro()))}" for task in asyncio.all_tasks()]
+    for group in [each for each in gc.get_objects() if type(each) is Group]:
+        status, supervisor = group.supervisor.status, group.supervisor
+        ranks = [each for each in (status.ranks, supervisor.beside.ranks) if each is not None]
+        lines.append(
+            f"{group.scope.group} on {group.node.name}: {status.state} in epoch {status.epoch}, "
+            f"{status.reason or group.waiting or '-'}; {supervisor.gateway.deployments.phases}; "
+            f"{[(each.epoch, each.watch.pongs) for each in ranks]}"
+        )
+    return "\n".join(lines)
+
+
+def _awaited(work: Any) -> list[str]:
+    """Return the function and line of each coroutine that waits for the next one, the outermost first."""
+    found = []
+    while (frame := getattr(work, "cr_frame", None)) is not None:
+        found.append(f"{work.__qualname__}:{frame.f_lineno}")
+        work = work.cr_await
+    return found
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:

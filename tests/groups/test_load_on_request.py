@@ -25,7 +25,7 @@ from ..engine.small_models import change_weights, write_model
 from ..hub import COMMIT
 from ..live_cluster import START_S
 from ..reference import prompt_ids, reference, spoken
-from .scenes import sees
+from .scenes import limited, sees
 from .two_agents import two_agents
 
 QUESTION = "Count from 1 to 60."
@@ -106,7 +106,7 @@ async def two_clients(folder: Path, **settings: Any) -> AsyncIterator[tuple[Clie
 
 def timed(story: Callable[[], Awaitable[None]]) -> None:
     async def whole() -> None:
-        async with asyncio.timeout(START_S * 3):
+        async with limited(START_S * 3):
             await story()
 
     asyncio.run(whole())

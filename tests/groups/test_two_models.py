@@ -22,7 +22,7 @@ from mlxtp.groups.owned_epoch import MIB
 from mlxtp.placement.cost_model import HEADROOM_BYTES
 from mlxtp.placement.topology import MemberMachine
 
-from ..live_cluster import LIMITS
+from ..live_cluster import LIMITS, rank_processes
 from .scenes import run, sees, within
 
 pytestmark = pytest.mark.slow
@@ -186,5 +186,6 @@ def test_the_next_revision_is_ready_before_the_present_one_ends(tmp_path: Path) 
             assert sum(len(event.tokens) for event in tokens) == 200
             await answers(agent, "model")
             await sees(lambda: pids(group_of(agent, "model")) != before)
+        assert rank_processes(settings.home) == [], "no rank outlives its agent"
 
     run(within(story()))

@@ -12,7 +12,7 @@ from mlxtp.config import Settings
 from mlxtp.groups.group import Group
 from mlxtp.groups.ranks import WORKER
 
-from ..live_cluster import LIMITS, assert_marked
+from ..live_cluster import LIMITS, assert_marked, rank_processes
 
 
 def owner(*agents: Agent) -> Group:
@@ -52,3 +52,4 @@ async def two_agents(
             of("b", join=token, peers=first.parts.node.introduction.addresses()), worker=worker
         ) as second:
             yield first, second
+    assert [rank_processes(folder / name) for name in "ab"] == [[], []], "no rank outlives its agent"

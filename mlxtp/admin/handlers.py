@@ -19,6 +19,7 @@ from ..config import parse_keep, parse_macs, parse_nodes, parse_replicas, parse_
 from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError
 from ..groups.drain import Drain
+from ..groups.selection import SelectionState
 from ..identity.store import Store
 from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import is_hub_id, models_here
@@ -144,7 +145,7 @@ class ModelHandlers:
         node, name = self._parts.node, name_of(model)
         before = node.desired.table
         others = [each for each in before.live() if each.name != name]
-        coming = await self._parts.selection.serve(
+        selected = await self._parts.selection.serve(
             model,
             replace=bool(only),
             nodes=parse_nodes(nodes, "--nodes") if nodes else "",
@@ -152,7 +153,7 @@ class ModelHandlers:
             on=self._nodes_called(parse_macs(on, "--on")) if on else None,
             keep_s=parse_keep(keep, "--keep-alive") if keep else PINNED,
         )
-        table = node.desired.table
+        table, coming = node.desired.table, selected.state is SelectionState.FETCHING
         row, was = table.get(name) or Deployment(name), before.get(name)
         again = replace(was or row, version=row.version, writer=row.writer)  # a user asked once more
         return {
@@ -166,6 +167,7 @@ class ModelHandlers:
             "change": "added" if was is None else "kept" if row == again else "changed",
             "replaced": [each.model for each in others if table.get(each.name) is None],
             "coming": coming,
+            "downloads": selected.downloads,
             "until_then": ", ".join(each.model for each in others) if coming else "",
         }
 

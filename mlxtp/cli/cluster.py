@@ -277,6 +277,8 @@ def _removed(answer: Mapping[str, Any]) -> list[str]:
 
 def _wished(answer: Mapping[str, Any]) -> str:
     looking = "`mlxtp status` shows the progress"
+    if answer["downloads"] and not answer["coming"]:
+        looking = f"it is downloaded first, and {looking}"
     if answer["coming"]:
         until = answer["until_then"]
         return f"{answer['model']} is downloading, and served once complete; until then {until} is. {looking}"

@@ -69,6 +69,11 @@ class SelectedModel:
     comes_as: str = ""
     error: MlxtpError | None = None
 
+    @property
+    def downloads(self) -> bool:
+        """True if no member had all of its files when it was checked."""
+        return self.servable is not None and self.servable.folder is None
+
     def next(self, state: SelectionState, **changes: Any) -> SelectedModel:
         """Return the model in its next state. Raises ValueError for a state that cannot follow."""
         if state not in TRANSITIONS.get(self.state, ()):
@@ -104,11 +109,12 @@ class ModelSelection:
 
     # --- for users -----------------------------------------------------------------------------------
 
-    async def serve(self, model: str, *, replace: bool = False, **asked: Any) -> bool:
+    async def serve(self, model: str, *, replace: bool = False, **asked: Any) -> SelectedModel:
         """Add a deployment of `model`, or change it, as `DesiredDeployments.serve` has it.
 
-        With `replace` all others end. Then return True if its files have to come first; until then they go
-        on. Raises UserError, and changes nothing, if it is known that the model cannot be served.
+        With `replace` all others end. Then the model is still FETCHING if its files have to come first;
+        until then they go on. In all other cases it is WANTED. Raises UserError, and changes nothing, if it
+        is known that the model cannot be served.
         """
         node, table = self._node, self._node.desired.table
         self._selected = {
@@ -116,7 +122,7 @@ class ModelSelection:
         }
         if node.desired.has(model, replace=replace, **asked):
             node.desired.serve(model, replace=replace, **asked)  # as long as a model is lacking: try again
-            return False
+            return SelectedModel(model, asked, table, replace, SelectionState.WANTED)
         others = [row for row in table.live() if row.model != model]
         selected = self._selected[model] = SelectedModel(model, asked, table, replace, comes_as=model)
         try:
@@ -136,11 +142,10 @@ class ModelSelection:
             raise
         if selected.state is SelectionState.FETCHING:
             self._background.start(self._bring(selected), f"the pending change to {model}")
-            return True
+            return selected
         if servable is not None and servable.manifest is not None:
             self._transfers.learned(found, servable.manifest)
-        self._want(selected)
-        return False
+        return self._want(selected)
 
     def cancel(self, model: str = "") -> list[str]:
         """Cancel the pending selection of a model that is unloaded, or of all. Downloads go on.
@@ -154,9 +159,11 @@ class ModelSelection:
         self._selected[selected.name] = after = selected.next(state, **changes)
         return after
 
-    def _want(self, selected: SelectedModel) -> None:
+    def _want(self, selected: SelectedModel) -> SelectedModel:
         self._node.desired.serve(selected.name, replace=selected.replaces, **selected.asked)
-        self._drop(self._enter(selected, SelectionState.WANTED))  # from now on the table has it
+        wanted = self._enter(selected, SelectionState.WANTED)
+        self._drop(wanted)  # from now on the table has it
+        return wanted
 
     def _drop(self, selected: SelectedModel) -> None:
         if self._selected.get(selected.name) is selected:

@@ -44,7 +44,8 @@ def test_the_wanted_model_is_told_to_all_and_once(tmp_path: Path, member: member
         admin, a = Admin(node.parts, member.store), node.meet(A)
         assert await admin.models.serve("tiny", "2") == {
             **{"model": "tiny", "name": "tiny", "nodes": "2", "replicas": 1, "on": [], "keep_s": -1},
-            **{"version": 1, "change": "added", "replaced": [], "coming": False, "until_then": ""},
+            **{"version": 1, "change": "added", "replaced": [], "until_then": ""},
+            **{"coming": False, "downloads": False},
         }
         again = await admin.models.serve("tiny", "02")
         assert (again["version"], again["change"]) == (1, "kept")

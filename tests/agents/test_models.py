@@ -156,10 +156,11 @@ def test_what_one_has_is_served_by_all(hub: Hub, three: tuple[Agent, Agent, Agen
     c.post("serve", model=SMALL, nodes="2")
     serving(*three, ranks=2)
     assert hub.models[SMALL].sent.keys() <= {"config.json"}, "the others had it from anna"
+    a.post("pull", model=NAME, everywhere="yes")
 
     def listed() -> bool:
         told = json.loads(c.command("list", "--json").stdout)["models"]  # HF_HOME is cleo's
-        return {row["name"]: row["elsewhere"] for row in told}[NAME] == ["anna", "ben"]
+        return {row["name"]: row["elsewhere"] for row in told}.get(NAME) == ["anna", "ben"]
 
     wait(listed, "who has it elsewhere is told", *three)
     refused = b.command("remove", SMALL)
@@ -171,6 +172,8 @@ def test_what_is_served_goes_on_until_the_next_model_is_here(
     hub: Hub, three: tuple[Agent, Agent, Agent]
 ) -> None:
     a, b, _ = three
+    a.post("serve", model=SMALL, nodes="2")
+    serving(*three, ranks=2)
     epoch = a.status()["epoch"]
     typo = a.command("serve", "some-body/typo")
     assert typo.returncode == 1

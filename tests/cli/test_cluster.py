@@ -125,7 +125,14 @@ BENCH = {**RESULT, "names": ["studio [left]", "mini"]}
 
 SERVED: dict[str, object] = {
     **{"model": "org/model", "name": "org/model", "nodes": "auto", "replicas": 1, "on": [], "keep_s": -1},
-    **{"version": 3, "change": "added", "replaced": [], "coming": False, "until_then": ""},
+    **{
+        "version": 3,
+        "change": "added",
+        "replaced": [],
+        "coming": False,
+        "downloads": False,
+        "until_then": "",
+    },
 }
 
 
@@ -344,7 +351,11 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
             "on studio [left] only",
         ),
         (
-            {"coming": True, "until_then": "tiny"},
+            {"downloads": True},
+            "org/model is added: 1 replica; it is downloaded first, and `mlxtp status` shows the progress",
+        ),
+        (
+            {"coming": True, "downloads": True, "until_then": "tiny"},
             "org/model is downloading, and served once complete; until then tiny is",
         ),
     ],

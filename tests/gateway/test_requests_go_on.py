@@ -48,7 +48,7 @@ class Client:
 
 @dataclass
 class Pair:
-    """`leader` has rank 0, `other` rank 1."""
+    """`leader` owns the group and has its rank 0, `other` has rank 1."""
 
     leader: Agent
     other: Agent
@@ -99,7 +99,8 @@ def test_answers_go_on_after_any_end_of_their_group(tmp_path: Path, faults: tupl
             for agent in (first, second):
                 await agent.wait_ready()
             assert first.parts is not None
-            pair = Pair(first, second) if first.parts.node.leadership.leading else Pair(second, first)
+            owned = first.parts.groups.shown.scope.owned
+            pair = Pair(first, second) if owned else Pair(second, first)
             clients = [(agent, request) for agent in (first, second) for request in (GREEDY, DRAWN)]
             right = [await Client(*client).read() for client in clients]
             assert right[:2] == right[2:]

@@ -149,6 +149,28 @@ def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: memb
     play(tmp_path, member, story)
 
 
+@pytest.mark.parametrize("before", ["tiny", ""])
+@pytest.mark.parametrize("only", ["1", ""])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_reply_tells_of_a_download_that_comes_first(
+    tmp_path: Path, member: members.Member, hub: Hub, before: str, only: str, elsewhere: bool
+) -> None:
+    async def story(node: Node) -> None:
+        admin, a = Admin(node.parts, member.store), node.meet(A)
+        Coming(node)
+        if elsewhere:
+            node.hear(a, ModelsHere((StoredModel(MODEL, COMMIT, 9, True),)))
+        if before:
+            served(node)
+        said = await admin.models.serve(MODEL, "", only=only)
+        assert said["coming"] == bool(before and only)
+        assert said["downloads"] != elsewhere
+        here = await admin.models.serve("tiny", "")
+        assert (here["coming"], here["downloads"]) == (False, False)
+
+    play(tmp_path, member, story)
+
+
 @pytest.mark.parametrize("later", ["serve", "unload", "elsewhere"])
 def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: Hub, later: str) -> None:
     async def story(node: Node) -> None:

@@ -82,7 +82,7 @@ function serve(model) {
   act("serve", { model, nodes, replicas }, (said) =>
     said.coming
       ? `${said.model} is downloading. Until it is here, ${said.until_then || "no model"} is served.`
-      : `${said.model} ${CHANGES[said.change] ?? CHANGES.added}.`,
+      : `${said.model} ${CHANGES[said.change] ?? CHANGES.added}.${said.downloads ? " It is downloaded first." : ""}`,
   );
 }
 

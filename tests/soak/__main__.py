@@ -489,8 +489,9 @@ class Run:
 
     def _sample(self, pid: int) -> Sample:
         process, now = psutil.Process(pid), self.now
-        memory_mb = process.memory_info().rss / 1e6
-        return Sample(now, memory_mb, process.num_fds(), process.num_threads(), self._count(RIGHT))
+        memory_mb, children = process.memory_info().rss / 1e6, len(process.children())
+        descriptors, threads = process.num_fds(), process.num_threads()
+        return Sample(now, memory_mb, descriptors, threads, self._count(RIGHT), children)
 
 
 def summed(agent: str, apps: list[App], hung: list[App]) -> Asked:

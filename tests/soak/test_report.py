@@ -15,7 +15,7 @@ from .load import CUT, ENDED, LEFT, REFUSED, RIGHT, WRONG, judged
 from .report import Asked, Fault, Sample, Soak, Watched, slope, tables
 
 WHOLE = Answer("one two", "stop", None, True, 200)
-IDLE = Sample(0.0, 100.0, 40, 12, 0)
+IDLE = Sample(0.0, 100.0, 40, 12, 0, 1)
 
 
 def good() -> Soak:
@@ -74,10 +74,18 @@ def test_each_thing_that_must_not_happen_is_a_problem(spoil, words: str) -> None
     assert words in problem
 
 
+def test_an_agent_may_have_descriptors_for_another_rank() -> None:
+    soak = good()
+    soak.processes[0].idle = (IDLE, replace(IDLE, descriptors=46, children=2))
+    assert soak.problems == []
+    soak.processes[0].idle = (IDLE, replace(IDLE, descriptors=47, children=2))
+    assert len(soak.problems) == 1
+
+
 def test_what_a_process_fills_at_first_is_not_growth() -> None:
-    samples = [Sample(float(n), 100 + min(n, 20), 40, 12, 10 * n) for n in range(101)]
+    samples = [Sample(float(n), 100 + min(n, 20), 40, 12, 10 * n, 1) for n in range(101)]
     assert Watched("p", samples).growth_mb == pytest.approx(0.0)
-    few = [Sample(float(n), 100 + n, 40, 12, n) for n in range(101)]
+    few = [Sample(float(n), 100 + n, 40, 12, n, 1) for n in range(101)]
     assert Watched("p", few).growth_mb == 0
     assert slope([(0, 1.0), (2, 5.0)]) == pytest.approx(2.0)
     assert slope([(3, 1.0), (3, 5.0)]) == 0

@@ -391,13 +391,12 @@ async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, boo
 
 
 def drain_on_signal(drain: Drain, within_s: float) -> None:
-    """Drain at the first of these signals, and cancel the present task at the next one."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
+    """Drain at the first of these signals. The next one ends the drain; later ones change nothing."""
+    loop = asyncio.get_running_loop()
 
     def first(number: signal.Signals) -> None:
         for each in _SIGNALS:
-            loop.add_signal_handler(each, task.cancel)
+            loop.add_signal_handler(each, drain.start, 0.0)
         drain.start(within_s)
         if number == signal.SIGINT and drain.now()["open_requests"]:
             log.info("open requests get %g s to end; a second Ctrl-C ends at once", within_s)

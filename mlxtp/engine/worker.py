@@ -344,12 +344,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--identity", type=Path, help="folder of this node's key and certificate")
     args = parser.parse_args(told(sys.argv[1:] if argv is None else argv))
     recorder = Recorder() if args.recorder is None else Recorder.at(args.recorder)
-    recorder.catch_crashes()
     kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
     sock = socket.socket(fileno=args.pipe_fd)
     pipe = BlockingLink(sock, Session(kind, Side.LOWER, args.epoch), PIPE_STALL_S)
     process = RankProcessLinks(args.rank, args.epoch, args.folder, pipe, recorder)
     signal.signal(signal.SIGTERM, process.terminate)
+    recorder.catch_crashes()
     process.end_when_wedged()
     listener = socket.socket(fileno=args.listen_fd) if args.listen_fd is not None else None
     status, wait = TERMINATED_STATUS, True

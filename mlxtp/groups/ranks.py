@@ -280,8 +280,8 @@ class RankProcess:
                 self._replies.put_nowait(message)
 
     async def _await_exit(self, process: asyncio.subprocess.Process) -> None:
+        status = await process.wait()
         try:
-            status = await process.wait()
             self._end.ended_at = time.monotonic()
             phase = self._end.pong.phase if self._end.pong is not None else ""
             self._report(exit_report(self.rank, status, code_of_exit(status), self._last_words(), phase))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import os
 import signal
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from mlxtp.wire.messages import (
     Delta,
     Hello,
     Message,
+    PromptBatch,
     PromptTokens,
     SessionStop,
     StepToken,
@@ -56,6 +58,7 @@ links: dict[LinkKind, BlockingLink] = {}
 """The links of this process: with two ranks there is one of a kind."""
 
 Wrapped = Callable[..., Any]
+Frame = PromptTokens | PromptBatch | StepToken
 
 
 def around(owner: Any, attribute: str) -> Callable[[Wrapped], Wrapped]:
@@ -124,7 +127,7 @@ def record(original: Wrapped, mail: Mailbox, sender: int, received: Any) -> None
 
 @around(RankExecutor, "launch")
 def hold_forward(
-    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
+    original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None
 ) -> Forward:
     place = "decode" if isinstance(frame, StepToken) else "prefill"
     if order := orders.due("hold", place):
@@ -159,7 +162,7 @@ NO_MEMORY = OUT_OF_MEMORY[-1]
 
 @around(RankExecutor, "launch")
 def raise_in_forward(
-    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
+    original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None
 ) -> Forward:
     """The step's frame has gone out already."""
     if order := orders.due("raise_in_forward", type(frame).__name__):
@@ -177,9 +180,7 @@ def note_memory(original: Wrapped, rank: RankExecutor) -> None:
 
 
 @around(RankExecutor, "launch")
-def die(
-    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
-) -> Forward:
+def die(original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None) -> Forward:
     if orders.due("die", "decode" if isinstance(frame, StepToken) else "prefill"):
         os.kill(os.getpid(), signal.SIGKILL)
     return original(rank, step, frame, known)
@@ -189,15 +190,24 @@ prompts: dict[int, tuple[int, ...]] = {}
 """This rank's part of each prompt."""
 
 
+def pieces(frame: Frame) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The tokens of each prompt in a frame, with its uid."""
+    if isinstance(frame, PromptTokens):
+        yield frame.uid, frame.tokens
+    elif isinstance(frame, PromptBatch):
+        tokens = iter(frame.tokens)
+        for uid, total, offset in zip(frame.uids, frame.totals, frame.offsets, strict=True):
+            yield uid, tuple(itertools.islice(tokens, total - offset))
+
+
 @around(RankExecutor, "launch")
-def poison(
-    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
-) -> Forward:
+def poison(original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None) -> Forward:
     """No rank survives a prompt with the tokens that `how` lists in it."""
-    if isinstance(frame, PromptTokens) and (order := orders.order("poison")):
-        prompts[frame.uid] = (*prompts.get(frame.uid, ()), *frame.tokens)
-        if f" {order.how} " in f" {' '.join(map(str, prompts[frame.uid]))} " and orders.due("poison"):
-            os.kill(os.getpid(), signal.SIGKILL)
+    if order := orders.order("poison"):
+        for uid, tokens in pieces(frame):
+            prompts[uid] = (*prompts.get(uid, ()), *tokens)
+            if f" {order.how} " in f" {' '.join(map(str, prompts[uid]))} " and orders.due("poison"):
+                os.kill(os.getpid(), signal.SIGKILL)
     return original(rank, step, frame, known)
 
 
@@ -215,9 +225,7 @@ def skip_step(original: Wrapped, mail: Mailbox, sender: int) -> Any:
 
 
 @around(RankExecutor, "launch")
-def run_twice(
-    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
-) -> Forward:
+def run_twice(original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None) -> Forward:
     forward: Forward = original(rank, step, frame, known)
     if isinstance(frame, StepToken) and orders.due("run_twice"):
         return original(rank, step, frame, known)
@@ -226,7 +234,7 @@ def run_twice(
 
 @around(RankExecutor, "launch")
 def swallow_exception(
-    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
+    original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None
 ) -> Forward:
     """The forward raises; its caller catches that, goes on, and answers with what the last forward gave."""
     if not (isinstance(frame, StepToken) and orders.due("swallow_exception")):
@@ -299,7 +307,7 @@ def flip_after_gather(
 
 @around(RankExecutor, "launch")
 def misread_step(
-    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
+    original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None
 ) -> Forward:
     """This rank runs something else than the frame says. It counts frames of one row, or of several."""
     rows = "one row" if isinstance(frame, StepToken) and len(frame.rows) == 1 else "several rows"
@@ -323,9 +331,9 @@ def keep_otherwise(original: Wrapped, rank: RankExecutor, uid: int, forwards: in
 
 
 @around(RankExecutor, "evict")
-def evict_otherwise(original: Wrapped, rank: RankExecutor, uids: tuple[int, ...]) -> None:
+def evict_otherwise(original: Wrapped, rank: RankExecutor, uids: tuple[int, ...], *, trim: bool) -> None:
     if not orders.due("evict_otherwise"):
-        original(rank, uids)
+        original(rank, uids, trim=trim)
 
 
 @around(RingGroup, "prove")
@@ -368,9 +376,7 @@ def lie(original: Wrapped, link: BlockingLink, message: Message) -> int:
 
 
 @around(RankExecutor, "launch")
-def speak(
-    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
-) -> Forward:
+def speak(original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known: Any = None) -> Forward:
     """Emission is on where it must not be: the token that rank 0 sends goes out here as well."""
     if isinstance(frame, StepToken) and (order := orders.due("speak")):
         pipe = links[LinkKind.PIPE]
@@ -393,7 +399,7 @@ def extra_step(original: Wrapped, scheduler: Scheduler) -> Move | None:
         extra_step.last = move  # type: ignore[attr-defined]
     if isinstance(move, StopSequence) and orders.due("extra_step"):
         scheduler.moves.appendleft(move)
-        scheduler._queued.append(())
+        scheduler._queued.append(((), 0))
         last: Decode = extra_step.last  # type: ignore[attr-defined]
         return Decode((move.uid,), (last.positions[last.rows.index(move.uid)] + 1,))
     return move

@@ -148,6 +148,28 @@ def test_ctrl_c_says_how_long_open_requests_take_and_what_a_second_one_does(
     test_supervisor.play(tmp_path, source, story)
 
 
+def test_a_second_signal_ends_the_drain_and_further_ones_do_not_cut_the_end(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    async def story(stage: test_supervisor.Stage) -> None:
+        await stage.serves(1)
+        drain = drain_of(stage)
+        drain_on_signal(drain, 60.0)
+        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        await answer.accepted()
+        signal.raise_signal(signal.SIGTERM)
+        await sees(lambda: drain.begun)
+        await asyncio.sleep(3 * LOOK_S)
+        assert not drain.over.is_set()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(number)
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(drain.over.wait(), 5.0)
+        await answer.aclose()
+
+    test_supervisor.play(tmp_path, source, story)
+
+
 def test_a_group_that_fails_meanwhile_is_formed_again_and_is_draining(
     tmp_path: Path, source: ModelSource
 ) -> None:

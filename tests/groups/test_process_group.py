@@ -366,6 +366,28 @@ def test_a_rank_that_gives_a_sign_after_sigterm_has_time_to_give_memory_back(
 
 
 @pytest.mark.usefixtures("_impatient")
+def test_an_end_that_all_its_tasks_were_cancelled_in_is_repeated_without_patience_for_a_wedged_rank(
+    tmp_path: Path,
+) -> None:
+    """As `asyncio.run` does once its main task is over."""
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, frees_s=SLOW_S, mute=True)
+        await stage.serve()
+        rank = stage.ranks.processes[0]
+        cut = asyncio.ensure_future(rank.kill())
+        await asyncio.sleep(0)
+        for task in (cut, *rank._background.tasks):
+            task.cancel()
+        await asyncio.wait({cut, *rank._background.tasks})
+        end = await rank.kill()
+        assert (end.deaf, end.status) == (True, -signal.SIGKILL)
+        await stage.ranks.kill()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.usefixtures("_impatient")
 def test_an_end_in_order_is_waited_for_until_memory_is_given_back(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         stage.orders.give(0, frees_s=SLOW_S)

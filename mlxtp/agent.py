@@ -45,7 +45,7 @@ from .groups import overview
 from .groups.coordinator import Coordinator
 from .groups.drain import Drain
 from .groups.fabric import FabricBench, FabricResults
-from .groups.groups import Groups
+from .groups.groups import Groups, group_of
 from .groups.health import ServingState
 from .groups.hosted_rank import HostedRanks
 from .groups.lifecycle import StageListener
@@ -221,11 +221,7 @@ async def _running(
         control_port = ControlPort(entered.sock, store.credentials, node, parts.tokens, requests)
         dialer = Dialer(node, store.credentials, port, parts.readings.rewired)
         work += [control_port.run(), dialer.run()]
-    if entered.joined and settings.model_given:
-        log.warning("--model is ignored: `mlxtp serve` sets the model of a cluster")
-    elif settings.model_given or entered.founded or node.alone:
-        keep_s = PINNED if settings.model_given else YIELDS
-        node.desired.serve(lasting_name(settings.model), nodes=settings.nodes, keep_s=keep_s)
+    _deploy_first(node, entered)
     stop = asyncio.Event()
     admin = Admin(parts, store)
     admin.checkup = AgentCheckup(settings, endpoint, parts, dialer)
@@ -259,13 +255,28 @@ async def _running(
             yield agent
     finally:
         admin.close()  # event streams end
-        parts.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
-        await asyncio.wait({tasks.start(parts.groups.close(), "the end of the groups")})
-        # Ranks for others end, and each link has its goodbye.
-        await asyncio.wait({tasks.start(parts.close(), "the end of the parts")})
-        await tasks.close()  # nothing beats, listens or calls any longer
+        await _end_parts(parts, tasks)
         stop.set()
         await asyncio.wait({serving})  # clients have had their last replies
+
+
+def _deploy_first(node: ClusterNode, entered: _Entered) -> None:
+    """Deploy the model of `--model`, or the default one of an agent that joined no cluster."""
+    settings = entered.settings
+    if entered.joined and settings.model_given:
+        log.warning("--model is ignored: `mlxtp serve` sets the model of a cluster")
+    elif settings.model_given or entered.founded or node.alone:
+        keep_s = PINNED if settings.model_given else YIELDS
+        node.desired.serve(lasting_name(settings.model), nodes=settings.nodes, keep_s=keep_s)
+
+
+async def _end_parts(parts: AgentParts, tasks: Background) -> None:
+    """End requests, groups, links and the agent's own work, in this order."""
+    parts.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
+    await asyncio.wait({tasks.start(parts.groups.close(), "the end of the groups")})
+    # Ranks for others end, and each link has its goodbye.
+    await asyncio.wait({tasks.start(parts.close(), "the end of the parts")})
+    await tasks.close()  # nothing beats, listens or calls any longer
 
 
 def make_gateway(settings: Settings, health: Callable[[str], Health]) -> Gateway:
@@ -328,8 +339,8 @@ def build_parts(
         FabricBench(
             node,
             gateway,
-            lambda: groups.shown.supervisor,
-            lambda: groups.shown.reports.serving(),  # noqa: PLW0108 - another one each time
+            lambda name: group_of(groups, name).supervisor,
+            lambda name: group_of(groups, name).reports.serving(),
             results,
         ),
         selection,

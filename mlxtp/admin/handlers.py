@@ -19,6 +19,7 @@ from ..config import parse_keep, parse_macs, parse_nodes, parse_replicas, parse_
 from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError
 from ..groups.drain import Drain
+from ..groups.groups import group_of
 from ..groups.selection import SelectionState
 from ..identity.store import Store
 from ..models.hub_cache import Repo, cache_folder, hub_name
@@ -92,19 +93,20 @@ class Admin:
             ],
         }
 
-    async def bench_fabric(self) -> Json:
-        """Measure collectives in the group that serves, on any Mac that has its rank 0.
+    async def bench_fabric(self, model: str = "") -> Json:
+        """Measure collectives in a group of this model, on any Mac that has its rank 0.
 
-        Between ranks of one machine the result is not kept.
+        Without a name the default model's is meant. Between ranks of one machine the result is not kept.
         """
         if self._parts.node.alone:
-            return await self._bench_here()
-        result = await self._parts.fabric_bench.bench()
+            return await self._bench_here(name_of(model))
+        result = await self._parts.fabric_bench.bench(name_of(model))
         return {**asdict(result), "names": [self._parts.node.name_of(node) for node in result.nodes]}
 
-    async def _bench_here(self) -> Json:
+    async def _bench_here(self, deployment: str) -> Json:
         parts = self._parts
-        group, times = parts.groups.shown.supervisor.status.group, await parts.fabric_bench.measure()
+        group = group_of(parts.groups, deployment).supervisor.status.group
+        times = await parts.fabric_bench.measure(deployment)
         assert group is not None
         return {
             "nodes": [],

@@ -96,7 +96,7 @@ class Administration(Protocol):
 
     async def doctor(self) -> Json: ...
 
-    async def bench_fabric(self) -> Json: ...
+    async def bench_fabric(self, model: str) -> Json: ...
 
 
 def admin_routes(admin: Administration) -> list[Route]:
@@ -125,7 +125,7 @@ def admin_routes(admin: Administration) -> list[Route]:
         route("doctor", "GET", lambda _: admin.doctor()),
         route("members", "GET", lambda _: admin.members.roster()),
         route("token", "POST", lambda _: admin.members.token()),
-        route("bench/fabric", "POST", lambda _: admin.bench_fabric()),
+        route("bench/fabric", "POST", lambda body: admin.bench_fabric(_text(body, "model", ""))),
         route(
             "serve",
             "POST",

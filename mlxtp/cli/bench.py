@@ -52,10 +52,8 @@ def bench(
 
     With --fabric: measure the links between its ranks. Later plans use the result. Needs no API key.
     """
-    if fabric and model:
-        raise typer.BadParameter("--fabric measures the links of the default model's group; omit --model")
     if fabric:
-        answer = AgentClient(home_of(home), _BENCH_S).post("bench/fabric")
+        answer = AgentClient(home_of(home), _BENCH_S).post("bench/fabric", model=model)
         drawn = fabric_shown if sys.stdout.isatty() else fabric_in_markdown
         print_answer(answer, as_json, drawn)
         return

@@ -22,64 +22,71 @@ if TYPE_CHECKING:
     from ..wire.cluster_messages import FabricResult, Machine
 
 
-NODES = BY_KEY["nodes"].metavar
+_NODES, _WORKLOADS, _BACKENDS = (BY_KEY[key].metavar for key in ("nodes", "workload", "backend"))
+
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL",
+        help="A model folder, its config.json, the plain name of one in a --model-folder, an id on the "
+        "Hugging Face Hub, or a known name, such as llama-3.3-70b-4bit; any other word "
+        "lists them. Known names are for plans alone: `mlxtp serve` does not accept them.",
+        autocompletion=shell_completion.planned,
+    ),
+]
+Machines = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A TOML file of Macs you do not have. Default: those of the cluster."),
+]
+Spread = Annotated[
+    str,
+    typer.Option(
+        metavar=_NODES,
+        help="How many Macs to spread it over; auto: as many as answer soonest.",
+        autocompletion=shell_completion.words(_NODES),
+    ),
+]
+ForWorkload = Annotated[
+    str,
+    typer.Option(
+        metavar=_WORKLOADS,
+        help="Requests whose expected time decides; auto: those of the running agent, else chat.",
+        autocompletion=shell_completion.words(_WORKLOADS),
+    ),
+]
+Backend = Annotated[
+    str,
+    typer.Option(
+        metavar=_BACKENDS,
+        help="How ranks of several Macs communicate: RDMA or TCP.",
+        autocompletion=shell_completion.words(_BACKENDS),
+    ),
+]
+MaxContext = Annotated[
+    int,
+    typer.Option(
+        metavar="TOKENS",
+        help="Most tokens of prompt and reply.",
+        show_default="8192, or the model's own if that is less",
+    ),
+]
+FastFences = Annotated[
+    bool, typer.Option("--fast-fences", help="As if `mlxtp node --fast-fences` ran on each.")
+]
+Repeatable = Annotated[
+    bool, typer.Option("--repeatable", help="As if `mlxtp node --repeatable` ran on each.")
+]
 
 
 def plan(
-    models: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL",
-            help="A model folder, its config.json, the plain name of one in a --model-folder, an id on the "
-            "Hugging Face Hub, or a known name, such as llama-3.3-70b-4bit; any other word "
-            "lists them. Known names are for plans alone: `mlxtp serve` does not accept them.",
-            autocompletion=shell_completion.planned,
-        ),
-    ],
-    machines: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="A TOML file of Macs you do not have. Default: those of the cluster."
-        ),
-    ] = None,
-    spread: Annotated[
-        str,
-        typer.Option(
-            metavar=NODES,
-            help="How many Macs to spread it over; auto: as many as answer soonest.",
-            autocompletion=shell_completion.words(NODES),
-        ),
-    ] = "auto",
-    workload: Annotated[
-        str,
-        typer.Option(
-            metavar=BY_KEY["workload"].metavar,
-            help="Requests whose expected time decides; auto: those of the running agent, else chat.",
-            autocompletion=shell_completion.words(BY_KEY["workload"].metavar),
-        ),
-    ] = "auto",
-    backend: Annotated[
-        str,
-        typer.Option(
-            metavar=BY_KEY["backend"].metavar,
-            help="How ranks of several Macs communicate: RDMA or TCP.",
-            autocompletion=shell_completion.words(BY_KEY["backend"].metavar),
-        ),
-    ] = "auto",
-    max_context: Annotated[
-        int,
-        typer.Option(
-            metavar="TOKENS",
-            help="Most tokens of prompt and reply.",
-            show_default="8192, or the model's own if that is less",
-        ),
-    ] = 0,
-    fast_fences: Annotated[
-        bool, typer.Option("--fast-fences", help="As if `mlxtp node --fast-fences` ran on each.")
-    ] = False,
-    repeatable: Annotated[
-        bool, typer.Option("--repeatable", help="As if `mlxtp node --repeatable` ran on each.")
-    ] = False,
+    models: Models,
+    machines: Machines = None,
+    spread: Spread = "auto",
+    workload: ForWorkload = "auto",
+    backend: Backend = "auto",
+    max_context: MaxContext = 0,
+    fast_fences: FastFences = False,
+    repeatable: Repeatable = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:

@@ -151,17 +151,18 @@ def _load(path: Path) -> tuple[FabricResult, ...]:
 
 
 class FabricBench:
-    """Measures the group that this agent shows, here or where its rank 0 is.
+    """Measures a group of a deployment, the default one for an empty name, here or where its rank 0 is.
 
-    `shown` returns the supervisor of that group, and `serving` this node's report of it.
+    `shown` returns the supervisor of that group, and `serving` this node's report of it. Both raise UserError
+    for a name that is not deployed.
     """
 
     def __init__(
         self,
         node: ClusterNode,
         gateway: Gateway,
-        shown: Callable[[], Supervisor],
-        serving: Callable[[], Serving | None],
+        shown: Callable[[str], Supervisor],
+        serving: Callable[[str], Serving | None],
         results: FabricResults,
     ) -> None:
         self._node = node
@@ -173,12 +174,12 @@ class FabricBench:
         self._background = Background()
         node.links.on(self._received, FabricWanted)
 
-    async def measure(self) -> Times:
+    async def measure(self, deployment: str = "") -> Times:
         """Time collectives on the idle group; requests that come meanwhile must be retried.
 
         Raises UserError when there is no such group, or it ends meanwhile.
         """
-        gateway, shown = self._gateway, self._shown()
+        gateway, shown = self._gateway, self._shown(deployment)
         status, ranks, model = shown.status, shown.status.ranks, shown.info
         if self._measuring or status.state is ServingState.LOADING:
             raise UserError("the group is loading or being measured right now; try again", Code.NOT_READY)
@@ -202,20 +203,24 @@ class FabricBench:
         finally:
             self._measuring = False
 
-    async def bench(self) -> FabricResult:
-        """Return a new measurement of the group that serves. Raises UserError when that fails."""
-        if self._shown().status.in_epoch:
-            return await self._bench_here()
-        servings = self._node.peer_info.servings.items()
-        owners = [owner for (owner, _), serving in servings if serving.state == ServingState.READY]
+    async def bench(self, deployment: str = "") -> FabricResult:
+        """Return a new measurement of a group that serves. Raises UserError when that fails."""
+        if self._shown(deployment).status.in_epoch:
+            return await self._bench_here(deployment)
+        servings = [
+            (owner, serving)
+            for (owner, _), serving in self._node.peer_info.servings.items()
+            if deployment in ("", serving.deployment)
+        ]
+        owners = [owner for owner, serving in servings if serving.state == ServingState.READY]
         if not owners:
             raise UserError("no group serves right now; `mlxtp status` shows why", Code.NOT_READY)
         coordinator = self._node.leadership.claim.node_id
-        return await self._bench_at(coordinator if coordinator in owners else min(owners))
+        return await self._bench_at(coordinator if coordinator in owners else min(owners), deployment)
 
-    async def _bench_here(self) -> FabricResult:
-        serving = self._serving()
-        times = await self.measure()
+    async def _bench_here(self, deployment: str) -> FabricResult:
+        serving = self._serving(deployment)
+        times = await self.measure(deployment)
         assert serving is not None
         result = FabricResult(
             serving.participants,
@@ -237,9 +242,9 @@ class FabricBench:
         self._node.links.broadcast(report(result))
         return result
 
-    async def _bench_at(self, node_id: str) -> FabricResult:
+    async def _bench_at(self, node_id: str, deployment: str) -> FabricResult:
         """Return the measurement of another agent, which reports it before it replies."""
-        name, wanted = self._node.name_of(node_id), FabricWanted(secrets.token_bytes(16))
+        name, wanted = self._node.name_of(node_id), FabricWanted(secrets.token_bytes(16), deployment)
         try:
             answer = await self._node.links.ask(node_id, wanted, FabricAnswer, ANSWER_S)
         except LinkError as error:
@@ -254,18 +259,18 @@ class FabricBench:
         return reported
 
     def _received(self, link: ControlLink, wanted: FabricWanted) -> None:
-        self._background.start(self._answer(link.node_id, wanted.nonce), "measuring the fabric")
+        self._background.start(self._answer(link.node_id, wanted), "measuring the fabric")
 
-    async def _answer(self, node_id: str, nonce: bytes) -> None:
+    async def _answer(self, node_id: str, wanted: FabricWanted) -> None:
         problem = ""
         try:
-            if not self._shown().status.in_epoch:  # two agents could ping-pong for ever
+            if not self._shown(wanted.deployment).status.in_epoch:  # two agents could ping-pong for ever
                 raise UserError(f"rank 0 is no longer on {self._node.name}; try again")
-            await self._bench_here()
+            await self._bench_here(wanted.deployment)
         except MlxtpError as error:
             problem = error.detail
         with contextlib.suppress(MlxtpError):  # it is gone
-            self._node.links.send(node_id, FabricAnswer(nonce, problem))
+            self._node.links.send(node_id, FabricAnswer(wanted.nonce, problem))
 
     async def close(self) -> None:
         """Stop measuring."""

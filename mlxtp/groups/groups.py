@@ -10,7 +10,7 @@ from ..background import Background
 from ..cluster.deployments import DeploymentTable
 from ..cluster.links import ControlLink
 from ..cluster.node import BEAT_S, ClusterNode
-from ..errors import Code, GroupError
+from ..errors import Code, GroupError, UserError
 from ..gateway.gateway import Gateway
 from ..wire.cluster_messages import GroupAssignment, Serving
 from .fabric import FabricResults
@@ -200,6 +200,18 @@ class Groups:
 def best(groups: Sequence[Group]) -> Group:
     """Return the group that stands for all of a deployment: one that serves, if there is one."""
     return min(groups, key=_place)
+
+
+def group_of(groups: Groups, deployment: str) -> Group:
+    """Return the group that stands for a deployment; without a name, for this agent.
+
+    Raises UserError if it is not deployed.
+    """
+    if not deployment:
+        return groups.shown
+    if not (found := groups.replicas_of(deployment)):
+        raise UserError(f"{deployment} is not deployed; `mlxtp status` shows the models that are")
+    return best(found)
 
 
 def unused_s(reports: Sequence[Serving], deployment: str) -> int | None:

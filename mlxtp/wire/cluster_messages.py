@@ -512,10 +512,14 @@ class TokenIssued(Message):
 
 @dataclass(frozen=True, slots=True)
 class FabricWanted(Message):
-    """Request to the agent of rank 0: measure the collectives of its group. Reply: FabricAnswer."""
+    """Request to the agent of rank 0: measure the collectives of a group. Reply: FabricAnswer.
+
+    `deployment` is the one that the group serves; empty for the default one.
+    """
 
     TYPE: ClassVar[int] = 0x49
     nonce: bytes = _f(binary(16, 16))
+    deployment: str = _f(text(MAX_MODEL), default="")
 
 
 @dataclass(frozen=True, slots=True)

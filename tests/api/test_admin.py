@@ -94,9 +94,9 @@ class FakeAdmin:
         await asyncio.sleep(0)
         return self._do("token")
 
-    async def bench_fabric(self) -> Any:
+    async def bench_fabric(self, model: str) -> Any:
         await asyncio.sleep(0)
-        return self._do("bench/fabric")
+        return self._do("bench/fabric", *filter(None, [model]))
 
     def serve(self, model: str, nodes: str, **asked: str) -> Any:
         return self._do("serve", model, nodes, *(f"{name}={value}" for name, value in asked.items() if value))

@@ -415,6 +415,11 @@ def test_a_mistyped_number_is_named(agent: Agent, option: str, value: str) -> No
             ("bench/fabric",),
             "JACCL mesh, jaccl: studio [left] + mini; default fences\n",
         ),
+        (
+            ["bench", "--fabric", "--model", "org/b"],
+            ("bench/fabric", "org/b"),
+            "JACCL mesh, jaccl: studio [left] + mini; default fences\n",
+        ),
         (["cluster", "remove", "mini"], ("remove", "mini", ""), "mini is no longer a member\n"),
         (
             ["cluster", "remove", "mini", "--with-admitted"],

@@ -163,6 +163,29 @@ def test_an_agent_without_rank_0_says_so_and_asks_no_other(tmp_path: Path, membe
     play(tmp_path, member, story)
 
 
+def test_the_group_of_the_named_model_is_measured(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        admin, a, b = Administration(node.parts, member.store), node.meet(A), node.meet(B)
+        node.parts.node.desired.serve("tiny")
+        node.parts.node.desired.serve("org/other")
+        node.hear(a, serving(A, B))
+        node.hear(b, replace(serving(B, A), group="org/other#0", deployment="org/other"))
+        asking = asyncio.ensure_future(admin.bench_fabric("org/other@main"))
+        await asyncio.sleep(0)
+        [wanted] = b.heard(FabricWanted)
+        assert (wanted.deployment, a.heard(FabricWanted)) == ("org/other", [])
+        node.hear(b, report(RESULT), FabricAnswer(wanted.nonce, ""))
+        assert (await asking)["nodes"] == RESULT.nodes
+        node.hear(a, replace(wanted, nonce=b"m" * 16, deployment="org/third"))
+        await asyncio.gather(*node.parts.fabric_bench._background.tasks)
+        [answer] = a.heard(FabricAnswer)
+        assert answer.problem.startswith("org/third is not deployed")
+        with pytest.raises(UserError, match="org/third is not deployed"):
+            await admin.bench_fabric("org/third")
+
+    play(tmp_path, member, story)
+
+
 # --- what is kept -----------------------------------------------------------------------------------------
 
 

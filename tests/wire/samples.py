@@ -152,7 +152,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     ReplicaLoad("tiny#0", 9000, 3, 500, b"12345678" * 2),
     TokenWanted(b"n" * 16),
     TokenIssued(b"n" * 16, "ABCD", ""),
-    FabricWanted(b"n" * 16),
+    FabricWanted(b"n" * 16, "tiny"),
     FabricReport(
         (NODE, "f" * 32), "ring", "ring over Ethernet", False, True, 1, 0.25, (1024, 4096), (0.5, 1.0),
         (0.5, 2.0),
@@ -508,7 +508,7 @@ _STRATEGIES |= {
     RosterSaved: st.builds(RosterSaved, _count),
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
     TokenIssued: st.builds(TokenIssued, st.binary(min_size=16, max_size=16), _short, _text),
-    FabricWanted: st.builds(FabricWanted, st.binary(min_size=16, max_size=16)),
+    FabricWanted: st.builds(FabricWanted, st.binary(min_size=16, max_size=16), _text),
     FabricReport: st.builds(
         FabricReport, st.lists(_node, max_size=8).map(tuple), st.sampled_from(("ring", "jaccl")), _short,
         st.booleans(), st.booleans(), _count, st.floats(1e-9, 1e4), _ints(1, 2**31 - 1, 1, MAX_SIZES),

@@ -219,10 +219,14 @@ class Gateway:
     def relay(self, generate: Generate, tell: Callable[[Message], None]) -> Callable[[], None]:
         """Start a request that another agent forwarded. `tell` gets its events under the uid it has there.
 
-        Returns the function that cancels it. Raises RequestError if it is refused at once.
+        Returns the function that cancels it. Raises RequestError if it is refused at once. Raises the reason
+        of the gap between two groups if it came in one: its own gateway has it wait for the next group.
         """
         # Two agents that each take the other for rank 0's would forward it for ever.
         deployment = self.deployments.owning(generate.group)
+        between = self.deployments.of_group(generate.group) if deployment is None else None
+        if between is not None and between.handover is not None and not self.closing:
+            raise between.handover
         self._check(deployment, generate.client, len(generate.tokens))
         assert deployment is not None
         forwarded = ForwardedRequest(generate, tell)

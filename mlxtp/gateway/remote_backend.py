@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 
 from ..background import Background, log_failure
-from ..errors import Code, LinkError, MlxtpError, RequestError
+from ..errors import Code, LinkError, MlxtpError
 from ..wire.codecs import Message
 from ..wire.messages import (
     PROTOCOL_VERSION,
@@ -120,7 +120,7 @@ async def serve_requests(
     def generate(request: Generate) -> None:
         try:
             cancels[request.uid] = gateway.relay(request, tell)
-        except RequestError as error:
+        except MlxtpError as error:
             tell(Error(error.code, error.detail, request.uid))
 
     try:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.api.backend import Request, StreamEnd, Tokens
-from mlxtp.errors import Code, GroupError, LinkError, MlxtpError
+from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.gateway import dispatcher
 from mlxtp.gateway.request import PROVEN_TOKENS, SUSPECT
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Sampling, Shaping
@@ -406,6 +406,30 @@ def test_requests_of_other_agents_are_given_back_to_them() -> None:
         stage.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
         assert told[3:] == [Error(Code.REPLANNED, "the server is shutting down", uid) for uid in (72, 73)]
         assert stage.open == 0
+
+    play(story)
+
+
+def test_a_request_that_another_agent_sent_into_the_gap_between_two_groups_goes_back_to_it() -> None:
+    """It waits there for the next group, as a new one of this agent does here."""
+
+    async def story(stage: Stage) -> None:
+        def relay(group: str) -> None:
+            stage.gateway.relay(Generate(70, (1,), 9, group=group), lambda _: None)
+
+        for end in (stage.gateway.detach, stage.gateway.park):
+            end(GROUP, REPLANNED)
+            with pytest.raises(GroupError, match="a better group is there") as raised:
+                relay(GROUP)
+            assert raised.value.code is Code.REPLANNED
+        with pytest.raises(RequestError, match="no model is loaded right now"):
+            relay("another#0")
+        relay_to = next_group(stage)
+        relay(GROUP)
+        assert len(asked(relay_to)) == 1
+        stage.gateway.park(GROUP, LOST)
+        with pytest.raises(RequestError, match="no model is loaded right now"):
+            relay(GROUP)
 
     play(story)
 

@@ -185,7 +185,7 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         assert (response.status_code, response.json()) == (200, {"did": what})
     assert admin.asked == [
         ("status",), ("keys",), ("settings",), ("plan",), ("models",), ("doctor",), ("members",), ("token",),
-        ("bench/fabric",),
+        ("bench/fabric", "tiny"),
         ("serve", "tiny", "2"), ("unload", "tiny", ""), ("pull", "tiny", ""), ("pulling", "tiny"),
         ("stored",),
         ("removable", "tiny", ""), ("removed", "tiny"),

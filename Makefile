@@ -24,6 +24,7 @@ MANY := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/$(VENV)/bytecode
 FAULTS := tests/chaos tests/agents tests/soak tests/test_cli.py tests/test_oracle.py tests/test_tiny_model.py \
   tests/api/test_mutated_bodies.py tests/api/test_published.py tests/api/text/test_contained.py \
   tests/cli/test_launch.py tests/engine/test_closing.py \
+  tests/engine/test_features_checkpoints.py \
   tests/engine/test_features_choice.py tests/engine/test_features_guided.py tests/engine/test_features_ledger.py \
   tests/engine/test_features_prefix.py tests/engine/test_features_room.py tests/engine/test_loading.py \
   tests/engine/test_rank.py tests/engine/test_sampler.py tests/test_crashes.py tests/groups/test_fallback.py \

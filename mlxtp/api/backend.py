@@ -54,7 +54,7 @@ class Request:
     `logprobs` -1 for none, 0 for those of the chosen tokens, k for the k most probable alternatives as well.
     Clients are served in turn, and so are the users of one `client`; the empty name is one, too. Requests of
     one `sharer` share cached beginnings of prompts. `deadline_s` 0 is the server's own. `model` is a
-    `ModelInfo.id`; empty for the default.
+    `ModelInfo.id`; empty for the default. `places` as in Generate.
     """
 
     prompt: tuple[int, ...]
@@ -68,6 +68,7 @@ class Request:
     sharer: str = ""
     deadline_s: float = 0.0
     model: str = ""
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

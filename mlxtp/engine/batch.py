@@ -9,7 +9,7 @@ drive them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -294,29 +294,62 @@ class MergedBatch:
         """Do nothing: these arrays have the size that mlx-lm gives them."""
 
 
+def leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """Yield caches, and for one that is a list of caches those in it."""
+    for cache in caches:
+        yield from leaves(cache.caches) if hasattr(cache, "caches") else (cache,)
+
+
 def share(caches: Caches, length: int) -> Caches:
     """Return separate caches of the first `length` tokens. Arrays are shared until one side writes."""
     from copy import deepcopy  # copies handles, not buffers: mlx arrays are immutable underneath
 
-    from mlx_lm.models.cache import KVCache
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
 
     shared: Caches = deepcopy(caches)
-    for cache in shared:
-        if type(cache) is KVCache:
+    for cache in leaves(shared):
+        if type(cache) is KVCache and cache.keys is not None:
             # The next write copies the whole array, so it holds only the tokens that are needed.
             cache.keys, cache.values = cache.keys[..., :length, :], cache.values[..., :length, :]
-            cache.offset = length
+            cache.offset = min(cache.offset, length)
+        elif type(cache) is RotatingKVCache and cache.keys is not None:
+            _only_window(cache)
     return cut(shared, length)
+
+
+def snapshot(caches: Caches, length: int) -> Caches:
+    """Return separate caches of the first `length` tokens of a sequence that continues.
+
+    They have arrays of their own, so that both sides take the room that is counted for them.
+    """
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+    copies = share(caches, length)
+    for cache in leaves(copies):
+        if type(cache) in (KVCache, RotatingKVCache) and cache.keys is not None:
+            cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
+    return copies
+
+
+def _only_window(cache: Any) -> None:
+    """Drop the tokens before the window, which a chunk of a prompt leaves there until the next token."""
+    keys, values, offset, keep, window, end = cache.state
+    if not keep and end == keys.shape[2] > window:
+        cache.state = keys[..., -window:, :], values[..., -window:, :], offset, keep, window, window
 
 
 def cut(caches: Caches, length: int) -> Caches:
     """Roll caches back to their first `length` tokens."""
-    for cache in caches:
-        if (beyond := cache.offset - length) > 0:
+    for cache in leaves(caches):
+        if (beyond := getattr(cache, "offset", length) - length) > 0:
             cache.trim(beyond)
     return caches
 
 
+#: mlx-lm's caches that hold the keys and values of every token, so that they can be cut anywhere.
+_PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
+#: Those whose copies are independent: the plain ones, windows of tokens, and states of fixed size.
+_COPIED = _PLAIN | {"ArraysCache", "ChunkedKVCache", "LayerCache", "RotatingKVCache"}
 #: mlx-lm's rotary embedding that compares a position with the model's context, so all rows must share one.
 _ONE_OFFSET = "DynamicNTKScalingRoPE"
 
@@ -326,7 +359,8 @@ class CacheKind:
 
     slots     sequences can share a SlotBatch, so a step may feed rows several tokens and roll back
     batches   sequences can decode together at all
-    reusable  a sequence may start from the beginning of another's caches
+    cuttable  a sequence may start from any beginning of another's caches
+    reusable  a sequence may start from a copy of another's caches, as long as all of their tokens begin it
 
     Raises ModelError (MODEL_UNSUPPORTED) when they cannot be quantized.
     """
@@ -335,11 +369,14 @@ class CacheKind:
         self._model = model
         self._kv_bits = kv_bits
         self.group_size = self._find_group_size() if kv_bits else 0
-        kinds = {type(cache).__name__ for cache in self.new()}
+        new = self.new()
+        kinds = {type(cache).__name__ for cache in new}
+        inside = {type(cache).__name__ for cache in leaves(new)}
         alone = kv_bits or any(type(module).__name__ == _ONE_OFFSET for module in model.modules())
         self.slots = kinds == {"KVCache"} and not alone
-        self.batches = all(hasattr(cache, "merge") for cache in self.new()) and not alone
-        self.reusable = kinds <= {"KVCache", "QuantizedKVCache"}
+        self.batches = all(hasattr(cache, "merge") for cache in new) and not alone
+        self.cuttable = inside <= _PLAIN
+        self.reusable = inside <= _COPIED
         self._empty = self._shapes() if self.slots else []
 
     def empty_batch(self) -> Batch:

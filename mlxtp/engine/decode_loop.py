@@ -390,6 +390,7 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop |
                 move.sampling,
                 move.exchange,
                 move.agreement,
+                move.save,
             )
         case PrefillTogether(prompts):
             return PromptBatch(

@@ -326,7 +326,7 @@ def fed(frame: PromptTokens | PromptBatch | StepToken) -> int:
     where: tuple[int, ...]
     match frame:
         case PromptTokens():
-            where = (frame.uid, frame.offset, frame.source)
+            where = (frame.uid, frame.offset, frame.source, frame.save)
         case PromptBatch():
             where = (*frame.uids, *frame.totals, *frame.offsets, *frame.sources)
         case StepToken():

@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..wire.messages import MAX_WIDTH
 from .sequence import SequenceState, WaitingQueue
-from .steps import EvictKept, StopReason, StopSequence
+from .steps import EvictKept, Move, Prefill, StopReason, StopSequence
 
 # --- room; the same on every rank, and the basis of rank 0's budget --------------------------------------
 # Sizes grow in steps of a half and a third (64, 96, 128, 192, ...). So an array that grows with its
@@ -59,6 +59,8 @@ def batch_tokens(lengths: Sequence[int]) -> int:
 # cache's sequence: one that has ended and is kept, or one that runs and shares its cache.
 
 SHORTEST_HIT = 16  # tokens that a hit must save
+#: The same for a cache that is kept whole: tokens that it must have beyond the next shorter one.
+SHORTEST_CHECKPOINT = 32
 KEPT_SHARE = 2  # kept caches take at most one part in so many of the room
 
 _WORD = 4  # bytes of a packed token
@@ -83,10 +85,15 @@ class PrefixCache:
     """Kept caches of at most `max_entries` sequences and `budget` positions, and those of running ones.
 
     A cache counts as the `capacity` of its tokens, which is the most that its arrays hold. Running sequences
-    count towards neither limit and are never evicted. Prompts of different salts share nothing.
+    count towards neither limit and are never evicted. Prompts of different salts share nothing. `whole`:
+    caches cannot be cut. They are found only if all their tokens begin a prompt, and running ones are not
+    shared.
     """
 
-    def __init__(self, budget: int, max_entries: int, shortest_hit: int = SHORTEST_HIT) -> None:
+    def __init__(
+        self, budget: int, max_entries: int, shortest_hit: int = SHORTEST_HIT, *, whole: bool = False
+    ) -> None:
+        self.whole = whole
         self._budget = budget
         self._max_entries = max_entries
         self._shortest_hit = shortest_hit
@@ -104,11 +111,12 @@ class PrefixCache:
         return self._positions
 
     def keep(self, uid: int, tokens: Sequence[int], salt: int = 0) -> tuple[int, ...]:
-        """Keep the cache of an ended sequence that holds `tokens`. Returns the uids of caches to free.
+        """Keep a cache that holds `tokens`. Returns the uids of caches to free.
 
-        Those are the kept ones that `tokens` begins with, then the least recently used until there is room.
-        Returns only `uid` itself when the cache is too short or too large, or a kept one contains it. The
-        kept one then counts as used. Raises ValueError when `uid` is kept already.
+        Those are the kept ones that `tokens` begins with, if they can be cut from this one, then the least
+        recently used until there is room. Returns only `uid` itself when the cache is too short or too large,
+        or a kept one serves as well. The kept one then counts as used. Raises ValueError when `uid` is kept
+        already.
         """
         if uid in self._kept:
             raise ValueError(f"uid {uid} is kept already")
@@ -117,11 +125,11 @@ class PrefixCache:
         if len(tokens) < self._shortest_hit or size > self._budget or self._max_entries < 1:
             return (uid,)
         packed = _pack(tokens, salt)
-        for other, held in self._kept.items():
-            if held.startswith(packed):
-                self.touch(other)
-                return (uid,)
-        freed = [other for other, held in self._kept.items() if packed.startswith(held)]
+        if (other := self._stand_in(packed)) is not None:
+            self.touch(other)
+            return (uid,)
+        covers = not self.whole
+        freed = [other for other, held in self._kept.items() if covers and packed.startswith(held)]
         for other in freed:
             self.take(other)
         while self._positions + size > self._budget or len(self._kept) >= self._max_entries:
@@ -131,10 +139,19 @@ class PrefixCache:
         self._positions += size
         return tuple(freed)
 
+    def _stand_in(self, packed: bytes) -> int | None:
+        """Return the uid of a kept cache that serves as well as one of these tokens; None for none."""
+        if not self.whole:
+            return next((uid for uid, held in self._kept.items() if held.startswith(packed)), None)
+        near = len(packed) - _WORD * (self._shortest_hit - 1)
+        alike = (uid for uid, held in self._kept.items() if len(held) >= near and packed.startswith(held))
+        return next(alike, None)
+
     def share(self, uid: int, tokens: Sequence[int], salt: int = 0) -> None:
         """Record that a running sequence's cache holds `tokens`, to be copied until `unshare` or `keep`."""
-        self._running[uid] = _pack(tokens, salt)
-        self.changes += 1
+        if not self.whole:
+            self._running[uid] = _pack(tokens, salt)
+            self.changes += 1
 
     def unshare(self, uid: int) -> None:
         """Stop sharing a running sequence's cache, if it is shared."""
@@ -148,6 +165,11 @@ class PrefixCache:
         """
         packed = _pack(prompt, salt)
         usable = packed[:-_WORD]
+        if self.whole:
+            begins = [(len(held), uid) for uid, held in self._kept.items() if usable.startswith(held)]
+            return (
+                Hit((longest := max(begins))[1], longest[0] // _WORD - _SALT_WORDS, True) if begins else None
+            )
         best: Hit | None = None
         least = max(self._shortest_hit, 1)
         for running, entries in ((False, self._kept), (True, self._running)):
@@ -230,10 +252,27 @@ def _common(one: bytes, other: bytes) -> int:
 SHARED_BEGINNING = 32
 
 
+def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
+    """Return the positions of a prompt, in ascending order, after which its cache is worth a copy.
+
+    Those are the request's own, and the last one for a prompt that comes again. The first `hit` tokens are in
+    a kept cache already.
+    """
+    places = [place for place in sequence.places if place < sequence.prompt]
+    if not sequence.generated and sequence.prompt - max(places, default=0) > SHORTEST_CHECKPOINT:
+        places.append(sequence.prompt - 1)
+    found: list[int] = []
+    for place in places:
+        if place - (found[-1] if found else hit) >= SHORTEST_CHECKPOINT:
+            found.append(place)
+    return tuple(found)
+
+
 class KVCacheManager:
     """Room for the KV caches of `running` and `waiting` sequences, and of kept ones in `prefixes`.
 
-    `moves` has the moves that free caches. They come before any other. `kv_tokens` is all the room.
+    `moves` has the moves that free caches, and what waits for them. They come before any other. `kv_tokens`
+    is all the room.
     """
 
     def __init__(
@@ -243,13 +282,18 @@ class KVCacheManager:
         running: Sequence[SequenceState],
         waiting: WaitingQueue,
     ) -> None:
-        self.moves: deque[StopSequence | EvictKept] = deque()
+        self.moves: deque[Move] = deque()
         self.kv_tokens = kv_tokens
         self._prefixes = prefixes
         self._running = running
         self._waiting = waiting
         #: Rows, rows with started prompts, and capacity that were last found to fit.
         self._fits: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def keeps_whole(self) -> bool:
+        """True if caches are kept that cannot be cut."""
+        return self._prefixes is not None and self._prefixes.whole
 
     def hit_length(self, sequence: SequenceState) -> int:
         """Return the tokens of its prompt that a kept or running KV cache holds."""
@@ -259,6 +303,8 @@ class KVCacheManager:
             sequence.asked_at = self._prefixes.changes
             hit = self._prefixes.find(sequence.tokens[: sequence.prompt], sequence.salt)
             sequence.hit_length = 0 if hit is None else hit.length
+            if hit is not None:
+                self._prefixes.touch(hit.uid)  # others make room before it
         return sequence.hit_length
 
     def is_being_computed(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
@@ -268,7 +314,18 @@ class KVCacheManager:
         """
         if self._prefixes is None or not others:
             return False
-        beginning = sequence.tokens[: self.hit_length(sequence) + SHARED_BEGINNING]
+        enough = self.hit_length(sequence) + SHARED_BEGINNING
+        if self._prefixes.whole:
+            return any(
+                other.salt == sequence.salt
+                and enough <= place < sequence.prompt
+                and place - other.prefilled <= sequence.prompt
+                and other.tokens[:place] == sequence.tokens[:place]
+                for other in others
+                for place in other.saves
+                if place > other.prefilled
+            )
+        beginning = sequence.tokens[:enough]
         return len(beginning) < sequence.prompt and any(
             other.salt == sequence.salt
             and other.prompt - other.prefilled <= sequence.prompt + len(beginning)
@@ -277,16 +334,18 @@ class KVCacheManager:
         )
 
     def start_from(self, sequence: SequenceState, *, may_take: bool) -> tuple[int, bool]:
-        """Find a KV cache that begins like this prompt.
+        """Find a KV cache that begins like this prompt, and choose where caches of it will be saved.
 
-        Returns its uid and True if it may be taken over; (0, False) for none.
+        Returns its uid and True if it is taken over; (0, False) for none.
         """
         if self._prefixes is None:
             return 0, False
         hit = self._prefixes.find(sequence.tokens[: sequence.prompt], sequence.salt)
+        if self._prefixes.whole:
+            sequence.saves = places_to_save(sequence, 0 if hit is None else hit.length)
         if hit is None:
             return 0, False
-        take = may_take and hit.whole
+        take = may_take and hit.whole and not self._prefixes.whole
         if take:
             self._prefixes.take(hit.uid)
         else:
@@ -296,16 +355,38 @@ class KVCacheManager:
             sequence.cached = hit.length
         return hit.uid, take
 
+    def save(self, sequence: SequenceState, move: Prefill, uid: int) -> Prefill:
+        """Return a chunk that leaves a copy of its cache under `uid`, if there is room for one.
+
+        What makes room for it is freed before. If that is its source, the sequence takes it over instead.
+        """
+        assert self._prefixes is not None
+        freed = self._prefixes.keep(uid, sequence.tokens[: sequence.prefilled], sequence.salt)
+        if uid not in freed and (beyond := self._occupied() - self.kv_tokens) > 0:
+            freed += self._prefixes.evict(beyond)
+        if others := tuple([other for other in freed if other not in (uid, move.source)]):
+            self.moves.append(EvictKept(others))
+        return replace(move, save=0 if uid in freed else uid, take=move.take or move.source in freed)
+
+    def must_wait(self, sequence: SequenceState) -> bool:
+        """Return True if the next step ends an answer whose cache is kept only with known tokens."""
+        return self.keeps_whole and sequence.scheduled + 1 >= sequence.wants.max_tokens
+
     def share(self, sequence: SequenceState) -> None:
         """Let other prompts start from the complete prompt of a sequence that runs."""
         if self._prefixes is not None:
             self._prefixes.share(sequence.uid, sequence.tokens[: sequence.prompt], sequence.salt)
 
     def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
-        """Queue a sequence's last move, and keep or evict the first `held` tokens of its KV cache."""
+        """Queue a sequence's last move, and keep or evict the known of the `held` tokens of its KV cache.
+
+        A cache that holds unknown ones, and cannot be cut, is not kept.
+        """
         self._fits = (0, 0, 0)
         keep = 0
         evicted: tuple[int, ...] = ()
+        known = len(sequence.tokens)
+        held = 0 if self.keeps_whole and held > known else min(held, known)
         if self._prefixes is not None:
             self._prefixes.unshare(sequence.uid)
             if reason != "preempt" and held:

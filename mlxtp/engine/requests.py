@@ -32,7 +32,7 @@ from . import kv_cache, steps
 from .draft_model import DraftModel
 from .executor import RankExecutor
 from .grammar import Grammar, Grammars
-from .kv_cache import PrefixCache
+from .kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
 from .logit_shaping import Guided, RequestShaping
 from .mailbox import COMPILER, Mailbox
 from .scheduler import Scheduler
@@ -174,7 +174,8 @@ class Requests:
         self._shaping = shaping
         self._emitter = emitter
         self._policy: Policy | None = None
-        self._reuses = False
+        #: None: no KV cache is kept; True: those that are kept cannot be cut.
+        self._keeps_whole: bool | None = None
         self._grammars: Grammars | None = None
         self._compiling: dict[int, Generate] = {}
         #: Grammars that wait to be compiled, by kind and text: the number in FairQueue and the client.
@@ -198,7 +199,7 @@ class Requests:
         assert rank.caches is not None
         kinds = rank.caches
         self._context = reply.context
-        self._reuses = bootstrap.prefix_cache and kinds.reusable
+        self._keeps_whole = not kinds.cuttable if bootstrap.prefix_cache and kinds.reusable else None
         gpu = mx.metal.is_available()
         chunk, beside, chunk_s = steps.chunk_sizes(command.prefill_chunk, gpu=gpu)
         self._policy = Policy(
@@ -261,7 +262,10 @@ class Requests:
         if self.scheduler is not None:
             self._last_uid = self.scheduler.last_uid
         share = self._policy.kv_tokens // kv_cache.KEPT_SHARE
-        prefixes = PrefixCache(share, MAX_PREFIXES) if self._reuses else None
+        prefixes: PrefixCache | None = None
+        if self._keeps_whole is not None:
+            shortest = SHORTEST_CHECKPOINT if self._keeps_whole else SHORTEST_HIT
+            prefixes = PrefixCache(share, MAX_PREFIXES, shortest, whole=self._keeps_whole)
         self.scheduler = Scheduler(self._policy, prefixes, self._last_uid)
 
     # --- in ------------------------------------------------------------------------------------------
@@ -360,8 +364,16 @@ class Requests:
             guide=guide,
         )
         try:
-            whose = {"client": request.client, "user": request.user, "salt": request.salt}
-            self.scheduler.add(request.uid, request.tokens, wants, request.answered, **whose)
+            self.scheduler.add(
+                request.uid,
+                request.tokens,
+                wants,
+                request.answered,
+                client=request.client,
+                user=request.user,
+                salt=request.salt,
+                places=request.places,
+            )
         except MlxtpError as error:
             self._emitter.send_error(request.uid, error.code, error.detail)
             return

@@ -19,7 +19,18 @@ from mlx.utils import tree_flatten
 from ..errors import Code, GroupError
 from ..wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
 from . import kv_cache
-from .batch import Batch, CacheKind, Caches, ForwardShape, LayerView, MergedBatch, SlotBatch, cut, share
+from .batch import (
+    Batch,
+    CacheKind,
+    Caches,
+    ForwardShape,
+    LayerView,
+    MergedBatch,
+    SlotBatch,
+    cut,
+    share,
+    snapshot,
+)
 from .group import CollectiveCounter
 from .loader import ModelShare
 from .sampler import Chooser, Scores
@@ -163,6 +174,32 @@ class DecodeGraphs:
         return outcome
 
 
+class KeptCaches:
+    """Caches that no sequence runs with, by uid. `size_bytes` counts on, as it takes milliseconds to find."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._entries: dict[int, tuple[Caches, int, int]] = {}
+
+    def insert(self, uid: int, caches: Caches, length: int) -> None:
+        """Keep caches of `length` tokens."""
+        mx.async_eval(_arrays(caches))
+        size = _bytes(caches)
+        self._entries[uid] = caches, length, size
+        self.size_bytes += size
+
+    def held(self, uid: int) -> tuple[Caches, int]:
+        """Return caches and their number of tokens, 0 where there are none."""
+        caches, length, _ = self._entries.get(uid, ([], 0, 0))
+        return caches, length
+
+    def pop(self, uid: int) -> Caches:
+        """Remove caches and return them. Raises KeyError when there are none."""
+        caches, _, size = self._entries.pop(uid)
+        self.size_bytes -= size
+        return caches
+
+
 class Runner:
     """Sequences of one loaded model and their KV caches. `compiled` replays decode graphs."""
 
@@ -180,11 +217,10 @@ class Runner:
         self._vocabulary = loaded.vocabulary
         self._chooser = chooser
         self._prefilling: dict[int, Caches] = {}
-        #: With the bytes of each, because summing all their arrays takes tens of milliseconds.
-        self._kept: dict[int, tuple[Caches, int]] = {}
+        self._kept = KeptCaches()
         self._forwards: dict[int, int] = {}
         self._samplings: dict[int, Sampling] = {}
-        #: Possible lengths of each row's KV cache at its next step, depending on how many drafts were wrong.
+        #: Possible lengths of each sequence's KV cache at its next forward, as drafts may have been wrong.
         self._lengths: dict[int, range] = {}
         self._batch: Batch = caches.empty_batch()
         self._inputs = InputBatch()
@@ -197,7 +233,7 @@ class Runner:
         """Queue one forward over the next tokens of a prompt.
 
         The chunk that ends the prompt chooses the first new token, and the sequence joins the batch as its
-        last row. Earlier chunks return a zero to wait for.
+        last row. Earlier chunks return a zero to wait for. With `save`, a copy of their caches is kept.
         """
         caches = self._prefilling.get(frame.uid)
         if caches is None:
@@ -209,8 +245,12 @@ class Runner:
         local = self._vocabulary.forward(self._model, tokens, caches, last_only=True)
         if not last:
             # Waiting for the caches alone leaves out the head and the last layer's output, on every rank.
+            end = frame.offset + len(frame.tokens)
+            self._lengths[frame.uid] = range(end, end + 1)
             done = mx.depends([mx.zeros((1, 1), dtype=mx.int32)], _arrays(caches))[0]
             mx.async_eval(done)
+            if frame.save:
+                self._kept.insert(frame.save, snapshot(caches, end), end)
             return Chosen(done, (), (), {})
         at = mx.array([frame.total], dtype=mx.int32)
         chosen, embeddings, scores = self._choose(local, (frame.uid,), (1,), at, frame)
@@ -307,23 +347,29 @@ class Runner:
     def stop(self, uid: int, keep: int) -> int:
         """Remove a sequence and keep the first `keep` tokens of its KV cache under its uid.
 
-        Returns the number of forwards it took part in.
+        Returns the number of forwards it took part in. Raises GroupError (DESYNC) for caches that would have
+        to be cut and cannot.
         """
         self._samplings.pop(uid, None)
-        self._lengths.pop(uid, None)
+        lengths = self._lengths.pop(uid, range(0))
+        if keep and not self._caches.cuttable and lengths != range(keep, keep + 1):
+            raise GroupError(
+                f"sequence {uid}: {keep} tokens to keep, but this rank holds {lengths[-1]}, not to be cut",
+                Code.DESYNC,
+            )
         kept: Caches | None = None
         if (caches := self._prefilling.pop(uid, None)) is not None:
             kept = cut(caches, keep) if keep else None
         elif uid in self._batch.rows:
             kept = self._leave(uid, keep)
         if kept is not None:
-            self._kept[uid] = kept, _bytes(kept)
+            self._kept.insert(uid, kept, keep)
         return self._forwards.pop(uid)
 
     def evict(self, uids: tuple[int, ...], *, trim: bool = False) -> None:
         """Free kept KV caches; with `trim`, all memory that no row needs, once forwards in flight end."""
         for uid in uids:
-            del self._kept[uid]
+            self._kept.pop(uid)
         if trim:
             self._batch.trim(max((self._lengths[uid][-1] for uid in self._batch.rows), default=0))
             mx.eval(self._batch_arrays())
@@ -336,7 +382,7 @@ class Runner:
 
     def kv_bytes(self) -> int:
         """Return the bytes of all sequences' KV caches."""
-        held = sum(size for _, size in self._kept.values()) + sum(map(_bytes, self._prefilling.values()))
+        held = self._kept.size_bytes + sum(map(_bytes, self._prefilling.values()))
         return held + sum(array.nbytes for array in self._batch_arrays())
 
     # --- inside --------------------------------------------------------------------------------------
@@ -348,17 +394,13 @@ class Runner:
             return self._caches.new()
         if source in self._batch.rows:
             return self._batch.copy(source, offset)
-        kept, _ = self._kept.get(source, (None, 0))
-        held = 0 if kept is None else kept[0].offset
-        if kept is None or held < offset:
+        kept, held = self._kept.held(source)
+        if held < offset or (held > offset and not self._caches.cuttable):
             raise GroupError(
                 f"sequence {uid} starts behind {offset} tokens of sequence {source}; this rank keeps {held}",
                 Code.DESYNC,
             )
-        if not take:
-            return share(kept, offset)
-        del self._kept[source]
-        return cut(kept, offset)
+        return cut(self._kept.pop(source), offset) if take else share(kept, offset)
 
     def _forward(
         self,
@@ -444,8 +486,6 @@ class Runner:
         row, last = self._batch.rows.index(uid), len(self._batch.rows) - 1
         longest = max((self._lengths[other].stop for other in self._batch.rows if other != uid), default=0)
         kept = self._batch.leave(uid, keep, longest)
-        if kept is not None:
-            mx.async_eval(_arrays(kept))
         order = list(range(last))
         if row != last:
             order[row] = last

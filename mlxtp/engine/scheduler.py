@@ -161,9 +161,11 @@ class Scheduler:
         client: int = 0,
         user: int = 0,
         salt: int = 0,
+        places: tuple[int, ...] = (),
     ) -> None:
         """Admit a request. The last `answered` of `tokens` are the beginning of its answer.
 
+        Before `places`, ascending positions, the prompt is likely to be that of other requests, too.
         Raises MlxtpError (CONTEXT_OVERFLOW) when it could not run even alone.
         """
         prompt = len(tokens) - answered
@@ -176,7 +178,7 @@ class Scheduler:
             )
         sequence = SequenceState(
             request, wants, list(tokens), len(tokens), generated=answered, scheduled=answered,
-            client=client, user=user, salt=salt,
+            client=client, user=user, salt=salt, places=places,
         )  # fmt: skip
         self._requests[request] = sequence
         self._waiting.line_up(sequence)
@@ -277,7 +279,8 @@ class Scheduler:
             group.append(sequence)
         return group
 
-    def _prefill(self, sequence: SequenceState, limit: int) -> Prefill:
+    def _prefill(self, sequence: SequenceState, limit: int) -> Prefill | None:
+        """Return the next chunk of a prompt; None if `moves` has it, behind those that free caches."""
         move = self._chunk(sequence, limit)
         if move.last:
             self._join(sequence)
@@ -286,6 +289,12 @@ class Scheduler:
         sequence.forwards += 1
         self._waiting.append(sequence)  # behind the others, because long prompts alternate
         self._queued.append(((), len(move.tokens)))
+        if sequence.prefilled in sequence.saves:
+            self.last_uid += 1
+            move = self._kv.save(sequence, move, self.last_uid)
+            if self.moves:
+                self.moves.append(move)
+                return None
         return move
 
     def _prefill_together(self, group: Sequence[SequenceState]) -> PrefillTogether:
@@ -308,7 +317,8 @@ class Scheduler:
             self._waiting.begun(sequence)
             source, take = self._kv.start_from(sequence, may_take=may_take)
         offset = sequence.prefilled
-        tokens = tuple(sequence.tokens[offset : min(offset + limit, sequence.prompt)])
+        end = min([offset + limit, sequence.prompt, *[at for at in sequence.saves if at > offset]])
+        tokens = tuple(sequence.tokens[offset:end])
         self._budget -= len(tokens)
         sequence.prefilled += len(tokens)
         self._waiting.remove(sequence)
@@ -336,7 +346,8 @@ class Scheduler:
     def _next_decode(self) -> Decode | None:
         running = self._running
         must_wait = self._speculation.must_wait
-        if any(sequence.in_flight and must_wait(sequence) for sequence in running):
+        in_flight = [sequence for sequence in running if sequence.in_flight]
+        if any(must_wait(sequence) or self._kv.must_wait(sequence) for sequence in in_flight):
             return None
         if not self._kv.make_room():
             self._preempt()
@@ -453,7 +464,7 @@ class Scheduler:
         held = sequence.prefilled
         if sequence in self._running:
             _take_out(sequence, self._running)
-            held = min(sequence.position, len(sequence.tokens))
+            held = sequence.position
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         if sequence.uid:

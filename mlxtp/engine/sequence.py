@@ -24,6 +24,8 @@ class SequenceState:
     scheduled: int = 0
     prefilled: int = 0
     reused: int = 0  # tokens of the current prefill that a kept KV cache held
+    places: tuple[int, ...] = ()  # positions of the prompt before which others may be the same, ascending
+    saves: tuple[int, ...] = ()  # those after which a copy of its KV cache is kept
     position: int = 0  # length of its KV cache before its next step
     forwards: int = 0
     all_forwards: int = 0
@@ -120,7 +122,7 @@ class SequenceState:
         """Wait once more after a preemption, with the answer so far as part of the prompt."""
         self.uid = self.forwards = self.prefilled = self.reused = self.position = 0
         self.prompt = len(self.tokens)
-        self.fed_inside = True
+        self.fed_inside, self.saves = True, ()
 
     def end(self, reason: EndReason) -> SequenceEnd:
         return SequenceEnd(

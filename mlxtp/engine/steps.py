@@ -19,7 +19,8 @@ ExchangeKind = Literal["winners", "logits"]
 class Prefill:
     """One forward over the prompt's tokens from `offset` on, after the KV cache of `source` if not 0.
 
-    The prefill of this prompt began after `cached` tokens.
+    The prefill of this prompt began after `cached` tokens. If `save` is not 0, a copy of the KV cache
+    afterwards is kept under that uid.
     """
 
     uid: int
@@ -33,6 +34,7 @@ class Prefill:
     agreement: Agreement = "verify"
     request: int = 0
     cached: int = 0
+    save: int = 0
 
     @property
     def last(self) -> bool:

@@ -308,5 +308,6 @@ def _made(
         client=client,
         user=user,
         salt=salt,
+        places=request.places,
     )
     return ClientRequest(generate, deployment.abandon)

@@ -29,6 +29,7 @@ MAX_RANKS = 8
 MAX_ROWS = 1024  #: sequences in one step
 MAX_CONTEXT = 1 << 24  #: tokens of prompt and answer; a model's own context is usually far shorter
 MAX_PROMPTS = 16  #: prompts in one forward
+MAX_PLACES = 2  #: positions of a prompt that a request names
 MAX_WIDTH = 64  #: tokens that one row may feed in one step
 MAX_DELTA = MAX_ROWS * (MAX_WIDTH + 1)
 MAX_FRAME_TOKENS = 1 << 20  #: tokens in one frame: half of what the largest frame would hold
@@ -234,7 +235,8 @@ class PromptTokens(Message):
     The chunk that ends the prompt (offset + len(tokens) == total) also produces the first new token, chosen
     by `sampling`. For `exchange` and `agreement` see StepToken. A first chunk may start behind position 0:
     the KV cache before it is then that of `source`, a running or kept sequence. With `take`, `source` ends
-    with it. Later chunks have source 0.
+    with it. Later chunks have source 0. With `save`, each rank keeps a copy of the KV cache after this chunk
+    under that uid; only a chunk that does not end the prompt has one.
     """
 
     TYPE: ClassVar[int] = 0x08
@@ -247,6 +249,7 @@ class PromptTokens(Message):
     sampling: Sampling = _f(_sampling, default=GREEDY)  # noqa: RUF009 - a field
     exchange: str = _f(_exchange, default="winners")
     agreement: str = _f(_agreement, default="verify")
+    save: int = _f(integer(0, U32), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,8 +512,9 @@ class Generate(Message):
     With `ignore_eos` the answer continues after an end token. The last `answered` of `tokens` are the
     beginning of the answer, given by an earlier group; `max_tokens` counts them, and the next token has their
     number as its index. `strikes` groups failed during this request. Scheduling is fair between clients, and
-    between users of the same `client`. Only prompts of one `salt` share KV caches. Reply: Accepted, or an
-    Error with the uid.
+    between users of the same `client`. Only prompts of one `salt` share KV caches. Before each of `places`,
+    ascending positions, the prompt is likely to be that of other requests, too. Reply: Accepted, or an Error
+    with the uid.
 
     Between agents, `group` is the id of the receiver's group that is to work on it; empty for any of them.
     """
@@ -529,6 +533,7 @@ class Generate(Message):
     user: int = _f(_count, default=0)
     salt: int = _f(_count, default=0)
     group: str = _f(text(MAX_GROUP_ID), default="")
+    places: tuple[int, ...] = _f(integers(1, MAX_CONTEXT, 0, MAX_PLACES), default=())
 
 
 @dataclass(frozen=True, slots=True)

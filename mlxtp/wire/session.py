@@ -261,7 +261,20 @@ class DecodeLedger:
             self.prompts[uid] = (end, total)
         else:
             self.running[uid] = total
+        if prompt.save:
+            self._save(prompt.save, end, whole=end == total)
         self.steps.append(seq)
+
+    def _save(self, uid: int, length: int, *, whole: bool) -> None:
+        """Check the uid of a copy, and that it is of a prompt without its end."""
+        if uid <= self.last_uid:
+            raise Violation(
+                Code.WRONG_UID, f"PromptTokens saves a KV cache as uid {uid} after uid {self.last_uid}"
+            )
+        if whole:
+            raise Violation(Code.FIELD_INVALID, f"PromptTokens saves uid {uid} at the end of its prompt")
+        self.last_uid = uid
+        self.kept[uid] = length
 
     def _prompts(self, batch: PromptBatch, seq: int) -> None:
         count = len(batch.uids)

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from typing import Any
 
 from mlxtp.engine import kv_cache
-from mlxtp.engine.kv_cache import PrefixCache
+from mlxtp.engine.kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
 from mlxtp.engine.scheduler import Scheduler
 from mlxtp.engine.steps import (
     Decode,
@@ -136,9 +136,13 @@ class FakeGuide(Guide):
 
 
 class Ranks:
-    """The tokens that every rank would hold, `contents[uid]`, and those it would choose."""
+    """The tokens that every rank would hold, `contents[uid]`, and those it would choose.
 
-    def __init__(self, requests: dict[int, Request], kv_tokens: int) -> None:
+    `whole`: no KV cache can be cut.
+    """
+
+    def __init__(self, requests: dict[int, Request], kv_tokens: int, *, whole: bool = False) -> None:
+        self.whole = whole
         self._requests = requests
         self.kv_tokens = kv_tokens
         self._ledger = DecodeLedger()
@@ -191,11 +195,19 @@ class Ranks:
             contents += prompt.tokens
             self.forwards[prompt.uid] += 1
             if prompt.last:
+                assert not prompt.save
                 del self.prefilling[prompt.uid]
                 self.rows.append(prompt.uid)
                 chosen.append((prompt.uid, self._choose(prompt.uid)))
                 self._check_guide(prompt.uid)
+            if prompt.save:
+                self._keep(prompt.save, list(contents), prompt.request)
         return tuple(chosen)
+
+    def _keep(self, uid: int, contents: list[int], request: int) -> None:
+        assert uid not in self.forwards
+        self.kept[uid] = contents
+        assert self._requests[request].begins(contents)
 
     def _begin(self, prompt: Prefill) -> None:
         assert prompt.uid not in self.forwards, "no uid is given twice"
@@ -203,6 +215,9 @@ class Ranks:
         assert not prompt.source or prompt.source in self.rows or prompt.source in self.kept
         held = source[prompt.source] if prompt.source else []
         assert len(held) >= prompt.offset == prompt.cached
+        if self.whole and prompt.source:
+            assert held is self.kept.get(prompt.source), "a running one is not shared"
+            assert len(held) == prompt.offset, "a cut checkpoint"
         if prompt.take:
             del self.kept[prompt.source]
         self.contents[prompt.uid] = held[: prompt.offset]
@@ -249,6 +264,7 @@ class Ranks:
         assert stop.forwards == self.forwards[stop.uid]
         assert stop.keep <= len(contents)
         if stop.keep:
+            assert not self.whole or stop.keep == len(contents), "a cut checkpoint"
             self.kept[stop.uid] = contents[: stop.keep]
             assert self._requests[self.request_of[stop.uid]].begins(self.kept[stop.uid])
 
@@ -271,7 +287,10 @@ class Ranks:
 def _frame(move: Move) -> Message:
     match move:
         case Prefill():
-            return PromptTokens(move.uid, move.offset, move.total, move.tokens, move.source, move.take)
+            tokens = move.tokens
+            return PromptTokens(
+                move.uid, move.offset, move.total, tokens, move.source, move.take, save=move.save
+            )
         case PrefillTogether():
             prompts = move.prompts
             columns = [(p.uid, p.total, p.offset, p.source, int(p.take)) for p in prompts]
@@ -290,7 +309,8 @@ def _frame(move: Move) -> Message:
 class Simulation:
     """`run_ahead`: how many forwards are queued before the tokens of an earlier one are known.
 
-    `prefixes`: whether KV caches are kept and shared. Other settings are those of `Policy`.
+    `prefixes`: whether KV caches are kept and shared, `whole`: only whole. Other settings are those of
+    `Policy`.
     """
 
     def __init__(
@@ -298,6 +318,7 @@ class Simulation:
         *,
         run_ahead: int = 1,
         prefixes: bool = False,
+        whole: bool = False,
         kv_tokens: int = 1 << 40,
         drafts: bool = False,
         together: int = 0,
@@ -305,12 +326,17 @@ class Simulation:
         **policy: Any,
     ) -> None:
         self.policy = Policy(
-            frozenset([EOS]), kv_tokens=kv_tokens, drafts=drafts, together=together, **policy
+            frozenset([EOS]),
+            kv_tokens=kv_tokens,
+            drafts=drafts,
+            together=together,
+            **policy | ({"wide": False} if whole else {}),
         )
-        kept = PrefixCache(kv_tokens // 2, 8) if prefixes else None
+        shortest = SHORTEST_CHECKPOINT if whole else SHORTEST_HIT
+        kept = PrefixCache(kv_tokens // 2, 8, shortest, whole=whole) if prefixes or whole else None
         self.scheduler = Scheduler(self.policy, kept)
         self.requests: dict[int, Request] = {}
-        self.ranks = Ranks(self.requests, kv_tokens)
+        self.ranks = Ranks(self.requests, kv_tokens, whole=whole)
         self.moves: list[Move] = []
         self._run_ahead = run_ahead
         self._slow_when_wide = slow_when_wide
@@ -328,6 +354,7 @@ class Simulation:
         client: int = 0,
         user: int = 0,
         salt: int = 0,
+        places: tuple[int, ...] = (),
     ) -> Request:
         """Admit a request; a prompt of so many tokens is like no other."""
         uid = len(self.requests) + 1
@@ -335,7 +362,8 @@ class Simulation:
         request = Request(uid, tokens, max_tokens, says, ignore_eos, scored, guide)
         self.requests[uid] = request
         wants = SequenceParams(max_tokens, scored=scored, ignore_eos=ignore_eos, guide=guide)
-        self.scheduler.add(uid, tokens, wants, client=client, user=user, salt=salt)
+        whose = {"client": client, "user": user, "salt": salt}
+        self.scheduler.add(uid, tokens, wants, **whose, places=places)
         return request
 
     def cancel(self, uid: int) -> SequenceEnd | None:

@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, create_causal_mask, make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, create_causal_mask, make_prompt_cache
+from mlx_lm.models.deepseek_v41 import LayerCache
 from mlx_lm.utils import load_model
 
 from mlxtp.engine import kv_cache
@@ -24,7 +25,9 @@ from mlxtp.engine.batch import (
     MergedBatch,
     SlotBatch,
     cut,
+    leaves,
     share,
+    snapshot,
 )
 from mlxtp.errors import Code, ModelError
 
@@ -326,20 +329,116 @@ def test_sharing_makes_caches_of_their_own(model_of: Callable[[str], Any]) -> No
 # --- what a model's caches can do -------------------------------------------------------------------------
 
 
+EVERY_KIND = (
+    "llama",
+    "gpt_oss",
+    "exaone_moe",
+    "qwen3_5",
+    "deepseek_v32",
+    "iquestloopcoder",
+    "longcat_flash",
+    "longcat_flash_ngram",
+)
+"""Families whose caches are plain, windows, recurrent, lists of plain ones, and mixtures of these."""
+
+
+def go_on(model: Any, caches: Caches, tokens: list[int]) -> mx.array:
+    """Logits [tokens, V] after a chunk, two tokens one by one, and the rest."""
+    parts = [tokens[:3], tokens[3:4], tokens[4:5], tokens[5:]]
+    return mx.concatenate([model(mx.array([part]), cache=caches)[0] for part in parts])
+
+
+@pytest.mark.parametrize("copied", [share, snapshot])
+@pytest.mark.parametrize("family", EVERY_KIND)
+def test_copies_of_every_kind_go_on_by_themselves(
+    model_of: Callable[[str], Any], family: str, copied: Callable[[Caches, int], Caches]
+) -> None:
+    model, random = model_of(family), Random(11)
+    for length in (5, 8, 31, 70):
+        prompt = some_tokens(random, length)
+        source = prefilled(model, prompt)
+        copies = [copied(source, length), copied(source, length)]
+        copies.append(copied(copies[0], length))
+        for caches in (source, *copies):
+            more = some_tokens(random, 14)
+            assert_same(go_on(model, caches, more), model(mx.array([[*prompt, *more]]))[0, length:])
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v32", "longcat_flash"])
+def test_plain_caches_can_be_cut_also_in_lists(model_of: Callable[[str], Any], family: str) -> None:
+    model, random = model_of(family), Random(12)
+    prompt, more = some_tokens(random, 40), some_tokens(random, 9)
+    for cut_one in (share(prefilled(model, prompt), 17), cut(prefilled(model, prompt), 17)):
+        expected = model(mx.array([[*prompt[:17], *more]]))[0, 17:]
+        assert_same(go_on(model, cut_one, more), expected)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5", "iquestloopcoder"])
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_row_is_kept_whole_when_it_leaves(model_of: Callable[[str], Any], family: str, others: int) -> None:
+    model, random = model_of(family), Random(13)
+    batch, prompt, more = MergedBatch(), some_tokens(random, 21), some_tokens(random, 9)
+    batch.join(1, prefilled(model, prompt))
+    for other in range(others):
+        batch.join(10 + other, prefilled(model, some_tokens(random, 4 + 20 * other)))
+    fed = some_tokens(random, 5)
+    for token in fed:
+        mx.eval(model(mx.array([token, *[7] * others])[:, None], cache=batch.caches))
+    kept = batch.leave(1, 26)
+    assert kept is not None
+    if others:
+        mx.eval(model(mx.array([8] * others)[:, None], cache=batch.caches))
+    assert_same(go_on(model, kept, more), model(mx.array([[*prompt, *fed, *more]]))[0, 26:])
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_the_kinds_of_families_that_no_model_here_has_copy_as_well(chunked: bool) -> None:
+    def write(cache: Any, value: float) -> None:
+        new = mx.full((1, 1, 3, 4), value)
+        if chunked:
+            cache.update_and_fetch(new, new)
+            cache.maybe_trim_front()
+        else:
+            cache.update_window(new[:, 0])
+
+    cache: Any = ChunkedKVCache(5) if chunked else LayerCache(5)
+    for value in (1.0, 2.0):
+        write(cache, value)
+    (copy,) = share([cache], 6)
+    (before,) = share([cache], 6)
+    write(cache, 3.0)
+    write(copy, 4.0)
+    arrays = [each.keys if chunked else each.window for each in (before, cache, copy)]
+    last = [float(array[..., : 5 if i else 6, :].max().item()) for i, array in enumerate(arrays)]
+    assert last == [2.0, 3.0, 4.0]
+    assert [each.offset for each in (before, cache, copy)] == [6, 9, 9]
+
+
+def test_a_window_keeps_no_tokens_before_it(model_of: Callable[[str], Any]) -> None:
+    """A chunk leaves them there until the next token."""
+    caches = prefilled(model_of("gpt_oss"), some_tokens(Random(14), 50))
+    lengths = [
+        {each.keys.shape[2] for each in leaves(snapshot(caches, 50))},
+        {c.keys.shape[2] for c in caches},
+    ]
+    assert lengths == [{8, 50}, {50, 256}]
+
+
 @pytest.mark.parametrize(
-    ("family", "slots", "batches", "reusable"),
+    ("family", "slots", "batches", "cuttable"),
     [
         ("llama", True, True, True),
         ("qwen3_moe", True, True, True),
+        ("deepseek_v32", False, True, True),
         ("gpt_oss", False, True, False),
         ("qwen3_5", False, True, False),
     ],
 )
 def test_what_caches_can_do_is_seen_from_their_kind(
-    model_of: Callable[[str], Any], family: str, slots: bool, batches: bool, reusable: bool
+    model_of: Callable[[str], Any], family: str, slots: bool, batches: bool, cuttable: bool
 ) -> None:
     kind = CacheKind(model_of(family))
-    assert (kind.slots, kind.batches, kind.reusable) == (slots, batches, reusable)
+    assert (kind.slots, kind.batches, kind.cuttable, kind.reusable) == (slots, batches, cuttable, True)
 
 
 def test_a_model_whose_rotation_takes_one_position_serves_one_row_at_a_time(tmp_path: Path) -> None:

@@ -294,3 +294,41 @@ def test_long_prompts_are_compared_to_the_token(differs_at: int) -> None:
     kept.keep(1, held)
     expected = Hit(1, differs_at, whole=False) if differs_at >= SHORTEST_HIT else None
     assert kept.find(prompt) == expected
+
+
+# --- caches that cannot be cut ---------------------------------------------------------------------------
+
+
+def whole(budget: int = 10_000, entries: int = 10) -> PrefixCache:
+    return PrefixCache(budget, entries, 8, whole=True)
+
+
+def test_only_a_whole_beginning_is_found() -> None:
+    kept = whole()
+    for uid, length in ((1, 10), (2, 30), (3, 20)):
+        assert kept.keep(uid, A[:length]) == ()
+    assert kept.find(A) == Hit(2, 30, whole=True)
+    assert kept.find(A[:30]) == Hit(3, 20, whole=True)  # one token is left to feed
+    assert kept.find(A[:29]) == Hit(3, 20, whole=True)
+    assert kept.find((*A[:19], 7, 7)) == Hit(1, 10, whole=True)
+    assert kept.find((*A[:9], 7, 7)) is None
+    assert kept.find(A, salt=1) is None
+
+
+def test_what_runs_is_not_shared_by_those_that_cannot_be_cut() -> None:
+    kept = whole()
+    kept.share(1, A)
+    assert kept.find(A + QUESTION) is None
+    kept.unshare(1)
+
+
+def test_one_that_saves_little_beyond_another_is_refused_and_keeps_that_one_young() -> None:
+    kept = whole(budget=128)
+    kept.keep(1, A[:20])
+    kept.keep(2, B[:20])
+    assert kept.keep(3, A[:27]) == (3,)
+    assert kept.keep(4, A[:20]) == (4,)
+    assert kept.keep(5, A[:28]) == (2,)
+    assert kept.find(A) == Hit(5, 28, whole=True)
+    assert kept.find(A[:28]) == Hit(1, 20, whole=True)
+    assert kept.keep(6, A[:12]) == (1,)  # a shorter one serves other prompts

@@ -61,6 +61,15 @@ def step(runner: Runner, positions: dict[int, int], **fields: Any) -> list[list[
     return tokens_of(runner.step(frame))
 
 
+def decode_beside(runner: Runner, others: dict[int, int], uid: int, start: int, count: int) -> list[int]:
+    """Decode a sequence as the last row; `others` by the length of each, which grows."""
+    found = []
+    for i in range(count):
+        found.append(step(runner, {**others, uid: start + i})[-1][0])
+        others.update({other: length + 1 for other, length in others.items()})
+    return found
+
+
 def decode(runner: Runner, uid: int, start: int, count: int) -> list[int]:
     return [step(runner, {uid: start + i})[0][0] for i in range(count)]
 
@@ -180,6 +189,44 @@ def test_a_prompt_that_is_given_up_can_be_kept(folder: Path, runner: Runner) -> 
     assert prefill(runner, 2, PROMPT, offset=4, source=1, take=True) == reference(PROMPT, 1, folder)[0]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
+def test_a_copy_is_kept_of_a_prompt_that_goes_on(tmp_path: Path, family: str) -> None:
+    folder = write_model(tmp_path, model_type=family, **FAMILIES[family])
+    runner = runner_of(folder)
+    runner.prefill(PromptTokens(1, 0, 8, PROMPT[:5], save=2))
+    assert (prefill(runner, 1, PROMPT, offset=5), *decode(runner, 1, 8, 4)) == reference(PROMPT, 5, folder)
+    branch, others = (*PROMPT[:5], 55, 66), {1: 12}
+    for uid, take in ((3, False), (4, True)):
+        token = prefill(runner, uid, branch, offset=5, source=2, take=take)
+        assert (token, *decode_beside(runner, others, uid, 7, 3)) == reference(branch, 4, folder)
+        runner.stop(uid, 0)
+    with pytest.raises(KeyError):
+        runner.evict((2,))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5"])
+def test_caches_that_cannot_be_cut_are_kept_and_started_from_whole_or_not_at_all(
+    tmp_path: Path, family: str
+) -> None:
+    folder = write_model(tmp_path, model_type=family, **FAMILIES[family])
+    runner = runner_of(folder)
+    runner.prefill(PromptTokens(1, 0, 8, PROMPT[:5]))
+    with pytest.raises(
+        GroupError, match="sequence 1: 4 tokens to keep, but this rank holds 5, not to be cut"
+    ) as refused:
+        runner.stop(1, 4)
+    assert refused.value.code is Code.DESYNC
+    prefill(runner, 2, PROMPT)
+    decode(runner, 2, 8, 2)
+    with pytest.raises(GroupError, match="sequence 2: 9 tokens to keep, but this rank holds 10"):
+        runner.stop(2, 9)
+    runner = runner_of(folder)
+    prefill(runner, 3, PROMPT)
+    runner.stop(3, 8)
+    with pytest.raises(GroupError, match="behind 7 tokens of sequence 3; this rank keeps 8"):
+        prefill(runner, 4, PROMPT, offset=7, source=3)
+
+
 def test_what_is_held_is_counted_and_let_go(runner: Runner) -> None:
     assert runner.kv_bytes() == 0
     prefill(runner, 1, PROMPT)
@@ -220,9 +267,8 @@ def test_room_that_no_row_needs_is_given_back_on_command(folder: Path, runner: R
 
 def test_what_kept_caches_hold_is_the_sum_of_their_arrays(runner: Runner) -> None:
     def same() -> bool:
-        return all(
-            size == sum(array.nbytes for array in _arrays(kept)) for kept, size in runner._kept.values()
-        )
+        kept = [runner._kept.held(uid)[0] for uid in range(1, 6)]
+        return runner._kept.size_bytes == sum(array.nbytes for each in kept for array in _arrays(each))
 
     for uid in (1, 2, 3):
         prefill(runner, uid, PROMPT)
@@ -231,11 +277,11 @@ def test_what_kept_caches_hold_is_the_sum_of_their_arrays(runner: Runner) -> Non
     prefill(runner, 4, (*PROMPT[:5], 55), offset=5, source=1)
     prefill(runner, 5, (*PROMPT[:5], 66), offset=5, source=2, take=True)
     assert same()
-    assert runner._kept.keys() == {1, 3}
+    assert [runner._kept.held(uid)[1] for uid in range(1, 6)] == [5, 0, 7, 0, 0]
     runner.stop(4, 5)
     runner.evict((1,))
     assert same()
-    assert len(runner._kept) == 2
+    assert [runner._kept.held(uid)[1] for uid in range(1, 6)] == [0, 0, 7, 5, 0]
 
 
 # --- what is refused --------------------------------------------------------------------------------------

@@ -1087,6 +1087,84 @@ def test_prompts_under_way_make_room_too() -> None:
     check_answers(simulation)
 
 
+# --- KV caches that cannot be cut -------------------------------------------------------------------------
+
+
+@RUN_AHEAD
+@pytest.mark.parametrize("says", [(), (5, 6, EOS)])
+def test_the_next_turn_starts_from_the_end_of_the_last(run_ahead: int, says: tuple[int, ...]) -> None:
+    simulation = Simulation(whole=True, prefill_chunk=512, run_ahead=run_ahead)
+    first = simulation.add(LONG, 40, (*range(2, 42), *says))
+    simulation.drain()
+    second = simulation.add((*LONG, *first.tokens, 7, 8, 9), 5)
+    simulation.drain()
+    check_answers(simulation)
+    (chunk,) = [chunk for chunk in simulation.prefills() if chunk.request == 2]
+    # All but its last token, which was never fed.
+    assert (chunk.source, chunk.take, chunk.offset) == (1, False, len(LONG) + 39)
+    assert second.ends[0].cached == chunk.offset
+
+
+def test_an_answer_that_is_rendered_otherwise_leaves_what_is_before_it() -> None:
+    simulation = Simulation(whole=True, prefill_chunk=512)
+    simulation.add(LONG, 40, places=(120, 195))
+    simulation.drain()
+    assert [(chunk.offset, len(chunk.tokens)) for chunk in simulation.prefills()] == [
+        (0, 120),
+        (120, 75),
+        (195, 5),
+    ]
+    for prompt, cached in (((*LONG[:198], 1, 2), 195), ((*LONG[:190], 1), 120), (LONG[:120], 0), (LONG, 195)):
+        request = simulation.add(prompt, 2)
+        simulation.drain()
+        assert request.ends[0].cached == cached
+    check_answers(simulation)
+
+
+@RUN_AHEAD
+def test_equal_prompts_at_once_are_computed_once_though_none_can_be_cut(run_ahead: int) -> None:
+    simulation = Simulation(whole=True, prefill_chunk=64, run_ahead=run_ahead)
+    for _ in range(6):
+        simulation.add(LONG, 5)
+    simulation.drain()
+    assert sum(len(chunk.tokens) for chunk in simulation.prefills()) == 200 + 5
+    check_answers(simulation)
+
+
+def test_places_that_save_little_are_left_out() -> None:
+    simulation = Simulation(whole=True, prefill_chunk=512)
+    simulation.add(LONG, 40, places=(20, 51))
+    simulation.drain()
+    simulation.add((*LONG, *range(2, 20)), 40, places=(190, 210))
+    simulation.drain()
+    assert [(chunk.offset, chunk.save > 0) for chunk in simulation.prefills()] == [
+        (0, True), (51, True), (199, False), (199, False)
+    ]  # fmt: skip
+
+
+def test_a_copy_for_which_there_is_no_room_beside_its_source_takes_its_place() -> None:
+    simulation = Simulation(whole=True, kv_tokens=1024, prefill_chunk=512)
+    first = simulation.add(LONG, 40, places=(195,))
+    simulation.drain()
+    simulation.add((*LONG, *first.tokens, *range(3000, 3100)), 5, places=(300,))
+    simulation.drain()
+    check_answers(simulation)
+    chunks = [chunk for chunk in simulation.prefills() if chunk.request == 2]
+    assert [(chunk.offset, chunk.take, chunk.save > 0) for chunk in chunks] == [
+        (239, True, True), (300, False, True), (339, False, False)
+    ]  # fmt: skip
+
+
+def test_a_preempted_prompt_begins_again_without_copies_because_these_made_room_before() -> None:
+    simulation = Simulation(whole=True, kv_tokens=640, prefill_chunk=512)
+    for _ in range(2):
+        simulation.add(100, 150, tuple(range(2, 200)), places=(90,))
+    simulation.drain()
+    check_answers(simulation)
+    assert reasons(simulation.moves)[0] == "preempt"
+    assert [chunk.offset for chunk in simulation.prefills() if chunk.request == 2] == [0, 90, 0, 90]
+
+
 # --- how long it thinks ------------------------------------------------------------------------------------
 
 
@@ -1170,6 +1248,7 @@ set_ups = st.fixed_dictionaries(
         "wide": st.booleans(),
         "drafts": st.booleans(),
         "prefixes": st.booleans(),
+        "whole": st.booleans(),
         "kv_tokens": st.sampled_from((384, 512, 768, 1024, 1 << 40)),
     }
 )
@@ -1179,7 +1258,7 @@ resizes = st.tuples(st.just("resize"), st.sampled_from(rooms))
 
 Course = list[tuple[Any, ...]]
 PLAIN = {"prefill_chunk": 3, "chunk_beside": 3, "max_rows": 2, "run_ahead": 1, "together": 0, "wide": True,
-         "drafts": False, "prefixes": False, "kv_tokens": 1 << 40}  # fmt: skip
+         "drafts": False, "prefixes": False, "whole": False, "kv_tokens": 1 << 40}  # fmt: skip
 STORM: Course = [
     ("add", 7, 9, (4, EOS), None, False, False),
     ("add", 1, 1, (), None, False, True),
@@ -1191,16 +1270,25 @@ ALIKE: Course = [("add", LONG, 40, (), None, False, False)] * 8
 
 
 def play(set_up: dict[str, Any], course: Course) -> Simulation:
-    simulation = Simulation(**{**set_up, "drafts": set_up["drafts"] and set_up["wide"]})
+    drafts = set_up["drafts"] and set_up["wide"] and not set_up["whole"]
+    simulation = Simulation(**{**set_up, "drafts": drafts})
     for event in course:
         match event:
             case ("add", prompt, max_tokens, says, forced, ignore_eos, scored):
                 preview = Request(len(simulation.requests) + 1, (), max_tokens, says)
                 words = [preview.answer(index) for index in range(max_tokens)]
                 guide = None if forced is None else FakeGuide(words, forced)
+                length = prompt if isinstance(prompt, int) else len(prompt)
+                places = tuple(place for place in (length // 2, length - 3) if place > 0)
                 try:
                     simulation.add(
-                        prompt, max_tokens, says, guide=guide, ignore_eos=ignore_eos, scored=scored
+                        prompt,
+                        max_tokens,
+                        says,
+                        guide=guide,
+                        ignore_eos=ignore_eos,
+                        scored=scored,
+                        places=places,
                     )
                 except MlxtpError:
                     if simulation.ranks.kv_tokens >= set_up["kv_tokens"]:
@@ -1253,6 +1341,7 @@ tight = st.fixed_dictionaries(
         "wide": st.just(True),
         "drafts": st.booleans(),
         "prefixes": st.booleans(),
+        "whole": st.booleans(),
         "kv_tokens": st.sampled_from((384, 512, 600, 768, 900)),
     }
 )

@@ -53,6 +53,7 @@ from mlxtp.wire.messages import (
     MAX_BIASES,
     MAX_CONTEXT,
     MAX_GRAMMAR,
+    MAX_PLACES,
     MAX_PROMPTS,
     MAX_RANKS,
     MAX_ROUNDS,
@@ -195,7 +196,7 @@ EXAMPLES: dict[type[Message], Message] = {
         TimeCollectives("sum", 1024, 8),
         CollectivesTimed(0.25, False),
         Generate(1, (5, 6, 7), 100),
-        Generate(1, (5, 6, 7), 100, group="tiny#1"),
+        Generate(1, (5, 6, 7), 100, group="tiny#1", places=(1, 2)),
         Accepted(1),
         Prefilled(1, 512, 128),
         Delta((1,), (0,), (42,)),
@@ -320,6 +321,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         SAMPLING,
         _exchange,
         _agreement,
+        _u32,
     ),
     PromptBatch: st.builds(
         PromptBatch,
@@ -387,6 +389,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         client=_count,
         user=_count,
         salt=_count,
+        places=_ints(1, MAX_CONTEXT, 0, MAX_PLACES),
     ),
     Accepted: st.builds(Accepted, _uid),
     Prefilled: st.builds(Prefilled, _uid, _count, _count),
@@ -562,4 +565,5 @@ def fullest_generate(tokens: int) -> Generate:
         client=U63,
         user=U63,
         salt=U63,
+        places=(MAX_CONTEXT,) * MAX_PLACES,
     )

@@ -607,7 +607,9 @@ def lawful_on_decode(rng: random.Random, end: Session, kind: type[Message]) -> M
     if kind is PromptTokens:
         if ledger.prompts and rng.random() < 0.7:
             uid, (offset, total) = rng.choice(list(ledger.prompts.items()))
-            return PromptTokens(uid, offset, total, (5,) * rng.randint(1, total - offset))
+            count = rng.randint(1, total - offset)
+            save = ledger.last_uid + 1 if count < total - offset and rng.random() < 0.5 else 0
+            return PromptTokens(uid, offset, total, (5,) * count, save=save)
         sources = [(uid, held, True) for uid, held in ledger.kept.items()]
         sources += [(uid, held, False) for uid, held in ledger.running.items()]
         if sources and rng.random() < 0.5:

@@ -21,19 +21,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
-from ..text.conversation import Conversation, GenerationRequest, Prompt, characters
-from ..text.json_limits import check_extent
+from ..text.conversation import Conversation, GenerationRequest, characters
 from ..text.reasoning import ReadingPlan, StopFinder
+from ..text.replay import AnswerRecord, Beginning, CompleteAnswer
 from ..text.tokenizer import Name, Text
 from ..text.tool_calls import CallReader
-from ..text.transcript import AnswerEvent, Transcript, WholeAnswer
+from ..text.transcript import AnswerEvent, Finish, Transcript, WholeAnswer
 from . import sampling as settings
 from .adapter import About, Dialect, Json, Operation, error_status, in_words_of
-from .backend import Backend, ModelInfo, ModelLease, Progress, Shaping, StoredModelInfo
+from .backend import Backend, ModelInfo, ModelLease, Progress, Shaping
 from .backend import Request as Wanted
-from .catalog import Catalog, check_may_fit, token_budget
+from .catalog import Catalog, token_budget
 from .guard import is_local
-from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body, not_supported, shown, wrong
+from .prompts import Prompts, WrittenPrompts
+from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body
 from .request_context import current, note
 from .sampling import Guidance, guidance
 from .streaming import AnswerStream, Choices, LoadingStream, collect, unless_gone
@@ -50,7 +51,10 @@ _PLAIN = "/#:@+=,;!~ "  # signs that stay as they are in a header, beside letter
 
 @dataclass(frozen=True, slots=True)
 class _PreparedRequest:
-    """A request that passed every check: one request to the backend for each choice."""
+    """A request that passed every check: one request to the backend for each choice.
+
+    Its answers are remembered at `place`, unless it is None.
+    """
 
     text: Text
     model: ModelInfo
@@ -59,6 +63,7 @@ class _PreparedRequest:
     about: About
     held: Guidance
     thinking: bool
+    place: Beginning | None
 
     def transcripts(self) -> list[Transcript]:
         finder = StopFinder(self.stops) if self.stops else None  # its tables are built once for all
@@ -134,6 +139,7 @@ class Generation:
     ) -> None:
         self.catalog = Catalog(backend)
         self._backend = backend
+        self._prompts = Prompts()
         self._bodies = Bodies(backend, max_body_bytes, body_s)
         self._keep_alive_s = keep_alive_s
         self._retry_after_s = retry_after_s
@@ -153,12 +159,14 @@ class Generation:
             ask = await body.parsed(parse, slow=True)
             model, text = await self.catalog.opened(ask.model)
 
-            def written() -> list[Prompt]:
+            client = _sharer(request)
+
+            def written() -> WrittenPrompts:
                 held = guidance(ask, text, text.eos)
-                return _written(ask, text, model, bool(held.grammar[0]))
+                return self._prompts.written(ask, text, model, guided=bool(held.grammar[0]), client=client)
 
             prompts = await text.line(_size(ask, body)).run(written)
-            return sum(map(len, await _tokens(ask, text, prompts)))
+            return sum(map(len, await self._prompts.tokens(ask, text, model.context, prompts)))
 
     async def load(self, request: Request, name: str | None, keep_s: float | None) -> ModelInfo:
         """Return the model of this name, once it is loaded. The request's body must have been read.
@@ -185,13 +193,12 @@ class Generation:
 
         `slow`: `parse` may take long even for a short body.
         """
-        address = request.client.host if request.client is not None else ""
         async with AsyncExitStack() as open_:
             body = await open_.enter_async_context(self._bodies.read(request))
             ask = await body.parsed(parse, slow=slow)
             lease = await self._backend.acquire_model(ask.model, ask.options.deadline_s, ask.keep_s)
             open_.callback(lease.close)
-            client, sharer = _client(address), _sharer(request, address)
+            client, sharer = _client(request), _sharer(request)
             arrived = None if lease.come else time.monotonic()
             queued = _QueuedRequest(ask, body, client, sharer, lease, arrived)
             about, answers = _about(ask), Choices()
@@ -271,7 +278,15 @@ class Generation:
                 error.param = error.param or ("response_format" if ask.options.format is not None else field)
             raise
         about.group = answers.group
-        return answers.events(job.transcripts())
+        transcripts = job.transcripts()
+
+        def ended(record: AnswerRecord, finish: Finish) -> None:
+            if job.place is not None:
+                prompt, tokens = job.requests[finish.choice].prompt, transcripts[finish.choice].tokens
+                answer = CompleteAnswer(prompt, tokens, record, finish)
+                self._prompts.remember(job.text, job.model.eos, job.place, answer)
+
+        return answers.events(transcripts, ended)
 
     async def _job(self, ask: GenerationRequest, about: About, queued: _QueuedRequest) -> _PreparedRequest:
         model, text = await self.catalog.loaded(ask.model)
@@ -282,13 +297,14 @@ class Generation:
         sampling = settings.sampling(options, model.defaults, seed)
         stops = settings.stop_strings(options.stop)
 
-        def written() -> tuple[Guidance, Shaping, list[Prompt]]:
+        def write() -> tuple[Guidance, Shaping, WrittenPrompts]:
             held = guidance(ask, text, model.eos)
             shaping = settings.shaping(options, model.vocabulary, held.grammar, held.banned)
-            return held, shaping, _written(ask, text, model, bool(shaping.grammar_kind))
+            guided = bool(shaping.grammar_kind)
+            return held, shaping, self._prompts.written(ask, text, model, guided=guided, client=queued.sharer)
 
-        held, shaping, texts = await text.line(_size(ask, queued.body)).run(written)
-        prompts = await _tokens(ask, text, texts)
+        held, shaping, written = await text.line(_size(ask, queued.body)).run(write)
+        prompts = await self._prompts.tokens(ask, text, model.context, written)
         guided = bool(shaping.grammar_kind)
         budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
@@ -318,7 +334,9 @@ class Generation:
         about.ask, about.names, about.model = ask, name, about.model or model.id
         about.prompt_tokens, about.prompts = tuple(map(len, prompts)), _shown_prompts(ask, text)
         thinking = not guided and text.thinks_on(prompts[0])
-        return _PreparedRequest(text, model, tuple(requests), stops, about, held, thinking)
+        own_style = not (held.forced or held.dropped)  # a template writes what the model wrote
+        place = written.place if own_style else None
+        return _PreparedRequest(text, model, tuple(requests), stops, about, held, thinking, place)
 
 
 class Adapter(Dialect, Protocol):
@@ -343,51 +361,6 @@ async def _come(lease: ModelLease) -> None:
         pass
 
 
-def _written(
-    ask: GenerationRequest, text: Text, model: ModelInfo | StoredModelInfo, guided: bool
-) -> list[Prompt]:
-    """Return prompts as the template or the client writes them. Raises RequestError."""
-    if not isinstance(ask.prompt, Conversation):
-        check_may_fit(sum(map(len, ask.prompt)), text.longest_token, model, len(ask.prompt))
-        assert isinstance(model, ModelInfo)
-        _check_tokens(ask.prompt, model)
-        return list(ask.prompt)
-    conversation = ask.prompt
-    if conversation.needs_thinking and text.markup.think is None:
-        raise not_supported(
-            f"needs_thinking: {shown(model.id)} does not support thinking; leave it out", "needs_thinking"
-        )
-    check_may_fit(characters(conversation), text.longest_token, model, turns=len(conversation.messages))
-    arguments = [call.arguments for lease in conversation.messages for call in lease.calls]
-    check_extent(*arguments, where="what is called in messages", param="messages")  # templates parse it
-    if guided and conversation.thinking is None:  # a grammar leaves no room for thoughts
-        conversation = replace(conversation, thinking=False)
-    return [text.rendered(conversation)]
-
-
-async def _tokens(ask: GenerationRequest, text: Text, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
-    """Return token ids of prompts. Raises RequestError.
-
-    They wait in the queue for their own size, as a template may write a long text for a short body.
-    """
-    special = not isinstance(ask.prompt, Conversation)  # a template writes them itself
-
-    def encoded() -> list[tuple[int, ...]]:
-        return [text.encoded(each, special=special) if isinstance(each, str) else each for each in prompts]
-
-    return await text.line(sum(map(len, prompts))).run(encoded)
-
-
-def _check_tokens(prompts: Sequence[Prompt], model: ModelInfo) -> None:
-    """Check that the client's token ids are in the model's vocabulary."""
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str) or max(prompt) < model.vocabulary:
-            continue
-        j = next(j for j, token in enumerate(prompt) if token >= model.vocabulary)
-        where = f"prompt[{i}][{j}]" if len(prompts) > 1 else f"prompt[{j}]"
-        raise wrong(where, f"a token id from 0 to {model.vocabulary - 1}", prompt[j])
-
-
 def _shown_prompts(ask: GenerationRequest, text: Text) -> tuple[str, ...]:
     if isinstance(ask.prompt, Conversation):
         return ()
@@ -408,21 +381,25 @@ async def _wholes(asking: asyncio.Task[AsyncGenerator[AnswerEvent]], count: int)
     return await collect(await asking, count)
 
 
-def _client(address: str) -> str:
+def _address(request: Request) -> str:
+    return request.client.host if request.client is not None else ""
+
+
+def _client(request: Request) -> str:
     """Return the client of the current HTTP request: its key, else its address."""
     account = current()
-    return f"key {account.key}" if account is not None and account.key else address
+    return f"key {account.key}" if account is not None and account.key else _address(request)
 
 
-def _sharer(request: Request, address: str) -> str:
-    """Return the name under which the current HTTP request shares cached beginnings of prompts.
+def _sharer(request: Request) -> str:
+    """Return the name under which the current HTTP request shares cached and remembered beginnings.
 
     That is its key, else its address; empty for all programs on this Mac that need no key.
     """
     account = current()
     if account is not None and account.key_hash:
         return f"key {account.key_hash}"
-    return "" if is_local(request.scope) else f"address {address}"
+    return "" if is_local(request.scope) else f"address {_address(request)}"
 
 
 async def _end(task: asyncio.Task[AsyncGenerator[AnswerEvent]]) -> None:

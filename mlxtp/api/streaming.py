@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import Code, GroupError, MlxtpError
 from ..text.conversation import Call
+from ..text.replay import AnswerRecord
 from ..text.transcript import (
     AnswerEvent,
     CallArguments,
@@ -189,6 +190,9 @@ async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
 # --- several answers --------------------------------------------------------------------------------------
 
 
+End = Callable[[AnswerRecord, Finish], None]
+
+
 class Choices:
     """The answers of one request, closed together."""
 
@@ -215,13 +219,13 @@ class Choices:
         """Return the progress of the first answer."""
         return self._answers[0].progress() if self._answers else Progress()
 
-    def events(self, transcripts: Sequence[Transcript]) -> AsyncGenerator[AnswerEvent]:
+    def events(self, transcripts: Sequence[Transcript], ended: End) -> AsyncGenerator[AnswerEvent]:
         """Return the events of all answers, one transcript for each; the last event of each is its `Finish`.
 
-        Raises an answer's error: then none is complete.
+        `ended` is called before each `Finish`. Raises an answer's error: then none is complete.
         """
         parts = [
-            _events(index, answer, transcript)
+            _recorded(_events(index, answer, transcript), ended)
             for index, (answer, transcript) in enumerate(zip(self._answers, transcripts, strict=True))
         ]
         return parts[0] if len(parts) == 1 else interleaved(parts)
@@ -280,8 +284,7 @@ async def _events(index: int, answer: TokenStream, transcript: Transcript) -> As
             for said in transcript.finish(cut=event.reason == "length"):
                 yield said
             end = _stopped(transcript, event) if transcript.stopped else event
-            yield _finish(index, transcript, end, began_ns)
-            return
+            break
         began_ns = began_ns or time.perf_counter_ns()
         for said in transcript.push(event.tokens, event.scores):
             yield said
@@ -289,9 +292,23 @@ async def _events(index: int, answer: TokenStream, transcript: Transcript) -> As
             await answer.aclose()
             for said in transcript.finish():
                 yield said
-            yield _finish(index, transcript, StreamEnd("stop", transcript.used), began_ns)
-            return
-    raise GroupError("the answer broke off", Code.INTERNAL)
+            end = StreamEnd("stop", transcript.used, answer.cached)
+            break
+    else:
+        raise GroupError("the answer broke off", Code.INTERNAL)
+    yield _finish(index, transcript, end, began_ns)
+
+
+async def _recorded(events: AsyncGenerator[AnswerEvent], end: End) -> AsyncGenerator[AnswerEvent]:
+    """Yield the events of one answer. `end` is called with all of them before the last one."""
+    record = AnswerRecord()
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Finish):
+                end(record, event)
+            else:
+                record.see(event)
+            yield event
 
 
 def _stopped(transcript: Transcript, end: StreamEnd) -> StreamEnd:

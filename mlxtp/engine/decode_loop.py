@@ -303,6 +303,9 @@ class DecodeLoop:
         if isinstance(move, Prefill):
             self._settle(keep=1)  # everything before this chunk
             self._requests.prefilled(move)
+        elif isinstance(move, PrefillTogether):
+            for prompt in move.prompts:
+                self._requests.prefilled(prompt)
         return True
 
     def _settle(self, keep: int) -> bool:

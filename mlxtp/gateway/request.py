@@ -334,6 +334,10 @@ class ClientRequest(RoutedRequest):
             return Progress("restarting")
         return Progress() if len(self._got) > self._attempt.got_before else self._attempt.progress
 
+    @property
+    def cached(self) -> int:
+        return self._attempt.progress.cached
+
     def __aiter__(self) -> TokenStream:
         return self
 

@@ -201,9 +201,9 @@ def plainer_messages(conversation: Conversation, knows_tools: bool) -> Iterator[
 def _ways_to_say(conversation: Conversation, knows_tools: bool) -> Iterator[list[Json]]:
     if knows_tools:
         yield [_message(turn) for turn in _matched(conversation.messages)]
-        numbered = _matched(conversation.messages, numbered=True)
-        yield [_message(turn) for turn in numbered]
-        yield [_message(turn) for turn in _one_at_a_time(numbered)]
+        renamed = numbered(conversation.messages)
+        yield [_message(turn) for turn in renamed]
+        yield [_message(turn) for turn in _one_at_a_time(renamed)]
     else:
         turns = _with_tools([_told_apart(turn) for turn in conversation.messages], conversation.tools)
         yield [{"role": turn.role, "content": turn.text} for turn in turns]
@@ -284,11 +284,15 @@ def _with_tools(turns: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[Cha
 # --- requirements of templates ------------------------------------------------------------------------------
 
 
-def _matched(turns: Sequence[ChatMessage], numbered: bool = False) -> list[ChatMessage]:
+def numbered(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Give calls new ids in their order, of nine digits, because Mistral's templates take no others."""
+    return _matched(turns, renumber=True)
+
+
+def _matched(turns: Sequence[ChatMessage], renumber: bool = False) -> list[ChatMessage]:
     """Give results of tools the names of their calls: each answers the first open call with its id.
 
-    A model that writes its ids itself may use one twice. `numbered`: with new ids, of nine digits, because
-    Mistral's templates take no others.
+    A model that writes its ids itself may use one twice.
     """
     matched: list[ChatMessage] = []
     numbers, open_ = count(1), dict[str, list[Call]]()
@@ -296,7 +300,7 @@ def _matched(turns: Sequence[ChatMessage], numbered: bool = False) -> list[ChatM
         calls: list[Call] = []
         latest: dict[str, list[Call]] = {}
         for call in turn.calls:
-            calls.append(replace(call, id=f"{next(numbers):09}") if numbered else call)
+            calls.append(replace(call, id=f"{next(numbers):09}") if renumber else call)
             latest.setdefault(call.id, []).append(calls[-1])
         open_ |= latest
         found = replace(turn, calls=tuple(calls))

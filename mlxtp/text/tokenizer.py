@@ -8,11 +8,19 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import Code, ModelError, RequestError, is_library_error
-from .conversation import Conversation, plainer_messages, template_messages, template_options, tool_json
+from .conversation import (
+    ChatMessage,
+    Conversation,
+    plainer_messages,
+    template_messages,
+    template_options,
+    tool_json,
+)
 from .reasoning import call_format, thinking_markup
 from .renderer import Renderer, RendererFacts, SandboxedRenderer, WorkerQueue, broken
 from .tool_calls import JSON_CALLS, CallStyle, answer_prefix, call_style, tool_format
@@ -78,6 +86,9 @@ class Text:
         self.markup = thinking_markup(vocabulary)
         #: format of this model's tool calls
         self.tool_calls = JSON_CALLS if own is None else tool_format(own)
+        both = (facts.tokenizer + facts.template).encode(errors="surrogatepass")
+        #: Equal for equal tokenizers and templates.
+        self.identity = blake2b(both, digest_size=16).hexdigest()
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -103,10 +114,11 @@ class Text:
         token = self._writer.facts.eos
         return () if token < 0 else (token,)
 
-    def rendered(self, conversation: Conversation, prompting: bool = True) -> str:
+    def rendered(self, conversation: Conversation, prompting: bool = True, exact: bool = False) -> str:
         """Return a conversation as the chat template writes it; `prompting` adds the beginning of an answer.
 
-        Raises RequestError when there is no template or the template refuses the messages.
+        Where the template refuses the messages, they are written in a plainer form, unless `exact`.
+        Raises RequestError when there is no template or the template refuses all forms.
         """
         messages = template_messages(conversation, self.knows_tools)
         tools = [tool_json(tool) for tool in conversation.tools] if self.knows_tools else []
@@ -114,11 +126,17 @@ class Text:
         try:
             return self._rendered(messages, tools, options, prompting)
         except RequestError as error:
-            late = error.status == 504
-            for plainer in () if late else plainer_messages(conversation, self.knows_tools):
+            last = exact or error.status == 504
+            for plainer in () if last else plainer_messages(conversation, self.knows_tools):
                 with contextlib.suppress(RequestError):
                     return self._rendered(plainer, tools, options, prompting)
             raise
+
+    def stamp(self) -> str:
+        """Return text that stands for the time in prompts; empty where the template writes none."""
+        if "strftime_now" not in self._writer.facts.template:
+            return ""
+        return self.rendered(Conversation((ChatMessage("user", ""),)), prompting=False)
 
     def call_style(self, eos: tuple[int, ...]) -> CallStyle | None:
         """Return the template's style of a call before one of the end tokens `eos`; None if it is unknown."""

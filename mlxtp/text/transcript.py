@@ -126,9 +126,14 @@ class Transcript:
         #: Other scores not shown yet, each with the length of the answer at its token's end.
         self._waiting: deque[tuple[int, Scored]] = deque()
         self._made = 0
-        self.used = 0  #: tokens up to the end, including the one that completed a stop string
+        self.tokens: list[int] = []  #: up to the end, including the one that completed a stop string
         self.thought = 0  #: tokens that were thoughts, or ended them
         self.called = False  #: true if a tool call began
+
+    @property
+    def used(self) -> int:
+        """Number of tokens up to the end."""
+        return len(self.tokens)
 
     @property
     def stopped(self) -> bool:
@@ -142,7 +147,7 @@ class Transcript:
     def push(self, tokens: Sequence[int], scores: Sequence[TokenScore] = ()) -> list[AnswerEvent]:
         """Return the events that are certain now."""
         if self._finder is None and not self._scored and self._channels is None:
-            self.used += len(tokens)
+            self.tokens += tokens
             text = self._detokenizer.push(tokens)
             return [ContentDelta(self._choice, text)] if text else []
         if self._scored and len(scores) != len(tokens):
@@ -151,7 +156,7 @@ class Transcript:
         for i, token in enumerate(tokens):
             if self.stopped:
                 break
-            self.used += 1
+            self.tokens.append(token)
             self.thought += self._channels is not None and self._channels.thinking
             if self._scored:
                 self._incomplete.append((token, scores[i]))

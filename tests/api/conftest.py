@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,7 @@ class FakeAnswer:
     """The events of a script. As the gateway's, it may be closed while a reader waits in it."""
 
     group = ""
+    cached = 0
 
     def __init__(self, backend: FakeBackend, script: Script) -> None:
         self._backend = backend
@@ -259,6 +261,7 @@ class FakeBackend:
     stored: tuple[StoredModelInfo, ...] = ()
     take_turn: Callable[[str | None, float], ModelLease] = lambda _name, _within_s: AT_ONCE
     began: threading.Event = field(default_factory=threading.Event)
+    number: int = field(default_factory=count().__next__)  # of its model: no answer of another is remembered
 
     def health(self, model: str = "") -> Health:
         ranks = ({"rank": 0, "alive": True},)
@@ -273,7 +276,9 @@ class FakeBackend:
         if not self.ready:
             return ()
         names, eos = ("tiny", "gpt-x"), (1,)
-        model = ModelInfo("org/tiny", names, Path(), self.context, 1234, eos, self.vocabulary, self.defaults)
+        model = ModelInfo(
+            "org/tiny", names, Path(f"{self.number}"), self.context, 1234, eos, self.vocabulary, self.defaults
+        )
         if self.second_text is None:
             return (model,)
         second = replace(model, id=SECOND, aliases=("second", "default"), vocabulary=SECOND_VOCABULARY)

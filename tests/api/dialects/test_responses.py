@@ -392,8 +392,10 @@ def test_thoughts_come_back_to_the_model(thinker: Server) -> None:
     create(thinker, input="b", previous_response_id=first.id)
     items = [{"role": "user", "content": "hello"}, *first.output, {"role": "user", "content": "b"}]
     create(thinker, input=items)
-    _, kept, sent = prompts(thinker)
-    assert kept == sent == "<s><|user|>hello<|assistant|>(hm)hello<|user|>b<|assistant|>"
+    create(thinker, input=[{"role": "user", "content": "other"}, *items[1:]])
+    _, kept, sent, other = prompts(thinker)
+    assert kept == sent == "<s><|user|>hello<|assistant|><think>hm</think>hello<|user|>b<|assistant|>"
+    assert other == "<s><|user|>other<|assistant|>(hm)hello<|user|>b<|assistant|>"
 
 
 # --- tools ------------------------------------------------------------------------------------------------

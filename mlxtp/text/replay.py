@@ -1,0 +1,386 @@
+"""Answers as the model wrote them, found again when a client sends its conversation back. Pure.
+
+A chat template writes an earlier answer in its own way: it drops thoughts, and writes calls with other white
+space. The prompt then differs from the tokens in the KV cache, and everything behind the difference is
+computed again. So an agent remembers the tokens of each answer, with those of its prompt, under the messages
+that they stand for. A later request that begins with these messages gets the same tokens, and after them the
+template's text of its further messages.
+
+Clients change the form of an answer: they trim white space, write a call's arguments in other JSON, give
+calls other ids, and leave thoughts out. That changes no meaning, and is ignored. Any other difference counts,
+in messages, tools, template options, model or client.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ..errors import RequestError
+from .conversation import Call, ChatMessage, Conversation, numbered, template_options, tool_json
+from .transcript import CallArguments, CallBegan, ContentDelta, Finish, ReasoningDelta
+
+if TYPE_CHECKING:
+    from .tokenizer import Text
+    from .transcript import AnswerEvent
+
+MOST_BYTES = 64 << 20  #: Memory for remembered tokens.
+OVERHEAD_BYTES = 500  #: Memory of one answer without its tokens.
+_LAST = 256  # tokens whose text is compared with the end of an answer
+_SHOWN = 48  # characters of an answer's end that are looked for in that text
+_LONGEST_STOP = 64  # tokens of a stop string
+_INTO = 8  # tokens before a border between tokens and text
+_BRACKETS = "\"'}]) \n\t"  # signs that end arguments
+
+
+# --- conversations, in a form that clients do not change ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Beginning of a conversation: the messages up to `stop`.
+
+    The last ones, from `start` on, are one answer. `key` stands for all of them but their thoughts.
+    `thoughts` has a digest for each answer, empty where the client sent none.
+    """
+
+    start: int
+    stop: int
+    key: bytes
+    thoughts: tuple[bytes, ...]
+
+
+def beginnings(base: bytes, messages: Sequence[ChatMessage]) -> Iterator[Beginning]:
+    """Yield each beginning that ends with an answer, and then the whole.
+
+    `base` stands for everything else that the prompt depends on.
+    """
+    key, thoughts, at = base, list[bytes](), 0
+    for role, group in groupby(numbered(messages), key=lambda turn: turn.role):
+        run = list(group)
+        if role == "assistant":
+            calls = [call for turn in run for call in turn.calls]
+            key = _answer_key(key, _joined(turn.text for turn in run), calls)
+            thoughts.append(_thought_digest("".join(turn.reasoning for turn in run)))
+            yield Beginning(at, at + len(run), key, tuple(thoughts))
+        else:
+            for turn in run:
+                key = _digest(key, role, turn.text, turn.call_id, turn.name)
+        at += len(run)
+    if messages and messages[-1].role != "assistant":
+        yield Beginning(at, at, key, tuple(thoughts))
+
+
+def base_key(conversation: Conversation, *about: str) -> bytes:
+    """Return the key of a conversation without its messages. `about`: client, model and its template."""
+    tools = [tool_json(tool) for tool in conversation.tools]
+    options = sorted(template_options(conversation).items())
+    return _digest(b"", *about, json.dumps([tools, options], default=str))
+
+
+def _digest(before: bytes, *parts: str) -> bytes:
+    found = blake2b(before, digest_size=16)
+    for part in parts:
+        data = part.encode(errors="surrogatepass")
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.digest()
+
+
+def _joined(texts: Iterator[str]) -> str:
+    return "\n".join([stripped for text in texts if (stripped := text.strip())])
+
+
+def _answer_key(before: bytes, text: str, calls: Sequence[Call]) -> bytes:
+    pairs = [part for call in calls for part in (call.name, _arguments(call.arguments))]
+    return _digest(before, "assistant", text, *pairs)
+
+
+def _thought_digest(text: str) -> bytes:
+    """Return a digest without white space, which clients trim and join again; empty without thoughts."""
+    letters = "".join(text.split())
+    return _digest(b"", letters) if letters else b""
+
+
+def _arguments(text: str) -> str:
+    """Return JSON of equal meaning in one form. A number is the same with and without `.0`."""
+    try:
+        return json.dumps(_plain(json.loads(text or "{}")), sort_keys=True)
+    except (ValueError, RecursionError):
+        return text.strip()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+class AnswerRecord:
+    """One answer as its client sees it, made of its events."""
+
+    def __init__(self) -> None:
+        self._kinds: list[tuple[type[AnswerEvent], list[str]]] = []  #: pieces of one kind in a row
+        self._calls: list[tuple[CallBegan, list[str]]] = []
+
+    def see(self, event: AnswerEvent) -> None:
+        match event:
+            case ContentDelta(text=text) | ReasoningDelta(text=text) if text:
+                if not self._kinds or self._kinds[-1][0] is not type(event):
+                    self._kinds.append((type(event), []))
+                self._kinds[-1][1].append(text)
+            case CallBegan():
+                self._kinds.append((CallBegan, []))
+                self._calls.append((event, []))
+            case CallArguments(index=index, text=text):
+                self._calls[index][1].append(text)
+
+    @property
+    def ends_in_text(self) -> bool:
+        """True if the last event showed text of the answer."""
+        return bool(self._kinds) and self._kinds[-1][0] is ContentDelta
+
+    @property
+    def texts(self) -> set[str]:
+        """Forms of the text: clients join what stood before and after a call with or without a line's end."""
+        pieces = ["".join(parts) for kind, parts in self._kinds if kind is ContentDelta]
+        return {_joined(iter(pieces)), "".join(pieces).strip()}
+
+    @property
+    def thoughts(self) -> str:
+        return "".join([part for kind, parts in self._kinds if kind is ReasoningDelta for part in parts])
+
+    @property
+    def calls(self) -> list[Call]:
+        return [Call(began.id, began.name, "".join(parts)) for began, parts in self._calls]
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedAnswer:
+    """Tokens of a prompt and its answer, without a token that ended it. `text` was shown after the tokens.
+
+    `thoughts` as in `Beginning`, and `ids` of the calls in the answer. `behind`: text that the model wrote
+    after the arguments of a call that ended the answer; None where the model itself ended it.
+    """
+
+    tokens: array[int]
+    text: str
+    thoughts: tuple[bytes, ...]
+    ids: tuple[str, ...]
+    behind: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Memory in bytes."""
+        return len(self.tokens) * self.tokens.itemsize + OVERHEAD_BYTES
+
+
+class AnswerMemory:
+    """Remembered answers in at most `most_bytes`. Those that were not used for longest make room.
+
+    May be used from any thread.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._kept: dict[bytes, RememberedAnswer] = {}
+        self._size = 0
+
+    def put(self, keys: set[bytes], answer: RememberedAnswer) -> None:
+        """Remember an answer under its keys."""
+        with self._lock:
+            for key in keys:
+                self._drop(key)
+                self._kept[key] = answer
+                self._size += answer.size
+            while self._size > self._most_bytes:
+                self._drop(next(iter(self._kept)))
+
+    def find(self, places: Sequence[Beginning]) -> tuple[Beginning, RememberedAnswer] | None:
+        """Return the longest of the beginnings whose answer is remembered."""
+        with self._lock:
+            for place in reversed(places):
+                answer = self._kept.get(place.key)
+                if answer is not None and _equal_thoughts(place.thoughts, answer.thoughts):
+                    self._kept[place.key] = self._kept.pop(place.key)
+                    return place, answer
+        return None
+
+    def _drop(self, key: bytes) -> None:
+        if (answer := self._kept.pop(key, None)) is not None:
+            self._size -= answer.size
+
+
+def _equal_thoughts(sent: Sequence[bytes], known: Sequence[bytes]) -> bool:
+    """Return True if each thought that the client sent back is the one in the tokens."""
+    return all(not each or each == ours for each, ours in zip(sent, known, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteAnswer:
+    """An answer with its tokens, those of its prompt, and its last event."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    record: AnswerRecord
+    finish: Finish
+
+
+def to_remember(
+    text: Text, eos: Sequence[int], place: Beginning, whole: CompleteAnswer
+) -> tuple[set[bytes], RememberedAnswer] | None:
+    """Return an answer to the messages up to `place`, with its keys. One of `eos` may end it.
+
+    None where its tokens are not the answer that the client sees, as of one cut off in a call.
+    """
+    record, finish, answer = whole.record, whole.finish, whole.tokens
+    calls, texts = record.calls, record.texts
+    if not (calls or any(texts)) or (finish.reason == "length" and not record.ends_in_text):
+        return None
+    shown, behind = "", None
+    if answer and answer[-1] in eos:
+        answer = answer[:-1]
+    elif finish.stopped_by is not None:
+        if (cut := _before_stop(text, answer, finish.stopped_by)) is None or not record.ends_in_text:
+            return None
+        answer, shown = cut
+    elif finish.reason == "tool_calls":
+        written, end = text.decoded(answer[-_LAST:]), calls[-1].arguments[-_SHOWN:]
+        at = written.rfind(end)
+        behind = written[at + len(end) :] if at >= 0 else ""
+    if not answer or not set(eos).isdisjoint(answer):
+        return None
+    thoughts = (*place.thoughts, _thought_digest(record.thoughts))
+    ids = tuple([call.id for call in calls])
+    kept = RememberedAnswer(array("i", (*whole.prompt, *answer)), shown, thoughts, ids, behind)
+    return {_answer_key(place.key, form, calls) for form in texts}, kept
+
+
+def _before_stop(text: Text, answer: Sequence[int], stop: str) -> tuple[Sequence[int], str] | None:
+    """Return the tokens before a stop string, and the text between them and it; None if unclear."""
+    for count in range(1, min(len(answer), _LONGEST_STOP) + 1):
+        at = (last := text.decoded(answer[-count:])).find(stop)
+        if at >= 0:
+            rest, shown = answer[:-count], last[:at]
+            return (rest, shown) if _joins(text, rest, answer[-count:], last) else None
+    return None
+
+
+def _joins(text: Text, before: Sequence[int], after: Sequence[int], written: str) -> bool:
+    """Return True if tokens have this text also behind those before them."""
+    before = before[-_INTO:]
+    return text.decoded((*before, *after)) == text.decoded(before) + written
+
+
+# --- prompts ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A prompt that begins with known tokens. `rest` is the text after them."""
+
+    tokens: tuple[int, ...]
+    rest: str
+    border: bool  #: False where the rest begins with a special token, or with text of its own.
+
+    def encoded(self, text: Text) -> tuple[int, ...] | None:
+        """Return the tokens of the whole prompt; None where no tokens give this text. Raises RequestError."""
+        rest = text.encoded(self.rest, special=False)
+        if self.border and not _joins(text, self.tokens, rest, self.rest):
+            return None
+        return (*self.tokens, *rest)
+
+
+def replayed(
+    text: Text, conversation: Conversation, place: Beginning, answer: RememberedAnswer, eos: Sequence[int]
+) -> Replay | None:
+    """Return the prompt that begins with the tokens of an answer; None where the template prevents it.
+
+    The template has to write the messages before the answer in the same way for any messages after them. It
+    may leave out their thoughts, which are in the tokens.
+    """
+    mark = f"mlxtp{secrets.token_hex(8)}"
+    if (messages := _marked(conversation.messages, place, answer.ids, mark)) is None:
+        return None
+    before = messages[: place.start]
+    try:
+        whole = text.rendered(replace(conversation, messages=messages), exact=True)
+        first = text.rendered(replace(conversation, messages=before), prompting=False, exact=True)
+    except RequestError:
+        return None
+    at = whole.rfind(mark)
+    if at < 0 or not whole.startswith(first):
+        return None
+    written = text.decoded(answer.tokens[-_LAST:]) + answer.text
+    behind = whole[at + len(mark) :]
+    turns = conversation.messages[place.start : place.stop]
+    if answer.ids:
+        ends = [end for token in {*eos, *text.eos} if (end := text.decoded((token,)))]
+        rest = _behind_calls(behind, written, text.tool_calls.end, ends, answer.behind)
+    else:
+        rest = _behind_text(behind, written, turns[-1].text)
+    if not rest:
+        return None
+    border = bool(answer.text) or not rest.startswith(tuple(text.specials.values()))
+    return Replay(tuple(answer.tokens), answer.text + rest, border)
+
+
+def _marked(
+    messages: Sequence[ChatMessage], place: Beginning, ids: Sequence[str], mark: str
+) -> tuple[ChatMessage, ...] | None:
+    """Return the messages with `mark` as the answer's text and arguments, and its calls' ids as they were.
+
+    Thoughts before it are left out.
+    """
+    called = [call for turn in messages[place.start : place.stop] for call in turn.calls]
+    changed = dict(zip([call.id for call in called], ids, strict=True))
+    if len(changed) < len(ids):  # two calls with one id
+        return None
+    arguments = json.dumps({mark: mark})
+    calls = tuple([Call(changed[call.id], call.name, arguments) for call in called])
+    before = [replace(turn, reasoning="") for turn in messages[: place.start]]
+    after = [
+        replace(turn, call_id=changed.get(turn.call_id, turn.call_id)) for turn in messages[place.stop :]
+    ]
+    return (*before, ChatMessage("assistant", mark, calls=calls), *after)
+
+
+def _behind_text(behind: str, written: str, shown: str) -> str | None:
+    """Return the template's text after an answer, without markup that the model wrote itself."""
+    end = shown.strip()[-_SHOWN:]
+    at = written.rfind(end)
+    if at < 0:
+        return None
+    markup = written[at + len(end) :].strip()
+    return behind.removeprefix(markup) if behind.startswith(markup) else None
+
+
+def _behind_calls(behind: str, written: str, mark: str, ends: Sequence[str], cut: str | None) -> str | None:
+    """Return the template's text after the calls of an answer. `mark` ends a call, one of `ends` an answer.
+
+    `cut`: the text after the arguments, of an answer that its last call ended.
+    """
+    if cut is not None and not written.rstrip().endswith(mark or "\0"):
+        after = behind.removeprefix('"}')
+        return after.removeprefix(cut) if after != behind and after.startswith(cut) else None
+    stop = min([at for end in ends if (at := behind.find(end)) >= 0], default=-1)
+    closing = behind[:stop].rstrip()
+    if stop < 0:
+        return None
+    if mark and mark not in ends:
+        complete = closing.count(mark) == 1 and closing.endswith(mark) and written.rstrip().endswith(mark)
+    else:
+        complete = not closing.strip(_BRACKETS)
+    return behind[stop:] if complete else None

@@ -9,14 +9,14 @@ drive them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from ..errors import Code, ModelError
 from .kv_cache import SMALLEST, capacity, slots
-from .loader import make_cache, unrun_arrays
+from .loader import leaves, make_cache, unrun_arrays
 
 #: Numbers that share a scale, the best first. A head's keys and values must divide by it.
 QUANTIZATION_GROUPS = (64, 32)
@@ -292,12 +292,6 @@ class MergedBatch:
 
     def trim(self, longest: int) -> None:
         """Do nothing: these arrays have the size that mlx-lm gives them."""
-
-
-def leaves(caches: Iterable[Any]) -> Iterator[Any]:
-    """Yield caches, and for one that is a list of caches those in it."""
-    for cache in caches:
-        yield from leaves(cache.caches) if hasattr(cache, "caches") else (cache,)
 
 
 def share(caches: Caches, length: int) -> Caches:

@@ -221,7 +221,8 @@ class DecodeLoop:
         """Change the room for KV caches. Every rank has been sent what no longer fits when this returns."""
         self._drain()
         reply = self._bounded(command.kv_bytes)
-        reply = replace(reply, kv_bytes=max(reply.kv_bytes, kv_cache.SMALLEST * reply.kv_token_bytes))
+        least = kv_cache.SMALLEST * reply.kv_token_bytes + reply.kv_row_bytes
+        reply = replace(reply, kv_bytes=max(reply.kv_bytes, least))
         fits = self._requests.resize(reply)
         scheduler = self._requests.scheduler
         while scheduler is not None and scheduler.moves:
@@ -428,4 +429,7 @@ def _combined(replies: dict[int, Message]) -> Message:
     loads = [reply for reply in replies.values() if isinstance(reply, Loaded)]
     room = min(reply.kv_bytes // max(reply.kv_token_bytes, 1) for reply in loads)
     token_bytes = max(reply.kv_token_bytes for reply in loads)
-    return replace(mine, kv_token_bytes=token_bytes, kv_bytes=room * max(token_bytes, 1))
+    row_bytes = max(reply.kv_row_bytes for reply in loads)
+    return replace(
+        mine, kv_token_bytes=token_bytes, kv_row_bytes=row_bytes, kv_bytes=room * max(token_bytes, 1)
+    )

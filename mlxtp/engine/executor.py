@@ -279,8 +279,9 @@ class RankExecutor:
             loaded.weight_bytes,
             tuple(sorted(self.eos)),
             loaded.peak_bytes,
-            token_bytes,
+            token_bytes or min(loaded.kv_row_bytes, 1),
             kv_room_bytes(self.bootstrap.world_size),
+            loaded.kv_row_bytes,
         )
 
     def _new_runner(self, counter: CollectiveCounter) -> Runner:

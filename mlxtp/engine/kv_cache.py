@@ -84,16 +84,24 @@ class Hit:
 class PrefixCache:
     """Kept caches of at most `max_entries` sequences and `budget` positions, and those of running ones.
 
-    A cache counts as the `capacity` of its tokens, which is the most that its arrays hold. Running sequences
+    A cache counts as the `capacity` of its tokens, which is the most that its arrays hold, and `row_tokens`
+    for the part that does not grow. Running sequences
     count towards neither limit and are never evicted. Prompts of different salts share nothing. `whole`:
     caches cannot be cut. They are found only if all their tokens begin a prompt, and running ones are not
     shared.
     """
 
     def __init__(
-        self, budget: int, max_entries: int, shortest_hit: int = SHORTEST_HIT, *, whole: bool = False
+        self,
+        budget: int,
+        max_entries: int,
+        shortest_hit: int = SHORTEST_HIT,
+        *,
+        whole: bool = False,
+        row_tokens: int = 0,
     ) -> None:
         self.whole = whole
+        self._row_tokens = row_tokens
         self._budget = budget
         self._max_entries = max_entries
         self._shortest_hit = shortest_hit
@@ -121,7 +129,7 @@ class PrefixCache:
         if uid in self._kept:
             raise ValueError(f"uid {uid} is kept already")
         self.unshare(uid)
-        size = capacity(len(tokens))
+        size = capacity(len(tokens)) + self._row_tokens
         if len(tokens) < self._shortest_hit or size > self._budget or self._max_entries < 1:
             return (uid,)
         packed = _pack(tokens, salt)
@@ -197,7 +205,7 @@ class PrefixCache:
         """
         tokens = len(self._kept.pop(uid)) // _WORD - _SALT_WORDS
         self.changes += 1
-        self._positions -= capacity(tokens)
+        self._positions -= capacity(tokens) + self._row_tokens
         return tokens
 
     def evict(self, positions: int) -> tuple[int, ...]:
@@ -272,7 +280,7 @@ class KVCacheManager:
     """Room for the KV caches of `running` and `waiting` sequences, and of kept ones in `prefixes`.
 
     `moves` has the moves that free caches, and what waits for them. They come before any other. `kv_tokens`
-    is all the room.
+    is all the room, `row_tokens` the part of each sequence's cache that does not grow, as so many tokens.
     """
 
     def __init__(
@@ -281,9 +289,12 @@ class KVCacheManager:
         prefixes: PrefixCache | None,
         running: Sequence[SequenceState],
         waiting: WaitingQueue,
+        *,
+        row_tokens: int = 0,
     ) -> None:
         self.moves: deque[Move] = deque()
         self.kv_tokens = kv_tokens
+        self._row_tokens = row_tokens
         self._prefixes = prefixes
         self._running = running
         self._waiting = waiting
@@ -424,7 +435,7 @@ class KVCacheManager:
         `Scheduler.add` checked that it fits to its end, but the room may have become smaller.
         """
         soon = max(sequence.position, sequence.prompt) + MAX_WIDTH
-        return capacity(min(soon, sequence.longest)) <= self.kv_tokens
+        return capacity(min(soon, sequence.longest)) + self._row_tokens <= self.kv_tokens
 
     def resize(self, kv_tokens: int) -> None:
         """Change the room. Kept caches that no longer fit are evicted."""
@@ -440,6 +451,6 @@ class KVCacheManager:
         lengths = [max(sequence.position, sequence.prompt) + MAX_WIDTH for sequence in rows]
         # A prompt that is prefilled alone has its own cache until it runs, unless no other sequence does.
         apart = [*started, *joining] if len(joining) == 1 else started
-        own = sum([capacity(sequence.prompt) for sequence in apart]) if len(rows) > 1 else 0
+        own = [capacity(sequence.prompt) for sequence in apart] if len(rows) > 1 else []
         kept = self._prefixes.positions if self._prefixes is not None else 0
-        return batch_tokens(lengths) + own + kept
+        return batch_tokens(lengths) + sum(own) + self._row_tokens * (len(rows) + len(own)) + kept

@@ -342,9 +342,10 @@ class ModelShare:
     eos: frozenset[int]
     weight_bytes: int
     peak_bytes: int  # the most that arrays took at any time of the load
-    #: Bytes of one more token in this rank's caches, over all layers. A cache that keeps a window of tokens
-    #: counts like one that keeps them all; one that does not grow counts nothing.
+    #: Bytes of one more token in this rank's caches, over all layers.
     kv_token_bytes: int
+    #: Bytes of a sequence's caches that do not grow with it: windows of tokens, and recurrent states.
+    kv_row_bytes: int
 
 
 def load(folder: Path, group: Group, progress: Callable[[], None]) -> ModelShare:
@@ -371,7 +372,7 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> ModelShare
             vocabulary = shard(model, group, cut=tensors.cut, size=_vocabulary(config))
             _evaluate(model, folder.name, group.size, progress, partial(_own_bytes, stored, group))
         peak_bytes = mx.get_peak_memory() - held
-        kv_token_bytes = _kv_token_bytes(model)
+        kv_token_bytes, kv_row_bytes = kv_sizes(model)
     except _MLX_LM_RAISES as error:
         raise _failure(f"{folder.name}: sharding or reading the weights failed", error) from error
     if not vocabulary.size:
@@ -386,6 +387,7 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> ModelShare
         weight_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
         peak_bytes=peak_bytes,
         kv_token_bytes=kv_token_bytes,
+        kv_row_bytes=kv_row_bytes,
     )
 
 
@@ -521,20 +523,38 @@ def _broken(looks: dict[str, mx.array]) -> list[str]:
     return [name for name, broken in zip(looks, cast("list[bool]", found), strict=True) if broken]
 
 
-def _kv_token_bytes(model: Any) -> int:
-    """Return the bytes of one token's caches."""
+def kv_sizes(model: Any) -> tuple[int, int]:
+    """Return the bytes of one more token in a sequence's caches, and those that do not grow with it."""
     few, many = 256, 512  # mlx-lm's caches grow by 256
-    sizes = [
-        sum(array.nbytes for array in unrun_arrays(model, make_cache(model), tokens))
-        for tokens in (few, many)
-    ]
-    return (sizes[1] - sizes[0]) // (many - few)
+    per_token = per_row = 0
+    caches = [make_cache(model) for _ in (few, many)]
+    for each, tokens in zip(caches, (few, many), strict=True):
+        unrun_arrays(model, each, tokens)
+    for shorter, longer in zip(*map(leaves, caches), strict=True):
+        small, large = (sum(array.nbytes for array in _arrays([cache])) for cache in (shorter, longer))
+        growth = (large - small) // (many - few)
+        if window := getattr(shorter, "max_size", 0) or getattr(shorter, "chunk_size", 0):
+            per_row += growth * window  # a first forward leaves more
+        else:
+            per_token += growth
+            per_row += small - growth * few
+    return per_token, per_row
+
+
+def leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """Yield caches, and for one that is a list of caches those in it."""
+    for cache in caches:
+        yield from leaves(cache.caches) if hasattr(cache, "caches") else (cache,)
 
 
 def unrun_arrays(model: Any, caches: list[Any], tokens: int = 1) -> list[mx.array]:
     """Return the arrays of `caches` after a forward that is built for their shapes and never run."""
     with uncounted():
         model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches)
+    return _arrays(caches)
+
+
+def _arrays(caches: list[Any]) -> list[mx.array]:
     states = tree_flatten([cache.state for cache in caches if not cache.empty()])
     return [array for _, array in states if isinstance(array, mx.array)]
 

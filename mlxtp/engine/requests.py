@@ -210,6 +210,7 @@ class Requests:
             together=TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU,
             max_rows=MAX_ROWS if kinds.batches else 1,
             kv_tokens=_room(reply),
+            row_tokens=-(-reply.kv_row_bytes // max(reply.kv_token_bytes, 1)),
             wide=kinds.slots,
             drafts=bootstrap.speculation,
             draft_room=DRAFTS_ON_GPU if gpu else DRAFTS_ON_CPU,
@@ -223,7 +224,7 @@ class Requests:
         self._shaping.prepare(size, rank.eos)
         self._grammars = Grammars(Path(command.path), size, rank.eos)
         self._grammars.read()
-        return kv_cache.fitting(self._policy.kv_tokens)
+        return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)
 
     def resize(self, reply: Loaded) -> int:
         """Change the room for KV caches to that of `reply`. No forward may be in flight.
@@ -234,7 +235,7 @@ class Requests:
         assert self.scheduler is not None
         self._policy = replace(self._policy, kv_tokens=_room(reply))
         self.scheduler.resize(self._policy.kv_tokens)
-        return kv_cache.fitting(self._policy.kv_tokens)
+        return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)
 
     def close(self) -> None:
         """Release the model."""
@@ -265,7 +266,9 @@ class Requests:
         prefixes: PrefixCache | None = None
         if self._keeps_whole is not None:
             shortest = SHORTEST_CHECKPOINT if self._keeps_whole else SHORTEST_HIT
-            prefixes = PrefixCache(share, MAX_PREFIXES, shortest, whole=self._keeps_whole)
+            prefixes = PrefixCache(
+                share, MAX_PREFIXES, shortest, whole=self._keeps_whole, row_tokens=self._policy.row_tokens
+            )
         self.scheduler = Scheduler(self._policy, prefixes, self._last_uid)
 
     # --- in ------------------------------------------------------------------------------------------

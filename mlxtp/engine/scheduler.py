@@ -137,7 +137,9 @@ class Scheduler:
         self._requests: dict[int, SequenceState] = {}
         self._waiting = WaitingQueue()
         self._running: list[SequenceState] = []
-        self._kv = KVCacheManager(policy.kv_tokens, prefixes, self._running, self._waiting)
+        self._kv = KVCacheManager(
+            policy.kv_tokens, prefixes, self._running, self._waiting, row_tokens=policy.row_tokens
+        )
         #: Moves that end sequences or free KV caches. They come before any other.
         self.moves = self._kv.moves
         self._speculation = Speculation(policy, self._running)
@@ -169,7 +171,7 @@ class Scheduler:
         Raises MlxtpError (CONTEXT_OVERFLOW) when it could not run even alone.
         """
         prompt = len(tokens) - answered
-        needed = kv_cache.capacity(prompt + wants.max_tokens)
+        needed = kv_cache.capacity(prompt + wants.max_tokens) + self._policy.row_tokens
         if needed > self._kv.kv_tokens:
             raise MlxtpError(
                 f"{prompt} prompt tokens and {wants.max_tokens} new ones take room for {needed} in the "

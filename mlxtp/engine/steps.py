@@ -191,10 +191,11 @@ class Policy:
     `prefill_chunk`: most prompt tokens in one forward. `chunk_beside`: the same while others decode, and
     between two of their steps. `chunk_s`: if not 0, seconds of such a chunk, once chunks have been timed.
     `max_rows`: most sequences in the running batch. `together`: most tokens of a forward over several
-    prompts. `kv_tokens`: room of the KV caches in tokens, on the rank with the least. `wide`: rows may be fed
-    several tokens at once. `drafts`: these may be guesses. `draft_room`: most tokens of such a step, all rows
-    padded to the widest. `late`: a row with a grammar runs ahead beside others. `timed`: measured times may
-    influence the moves.
+    prompts. `kv_tokens`: room of the KV caches in tokens, on the rank with the least. `row_tokens`: the part
+    of each sequence's cache that does not grow with it, as so many tokens. `wide`: rows may be fed
+    several tokens at once. `drafts`: these may be guesses. `draft_room`: most tokens of such a step, all
+    rows padded to the widest. `late`: a row with a grammar runs ahead beside others. `timed`: measured
+    times may influence the moves.
     """
 
     eos: frozenset[int]
@@ -204,6 +205,7 @@ class Policy:
     max_rows: int = 64
     together: int = 512
     kv_tokens: int = 1 << 40
+    row_tokens: int = 0
     wide: bool = True
     drafts: bool = True
     draft_room: int = 64

@@ -449,9 +449,10 @@ class Loaded(Message):
     `context` and `vocabulary` are the model's, in tokens.
 
     `weight_bytes` and `peak_bytes` are this rank's, the latter while loading. `kv_token_bytes` is the size of
-    one token in its KV cache, `kv_bytes` the memory that it has for all caches together. From rank 0 to the
-    agent, `kv_bytes` is the bound that is in force on all ranks, `kv_token_bytes` the largest of them, and
-    `context` the most that a sequence has room for.
+    one token in its KV cache, `kv_row_bytes` that of the part that each sequence has once, `kv_bytes` the
+    memory that it has for all caches together. From rank 0 to the agent, `kv_bytes` is the bound that is in
+    force on all ranks, the other two are the largest of them, and `context` is the most that a sequence has
+    room for.
     """
 
     TYPE: ClassVar[int] = 0x1B
@@ -462,6 +463,7 @@ class Loaded(Message):
     peak_bytes: int = _f(_count, default=0)
     kv_token_bytes: int = _f(_count, default=0)
     kv_bytes: int = _f(_count, default=0)
+    kv_row_bytes: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)

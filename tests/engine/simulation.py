@@ -141,7 +141,10 @@ class Ranks:
     `whole`: no KV cache can be cut.
     """
 
-    def __init__(self, requests: dict[int, Request], kv_tokens: int, *, whole: bool = False) -> None:
+    def __init__(
+        self, requests: dict[int, Request], kv_tokens: int, *, whole: bool = False, row_tokens: int = 0
+    ) -> None:
+        self.row_tokens = row_tokens
         self.whole = whole
         self._requests = requests
         self.kv_tokens = kv_tokens
@@ -272,7 +275,8 @@ class Ranks:
         """Positions of all KV caches, as `kv_cache.py` has them grow."""
         kept = sum(kv_cache.capacity(len(tokens)) for tokens in self.kept.values())
         prompts = sum(kv_cache.capacity(total) for total in self.prefilling.values())
-        return kept + prompts + kv_cache.batch_tokens([len(self.contents[uid]) for uid in self.rows])
+        fixed = self.row_tokens * (len(self.kept) + len(self.prefilling) + len(self.rows))
+        return fixed + kept + prompts + kv_cache.batch_tokens([len(self.contents[uid]) for uid in self.rows])
 
     def check_room(self) -> None:
         assert self.occupied() <= self.kv_tokens
@@ -319,6 +323,7 @@ class Simulation:
         run_ahead: int = 1,
         prefixes: bool = False,
         whole: bool = False,
+        row_tokens: int = 0,
         kv_tokens: int = 1 << 40,
         drafts: bool = False,
         together: int = 0,
@@ -328,15 +333,20 @@ class Simulation:
         self.policy = Policy(
             frozenset([EOS]),
             kv_tokens=kv_tokens,
+            row_tokens=row_tokens,
             drafts=drafts,
             together=together,
             **policy | ({"wide": False} if whole else {}),
         )
         shortest = SHORTEST_CHECKPOINT if whole else SHORTEST_HIT
-        kept = PrefixCache(kv_tokens // 2, 8, shortest, whole=whole) if prefixes or whole else None
+        kept = (
+            PrefixCache(kv_tokens // 2, 8, shortest, whole=whole, row_tokens=row_tokens)
+            if prefixes or whole
+            else None
+        )
         self.scheduler = Scheduler(self.policy, kept)
         self.requests: dict[int, Request] = {}
-        self.ranks = Ranks(self.requests, kv_tokens, whole=whole)
+        self.ranks = Ranks(self.requests, kv_tokens, whole=whole, row_tokens=row_tokens)
         self.moves: list[Move] = []
         self._run_ahead = run_ahead
         self._slow_when_wide = slow_when_wide

@@ -25,10 +25,10 @@ from mlxtp.engine.batch import (
     MergedBatch,
     SlotBatch,
     cut,
-    leaves,
     share,
     snapshot,
 )
+from mlxtp.engine.loader import leaves
 from mlxtp.errors import Code, ModelError
 
 from .families import FAMILIES

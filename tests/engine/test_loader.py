@@ -14,7 +14,7 @@ import pytest
 from mlxtp.config import embedded_model_path
 from mlxtp.engine import loader
 from mlxtp.engine.group import LoneGroup, alone
-from mlxtp.engine.loader import ModelShare, load, make_cache, read_config
+from mlxtp.engine.loader import ModelShare, kv_sizes, leaves, load, make_cache, read_config
 from mlxtp.errors import Code, ModelError
 
 from .families import FAMILIES
@@ -201,15 +201,30 @@ def test_the_peak_is_that_of_this_load(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, 2 * 2 * 2 * 16 * 4),
-        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}, 2 * 2 * 2 * 16 * 4),
-        ({"dtype": mx.bfloat16, "num_hidden_layers": 3}, 3 * 2 * 2 * 16 * 2),
+        ({}, (2 * 2 * 2 * 16 * 4, 0)),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
+            (2 * 2 * 16 * 4, 32 * 2 * 2 * 16 * 4),
+        ),
+        ({"dtype": mx.bfloat16, "num_hidden_layers": 3}, (3 * 2 * 2 * 16 * 2, 0)),
     ],
 )
 def test_a_token_of_cache_is_layers_keys_and_values(
-    tmp_path: Path, changes: dict[str, Any], expected: int
+    tmp_path: Path, changes: dict[str, Any], expected: tuple[int, int]
 ) -> None:
-    assert load_alone(write_model(tmp_path / "model", **changes)).kv_token_bytes == expected
+    """What a window holds is not counted for each token, but once."""
+    loaded = load_alone(write_model(tmp_path / "model", **changes))
+    assert (loaded.kv_token_bytes, loaded.kv_row_bytes) == expected
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5", "longcat_flash_ngram", "deepseek_v32"])
+def test_what_a_sequence_holds_is_what_is_counted(tmp_path: Path, family: str) -> None:
+    model = load_alone(write_model(tmp_path / family, model_type=family, **FAMILIES[family])).model
+    per_token, per_row = kv_sizes(model)
+    caches = make_cache(model)
+    for tokens in (256, 255, 1):  # one by one, what a window holds is no more than the window
+        mx.eval(model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches))
+    assert sum(cache.nbytes for cache in leaves(caches)) == 512 * per_token + per_row
 
 
 def test_what_keeps_no_tokens_takes_nothing_for_one(tmp_path: Path) -> None:
@@ -222,7 +237,9 @@ def test_what_keeps_no_tokens_takes_nothing_for_one(tmp_path: Path) -> None:
         use_conv_bias=True,
         time_step_rank=8,
     )
-    assert load_alone(folder).kv_token_bytes == 0
+    loaded = load_alone(folder)
+    assert loaded.kv_token_bytes == 0
+    assert loaded.kv_row_bytes > 0
 
 
 # --- broken -----------------------------------------------------------------------------------------------

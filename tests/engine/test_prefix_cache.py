@@ -332,3 +332,12 @@ def test_one_that_saves_little_beyond_another_is_refused_and_keeps_that_one_youn
     assert kept.find(A) == Hit(5, 28, whole=True)
     assert kept.find(A[:28]) == Hit(1, 20, whole=True)
     assert kept.keep(6, A[:12]) == (1,)  # a shorter one serves other prompts
+
+
+def test_what_does_not_grow_counts_for_every_cache() -> None:
+    kept = PrefixCache(300, 10, row_tokens=50)
+    assert [kept.keep(uid, (uid, *A[1:])) for uid in (1, 2, 3)] == [(), (), (1,)]
+    assert kept.positions == 2 * (64 + 50)
+    kept.take(2)
+    assert kept.positions == 64 + 50
+    assert PrefixCache(100, 10, row_tokens=50).keep(1, A) == (1,)

@@ -1359,6 +1359,17 @@ def test_where_room_is_tight_no_request_exceeds_it_and_none_is_lost(
             check_answer(request)
 
 
+@settings(max_examples=100, deadline=None)
+@given(tight, crowds)
+def test_what_does_not_grow_counts_for_every_sequence_and_copy(
+    set_up: dict[str, Any], course: Course
+) -> None:
+    simulation = play({**set_up, "row_tokens": 40, "kv_tokens": set_up["kv_tokens"] + 40}, course)
+    for request in simulation.requests.values():
+        if not request.cancelled:
+            check_answer(request)
+
+
 @settings(max_examples=300, deadline=None)
 @given(tight, st.lists(st.one_of(crowded, crowded, cancels, crowd_ticks, resizes, resizes)))
 def test_room_that_changes_at_any_move_is_kept_to_and_only_what_outgrows_it_fails(

@@ -368,7 +368,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     ),
     InitDone: st.builds(InitDone, _rank, _size),
     SanityDone: st.builds(SanityDone, _count, _ints(0, 2**31 - 1, 0, MAX_RANKS), _u32),
-    Loaded: st.builds(Loaded, _uid, _uid, _count, _ints(0, 2**31 - 1, 0, 64), _count, _count, _count),
+    Loaded: st.builds(Loaded, _uid, _uid, _count, _ints(0, 2**31 - 1, 0, 64), *[_count] * 4),
     Done: st.builds(Done, st.booleans()),
     TimeCollectives: st.builds(
         TimeCollectives,

@@ -179,12 +179,8 @@ def _ranks(found: Mapping[int, Pong] | None) -> Iterator[Metric]:
     )
     for name, says, read in _OF_A_RANK:
         yield _gauge(name, says, ("rank",), [((str(rank),), read(pong)) for rank, pong in pongs.items()])
-    yield _counter(
-        "mlxtp_rank_forwards",
-        "Forwards of a rank in this epoch.",
-        ("rank",),
-        [((str(rank),), pong.forwards) for rank, pong in pongs.items()],
-    )
+    for name, says, count in _COUNTED_BY_A_RANK:
+        yield _counter(name, says, ("rank",), [((str(rank),), count(pong)) for rank, pong in pongs.items()])
 
 
 #: Metrics of each group by its owner's report: name, help, reader; None where it is not known.
@@ -225,6 +221,11 @@ _OF_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
         lambda pong: pong.kv_bytes,
     ),
     (
+        "mlxtp_rank_kept_cache_bytes",
+        "Part of these KV caches that is kept for later prompts.",
+        lambda pong: pong.kept_bytes,
+    ),
+    (
         "mlxtp_rank_step_seconds",
         "Duration of a forward, on average over the last ten.",
         lambda p: p.step_us / 1e6,
@@ -238,6 +239,26 @@ _OF_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
         "mlxtp_rank_collective_seconds",
         "Duration of one small collective at the last proof, including links between ranks.",
         lambda pong: pong.collective_us / 1e6,
+    ),
+)
+
+#: Counters in each rank's newest heartbeat: name, help, reader.
+_COUNTED_BY_A_RANK: tuple[tuple[str, str, Callable[[Pong], int]], ...] = (
+    ("mlxtp_rank_forwards", "Forwards of a rank in this epoch.", lambda pong: pong.forwards),
+    (
+        "mlxtp_rank_evicted_cache_bytes",
+        "KV caches that a rank kept and dropped in this epoch, for lack of room or for a longer one.",
+        lambda pong: pong.evicted_bytes,
+    ),
+    (
+        "mlxtp_rank_reused_caches",
+        "Prompts that a rank began with another sequence's KV cache in this epoch.",
+        lambda pong: pong.reused,
+    ),
+    (
+        "mlxtp_rank_reused_tokens",
+        "Tokens of these prompts that were not computed again.",
+        lambda pong: pong.reused_tokens,
     ),
 )
 

@@ -256,7 +256,8 @@ def links(
 # --- `mlxtp status` --------------------------------------------------------------------------------------
 
 
-_SHOWN = ("phase", "memory_bytes", "step_us")  #: Fields of each rank's heartbeat.
+#: Fields of each rank's heartbeat.
+_SHOWN = ("phase", "memory_bytes", "step_us", "kept_bytes", "evicted_bytes", "reused", "reused_tokens")
 
 
 def status(now: Snapshot) -> Json:

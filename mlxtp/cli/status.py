@@ -63,6 +63,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
         lines.append(_indented(answer["problem"], "red"))
     if answer.get("left_wired"):
         lines.append(_indented(answer["left_wired"], "yellow"))
+    lines += [_indented(each) for each in _caches(answer["ranks"])]
     if "members" in answer or len(answer["deployments"]) > 1:
         lines += deployments_shown(answer["deployments"], Console().width)
     if "members" in answer:
@@ -83,6 +84,17 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
         for member in answer["members"]:
             lines += _about(member["name"], member["notes"], "yellow")
     return lines
+
+
+def _caches(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence on kept caches, once there are any. All ranks keep those of the same prompts."""
+    if not ranks or not (ranks[0]["kept_bytes"] or ranks[0]["evicted_bytes"] or ranks[0]["reused"]):
+        return []
+    kept, evicted = (sum(each[name] for each in ranks) for name in ("kept_bytes", "evicted_bytes"))
+    return [
+        f"caches of earlier prompts: {_bytes(kept)} kept, {_bytes(evicted)} evicted; {ranks[0]['reused']:,} "
+        f"prompts began with {ranks[0]['reused_tokens']:,} of their tokens"
+    ]
 
 
 def _where(answer: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ from .mlx_compat import code_of
 from .runner import Chosen, Runner
 from .sampler import Chooser, LogitShaping
 from .steps import Score
-from .telemetry import PROMPT, PROMPTS, STEP, Phase, RankTelemetry
+from .telemetry import PROMPT, PROMPTS, STEP, CacheUse, Phase, RankTelemetry
 
 KV_TYPE_BITS = 16  # bits of a key's or value's number that is not quantized
 
@@ -154,7 +154,7 @@ class RankExecutor:
             chosen = runner.step(frame, known)
         recorder.queued(entry, runner.forwards, self._counter.count)
         if phase == "prefill" or runner.room != room:
-            self.status.kv_bytes = runner.kv_bytes()
+            self.status.caches = runner.cache_use()
         return Forward(step, chosen, runner.forwards, self._counter.count, launched_at, fed(frame), entry)
 
     def settle(self, forward: Forward) -> Result:
@@ -188,7 +188,7 @@ class RankExecutor:
     def stop(self, uid: int, forwards: int, keep: int) -> None:
         """End a sequence. Raises GroupError (DESYNC) when it was not in exactly `forwards` forwards."""
         counted = self._require_runner().stop(uid, keep)
-        self.status.kv_bytes = self._require_runner().kv_bytes()
+        self.status.caches = self._require_runner().cache_use()
         if counted != forwards:
             raise GroupError(
                 f"sequence {uid}: {forwards} forwards by the frame, {counted} on rank {self.bootstrap.rank}",
@@ -198,7 +198,7 @@ class RankExecutor:
     def evict(self, uids: tuple[int, ...], *, trim: bool = False) -> None:
         """Free kept KV caches; with `trim`, all memory that no row needs."""
         self._require_runner().evict(uids, trim=trim)
-        self.status.kv_bytes = self._require_runner().kv_bytes()
+        self.status.caches = self._require_runner().cache_use()
 
     def finish(self) -> None:
         """Wait for forwards in flight. Raises RuntimeError when one fails; hangs when a rank is gone."""
@@ -304,7 +304,7 @@ class RankExecutor:
         self._runner = None
         gc.collect()  # graphs that were traced hold the runner that holds them
         status = self.status
-        status.model, status.weight_bytes, status.load_peak_bytes, status.kv_bytes = "", 0, 0, 0
+        status.model, status.weight_bytes, status.load_peak_bytes, status.caches = "", 0, 0, CacheUse()
         mx.clear_cache()
 
     def _require_runner(self) -> Runner:

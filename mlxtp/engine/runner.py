@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from .batch import (
 from .group import CollectiveCounter
 from .loader import ModelShare
 from .sampler import Chooser, Scores
+from .telemetry import CacheUse
 
 #: Forwards after which buffers that MLX keeps for reuse go back to the system, as in mlx-lm.
 CLEAR_EVERY = 256
@@ -218,6 +219,7 @@ class Runner:
         self._chooser = chooser
         self._prefilling: dict[int, Caches] = {}
         self._kept = KeptCaches()
+        self._use = CacheUse()  # only what counts on
         self._forwards: dict[int, int] = {}
         self._samplings: dict[int, Sampling] = {}
         #: Possible lengths of each sequence's KV cache at its next forward, as drafts may have been wrong.
@@ -368,8 +370,11 @@ class Runner:
 
     def evict(self, uids: tuple[int, ...], *, trim: bool = False) -> None:
         """Free kept KV caches; with `trim`, all memory that no row needs, once forwards in flight end."""
+        before = self._kept.size_bytes
         for uid in uids:
             self._kept.pop(uid)
+        evicted_bytes = self._use.evicted_bytes + before - self._kept.size_bytes
+        self._use = replace(self._use, evicted_bytes=evicted_bytes)
         if trim:
             self._batch.trim(max((self._lengths[uid][-1] for uid in self._batch.rows), default=0))
             mx.eval(self._batch_arrays())
@@ -385,6 +390,10 @@ class Runner:
         held = self._kept.size_bytes + sum(map(_bytes, self._prefilling.values()))
         return held + sum(array.nbytes for array in self._batch_arrays())
 
+    def cache_use(self) -> CacheUse:
+        """Return the use of KV caches as it is now."""
+        return replace(self._use, kv_bytes=self.kv_bytes(), kept_bytes=self._kept.size_bytes)
+
     # --- inside --------------------------------------------------------------------------------------
 
     def _begin(self, uid: int, sampling: Sampling, source: int, offset: int, *, take: bool) -> Caches:
@@ -392,6 +401,8 @@ class Runner:
         self._samplings[uid] = sampling
         if not source:
             return self._caches.new()
+        use = self._use
+        self._use = replace(use, reused=use.reused + 1, reused_tokens=use.reused_tokens + offset)
         if source in self._batch.rows:
             return self._batch.copy(source, offset)
         kept, held = self._kept.held(source)

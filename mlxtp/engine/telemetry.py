@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections import deque
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Literal, Self
@@ -155,6 +156,17 @@ class _ForwardTimes:
         return max(self._step_s or 0.0, expected_s * _ROWS) if phase == "decode" else expected_s
 
 
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """KV caches of a rank, as in `Pong`."""
+
+    kv_bytes: int = 0
+    kept_bytes: int = 0
+    evicted_bytes: int = 0
+    reused: int = 0
+    reused_tokens: int = 0
+
+
 class RankTelemetry:
     """Plain attributes: each is written by one thread and read whole by another.
 
@@ -172,7 +184,7 @@ class RankTelemetry:
         self.model = ""
         self.weight_bytes = 0
         self.load_peak_bytes = 0
-        self.kv_bytes = 0
+        self.caches = CacheUse()
         self.expected_us = 0
         self.collective_us = 0
         self._since = time.monotonic()
@@ -251,11 +263,11 @@ class RankTelemetry:
             model=self.model,
             weight_bytes=self.weight_bytes,
             load_peak_bytes=self.load_peak_bytes,
-            kv_bytes=self.kv_bytes,
             step_us=int(self._times.step_us),
             wait_us=int(self._times.wait_us),
             collective_us=self.collective_us,
             expected_us=self.expected_us,
+            **asdict(self.caches),
         )
 
 

@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 #: Fields of each rank's heartbeat that /health shows.
 _SHOWN = (
     "phase", "step", "forwards", "collectives", "emitted", "memory_bytes", "peak_memory_bytes",
-    "weight_bytes", "load_peak_bytes", "kv_bytes", "step_us", "wait_us", "collective_us",
+    "weight_bytes", "load_peak_bytes", "kv_bytes", "kept_bytes", "evicted_bytes", "reused", "reused_tokens",
+    "step_us", "wait_us", "collective_us",
 )  # fmt: skip
 
 #: States in which an agent takes requests or would; while it drains it shows DRAINING instead.

@@ -133,7 +133,9 @@ class Pong(Message):
     """Status of a rank.
 
     `phase_s` is the time in seconds since it entered the phase or last made progress in it. `kv_bytes` is the
-    size of its KV caches, `load_peak_bytes` the most memory while loading. `step_us` and `wait_us` are
+    size of its KV caches, `kept_bytes` that of those kept for later prompts, and `evicted_bytes` of those no
+    longer kept. `reused` prompts of this epoch began with `reused_tokens` of another sequence's cache.
+    `load_peak_bytes` is the most memory while loading. `step_us` and `wait_us` are
     averages over recent steps, as in Ack. `collective_us` is the time of one small collective at the last
     proof. `expected_us` is the expected time of the running forward, judged by those before it. MLX does not
     report how much of a step its collectives wait.
@@ -161,6 +163,10 @@ class Pong(Message):
     wait_us: int = _f(_count, default=0)
     collective_us: int = _f(_count, default=0)
     expected_us: int = _f(_count, default=0)
+    kept_bytes: int = _f(_count, default=0)
+    evicted_bytes: int = _f(_count, default=0)
+    reused: int = _f(_count, default=0)
+    reused_tokens: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ TWO_REPLICAS: dict[str, Any] = {
 }  # fmt: skip
 STATUS = {
     "state": "ready",
+    "ranks": [],
     "reason": "",
     "problem": "",
     "waiting": "",
@@ -318,13 +319,25 @@ def test_a_status_that_is_not_well_says_why(agent: Agent, monkeypatch: pytest.Mo
     assert "two Macs are one" in shown
 
 
+def test_the_use_of_kept_caches_is_shown_once_there_is_any(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = dict.fromkeys(("kept_bytes", "evicted_bytes", "reused", "reused_tokens"), 0)
+    some = {"kept_bytes": 1_500_000_000, "evicted_bytes": 20_000_000, "reused": 1200, "reused_tokens": 34_000}
+    for ranks in ([none, none], [some, some]):
+        monkeypatch.setattr(agent.admin, "status", lambda ranks=ranks: {**STATUS, "ranks": ranks})
+        words = " ".join(mlxtp(agent.home, "status").output.split())
+        said = "earlier prompts: 3.0 GB kept, 40 MB evicted; 1,200 prompts began with 34,000 of their tokens"
+        assert (said in words) == (ranks[0] is some)
+
+
 def test_memory_that_ended_ranks_left_wired_is_shown(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "left_wired": "90.0 GB stayed wired"})
     assert "\n  90.0 GB stayed wired\n" in mlxtp(agent.home, "status").output
 
 
 def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = {name: STATUS[name] for name in ("state", "reason", "model", "epoch")} | {
+    alone = {name: STATUS[name] for name in ("state", "reason", "model", "epoch", "ranks")} | {
         "deployments": [{**TWO_REPLICAS, "groups": [GROUP]}],
         "world_size": 1,
         "kind": "",

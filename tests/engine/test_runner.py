@@ -16,6 +16,7 @@ from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
 from mlxtp.engine.runner import STEPS_BEFORE_TRACE, Chosen, Runner, _arrays
 from mlxtp.engine.sampler import Chooser, LogitShaping
+from mlxtp.engine.telemetry import CacheUse
 from mlxtp.errors import Code, GroupError
 from mlxtp.wire.messages import PromptTokens, Sampling, StepToken
 
@@ -237,6 +238,20 @@ def test_what_is_held_is_counted_and_let_go(runner: Runner) -> None:
     assert 0 < runner.kv_bytes() < both
     runner.evict((1,))
     assert runner.kv_bytes() == 0
+
+
+def test_the_use_of_kept_caches_is_counted(runner: Runner) -> None:
+    prefill(runner, 1, PROMPT)
+    assert runner.cache_use() == CacheUse(runner.kv_bytes())
+    runner.stop(1, 8)
+    kept = runner.kv_bytes()
+    assert runner.cache_use() == CacheUse(kept, kept_bytes=kept)
+    prefill(runner, 2, PROMPT, offset=4, source=1)
+    prefill(runner, 3, PROMPT, offset=5, source=2)
+    held = runner.kv_bytes()
+    assert runner.cache_use() == CacheUse(held, kept, reused=2, reused_tokens=9)
+    runner.evict((1,))
+    assert runner.cache_use() == CacheUse(runner.kv_bytes(), 0, kept, 2, 9)
 
 
 def test_room_that_no_row_needs_is_given_back_on_command(folder: Path, runner: Runner) -> None:

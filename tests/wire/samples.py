@@ -284,7 +284,7 @@ SHAPING = st.builds(
 _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     Hello: st.builds(Hello, _u32, _rank, _count, st.binary(min_size=16, max_size=16), _proof),
     Welcome: st.builds(Welcome, _u32, _proof),
-    Pong: st.builds(Pong, _phase, _seconds, *(_count,) * 7, _text, *(_count,) * 5),
+    Pong: st.builds(Pong, _phase, _seconds, *(_count,) * 7, _text, *(_count,) * 11),
     Bootstrap: st.builds(
         Bootstrap,
         _rank,

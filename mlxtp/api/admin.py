@@ -90,6 +90,10 @@ class Administration(Protocol):
 
     def keys(self) -> Json: ...
 
+    def caches(self) -> Json: ...
+
+    async def clear_caches(self, model: str) -> Json: ...
+
     def settings(self) -> Json: ...
 
     def plan(self) -> Json: ...
@@ -119,6 +123,8 @@ def admin_routes(admin: Administration) -> list[Route]:
         route("drain", "POST", lambda body: admin.drain(_text(body, "within", ""))),
         route("progress", "GET", lambda _: admin.drain_progress()),
         route("keys", "GET", lambda _: admin.keys()),
+        route("caches", "GET", lambda _: admin.caches()),
+        route("caches/clear", "POST", lambda body: admin.clear_caches(_text(body, "model", ""))),
         route("settings", "GET", lambda _: admin.settings()),
         route("plan", "GET", lambda _: admin.plan()),
         route("models", "GET", lambda _: admin.models.on_disk()),

@@ -22,6 +22,7 @@ from ..terminal import Commands, TerminalLog
 from . import (
     about,
     bench,
+    cache,
     chat,
     cluster,
     doctor,
@@ -152,7 +153,7 @@ _COMMANDS: Mapping[str, tuple[typer.Typer | Callable[..., Any], ...]] = {
     "Use": (chat.chat, launch.launch, cluster.page, keys.commands, bench.bench),
     "Models": (models.pull, models.list_, models.remove, models.verify, plan.plan),
     "This Mac": (
-        doctor.doctor, about.commands, service.commands, service.logs, service.restart,
+        doctor.doctor, cache.commands, about.commands, service.commands, service.logs, service.restart,
         shell_completion.completion, version,
     ),
 }  # fmt: skip

@@ -76,6 +76,11 @@ def day_of(at: float) -> str:
     return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
+def size_of(count: int) -> str:
+    """Return a number of bytes for people, such as 1.5 GB."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
 def print_json(answer: Mapping[str, Any]) -> None:
     """Print one object on one line."""
     print(json.dumps(answer, ensure_ascii=False))

@@ -21,7 +21,7 @@ from ..client import AgentClient
 from ..errors import MlxtpError
 from .deployed import COLOURS, deployments_shown
 from .options import AsJson, Home
-from .printing import day_of, home_of, print_answer, table_of
+from .printing import day_of, home_of, print_answer, size_of, table_of
 
 # --- the table -------------------------------------------------------------------------------------------
 
@@ -92,8 +92,8 @@ def _caches(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     kept, evicted = (sum(each[name] for each in ranks) for name in ("kept_bytes", "evicted_bytes"))
     return [
-        f"caches of earlier prompts: {_bytes(kept)} kept, {_bytes(evicted)} evicted; {ranks[0]['reused']:,} "
-        f"prompts began with {ranks[0]['reused_tokens']:,} of their tokens"
+        f"caches of earlier prompts: {size_of(kept)} kept, {size_of(evicted)} evicted; "
+        f"{ranks[0]['reused']:,} prompts began with {ranks[0]['reused_tokens']:,} of their tokens"
     ]
 
 
@@ -309,7 +309,7 @@ def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...
         (
             str(rank["rank"]),
             rank["phase"] or "",
-            _bytes(rank["memory_bytes"]),
+            "" if rank["memory_bytes"] is None else size_of(rank["memory_bytes"]),
             f"{rank['step_us'] / 1000:.1f} ms" if rank["step_us"] else "",
         )
         for rank in ranks
@@ -324,12 +324,6 @@ def _ended(history: Sequence[Mapping[str, Any]]) -> Text | None:
         return None
     why = story["reason"] or story["code"] or "unknown reason"
     return Text(f"epoch {story['epoch']} ended after {_duration(story['lasted_s'])}: {why}", "dim")
-
-
-def _bytes(count: int | None) -> str:
-    if count is None:
-        return ""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 def _duration(seconds: float) -> str:

@@ -223,7 +223,7 @@ class DecodeLoop:
         reply = self._bounded(command.kv_bytes)
         least = kv_cache.SMALLEST * reply.kv_token_bytes + reply.kv_row_bytes
         reply = replace(reply, kv_bytes=max(reply.kv_bytes, least))
-        fits = self._requests.resize(reply)
+        fits = self._requests.resize(reply, clear=command.clear)
         scheduler = self._requests.scheduler
         while scheduler is not None and scheduler.moves:
             self._move()

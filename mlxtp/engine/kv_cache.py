@@ -437,11 +437,14 @@ class KVCacheManager:
         soon = max(sequence.position, sequence.prompt) + MAX_WIDTH
         return capacity(min(soon, sequence.longest)) + self._row_tokens <= self.kv_tokens
 
-    def resize(self, kv_tokens: int) -> None:
-        """Change the room. Kept caches that no longer fit are evicted."""
+    def resize(self, kv_tokens: int, *, clear: bool = False) -> None:
+        """Change the room. Kept caches that no longer fit are evicted; with `clear`, all of them."""
         self.kv_tokens = kv_tokens
         self._fits = (0, 0, 0)
-        if self._prefixes is not None and (evicted := self._prefixes.resize(kv_tokens // KEPT_SHARE)):
+        if self._prefixes is None:
+            return
+        evicted = self._prefixes.resize(0) if clear else ()
+        if evicted := (*evicted, *self._prefixes.resize(kv_tokens // KEPT_SHARE)):
             self.moves.append(EvictKept(evicted))
 
     def _occupied(self, joining: Sequence[SequenceState] = ()) -> int:

@@ -226,15 +226,15 @@ class Requests:
         self._grammars.read()
         return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)
 
-    def resize(self, reply: Loaded) -> int:
+    def resize(self, reply: Loaded, *, clear: bool) -> int:
         """Change the room for KV caches to that of `reply`. No forward may be in flight.
 
-        Returns the same as `open`.
+        With `clear`, evict all that are kept. Returns the same as `open`.
         """
         assert self._policy is not None
         assert self.scheduler is not None
         self._policy = replace(self._policy, kv_tokens=_room(reply))
-        self.scheduler.resize(self._policy.kv_tokens)
+        self.scheduler.resize(self._policy.kv_tokens, clear=clear)
         return kv_cache.fitting(self._policy.kv_tokens - self._policy.row_tokens)
 
     def close(self) -> None:

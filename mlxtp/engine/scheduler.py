@@ -193,14 +193,14 @@ class Scheduler:
         self._finish(sequence, "cancel")
         return sequence.end("cancel")
 
-    def resize(self, kv_tokens: int) -> None:
+    def resize(self, kv_tokens: int, *, clear: bool = False) -> None:
         """Change the room of the KV caches, in tokens. No forward may be in flight.
 
-        The next moves evict and preempt what no longer fits. A sequence that has more tokens than the room
-        fails; the others continue when there is room again.
+        With `clear`, evict all that are kept. The next moves evict and preempt what no longer fits. A
+        sequence that has more tokens than the room fails; the others continue when there is room again.
         """
         larger = kv_tokens > self._kv.kv_tokens
-        self._kv.resize(kv_tokens)
+        self._kv.resize(kv_tokens, clear=clear)
         for sequence in tuple(self._requests.values()):
             if not self._kv.fits_alone(sequence):
                 self._late.append(self._fail(sequence, _outgrown(sequence, kv_tokens)))

@@ -98,6 +98,11 @@ class ServedDeployments:
         tokens, blocks = (ready.tokens, len(ready.prefixes.hashes)) if ready is not None else (0, 0)
         return GroupWork(len(own), sum(own), tokens, blocks * BLOCK)
 
+    def forget_prefixes(self, group: str) -> None:
+        """Note that a group has no cached beginnings left."""
+        if (named := self.of_group(group)) is not None and group in named.groups:
+            named.groups[group].prefixes.replace(())
+
     def unused_s(self, group: str) -> int:
         """Return the seconds of a ready group's disuse; from 10 s on in steps of 10 s. 0 while it is used."""
         home = self.of_group(group)

@@ -82,13 +82,17 @@ class KvRoom:
         self.limit_bytes = kv_bytes
         await self._apply()
 
-    async def _apply(self) -> None:
+    async def clear(self) -> None:
+        """Have the ranks drop all caches that are kept for later prompts."""
+        await self._apply(clear=True)
+
+    async def _apply(self, *, clear: bool = False) -> None:
         async with self._changing:
             ranks, loaded = self._ranks, self.loaded
-            if ranks is None or loaded is None or ranks.kv_bytes == self.limit_bytes:
+            if ranks is None or loaded is None or (ranks.kv_bytes == self.limit_bytes and not clear):
                 return  # the next load goes by the limit
             try:
-                reply = await ranks.budget(self.limit_bytes)
+                reply = await ranks.budget(self.limit_bytes, clear=clear)
             except MlxtpError as error:
                 log.debug("epoch %d ends: %s", ranks.epoch, error)
                 return

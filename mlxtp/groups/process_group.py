@@ -393,13 +393,13 @@ class ProcessGroup:
         )
         return await self._ask(command, Loaded, None)
 
-    async def budget(self, kv_bytes: int) -> Loaded:
-        """Change `kv_bytes` while a model is loaded. One call at a time.
+    async def budget(self, kv_bytes: int, *, clear: bool = False) -> Loaded:
+        """Change `kv_bytes` while a model is loaded, and `clear` kept caches. One call at a time.
 
         Returns the room that is in force, once the ranks were sent what no longer fits; see `KvBudget`.
         """
         self.kv_bytes = kv_bytes
-        return await self._ask(KvBudget(_least(self._settings.kv_bytes, kv_bytes)), Loaded, None)
+        return await self._ask(KvBudget(_least(self._settings.kv_bytes, kv_bytes), clear), Loaded, None)
 
     async def do(self, command: Message) -> None:
         """Carry out a command to which every rank replies Done."""

@@ -406,13 +406,14 @@ class KvBudget(Message):
     """Agent to rank 0: bound the KV caches of all sequences on each rank to `kv_bytes` from now on.
 
     0 is the room that was found when the model was loaded. Rank 0 evicts and preempts what no longer fits.
-    Unless the room grows, all ranks give back memory that no sequence needs. A sequence with more tokens than
-    the room ends with an Error. Reply: Loaded, with the room that is in force: at least that of the shortest
-    sequence.
+    With `clear`, it evicts all caches that no sequence runs with. Unless the room grows, all ranks give back
+    memory that no sequence needs. A sequence with more tokens than the room ends with an Error. Reply:
+    Loaded, with the room that is in force: at least that of the shortest sequence.
     """
 
     TYPE: ClassVar[int] = 0x1F
     kv_bytes: int = _f(_count)
+    clear: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)

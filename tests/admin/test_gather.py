@@ -18,7 +18,7 @@ from mlxtp.admin.handlers import Admin
 from mlxtp.admin.snapshot import Observer, links, pairs
 from mlxtp.cli.status import picture
 from mlxtp.cluster.deployments import PINNED
-from mlxtp.errors import Code, GroupError
+from mlxtp.errors import Code, GroupError, UserError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.overview import health
 from mlxtp.groups.process_group import EpochGroup
@@ -85,6 +85,13 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
         assert found["ranks"][0]["node"] == found["self"]
         [rank] = Admin(parts, cast(Any, None)).status()["ranks"]
         assert "fake_rank" in " ".join(psutil.Process(rank["pid"]).cmdline())
+        admin = Admin(parts, cast(Any, None))
+        assert [each["group"] for each in admin.caches()["groups"]] == ["tiny#0"]
+        with pytest.raises(
+            UserError, match="other has no rank 0 on this Mac; `mlxtp status` names the owner"
+        ):
+            await admin.clear_caches("other")
+        assert [each["kept_bytes"] for each in (await admin.clear_caches("tiny"))["groups"]] == [0]
         assert found["history"][0]["epoch"] == 41
         assert found["history"][0]["ready_s"] > 0
         assert "loaded" in [stage for stage, _ in found["history"][0]["stages"]]

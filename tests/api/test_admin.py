@@ -22,6 +22,8 @@ KEY = "the key in the home"
 ROUTES = {
     "status": "GET",
     "keys": "GET",
+    "caches": "GET",
+    "caches/clear": "POST",
     "settings": "GET",
     "plan": "GET",
     "models": "GET",
@@ -72,6 +74,13 @@ class FakeAdmin:
 
     def keys(self) -> Any:
         return self._do("keys")
+
+    def caches(self) -> Any:
+        return self._do("caches")
+
+    async def clear_caches(self, model: str) -> Any:
+        await asyncio.sleep(0)
+        return self._do("caches/clear", model)
 
     def settings(self) -> Any:
         return self._do("settings")
@@ -184,8 +193,8 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         response = ask(admin, method, f"/admin/{what}", body)
         assert (response.status_code, response.json()) == (200, {"did": what})
     assert admin.asked == [
-        ("status",), ("keys",), ("settings",), ("plan",), ("models",), ("doctor",), ("members",), ("token",),
-        ("bench/fabric", "tiny"),
+        ("status",), ("keys",), ("caches",), ("caches/clear", "tiny"), ("settings",), ("plan",), ("models",),
+        ("doctor",), ("members",), ("token",), ("bench/fabric", "tiny"),
         ("serve", "tiny", "2"), ("unload", "tiny", ""), ("pull", "tiny", ""), ("pulling", "tiny"),
         ("stored",),
         ("removable", "tiny", ""), ("removed", "tiny"),

@@ -137,6 +137,12 @@ SERVED: dict[str, object] = {
 }
 
 
+CACHES: dict[str, object] = {
+    **{"group": "org/model#0", "kept_bytes": 1_500_000_000, "evicted_bytes": 20_000_000},
+    **{"reused": 1200, "reused_tokens": 34_000},
+}
+
+
 class Admin(FakeAdmin):
     """Says what an agent of two Macs says."""
 
@@ -168,6 +174,8 @@ class Admin(FakeAdmin):
                 "saved_by": ["air"],
             },
             "leave": {"left": "c" * 16, "members": 1},
+            "caches": {"groups": [CACHES]},
+            "caches/clear": {"groups": [CACHES]},
             "bench/fabric": BENCH,
             "plan": {
                 "fabric": [],
@@ -329,6 +337,16 @@ def test_the_use_of_kept_caches_is_shown_once_there_is_any(
         words = " ".join(mlxtp(agent.home, "status").output.split())
         said = "earlier prompts: 3.0 GB kept, 40 MB evicted; 1,200 prompts began with 34,000 of their tokens"
         assert (said in words) == (ranks[0] is some)
+
+
+def test_kept_caches_are_listed_and_cleared(agent: Agent) -> None:
+    listed = mlxtp(agent.home, "cache", "list").output.splitlines()
+    assert listed[1].split() == ["org/model#0", "1.5", "GB", "20", "MB", "1,200", "34,000"]
+    assert mlxtp(agent.home, "cache", "clear").output == "org/model#0: 1.5 GB dropped\n"
+    assert json.loads(mlxtp(agent.home, "cache", "clear", "org/model", "--json").output)["groups"] == [CACHES]
+    assert agent.admin.asked == [("caches",), ("caches/clear", ""), ("caches/clear", "org/model")]
+    agent.admin.error = UserError("tiny has no rank 0 on this Mac")
+    assert "tiny has no rank 0 on this Mac" in refusal(agent.home, "cache", "clear", "tiny")
 
 
 def test_memory_that_ended_ranks_left_wired_is_shown(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

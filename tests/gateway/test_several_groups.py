@@ -425,8 +425,12 @@ def test_the_answer_counts_as_cached_too() -> None:
         stage.finish(1, len(said))
         dispatcher = stage.gateway.deployments.named("tiny")
         answer = stage.gateway.generate(Request((*prompt, *said, 3), 9))
-        assert dispatcher.groups[stage.where(1)].prefixes.match(answer.hashes()) == 2 * BLOCK
+        home = dispatcher.groups[stage.where(1)]
+        assert home.prefixes.match(answer.hashes()) == 2 * BLOCK
         assert stage.where(2) == stage.where(1)
+        for group in (stage.where(1), "none"):
+            stage.gateway.deployments.forget_prefixes(group)
+        assert home.prefixes.match(answer.hashes()) == 0
 
     play(story)
 

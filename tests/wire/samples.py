@@ -352,7 +352,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         st.integers(0, MAX_CONTEXT),
     ),
     Evict: st.builds(Evict, _ints(1, U32, 0, 40), st.booleans()),
-    KvBudget: st.builds(KvBudget, _count),
+    KvBudget: st.builds(KvBudget, _count, st.booleans()),
     Ack: st.builds(Ack, _count, _count, _count, _u32, _count, _count),
     Error: st.builds(Error, st.sampled_from(Code), _text, _u32),
     LoadShard: st.builds(

@@ -91,7 +91,7 @@ class ModelInfo:
     """A model that can be served: `path` its folder, `context` in tokens, `created` in seconds since 1970.
 
     `defaults` are for requests that leave a setting out; their seed is unused. `features` are those of
-    `Text.features`.
+    `Text.features`. `checkpoints`: its KV caches cannot be cut, so that requests name places to keep them at.
     """
 
     id: str
@@ -103,6 +103,7 @@ class ModelInfo:
     vocabulary: int
     defaults: Sampling = GREEDY
     features: tuple[str, ...] = ()
+    checkpoints: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -305,6 +305,7 @@ class Generation:
 
         held, shaping, written = await text.line(_size(ask, queued.body)).run(write)
         prompts = await self._prompts.tokens(ask, text, model.context, written)
+        places = await self._prompts.places(text, written, prompts[0]) if model.checkpoints else ()
         guided = bool(shaping.grammar_kind)
         budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
@@ -324,6 +325,7 @@ class Generation:
                 queued.sharer,
                 options.deadline_s,
                 model.id,
+                places,
             )
             requests += settings.choices(first, options.n)
 

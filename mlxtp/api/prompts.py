@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from ..errors import RequestError
 from ..text.conversation import Conversation, GenerationRequest, Prompt, characters
 from ..text.json_limits import check_extent
 from ..text.replay import (
@@ -22,6 +25,7 @@ from .backend import ModelInfo, StoredModelInfo
 from .catalog import check_may_fit
 from .request_body import not_supported, shown, wrong
 
+_BORDER = 2  # tokens that a border in the text may change, on either side
 _ROOM = 4  # a prompt with remembered answers leaves a fourth of the context, or as much as the client wants
 
 
@@ -101,10 +105,55 @@ class Prompts:
         size = sum(map(len, written.texts)) if written.replay is None else len(written.replay.rest)
         return await text.line(size).run(encoded)
 
+    async def places(self, text: Text, written: WrittenPrompts, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the positions in a prompt from which other requests may differ, ascending."""
+        if written.conversation is None:
+            return ()
+        size = characters(written.conversation)
+        return await text.line(size).run(partial(places, text, written.conversation, prompt))
+
     def remember(self, text: Text, eos: Sequence[int], place: Beginning, answer: CompleteAnswer) -> None:
         """Remember an answer to the messages up to `place`. One of `eos` may end it."""
         if (found := to_remember(text, eos, place, answer)) is not None:
             self._memory.put(*found)
+
+
+def places(text: Text, conversation: Conversation, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where the last user's message and the beginning of the answer start in a prompt. Blocks.
+
+    Templates write either in their own way, so the text is compared with that of a conversation without it.
+    """
+    messages, found = conversation.messages, set[int]()
+    users = [at for at, turn in enumerate(messages) if turn.role == "user" and turn.text.strip()]
+    with contextlib.suppress(RequestError):
+        whole = text.rendered(conversation)
+        others = [text.rendered(conversation, prompting=False)]
+        if users:
+            last = messages[users[-1]]
+            changed = replace(last, text="b" if last.text.lstrip().startswith("a") else "a")
+            before, after = messages[: users[-1]], messages[users[-1] + 1 :]
+            others.append(text.rendered(replace(conversation, messages=(*before, changed, *after))))
+        for other in others:
+            rest = whole[_alike(whole, other) :]
+            found.add(_begins(text.encoded(rest, special=False), prompt))
+    return tuple(sorted(place for place in found if 0 < place < len(prompt)))
+
+
+def _begins(rest: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+    """Return where a text begins in a prompt that ends with it, 0 for nowhere. `rest` are its tokens alone.
+
+    Its first ones may be others in the prompt, together with what is before.
+    """
+    same = _alike(rest[::-1], prompt[::-1])
+    if not same or same < len(rest) - _BORDER:
+        return 0
+    return len(prompt) - len(rest) - (_BORDER if same < len(rest) else 0)
+
+
+def _alike(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the number of items that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (mine, its) in pairs if mine != its), min(len(one), len(other)))
 
 
 def _checked(

@@ -282,6 +282,7 @@ class RankExecutor:
             token_bytes or min(loaded.kv_row_bytes, 1),
             kv_room_bytes(self.bootstrap.world_size),
             loaded.kv_row_bytes,
+            self.bootstrap.prefix_cache and self.caches.reusable and not self.caches.cuttable,
         )
 
     def _new_runner(self, counter: CollectiveCounter) -> Runner:

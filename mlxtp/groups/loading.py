@@ -202,6 +202,7 @@ async def model_info(model: ModelSource, found: Loaded | Serving) -> ModelInfo:
         vocabulary=found.vocabulary,
         defaults=await asyncio.to_thread(load_defaults, model.path),
         features=model.text.features,
+        checkpoints=found.checkpoints,
     )
 
 

@@ -106,6 +106,7 @@ class ServingReports:
             round(speed or 0),
             work.cached,
             supervisor.gateway.deployments.unused_s(self._scope.group) if loaded else 0,
+            checkpoints=info is not None and info.checkpoints,
         )
 
     def _nothing(self) -> Serving:

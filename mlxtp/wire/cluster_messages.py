@@ -426,7 +426,8 @@ class Serving(Message):
     each rank on its Mac, in MiB; empty before all of them have loaded. `running` of the open requests have
     their first token. `speed` is in tokens per second, over the last seconds; `cached` counts tokens that the
     group keeps for later prompts. `idle_s` is the time since the last request in seconds, from 10 s on in
-    steps of 10 s; 0 while one is open. `broken`: the model itself is at fault for a failure.
+    steps of 10 s; 0 while one is open. `broken`: the model itself is at fault for a failure. `checkpoints` as
+    in Loaded.
     """
 
     TYPE: ClassVar[int] = 0x45
@@ -452,6 +453,7 @@ class Serving(Message):
     cached: int = _f(_count, default=0)
     idle_s: int = _f(integer(0, U32), default=0)
     broken: bool = _f(boolean(), default=False)
+    checkpoints: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)

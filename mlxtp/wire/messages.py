@@ -459,7 +459,7 @@ class Loaded(Message):
     one token in its KV cache, `kv_row_bytes` that of the part that each sequence has once, `kv_bytes` the
     memory that it has for all caches together. From rank 0 to the agent, `kv_bytes` is the bound that is in
     force on all ranks, the other two are the largest of them, and `context` is the most that a sequence has
-    room for.
+    room for. `checkpoints`: KV caches are kept, and cannot be cut.
     """
 
     TYPE: ClassVar[int] = 0x1B
@@ -471,6 +471,7 @@ class Loaded(Message):
     kv_token_bytes: int = _f(_count, default=0)
     kv_bytes: int = _f(_count, default=0)
     kv_row_bytes: int = _f(_count, default=0)
+    checkpoints: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling
 
 from ..live_cluster import Cluster
-from ..reference import expected
+from ..reference import expected, random_text
 from .families import FAMILIES
 from .small_models import write_model
 
@@ -105,6 +105,29 @@ def test_what_a_cancelled_request_computed_is_used(cluster: Cluster, folder: Pat
     cluster.idle()
     longer = (*prompt, *said[:10], *new_tokens(random, 20))
     assert ask(cluster, Wanted(longer, 20), folder) >= 125
+
+
+def test_conversations_over_http_share_their_system_prompt_and_turns_their_beginning(
+    cluster: Cluster, folder: Path
+) -> None:
+    def cached(*messages: dict[str, str]) -> tuple[int, int, str]:
+        body = cluster.chat("", messages=list(messages), max_tokens=30)
+        usage = body["usage"]
+        text = body["choices"][0]["message"]["content"]
+        return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"], text
+
+    system = {"role": "system", "content": f"Be brief. {random_text(Random(7), 120)}"}
+    first = {"role": "user", "content": "What is it?"}
+    before, length, said = cached(system, first)
+    assert before == 0
+    assert length > 90
+    other, again, _ = cached(system, {"role": "user", "content": "Who are you, then?"})
+    assert other >= length - NEAR / 2
+    assert other < again
+    turn = {"role": "user", "content": "And now?"}
+    following, total, _ = cached(system, first, {"role": "assistant", "content": said}, turn)
+    assert following >= length - NEAR / 2
+    assert following < total
 
 
 def test_little_room_changes_no_answer(cluster: Cluster, folder: Path) -> None:

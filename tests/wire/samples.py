@@ -368,7 +368,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     ),
     InitDone: st.builds(InitDone, _rank, _size),
     SanityDone: st.builds(SanityDone, _count, _ints(0, 2**31 - 1, 0, MAX_RANKS), _u32),
-    Loaded: st.builds(Loaded, _uid, _uid, _count, _ints(0, 2**31 - 1, 0, 64), *[_count] * 4),
+    Loaded: st.builds(Loaded, _uid, _uid, _count, _ints(0, 2**31 - 1, 0, 64), *[_count] * 4, st.booleans()),
     Done: st.builds(Done, st.booleans()),
     TimeCollectives: st.builds(
         TimeCollectives,
@@ -502,7 +502,7 @@ _STRATEGIES |= {
         Serving, _count, st.sampled_from(("ready", "failed", "restarting")), _text, _short, _short, _shorts,
         _floats(-(2.0**39), 2.0**39, 0, 8), _count, _text, _count, _u32, _u32, _ints(0, 2**31 - 1, 0, 64),
         _u32, _ints(0, U32, 0, MAX_RANKS), _text, _text,
-        _count, _count, _count, _u32, st.booleans(),
+        _count, _count, _count, _u32, st.booleans(), st.booleans(),
     ),
     GroupAssignment: st.builds(
         GroupAssignment, _text, _text, _count, _count, _node, _shorts, _text, _u32, _shorts

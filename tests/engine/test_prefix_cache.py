@@ -180,6 +180,15 @@ def test_prompts_of_another_salt_share_nothing() -> None:
     assert kept.find(A + QUESTION, salt=7) == Hit(1, 40, whole=True)
 
 
+def test_caches_that_cannot_be_cut_are_of_one_salt_too() -> None:
+    kept = PrefixCache(1_000, 10, whole=True)
+    kept.keep(1, A, salt=7)
+    for other in (0, 6, 7 + (1 << 32)):
+        assert kept.find(A + QUESTION, salt=other) is None
+    assert kept.find(A + QUESTION, salt=7) == Hit(1, 40, whole=True)
+    assert kept.keep(2, A, salt=6) == ()
+
+
 # --- against a plain model -------------------------------------------------------------------------------
 
 

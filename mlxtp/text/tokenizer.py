@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import json
 import re
+import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
@@ -136,7 +137,10 @@ class Text:
         """Return text that stands for the time in prompts; empty where the template writes none."""
         if "strftime_now" not in self._writer.facts.template:
             return ""
-        return self.rendered(Conversation((ChatMessage("user", ""),)), prompting=False)
+        try:
+            return self.rendered(Conversation((ChatMessage("user", "x"),)), prompting=False)
+        except RequestError:  # no two prompts are known to be of one time
+            return secrets.token_hex(8)
 
     def call_style(self, eos: tuple[int, ...]) -> CallStyle | None:
         """Return the template's style of a call before one of the end tokens `eos`; None if it is unknown."""

@@ -272,16 +272,16 @@ RESULT = "<|user|><tool_response>\n3\n</tool_response></s>\n"
 
 
 def test_an_answer_that_a_stop_string_cut(server: Server) -> None:
-    first, second, usage = second_prompt(server, "Well,  1 2 3 STOP 4</s>", stop=["STOP"])
-    assert second == f"{first}Well,  1 2 3 {MORE}"
+    first, second, usage = second_prompt(server, "<think>a</think>Well,  1 2 3 STOP 4</s>", stop=["STOP"])
+    assert second == f"{first}<think>a</think>Well,  1 2 3 {MORE}"
     assert isinstance(server.backend, Keeping)
     kept = len(server.backend.held[0])
     assert kept - 8 <= usage["prompt_tokens_details"]["cached_tokens"] <= kept
 
 
 def test_an_answer_that_is_as_long_as_it_may_be(server: Server) -> None:
-    first, second, _ = second_prompt(server, "Well,  one two three", max_tokens=9)
-    said = server.backend.loaded_text.decoded(server.ids("Well,  one two three")[:9])
+    first, second, _ = second_prompt(server, "<think>a</think>Well,  one two three", max_tokens=12)
+    said = server.backend.loaded_text.decoded(server.ids("<think>a</think>Well,  one two three")[:12])
     assert second == f"{first}{said}{MORE}"
 
 
@@ -467,7 +467,7 @@ NEXT_BEGINS = (
 )
 OTHER_END = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% if loop.last and not add_generation_prompt %}</s>{% else %}<end>{% endif %}{% endfor %}"
+    "{% if loop.last and m.role == 'assistant' %}</s>{% else %}<end>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TOOLS_LAST = (
@@ -481,6 +481,10 @@ CALL_ALONE = (
     "{{ c.function.arguments | tojson }}}{% endfor %}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
     "{{ '' if tools }}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+WITHOUT_TOOLS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 CALL_OF_THEIRS = '{"name":"add","parameters":{"a":1}}'
 DATED = "{{ strftime_now('%S.%f') }}" + OTHER_END
 
@@ -488,7 +492,7 @@ DATED = "{{ strftime_now('%S.%f') }}" + OTHER_END
 @pytest.mark.parametrize(
     ("template", "answer", "after"),
     [
-        (NEXT_BEGINS, " well <|user|>", "<|user|>more<|assistant|>"),
+        (NEXT_BEGINS, "<think>a</think>well <|user|>", "<|user|>more<|assistant|>"),
         (
             NEXT_BEGINS,
             "ok <tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call></s>",
@@ -499,11 +503,21 @@ DATED = "{{ strftime_now('%S.%f') }}" + OTHER_END
             "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|tool|>",
             "<|tool|>3</s><|assistant|>",
         ),
-        (OTHER_END, " well </s>", "<end><|user|>more<end><|assistant|>"),
-        (TOOLS_LAST, " well </s>", None),
+        (OTHER_END, "<think>a</think>well </s>", "<end><|user|>more<end><|assistant|>"),
+        (TOOLS_LAST, "<think>a</think>well</s>", None),
         (CALL_ALONE, f"{CALL_OF_THEIRS}</s>", "</s><|tool|>3</s><|assistant|>"),
-        (CALL_ALONE, " well </s>", "</s><|user|>more</s><|assistant|>"),
-        (DATED, " well </s>", None),
+        (CALL_ALONE, "<think>a</think>well </s>", "</s><|user|>more</s><|assistant|>"),
+        (DATED, "<think>a</think>well</s>", None),
+        (
+            "{{ raise_exception('no') if messages[0].content == 'x' }}" + DATED.replace("%S.%f", ""),
+            "<think>a</think>well</s>",
+            None,
+        ),
+        (
+            WITHOUT_TOOLS,
+            f"ok {CALL.replace(': ', ':')}</s>",
+            "</s><|user|><tool_response>\n3\n</tool_response></s><|assistant|>",
+        ),
     ],
 )
 def test_a_template(tmp_path: Path, template: str, answer: str, after: str | None) -> None:

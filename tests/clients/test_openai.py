@@ -80,6 +80,30 @@ def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any) -> None:
     assert client.chat.completions.create(**asked | {"messages": told, "tool_choice": "none"}).choices
 
 
+def test_later_turns_compute_only_what_is_new(client: openai.OpenAI) -> None:
+    told, known = list[Any](), 0
+    for word in (SECRET, "OTHER-WORD-12", "THIRD-WORD-99"):
+        told += user(f"Repeat exactly: {word}")
+        answer = client.chat.completions.create(model="tiny", messages=told)
+        assert answer.usage
+        assert answer.usage.prompt_tokens_details
+        assert answer.usage.prompt_tokens_details.cached_tokens >= known
+        known = answer.usage.total_tokens - 1  # the last token is not computed
+        told.append(answer.choices[0].message.model_dump(exclude_none=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_hides_no_cached_tokens(client: openai.OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": user(f"{ENDLESS} {stream}"), "stop": [" 4"]}
+    client.chat.completions.create(**asked)
+    if stream:
+        chunks = client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked)
+        usage = [chunk.usage for chunk in chunks][-1]
+    else:
+        usage = client.chat.completions.create(**asked).usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+
+
 def test_an_answer_that_follows_a_schema(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny",

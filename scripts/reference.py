@@ -1,5 +1,7 @@
 """Write the pages of docs/ that are made from the code: docs/settings.md, docs/commands.md, docs/wire.md.
 
+In docs/engine.md that is the table of families.
+
     make reference
 
 `tests/test_reference.py` compares them.
@@ -15,6 +17,8 @@ from typer.main import get_command
 
 from mlxtp.cli.main import app
 from mlxtp.errors import Exit
+from mlxtp.placement.cache_kinds import CacheTraits, traits_of
+from mlxtp.placement.model_shape import SHARDABLE
 from mlxtp.settings import (
     BY_KEY,
     CLUSTER,
@@ -194,9 +198,31 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+FAMILIES_BEGIN, FAMILIES_END = "<!-- families, written by `make reference` -->\n", "<!-- end -->\n"
+
+
+def engine_page() -> str:
+    """Return docs/engine.md, with its table of families."""
+    before, rest = (DOCS / "engine.md").read_text().split(FAMILIES_BEGIN)
+    return before + FAMILIES_BEGIN + _families() + FAMILIES_END + rest.split(FAMILIES_END)[1]
+
+
+def _families() -> str:
+    by_kind: dict[CacheTraits, list[str]] = {}
+    for family in sorted(SHARDABLE):
+        by_kind.setdefault(traits_of(family), []).append(f"`{family}`")
+    rows = ["| families | KV caches | reused | off | because |", "|---|---|---|---|---|"]
+    for kind, families in by_kind.items():
+        names = ", ".join(families)
+        reused = "from any token on" if kind.cuttable else "whole, at chosen places"
+        rows.append(f"| {names} | {kind.name} | {reused} | {kind.off or '–'} | {kind.why or '–'} |")
+    return "\n".join(rows) + "\n"
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "commands.md": commands_page,
+    "engine.md": engine_page,
     "wire.md": render,
 }
 

@@ -398,6 +398,7 @@ def test_a_circle_is_found() -> None:
 
 PURE = (
     "mlxtp.admission_counter",
+    "mlxtp.placement.cache_kinds",
     "mlxtp.placement.formation",
     "mlxtp.groups.memory_account",
     "mlxtp.groups.side_channel",

@@ -189,6 +189,10 @@ def show(made: Placement, shape: ModelShape, console: Console) -> None:
         console.print("These Macs cannot serve it.", style="bold red")
     if made.chosen and made.chosen.speed:
         console.print(escape(_time_line(made.chosen.speed, shape)))
+    caches = shape.caches
+    if caches.off:
+        kept = "" if caches.cuttable else "; kept whole at chosen places"
+        console.print(escape(f"KV caches: {caches.name}{kept}. Off: {caches.off}, because {caches.why}."))
     for note in made.notes:
         console.print(escape(f"Note: {note}"))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Code, ModelError
+from .cache_kinds import PLAIN, CacheTraits, traits_of
 
 MAX_RANKS = 8
 _DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
@@ -81,6 +82,7 @@ class ModelShape:
     collectives       sums and gathers over the ranks for one token
     kernels           GPU kernels started one after the other for one token
     shardable         whether mlx-lm can divide it at all
+    caches            kind of its KV caches
     """
 
     name: str
@@ -109,6 +111,7 @@ class ModelShape:
     collectives: int
     kernels: int
     shardable: bool
+    caches: CacheTraits = PLAIN
 
     def rank_weights(self, ranks: int) -> int:
         """Return the bytes of weights on each of `ranks` ranks."""
@@ -220,6 +223,7 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
         collectives=sums * layers(text) + 1,
         kernels=_kernels(text, parts),
         shardable=ALSO_CALLED.get(family, family) in SHARDABLE,
+        caches=traits_of(ALSO_CALLED.get(family, family), text.get("layer_types")),
     )
 
 

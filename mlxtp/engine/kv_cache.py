@@ -389,15 +389,11 @@ class KVCacheManager:
             self._prefixes.share(sequence.uid, sequence.tokens[: sequence.prompt], sequence.salt)
 
     def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
-        """Queue a sequence's last move, and keep or evict the known of the `held` tokens of its KV cache.
-
-        A cache that holds unknown ones, and cannot be cut, is not kept.
-        """
+        """Queue a sequence's last move, and keep or evict the known of the `held` tokens of its KV cache."""
         self._fits = (0, 0, 0)
         keep = 0
         evicted: tuple[int, ...] = ()
-        known = len(sequence.tokens)
-        held = 0 if self.keeps_whole and held > known else min(held, known)
+        held = min(held, len(sequence.tokens))
         if self._prefixes is not None:
             self._prefixes.unshare(sequence.uid)
             if reason != "preempt" and held:

@@ -5,6 +5,7 @@ The events are the same for all dialects: a model's output, separated by kind.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -126,7 +127,7 @@ class Transcript:
         #: Other scores not shown yet, each with the length of the answer at its token's end.
         self._waiting: deque[tuple[int, Scored]] = deque()
         self._made = 0
-        self.tokens: list[int] = []  #: up to the end, including the one that completed a stop string
+        self.tokens = array("i")  #: up to the end, including the one that completed a stop string
         self.thought = 0  #: tokens that were thoughts, or ended them
         self.called = False  #: true if a tool call began
 
@@ -147,7 +148,7 @@ class Transcript:
     def push(self, tokens: Sequence[int], scores: Sequence[TokenScore] = ()) -> list[AnswerEvent]:
         """Return the events that are certain now."""
         if self._finder is None and not self._scored and self._channels is None:
-            self.tokens += tokens
+            self.tokens.extend(tokens)
             text = self._detokenizer.push(tokens)
             return [ContentDelta(self._choice, text)] if text else []
         if self._scored and len(scores) != len(tokens):

@@ -155,8 +155,13 @@ class Groups:
         self._node.changed()
 
     async def close(self) -> None:
-        """End all groups in order. From now on no group runs: a group that began now would never end."""
+        """End all groups in order, and refuse requests that wait for one.
+
+        From now on no group runs: a group that began now would never end.
+        """
         self._live, self._closing = False, True
+        self._gateway.closing = ABOUT_TO_STOP
+        self._node.changed()
         for name, group in self.by_id.items():
             self._background.start(group.close(), f"the end of group {name}")
         while self._background.tasks:

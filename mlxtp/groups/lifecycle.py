@@ -23,8 +23,6 @@ from .status import GroupStatus
 
 log = logging.getLogger(__name__)
 
-ABOUT_TO_STOP = "this Mac is about to stop"
-
 #: Called with the name of a stage that was just reached and the seconds since its epoch began.
 StageListener = Callable[[str, float], None]
 

@@ -270,12 +270,15 @@ def to_remember(
 
 def _before_stop(text: Text, answer: Sequence[int], stop: str) -> tuple[Sequence[int], str] | None:
     """Return the tokens before a stop string, and the text between them and it; None if unclear."""
-    for count in range(1, min(len(answer), _LONGEST_STOP) + 1):
-        at = (last := text.decoded(answer[-count:])).find(stop)
+    behind, count, last = 0, 0, ""  # characters from the stop string on, the tokens with them, their text
+    for more in range(1, min(len(answer), _LONGEST_STOP) + 1):
+        at = (longer := text.decoded(answer[-more:])).find(stop)
+        if at >= 0 and behind == len(longer) - at:
+            break  # one that begins earlier would overlap it
         if at >= 0:
-            rest, shown = answer[:-count], last[:at]
-            return (rest, shown) if _joins(text, rest, answer[-count:], last) else None
-    return None
+            behind, count, last = len(longer) - at, more, longer
+    rest = answer[: len(answer) - count]
+    return (rest, last[:-behind]) if count and _joins(text, rest, answer[-count:], last) else None
 
 
 def _joins(text: Text, before: Sequence[int], after: Sequence[int], written: str) -> bool:

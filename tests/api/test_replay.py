@@ -10,7 +10,8 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anthropic
 import httpx
@@ -19,9 +20,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from mlxtp.api.backend import ModelInfo, Request
-from mlxtp.text.conversation import Tool, tool_json
+from mlxtp.text.conversation import StreamEnd, Tool, tool_json
 from mlxtp.text.renderer import LocalRenderer
+from mlxtp.text.replay import AnswerRecord, Beginning, CompleteAnswer, to_remember
 from mlxtp.text.tokenizer import Text
+from mlxtp.text.transcript import ContentDelta, Finish
 
 from .conftest import WAIT_S, FakeAnswer, FakeBackend, Server, byte_level, save, says, serving
 from .test_access import door
@@ -277,6 +280,17 @@ def test_an_answer_that_a_stop_string_cut(server: Server) -> None:
     assert isinstance(server.backend, Keeping)
     kept = len(server.backend.held[0])
     assert kept - 8 <= usage["prompt_tokens_details"]["cached_tokens"] <= kept
+
+
+def test_the_answer_ends_where_the_first_of_two_stop_strings_begins() -> None:
+    words = ("one ", "#", "##", "question")
+    text = cast(Text, SimpleNamespace(decoded=lambda tokens: "".join(words[each] for each in tokens)))
+    record = AnswerRecord()
+    record.see(ContentDelta(0, "one "))
+    whole = CompleteAnswer((3,), (0, 1, 2), record, Finish(0, "stop", StreamEnd("stop", 3), "##"))
+    found = to_remember(text, (), Beginning(1, 1, b"", ()), whole)
+    assert found is not None
+    assert (text.decoded(found[1].tokens), found[1].text) == ("questionone ", "")
 
 
 def test_an_answer_that_is_as_long_as_it_may_be(server: Server) -> None:

@@ -242,6 +242,21 @@ def test_without_the_option_a_request_waits_for_a_deployment_that_loads_or_recov
     play(tmp_path, member, story)
 
 
+def test_no_request_waits_for_an_agent_that_ends_without_a_drain(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        node.parts.node.desired.serve(WANTED, keep_s=PINNED)
+        waiting = await ask(node, WANTED)
+        assert not waiting.lease.come
+        node.parts.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
+        await node.parts.groups.close()
+        node.tick(0.01)
+        error = await waiting.refused()
+        assert (error.status, error.code) == (503, Code.SHUTTING_DOWN)
+        assert (await ask(node, WANTED)).lease.outcome.done(), "the gateway refuses it"  # type: ignore[attr-defined]
+
+    play(tmp_path, member, story)
+
+
 def test_a_request_does_not_wait_for_files_that_take_longer_than_it_may(
     tmp_path: Path, member: Member
 ) -> None:

@@ -85,10 +85,9 @@ class PrefixCache:
     """Kept caches of at most `max_entries` sequences and `budget` positions, and those of running ones.
 
     A cache counts as the `capacity` of its tokens, which is the most that its arrays hold, and `row_tokens`
-    for the part that does not grow. Running sequences
-    count towards neither limit and are never evicted. Prompts of different salts share nothing. `whole`:
-    caches cannot be cut. They are found only if all their tokens begin a prompt, and running ones are not
-    shared.
+    for the part that does not grow. Running sequences count towards neither limit and are never evicted.
+    Prompts of different salts share nothing. `whole`: caches cannot be cut. They are found only if all their
+    tokens begin a prompt, and running ones are not shared.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class Group:
     def _idle(self) -> bool:
         """True while only a change, which begins a round, calls for a decision: no member can fall silent.
 
-        The end of a request begins none.
+        It is false while an epoch waits for requests to end, as their end begins no round.
         """
         settled = self.supervisor.status.state in (ServingState.READY, ServingState.IDLE)
         return self.node.alone and settled and not self.unplanned and self._waiting_since is None

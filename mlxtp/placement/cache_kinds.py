@@ -27,18 +27,17 @@ _COMPRESSED = frozenset(("deepseek_v41",))
 class CacheTraits:
     """One kind of KV caches. `off` names what is left out, and `why`; both empty where nothing is.
 
-    `cuttable`: a kept cache serves from any of its tokens on, not only as a whole. `batches`: requests can be
-    decoded together.
+    `cuttable`: a kept cache serves from any of its tokens on, not only as a whole.
     """
 
     name: str
     cuttable: bool = True
-    batches: bool = True
     off: str = ""
     why: str = ""
 
 
 _NOT_WIDE = "drafts, forced tokens, several prompts in one forward, quantized KV"
+ALONE = "requests at once"  #: Among `off`: no two requests are decoded together.
 PLAIN = CacheTraits("keys and values")
 LISTS = CacheTraits(
     "keys and values, with an index", off=_NOT_WIDE, why="rows of a batch cannot roll back one by one"
@@ -52,8 +51,7 @@ STATES = CacheTraits(
 COMPRESSED = CacheTraits(
     "compressed groups",
     cuttable=False,
-    batches=False,
-    off=f"{_NOT_WIDE}, requests at once",
+    off=f"{_NOT_WIDE}, {ALONE}",
     why="closed groups cannot be opened, nor caches be joined",
 )
 

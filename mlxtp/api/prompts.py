@@ -151,9 +151,15 @@ def _begins(rest: tuple[int, ...], prompt: tuple[int, ...]) -> int:
 
 
 def _alike(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the number of items that both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (mine, its) in pairs if mine != its), min(len(one), len(other)))
+    """Return the number of items that both begin with. Slices are compared, as both may be very long."""
+    same, differs = 0, min(len(one), len(other)) + 1
+    while differs - same > 1:
+        middle = (same + differs) // 2
+        if one[same:middle] == other[same:middle]:
+            same = middle
+        else:
+            differs = middle
+    return same
 
 
 def _checked(

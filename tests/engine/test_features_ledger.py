@@ -25,7 +25,11 @@ from .small_models import write_model
 pytestmark = pytest.mark.group
 
 AT_ONCE = 40
-GRAMMARS = (("regex", "[a-z]{1,4}"), ("json_schema", '{"enum":[1,2,"three"]}'), ("regex", "[a-z"))
+GRAMMARS = (
+    ("regex", "[a-z]{1,4}"),
+    ("json_schema", '{"enum":[1,2,"three"]}'),
+    *(("regex", wrong) for wrong in ("[a-z", "(a", "a{2,1}")),
+)
 
 
 @pytest.fixture(scope="module")

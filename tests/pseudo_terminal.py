@@ -35,22 +35,6 @@ class Terminal:
         """All that came so far, without colours and movements of the cursor."""
         return _ESCAPES.sub("", self._raw.decode(errors="replace")).replace("\r", "")
 
-    def interrupt(self, text: str = "") -> None:
-        """Press Ctrl-C, and see `text`, or the end.
-
-        Python's readline notices a signal that came just before it began to wait at the end of the line only.
-        """
-        self.type(CTRL_C)
-        for _ in range(int(START_S)):
-            try:
-                if text:
-                    self.see(text, 1.0)
-                else:
-                    self._process.wait(1.0)
-                return
-            except (TimeoutError, subprocess.TimeoutExpired):
-                self.type("\n")
-
     def see(self, text: str, within_s: float = START_S) -> str:
         """Wait until `text` is shown behind what was seen before; returns what was shown up to its end."""
         until = time.monotonic() + within_s

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import chain
@@ -36,6 +37,8 @@ REDRAW_S = 0.1
 SHARE = 10
 #: Least seconds of a reply for a meaningful speed.
 MEASURED_S = 0.1
+#: Most seconds until a Ctrl-C takes effect.
+NOTICED_S = 0.25
 COMMANDS = {
     "/clear": "forget the conversation",
     "/system": "/system TEXT: instructions for the model from now on; without a text, none",
@@ -130,11 +133,26 @@ class Talk:
             raise UserError(f"{path}: {error.strerror}; give another name") from None
 
 
+@contextmanager
+def _noticing_ctrl_c() -> Iterator[None]:
+    """Interrupt the main thread's system calls every NOTICED_S seconds, so that it handles a pending Ctrl-C.
+
+    A Ctrl-C that arrives just before a system call, or in another thread, does not end that call.
+    """
+    previous = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, NOTICED_S, NOTICED_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
 def _ask_once(talk: Talk, asked: str, *, as_json: bool) -> None:
     """Print only the reply, as a stream. Raises MlxtpError when there is none."""
     when_started(talk.home)
     answer = EndpointAnswer(time.monotonic())
-    with closing(talk.ask(asked)) as pieces:
+    with _noticing_ctrl_c(), closing(talk.ask(asked)) as pieces:
         for piece in pieces:
             answer.add(piece, time.monotonic())
             if not as_json:
@@ -172,6 +190,10 @@ class ChatScreen:
         self._console.print(Text.assemble((served, "cyan"), "   /help lists the commands, Ctrl-D leaves"))
         with suppress(ImportError):
             import readline  # noqa: F401  # enables line editing, and the arrow keys for earlier lines
+        with _noticing_ctrl_c():
+            self._converse()
+
+    def _converse(self) -> None:
         while True:
             try:
                 line = self._ask_line()

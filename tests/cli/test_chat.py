@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,12 +15,12 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mlxtp.cli.chat import Talk, settled
+from mlxtp.cli.chat import ChatScreen, Talk, settled
 from mlxtp.cli.main import app
 from mlxtp.client import FILE, EndpointAnswer, Piece
 from mlxtp.errors import UserError
 
-from ..live_cluster import WAIT_S, Cluster
+from ..live_cluster import WAIT_S, Cluster, until
 from ..pseudo_terminal import (
     CTRL_C,
     CTRL_D,
@@ -176,9 +177,29 @@ def test_ctrl_c_stops_an_answer_and_twice_it_leaves(tmp_path: Path) -> None:
         screen.see("It is")
         screen.type(CTRL_C)
         screen.see(">>> ")
-        screen.interrupt()
+        screen.type(CTRL_C)
         assert screen.end() == 0
     assert "It is **because" in agent.asked[1].decode()  # what was said before it was stopped
+
+
+def test_a_ctrl_c_that_comes_just_before_a_read_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal just before the system call does not end that call. Neither does one to another thread."""
+    typed = iter(("why?", "/quit"))
+    monkeypatch.setattr("builtins.input", lambda _prompt: next(typed))
+    with slow(tmp_path, said("It is"), hangs=True) as agent:
+
+        def press() -> None:
+            until(lambda: agent.asked, "it was asked")
+            threading.Event().wait(0.5)
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+        pressing = threading.Thread(target=press)
+        pressing.start()
+        ChatScreen(Talk(tmp_path)).run()
+        pressing.join()
+        assert agent.left.wait(WAIT_S / 2), "the reply ran on until the agent gave up"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +218,7 @@ def test_what_an_answer_waits_for_is_shown(tmp_path: Path, more: dict[str, Any],
         screen.see(shown)
         screen.type(CTRL_C)
         screen.see(">>> ")
-        screen.interrupt()
+        screen.type(CTRL_C)
         screen.end()
 
 
@@ -206,12 +227,14 @@ def test_ctrl_c_before_a_line_has_to_be_meant(tmp_path: Path) -> None:
         screen.see(">>> ")
         screen.type("half a li")
         screen.see("half a li")
-        screen.interrupt("Ctrl-C again, or Ctrl-D, leaves")
+        screen.type(CTRL_C)
+        screen.see("Ctrl-C again, or Ctrl-D, leaves")
         screen.see(">>> ")
         screen.type("/clear\n")
         screen.see("forgotten")
         screen.see(">>> ")
-        screen.interrupt("Ctrl-C again, or Ctrl-D, leaves")
+        screen.type(CTRL_C)
+        screen.see("Ctrl-C again, or Ctrl-D, leaves")
         screen.see(">>> ")
         screen.type(CTRL_D)
         assert screen.end() == 0

@@ -24,13 +24,15 @@ from .codecs import binary, boolean, choice, integer, integers, number, numbers,
 from .codecs import holding as _f
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_RANKS = 8
 MAX_ROWS = 1024  #: sequences in one step
 MAX_CONTEXT = 1 << 24  #: tokens of prompt and answer; a model's own context is usually far shorter
 MAX_PROMPTS = 16  #: prompts in one forward
 MAX_PLACES = 2  #: positions of a prompt that a request names
 MAX_WIDTH = 64  #: tokens that one row may feed in one step
+DIGEST_BYTES = 16  #: of the tokens that a block on disk and all before it hold
+MAX_BLOCKS = 1 << 16  #: blocks on disk that one sequence starts from
 MAX_DELTA = MAX_ROWS * (MAX_WIDTH + 1)
 MAX_FRAME_TOKENS = 1 << 20  #: tokens in one frame: half of what the largest frame would hold
 MAX_GROUP_ID = 1008  #: Characters of a group's id: its deployment's name, "#" and an index.
@@ -135,6 +137,8 @@ class Pong(Message):
     `phase_s` is the time in seconds since it entered the phase or last made progress in it. `kv_bytes` is the
     size of its KV caches, `kept_bytes` that of those kept for later prompts, and `evicted_bytes` of those no
     longer kept. `reused` prompts of this epoch began with `reused_tokens` of another sequence's cache.
+    Of these, `fetched` and `fetched_tokens` came from disk. `spilled_bytes` were written to disk in this
+    epoch. This Mac's caches take `disk_bytes` there, and may take `disk_room_bytes`; 0 when it is off.
     `load_peak_bytes` is the most memory while loading. `step_us` and `wait_us` are
     averages over recent steps, as in Ack. `collective_us` is the time of one small collective at the last
     proof. `expected_us` is the expected time of the running forward, judged by those before it. MLX does not
@@ -167,6 +171,11 @@ class Pong(Message):
     evicted_bytes: int = _f(_count, default=0)
     reused: int = _f(_count, default=0)
     reused_tokens: int = _f(_count, default=0)
+    fetched: int = _f(_count, default=0)
+    fetched_tokens: int = _f(_count, default=0)
+    spilled_bytes: int = _f(_count, default=0)
+    disk_bytes: int = _f(_count, default=0)
+    disk_room_bytes: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +188,8 @@ class Bootstrap(Message):
     JACCL joins only neighbours. `round_s` bounds one round of the side channel. `fast_fences` turns
     MLX_METAL_FAST_SYNCH on. `repeatable`: no computation depends on how long something took. `pins` are the
     key fingerprints of the ranks' agents, in rank order: decode links then use TLS. Without them all ranks
-    belong to one agent and its machine.
+    belong to one agent and its machine. `disk_folder` is where the rank keeps KV caches, and `disk_bytes`
+    bounds what all ranks of this Mac keep there. The rank's own agent sets both; without them none is kept.
     """
 
     TYPE: ClassVar[int] = 0x07
@@ -204,6 +214,8 @@ class Bootstrap(Message):
     round_s: float = _f(_seconds, default=15.0)
     pins: tuple[str, ...] = _f(texts(MAX_RANKS, 64), default=())
     repeatable: bool = _f(boolean(), default=False)
+    disk_folder: str = _f(text(4000, raw=True), default="")
+    disk_bytes: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +339,55 @@ class Evict(Message):
     TYPE: ClassVar[int] = 0x0C
     uids: tuple[int, ...] = _f(integers(1, U32, 0, MAX_ROWS))
     trim: bool = _f(boolean(), default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Spill(Message):
+    """Rank 0 to the others: write tokens `start` to `end` of a sequence's KV cache to disk.
+
+    `digest` is that of all tokens up to `end`, and names the block.
+    """
+
+    TYPE: ClassVar[int] = 0x27
+    uid: int = _f(_uid)
+    start: int = _f(integer(0, MAX_CONTEXT))
+    end: int = _f(integer(1, MAX_CONTEXT))
+    digest: bytes = _f(binary(DIGEST_BYTES, DIGEST_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class FetchBlocks(Message):
+    """Rank 0 to the others: read blocks of `block` tokens each from disk, for uid.
+
+    `digests` follow each other, in the order of the tokens. Reply: FetchedBlocks.
+    """
+
+    TYPE: ClassVar[int] = 0x28
+    uid: int = _f(_uid)
+    block: int = _f(integer(1, MAX_CONTEXT))
+    digests: bytes = _f(binary(DIGEST_BYTES, MAX_BLOCKS * DIGEST_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedBlocks(Message):
+    """Reply to FetchBlocks, between Acks: the first `blocks` of them are in this rank's memory."""
+
+    TYPE: ClassVar[int] = 0x29
+    uid: int = _f(_uid)
+    blocks: int = _f(integer(0, MAX_BLOCKS))
+
+
+@dataclass(frozen=True, slots=True)
+class Restore(Message):
+    """Rank 0 to the others: keep the first `blocks` that were fetched for uid as its KV cache.
+
+    Every rank deletes the others, because some rank
+    does not have them.
+    """
+
+    TYPE: ClassVar[int] = 0x2A
+    uid: int = _f(_uid)
+    blocks: int = _f(integer(0, MAX_BLOCKS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -636,9 +697,9 @@ RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
 
 RANK_MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, PromptTokens, PromptBatch, StepToken,
-    SessionStop, Evict, Ack, Error, Init, SanityCheck, LoadShard, Unload, Shutdown,
-    InitDone, SanityDone, Loaded, Done, KvBudget, TimeCollectives, CollectivesTimed,
-    Generate, Accepted, Prefilled, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
+    SessionStop, Evict, Spill, FetchBlocks, FetchedBlocks, Restore, Ack, Error, Init, SanityCheck,
+    LoadShard, Unload, Shutdown, InitDone, SanityDone, Loaded, Done, KvBudget, TimeCollectives,
+    CollectivesTimed, Generate, Accepted, Prefilled, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
 )  # fmt: skip
 
 

@@ -28,6 +28,8 @@ from .messages import (
     Done,
     Error,
     Evict,
+    FetchBlocks,
+    FetchedBlocks,
     Finished,
     Gathered,
     Generate,
@@ -43,6 +45,7 @@ from .messages import (
     Prefilled,
     PromptBatch,
     PromptTokens,
+    Restore,
     SanityCheck,
     SanityDone,
     ScoredDelta,
@@ -50,6 +53,7 @@ from .messages import (
     SessionStop,
     Shutdown,
     SideChannel,
+    Spill,
     StepToken,
     TimeCollectives,
     Unload,
@@ -208,7 +212,22 @@ _DECODING: tuple[Transition, ...] = tuple(
         (_UPPER, StepToken),
         (_UPPER, SessionStop),
         (_UPPER, Evict),
+        (_UPPER, Spill),
+        (_UPPER, FetchBlocks),
+        (_UPPER, Restore),
         (_LOWER, Ack),
+    )
+)
+
+#: A rank has read from disk. That may cross any command.
+_FETCHED: tuple[Transition, ...] = tuple(
+    (state, _LOWER, FetchedBlocks, state)
+    for state in (
+        LinkState.LOADED,
+        LinkState.CHECKING,
+        LinkState.MEASURING,
+        LinkState.UNLOADING,
+        LinkState.CLOSING,
     )
 )
 
@@ -353,7 +372,7 @@ TABLES: dict[LinkKind, Table] = {
     LinkKind.PIPE_LEADER: _pipe(
         _GREETING + _PIPE_START + _LIFE + _ROUNDS_OF_LEADER + _REQUESTS + _VOICE, Cancel
     ),
-    LinkKind.DECODE: _decode(_GREETING + _DECODE_START + _LIFE + _DECODING + _CANARY),
+    LinkKind.DECODE: _decode(_GREETING + _DECODE_START + _LIFE + _DECODING + _FETCHED + _CANARY),
     LinkKind.CONTROL: _control(_CONTROL),
     LinkKind.REQUESTS: _table(_REQUESTS_LINK),
     LinkKind.JOIN: _table(_JOINING),

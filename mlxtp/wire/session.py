@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, NoReturn
 from ..errors import Code, LinkError, LocalProtocolError, MlxtpError, RemoteProtocolError
 from .frames import MAX_FRAME, Decoder, encode
 from .messages import (
+    DIGEST_BYTES,
+    MAX_CONTEXT,
     Accepted,
     Ack,
     Cancel,
@@ -21,6 +23,8 @@ from .messages import (
     Done,
     Error,
     Evict,
+    FetchBlocks,
+    FetchedBlocks,
     Finished,
     Gathered,
     Generate,
@@ -30,11 +34,13 @@ from .messages import (
     Prefilled,
     PromptBatch,
     PromptTokens,
+    Restore,
     SanityCheck,
     ScoredDelta,
     SessionStop,
     Shutdown,
     SideChannel,
+    Spill,
     StepToken,
     TimeCollectives,
     Unload,
@@ -206,6 +212,9 @@ class DecodeLedger:
         self.running: dict[int, int] = {}
         #: Uids of ended sequences whose KV cache is still held, with its length in tokens.
         self.kept: dict[int, int] = {}
+        #: Blocks to fetch for each uid until its Restore, or those that the rank has, and tokens of each.
+        self.fetches: dict[int, tuple[int, int]] = {}
+        self.reading: dict[int, int] = {}  #: Blocks to fetch for each uid that has no reply.
         self.steps: deque[int] = deque()  #: Seqs of the steps that wait for their Ack, oldest first.
 
     @property
@@ -220,6 +229,10 @@ class DecodeLedger:
             StepToken: self._step,
             SessionStop: self._stop,
             Evict: self._evict,
+            Spill: self._spill,
+            FetchBlocks: self._fetch,
+            FetchedBlocks: self._fetched,
+            Restore: self._restore,
             Ack: self._ack,
             **dict.fromkeys(_COMMANDS, self._command),
         }
@@ -229,6 +242,8 @@ class DecodeLedger:
         self.prompts.clear()
         self.running.clear()
         self.kept.clear()
+        self.fetches.clear()
+        self.reading.clear()
 
     def _prompt(self, prompt: PromptTokens, seq: int) -> None:
         uid = prompt.uid
@@ -360,6 +375,52 @@ class DecodeLedger:
         for uid in evict.uids:
             if self.kept.pop(uid, None) is None:
                 raise Violation(Code.WRONG_UID, f"Evict for uid {uid}, which is not kept")
+
+    def _spill(self, spill: Spill, seq: int) -> None:
+        uid, (offset, _) = spill.uid, self.prompts.get(spill.uid, (0, 0))
+        held = offset or self.running.get(uid) or self.kept.get(uid, 0)
+        if not spill.start < spill.end <= held:
+            raise Violation(
+                Code.OUT_OF_ORDER,
+                f"Spill of tokens {spill.start} to {spill.end} of uid {uid}, which holds {held}",
+            )
+
+    def _fetch(self, fetch: FetchBlocks, seq: int) -> None:
+        blocks, rest = divmod(len(fetch.digests), DIGEST_BYTES)
+        if rest or blocks * fetch.block > MAX_CONTEXT:
+            raise Violation(
+                Code.FIELD_INVALID,
+                f"FetchBlocks of {blocks} blocks of {fetch.block} tokens in {len(fetch.digests)} bytes",
+            )
+        if fetch.uid <= self.last_uid:
+            raise Violation(Code.WRONG_UID, f"FetchBlocks for uid {fetch.uid} after uid {self.last_uid}")
+        self.last_uid = fetch.uid
+        self.fetches[fetch.uid] = blocks, fetch.block
+        self.reading[fetch.uid] = blocks
+
+    def _fetched(self, fetched: FetchedBlocks, seq: int) -> None:
+        wanted = self.reading.pop(fetched.uid, None)
+        if wanted is None:
+            raise Violation(Code.WRONG_UID, f"FetchedBlocks for uid {fetched.uid}, which is not wanted")
+        if fetched.blocks > wanted:
+            raise Violation(
+                Code.FIELD_INVALID,
+                f"FetchedBlocks with {fetched.blocks} of {wanted} blocks of uid {fetched.uid}",
+            )
+        if fetched.uid in self.fetches:  # else a Restore has crossed it
+            self.fetches[fetched.uid] = fetched.blocks, self.fetches[fetched.uid][1]
+
+    def _restore(self, restore: Restore, seq: int) -> None:
+        blocks, tokens = self.fetches.pop(restore.uid, (None, 0))
+        if blocks is None:
+            raise Violation(Code.WRONG_UID, f"Restore of uid {restore.uid}, which was not fetched")
+        if not restore.blocks:
+            return
+        if restore.uid in self.reading or restore.blocks > blocks:
+            raise Violation(
+                Code.OUT_OF_ORDER, f"Restore of {restore.blocks} blocks of uid {restore.uid}, which has fewer"
+            )
+        self.kept[restore.uid] = restore.blocks * tokens
 
     def _ack(self, ack: Ack, seq: int) -> None:
         if not self.steps:

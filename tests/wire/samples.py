@@ -50,7 +50,9 @@ from mlxtp.wire.cluster_messages import (
 )
 from mlxtp.wire.frames import MESSAGES
 from mlxtp.wire.messages import (
+    DIGEST_BYTES,
     MAX_BIASES,
+    MAX_BLOCKS,
     MAX_CONTEXT,
     MAX_GRAMMAR,
     MAX_PLACES,
@@ -72,6 +74,8 @@ from mlxtp.wire.messages import (
     Done,
     Error,
     Evict,
+    FetchBlocks,
+    FetchedBlocks,
     Finished,
     Gathered,
     Generate,
@@ -87,6 +91,7 @@ from mlxtp.wire.messages import (
     Prefilled,
     PromptBatch,
     PromptTokens,
+    Restore,
     Sampling,
     SanityCheck,
     SanityDone,
@@ -96,6 +101,7 @@ from mlxtp.wire.messages import (
     Shaping,
     Shutdown,
     SideChannel,
+    Spill,
     StepToken,
     TimeCollectives,
     Unload,
@@ -181,6 +187,10 @@ EXAMPLES: dict[type[Message], Message] = {
         StepToken((1,), (2,)),
         SessionStop(1, "stop", 3),
         Evict((1,)),
+        Spill(1, 0, 2, b"d" * 16),
+        FetchBlocks(1, 256, b"d" * 32),
+        FetchedBlocks(1, 2),
+        Restore(1, 1),
         Ack(5, 3, 6, 0xDEADBEEF),
         Error(Code.INTERNAL, "it broke", 0),
         Init(),
@@ -250,10 +260,12 @@ _text = st.text(_printable, max_size=100)
 _raw = st.text(st.characters(codec="utf-8"), max_size=100)
 _short = st.text(_printable, max_size=8)
 _node = st.text("0123456789abcdef", max_size=32)
+_nodes = st.lists(_node.filter(bool), max_size=64).map(tuple)
 _epoch = st.integers(1, U63)
 _name = st.text(_printable, max_size=64)
 _certificate = st.binary(min_size=1, max_size=1500)
 _nonce = st.binary(min_size=32, max_size=32)
+_digest = st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES)
 _reason = st.sampled_from(("stop", "length", "cancel"))
 _phase = st.sampled_from(
     ("starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing")
@@ -284,7 +296,7 @@ SHAPING = st.builds(
 _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     Hello: st.builds(Hello, _u32, _rank, _count, st.binary(min_size=16, max_size=16), _proof),
     Welcome: st.builds(Welcome, _u32, _proof),
-    Pong: st.builds(Pong, _phase, _seconds, *(_count,) * 7, _text, *(_count,) * 11),
+    Pong: st.builds(Pong, _phase, _seconds, *(_count,) * 7, _text, *(_count,) * 16),
     Bootstrap: st.builds(
         Bootstrap,
         _rank,
@@ -307,6 +319,8 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         st.booleans(),
         _seconds,
         st.lists(_short, max_size=MAX_RANKS).map(tuple),
+        disk_folder=_raw,
+        disk_bytes=_count,
     ),
     SideChannel: st.builds(SideChannel, st.integers(1, MAX_ROUNDS), st.binary(max_size=300)),
     Gathered: st.builds(Gathered, st.integers(0, MAX_ROUNDS), st.binary(max_size=2400), _text),
@@ -352,6 +366,16 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         st.integers(0, MAX_CONTEXT),
     ),
     Evict: st.builds(Evict, _ints(1, U32, 0, 40), st.booleans()),
+    Spill: st.builds(
+        Spill,
+        _uid,
+        st.integers(0, MAX_CONTEXT),
+        _context,
+        st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES),
+    ),
+    FetchBlocks: st.builds(FetchBlocks, _uid, _context, st.binary(min_size=DIGEST_BYTES, max_size=300)),
+    FetchedBlocks: st.builds(FetchedBlocks, _uid, st.integers(0, MAX_BLOCKS)),
+    Restore: st.builds(Restore, _uid, st.integers(0, MAX_BLOCKS)),
     KvBudget: st.builds(KvBudget, _count, st.booleans()),
     Ack: st.builds(Ack, _count, _count, _count, _u32, _count, _count),
     Error: st.builds(Error, st.sampled_from(Code), _text, _u32),
@@ -470,7 +494,7 @@ _STRATEGIES |= {
         Deployments,
         st.lists(
             st.builds(
-                Deployment, _text, _text, st.integers(0, 64), _short, st.lists(_node, max_size=64).map(tuple),
+                Deployment, _text, _text, st.integers(0, 64), _short, _nodes,
                 st.integers(-1, 2**32 - 1), _count, _node, st.booleans(),
             ),
             max_size=MAX_MEMBERS // 8,

@@ -19,6 +19,8 @@ from mlxtp.wire.messages import (
     Done,
     Error,
     Evict,
+    FetchBlocks,
+    FetchedBlocks,
     Finished,
     Gathered,
     Generate,
@@ -31,6 +33,7 @@ from mlxtp.wire.messages import (
     Prefilled,
     PromptBatch,
     PromptTokens,
+    Restore,
     Sampling,
     SanityCheck,
     ScoredDelta,
@@ -38,6 +41,7 @@ from mlxtp.wire.messages import (
     SessionStop,
     Shutdown,
     SideChannel,
+    Spill,
     StepToken,
     TimeCollectives,
     Unload,
@@ -263,12 +267,22 @@ def test_shutdown_of_a_busy_rank_gets_both_replies(state: LinkState, reply: str,
 def test_every_legal_move_leads_where_the_table_says(link: LinkKind, state: LinkState) -> None:
     for side in Side:
         for kind, end in TABLES[link][state][side].items():
+            if kind is FetchedBlocks and state is not LinkState.LOADED:
+                continue  # the way here led past no FetchBlocks; the next test has it
             pair = pair_in(link, state)
             if kind is Cancel and not requests(pair.upper).last_uid:
                 continue  # the way here led past no request
             prepare(pair, kind)
             pair.move(side, legal(pair, kind))
             assert pair.upper.state is end
+
+
+@pytest.mark.parametrize("command", [SanityCheck(), TimeCollectives("sum", 8, 1), Unload(), Shutdown()])
+def test_what_was_read_from_disk_may_cross_a_command(command: Message) -> None:
+    pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
+    pair.up(FetchBlocks(2, 256, b"d" * 16), FetchBlocks(3, 256, b"d" * 16), Restore(3, 0), command)
+    pair.down(FetchedBlocks(2, 1), FetchedBlocks(3, 1))
+    assert pair.upper.state is pair.lower.state is not LinkState.FAILED
 
 
 def prepare(pair: Pair, kind: type[Message]) -> None:
@@ -279,6 +293,10 @@ def prepare(pair: Pair, kind: type[Message]) -> None:
         pair.up(StepToken((1,), (2,)))
     if kind is Evict:
         pair.up(SessionStop(1, "stop", 1, keep=2))
+    if kind in (FetchedBlocks, Restore) and 2 not in sequences(pair.upper).fetches:
+        pair.up(FetchBlocks(2, 256, b"d" * 32))
+    if kind is Restore:
+        pair.down(FetchedBlocks(2, 1))
 
 
 def legal(pair: Pair, kind: type[Message]) -> Message:
@@ -290,6 +308,10 @@ def legal(pair: Pair, kind: type[Message]) -> Message:
         return PromptTokens(2, 0, 1, (5,))
     if kind is PromptBatch:
         return PromptBatch((2, 4), (1, 3), (0, 2), (0, 1), (0, 0), (5, 6), (Sampling(), Sampling()))
+    if kind in (FetchedBlocks, Restore):
+        return kind(2, 1)
+    if kind is FetchBlocks:
+        return FetchBlocks(3, 256, b"d" * 32)
     return example(kind)
 
 
@@ -602,6 +624,24 @@ def lawful_prompts(rng: random.Random, ledger: DecodeLedger) -> PromptBatch:
     )
 
 
+def lawful_on_disk(rng: random.Random, ledger: DecodeLedger, kind: type[Message]) -> Message | None:
+    if kind is FetchBlocks:
+        return FetchBlocks(ledger.last_uid + 1, 2, b"d" * 16 * rng.randint(1, 3))
+    if kind is FetchedBlocks:
+        asked = list(ledger.reading.items())
+        uid, blocks = rng.choice(asked) if asked else (0, 0)
+        return FetchedBlocks(uid, rng.randint(0, blocks)) if uid else None
+    if kind is Restore:
+        wanted = list(ledger.fetches.items())
+        uid, (blocks, _) = rng.choice(wanted) if wanted else (0, (0, 0))
+        return Restore(uid, 0 if uid in ledger.reading else rng.randint(0, blocks)) if uid else None
+    held = {uid: offset for uid, (offset, _) in ledger.prompts.items()} | ledger.running | ledger.kept
+    if not held:
+        return None
+    uid, length = rng.choice(list(held.items()))
+    return Spill(uid, rng.randint(0, length - 1), length, b"d" * 16)
+
+
 def lawful_on_decode(rng: random.Random, end: Session, kind: type[Message]) -> Message | None:
     ledger = sequences(end)
     if kind is PromptTokens:
@@ -639,6 +679,8 @@ def lawful_on_decode(rng: random.Random, end: Session, kind: type[Message]) -> M
         return Evict(tuple(rng.sample(old, rng.randint(0, len(old)))), trim=True)
     if kind is Ack:
         return Ack(ledger.steps[0], 1, 1, 0) if ledger.steps else None
+    if kind in (Spill, FetchBlocks, FetchedBlocks, Restore):
+        return lawful_on_disk(rng, ledger, kind)
     if kind in (SanityCheck, Unload, TimeCollectives, Shutdown) and ledger.steps:
         return None
     return example(kind)

@@ -16,6 +16,8 @@ from mlxtp.wire.messages import (
     Done,
     Error,
     Evict,
+    FetchBlocks,
+    FetchedBlocks,
     Finished,
     Gathered,
     Generate,
@@ -25,12 +27,14 @@ from mlxtp.wire.messages import (
     Prefilled,
     PromptBatch,
     PromptTokens,
+    Restore,
     Sampling,
     SanityCheck,
     ScoredDelta,
     SessionStop,
     Shutdown,
     SideChannel,
+    Spill,
     StepToken,
     TimeCollectives,
     Unload,
@@ -41,6 +45,7 @@ from .walk import EPOCH, Pair, pair_in, requests, sequences
 
 PONG = Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, "")
 UP, DOWN = Side.UPPER, Side.LOWER
+DIGEST = b"d" * 16
 
 
 def step(*rows: int) -> StepToken:
@@ -182,6 +187,43 @@ DECODE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Messag
     "a start from what was dropped": (
         [(UP, kept(1, 2)), (UP, Evict((1,)))],
         (UP, behind(1, 2)),
+        Code.WRONG_UID,
+    ),
+    "spilling more than is held": ([(UP, kept(1, 2))], (UP, Spill(1, 0, 3, DIGEST)), Code.OUT_OF_ORDER),
+    "spilling what is not there": ([(UP, stop(1))], (UP, Spill(1, 0, 1, DIGEST)), Code.OUT_OF_ORDER),
+    "spilling nothing": ([], (UP, Spill(1, 1, 1, DIGEST)), Code.OUT_OF_ORDER),
+    "fetching under an old uid": ([], (UP, FetchBlocks(1, 2, DIGEST)), Code.WRONG_UID),
+    "half a digest": ([], (UP, FetchBlocks(2, 2, DIGEST + b"half")), Code.FIELD_INVALID),
+    "having fetched what was not wanted": ([], (DOWN, FetchedBlocks(2, 1)), Code.WRONG_UID),
+    "having fetched twice": (
+        [(UP, FetchBlocks(2, 2, DIGEST)), (DOWN, FetchedBlocks(2, 1))],
+        (DOWN, FetchedBlocks(2, 1)),
+        Code.WRONG_UID,
+    ),
+    "having fetched more than was wanted": (
+        [(UP, FetchBlocks(2, 2, DIGEST))],
+        (DOWN, FetchedBlocks(2, 2)),
+        Code.FIELD_INVALID,
+    ),
+    "restoring what was not fetched": ([], (UP, Restore(2, 0)), Code.WRONG_UID),
+    "restoring before it is fetched": (
+        [(UP, FetchBlocks(2, 2, DIGEST))],
+        (UP, Restore(2, 1)),
+        Code.OUT_OF_ORDER,
+    ),
+    "restoring more than was fetched": (
+        [(UP, FetchBlocks(2, 2, DIGEST * 2)), (DOWN, FetchedBlocks(2, 1))],
+        (UP, Restore(2, 2)),
+        Code.OUT_OF_ORDER,
+    ),
+    "restoring twice": (
+        [(UP, FetchBlocks(2, 2, DIGEST)), (DOWN, FetchedBlocks(2, 1)), (UP, Restore(2, 1))],
+        (UP, Restore(2, 1)),
+        Code.WRONG_UID,
+    ),
+    "a start from what was not restored": (
+        [(UP, FetchBlocks(2, 2, DIGEST)), (DOWN, FetchedBlocks(2, 1)), (UP, Restore(2, 0))],
+        (UP, behind(2, 2, uid=3)),
         Code.WRONG_UID,
     ),
     "a step for what was kept": ([(UP, kept(1, 2))], (UP, step(1)), Code.WRONG_UID),

@@ -298,11 +298,11 @@ def share(caches: Caches, length: int) -> Caches:
     """Return separate caches of the first `length` tokens. Arrays are shared until one side writes."""
     from copy import deepcopy  # copies handles, not buffers: mlx arrays are immutable underneath
 
-    from mlx_lm.models.cache import KVCache, RotatingKVCache
+    from mlx_lm.models.cache import RotatingKVCache
 
     shared: Caches = deepcopy(caches)
     for cache in leaves(shared):
-        if type(cache) is KVCache and cache.keys is not None:
+        if plain(cache):
             # The next write copies the whole array, so it holds only the tokens that are needed.
             cache.keys, cache.values = cache.keys[..., :length, :], cache.values[..., :length, :]
             cache.offset = min(cache.offset, length)
@@ -316,13 +316,37 @@ def snapshot(caches: Caches, length: int) -> Caches:
 
     They have arrays of their own, so that both sides take the room that is counted for them.
     """
-    from mlx_lm.models.cache import KVCache, RotatingKVCache
+    from mlx_lm.models.cache import RotatingKVCache
 
     copies = share(caches, length)
+    separate(copies)
     for cache in leaves(copies):
-        if type(cache) in (KVCache, RotatingKVCache) and cache.keys is not None:
+        if type(cache) is RotatingKVCache and cache.keys is not None:
             cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
     return copies
+
+
+def overlap(caches: Caches, longer: Caches) -> None:
+    """Have plain caches share the arrays of `longer` ones, which begin with their tokens."""
+    for cache, other in zip(leaves(caches), leaves(longer), strict=True):
+        if plain(cache):
+            cache.keys, cache.values = (
+                other.keys[..., : cache.offset, :],
+                other.values[..., : cache.offset, :],
+            )
+
+
+def separate(caches: Caches) -> None:
+    """Give plain caches arrays of their own, so that they hold no others' memory."""
+    for cache in filter(plain, leaves(caches)):
+        cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
+
+
+def plain(cache: Any) -> bool:
+    """Return True for one of mlx-lm's plain caches that has tokens."""
+    from mlx_lm.models.cache import KVCache
+
+    return type(cache) is KVCache and cache.keys is not None
 
 
 def _only_window(cache: Any) -> None:
@@ -344,6 +368,8 @@ def cut(caches: Caches, length: int) -> Caches:
 _PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
 #: Those whose copies are independent: the plain ones, windows of tokens, and states of fixed size.
 _COPIED = _PLAIN | {"ArraysCache", "ChunkedKVCache", "LayerCache", "RotatingKVCache"}
+#: Those of them that grow with each token and cannot be cut.
+_GROWING = frozenset({"LayerCache"})
 #: mlx-lm's rotary embedding that compares a position with the model's context, so all rows must share one.
 _ONE_OFFSET = "DynamicNTKScalingRoPE"
 
@@ -355,6 +381,7 @@ class CacheKind:
     batches   sequences can decode together at all
     cuttable  a sequence may start from any beginning of another's caches
     reusable  a sequence may start from a copy of another's caches, as long as all of their tokens begin it
+    overlapping  not cuttable, but what grows with each token is, so that `overlap` frees all of it
 
     Raises ModelError (MODEL_UNSUPPORTED) when they cannot be quantized.
     """
@@ -371,6 +398,7 @@ class CacheKind:
         self.batches = all(hasattr(cache, "merge") for cache in new) and not alone
         self.cuttable = inside <= _PLAIN
         self.reusable = inside <= _COPIED
+        self.overlapping = self.reusable and not self.cuttable and not inside & _GROWING
         self._empty = self._shapes() if self.slots else []
 
     def empty_batch(self) -> Batch:

@@ -296,7 +296,7 @@ class DecodeLoop:
         finally:  # the other ranks run their frames, and their forward ends only with this one
             match frame:
                 case SessionStop():
-                    self._rank.stop(frame.uid, frame.forwards, frame.keep)
+                    self._rank.stop(frame)
                 case Evict():
                     self._rank.evict(frame.uids, trim=frame.trim)
                 case PromptTokens() | PromptBatch() | StepToken():
@@ -395,6 +395,7 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop |
                 move.exchange,
                 move.agreement,
                 move.save,
+                move.covers,
             )
         case PrefillTogether(prompts):
             return PromptBatch(
@@ -413,7 +414,7 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop |
                 move.rows, move.positions, move.widths, move.tokens, move.exchange, move.agreement
             )
         case StopSequence():
-            return SessionStop(move.uid, move.reason, move.forwards, move.keep)
+            return SessionStop(move.uid, move.reason, move.forwards, move.keep, move.covers)
         case EvictKept():
             return Evict(move.uids, move.trim)
 

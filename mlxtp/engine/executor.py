@@ -30,6 +30,7 @@ from ..wire.messages import (
     PromptTokens,
     SanityCheck,
     SanityDone,
+    SessionStop,
     StepToken,
     TimeCollectives,
     Unload,
@@ -185,13 +186,14 @@ class RankExecutor:
             took_s,
         )
 
-    def stop(self, uid: int, forwards: int, keep: int) -> None:
-        """End a sequence. Raises GroupError (DESYNC) when it was not in exactly `forwards` forwards."""
-        counted = self._require_runner().stop(uid, keep)
+    def stop(self, frame: SessionStop) -> None:
+        """End a sequence. Raises GroupError (DESYNC) when it was in other forwards than the frame says."""
+        counted = self._require_runner().stop(frame.uid, frame.keep, frame.covers)
         self.status.caches = self._require_runner().cache_use()
-        if counted != forwards:
+        if counted != frame.forwards:
             raise GroupError(
-                f"sequence {uid}: {forwards} forwards by the frame, {counted} on rank {self.bootstrap.rank}",
+                f"sequence {frame.uid}: {frame.forwards} forwards by the frame, {counted} on rank "
+                f"{self.bootstrap.rank}",
                 Code.DESYNC,
             )
 

@@ -87,7 +87,8 @@ class PrefixCache:
     A cache counts as the `capacity` of its tokens, which is the most that its arrays hold, and `row_tokens`
     for the part that does not grow. Running sequences count towards neither limit and are never evicted.
     Prompts of different salts share nothing. `whole`: caches cannot be cut. They are found only if all their
-    tokens begin a prompt, and running ones are not shared.
+    tokens begin a prompt, and running ones are not shared. `overlapping`: those that a kept one begins with
+    share its arrays, and count as `row_tokens`.
     """
 
     def __init__(
@@ -97,9 +98,13 @@ class PrefixCache:
         shortest_hit: int = SHORTEST_HIT,
         *,
         whole: bool = False,
+        overlapping: bool = False,
         row_tokens: int = 0,
     ) -> None:
         self.whole = whole
+        self._overlapping = overlapping
+        #: Kept caches without arrays of their own, each with the uid of the one whose arrays it shares.
+        self._within: dict[int, int] = {}
         self._row_tokens = row_tokens
         self._budget = budget
         self._max_entries = max_entries
@@ -135,16 +140,28 @@ class PrefixCache:
         if (other := self._stand_in(packed)) is not None:
             self.touch(other)
             return (uid,)
-        covers = not self.whole
-        freed = [other for other, held in self._kept.items() if covers and packed.startswith(held)]
+        covered = [other for other, held in self._kept.items() if packed.startswith(held)]
+        freed = [] if self.whole else covered
         for other in freed:
             self.take(other)
-        while self._positions + size > self._budget or len(self._kept) >= self._max_entries:
-            freed.append(self._evict_one())
         self._kept[uid] = packed
         self.changes += 1
         self._positions += size
+        for other in covered if self._overlapping else ():
+            if other not in self._within:
+                self._positions -= self._grown(other)
+            self._within[other] = uid
+        while self._positions > self._budget or len(self._kept) > self._max_entries:
+            freed.append(self._evict_one())
         return tuple(freed)
+
+    def covered(self, uid: int) -> tuple[int, ...]:
+        """Return the uids of the kept caches that share the arrays of a kept one."""
+        return tuple([other for other, owner in self._within.items() if owner == uid])
+
+    def _grown(self, uid: int) -> int:
+        """Return the positions of a kept cache's own arrays."""
+        return capacity(len(self._kept[uid]) // _WORD - _SALT_WORDS)
 
     def _stand_in(self, packed: bytes) -> int | None:
         """Return the uid of a kept cache that serves as well as one of these tokens; None for none."""
@@ -200,11 +217,18 @@ class PrefixCache:
     def take(self, uid: int) -> int:
         """Remove a kept cache, for a sequence that continues with it; returns its number of tokens.
 
-        Raises KeyError when it is not kept.
+        The longest of those that share its arrays gets its own, which the others share. Raises KeyError when
+        it is not kept.
         """
-        tokens = len(self._kept.pop(uid)) // _WORD - _SALT_WORDS
+        grown, tokens = self._grown(uid), len(self._kept[uid]) // _WORD - _SALT_WORDS
+        self._positions -= self._row_tokens + (grown if self._within.pop(uid, None) is None else 0)
+        del self._kept[uid]
         self.changes += 1
-        self._positions -= capacity(tokens) + self._row_tokens
+        if heirs := self.covered(uid):
+            longest = max(heirs, key=lambda other: len(self._kept[other]))
+            self._within.update(dict.fromkeys(heirs, longest))
+            del self._within[longest]
+            self._positions += self._grown(longest)
         return tokens
 
     def evict(self, positions: int) -> tuple[int, ...]:
@@ -376,7 +400,9 @@ class KVCacheManager:
             freed += self._prefixes.evict(beyond)
         if others := tuple([other for other in freed if other not in (uid, move.source)]):
             self.moves.append(EvictKept(others))
-        return replace(move, save=0 if uid in freed else uid, take=move.take or move.source in freed)
+        save = 0 if uid in freed else uid
+        take = move.take or move.source in freed
+        return replace(move, save=save, take=take, covers=self._prefixes.covered(save))
 
     def must_wait(self, sequence: SequenceState) -> bool:
         """Return True if the next step ends an answer whose cache is kept only with known tokens."""
@@ -391,6 +417,7 @@ class KVCacheManager:
         """Queue a sequence's last move, and keep or evict the known of the `held` tokens of its KV cache."""
         self._fits = (0, 0, 0)
         keep = 0
+        covers: tuple[int, ...] = ()
         evicted: tuple[int, ...] = ()
         held = min(held, len(sequence.tokens))
         if self._prefixes is not None:
@@ -400,7 +427,8 @@ class KVCacheManager:
                 if (beyond := self._occupied() - self.kv_tokens) > 0:
                     evicted += self._prefixes.evict(beyond)
                 keep = 0 if sequence.uid in evicted else held
-        self.moves.append(StopSequence(sequence.uid, reason, sequence.forwards, keep))
+                covers = self._prefixes.covered(sequence.uid)
+        self.moves.append(StopSequence(sequence.uid, reason, sequence.forwards, keep, covers))
         if others := tuple([uid for uid in evicted if uid != sequence.uid]):
             self.moves.append(EvictKept(others))
         sequence.all_forwards += sequence.forwards

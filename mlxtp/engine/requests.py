@@ -175,7 +175,6 @@ class Requests:
         self._emitter = emitter
         self._policy: Policy | None = None
         #: None: no KV cache is kept; True: those that are kept cannot be cut.
-        self._keeps_whole: bool | None = None
         self._grammars: Grammars | None = None
         self._compiling: dict[int, Generate] = {}
         #: Grammars that wait to be compiled, by kind and text: the number in FairQueue and the client.
@@ -199,7 +198,6 @@ class Requests:
         assert rank.caches is not None
         kinds = rank.caches
         self._context = reply.context
-        self._keeps_whole = not kinds.cuttable if bootstrap.prefix_cache and kinds.reusable else None
         gpu = mx.metal.is_available()
         chunk, beside, chunk_s = steps.chunk_sizes(command.prefill_chunk, gpu=gpu)
         self._policy = Policy(
@@ -219,7 +217,7 @@ class Requests:
             agreement=bootstrap.agreement,  # type: ignore[arg-type]
             drafter=drafter,
         )
-        self._begin_anew()
+        self._start_over()
         size = rank.loaded.vocabulary.size
         self._shaping.prepare(size, rank.eos)
         self._grammars = Grammars(Path(command.path), size, rank.eos)
@@ -256,18 +254,25 @@ class Requests:
         self._waiting_since.clear()
         self._shaping.clear()
         if self._policy is not None:
-            self._begin_anew()
+            self._start_over()
 
-    def _begin_anew(self) -> None:
+    def _start_over(self) -> None:
+        """Make a scheduler without sequences."""
+        kinds = self._rank.caches
         assert self._policy is not None
+        assert kinds is not None
         if self.scheduler is not None:
             self._last_uid = self.scheduler.last_uid
         share = self._policy.kv_tokens // kv_cache.KEPT_SHARE
         prefixes: PrefixCache | None = None
-        if self._keeps_whole is not None:
-            shortest = SHORTEST_CHECKPOINT if self._keeps_whole else SHORTEST_HIT
+        if self._rank.bootstrap.prefix_cache and kinds.reusable:
             prefixes = PrefixCache(
-                share, MAX_PREFIXES, shortest, whole=self._keeps_whole, row_tokens=self._policy.row_tokens
+                share,
+                MAX_PREFIXES,
+                SHORTEST_HIT if kinds.cuttable else SHORTEST_CHECKPOINT,
+                whole=not kinds.cuttable,
+                overlapping=kinds.overlapping,
+                row_tokens=self._policy.row_tokens,
             )
         self.scheduler = Scheduler(self._policy, prefixes, self._last_uid)
 

@@ -28,11 +28,14 @@ from .batch import (
     MergedBatch,
     SlotBatch,
     cut,
+    overlap,
+    plain,
+    separate,
     share,
     snapshot,
 )
 from .group import CollectiveCounter
-from .loader import ModelShare
+from .loader import ModelShare, leaves
 from .sampler import Chooser, Scores
 from .telemetry import CacheUse
 
@@ -175,30 +178,64 @@ class DecodeGraphs:
         return outcome
 
 
+@dataclass(slots=True)
+class KeptCache:
+    """Caches of `length` tokens. `within`: the uid whose arrays they share; 0 for none."""
+
+    caches: Caches
+    length: int
+    within: int = 0
+    size_bytes: int = 0
+
+
 class KeptCaches:
     """Caches that no sequence runs with, by uid. `size_bytes` counts on, as it takes milliseconds to find."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        self._entries: dict[int, tuple[Caches, int, int]] = {}
+        self._entries: dict[int, KeptCache] = {}
 
-    def insert(self, uid: int, caches: Caches, length: int) -> None:
-        """Keep caches of `length` tokens."""
-        mx.async_eval(_arrays(caches))
-        size = _bytes(caches)
-        self._entries[uid] = caches, length, size
-        self.size_bytes += size
+    def insert(self, uid: int, caches: Caches, length: int, covers: tuple[int, ...] = ()) -> None:
+        """Keep caches of `length` tokens. Those of `covers` share their arrays."""
+        self._entries[uid] = KeptCache(caches, length)
+        self._count(uid)
+        self._overlap(uid, covers)
 
     def held(self, uid: int) -> tuple[Caches, int]:
         """Return caches and their number of tokens, 0 where there are none."""
-        caches, length, _ = self._entries.get(uid, ([], 0, 0))
-        return caches, length
+        kept = self._entries.get(uid)
+        return ([], 0) if kept is None else (kept.caches, kept.length)
 
     def pop(self, uid: int) -> Caches:
-        """Remove caches and return them. Raises KeyError when there are none."""
-        caches, _, size = self._entries.pop(uid)
-        self.size_bytes -= size
-        return caches
+        """Remove caches and return them. Raises KeyError when there are none.
+
+        The longest of those that share their arrays gets its own, which the others share.
+        """
+        kept = self._entries.pop(uid)
+        self.size_bytes -= kept.size_bytes
+        heirs = sorted([(each.length, other) for other, each in self._entries.items() if each.within == uid])
+        if heirs:
+            (_, heir), others = heirs.pop(), tuple([other for _, other in heirs])
+            separate(self._entries[heir].caches)
+            self._entries[heir].within = 0
+            self._count(heir)
+            self._overlap(heir, others)
+        return kept.caches
+
+    def _overlap(self, uid: int, others: tuple[int, ...]) -> None:
+        for other in others:
+            overlap(self._entries[other].caches, self._entries[uid].caches)
+            self._entries[other].within = uid
+            self._count(other)
+
+    def _count(self, uid: int) -> None:
+        """Count the arrays of a cache that are its own, and have all of them computed."""
+        kept = self._entries[uid]
+        mx.async_eval(_arrays(kept.caches))
+        self.size_bytes -= kept.size_bytes
+        own = [cache for cache in leaves(kept.caches) if not (kept.within and plain(cache))]
+        kept.size_bytes = _bytes(own)
+        self.size_bytes += kept.size_bytes
 
 
 class Runner:
@@ -252,7 +289,7 @@ class Runner:
             done = mx.depends([mx.zeros((1, 1), dtype=mx.int32)], _arrays(caches))[0]
             mx.async_eval(done)
             if frame.save:
-                self._kept.insert(frame.save, snapshot(caches, end), end)
+                self._kept.insert(frame.save, snapshot(caches, end), end, frame.covers)
             return Chosen(done, (), (), {})
         at = mx.array([frame.total], dtype=mx.int32)
         chosen, embeddings, scores = self._choose(local, (frame.uid,), (1,), at, frame)
@@ -346,9 +383,10 @@ class Runner:
 
     # --- sequences -----------------------------------------------------------------------------------
 
-    def stop(self, uid: int, keep: int) -> int:
+    def stop(self, uid: int, keep: int, covers: tuple[int, ...] = ()) -> int:
         """Remove a sequence and keep the first `keep` tokens of its KV cache under its uid.
 
+        The kept caches of `covers` share its arrays.
         Returns the number of forwards it took part in. Raises GroupError (DESYNC) for caches that would have
         to be cut and cannot.
         """
@@ -365,7 +403,7 @@ class Runner:
         elif uid in self._batch.rows:
             kept = self._leave(uid, keep)
         if kept is not None:
-            self._kept.insert(uid, kept, keep)
+            self._kept.insert(uid, kept, keep, covers)
         return self._forwards.pop(uid)
 
     def evict(self, uids: tuple[int, ...], *, trim: bool = False) -> None:

@@ -49,7 +49,7 @@ class ServeLoop:
                     self._running.append(self._rank.launch(received.seq, frame))
                     self._settle(keep=1)
                 case SessionStop() as stop:
-                    self._rank.stop(stop.uid, stop.forwards, stop.keep)
+                    self._rank.stop(stop)
                 case Evict() as evict:
                     self._rank.evict(evict.uids, trim=evict.trim)
                 case Shutdown():

@@ -20,7 +20,7 @@ class Prefill:
     """One forward over the prompt's tokens from `offset` on, after the KV cache of `source` if not 0.
 
     The prefill of this prompt began after `cached` tokens. If `save` is not 0, a copy of the KV cache
-    afterwards is kept under that uid.
+    afterwards is kept under that uid. The kept ones in `covers` share its arrays from then on.
     """
 
     uid: int
@@ -35,6 +35,7 @@ class Prefill:
     request: int = 0
     cached: int = 0
     save: int = 0
+    covers: tuple[int, ...] = ()
 
     @property
     def last(self) -> bool:
@@ -69,12 +70,16 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class StopSequence:
-    """End of a sequence after `forwards` forwards; the first `keep` tokens of its KV cache stay."""
+    """End of a sequence after `forwards` forwards; the first `keep` tokens of its KV cache stay.
+
+    The kept ones in `covers` share its arrays from then on.
+    """
 
     uid: int
     reason: StopReason
     forwards: int
     keep: int = 0
+    covers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,7 +254,8 @@ class PromptTokens(Message):
     by `sampling`. For `exchange` and `agreement` see StepToken. A first chunk may start behind position 0:
     the KV cache before it is then that of `source`, a running or kept sequence. With `take`, `source` ends
     with it. Later chunks have source 0. With `save`, each rank keeps a copy of the KV cache after this chunk
-    under that uid; only a chunk that does not end the prompt has one.
+    under that uid; only a chunk that does not end the prompt has one. The kept caches in `covers` begin it.
+    They share its arrays from then on.
     """
 
     TYPE: ClassVar[int] = 0x08
@@ -268,6 +269,7 @@ class PromptTokens(Message):
     exchange: str = _f(_exchange, default="winners")
     agreement: str = _f(_agreement, default="verify")
     save: int = _f(integer(0, U32), default=0)
+    covers: tuple[int, ...] = _f(integers(1, U32, 0, MAX_ROWS), default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +320,7 @@ class SessionStop(Message):
     """End of a sequence. `forwards` counts its prefill chunks and steps; every rank checks its own count.
 
     The first `keep` tokens of its KV cache stay under its uid, for other sequences to start from; 0 keeps
-    nothing.
+    nothing. The kept caches in `covers` begin it. They share its arrays from then on.
     """
 
     TYPE: ClassVar[int] = 0x0A
@@ -326,6 +328,7 @@ class SessionStop(Message):
     reason: str = _f(choice("stop", "length", "cancel", "preempt", "error"))
     forwards: int = _f(_count)
     keep: int = _f(integer(0, MAX_CONTEXT), default=0)
+    covers: tuple[int, ...] = _f(integers(1, U32, 0, MAX_ROWS), default=())
 
 
 @dataclass(frozen=True, slots=True)

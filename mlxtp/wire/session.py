@@ -278,6 +278,7 @@ class DecodeLedger:
             self.running[uid] = total
         if prompt.save:
             self._save(prompt.save, end, whole=end == total)
+        self._cover(prompt, prompt.covers, end if prompt.save else 0)
         self.steps.append(seq)
 
     def _save(self, uid: int, length: int, *, whole: bool) -> None:
@@ -368,8 +369,19 @@ class DecodeLedger:
                 Code.OUT_OF_ORDER,
                 f"SessionStop keeps {stop.keep} tokens of uid {stop.uid}, which holds {held}",
             )
+        self._cover(stop, stop.covers, stop.keep)
         if stop.keep:
             self.kept[stop.uid] = stop.keep
+
+    def _cover(self, message: Message, uids: tuple[int, ...], length: int) -> None:
+        """Check that a cache of `length` tokens can begin with those of `uids`."""
+        for uid in uids:
+            if not 0 < self.kept.get(uid, 0) < length:
+                raise Violation(
+                    Code.WRONG_UID,
+                    f"{type(message).__name__}: a KV cache of {length} tokens covers uid {uid}, "
+                    f"which holds {self.kept.get(uid, 0)}",
+                )
 
     def _evict(self, evict: Evict, seq: int) -> None:
         for uid in evict.uids:

@@ -155,6 +155,8 @@ class Ranks:
         """Length of each prompt that is not complete."""
         self.contents: dict[int, list[int]] = {}
         self.kept: dict[int, list[int]] = {}
+        self.within: dict[int, int] = {}
+        """Kept caches that have no arrays of their own, each with the one whose arrays it shares."""
         self.forwards: dict[int, int] = {}
         self.request_of: dict[int, int] = {}
         self._inside: dict[int, int] = {}
@@ -182,7 +184,7 @@ class Ranks:
                 return None
             case EvictKept():
                 for uid in move.uids:
-                    del self.kept[uid]
+                    self._drop(uid)
                 return None
         self.check_room()
         return chosen
@@ -204,13 +206,27 @@ class Ranks:
                 chosen.append((prompt.uid, self._choose(prompt.uid)))
                 self._check_guide(prompt.uid)
             if prompt.save:
-                self._keep(prompt.save, list(contents), prompt.request)
+                assert prompt.save not in self.forwards
+                self._keep(prompt.save, list(contents), prompt.request, prompt.covers)
         return tuple(chosen)
 
-    def _keep(self, uid: int, contents: list[int], request: int) -> None:
-        assert uid not in self.forwards
-        self.kept[uid] = contents
+    def _keep(self, uid: int, contents: list[int], request: int, covers: tuple[int, ...]) -> None:
         assert self._requests[request].begins(contents)
+        assert not covers or self.whole
+        for other in covers:
+            assert self.kept[other] == contents[: len(self.kept[other])]
+            self.within[other] = uid
+        self.kept[uid] = contents
+
+    def _drop(self, uid: int) -> None:
+        """The longest of those that share its arrays gets its own, and the others share these."""
+        del self.kept[uid]
+        self.within.pop(uid, None)
+        heirs = sorted((len(self.kept[other]), other) for other, owner in self.within.items() if owner == uid)
+        for _, other in heirs:
+            self.within[other] = heirs[-1][1]
+        if heirs:
+            del self.within[heirs[-1][1]]
 
     def _begin(self, prompt: Prefill) -> None:
         assert prompt.uid not in self.forwards, "no uid is given twice"
@@ -222,7 +238,7 @@ class Ranks:
             assert held is self.kept.get(prompt.source), "a running one is not shared"
             assert len(held) == prompt.offset, "a cut checkpoint"
         if prompt.take:
-            del self.kept[prompt.source]
+            self._drop(prompt.source)
         self.contents[prompt.uid] = held[: prompt.offset]
         self.prefilling[prompt.uid] = prompt.total
         self.forwards[prompt.uid] = 0
@@ -268,12 +284,12 @@ class Ranks:
         assert stop.keep <= len(contents)
         if stop.keep:
             assert not self.whole or stop.keep == len(contents), "a cut checkpoint"
-            self.kept[stop.uid] = contents[: stop.keep]
-            assert self._requests[self.request_of[stop.uid]].begins(self.kept[stop.uid])
+            self._keep(stop.uid, contents[: stop.keep], self.request_of[stop.uid], stop.covers)
 
     def occupied(self) -> int:
         """Positions of all KV caches, as `kv_cache.py` has them grow."""
-        kept = sum(kv_cache.capacity(len(tokens)) for tokens in self.kept.values())
+        own = self.kept.keys() - self.within.keys()
+        kept = sum(kv_cache.capacity(len(self.kept[uid])) for uid in own)
         prompts = sum(kv_cache.capacity(total) for total in self.prefilling.values())
         fixed = self.row_tokens * (len(self.kept) + len(self.prefilling) + len(self.rows))
         return fixed + kept + prompts + kv_cache.batch_tokens([len(self.contents[uid]) for uid in self.rows])
@@ -293,8 +309,9 @@ def _frame(move: Move) -> Message:
         case Prefill():
             tokens = move.tokens
             return PromptTokens(
-                move.uid, move.offset, move.total, tokens, move.source, move.take, save=move.save
-            )
+                move.uid, move.offset, move.total, tokens, move.source, move.take, save=move.save,
+                covers=move.covers,
+            )  # fmt: skip
         case PrefillTogether():
             prompts = move.prompts
             columns = [(p.uid, p.total, p.offset, p.source, int(p.take)) for p in prompts]
@@ -305,7 +322,7 @@ def _frame(move: Move) -> Message:
         case Decode():
             return StepToken(move.rows, move.positions, move.widths, move.tokens)
         case StopSequence():
-            return SessionStop(move.uid, move.reason, move.forwards, move.keep)
+            return SessionStop(move.uid, move.reason, move.forwards, move.keep, move.covers)
         case EvictKept():
             return Evict(move.uids, move.trim)
 
@@ -340,7 +357,7 @@ class Simulation:
         )
         shortest = SHORTEST_CHECKPOINT if whole else SHORTEST_HIT
         kept = (
-            PrefixCache(kv_tokens // 2, 8, shortest, whole=whole, row_tokens=row_tokens)
+            PrefixCache(kv_tokens // 2, 8, shortest, whole=whole, overlapping=whole, row_tokens=row_tokens)
             if prefixes or whole
             else None
         )

@@ -350,3 +350,30 @@ def test_what_does_not_grow_counts_for_every_cache() -> None:
     kept.take(2)
     assert kept.positions == 64 + 50
     assert PrefixCache(100, 10, row_tokens=50).keep(1, A) == (1,)
+
+
+def test_those_that_a_longer_one_begins_with_count_as_what_does_not_grow() -> None:
+    kept = PrefixCache(10_000, 10, 8, whole=True, overlapping=True, row_tokens=7)
+    assert [kept.keep(uid, A[:length]) for uid, length in ((1, 10), (2, 20), (4, 40))] == [()] * 3
+    assert kept.keep(3, (*A[:30], *B)) == ()  # another answer to the beginning of 2
+    assert (kept.covered(2), kept.covered(4), kept.covered(3)) == ((), (), (1, 2))
+    assert kept.positions == 64 + 96 + 4 * 7
+    assert kept.take(3) == 70
+    assert (kept.covered(2), kept.positions) == ((1,), 64 + 64 + 3 * 7)  # 2 has arrays again
+    assert kept.keep(5, (*A, *B)) == ()
+    assert (set(kept.covered(5)), kept.positions) == ({1, 2, 4}, 96 + 4 * 7)
+    kept.take(2)
+    assert (set(kept.covered(5)), kept.positions) == ({1, 4}, 96 + 3 * 7)
+    assert kept.evict(1_000) == (1, 4, 5)
+    assert kept.positions == 0
+
+
+def test_what_makes_room_is_evicted_after_those_that_share_arrays_stopped_to_count() -> None:
+    kept = PrefixCache(200, 10, 8, whole=True, overlapping=True)
+    kept.keep(1, A)
+    kept.keep(2, B)
+    kept.touch(1)
+    assert kept.keep(3, (*A, *B)) == ()
+    assert kept.positions == 64 + 96
+    assert kept.keep(4, (*B, *A)) == ()
+    assert kept.positions == 96 + 96

@@ -45,6 +45,12 @@ def runner(folder: Path) -> Runner:
     return runner_of(folder)
 
 
+def active_bytes() -> int:
+    """Return the memory of all arrays that are held."""
+    mx.synchronize()
+    return mx.get_active_memory()
+
+
 def tokens_of(chosen: Chosen) -> list[list[int]]:
     table = cast("list[list[int]]", chosen.tokens.tolist())
     return [row[:width] for row, width in zip(table, chosen.widths, strict=True)]
@@ -203,6 +209,37 @@ def test_a_copy_is_kept_of_a_prompt_that_goes_on(tmp_path: Path, family: str) ->
         runner.stop(uid, 0)
     with pytest.raises(KeyError):
         runner.evict((2,))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5"])
+def test_copies_share_the_arrays_of_a_longer_one_until_it_goes(tmp_path: Path, family: str) -> None:
+    folder = write_model(tmp_path, model_type=family, **FAMILIES[family])
+    runner, prompt = runner_of(folder), tuple(range(10, 310))
+    runner.prefill(PromptTokens(1, 0, 300, prompt[:200], save=2))
+    one = runner.cache_use().kept_bytes
+    runner.prefill(PromptTokens(1, 200, 300, prompt[200:290], save=3, covers=(2,)))
+    fixed = runner.cache_use().kept_bytes - one * 290 // 200  # what does not grow, of one of them
+    assert 0 < fixed < one / 2
+    token = prefill(runner, 1, prompt, offset=290)
+    said = (token, *decode(runner, 1, 300, 9))
+    assert said == reference(prompt, 10, folder)
+    running = active_bytes()
+    runner.stop(1, 309, (2, 3))
+    kept, held = runner.cache_use().kept_bytes, active_bytes()
+    assert held < running - one
+    assert kept < one * 310 // 200 + 3 * fixed
+    runner.evict((1,))
+    assert kept - one < runner.cache_use().kept_bytes < kept
+    assert active_bytes() < held - one / 2
+    for uid, source, length in ((4, 2, 200), (5, 3, 290), (6, 2, 200)):
+        branch = (*prompt[:length], 55, 66)
+        assert prefill(runner, uid, branch, offset=length, source=source) == reference(branch, 1, folder)[0]
+        runner.stop(uid, 0)
+        if uid == 5:
+            runner.evict((3,))  # what is left gets its own
+            assert runner.cache_use().kept_bytes == one
+    runner.evict((2,))
+    assert runner.kv_bytes() == 0
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5"])

@@ -1143,7 +1143,7 @@ def test_places_that_save_little_are_left_out() -> None:
 
 
 def test_a_copy_for_which_there_is_no_room_beside_its_source_takes_its_place() -> None:
-    simulation = Simulation(whole=True, kv_tokens=1024, prefill_chunk=512)
+    simulation = Simulation(whole=True, row_tokens=100, kv_tokens=1100, prefill_chunk=512)
     first = simulation.add(LONG, 40, places=(195,))
     simulation.drain()
     simulation.add((*LONG, *first.tokens, *range(3000, 3100)), 5, places=(300,))
@@ -1153,6 +1153,21 @@ def test_a_copy_for_which_there_is_no_room_beside_its_source_takes_its_place() -
     assert [(chunk.offset, chunk.take, chunk.save > 0) for chunk in chunks] == [
         (239, True, True), (300, False, True), (339, False, False)
     ]  # fmt: skip
+
+
+@RUN_AHEAD
+def test_the_turns_of_a_conversation_hold_its_tokens_once(run_ahead: int) -> None:
+    """Each turn keeps three caches; what does not grow counts for every one of them."""
+    simulation = Simulation(whole=True, row_tokens=10, prefill_chunk=4096, run_ahead=run_ahead)
+    prompt = tuple(range(30_000))
+    for turn in range(1, 3):
+        request = simulation.add(prompt, 100, places=(len(prompt) - 100, len(prompt) - 5))
+        simulation.drain()
+        assert len(simulation.ranks.kept) == 3 * turn
+        assert simulation.ranks.occupied() == capacity(len(prompt) + 99) + 3 * turn * 10
+        assert request.ends[0].cached == (len(prompt) - 151 if turn > 1 else 0)
+        prompt = (*prompt, *request.tokens, *range(2, 152))
+    check_answers(simulation)
 
 
 def test_a_preempted_prompt_begins_again_without_copies_because_these_made_room_before() -> None:

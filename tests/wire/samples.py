@@ -336,6 +336,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         _exchange,
         _agreement,
         _u32,
+        _ints(1, U32, 0, 40),
     ),
     PromptBatch: st.builds(
         PromptBatch,
@@ -364,6 +365,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         st.sampled_from(("stop", "length", "cancel", "preempt", "error")),
         _count,
         st.integers(0, MAX_CONTEXT),
+        _ints(1, U32, 0, 40),
     ),
     Evict: st.builds(Evict, _ints(1, U32, 0, 40), st.booleans()),
     Spill: st.builds(

@@ -649,7 +649,8 @@ def lawful_on_decode(rng: random.Random, end: Session, kind: type[Message]) -> M
             uid, (offset, total) = rng.choice(list(ledger.prompts.items()))
             count = rng.randint(1, total - offset)
             save = ledger.last_uid + 1 if count < total - offset and rng.random() < 0.5 else 0
-            return PromptTokens(uid, offset, total, (5,) * count, save=save)
+            shorter = tuple(kept for kept, held in ledger.kept.items() if save and held < offset + count)
+            return PromptTokens(uid, offset, total, (5,) * count, save=save, covers=shorter)
         sources = [(uid, held, True) for uid, held in ledger.kept.items()]
         sources += [(uid, held, False) for uid, held in ledger.running.items()]
         if sources and rng.random() < 0.5:

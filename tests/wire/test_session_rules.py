@@ -172,6 +172,21 @@ DECODE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Messag
         (UP, Evict((3,))),
         Code.WRONG_UID,
     ),
+    "covering what is not kept": (
+        [(UP, PromptTokens(2, 0, 9, (5, 5), save=3))],
+        (UP, PromptTokens(2, 2, 9, (5, 5), save=4, covers=(2,))),
+        Code.WRONG_UID,
+    ),
+    "covering as much as itself": (
+        [(UP, PromptTokens(2, 0, 9, (5, 5), save=3))],
+        (UP, SessionStop(2, "stop", 1, keep=2, covers=(3,))),
+        Code.WRONG_UID,
+    ),
+    "covering with nothing": (
+        [(UP, PromptTokens(2, 0, 9, (5, 5), save=3))],
+        (UP, PromptTokens(2, 2, 9, (5, 5), covers=(3,))),
+        Code.WRONG_UID,
+    ),
     "keeping more than a prompt": ([], (UP, kept(1, 3)), Code.OUT_OF_ORDER),
     "keeping more than was fed": ([(UP, step(1))], (UP, kept(1, 4)), Code.OUT_OF_ORDER),
     "keeping more than half a prompt": ([(UP, prompt(2, 0, 9, 2))], (UP, kept(2, 3)), Code.OUT_OF_ORDER),

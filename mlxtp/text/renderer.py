@@ -38,6 +38,7 @@ from ..errors import Code, MlxtpError, ModelError, RequestError, is_library_erro
 from ..tokenizer_file import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
 from ..wire.rank_process import without_secrets
 from .json_limits import SHORT
+from .tokenizer_import import import_tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -612,6 +613,7 @@ def main(arguments: list[str]) -> None:
     with contextlib.suppress(ConnectionError):
         signal.setitimer(signal.ITIMER_PROF, START_CPU_S)
         try:
+            import_tokenizers()
             writer = LocalRenderer.load(Path(arguments[1]))
             reply = b"t" + json.dumps(asdict(writer.facts)).encode()
         except MlxtpError as error:

@@ -257,15 +257,18 @@ class Backend(Protocol):
         ...
 
     async def acquire_model(
-        self, name: str | None, within_s: float = 0.0, keep_s: float | None = None
+        self, name: str | None, within_s: float = 0.0, keep_s: float | None = None, client: str = ""
     ) -> ModelLease:
         """Return the lease of a request for the model `name`. It waits for `within_s`; 0: the server's limit.
+
+        While it waits, it counts among the open requests of its `client`.
 
         `keep_s`: seconds that the model stays loaded after the request, unless it is pinned; 0 unloads it
         once no request needs it, -1 keeps it for ever, None leaves that as it is.
 
         Raises RequestError: 404 when its files are missing, or another model is pinned under its name; 400
-        when it cannot be served; 503 when it is not served soon, or when it names none and nothing is loaded.
+        when it cannot be served; 503 when it is not served soon, or when it names none and nothing is loaded;
+        429 or 503 OVERLOADED when it would wait, and too many requests are open.
 
         An unknown model gets its lease at once; the request then fails because its model is not loaded. The
         caller closes the lease after the request.

@@ -174,7 +174,7 @@ class Generation:
         `keep_s` is that of `Backend.acquire_model`. Raises RequestError when there is no such model, or it
         can never be loaded.
         """
-        lease = await self._backend.acquire_model(name, 0.0, keep_s)
+        lease = await self._backend.acquire_model(name, 0.0, keep_s, _client(request))
         try:
             await unless_gone(request.receive, _come(lease))
             return (await self.catalog.loaded(lease.model or name))[0]
@@ -196,9 +196,9 @@ class Generation:
         async with AsyncExitStack() as open_:
             body = await open_.enter_async_context(self._bodies.read(request))
             ask = await body.parsed(parse, slow=slow)
-            lease = await self._backend.acquire_model(ask.model, ask.options.deadline_s, ask.keep_s)
-            open_.callback(lease.close)
             client, sharer = _client(request), _sharer(request)
+            lease = await self._backend.acquire_model(ask.model, ask.options.deadline_s, ask.keep_s, client)
+            open_.callback(lease.close)
             arrived = None if lease.come else time.monotonic()
             queued = _QueuedRequest(ask, body, client, sharer, lease, arrived)
             about, answers = _about(ask), Choices()

@@ -76,8 +76,15 @@ def refusal(
 ) -> RequestError | None:
     """Return the 429 or 503 that refuses a request with `prompt` tokens, with the numbers; None to accept it.
 
-    `elsewhere` is the name of another Mac that would work on it and is short of memory. An idle gateway never
-    refuses a prompt for its length; the model's context is checked elsewhere.
+    `elsewhere` is the name of another Mac that would work on it and is short of memory.
+    """
+    return too_much(bounds, load, prompt) or short_of_memory(bounds, memory, elsewhere)
+
+
+def too_much(bounds: AdmissionLimits, load: OpenLoad, prompt: int) -> RequestError | None:
+    """Return the 429 or 503 for a request with `prompt` tokens that is too much beside the open ones.
+
+    An idle gateway never refuses a prompt for its length; the model's context is checked elsewhere.
     """
     if bounds.requests:
         if load.requests >= bounds.requests:
@@ -99,7 +106,7 @@ def refusal(
             f"{load.own_requests} requests of this client are open, with {load.own_tokens} tokens; with the "
             f"{cost} of this one that is more than one client may have, {most} of {bounds.tokens}"
         )
-    return short_of_memory(bounds, memory, elsewhere)
+    return None
 
 
 class Admission:
@@ -122,6 +129,11 @@ class Admission:
         load = load_of(client, open_, self._bounds.request_tokens)
         refused = refusal(self._bounds, load, prompt, self.memory(), self.elsewhere())
         if refused is not None:
+            raise refused
+
+    def check_bounds(self, client: int, prompt: int, open_: Iterable[tuple[int, int]]) -> None:
+        """Do the same for a request that takes no memory of a group yet."""
+        if refused := too_much(self._bounds, load_of(client, open_, self._bounds.request_tokens), prompt):
             raise refused
 
     @contextlib.contextmanager

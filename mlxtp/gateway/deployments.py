@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..api.request_metrics import RequestMeter
@@ -40,6 +40,8 @@ class ServedDeployments:
         self.order: Callable[[], Sequence[str]] = tuple  #: Returns the names, the default first.
         #: Returns whether a client here holds a lease of a deployment, even if its request is not yet open.
         self.leased: Callable[[str], bool] = lambda _name: False
+        #: Returns the client of each request that waits for its model.
+        self.waiting: Callable[[], Iterable[int]] = tuple
         #: Returns whether a group of a deployment is on its way to be ready.
         self.coming: Callable[[str], bool] = lambda _name: False
         self._recovery_s = recovery_s
@@ -86,6 +88,13 @@ class ServedDeployments:
     def requests(self) -> list[OpenRequest]:
         """Requests that wait for more tokens, other agents' included."""
         return [request for each in self.by_name.values() for request in each.requests]
+
+    def open(self) -> Iterator[tuple[int, int]]:
+        """Yield client and tokens of each open request, and of those that wait for their model."""
+        for request in self.requests:
+            yield request.generate.client, request.length
+        for client in self.waiting():
+            yield client, 0
 
     def open_at(self, group: str) -> int:
         """Return the number of open requests that a group works on, other agents' included."""

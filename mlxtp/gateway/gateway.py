@@ -47,7 +47,7 @@ class ModelSwitch:
         return ()
 
     async def acquire_model(
-        self, name: str | None, within_s: float, keep_s: float | None = None
+        self, name: str | None, within_s: float, keep_s: float | None, client: int
     ) -> ModelLease:
         """Return the lease of a request; see `Backend.acquire_model`."""
         return AT_ONCE
@@ -196,9 +196,10 @@ class Gateway:
         return await self._switch.on_request()
 
     async def acquire_model(
-        self, name: str | None, within_s: float = 0.0, keep_s: float | None = None
+        self, name: str | None, within_s: float = 0.0, keep_s: float | None = None, client: str = ""
     ) -> ModelLease:
-        return await self._switch.acquire_model(name, within_s, keep_s)
+        number = client_number(client, self._salt)
+        return await self._switch.acquire_model(name, within_s, keep_s, number)
 
     def generate(self, request: Request) -> TokenStream:
         """Start a request; see `Backend.generate`."""
@@ -244,8 +245,7 @@ class Gateway:
             raise RequestError(f"{self.closing}; try again", Code.SHUTTING_DOWN, status=503)
         if deployment is None:
             raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
-        open_ = [(request.generate.client, request.length) for request in self.deployments.requests]
-        self.admission.check(client, prompt, open_)
+        self.admission.check(client, prompt, self.deployments.open())
 
 
 class GroupSelfTest:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from ..api.backend import AT_ONCE, ModelLease, StoredModelInfo
+from ..api.backend import AT_ONCE, ModelInfo, ModelLease, StoredModelInfo
 from ..api.catalog import UNNAMED
 from ..cluster.deployments import KEEP_S, LONGEST_S, PINNED, YIELDS, DeploymentTable, name_of
 from ..cluster.node import BEAT_S, ClusterNode
@@ -36,15 +36,18 @@ MOST_FOLDERS = 20  #: Folders that are known by the short name under which they 
 
 
 class WaitingLease:
-    """Lease of a deployment; implements `api.backend.ModelLease`. `late` ends a wait of `within_s`.
+    """Lease of a deployment for a request of `client`; implements `api.backend.ModelLease`.
 
-    `outcome` has the reason of a refusal; None once the request may begin.
+    `late` ends a wait of `within_s`. `outcome` has the reason of a refusal; None once the request may begin.
     """
 
     model = ""
 
-    def __init__(self, deployment: str, within_s: float, late: RequestError, owner: OnRequest) -> None:
+    def __init__(
+        self, deployment: str, client: int, within_s: float, late: RequestError, owner: OnRequest
+    ) -> None:
         loop = asyncio.get_running_loop()
+        self.client = client
         self.deployment = deployment
         self.since = time.monotonic()
         self.outcome: asyncio.Future[RequestError | None] = loop.create_future()
@@ -94,6 +97,7 @@ class OnRequest(ModelSwitch):
         self._folders: dict[str, str] = {}
         gateway.switch_models(self, node.changed)
         gateway.deployments.leased = lambda name: any(each.deployment == name for each in self.leases)
+        gateway.deployments.waiting = lambda: (each.client for each in self.leases if not each.outcome.done())
         node.desired.on_change(self._changed)
         node.rounds.add(self.advance)
 
@@ -106,7 +110,7 @@ class OnRequest(ModelSwitch):
         return await asyncio.to_thread(stored_models, (named | served).items())
 
     async def acquire_model(
-        self, name: str | None, within_s: float, keep_s: float | None = None
+        self, name: str | None, within_s: float, keep_s: float | None, client: int
     ) -> ModelLease:
         """See `Backend.acquire_model`."""
         row = self._row(name)
@@ -117,7 +121,7 @@ class OnRequest(ModelSwitch):
                 "nothing is loaded; name a model that is on this Mac's disk, or run `mlxtp serve MODEL`"
             )
         if row is None and self._on:
-            row = await self._stored(name or "", keep_s)
+            row = await self._stored(name or "", keep_s, client)
         if row is None:
             return AT_ONCE
         if (refusal := self._refusal(row.name, waited_s=0.0)) is not None:
@@ -125,7 +129,9 @@ class OnRequest(ModelSwitch):
         # Without the option no request brings back what stays until its room is needed.
         if keep_s is not None and not row.pinned and (self._on or row.keep_s != YIELDS):
             row = self._node.desired.serve(row.model, keep_s=_kept(keep_s))
-        lease = WaitingLease(row.name, *self._bound(row.name, within_s), self)
+        if self._model(row.name) is None and not self._gateway.closing:
+            self._check_wait(client)
+        lease = WaitingLease(row.name, client, *self._bound(row.name, within_s), self)
         self.leases[lease] = None
         if self._gateway.closing:  # the gateway refuses it
             lease.outcome.set_result(None)
@@ -165,7 +171,7 @@ class OnRequest(ModelSwitch):
                 return row
         return None
 
-    async def _stored(self, name: str, keep_s: float | None) -> Deployment | None:
+    async def _stored(self, name: str, keep_s: float | None, client: int) -> Deployment | None:
         """Make a deployment of a model on this Mac's disk; None if it is not there."""
         try:
             model = await asyncio.to_thread(self._stored_name, name)
@@ -185,6 +191,7 @@ class OnRequest(ModelSwitch):
             raise RequestError(detail, Code.MODEL_NOT_FOUND, status=404, param="model")
         if (refused := self._refused.get(deployment)) is not None and time.monotonic() < refused[1]:
             raise refused[0]
+        self._check_wait(client)
         log.info("%s is loaded for a request", model)
         self._refused.pop(deployment, None)
         try:
@@ -239,8 +246,7 @@ class OnRequest(ModelSwitch):
 
     def _admit(self, deployment: str, leases: list[WaitingLease]) -> None:
         """Start the requests that wait for a deployment, or refuse them all, or have them wait on."""
-        dispatcher = self._gateway.deployments.by_name.get(deployment)
-        model = dispatcher.model if dispatcher is not None else None
+        model = self._model(deployment)
         waited_s = time.monotonic() - min(lease.since for lease in leases)
         refusal = None
         if self._gateway.closing:
@@ -252,6 +258,15 @@ class OnRequest(ModelSwitch):
             lease.outcome.set_result(refusal)
         if refusal is not None and refusal.code is not Code.SHUTTING_DOWN:
             self._give_up(deployment, refusal)
+
+    def _check_wait(self, client: int) -> None:
+        """Raise RequestError for a request that is too many even to wait for its model."""
+        self._gateway.admission.check_bounds(client, 0, self._gateway.deployments.open())
+
+    def _model(self, deployment: str) -> ModelInfo | None:
+        """Return the model of a deployment that takes requests now."""
+        dispatcher = self._gateway.deployments.by_name.get(deployment)
+        return dispatcher.model if dispatcher is not None else None
 
     def _refusal(self, deployment: str, waited_s: float) -> RequestError | None:
         """Return the reason why a request for this deployment need not wait; None if it has to."""

@@ -259,6 +259,7 @@ class FakeBackend:
     deployments: tuple[DeploymentHealth, ...] = ()
     kept: list[float | None] = field(default_factory=list)
     stored: tuple[StoredModelInfo, ...] = ()
+    clients: list[str] = field(default_factory=list)
     take_turn: Callable[[str | None, float], ModelLease] = lambda _name, _within_s: AT_ONCE
     began: threading.Event = field(default_factory=threading.Event)
     number: int = field(default_factory=count().__next__)  # of its model: no answer of another is remembered
@@ -288,8 +289,9 @@ class FakeBackend:
         return self.stored
 
     async def acquire_model(
-        self, name: str | None, within_s: float = 0.0, keep_s: float | None = None
+        self, name: str | None, within_s: float = 0.0, keep_s: float | None = None, client: str = ""
     ) -> ModelLease:
+        self.clients.append(client)
         self.kept.append(keep_s)
         return self.take_turn(name, within_s)
 

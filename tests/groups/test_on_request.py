@@ -457,6 +457,41 @@ def test_no_request_waits_for_ever(
     play(tmp_path, member, story, load_on_request=True, limits=replace(Limits(), queue_s=queue_s))
 
 
+def test_requests_that_wait_count_among_the_open_ones(tmp_path: Path, member: Member) -> None:
+    """Of eight, one client may have seven; a model that is ready answers on."""
+
+    async def story(node: Node) -> None:
+        link, gateway = following(node), node.parts.gateway
+
+        async def refused(model: str, client: str) -> tuple[str, int]:
+            with pytest.raises(RequestError) as caught:
+                await gateway.acquire_model(model, client=client)
+            assert caught.value.code is Code.OVERLOADED
+            return caught.value.detail, caught.value.status
+
+        seven = [Waiting(await gateway.acquire_model(WANTED, client="key ada")) for _ in range(7)]
+        limit = "7 requests of this client are open; one client may have 7 of 8"
+        assert await refused(WANTED, "key ada") == (limit, 429)
+        assert await refused("org/other", "key ada") == (limit, 429)
+        with pytest.raises(RequestError, match=limit):
+            gateway.generate(Request((1, 2), 5, client="key ada", model=LOADED))
+        other = Waiting(await gateway.acquire_model(WANTED, client="key bo"))
+        full = ("8 requests are open, the most this server takes", 503)
+        for model in (WANTED, "org/other"):
+            assert await refused(model, "key cy") == full
+        assert set(names(node)) == {LOADED, WANTED}
+        assert (await gateway.acquire_model(LOADED, client="key cy")).come
+        seven[0].lease.close()
+        third = Waiting(await gateway.acquire_model(WANTED, client="key cy"))
+        node.hear_assigned(link, A, group=f"{WANTED}#0")
+        ready(node, WANTED)
+        for each in (*seven[1:], other, third):
+            await each.has_come()
+        gateway.generate(Request((1, 2), 5, client="key cy", model=WANTED))
+
+    play(tmp_path, member, story, load_on_request=True, limits=Limits(max_open_requests=8))
+
+
 def test_a_request_at_an_agent_about_to_stop_must_go_elsewhere(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         following(node)

@@ -70,6 +70,7 @@ class Settings:
 
     cluster      this agent belongs to a cluster; `alone` is the user's setting against it
     model_given  the user set `model`; a default model is for a new cluster only
+    cache_disk   None: a part of the free disk
     join         None: not set; empty: with the stored identity; else a join token (`resolve_join`)
     fabric       the setting `backend`
     origins      key and place of each setting that is not the default
@@ -90,6 +91,7 @@ class Settings:
     max_context: int = 0
     kv_bits: int = 0
     kv_bytes: int = 0
+    cache_disk: int | None = None
     draft_model: str = ""
     spare: bool = True
     cluster: bool = False

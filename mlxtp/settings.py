@@ -292,6 +292,11 @@ SETTINGS: tuple[Setting, ...] = (
         TUNING, "AMOUNT", "0, three quarters of the free memory", same_on_all=True,
     ),
     Setting(
+        "cache_disk", BYTES, parse_bytes, None,
+        "Disk space of this Mac for KV caches of earlier prompts, such as 20GB; 0 keeps none there.",
+        TUNING, "AMOUNT", "a tenth of the free disk, 50 GB at most",
+    ),
+    Setting(
         "draft_model", TEXT, parse_text, "",
         "A small model with the same vocabulary, which proposes tokens so that replies come faster.",
         TUNING, "MODEL",

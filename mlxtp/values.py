@@ -341,7 +341,7 @@ def parse_bytes(value: object, where: str) -> int:
     """Parse a number of bytes, such as 500000000, 500MB or 1.5GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
     if match is None:
-        raise ConfigError(f"{where}: {value!r} is not an amount of memory, such as 500MB or 1.5GiB")
+        raise ConfigError(f"{where}: {value!r} is not a number of bytes, such as 500MB or 1.5GiB")
     size = float(match[1]) * _UNITS[match[2] or ""]
     if size > MAX_BYTES:
         raise ConfigError(f"{where}: {value!r} is more than any machine has")

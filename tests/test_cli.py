@@ -127,7 +127,8 @@ MISTYPED = (
     ("node --agreement perhaps", "--agreement: 'perhaps' is not one of auto, broadcast, verify"),
     ("node --max-context many", "--max-context: 'many' is not a number of tokens"),
     ("node --kv-bits 5", "--kv-bits: '5' is not one of 0, 4, 8"),
-    ("node --kv-bytes lots", "--kv-bytes: 'lots' is not an amount of memory, such as 500MB"),
+    ("node --kv-bytes lots", "--kv-bytes: 'lots' is not a number of bytes, such as 500MB"),
+    ("node --cache-disk much", "--cache-disk: 'much' is not a number of bytes, such as 500MB"),
     ("node --speculation --no-speculation=x", "--no-speculation"),
 )
 """Commands that are refused before anything starts."""

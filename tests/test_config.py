@@ -84,6 +84,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("max_context", "1000", "2_000", "max_context", (1000, 2000)),
         ("kv_bits", "4", "8", "kv_bits", (4, 8)),
         ("kv_bytes", "1GB", "2GiB", "kv_bytes", (10**9, 2 << 30)),
+        ("cache_disk", "0", "20GB", "cache_disk", (0, 20 * 10**9)),
         ("draft_model", "small", "smaller", "draft_model", ("small", "smaller")),
         ("name", "studio", "mini", "name", ("studio", "mini")),
         ("control", "10.0.0.1:1000", "10.0.0.2:2000", "control_port", (1000, 2000)),
@@ -413,6 +414,9 @@ def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -
         ("kv_bytes", "lots"),
         ("kv_bytes", "1TB"),
         ("kv_bytes", "1.GB"),
+        ("cache_disk", "-1"),
+        ("cache_disk", "auto"),
+        ("cache_disk", "1TB"),
         ("name", "x" * 81),
         ("name", "two\nlines"),
         ("control", "52414"),
@@ -507,7 +511,7 @@ WRONG_TYPES = [
     ),
     *(
         (key, value, 'a whole number, or a string such as "500MB"')
-        for key in ("kv_bytes", "limits.free_memory")
+        for key in ("kv_bytes", "cache_disk", "limits.free_memory")
         for value in ("1.5", "true", "[1]")
     ),
     *(("nodes", value, '"auto", "all", or a whole number') for value in ("2.0", "true", '["all"]')),

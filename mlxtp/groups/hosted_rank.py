@@ -16,6 +16,7 @@ from ..cluster.node import ClusterNode
 from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError
+from ..models.disk_cache import room_in
 from ..wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
@@ -106,8 +107,9 @@ class HostedRank:
     async def start(self, order: StartRank) -> None:
         """Have the process join its group. Raises MlxtpError or TimeoutError."""
         assert self.process is not None
+        disk = room_in(self._settings.home, self._settings.cache_disk)
         async with asyncio.timeout(self._settings.limits.form_s):
-            jaccl = await self.process.join(order.bootstrap)
+            jaccl = await self.process.join(order.bootstrap, disk)
         if not self.silenced and self._heart is None:
             self._heart = asyncio.create_task(self._beat(self.process))
             self.reply(RankStarted(order.epoch, jaccl))

@@ -16,6 +16,7 @@ from ..background import Background
 from ..config import Settings
 from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError
+from ..models.disk_cache import room_in
 from ..placement.formation import explain, explain_crash
 from ..wire.blocking import listen
 from ..wire.messages import (
@@ -359,8 +360,9 @@ class ProcessGroup:
                 repeatable=settings.repeatable,
             )
 
+        disk = room_in(settings.home, settings.cache_disk)
         joined = _all(
-            *(process.join(bootstrap(process.rank)) for process in self.processes),
+            *(process.join(bootstrap(process.rank), disk) for process in self.processes),
             *(endpoint.join(bootstrap(endpoint.rank)) for endpoint in self.endpoints),
         )
         jaccl = await self.unless_failed(joined, self._limits.form_s + 5, "join the others")

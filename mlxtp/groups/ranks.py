@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -29,6 +29,7 @@ from ..errors import (
     is_disk_full,
     why_not_written,
 )
+from ..models.disk_cache import DiskRoom
 from ..wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
@@ -160,10 +161,13 @@ class RankProcess:
             raise GroupError(f"rank {self.rank} greeted with {hello}", Code.NOT_AUTHENTIC)
         self.send(Welcome(PROTOCOL_VERSION, b""))
 
-    async def join(self, bootstrap: Bootstrap) -> bool:
-        """Send it its group, wait for its decode links, and return True if its MLX has JACCL."""
+    async def join(self, bootstrap: Bootstrap, disk: DiskRoom) -> bool:
+        """Send it its group, wait for its decode links, and return True if its MLX has JACCL.
+
+        Its caches go to `disk`. A bootstrap of another Mac chooses no folder here.
+        """
         self._end.key = bootstrap.epoch_key
-        self.send(bootstrap)
+        self.send(replace(bootstrap, disk_folder=disk.folder, disk_bytes=disk.bytes))
         return (await self.reply(Done)).jaccl
 
     def send(self, message: Message) -> None:

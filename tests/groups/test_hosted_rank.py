@@ -154,6 +154,20 @@ def test_a_rank_from_its_order_to_its_end(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+def test_only_this_mac_decides_where_and_how_much_its_ranks_write(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.prepared()
+        order = start()
+        chosen = replace(order.bootstrap, disk_folder="/Users/else/Library", disk_bytes=10**15)
+        stage.hosted.received(HOST, replace(order, bootstrap=chosen))
+        await stage.hears(RankStarted)
+        [told] = stage.orders.notes("bootstrap")
+        assert told["disk_folder"] == str(stage.home / "kv-cache")
+        assert 0 < told["disk_bytes"] <= 50 * 10**9
+
+    play(tmp_path, story)
+
+
 Ending = Callable[[Story], Awaitable[None]]
 
 

@@ -1,0 +1,200 @@
+"""KV caches of earlier prompts on this Mac's disk, as its agent sees them: their room, a list, their removal.
+
+Rank processes alone write them, each its own share. FOLDER/LAYOUT/about.json names the model and the rank
+whose blocks lie beside it, one file each. Files whose names begin with "." are unfinished. FOLDER/.used has
+the bytes of all blocks, and changes under a lock on FOLDER/.lock. A rank goes on without a removed block.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..cluster.deployments import name_of
+from ..errors import UserError
+
+MOST_BYTES = 50 * 10**9  #: Room by default, if a tenth of the free disk is more.
+_ABOUT, _LOCK, _USED = "about.json", ".lock", ".used"
+_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRoom:
+    """Folder for the caches of all ranks of this Mac, and the bytes that they may have there; 0: none."""
+
+    folder: str = ""
+    bytes: int = 0
+
+
+def folder_in(home: Path) -> Path:
+    """Return the folder of the caches in an agent's home."""
+    return home / "kv-cache"
+
+
+def room_in(home: Path, setting: int | None) -> DiskRoom:
+    """Return the room in an agent's home. `setting` is `Settings.cache_disk`.
+
+    None stands for a tenth of what would be free without these caches, so that they do not shrink their room.
+    """
+    folder = folder_in(home)
+    if setting is None:
+        try:
+            setting = min(MOST_BYTES, (shutil.disk_usage(home).free + _used(folder)) // 10)
+        except OSError:
+            setting = 0
+    return DiskRoom(str(folder), setting) if setting else DiskRoom()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Blocks of one rank's share of a model; `used_at` is the last use of one, in seconds since 1970."""
+
+    model: str
+    rank: int
+    ranks: int
+    kv_bits: int
+    blocks: int
+    bytes: int
+    used_at: float
+
+
+def layouts(folder: Path) -> list[Layout]:
+    """Return all that has a block in `folder`, by model and rank. Blocks."""
+    found = (_layout(each) for each in _folders(folder))
+    return sorted(
+        (each for each in found if each.blocks), key=lambda each: (each.model, each.ranks, each.rank)
+    )
+
+
+def by_model(found: list[Layout]) -> list[dict[str, Any]]:
+    """Return the sums of each model's layouts, as JSON."""
+    models: dict[str, list[Layout]] = {}
+    for each in found:
+        models.setdefault(each.model, []).append(each)
+    return [
+        {
+            "model": model,
+            "blocks": sum(each.blocks for each in parts),
+            "bytes": sum(each.bytes for each in parts),
+            "used_at": max(each.used_at for each in parts),
+            "layouts": [asdict(each) for each in parts],
+        }
+        for model, parts in models.items()
+    ]
+
+
+def clear(folder: Path, model: str = "", *, agent_runs: bool) -> list[Layout]:
+    """Remove the blocks of a model, or of all, and return them. Blocks.
+
+    Unfinished ones stay while an agent runs, because a rank may be writing them. `model` is a folder, or
+    OWNER/NAME. Raises UserError for a file that cannot be removed.
+    """
+    removed, name = [], name_of(model)
+    with _account(folder, recount=not agent_runs) as freed:
+        for each in _folders(folder):
+            layout = _layout(each)
+            if not name or name == name_of(layout.model):
+                freed.append(_remove(each, unfinished=not agent_runs))
+                removed.append(layout)
+    return [each for each in removed if each.blocks]
+
+
+@contextmanager
+def _account(folder: Path, *, recount: bool) -> Iterator[list[int]]:
+    """Yield a list for freed bytes, under the lock; then correct the account, or count again."""
+    freed: list[int] = []
+    if not folder.is_dir():
+        yield freed
+        return
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield freed
+        finally:
+            left = sum(map(_layout_bytes, _folders(folder))) if recount else _used(folder) - sum(freed)
+            _write_used(folder, max(0, left))
+    finally:
+        os.close(lock)
+
+
+def _used(folder: Path) -> int:
+    """Return the bytes of all blocks by the account; 0 without one."""
+    try:
+        return max(0, int((folder / _USED).read_text()[:20]))
+    except (OSError, ValueError):
+        return 0
+
+
+def _write_used(folder: Path, count: int) -> None:
+    with os.fdopen(os.open(folder / _USED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(str(count))
+
+
+def _folders(folder: Path) -> list[Path]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return [Path(each.path) for each in entries if each.is_dir(follow_symlinks=False)]
+    return []
+
+
+def _layout(folder: Path) -> Layout:
+    """Return one layout, of no known model if about.json cannot be read."""
+    try:
+        about = json.loads((folder / _ABOUT).read_text())
+        model = _name(str(about["model"]))
+        numbers = [int(about[name]) for name in ("rank", "ranks", "kv_bits")]
+    except (OSError, ValueError, TypeError, LookupError):
+        model, numbers = "", [0, 0, 0]
+    rank, ranks, kv_bits = numbers
+    blocks = [status for _path, status in _files(folder, unfinished=False)]
+    return Layout(
+        model,
+        rank,
+        ranks,
+        kv_bits,
+        len(blocks),
+        sum(each.st_size for each in blocks),
+        max((each.st_mtime for each in blocks), default=0.0),
+    )
+
+
+def _layout_bytes(folder: Path) -> int:
+    return _layout(folder).bytes
+
+
+def _name(model: str) -> str:
+    """Return OWNER/NAME for a folder in the Hub's cache, else the name as it is."""
+    match = _SNAPSHOT.search(model)
+    return f"{match[1]}/{match[2]}" if match is not None else model
+
+
+def _files(folder: Path, *, unfinished: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the path and status of each block; some may vanish meanwhile."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for each in entries:
+            if each.name != _ABOUT and (unfinished or not each.name.startswith(".")):
+                with suppress(OSError):
+                    if each.is_file(follow_symlinks=False):
+                        yield each.path, each.stat(follow_symlinks=False)
+
+
+def _remove(folder: Path, *, unfinished: bool) -> int:
+    """Remove the blocks of one layout; return their bytes. Raises UserError."""
+    freed = 0
+    for path, status in _files(folder, unfinished=unfinished):
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            continue  # a rank has evicted it
+        except OSError as error:
+            raise UserError(f"{path} cannot be removed: {error.strerror}") from None
+        freed += status.st_size
+    return freed

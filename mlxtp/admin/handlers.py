@@ -19,7 +19,6 @@ from ..config import parse_keep, parse_macs, parse_nodes, parse_replicas, parse_
 from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError
 from ..groups.drain import Drain
-from ..groups.group import Group
 from ..groups.groups import group_of
 from ..groups.selection import SelectionState
 from ..identity.store import Store
@@ -28,6 +27,7 @@ from ..models.inspect import is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
 from ..wire.cluster_messages import Deployment
 from . import snapshot
+from .caches import CacheHandlers
 from .parts import AgentParts
 from .snapshot import Observer
 
@@ -37,13 +37,14 @@ COMING = "it is being copied or downloaded; try again when that has finished"
 
 
 class Admin:
-    """Handlers of commands about this agent. `models` and `members` have the others."""
+    """Handlers of commands about this agent. `models`, `members` and `caches` have the others."""
 
     def __init__(self, parts: AgentParts, store: Store) -> None:
         self.key = secrets.token_urlsafe(24)
         self.draining = Drain(parts.node, parts.gateway, parts.groups)
         self.models = ModelHandlers(parts)
         self.members = MemberHandlers(parts, store)
+        self.caches = CacheHandlers(parts)
         self.api_keys: KeyRing | None = None
         self.checkup: Checkup | None = None
         self.started_with: Json = {}
@@ -66,35 +67,6 @@ class Admin:
     def keys(self) -> Json:
         """Return the time of each API key's last use since this agent started, in seconds since 1970."""
         return {"used": dict(self.api_keys.used) if self.api_keys is not None else {}}
-
-    def caches(self) -> Json:
-        """Return what each group whose rank 0 is here keeps for later prompts.
-
-        Bytes are those of all its ranks.
-        """
-        return {"groups": [_caches_of(group) for group in self._with_ranks("")]}
-
-    async def clear_caches(self, model: str) -> Json:
-        """Drop what the groups of a model keep for later prompts, or all groups. Their rank 0 has to be here.
-
-        Returns what each of them kept. Raises UserError if there is none.
-        """
-        groups = self._with_ranks(model)
-        if not groups:
-            what = f"{model} has no rank 0" if model else "no model has its rank 0"
-            raise UserError(
-                f"{what} on this Mac; `mlxtp status` names the owner of each group: clear it there"
-            )
-        kept = [_caches_of(group) for group in groups]
-        for group in groups:
-            await group.supervisor.kv.clear()
-            self._parts.gateway.deployments.forget_prefixes(group.scope.group)
-        return {"groups": kept}
-
-    def _with_ranks(self, model: str) -> list[Group]:
-        name = name_of(model) if model else ""
-        found = [each for each in self._parts.groups.by_id.values() if each.supervisor.status.pongs]
-        return [each for each in found if name in ("", each.scope.deployment)]
 
     def settings(self) -> Json:
         """Return the settings this agent was started with, and the source of each."""
@@ -152,16 +124,6 @@ class Admin:
         """Stop observing, and end all event streams."""
         self.draining.close()
         self.observer.over.set()
-
-
-def _caches_of(group: Group) -> Json:
-    pongs = group.supervisor.status.pongs
-    return {
-        "group": group.scope.group,
-        "kept_bytes": sum(each.kept_bytes for each in pongs.values()),
-        "evicted_bytes": sum(each.evicted_bytes for each in pongs.values()),
-        **{name: getattr(pongs[min(pongs)], name) for name in ("reused", "reused_tokens")},
-    }
 
 
 class ModelHandlers:

@@ -226,6 +226,16 @@ _OF_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
         lambda pong: pong.kept_bytes,
     ),
     (
+        "mlxtp_rank_disk_cache_bytes",
+        "KV caches on the disk of a rank's Mac, of all its ranks and models.",
+        lambda pong: pong.disk_bytes,
+    ),
+    (
+        "mlxtp_rank_disk_cache_room_bytes",
+        "Room for these on that disk; 0 when none are kept there.",
+        lambda pong: pong.disk_room_bytes,
+    ),
+    (
         "mlxtp_rank_step_seconds",
         "Duration of a forward, on average over the last ten.",
         lambda p: p.step_us / 1e6,
@@ -259,6 +269,21 @@ _COUNTED_BY_A_RANK: tuple[tuple[str, str, Callable[[Pong], int]], ...] = (
         "mlxtp_rank_reused_tokens",
         "Tokens of these prompts that were not computed again.",
         lambda pong: pong.reused_tokens,
+    ),
+    (
+        "mlxtp_rank_fetched_caches",
+        "Part of these prompts whose KV caches came from disk.",
+        lambda pong: pong.fetched,
+    ),
+    (
+        "mlxtp_rank_fetched_tokens",
+        "Part of these tokens whose KV caches came from disk.",
+        lambda pong: pong.fetched_tokens,
+    ),
+    (
+        "mlxtp_rank_spilled_cache_bytes",
+        "KV caches that a rank wrote to disk in this epoch.",
+        lambda pong: pong.spilled_bytes,
     ),
 )
 

@@ -27,7 +27,8 @@ from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import Deployment, FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
-from . import deployed
+from . import caches, deployed
+from .caches import GroupCaches
 from .deployed import DeploymentSnapshot
 from .parts import AgentParts
 
@@ -133,6 +134,7 @@ class Snapshot:
     hosted: bool
     model_bytes: int | None
     left_wired: str
+    caches: tuple[GroupCaches, ...]
     history: tuple[EpochStory, ...]
 
 
@@ -161,6 +163,7 @@ def gather(parts: AgentParts) -> Snapshot:
         hosted=parts.hosted.has_ranks,
         model_bytes=group.scope.model.weight_bytes or None,
         left_wired=sleep.HERE.summary(),
+        caches=caches.gather(parts),
         history=deepcopy(group.supervisor.status.history.stories),
     )
 
@@ -283,6 +286,7 @@ def _here(now: Snapshot) -> Json:
         "open_requests": health.open_requests,
         "left_wired": now.left_wired,
         "deployments": _deployments(now),
+        "caches": [asdict(each) for each in now.caches],
         "ranks": [
             {"rank": rank, "pid": agent.pids.get(rank), **{name: getattr(pong, name) for name in _SHOWN}}
             for rank, pong in (agent.pongs or {}).items()
@@ -413,6 +417,7 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
         "waiting": cluster.waiting or None,
         "desired": {key: value for key, value in _desired(cluster).items() if key in ("model", "nodes")},
         "deployments": _deployments(now),
+        "caches": [asdict(each) for each in now.caches],
         "coming": list(cluster.coming),
         "nodes": [
             {**_node(each), "works_for": _works_for(cluster, each.node_id)} for each in cluster.members

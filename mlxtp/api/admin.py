@@ -71,6 +71,14 @@ class MemberCommands(Protocol):
     def leave(self, force: str) -> Json: ...
 
 
+class CacheCommands(Protocol):
+    """Operations on caches of earlier prompts."""
+
+    async def kept(self) -> Json: ...
+
+    async def clear(self, model: str, where: str) -> Json: ...
+
+
 class Administration(Protocol):
     """Operations of an agent for holders of `key`. Each raises UserError with the problem and its remedy."""
 
@@ -82,6 +90,9 @@ class Administration(Protocol):
     @property
     def members(self) -> MemberCommands: ...
 
+    @property
+    def caches(self) -> CacheCommands: ...
+
     def status(self) -> Json: ...
 
     def drain(self, within: str) -> Json: ...
@@ -89,10 +100,6 @@ class Administration(Protocol):
     async def drain_progress(self) -> Json: ...
 
     def keys(self) -> Json: ...
-
-    def caches(self) -> Json: ...
-
-    async def clear_caches(self, model: str) -> Json: ...
 
     def settings(self) -> Json: ...
 
@@ -123,8 +130,12 @@ def admin_routes(admin: Administration) -> list[Route]:
         route("drain", "POST", lambda body: admin.drain(_text(body, "within", ""))),
         route("progress", "GET", lambda _: admin.drain_progress()),
         route("keys", "GET", lambda _: admin.keys()),
-        route("caches", "GET", lambda _: admin.caches()),
-        route("caches/clear", "POST", lambda body: admin.clear_caches(_text(body, "model", ""))),
+        route("caches", "GET", lambda _: admin.caches.kept()),
+        route(
+            "caches/clear",
+            "POST",
+            lambda body: admin.caches.clear(_text(body, "model", ""), _text(body, "where", "")),
+        ),
         route("settings", "GET", lambda _: admin.settings()),
         route("plan", "GET", lambda _: admin.plan()),
         route("models", "GET", lambda _: admin.models.on_disk()),

@@ -1,61 +1,146 @@
-"""`mlxtp cache`: KV caches that groups keep for later prompts."""
+"""`mlxtp cache`: KV caches of earlier prompts, in the memory of groups and on this Mac's disk."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from ..client import AgentClient
+from ..client import AgentClient, agent_runs
+from ..config import resolve_settings
 from . import shell_completion
 from .options import AsJson, Home
-from .printing import home_of, print_answer, size_of, table_of
+from .printing import day_of, home_of, print_answer, size_of, table_of
 
 commands = typer.Typer(
     name="cache", no_args_is_help=True, help="Caches of earlier prompts: list and clear them."
 )
-
-_NONE = "no group has its rank 0 on this Mac"
+Json = Mapping[str, Any]
 
 
 @commands.command(name="list")
 def list_(home: Home = None, as_json: AsJson = False) -> None:
-    """List what each group whose rank 0 is on this Mac keeps for later prompts, and its use so far."""
-    answer = AgentClient(home_of(home)).get("caches")
-    print_answer(answer, as_json, _table(answer["groups"]) if answer["groups"] else _NONE)
+    """List the caches of earlier prompts, and their use: in the memory of groups, and on this Mac's disk.
+
+    A group's owner, the Mac of its rank 0, knows about its memory. The disk is listed also while no agent
+    runs.
+    """
+    folder = home_of(home)
+    print_answer(_kept(folder), as_json, _listed)
 
 
 @commands.command()
 def clear(
     model: Annotated[
         str,
-        typer.Argument(
-            help="Name of a model. Default: all that have their rank 0 on this Mac.",
-            autocompletion=shell_completion.models,
-        ),
+        typer.Argument(help="Name of a model. Default: all.", autocompletion=shell_completion.models),
     ] = "",
+    disk: Annotated[bool, typer.Option("--disk", help="Only what is on this Mac's disk.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Only what groups keep whose rank 0 is on this Mac.")
+    ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drop the caches of earlier prompts. Requests go on; the next turns compute their whole prompts."""
+    """Drop the caches of earlier prompts on this Mac: those in memory and those on its disk.
+
+    Requests go on; the next turns compute their whole prompts. What is on disk can be cleared also while no
+    agent runs.
+    """
     from ..models.inspect import lasting_name
 
-    answer = AgentClient(home_of(home)).post("caches/clear", model=lasting_name(model) if model else "")
+    folder, name = home_of(home), lasting_name(model) if model else ""
+    where = "" if disk == memory else "disk" if disk else "memory"
+    if where == "memory" or agent_runs(folder):
+        answer: Json = AgentClient(folder).post("caches/clear", model=name, where=where)
+    else:
+        from ..models import disk_cache
+
+        removed = disk_cache.clear(disk_cache.folder_in(folder), name, agent_runs=False)
+        answer = {"groups": [], "elsewhere": [], "disk": disk_cache.by_model(removed)}
     print_answer(answer, as_json, _cleared)
 
 
-def _cleared(answer: Mapping[str, Any]) -> list[str]:
-    return [f"{escape(each['group'])}: {size_of(each['kept_bytes'])} dropped" for each in answer["groups"]]
+def _kept(home: Path) -> Json:
+    """Return the agent's answer; while none runs, what is on disk."""
+    if agent_runs(home):
+        return AgentClient(home).get("caches")
+    from ..models import disk_cache
+
+    settings = resolve_settings({"home": home}, refuse=lambda _: None)
+    return {"groups": [], "elsewhere": [], "disk": disk_cache.listed(home, settings.cache_disk)}
 
 
-def _table(groups: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ("kept", "evicted", "prompts that began with one", "tokens reused")
-    table = table_of("group", *columns, right=columns)
+def _cleared(answer: Json) -> list[Text]:
+    lines = [f"{each['group']}: {size_of(each['kept_bytes'])} dropped" for each in answer["groups"]]
+    lines += [
+        f"{_model(each)}: {size_of(each['bytes'])} removed from this Mac's disk" for each in answer["disk"]
+    ]
+    lines = lines or ["nothing of it was on this Mac's disk"]
+    lines += [
+        f"{each['group']} has its rank 0 on {each['owner']}: clear it there" for each in answer["elsewhere"]
+    ]
+    return [Text(each) for each in lines]
+
+
+def _listed(answer: Json) -> list[Any]:
+    groups, disk = answer["groups"], answer["disk"]
+    found: list[Any] = [_groups(groups) if groups else "no group has its rank 0 on this Mac"]
+    found += [
+        Text(
+            f"{each['group']} keeps {each['cached_tokens'] or 0:,} tokens; its rank 0 is on {each['owner']}, "
+            "where `mlxtp cache list` has more"
+        )
+        for each in answer["elsewhere"]
+    ]
+    held = sum(each["bytes"] for each in disk["models"])
+    room = f"of {size_of(disk['room_bytes'])}" if disk["room_bytes"] else "left, as --cache-disk is 0"
+    found += ["", Text(f"on this Mac's disk: {size_of(held)} {room}, in {disk['folder']}")]
+    return [*found, _models(disk["models"])] if disk["models"] else found
+
+
+def _groups(groups: Sequence[Json]) -> Table:
+    sizes = {"kept": "kept_bytes", "evicted": "evicted_bytes", "written to disk": "spilled_bytes"}
+    counts = {
+        "prompts that began with one": "reused",
+        "tokens reused": "reused_tokens",
+        "of these from disk": "fetched_tokens",
+    }
+    table = table_of("group", *sizes, *counts, right=(*sizes, *counts))
     for each in groups:
-        sizes = (size_of(each[name]) for name in ("kept_bytes", "evicted_bytes"))
-        counts = (f"{each[name]:,}" for name in ("reused", "reused_tokens"))
-        table.add_row(escape(each["group"]), *sizes, *counts)
+        table.add_row(
+            escape(each["group"]),
+            *(size_of(each[name]) for name in sizes.values()),
+            *(f"{each[name]:,}" for name in counts.values()),
+        )
     return table
+
+
+def _models(models: Sequence[Json]) -> Table:
+    table = table_of("model", "blocks", "size", "ranks", "last used", right=("blocks", "size"))
+    for each in models:
+        table.add_row(
+            escape(_model(each)),
+            f"{each['blocks']:,}",
+            size_of(each["bytes"]),
+            ranks_of(each["layouts"]),
+            day_of(each["used_at"]),
+        )
+    return table
+
+
+def _model(each: Json) -> str:
+    return each["model"] or "of an unknown model"
+
+
+def ranks_of(layouts: Sequence[Json]) -> str:
+    """Return the ranks whose shares these are, such as "0 of 1; 0, 1 of 2"."""
+    by_size: dict[int, set[int]] = {}
+    for each in layouts:
+        by_size.setdefault(each["ranks"], set()).add(each["rank"])
+    return "; ".join(f"{', '.join(map(str, sorted(found)))} of {ranks}" for ranks, found in by_size.items())

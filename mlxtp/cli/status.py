@@ -63,7 +63,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
         lines.append(_indented(answer["problem"], "red"))
     if answer.get("left_wired"):
         lines.append(_indented(answer["left_wired"], "yellow"))
-    lines += [_indented(each) for each in _caches(answer["ranks"])]
+    lines += [_indented(each) for each in _caches(answer["caches"])]
     if "members" in answer or len(answer["deployments"]) > 1:
         lines += deployments_shown(answer["deployments"], Console().width)
     if "members" in answer:
@@ -86,15 +86,19 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
     return lines
 
 
-def _caches(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence on kept caches, once there are any. All ranks keep those of the same prompts."""
-    if not ranks or not (ranks[0]["kept_bytes"] or ranks[0]["evicted_bytes"] or ranks[0]["reused"]):
-        return []
-    kept, evicted = (sum(each[name] for each in ranks) for name in ("kept_bytes", "evicted_bytes"))
-    return [
-        f"caches of earlier prompts: {size_of(kept)} kept, {size_of(evicted)} evicted; "
-        f"{ranks[0]['reused']:,} prompts began with {ranks[0]['reused_tokens']:,} of their tokens"
-    ]
+def _caches(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence on the kept caches of each group that has any, or had."""
+    for each in groups:
+        if not any(each[name] for name in ("kept_bytes", "evicted_bytes", "reused", "disk_bytes")):
+            continue
+        of = f" of {each['group']}" if len(groups) > 1 else ""
+        disk = f", {each['fetched_tokens']:,} of these from disk" if each["fetched"] else ""
+        room = f", {size_of(each['disk_bytes'])} of {size_of(each['disk_room_bytes'])} on disk"
+        yield (
+            f"caches of earlier prompts{of}: {size_of(each['kept_bytes'])} kept"
+            f"{room if each['disk_room_bytes'] else ''}, {size_of(each['evicted_bytes'])} evicted; "
+            f"{each['reused']:,} prompts began with {each['reused_tokens']:,} of their tokens{disk}"
+        )
 
 
 def _where(answer: Mapping[str, Any]) -> str:

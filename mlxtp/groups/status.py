@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 _SHOWN = (
     "phase", "step", "forwards", "collectives", "emitted", "memory_bytes", "peak_memory_bytes",
     "weight_bytes", "load_peak_bytes", "kv_bytes", "kept_bytes", "evicted_bytes", "reused", "reused_tokens",
+    "fetched", "fetched_tokens", "spilled_bytes", "disk_bytes", "disk_room_bytes",
     "step_us", "wait_us", "collective_us",
 )  # fmt: skip
 

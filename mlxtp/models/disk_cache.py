@@ -74,6 +74,16 @@ def layouts(folder: Path) -> list[Layout]:
     )
 
 
+def listed(home: Path, setting: int | None) -> dict[str, Any]:
+    """Return the folder in an agent's home, its room and what each model has there, as JSON. Blocks."""
+    folder = folder_in(home)
+    return {
+        "folder": str(folder),
+        "room_bytes": room_in(home, setting).bytes,
+        "models": by_model(layouts(folder)),
+    }
+
+
 def by_model(found: list[Layout]) -> list[dict[str, Any]]:
     """Return the sums of each model's layouts, as JSON."""
     models: dict[str, list[Layout]] = {}
@@ -176,14 +186,14 @@ def _name(model: str) -> str:
     return f"{match[1]}/{match[2]}" if match is not None else model
 
 
-def _files(folder: Path, *, unfinished: bool) -> Iterator[tuple[str, os.stat_result]]:
+def _files(folder: Path, *, unfinished: bool) -> Iterator[tuple[Path, os.stat_result]]:
     """Yield the path and status of each block; some may vanish meanwhile."""
     with suppress(OSError), os.scandir(folder) as entries:
         for each in entries:
             if each.name != _ABOUT and (unfinished or not each.name.startswith(".")):
                 with suppress(OSError):
                     if each.is_file(follow_symlinks=False):
-                        yield each.path, each.stat(follow_symlinks=False)
+                        yield Path(each.path), each.stat(follow_symlinks=False)
 
 
 def _remove(folder: Path, *, unfinished: bool) -> int:
@@ -191,7 +201,7 @@ def _remove(folder: Path, *, unfinished: bool) -> int:
     freed = 0
     for path, status in _files(folder, unfinished=unfinished):
         try:
-            os.unlink(path)
+            path.unlink()
         except FileNotFoundError:
             continue  # a rank has evicted it
         except OSError as error:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from mlxtp.admin.caches import CacheHandlers
 from mlxtp.admin.handlers import Admin
 from mlxtp.admin.snapshot import Observer, links, pairs
 from mlxtp.cli.status import picture
@@ -31,6 +32,7 @@ from ..groups.one_node import GROUP, MACHINE, A, B, Node, alone, play
 from ..groups.scenes import run, sees
 from ..groups.test_lifecycle import Stage
 from ..groups.test_lifecycle import play as play_epochs
+from ..models.test_disk_cache import layout
 from ..wire import members
 
 
@@ -86,12 +88,7 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
         [rank] = Admin(parts, cast(Any, None)).status()["ranks"]
         assert "fake_rank" in " ".join(psutil.Process(rank["pid"]).cmdline())
         admin = Admin(parts, cast(Any, None))
-        assert [each["group"] for each in admin.caches()["groups"]] == ["tiny#0"]
-        with pytest.raises(
-            UserError, match="other has no rank 0 on this Mac; `mlxtp status` names the owner"
-        ):
-            await admin.clear_caches("other")
-        assert [each["kept_bytes"] for each in (await admin.clear_caches("tiny"))["groups"]] == [0]
+        await caches_come_and_go(admin.caches, tmp_path / "alone")
         assert found["history"][0]["epoch"] == 41
         assert found["history"][0]["ready_s"] > 0
         assert "loaded" in [stage for stage, _ in found["history"][0]["stages"]]
@@ -105,6 +102,27 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
         assert [each["epoch"] for each in moment(observer)["history"]] == [42, 41]
 
     play_epochs(tmp_path, source, story)
+
+
+async def caches_come_and_go(caches: CacheHandlers, home: Path) -> None:
+    kept = await caches.kept()
+    assert [each["group"] for each in kept["groups"]] == ["tiny#0"]
+    assert (kept["elsewhere"], kept["disk"]["models"]) == ([], [])
+    with pytest.raises(UserError, match="other has no rank 0 on this Mac, so nothing of it is kept here"):
+        await caches.clear("other", "")
+    with pytest.raises(UserError, match="'tape' is not memory or disk"):
+        await caches.clear("", "tape")
+    both = ["/models/other", "/models/tiny"]
+    for model in both:
+        layout(home / "kv-cache", model.rpartition("/")[2], model)
+    assert [each["model"] for each in (await caches.kept())["disk"]["models"]] == both
+    cleared = await caches.clear("tiny", "memory")
+    assert ([each["kept_bytes"] for each in cleared["groups"]], cleared["disk"]) == ([0], [])
+    cleared = await caches.clear("other", "disk")
+    assert (cleared["groups"], [each["model"] for each in cleared["disk"]]) == ([], ["/models/other"])
+    cleared = await caches.clear("", "")
+    assert (len(cleared["groups"]), [each["model"] for each in cleared["disk"]]) == (1, ["/models/tiny"])
+    assert (await caches.kept())["disk"]["models"] == []
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 from rich.console import Console
 
 from mlxtp.admin import checkup, metrics, snapshot
+from mlxtp.admin.caches import use_of
 from mlxtp.admin.deployed import DeploymentSnapshot, GroupSnapshot
 from mlxtp.admin.snapshot import AgentSnapshot, ClusterSnapshot, MemberSnapshot, NodeLink, Snapshot, gather
 from mlxtp.api.backend import Health, ModelInfo
@@ -32,6 +33,10 @@ from ..groups.one_node import MACHINE, A, B, alone
 from ..groups.scenes import run
 
 PONG = Pong("decode", 0.5, 1, 7, 9, 3, 4, 10 << 20, 12 << 20, "tiny", 5, 6, 8, 1500, 300, 44, 100)
+KEPT = replace(
+    PONG, kept_bytes=10**9, evicted_bytes=10**8, reused=12, reused_tokens=96_000, fetched=3,
+    fetched_tokens=64_000, spilled_bytes=7, disk_bytes=3 * 10**9, disk_room_bytes=50 * 10**9,
+)  # fmt: skip
 GROUP = EpochGroup(1, 2, "ring", kind="ring over Ethernet")
 AGENT = AgentSnapshot(
     health=Health("ready", 9, 2, "ring", "tiny", None, ready=True, open_requests=3),
@@ -89,6 +94,7 @@ NOW = Snapshot(
     hosted=False,
     model_bytes=1000,
     left_wired="2 GB stay wired",
+    caches=(use_of("tiny#0", {0: KEPT, 1: KEPT}, (A, B)),),
     history=(EpochStory(9, 1.0, True, 2, "ring", GROUP.kind, "tiny"),),
 )
 ALONE = replace(NOW, cluster=replace(CLUSTER, alone=True, members=(HERE,), links=()))
@@ -100,6 +106,27 @@ def samples(now: AgentSnapshot) -> dict[str, list[tuple[dict[str, str], float]]]
         return [(each.labels, each.value) for each in metric.samples]
 
     return {metric.name: of(metric) for metric in metrics.rendered(now, CLUSTER.deployments)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "macs"),
+    [
+        ((A, B), 2),
+        ((A, A), 1),  # two ranks report the disk that they share
+        ((), 1),
+    ],
+)
+def test_the_use_of_caches_is_summed_over_ranks_and_disks(nodes: tuple[str, ...], macs: int) -> None:
+    use = use_of("tiny#0", {1: KEPT, 0: replace(KEPT, reused=13)}, nodes)
+    assert (use.kept_bytes, use.evicted_bytes, use.spilled_bytes) == (2 * 10**9, 2 * 10**8, 14)
+    assert (use.reused, use.reused_tokens, use.fetched, use.fetched_tokens) == (13, 96_000, 3, 64_000)
+    assert (use.disk_bytes, use.disk_room_bytes) == (macs * 3 * 10**9, macs * 50 * 10**9)
+
+
+def test_status_and_page_have_the_use_of_caches() -> None:
+    for found in (snapshot.status(NOW), snapshot.page(NOW, 30.0)):
+        [use] = found["caches"]
+        assert (use["group"], use["fetched_tokens"], use["disk_bytes"]) == ("tiny#0", 64_000, 6 * 10**9)
 
 
 def test_metrics_have_each_deployment_and_group() -> None:

@@ -75,12 +75,17 @@ class FakeAdmin:
     def keys(self) -> Any:
         return self._do("keys")
 
+    @property
     def caches(self) -> Any:
+        return self
+
+    async def kept(self) -> Any:
+        await asyncio.sleep(0)
         return self._do("caches")
 
-    async def clear_caches(self, model: str) -> Any:
+    async def clear(self, model: str, where: str) -> Any:
         await asyncio.sleep(0)
-        return self._do("caches/clear", model)
+        return self._do("caches/clear", model, *filter(None, [where]))
 
     def settings(self) -> Any:
         return self._do("settings")

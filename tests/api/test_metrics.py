@@ -620,6 +620,13 @@ def pong(**fields: Any) -> Pong:
 
 def test_each_rank_has_its_figures(stage: Stage) -> None:
     caches = {"kv_bytes": 5, "kept_bytes": 3, "evicted_bytes": 7, "reused": 8, "reused_tokens": 900}
+    caches |= {
+        "fetched": 2,
+        "fetched_tokens": 300,
+        "spilled_bytes": 17,
+        "disk_bytes": 19,
+        "disk_room_bytes": 23,
+    }
     pongs = {
         1: pong(memory_bytes=22, peak_memory_bytes=33, weight_bytes=4, forwards=6, **caches),
         0: pong(memory_bytes=11, step_us=1500, wait_us=500, collective_us=40),
@@ -638,6 +645,11 @@ def test_each_rank_has_its_figures(stage: Stage) -> None:
     assert found("mlxtp_rank_evicted_cache_bytes_total", rank="1") == 7
     assert found("mlxtp_rank_reused_caches_total", rank="1") == 8
     assert found("mlxtp_rank_reused_tokens_total", rank="1") == 900
+    assert found("mlxtp_rank_fetched_caches_total", rank="1") == 2
+    assert found("mlxtp_rank_fetched_tokens_total", rank="1") == 300
+    assert found("mlxtp_rank_spilled_cache_bytes_total", rank="1") == 17
+    assert found("mlxtp_rank_disk_cache_bytes", rank="1") == 19
+    assert found("mlxtp_rank_disk_cache_room_bytes", rank="1") == 23
     assert found("mlxtp_rank_forwards_total", rank="1") == 6
     assert found("mlxtp_rank_step_seconds", rank="0") == 0.0015
     assert found("mlxtp_rank_wait_seconds", rank="0") == 0.0005

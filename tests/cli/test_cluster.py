@@ -36,6 +36,7 @@ from mlxtp.wire.cluster_messages import Interface, Machine, RosterEntry
 
 from ..api.test_admin import KEY, FakeAdmin
 from ..live_cluster import WAIT_S
+from ..models.test_disk_cache import layout
 
 MEMBER = {
     "node_id": "ab" * 16,
@@ -84,6 +85,7 @@ TWO_REPLICAS: dict[str, Any] = {
 STATUS = {
     "state": "ready",
     "ranks": [],
+    "caches": [],
     "reason": "",
     "problem": "",
     "waiting": "",
@@ -139,7 +141,13 @@ SERVED: dict[str, object] = {
 
 CACHES: dict[str, object] = {
     **{"group": "org/model#0", "kept_bytes": 1_500_000_000, "evicted_bytes": 20_000_000},
-    **{"reused": 1200, "reused_tokens": 34_000},
+    **{"spilled_bytes": 3_000_000_000, "reused": 1200, "reused_tokens": 34_000},
+    **{"fetched": 300, "fetched_tokens": 9_000, "disk_bytes": 12 * 10**9, "disk_room_bytes": 50 * 10**9},
+}
+ELSEWHERE = {"group": "org/big#0", "owner": "mini [left]", "cached_tokens": 4096}
+ON_DISK: dict[str, object] = {
+    **{"model": "org/[model]", "blocks": 1234, "bytes": 12 * 10**9, "used_at": 1_780_000_000.0},
+    **{"layouts": [{"rank": rank, "ranks": ranks} for rank, ranks in ((0, 1), (1, 2), (0, 2))]},
 }
 
 
@@ -174,8 +182,12 @@ class Admin(FakeAdmin):
                 "saved_by": ["air"],
             },
             "leave": {"left": "c" * 16, "members": 1},
-            "caches": {"groups": [CACHES]},
-            "caches/clear": {"groups": [CACHES]},
+            "caches": {
+                "groups": [CACHES],
+                "elsewhere": [ELSEWHERE],
+                "disk": {"folder": "/home/kv-cache", "room_bytes": 50 * 10**9, "models": [ON_DISK]},
+            },
+            "caches/clear": {"groups": [CACHES], "elsewhere": [ELSEWHERE], "disk": [ON_DISK]},
             "bench/fabric": BENCH,
             "plan": {
                 "fabric": [],
@@ -330,23 +342,76 @@ def test_a_status_that_is_not_well_says_why(agent: Agent, monkeypatch: pytest.Mo
 def test_the_use_of_kept_caches_is_shown_once_there_is_any(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    none = dict.fromkeys(("kept_bytes", "evicted_bytes", "reused", "reused_tokens"), 0)
-    some = {"kept_bytes": 1_500_000_000, "evicted_bytes": 20_000_000, "reused": 1200, "reused_tokens": 34_000}
-    for ranks in ([none, none], [some, some]):
-        monkeypatch.setattr(agent.admin, "status", lambda ranks=ranks: {**STATUS, "ranks": ranks})
-        words = " ".join(mlxtp(agent.home, "status").output.split())
-        said = "earlier prompts: 3.0 GB kept, 40 MB evicted; 1,200 prompts began with 34,000 of their tokens"
-        assert (said in words) == (ranks[0] is some)
+    none = {**dict.fromkeys(CACHES, 0), "group": "org/model#0"}
+    other = {**CACHES, "group": "org/[other]#0", "fetched": 0, "disk_room_bytes": 0}
+    shown = []
+    for caches in ([], [none], [CACHES], [CACHES, other]):
+        monkeypatch.setattr(agent.admin, "status", lambda caches=caches: {**STATUS, "caches": caches})
+        shown.append(" ".join(mlxtp(agent.home, "status").output.split()))
+    kept, reused = "1.5 GB kept", "20 MB evicted; 1,200 prompts began with 34,000 of their tokens"
+    both = f"{kept}, 12.0 GB of 50.0 GB on disk, {reused}, 9,000 of these from disk"
+    assert ["earlier prompts" in each for each in shown] == [False, False, True, True]
+    assert f"caches of earlier prompts: {both}" in shown[2]
+    assert f"caches of earlier prompts of org/model#0: {both}" in shown[3]
+    assert f"caches of earlier prompts of org/[other]#0: {kept}, {reused}" in shown[3]
 
 
 def test_kept_caches_are_listed_and_cleared(agent: Agent) -> None:
-    listed = mlxtp(agent.home, "cache", "list").output.splitlines()
-    assert listed[1].split() == ["org/model#0", "1.5", "GB", "20", "MB", "1,200", "34,000"]
-    assert mlxtp(agent.home, "cache", "clear").output == "org/model#0: 1.5 GB dropped\n"
-    assert json.loads(mlxtp(agent.home, "cache", "clear", "org/model", "--json").output)["groups"] == [CACHES]
-    assert agent.admin.asked == [("caches",), ("caches/clear", ""), ("caches/clear", "org/model")]
-    agent.admin.error = UserError("tiny has no rank 0 on this Mac")
-    assert "tiny has no rank 0 on this Mac" in refusal(agent.home, "cache", "clear", "tiny")
+    with _own_home(agent.home):
+        listed = mlxtp(agent.home, "cache", "list").output.splitlines()
+        assert listed[1].split() == [
+            "org/model#0", "1.5", "GB", "20", "MB", "3.0", "GB", "1,200", "34,000", "9,000",
+        ]  # fmt: skip
+        assert listed[2] == (
+            "org/big#0 keeps 4,096 tokens; its rank 0 is on mini [left], where `mlxtp cache list` has more"
+        )
+        assert listed[4] == "on this Mac's disk: 12.0 GB of 50.0 GB, in /home/kv-cache"
+        assert listed[6].split()[:10] == [
+            "org/[model]",
+            "1,234",
+            "12.0",
+            "GB",
+            "0",
+            "of",
+            "1;",
+            "0,",
+            "1",
+            "of",
+        ]
+        assert mlxtp(agent.home, "cache", "clear").output == (
+            "org/model#0: 1.5 GB dropped\norg/[model]: 12.0 GB removed from this Mac's disk\n"
+            "org/big#0 has its rank 0 on mini [left]: clear it there\n"
+        )
+        assert json.loads(mlxtp(agent.home, "cache", "clear", "org/model", "--json").output)["groups"] == [
+            CACHES
+        ]
+        for options in (["--disk"], ["--memory"], ["--memory", "--disk"]):
+            mlxtp(agent.home, "cache", "clear", *options)
+        assert agent.admin.asked == [
+            ("caches",), ("caches/clear", ""), ("caches/clear", "org/model"),
+            ("caches/clear", "", "disk"), ("caches/clear", "", "memory"), ("caches/clear", ""),
+        ]  # fmt: skip
+        agent.admin.error = UserError("tiny has no rank 0 on this Mac")
+        assert "tiny has no rank 0 on this Mac" in refusal(agent.home, "cache", "clear", "tiny")
+
+
+def test_the_disk_is_listed_and_cleared_while_no_agent_runs(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("cache_disk = 0\n")
+    kept = layout(tmp_path / "kv-cache", "a", "/models/[one]", sizes=(2_000_000,))
+    (kept / ".unfinished").write_text("")
+    layout(tmp_path / "kv-cache", "b", "/models/other")
+    listed = mlxtp(tmp_path, "cache", "list").output
+    assert "no group has its rank 0 on this Mac" in listed
+    assert "on this Mac's disk: 2 MB left, as --cache-disk is 0" in " ".join(listed.split())
+    assert "no mlxtp node runs" in refusal(tmp_path, "cache", "clear", "--memory")
+    for said in (
+        "/models/[one]: 2 MB removed from this Mac's disk\n",
+        "nothing of it was on this Mac's disk\n",
+    ):
+        assert mlxtp(tmp_path, "cache", "clear", "/models/[one]").output == said
+    assert not (kept / ".unfinished").exists()
+    [left] = json.loads(mlxtp(tmp_path, "cache", "list", "--json").output)["disk"]["models"]
+    assert left["model"] == "/models/other"
 
 
 def test_memory_that_ended_ranks_left_wired_is_shown(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +420,7 @@ def test_memory_that_ended_ranks_left_wired_is_shown(agent: Agent, monkeypatch: 
 
 
 def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = {name: STATUS[name] for name in ("state", "reason", "model", "epoch", "ranks")} | {
+    alone = {name: STATUS[name] for name in ("state", "reason", "model", "epoch", "caches")} | {
         "deployments": [{**TWO_REPLICAS, "groups": [GROUP]}],
         "world_size": 1,
         "kind": "",

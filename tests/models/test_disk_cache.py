@@ -21,7 +21,9 @@ HUB = "/Users/a/hub/models--org--some--model/snapshots/0123abc"
 AT = 1_700_000_000.0
 
 
-def layout(folder: Path, name: str, model: str, rank: int = 0, ranks: int = 1, sizes: tuple[int, ...] = (10,)) -> Path:
+def layout(
+    folder: Path, name: str, model: str, rank: int = 0, ranks: int = 1, sizes: tuple[int, ...] = (10,)
+) -> Path:
     """Write what a rank leaves, block i last used at AT + i."""
     inside = folder / name
     inside.mkdir(mode=0o700, parents=True)
@@ -154,10 +156,10 @@ def test_a_file_that_cannot_be_removed_is_named_and_the_account_has_the_others(
     inside = layout(tmp_path, "a", HUB, sizes=(10, 10))
     (tmp_path / ".used").write_text("20")
 
-    def refuse(path: str) -> None:
+    def refuse(path: Path) -> None:
         raise PermissionError(1, "Operation not permitted", path)
 
-    monkeypatch.setattr(disk_cache.os, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(UserError, match=f"{inside}/0.* cannot be removed: Operation not permitted"):
         clear(tmp_path, agent_runs=True)
     assert used(tmp_path) == 20

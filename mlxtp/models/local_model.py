@@ -157,8 +157,10 @@ class LocalModel:
         self._report(self)
 
     async def close(self) -> None:
-        """Stop the search."""
+        """Stop the search, and end the process of the tokenizer."""
         await self._background.close()
+        if self.source is not None:
+            await asyncio.to_thread(self.source.text.close)
 
 
 class LocalModels:

@@ -153,6 +153,10 @@ class Renderer(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Free what it holds of the machine. A request that comes later takes longer."""
+        ...
+
 
 class LocalRenderer:
     """Renderer in this process. `tokenizer` is a `transformers` tokenizer with a `tokenizers` backend."""
@@ -252,6 +256,9 @@ class LocalRenderer:
 
     def line(self, size: int) -> WorkerQueue:
         return self._line
+
+    def close(self) -> None:
+        """Do nothing: it has no process."""
 
 
 def broken(why: str) -> RequestError:
@@ -353,6 +360,10 @@ class SandboxedRenderer:
     def line(self, size: int) -> _Lane:
         return self._lanes[size > SHORT]
 
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
     def _reply(self, work: list[Any]) -> tuple[bytes, bytes]:
         try:
             body = _json(work)
@@ -409,6 +420,7 @@ class _Lane(WorkerQueue):
         super().__init__()
         self._path = path
         self._process: _Process | None = None
+        self._closed = False
 
     def request(self, body: bytes) -> tuple[bytes, bytes]:
         """Return the kind of the reply and the reply. Raises RequestError where the process breaks.
@@ -428,6 +440,14 @@ class _Lane(WorkerQueue):
             if isinstance(error, OSError | ModelError):
                 raise broken(str(error)) from None
             raise
+        finally:
+            if self._closed:
+                self._drop()
+
+    def close(self) -> None:
+        """End the process, behind the work that waits. A later request has one of its own."""
+        self._closed = True
+        self.run_blocking(self._drop)
 
     def start(self) -> RendererFacts:
         """Start the process and return its report of the model. Raises ModelError."""

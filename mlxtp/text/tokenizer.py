@@ -105,6 +105,10 @@ class Text:
         """
         return cls(SandboxedRenderer(path))
 
+    def close(self) -> None:
+        """End the model's process. Blocks. A request that comes later takes seconds."""
+        self._writer.close()
+
     @property
     def has_chat_template(self) -> bool:
         return self._writer.facts.renders
@@ -121,16 +125,23 @@ class Text:
         Where the template refuses the messages, they are written in a plainer form, unless `exact`.
         Raises RequestError when there is no template or the template refuses all forms.
         """
+        if not self.has_chat_template:
+            raise RequestError(
+                "this model has no chat template, so it cannot answer chat messages; "
+                "use its instruct or chat version",
+                Code.NOT_SUPPORTED,
+                param="messages",
+            )
         messages = template_messages(conversation, self.knows_tools)
         tools = [tool_json(tool) for tool in conversation.tools] if self.knows_tools else []
         options = template_options(conversation)
         try:
-            return self._rendered(messages, tools, options, prompting)
+            return self._writer.render(messages, tools, options, prompting=prompting)
         except RequestError as error:
             last = exact or error.status == 504
             for plainer in () if last else plainer_messages(conversation, self.knows_tools):
                 with contextlib.suppress(RequestError):
-                    return self._rendered(plainer, tools, options, prompting)
+                    return self._writer.render(plainer, tools, options, prompting=prompting)
             raise
 
     def stamp(self) -> str:
@@ -187,22 +198,6 @@ class Text:
         if self.markup.think is None:
             return False
         return self.decoded(prompt[-_LONGEST_MARKER:]).rstrip().endswith(self.markup.think[0])
-
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
-        prompting: bool = True,
-    ) -> str:
-        if not self.has_chat_template:
-            raise RequestError(
-                "this model has no chat template, so it cannot answer chat messages; "
-                "use its instruct or chat version",
-                Code.NOT_SUPPORTED,
-                param="messages",
-            )
-        return self._writer.render(messages, tools, options, prompting=prompting)
 
     def encoded(self, text: str, *, special: bool) -> tuple[int, ...]:
         """Return token ids; `special` adds the tokens that begin every sequence. Raises RequestError."""

@@ -205,6 +205,7 @@ class Node:
                 models._report(model)
 
             model.search = search  # type: ignore[method-assign]
+            model.close = model._background.close  # type: ignore[method-assign]
             return model
 
         models._new = new  # type: ignore[method-assign]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mlxtp.agent import Agent, running_agent
@@ -32,6 +34,16 @@ def group_of(agent: Agent, deployment: str) -> Group:
     assert agent.parts is not None
     (group,) = agent.parts.groups.replicas_of(deployment)
     return group
+
+
+def renderers(folder: Path) -> list[int]:
+    """Pids of this process's helpers that run the chat template and tokenizer in `folder`."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
+            if {"mlxtp.text.renderer", str(folder)} <= set(child.cmdline()):
+                found.append(child.pid)
+    return found
 
 
 def pids(group: Group) -> list[int]:
@@ -96,8 +108,12 @@ def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
             assert ["tiny#0 on a: its KV caches have" in line for line in memory_lines(caplog)] == [True]
             kv.loaded = kept
 
+            assert renderers(other)
+            text = gateway.text("other")
             desired.unload(str(other))
             await sees(lambda: first.supervisor.kv.tokens == alone)
+            await sees(lambda: not renderers(other))
+            assert text is not None  # no collection of garbage ended its process
             assert first.supervisor.kv.limit_bytes == 0
             await answers(agent, "")
             assert first.supervisor.status.state is ServingState.READY

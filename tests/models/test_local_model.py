@@ -34,6 +34,7 @@ class Stage:
         self.finding = 0
         self.greeters: list[Callable[[Any], None]] = []
         self.opened: list[tuple[str, str]] = []
+        self.closed: list[str] = []
         nothing = lambda *_, **__: None  # noqa: E731
         self.desired = SimpleNamespace(on_change=nothing, retry_if=nothing, table=NO_DEPLOYMENTS)
         self.peers = PeerInfo()
@@ -79,7 +80,8 @@ class Stage:
     async def _open(self, name: str, draft: str) -> ModelSource:
         self.opened.append((name, draft))
         await asyncio.sleep(0)
-        return ModelSource(name, self.home / name, cast(Text, None))
+        text = SimpleNamespace(close=lambda: self.closed.append(name))
+        return ModelSource(name, self.home / name, cast(Text, text))
 
     def want(self, name: str, version: int, *, pinned: bool = True) -> None:
         """Have this model wanted alone, by a row of this version; an empty name: none."""
@@ -200,6 +202,9 @@ def test_two_models_are_wanted_at_once_and_each_is_reported_by_its_name(tmp_path
         assert len(stage.opened) == 1, "its result stays while it is wanted"
         with pytest.raises(ModelError, match="missing is not wanted here"):
             models.folder("missing")
+        assert stage.closed == []
+        models.want({})
+        await sees(lambda: stage.closed == ["org/large"])
 
     play(tmp_path, story)
 

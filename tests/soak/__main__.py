@@ -331,6 +331,13 @@ def move(cluster: Cluster, chance: random.Random) -> set[str]:
     return {f"{name}#0"}
 
 
+def _is_rank(process: psutil.Process) -> bool:
+    """Return True for a rank, or a spare, and False for the process of a tokenizer."""
+    with contextlib.suppress(psutil.Error):
+        return "mlxtp.engine.worker" in process.cmdline()
+    return False
+
+
 def _a_rank(cluster: Cluster, chance: random.Random) -> tuple[Agent, int]:
     """One of the next Mac that has any."""
     while True:
@@ -489,9 +496,9 @@ class Run:
 
     def _sample(self, pid: int) -> Sample:
         process, now = psutil.Process(pid), self.now
-        memory_mb, children = process.memory_info().rss / 1e6, len(process.children())
+        memory_mb, ranks = process.memory_info().rss / 1e6, sum(map(_is_rank, process.children()))
         descriptors, threads = process.num_fds(), process.num_threads()
-        return Sample(now, memory_mb, descriptors, threads, self._count(RIGHT), children)
+        return Sample(now, memory_mb, descriptors, threads, self._count(RIGHT), ranks)
 
 
 def summed(agent: str, apps: list[App], hung: list[App]) -> Asked:

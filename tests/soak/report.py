@@ -21,7 +21,7 @@ _GROWTH = 0.05
 _GROWTH_MB = 4.0
 """A process that keeps nothing of what is over may grow by these together in a whole run."""
 _DESCRIPTORS = 2
-_OF_A_CHILD = 4
+_OF_A_RANK = 4
 """Descriptors, and threads, at most, that an agent has for each of its rank processes."""
 
 
@@ -34,7 +34,7 @@ class Sample:
     descriptors: int
     threads: int
     answers: int
-    children: int
+    ranks: int
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Soak:
                 )
             if process.idle is not None:
                 first, last = process.idle
-                more = _DESCRIPTORS + _OF_A_CHILD * max(last.children - first.children, 0)
+                more = _DESCRIPTORS + _OF_A_RANK * max(last.ranks - first.ranks, 0)
                 for what in ("descriptors", "threads"):
                     before, after = getattr(first, what), getattr(last, what)
                     if after > before + more:

@@ -76,9 +76,9 @@ def test_each_thing_that_must_not_happen_is_a_problem(spoil, words: str) -> None
 
 def test_an_agent_may_have_descriptors_for_another_rank() -> None:
     soak = good()
-    soak.processes[0].idle = (IDLE, replace(IDLE, descriptors=46, children=2))
+    soak.processes[0].idle = (IDLE, replace(IDLE, descriptors=46, ranks=2))
     assert soak.problems == []
-    soak.processes[0].idle = (IDLE, replace(IDLE, descriptors=47, children=2))
+    soak.processes[0].idle = (IDLE, replace(IDLE, descriptors=47, ranks=2))
     assert len(soak.problems) == 1
 
 

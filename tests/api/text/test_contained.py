@@ -245,6 +245,16 @@ def test_short_texts_pass_long_ones_and_both_processes_end_with_the_text(loaded:
     assert children() == before
 
 
+def test_a_closed_text_has_no_process_but_for_a_request_that_comes_late(loaded: dict[str, Loaded]) -> None:
+    before = children()
+    text = Text(SandboxedRenderer(loaded["byte_level"].folder))
+    tokens = [text.encoded(short, special=True) for short in ("hello", "x" * 100_000)]
+    text.close()
+    assert children() == before
+    assert [text.encoded(short, special=True) for short in ("hello", "x" * 100_000)] == tokens
+    assert children() == before
+
+
 def test_short_texts_pass_the_long_text_that_a_template_makes_of_a_short_body(tmp_path: Path) -> None:
     wide = "{% if messages[-1].content == 'wide' %}{{ 'x' * 100000 }}{% endif %}" + TEMPLATE
     begun, waits, go_on = threading.Event(), threading.Event(), threading.Event()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -183,3 +184,31 @@ form("ring", 0, 2, {tuple(free_hosts(2).split(","))!r}, folder=Path({str(tmp_pat
     )
     assert done.stdout == b"forming\n"
     assert done.returncode == -14
+
+
+WAITS = """
+import sys, time
+from pathlib import Path
+import mlx.core as mx
+from mlxtp.engine.group import form
+rank = int(sys.argv[1])
+group = form("ring", rank, 2, tuple(sys.argv[2].split(",")), folder=Path(sys.argv[3]), deadline_s=60.0)
+mx.eval(group.total(mx.ones((64,))))
+time.sleep(rank)
+before = time.process_time()
+mx.eval(group.total(mx.ones((64,))))
+print(time.process_time() - before)
+"""
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="on a GPU the threads of MLX's ring may spin")
+def test_a_rank_that_waits_for_another_leaves_it_the_processor(tmp_path: Path) -> None:
+    hosts = free_hosts(2)
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAITS, str(rank), hosts, str(tmp_path)], stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    took_s = [float(member.communicate(timeout=WAIT_S)[0]) for member in members]
+    assert took_s[0] < 0.2, "rank 0 waits for a second"

@@ -323,11 +323,11 @@ def misread_step(
 
 
 @around(RankExecutor, "stop")
-def keep_otherwise(original: Wrapped, rank: RankExecutor, uid: int, forwards: int, keep: int) -> None:
+def keep_otherwise(original: Wrapped, rank: RankExecutor, frame: SessionStop) -> None:
     """A KV cache is not kept here, though all the others keep it; or less of it."""
-    if keep and (order := orders.due("keep_otherwise")):
-        keep = max(keep + int(order.how), 0)
-    original(rank, uid, forwards, keep)
+    if frame.keep and (order := orders.due("keep_otherwise")):
+        frame = dataclasses.replace(frame, keep=max(frame.keep + int(order.how), 0))
+    original(rank, frame)
 
 
 @around(RankExecutor, "evict")

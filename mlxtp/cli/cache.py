@@ -98,9 +98,8 @@ def _listed(answer: Json) -> list[Any]:
         )
         for each in answer["elsewhere"]
     ]
-    held = sum(each["bytes"] for each in disk["models"])
-    room = f"of {size_of(disk['room_bytes'])}" if disk["room_bytes"] else "left, as --cache-disk is 0"
-    found += ["", Text(f"on this Mac's disk: {size_of(held)} {room}, in {disk['folder']}")]
+    held, room = size_of(sum(each["bytes"] for each in disk["models"])), size_of(disk["room_bytes"])
+    found += ["", Text(f"on this Mac's disk: {held} of {room}, in {disk['folder']}")]
     return [*found, _models(disk["models"])] if disk["models"] else found
 
 

@@ -402,7 +402,7 @@ def test_the_disk_is_listed_and_cleared_while_no_agent_runs(tmp_path: Path) -> N
     layout(tmp_path / "kv-cache", "b", "/models/other")
     listed = mlxtp(tmp_path, "cache", "list").output
     assert "no group has its rank 0 on this Mac" in listed
-    assert "on this Mac's disk: 2 MB left, as --cache-disk is 0" in " ".join(listed.split())
+    assert "on this Mac's disk: 2 MB of 0 MB, in " in " ".join(listed.split())
     assert "no mlxtp node runs" in refusal(tmp_path, "cache", "clear", "--memory")
     for said in (
         "/models/[one]: 2 MB removed from this Mac's disk\n",

@@ -68,6 +68,35 @@ def test_the_cluster_in_words(visit: Visit) -> None:
     assert [word for word in ours if word in shown] == []
 
 
+KEPT = {
+    "group": "org/tiny#0", "kept_bytes": 1_500_000_000, "evicted_bytes": 0, "spilled_bytes": 0, "reused": 12,
+    "reused_tokens": 96_000, "fetched": 3, "fetched_tokens": 64_000, "disk_bytes": 12 * 10**9,
+    "disk_room_bytes": 50 * 10**9,
+}  # fmt: skip
+NOT_USED = KEPT | {"group": "org/tiny#1", "reused": 0, "kept_bytes": 0, "disk_bytes": 0, "disk_room_bytes": 0}
+
+
+def test_what_groups_keep_of_earlier_prompts(site: Site, visit: Visit) -> None:
+    visit.open("cluster")
+    assert not visit.page.is_visible("#caches-card"), "no group of this Mac has a rank 0"
+    site.show(caches=[KEPT, NOT_USED], deployments=DEPLOYMENTS)
+    visit.page.wait_for_selector("#caches li")
+    first, second = visit.page.locator("#caches li").all_inner_texts()
+    assert first == (
+        "tiny (replica 1) · 12 prompts began with them: "
+        "96,000 tokens not read again, 64,000 of them from disk\n"
+        "1.5 GB in memory, 12.0 GB of 50.0 GB on disk"
+    )
+    assert second == "tiny (replica 2) · not used yet\n0 bytes in memory, none on disk"
+    meters = visit.page.locator("#caches meter")
+    assert meters.count() == 1
+    assert meters.evaluate("meter => meter.value / meter.max") == pytest.approx(0.24)
+    shown = [KEPT | {"group": "org/other#0", "reused": 1, "reused_tokens": 1000, "fetched_tokens": 0}]
+    site.show(caches=shown, deployments=DEPLOYMENTS)
+    visit.shows("1 prompt began with them: 1,000 tokens not read again", "#caches")
+    assert visit.text("#caches b") == "org/other#0"
+
+
 def test_memory_is_a_share_of_what_the_mac_has(visit: Visit) -> None:
     visit.open("cluster")
     share = visit.page.locator("#nodes meter").evaluate("meter => meter.value / meter.max")
@@ -314,7 +343,8 @@ def test_each_reason_is_said_once(site: Site, visiting: Any) -> None:
     ],
 )
 def test_nothing_is_wider_than_the_window(site: Site, visiting: Any, size: dict[str, int]) -> None:
-    site.show(**nodes(4), reason="a_long_word_" * 20, problem="x" * 300)
+    caches = [KEPT | {"group": "g" * 300}]
+    site.show(**nodes(4), reason="a_long_word_" * 20, problem="x" * 300, caches=caches)
     code, word = "```\n" + "wide " * 80 + "\n```", "w" * 300
     cells = "|".join(["cell" * 5] * 12)
     site.says(f"{code}\n\n{word}\n\n|{cells}|\n|{'-|' * 12}\n|{cells}|")

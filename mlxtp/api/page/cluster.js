@@ -2,7 +2,7 @@
 
 import { by, define, el } from "./dom.js";
 import { draw } from "./picture.js";
-import { bytes, clock, count, linkWords, macWord, micros, phaseWord, place, rate, seconds, stageWord, stateAlone, UNKNOWN, works } from "./words.js";
+import { bytes, clock, count, diskWords, groupName, linkWords, macWord, micros, phaseWord, place, rate, reuseWords, seconds, stageWord, stateAlone, UNKNOWN, works } from "./words.js";
 
 let shown = ""; // last drawn state: it is redrawn only on changes
 
@@ -19,6 +19,8 @@ export function showCluster({ now, connected }) {
   define(by("facts"), facts(now));
   by("nodes").replaceChildren(...now.nodes.map((each) => node(each, now)));
   by("links").replaceChildren(...links(now));
+  by("caches-card").hidden = !now.caches?.length;
+  by("caches").replaceChildren(...(now.caches ?? []).map((each) => kept(each, now)));
   update(by("history"), now.history.length ? now.history.map(epoch) : [none("Nothing has started yet.")]);
 }
 
@@ -101,6 +103,20 @@ function memory(each, now) {
     el("span", { class: "about" }, `Model: ${bytes(held)} (${parts})`),
     el("span", { class: "about" }, doing.filter(Boolean).join(", ")),
   ];
+}
+
+/** Return what one group keeps of earlier prompts, and how often that helped. */
+function kept(each, now) {
+  const { disk_bytes: held, disk_room_bytes: room } = each;
+  const label = `Part of the room on disk that is in use, for ${groupName(each.group, now)}`;
+  return el(
+    "li",
+    {},
+    el("b", {}, groupName(each.group, now)),
+    ` · ${reuseWords(each)}`,
+    room ? el("meter", { min: 0, max: room, value: held, "aria-label": label }) : null,
+    el("span", { class: "about" }, [`${bytes(each.kept_bytes)} in memory`, diskWords(each)].join(", ")),
+  );
 }
 
 function links(now) {

@@ -108,6 +108,26 @@ export function works(node, now) {
 const replicaWords = (model, groups, group) =>
   groups.length > 1 ? `${shortName(model)} (replica ${groups.indexOf(group) + 1})` : shortName(model);
 
+/** Return the name of a group by its id: its model, with the number of the replica where there are several. */
+export function groupName(id, now) {
+  for (const { model, groups } of now.deployments ?? []) {
+    const found = groups.find((group) => group.id === id);
+    if (found) return replicaWords(model, groups, found);
+  }
+  return id;
+}
+
+/** Return how often a group's caches of earlier prompts helped. */
+export function reuseWords({ reused, reused_tokens: tokens, fetched_tokens: fetched }) {
+  if (!reused) return "not used yet";
+  const disk = fetched ? `, ${fetched.toLocaleString("en")} of them from disk` : "";
+  return `${count(reused, "prompt")} began with them: ${tokens.toLocaleString("en")} tokens not read again${disk}`;
+}
+
+/** Return the room on disk of a group's Macs, and its use. */
+export const diskWords = ({ disk_bytes: held, disk_room_bytes: room }) =>
+  room || held ? `${bytes(held)} of ${bytes(room)} on disk` : "none on disk";
+
 /** Return the name of a model without its owner or folder. */
 export const shortName = (model) => model.split("/").filter(Boolean).at(-1) ?? model;
 

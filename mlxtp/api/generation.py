@@ -33,7 +33,7 @@ from .backend import Backend, ModelInfo, ModelLease, Progress, Shaping
 from .backend import Request as Wanted
 from .catalog import Catalog, token_budget
 from .guard import is_local
-from .prompts import Prompts, WrittenPrompts
+from .prompts import Prompts, WrittenPrompts, encoded
 from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body
 from .request_context import current, note
 from .sampling import Guidance, guidance
@@ -166,7 +166,7 @@ class Generation:
                 return self._prompts.written(ask, text, model, guided=bool(held.grammar[0]), client=client)
 
             prompts = await text.line(_size(ask, body)).run(written)
-            return sum(map(len, await self._prompts.tokens(ask, text, model.context, prompts)))
+            return sum(map(len, (await encoded(ask, text, prompts, model.context)).tokens))
 
     async def load(self, request: Request, name: str | None, keep_s: float | None) -> ModelInfo:
         """Return the model of this name, once it is loaded. The request's body must have been read.
@@ -304,8 +304,8 @@ class Generation:
             return held, shaping, self._prompts.written(ask, text, model, guided=guided, client=queued.sharer)
 
         held, shaping, written = await text.line(_size(ask, queued.body)).run(write)
-        prompts = await self._prompts.tokens(ask, text, model.context, written)
-        places = await self._prompts.places(text, written, prompts[0]) if model.checkpoints else ()
+        prompted = await encoded(ask, text, written, model.context, checkpoints=model.checkpoints)
+        prompts = prompted.tokens
         guided = bool(shaping.grammar_kind)
         budgets = [token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
@@ -325,7 +325,7 @@ class Generation:
                 queued.sharer,
                 options.deadline_s,
                 model.id,
-                places,
+                prompted.places,
             )
             requests += settings.choices(first, options.n)
 
@@ -337,7 +337,7 @@ class Generation:
         about.prompt_tokens, about.prompts = tuple(map(len, prompts)), _shown_prompts(ask, text)
         thinking = not guided and text.thinks_on(prompts[0])
         own_style = not (held.forced or held.dropped)  # a template writes what the model wrote
-        place = written.place if own_style else None
+        place = prompted.place if own_style else None
         return _PreparedRequest(text, model, tuple(requests), stops, about, held, thinking, place)
 
 

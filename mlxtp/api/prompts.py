@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from ..errors import RequestError
-from ..text.conversation import Conversation, GenerationRequest, Prompt, characters
+from ..text.conversation import ChatMessage, Conversation, GenerationRequest, Prompt, characters
 from ..text.json_limits import check_extent
 from ..text.replay import (
     AnswerMemory,
@@ -40,6 +39,18 @@ class WrittenPrompts:
     texts: tuple[Prompt, ...]
     conversation: Conversation | None = None
     replay: Replay | None = None
+    place: Beginning | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompts:
+    """Token ids of prompts. `place` as in WrittenPrompts.
+
+    `places`: ascending positions in the first one from which other requests may differ.
+    """
+
+    tokens: list[tuple[int, ...]]
+    places: tuple[int, ...] = ()
     place: Beginning | None = None
 
 
@@ -76,41 +87,8 @@ class Prompts:
             answered, answer = found
             eos = model.eos if isinstance(model, ModelInfo) else ()
             if (replay := replayed(text, conversation, answered, answer, eos)) is not None:
-                if place is not None:  # its tokens have thoughts that the client may have left out
-                    known = len(answer.thoughts)
-                    place = replace(place, thoughts=answer.thoughts + place.thoughts[known:])
                 return WrittenPrompts((), conversation, replay, place)
         return WrittenPrompts((text.rendered(conversation),), conversation, place=place)
-
-    async def tokens(
-        self, ask: GenerationRequest, text: Text, context: int, written: WrittenPrompts
-    ) -> list[tuple[int, ...]]:
-        """Return token ids of prompts. Raises RequestError.
-
-        They wait in the queue for their own size, as a template may write a long text for a short body. A
-        prompt with remembered answers that leaves little of `context` is written without them.
-        """
-        special = written.conversation is None  # a template writes them itself
-        wanted = min(ask.options.max_tokens or context, context // _ROOM)
-
-        def encoded() -> list[tuple[int, ...]]:
-            texts = written.texts
-            if written.replay is not None and written.conversation is not None:
-                tokens = written.replay.encoded(text)
-                if tokens is not None and len(tokens) + wanted <= context:
-                    return [tokens]
-                texts = (text.rendered(written.conversation),)
-            return [text.encoded(each, special=special) if isinstance(each, str) else each for each in texts]
-
-        size = sum(map(len, written.texts)) if written.replay is None else len(written.replay.rest)
-        return await text.line(size).run(encoded)
-
-    async def places(self, text: Text, written: WrittenPrompts, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the positions in a prompt from which other requests may differ, ascending."""
-        if written.conversation is None:
-            return ()
-        size = characters(written.conversation)
-        return await text.line(size).run(partial(places, text, written.conversation, prompt))
 
     def remember(self, text: Text, eos: Sequence[int], place: Beginning, answer: CompleteAnswer) -> None:
         """Remember an answer to the messages up to `place`. One of `eos` may end it."""
@@ -118,25 +96,65 @@ class Prompts:
             self._memory.put(*found)
 
 
-def places(text: Text, conversation: Conversation, prompt: tuple[int, ...]) -> tuple[int, ...]:
+async def encoded(
+    ask: GenerationRequest, text: Text, written: WrittenPrompts, context: int, *, checkpoints: bool = False
+) -> EncodedPrompts:
+    """Return token ids of prompts, with places if `checkpoints`. Raises RequestError.
+
+    They wait in the queue for their own size, as a template may write a long text for a short body. A
+    prompt with remembered answers that leaves little of `context` is written without them.
+    """
+    wanted = min(ask.options.max_tokens or context, context // _ROOM)
+
+    def encode() -> EncodedPrompts:
+        conversation, replay, place = written.conversation, written.replay, written.place
+        if conversation is None:
+            ids = [
+                text.encoded(each, special=True) if isinstance(each, str) else each for each in written.texts
+            ]
+            return EncodedPrompts(ids)
+        tokens = replay.encoded(text) if replay is not None else None
+        if replay is not None and tokens is not None and len(tokens) + wanted <= context:
+            tail = replay.rest
+            if place is not None:  # its tokens have thoughts that the client may have left out
+                known = len(replay.thoughts)
+                place = replace(place, thoughts=replay.thoughts + place.thoughts[known:])
+        else:
+            tail = text.rendered(conversation) if replay is not None else str(written.texts[0])
+            tokens = text.encoded(tail, special=False)  # a template writes special tokens itself
+        found = places(text, conversation, tail, tokens) if checkpoints else ()
+        return EncodedPrompts([tokens], found, place)
+
+    size = sum(map(len, written.texts)) if written.replay is None else len(written.replay.rest)
+    return await text.line(size).run(encode)
+
+
+def places(text: Text, conversation: Conversation, tail: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
     """Return where the last user's message and the beginning of the answer start in a prompt. Blocks.
 
-    Templates write either in their own way, so the text is compared with that of a conversation without it.
+    The prompt ends with the text `tail`. A place that it does not show is left out.
     """
-    messages, found = conversation.messages, set[int]()
-    users = [at for at, turn in enumerate(messages) if turn.role == "user" and turn.text.strip()]
+    found = set[int]()
     with contextlib.suppress(RequestError):
-        whole = text.rendered(conversation)
-        others = [text.rendered(conversation, prompting=False)]
-        if users:
-            last = messages[users[-1]]
-            changed = replace(last, text="b" if last.text.lstrip().startswith("a") else "a")
-            before, after = messages[: users[-1]], messages[users[-1] + 1 :]
-            others.append(text.rendered(replace(conversation, messages=(*before, changed, *after))))
-        for other in others:
-            rest = whole[_alike(whole, other) :]
+        opening = _opening(text, conversation)
+        rests = [opening] if tail.endswith(opening) else []
+        said = [turn.text.strip() for turn in conversation.messages if turn.role == "user"]
+        last = next(filter(None, reversed(said)), "")
+        if last and (at := tail.rfind(last, 0, len(tail) - len(opening))) >= 0:
+            rests.append(tail[at:])
+        for rest in rests:
             found.add(_begins(text.encoded(rest, special=False), prompt))
     return tuple(sorted(place for place in found if 0 < place < len(prompt)))
+
+
+def _opening(text: Text, conversation: Conversation) -> str:
+    """Return the text with which the template begins an answer; empty where unknown. Raises RequestError.
+
+    A short conversation shows it, because a template takes long for a long one.
+    """
+    short = replace(conversation, messages=(ChatMessage("user", "x"),), tools=())
+    asked, before = (text.rendered(short, prompting) for prompting in (True, False))
+    return asked.removeprefix(before) if asked.startswith(before) else ""
 
 
 def _begins(rest: tuple[int, ...], prompt: tuple[int, ...]) -> int:
@@ -144,22 +162,10 @@ def _begins(rest: tuple[int, ...], prompt: tuple[int, ...]) -> int:
 
     Its first ones may be others in the prompt, together with what is before.
     """
-    same = _alike(rest[::-1], prompt[::-1])
-    if not same or same < len(rest) - _BORDER:
-        return 0
-    return len(prompt) - len(rest) - (_BORDER if same < len(rest) else 0)
-
-
-def _alike(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the number of items that both begin with. Slices are compared, as both may be very long."""
-    same, differs = 0, min(len(one), len(other)) + 1
-    while differs - same > 1:
-        middle = (same + differs) // 2
-        if one[same:middle] == other[same:middle]:
-            same = middle
-        else:
-            differs = middle
-    return same
+    for other in range(min(_BORDER + 1, len(rest))):
+        if rest[other:] == prompt[other - len(rest) :]:
+            return len(prompt) - len(rest) - (_BORDER if other else 0)
+    return 0
 
 
 def _checked(

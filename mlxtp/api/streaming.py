@@ -17,16 +17,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import Code, GroupError, MlxtpError
-from ..text.conversation import Call
 from ..text.replay import AnswerRecord
 from ..text.transcript import (
     AnswerEvent,
-    CallArguments,
-    CallBegan,
     ChoiceFinishReason,
     ContentDelta,
     Finish,
-    ReasoningDelta,
     Transcript,
     WholeAnswer,
 )
@@ -238,40 +234,17 @@ class Choices:
 
 async def collect(events: AsyncGenerator[AnswerEvent], count: int) -> list[WholeAnswer]:
     """Return `count` whole answers."""
-    collected = [_Collected() for _ in range(count)]
+    found = [(AnswerRecord(), WholeAnswer()) for _ in range(count)]
     async for event in events:
-        collected[event.choice].add(event)
-    return [each.whole() for each in collected]
-
-
-class _Collected:
-    """One choice. Pieces are joined at the end, as an answer may have very many."""
-
-    def __init__(self) -> None:
-        self._said: list[str] = []
-        self._thought: list[str] = []
-        self._calls: list[tuple[CallBegan, list[str]]] = []
-        self._rest = WholeAnswer()
-
-    def add(self, event: AnswerEvent) -> None:
-        match event:
-            case ContentDelta():
-                self._said.append(event.text)
-                self._rest.scores.extend(event.scores)
-            case ReasoningDelta():
-                self._thought.append(event.text)
-            case CallBegan():
-                self._calls.append((event, []))
-            case CallArguments():
-                self._calls[event.index][1].append(event.text)
-            case Finish():
-                self._rest.finish = event
-
-    def whole(self) -> WholeAnswer:
-        whole = self._rest
-        whole.text, whole.reasoning = "".join(self._said), "".join(self._thought)
-        whole.calls = [Call(began.id, began.name, "".join(parts)) for began, parts in self._calls]
-        return whole
+        record, whole = found[event.choice]
+        record.see(event)
+        if isinstance(event, ContentDelta):
+            whole.scores.extend(event.scores)
+        elif isinstance(event, Finish):
+            whole.finish = event
+    for record, whole in found:
+        whole.text, whole.reasoning, whole.calls = record.text, record.thoughts, record.calls
+    return [whole for _, whole in found]
 
 
 async def _events(index: int, answer: TokenStream, transcript: Transcript) -> AsyncGenerator[AnswerEvent]:

@@ -147,6 +147,15 @@ class AnswerRecord:
                 self._calls[index][1].append(text)
 
     @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def _pieces(self) -> list[str]:
+        """Pieces of the text, between thoughts and calls."""
+        return ["".join(parts) for kind, parts in self._kinds if kind is ContentDelta]
+
+    @property
     def ends_in_text(self) -> bool:
         """True if the last event showed text of the answer."""
         return bool(self._kinds) and self._kinds[-1][0] is ContentDelta
@@ -154,8 +163,7 @@ class AnswerRecord:
     @property
     def texts(self) -> set[str]:
         """Forms of the text: clients join what stood before and after a call with or without a line's end."""
-        pieces = ["".join(parts) for kind, parts in self._kinds if kind is ContentDelta]
-        return {_joined(iter(pieces)), "".join(pieces).strip()}
+        return {_joined(iter(self._pieces)), self.text.strip()}
 
     @property
     def thoughts(self) -> str:
@@ -259,7 +267,7 @@ def to_remember(
     elif finish.reason == "tool_calls":
         written, end = text.decoded(answer[-_LAST:]), calls[-1].arguments[-_SHOWN:]
         at = written.rfind(end)
-        behind = written[at + len(end) :] if at >= 0 else ""
+        behind = written[at + len(end) :] if at >= 0 else None
     if not answer or not set(eos).isdisjoint(answer):
         return None
     thoughts = (*place.thoughts, _thought_digest(record.thoughts))
@@ -292,11 +300,15 @@ def _joins(text: Text, before: Sequence[int], after: Sequence[int], written: str
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A prompt that begins with known tokens. `rest` is the text after them."""
+    """A prompt that begins with known tokens. `rest` is the text after them.
+
+    `thoughts` as in `Beginning`, of the answers in the tokens.
+    """
 
     tokens: tuple[int, ...]
     rest: str
     border: bool  #: False where the rest begins with a special token, or with text of its own.
+    thoughts: tuple[bytes, ...]
 
     def encoded(self, text: Text) -> tuple[int, ...] | None:
         """Return the tokens of the whole prompt; None where no tokens give this text. Raises RequestError."""
@@ -337,7 +349,7 @@ def replayed(
     if not rest:
         return None
     border = bool(answer.text) or not rest.startswith(tuple(text.specials.values()))
-    return Replay(tuple(answer.tokens), answer.text + rest, border)
+    return Replay(tuple(answer.tokens), answer.text + rest, border, answer.thoughts)
 
 
 def _marked(

@@ -24,7 +24,7 @@ from mlxtp.text.conversation import StreamEnd, Tool, tool_json
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.replay import AnswerRecord, Beginning, CompleteAnswer, to_remember
 from mlxtp.text.tokenizer import Text
-from mlxtp.text.transcript import ContentDelta, Finish
+from mlxtp.text.transcript import CallArguments, CallBegan, ContentDelta, Finish
 
 from .conftest import WAIT_S, FakeAnswer, FakeBackend, Server, byte_level, save, says, serving
 from .test_access import door
@@ -291,6 +291,17 @@ def test_the_answer_ends_where_the_first_of_two_stop_strings_begins() -> None:
     found = to_remember(text, (), Beginning(1, 1, b"", ()), whole)
     assert found is not None
     assert (text.decoded(found[1].tokens), found[1].text) == ("questionone ", "")
+
+
+def test_a_call_whose_arguments_are_not_seen_in_the_tokens_is_not_taken_for_one_that_ends_there() -> None:
+    text = cast(Text, SimpleNamespace(decoded=lambda tokens: "add(1)" * len(tokens)))
+    record = AnswerRecord()
+    record.see(CallBegan(0, 0, "id", "add"))
+    record.see(CallArguments(0, 0, '{"a": 1}'))
+    whole = CompleteAnswer((3,), (4,), record, Finish(0, "tool_calls", StreamEnd("stop", 1)))
+    found = to_remember(text, (), Beginning(1, 1, b"", ()), whole)
+    assert found is not None
+    assert found[1].behind is None
 
 
 def test_an_answer_that_is_as_long_as_it_may_be(server: Server) -> None:

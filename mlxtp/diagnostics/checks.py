@@ -232,7 +232,8 @@ def of_disk(facts: MachineFacts) -> Iterator[Finding]:
             )
             continue
         what = f"{gb(disk.free_bytes)} free for {disk.purpose} in {disk.folder}"
-        room = f"make room; see what is large with: du -sh '{disk.folder}'/*"
+        caches = "" if disk.purpose == "models" else " (`mlxtp cache clear --disk` does)"
+        room = f"make room{caches}; see what is large with: du -sh '{disk.folder}'/*"
         if disk.free_bytes < HOME_BYTES:
             yield error(what, room)
         elif disk.free_bytes < CACHE_BYTES and disk.purpose == "models":

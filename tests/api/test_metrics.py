@@ -651,6 +651,8 @@ def test_each_rank_has_its_figures(stage: Stage) -> None:
     assert found("mlxtp_rank_disk_cache_bytes", rank="1") == 19
     assert found("mlxtp_rank_disk_cache_room_bytes", rank="1") == 23
     assert found("mlxtp_rank_forwards_total", rank="1") == 6
+    health = httpx.get(f"{stage.url}/health").json()["ranks"][1]
+    assert {name: health[name] for name in caches} == caches
     assert found("mlxtp_rank_step_seconds", rank="0") == 0.0015
     assert found("mlxtp_rank_wait_seconds", rank="0") == 0.0005
     assert found("mlxtp_rank_collective_seconds", rank="0") == 0.00004

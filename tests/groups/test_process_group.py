@@ -174,6 +174,9 @@ def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Pat
         assert (theirs.hosts[0].rpartition(":")[0], theirs.hosts[1]) == ("127.0.0.1", PREPARED.ring)
         assert theirs.decode_address.rpartition(":")[0] == "127.0.0.1"
         assert mine["pins"] == list(theirs.pins) == ["a", "b"]
+        assert mine["disk_folder"] == str(stage.home / "kv-cache")
+        assert mine["disk_bytes"] > 0
+        assert (theirs.disk_folder, theirs.disk_bytes) == ("", 0), "each Mac decides about its own disk"
         [load] = stage.orders.notes("load")
         assert load["paths"] == ["/here", "/there"]
         await stage.ranks.stop()

@@ -420,7 +420,11 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop |
 
 
 def _combined(replies: dict[int, Message]) -> Message:
-    """Combine the ranks' replies into rank 0's: the least room for KV caches, the longest time."""
+    """Combine the ranks' replies into rank 0's: the least room for KV caches, the longest time.
+
+    Room and the fixed part of a row are those of the ranks with the fewest and the most tokens, in bytes of
+    the largest token.
+    """
     mine = replies[0]
     if isinstance(mine, CollectivesTimed):
         timed = [reply for reply in replies.values() if isinstance(reply, CollectivesTimed)]
@@ -428,9 +432,8 @@ def _combined(replies: dict[int, Message]) -> Message:
     if not isinstance(mine, Loaded):
         return mine
     loads = [reply for reply in replies.values() if isinstance(reply, Loaded)]
+    size = max(1, *(reply.kv_token_bytes for reply in loads))
     room = min(reply.kv_bytes // max(reply.kv_token_bytes, 1) for reply in loads)
+    row = max(-(-reply.kv_row_bytes * size // max(reply.kv_token_bytes, 1)) for reply in loads)
     token_bytes = max(reply.kv_token_bytes for reply in loads)
-    row_bytes = max(reply.kv_row_bytes for reply in loads)
-    return replace(
-        mine, kv_token_bytes=token_bytes, kv_row_bytes=row_bytes, kv_bytes=room * max(token_bytes, 1)
-    )
+    return replace(mine, kv_token_bytes=token_bytes, kv_row_bytes=row, kv_bytes=room * size)

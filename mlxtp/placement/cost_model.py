@@ -118,7 +118,7 @@ class PromptCosts:
     chunk_s       reading all weights, once a chunk
     waiting_s     collectives of a forward without their bytes on the wire
     wire_s        bytes on the wire of one token
-    kv_s          reading the KV cache of one token
+    kv_s          reading the KV cache of one more token
     others_s      reading all experts that a token does not meet
     unmet         share of the experts that a token does not meet; 0 for a dense model
     """
@@ -285,7 +285,7 @@ def _prompt_costs(shape: ModelShape, ranks: Sequence[RankHardware], reading: flo
     return PromptCosts(
         arithmetic_s=2 * shape.token_weights / size / flops,
         chunk_s=shape.rank_weights(size) / reading,
-        kv_s=shape.rank_kv(size, 1) / reading,
+        kv_s=(shape.rank_kv(size, shape.window + 1) - shape.rank_kv(size, shape.window)) / reading,
         others_s=others / reading,
         unmet=unmet,
     )

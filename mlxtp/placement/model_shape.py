@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Code, ModelError
-from .cache_kinds import PLAIN, CacheTraits, traits_of
+from .cache_kinds import PLAIN, WINDOWS, CacheTraits, traits_of
 
 MAX_RANKS = 8
 _DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
@@ -78,6 +78,7 @@ class ModelShape:
     mlp_bytes         weights of dense MLPs, which some families keep whole where they do not divide
     token_weights     number of weights that a token is multiplied by
     kv_token_bytes    bytes of one more token in the KV caches, over all layers
+    kv_window_bytes   the part of these in layers that keep a `window`, the last so many tokens
     kv_divides        whether ranks share these; a compressed cache is on every rank
     collectives       sums and gathers over the ranks for one token
     kernels           GPU kernels started one after the other for one token
@@ -112,6 +113,8 @@ class ModelShape:
     kernels: int
     shardable: bool
     caches: CacheTraits = PLAIN
+    kv_window_bytes: int = 0
+    window: int = 0
 
     def rank_weights(self, ranks: int) -> int:
         """Return the bytes of weights on each of `ranks` ranks."""
@@ -129,7 +132,9 @@ class ModelShape:
 
     def rank_kv(self, ranks: int, tokens: int) -> int:
         """Return the bytes of the KV caches of `tokens` tokens on each rank."""
-        return -(-self.kv_token_bytes * tokens // (min(ranks, self.kv_heads) if self.kv_divides else 1))
+        beyond = max(tokens - self.window, 0)
+        size = self.kv_token_bytes * tokens - self.kv_window_bytes * beyond
+        return -(-size // (min(ranks, self.kv_heads) if self.kv_divides else 1))
 
     def obstacles(self, ranks: int) -> tuple[str, ...]:
         """Return why `ranks` ranks cannot divide it, by the rules that `engine/sharding.py` checks."""
@@ -190,6 +195,10 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
     family = str(config.get("model_type", ""))
     sums = 2 + (2 if family in _NORM_SUMS or ALSO_CALLED.get(family) in _NORM_SUMS else 0)
 
+    caches = traits_of(ALSO_CALLED.get(family, family), text.get("layer_types"))
+    kv_token_bytes = int(cached_numbers(text) * (kv_bits / 8 + 4 / 64 if kv_bits else plain))
+    window = number(text, "sliding_window") if caches == WINDOWS and sliding_layers(text) else 0
+
     dense = sum(part.count * stored.bytes_each(part.role) for part in parts if part.role == "mlp")
 
     def size(count: str, *, whole: bool) -> int:
@@ -218,12 +227,14 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
         token_whole_bytes=size("active", whole=True),
         mlp_bytes=int(scale * dense),
         token_weights=sum(part.active for part in parts if part.role != "embedding"),
-        kv_token_bytes=int(cached_numbers(text) * (kv_bits / 8 + 4 / 64 if kv_bits else plain)),
+        kv_token_bytes=kv_token_bytes,
         kv_divides=not keeps_latent(text),
         collectives=sums * layers(text) + 1,
         kernels=_kernels(text, parts),
         shardable=ALSO_CALLED.get(family, family) in SHARDABLE,
-        caches=traits_of(ALSO_CALLED.get(family, family), text.get("layer_types")),
+        caches=caches,
+        kv_window_bytes=kv_token_bytes * sliding_layers(text) // layers(text) if window else 0,
+        window=window,
     )
 
 
@@ -414,7 +425,7 @@ def keeps_latent(config: Config) -> bool:
 def cached_numbers(config: Config) -> int:
     """Count the numbers that the KV caches keep of one token, over all layers.
 
-    A cache that keeps a window counts like one that keeps all; one that does not grow counts nothing.
+    A cache that keeps a window counts as long as that grows; one that does not grow counts nothing.
     """
     rope = number(config, "qk_rope_head_dim")
     if keeps_latent(config):
@@ -426,6 +437,12 @@ def cached_numbers(config: Config) -> int:
         numbers = 2 * kv_heads(config) * head_dim(config)
     caches = layers(config) - linear_layers(config)
     return caches * numbers * (2 if config.get("model_type") in _TWO_CACHES else 1)
+
+
+def sliding_layers(config: Config) -> int:
+    """Count the layers whose caches keep a window of tokens, by the kinds that the configuration lists."""
+    kinds = config.get("layer_types")
+    return sum(kind == "sliding_attention" for kind in kinds) if isinstance(kinds, list) else 0
 
 
 def linear_layers(config: Config) -> int:

@@ -522,8 +522,9 @@ class Loaded(Message):
     `weight_bytes` and `peak_bytes` are this rank's, the latter while loading. `kv_token_bytes` is the size of
     one token in its KV cache, `kv_row_bytes` that of the part that each sequence has once, `kv_bytes` the
     memory that it has for all caches together. From rank 0 to the agent, `kv_bytes` is the bound that is in
-    force on all ranks, the other two are the largest of them, and `context` is the most that a sequence has
-    room for. `checkpoints`: KV caches are kept, and cannot be cut.
+    force on all ranks, and `kv_token_bytes` the largest of them. `kv_row_bytes` is the part that is worth
+    most tokens, in these. `context` is the most that a sequence has room for. `checkpoints`: KV caches are
+    kept, and cannot be cut.
     """
 
     TYPE: ClassVar[int] = 0x1B

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mlxtp.errors import Code, UserError
 from mlxtp.groups.fabric import Times
 from mlxtp.groups.health import ServingState
 from mlxtp.placement.measurements import SIZES
-from mlxtp.wire.messages import CollectivesTimed, Message
+from mlxtp.wire.messages import CollectivesTimed, Loaded, Message
 
 from ..live_cluster import Cluster, until
 from ..reference import endless_prompt
@@ -88,6 +89,16 @@ def test_each_collective_is_timed_for_itself_and_a_chain_as_a_whole(monkeypatch:
 def test_the_slowest_rank_counts() -> None:
     replies: dict[int, Message] = {0: CollectivesTimed(0.125, False), 1: CollectivesTimed(0.5, True)}
     assert _combined(replies) == _combined(dict(reversed(replies.items()))) == CollectivesTimed(0.5, True)
+
+
+def test_the_rank_on_which_a_row_is_worth_most_tokens_counts() -> None:
+    """Five tokens on rank 1, two on rank 0; room for 100 and for 90 tokens."""
+    one = Loaded(512, 512, 0, (), kv_token_bytes=4, kv_bytes=400, kv_row_bytes=8)
+    two = replace(one, kv_token_bytes=2, kv_bytes=181, kv_row_bytes=10)
+    assert _combined({0: one, 1: two}) == replace(one, kv_bytes=360, kv_row_bytes=20)
+    assert _combined({0: two, 1: one}) == replace(two, kv_token_bytes=4, kv_bytes=360, kv_row_bytes=20)
+    states = replace(one, kv_token_bytes=1, kv_row_bytes=60)
+    assert _combined({0: states, 1: states}) == states
 
 
 def measure(cluster: Cluster) -> Times:

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
@@ -380,6 +379,8 @@ class Drawn:
         self._lines = lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.markdown import Markdown
+
         drawn = [_trimmed(line) for line in console.render_lines(Markdown(self._text), options, pad=False)]
         while drawn and not drawn[0]:
             drawn.pop(0)

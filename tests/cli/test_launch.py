@@ -113,17 +113,26 @@ class Agent:
         program.chmod(0o755)
         return program
 
-    def launch(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """`mlxtp launch` with only `programs` on its PATH and this home."""
         given = {"PATH": str(self.programs), "HOME": str(self.home), "MLXTP_HOME": str(self.home)}
-        return subprocess.run(
+        return subprocess.Popen(
             [sys.executable, "-m", "mlxtp", "launch", *arguments],
             env=given | environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=WAIT_S,
-            check=False,
         )
+
+    def launch(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Start it and wait for its end."""
+        with self.start(*arguments, **environment) as process:
+            try:
+                stdout, stderr = process.communicate(timeout=WAIT_S)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 @pytest.fixture
@@ -344,10 +353,13 @@ def test_it_waits_for_an_agent_that_has_no_address_yet(agent: Agent) -> None:
     announced_.rename(kept)
     with (agent.home / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        threading.Timer(2.0, kept.rename, (announced_,)).start()
-        done = agent.launch("claude")
-    assert done.returncode == 7
-    assert done.stderr.startswith("mlxtp is starting: it has no address yet\nmlxtp: claude uses ")
+        with agent.start("claude") as process:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "mlxtp is starting: it has no address yet\n"
+            kept.rename(announced_)
+            assert process.stderr.readline().startswith("mlxtp: claude uses ")
+            process.communicate(timeout=WAIT_S)
+    assert process.returncode == 7
 
 
 def test_a_model_that_has_just_gone(agent: Agent) -> None:

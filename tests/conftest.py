@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import cast
 
@@ -35,36 +35,35 @@ TESTS = Path(__file__).parent
 OF_GROUPS = (TESTS / "agents", TESTS / "chaos")
 """Folders in which every test has a real group."""
 SLOW_FOLDERS = (TESTS / "apps", TESTS / "page")
-WITHOUT_GROUPS = tuple(
-    TESTS / name
-    for name in (
-        "admin",
-        "api",
-        "apps",
-        "cli",
-        "cluster",
-        "diagnostics",
-        "discovery",
-        "fuzzing",
-        "identity",
-        "models",
-        "placement",
-        "service",
-        "wire",
-    )
-)
-"""Where no test has a real group."""
 SLOW_FIXTURES = frozenset({"browser", "one_rank", "running", "keep_alive_running", "roomy_running"})
 """Processes, and servers that answer HTTP."""
 
 
+@cache
+def _lies_in(path: Path, folders: tuple[Path, ...]) -> bool:
+    return not set(folders).isdisjoint(path.parents)
+
+
+@cache
+def _has_groups(path: Path) -> bool:
+    """True for a file of tests that may have a real group, by its folder or its words."""
+    return _lies_in(path, OF_GROUPS) or any(word in path.read_text() for word in ("two_ranks", "mark.group"))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out folders of which a ring runs nothing: reading their tests takes seconds."""
+    """Leave out folders and files of which a ring runs nothing: reading their tests takes seconds."""
     marks = config.getoption("markexpr")
-    left_out = OF_GROUPS if "not group" in marks else WITHOUT_GROUPS if "group" in marks else ()
+    left_out = OF_GROUPS if "not group" in marks else ()
     if "not slow" in marks:
         left_out += SLOW_FOLDERS
-    return True if collection_path in left_out else None
+    if collection_path in left_out:
+        return True
+    if not collection_path.match("test_*.py"):
+        return None
+    if "group" in marks and "not group" not in marks and not _has_groups(collection_path):
+        return True
+    only_chaos = "\npytestmark = pytest.mark.chaos\n" in collection_path.read_text()
+    return True if "not chaos" in marks and only_chaos else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -72,14 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by their folders and fixtures, before pytest leaves out what is marked."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
-        if "two_ranks" in fixtures or any(folder in item.path.parents for folder in OF_GROUPS):
+        if "two_ranks" in fixtures or _lies_in(item.path, OF_GROUPS):
             item.add_marker(pytest.mark.group)
-        elif not SLOW_FIXTURES.isdisjoint(fixtures) or any(
-            folder in item.path.parents for folder in SLOW_FOLDERS
-        ):
+        elif not SLOW_FIXTURES.isdisjoint(fixtures) or _lies_in(item.path, SLOW_FOLDERS):
             item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("group") and any(folder in item.path.parents for folder in WITHOUT_GROUPS):
-            raise pytest.UsageError(f"{item.nodeid} has a group, so its folder is none of WITHOUT_GROUPS")
+        if item.get_closest_marker("group") and not _has_groups(item.path):
+            raise pytest.UsageError(f"{item.nodeid} has a group: its file must name two_ranks or mark.group")
 
 
 @pytest.fixture(scope="session", autouse=True)

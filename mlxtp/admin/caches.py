@@ -82,8 +82,9 @@ class CacheHandlers:
     async def clear(self, model: str, where: str) -> Json:
         """Drop the caches of a model, or of all: of groups whose rank 0 is here, and those on this disk.
 
-        `where`: "memory" or "disk" alone; empty for both. Returns what was dropped. Raises UserError if no
-        such group is here and nothing was on disk.
+        `where`: "memory" or "disk" alone; empty for both. Returns what was dropped, the groups that other
+        Macs own, and the Macs whose disks may still have something. Raises UserError if no such group is here
+        and nothing was on disk.
         """
         if where not in ("", "memory", "disk"):
             raise UserError(f"{where!r} is not memory or disk")
@@ -107,7 +108,12 @@ class CacheHandlers:
             "groups": kept,
             "disk": disk_cache.by_model(removed),
             "elsewhere": self._elsewhere(name) if where != "disk" else [],
+            "other_macs": self._other_macs() if where != "memory" else [],
         }
+
+    def _other_macs(self) -> list[str]:
+        node = self._parts.node
+        return sorted(node.name_of(each) for each in node.replica.roster.members() if each != node.node_id)
 
     def _elsewhere(self, name: str) -> list[Json]:
         """Return the groups of a deployment, or of all, that another Mac owns."""

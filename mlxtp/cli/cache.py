@@ -62,7 +62,7 @@ def clear(
         from ..models import disk_cache
 
         removed = disk_cache.clear(disk_cache.folder_in(folder), name, agent_runs=False)
-        answer = {"groups": [], "elsewhere": [], "disk": disk_cache.by_model(removed)}
+        answer = {"groups": [], "elsewhere": [], "other_macs": [], "disk": disk_cache.by_model(removed)}
     print_answer(answer, as_json, _cleared)
 
 
@@ -85,6 +85,9 @@ def _cleared(answer: Json) -> list[Text]:
     lines += [
         f"{each['group']} has its rank 0 on {each['owner']}: clear it there" for each in answer["elsewhere"]
     ]
+    if answer["other_macs"]:
+        macs = ", ".join(answer["other_macs"])
+        lines.append(f"not removed: what is on the disks of {macs}; clear it there")
     return [Text(each) for each in lines]
 
 

@@ -162,7 +162,7 @@ def test_a_group_on_other_macs_is_shown_as_it_is_told(
         observer = Observer(node.parts)
         told = Serving(
             9, "ready", "", "ring", "ring over Ethernet", (A, B), (0.0, 5.0), 0, "tiny", 1, 4096, 9, (1,),
-            group=GROUP, deployment="tiny",
+            group=GROUP, deployment="tiny", cached=512,
         )  # fmt: skip
         node.hear(a, *only(1, A, "tiny").messages())
         node.hear_assigned(a, A, B)
@@ -180,6 +180,11 @@ def test_a_group_on_other_macs_is_shown_as_it_is_told(
         ]
         assert found["group"]["fabric"] is None
         assert found["tokens_per_second"]["value"] is None
+        caches = CacheHandlers(node.parts)
+        [elsewhere] = (await caches.kept())["elsewhere"]
+        assert elsewhere == {"group": GROUP, "owner": "mac-a", "cached_tokens": 512}
+        cleared = await caches.clear("", "disk")
+        assert (cleared["elsewhere"], cleared["other_macs"]) == ([], ["mac-a", "mac-f"])
         node.hear(a, replace(told, epoch=10, state="starting", reason="epoch 9 lost mac-f"))
         node.tick()
         assert [(each["epoch"], each["reason"]) for each in moment(observer)["history"]] == [

@@ -187,7 +187,10 @@ class Admin(FakeAdmin):
                 "elsewhere": [ELSEWHERE],
                 "disk": {"folder": "/home/kv-cache", "room_bytes": 50 * 10**9, "models": [ON_DISK]},
             },
-            "caches/clear": {"groups": [CACHES], "elsewhere": [ELSEWHERE], "disk": [ON_DISK]},
+            "caches/clear": {
+                **{"groups": [CACHES], "elsewhere": [ELSEWHERE], "disk": [ON_DISK]},
+                "other_macs": ["air", "mini [left]"],
+            },
             "bench/fabric": BENCH,
             "plan": {
                 "fabric": [],
@@ -381,6 +384,7 @@ def test_kept_caches_are_listed_and_cleared(agent: Agent) -> None:
         assert mlxtp(agent.home, "cache", "clear").output == (
             "org/model#0: 1.5 GB dropped\norg/[model]: 12.0 GB removed from this Mac's disk\n"
             "org/big#0 has its rank 0 on mini [left]: clear it there\n"
+            "not removed: what is on the disks of air, mini [left]; clear it there\n"
         )
         assert json.loads(mlxtp(agent.home, "cache", "clear", "org/model", "--json").output)["groups"] == [
             CACHES

@@ -83,9 +83,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _tokenizer_processes_are_shared() -> Iterator[None]:
     """Agents in this process share the tokenizer process of a model folder, which takes a second to start."""
 
+    class Shared(SandboxedRenderer):
+        def close(self) -> None:
+            """Stay for the next agent."""
+
     @lru_cache(maxsize=8)
     def shared(path: Path, _files: frozenset[tuple[str, int]]) -> SandboxedRenderer:
-        return SandboxedRenderer(path)
+        return Shared(path)
 
     def start(path: Path) -> SandboxedRenderer:
         files = path.iterdir() if path.is_dir() else ()

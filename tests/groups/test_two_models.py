@@ -23,6 +23,8 @@ from mlxtp.groups.machines import Machines
 from mlxtp.groups.owned_epoch import MIB
 from mlxtp.placement.cost_model import HEADROOM_BYTES
 from mlxtp.placement.topology import MemberMachine
+from mlxtp.text import tokenizer
+from mlxtp.text.renderer import SandboxedRenderer
 
 from ..live_cluster import LIMITS, rank_processes
 from .scenes import run, sees, within
@@ -71,6 +73,7 @@ def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
     """Both are on one Mac, so that the assignment bounds the KV caches of each."""
     other = tmp_path / "other"
     monkeypatch.setattr(memory_check, "CHECK_S", 0.1)
+    monkeypatch.setattr(tokenizer, "SandboxedRenderer", SandboxedRenderer)  # shared with no other agent
     shutil.copytree(embedded_model_path(), other)
 
     async def story() -> None:

@@ -92,9 +92,11 @@ def test_what_groups_keep_of_earlier_prompts(site: Site, visit: Visit) -> None:
     assert meters.count() == 1
     assert meters.evaluate("meter => meter.value / meter.max") == pytest.approx(0.24)
     shown = [KEPT | {"group": "org/other#0", "reused": 1, "reused_tokens": 1000, "fetched_tokens": 0}]
+    shown[0]["disk_room_bytes"] = 0
     site.show(caches=shown, deployments=DEPLOYMENTS)
     visit.shows("1 prompt began with them: 1,000 tokens not read again", "#caches")
     assert visit.text("#caches b") == "org/other#0"
+    assert visit.text("#caches .about") == "1.5 GB in memory, 12.0 GB on disk, to which none are added"
 
 
 def test_memory_is_a_share_of_what_the_mac_has(visit: Visit) -> None:

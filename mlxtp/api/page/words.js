@@ -124,9 +124,11 @@ export function reuseWords({ reused, reused_tokens: tokens, fetched_tokens: fetc
   return `${count(reused, "prompt")} began with them: ${tokens.toLocaleString("en")} tokens not read again${disk}`;
 }
 
-/** Return the room on disk of a group's Macs, and its use. */
-export const diskWords = ({ disk_bytes: held, disk_room_bytes: room }) =>
-  room || held ? `${bytes(held)} of ${bytes(room)} on disk` : "none on disk";
+/** Return the room on disk of a group's Macs, and its use. It has none where the disk is off, or has failed. */
+export function diskWords({ disk_bytes: held, disk_room_bytes: room }) {
+  if (room) return `${bytes(held)} of ${bytes(room)} on disk`;
+  return held ? `${bytes(held)} on disk, to which none are added` : "none on disk";
+}
 
 /** Return the name of a model without its owner or folder. */
 export const shortName = (model) => model.split("/").filter(Boolean).at(-1) ?? model;

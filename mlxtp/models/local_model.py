@@ -160,7 +160,7 @@ class LocalModel:
         """Stop the search, and end the process of the tokenizer."""
         await self._background.close()
         if self.source is not None:
-            await asyncio.to_thread(self.source.text.close)
+            self.source.text.close()
 
 
 class LocalModels:

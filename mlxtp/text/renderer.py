@@ -154,7 +154,7 @@ class Renderer(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what it holds of the machine. A request that comes later takes longer."""
+        """Free what it holds of the machine, once its work is done. A later request takes longer."""
         ...
 
 
@@ -445,9 +445,9 @@ class _Lane(WorkerQueue):
                 self._drop()
 
     def close(self) -> None:
-        """End the process, behind the work that waits. A later request has one of its own."""
+        """End the process once the work that waits is done. A later request has one of its own."""
         self._closed = True
-        self.run_blocking(self._drop)
+        self._pool.submit(self._drop)
 
     def start(self) -> RendererFacts:
         """Start the process and return its report of the model. Raises ModelError."""

@@ -106,7 +106,7 @@ class Text:
         return cls(SandboxedRenderer(path))
 
     def close(self) -> None:
-        """End the model's process. Blocks. A request that comes later takes seconds."""
+        """End the model's process once its work is done. A request that comes later takes seconds."""
         self._writer.close()
 
     @property

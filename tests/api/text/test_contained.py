@@ -250,6 +250,8 @@ def test_a_closed_text_has_no_process_but_for_a_request_that_comes_late(loaded: 
     text = Text(SandboxedRenderer(loaded["byte_level"].folder))
     tokens = [text.encoded(short, special=True) for short in ("hello", "x" * 100_000)]
     text.close()
+    for size in (1, 100_000):
+        text.line(size).run_blocking(lambda: None)
     assert children() == before
     assert [text.encoded(short, special=True) for short in ("hello", "x" * 100_000)] == tokens
     assert children() == before

@@ -51,8 +51,8 @@ demo: setup
 quick: setup
 	$(MANY) -m pytest -n 2 --dist loadfile -m "not chaos and not group and not slow" $(TEST_ARGS)
 
-# Ranks spin while they wait for each other: two groups on two cores are slower at once than in turn. So the
-# tests with groups run one after the other, and before the others where both want a core.
+# Ranks of a group wait for each other many times a token, and their tests measure times. So the tests with
+# groups run one after the other, and before the others where both want a core.
 test: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-others test-groups
 

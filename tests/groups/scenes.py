@@ -44,9 +44,9 @@ async def sees(condition: Callable[[], object], what: str = "") -> None:
         raise AssertionError(f"not within {WAIT_S:g} s: {what or condition}\n{standing()}") from None
 
 
-async def within(story: Awaitable[None]) -> None:
+async def within(story: Awaitable[None], seconds: float = WAIT_S) -> None:
     """A story that hangs fails."""
-    async with limited(WAIT_S):
+    async with limited(seconds):
         await story
 
 

@@ -23,6 +23,7 @@ from mlxtp.wire.messages import Error, Generate
 from ..gateway import test_gateway
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
 from ..gateway.test_requests_go_on import COUNT, Client
+from ..live_cluster import START_S
 from ..wire.members import Member
 from . import one_node
 from . import test_lifecycle as test_supervisor
@@ -350,7 +351,7 @@ def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path:
             assert first.parts.groups.shown.supervisor.status.epoch == epoch
             assert of_cluster(first).node.leadership.draining == {of_cluster(second).node.node_id}
 
-    run(within(story()))
+    run(within(story(), 2 * START_S))
 
 
 def test_a_rank_asked_to_stop_twice_is_told_once(tmp_path: Path, member: Member) -> None:

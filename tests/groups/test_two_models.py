@@ -26,7 +26,7 @@ from mlxtp.placement.topology import MemberMachine
 from mlxtp.text import tokenizer
 from mlxtp.text.renderer import SandboxedRenderer
 
-from ..live_cluster import LIMITS, rank_processes
+from ..live_cluster import LIMITS, START_S, rank_processes
 from .scenes import run, sees, within
 
 pytestmark = pytest.mark.slow
@@ -122,7 +122,7 @@ def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
             assert first.supervisor.status.state is ServingState.READY
             assert (pids(first), first.supervisor.status.epoch) == (before, epoch)
 
-    run(within(story()))
+    run(within(story(), 2 * START_S))
 
 
 def test_when_memory_shrinks_under_load_caches_give_way_and_then_what_is_not_pinned(
@@ -177,7 +177,7 @@ def test_when_memory_shrinks_under_load_caches_give_way_and_then_what_is_not_pin
             room.clear()
             await sees(lambda: first.supervisor.kv.tokens >= wide)
 
-    run(within(story()))
+    run(within(story(), 2 * START_S))
 
 
 def test_the_next_revision_is_ready_before_the_present_one_ends(tmp_path: Path) -> None:
@@ -207,4 +207,4 @@ def test_the_next_revision_is_ready_before_the_present_one_ends(tmp_path: Path) 
             await sees(lambda: pids(group_of(agent, "model")) != before)
         assert rank_processes(settings.home) == [], "no rank outlives its agent"
 
-    run(within(story()))
+    run(within(story(), 2 * START_S))

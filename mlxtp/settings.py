@@ -283,7 +283,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "kv_bits", NUMBER, parse_kv_bits, 0,
-        "Bits of a number in the KV cache, 0 for all. Fewer: longer contexts, but one request at a time.",
+        "Bits of a number in the KV cache, 0 for all. Fewer: longer contexts, but slower attention.",
         TUNING, "0|4|8", same_on_all=True,
     ),
     Setting(

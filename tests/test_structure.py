@@ -603,6 +603,7 @@ ONLY_IN = {
     "PromptTokens": "mlxtp.engine.decode_loop",
     "PromptBatch": "mlxtp.engine.decode_loop",
     "Evict": "mlxtp.engine.decode_loop",
+    "Arrange": "mlxtp.engine.decode_loop",
     "SessionStop": "mlxtp.engine.decode_loop",
     "Ack": "mlxtp.engine.serve_loop",
     "os._exit": "mlxtp.engine.worker",

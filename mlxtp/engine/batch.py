@@ -1,21 +1,24 @@
 """The KV caches of the sequences that decode together.
 
-`SlotBatch` holds the caches of all rows in one array a layer, with a length for each row. Joining, leaving
-and rolling back touch one row, and a forward may feed rows several tokens. It takes sequences whose layers
-all use mlx-lm's plain `KVCache`. `MergedBatch` uses mlx-lm's own batched caches for every other kind
-(rotating, recurrent), one token a row and step. Both are the same on every rank, because the same frames
-drive them.
+`SlotBatch` holds the caches of rows of like lengths in one array a layer, with a length for each row.
+Joining, leaving and rolling back touch one row, and a forward may feed rows several tokens. It takes
+sequences whose layers all use mlx-lm's `KVCache` or `QuantizedKVCache`. `MergedBatch` uses mlx-lm's own
+batched caches for every other kind (rotating, recurrent), one token a row and step. Both are the same on
+every rank, because the same frames drive them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
 
 from ..errors import Code, ModelError
-from .kv_cache import SMALLEST, capacity, slots
+from .kv_cache import SMALLEST, capacity, roomy
 from .loader import leaves, make_cache, unrun_arrays
 
 #: Numbers that share a scale, the best first. A head's keys and values must divide by it.
@@ -39,32 +42,28 @@ class Batch(Protocol):
         """Add `uid` as the last row. The batch owns `caches` from now on."""
         ...
 
-    def leave(self, uid: int, keep: int, longest: int = 0) -> Caches | None:
-        """Remove a row. Returns the caches of its first `keep` tokens, None for 0.
-
-        `longest`: tokens of the longest remaining row, where it is known; room beyond it may be freed.
-        """
+    def leave(self, uid: int, keep: int) -> Caches | None:
+        """Remove a row. Returns the caches of its first `keep` tokens, None for 0."""
         ...
 
     def copy(self, uid: int, length: int) -> Caches:
         """Return caches of the first `length` tokens of a row that remains."""
         ...
 
-    def trim(self, longest: int) -> None:
-        """Free all room but that of rows of at most `longest` tokens."""
+    def arrays(self) -> list[mx.array]:
+        """Return all arrays of the rows."""
         ...
 
 
 class LayerView:
-    """View that one layer of a model has of a SlotBatch during one forward.
+    """View that one layer of a model has of a Bucket during one forward.
 
-    `keys`, `values`: [slots, KV heads, capacity, head size]. Rows write their new tokens at `positions`
-    (int32 [rows]) and on; attention reads the first `view` positions of each row, under `mask`.
+    `arrays`: keys and values, each [slots, KV heads, capacity, head size]. Rows write their new tokens at
+    `positions` (int32 [rows]) and on; attention reads the first `view` positions of each row, under `mask`.
     """
 
-    def __init__(self, keys: mx.array, values: mx.array, forward: ForwardShape) -> None:
-        self.keys = keys
-        self.values = values
+    def __init__(self, arrays: list[mx.array], forward: ForwardShape) -> None:
+        self.arrays = arrays
         self._forward = forward
 
     @property
@@ -72,27 +71,43 @@ class LayerView:
         """Position of the first new token of each row, for rotary embeddings."""
         return self._forward.positions
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.keys = self._forward.write(self.keys, keys)
-        self.values = self._forward.write(self.values, values)
-        return self._forward.read(self.keys), self._forward.read(self.values)
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return self._fetched([keys, values])
+
+    def _fetched(self, new: list[mx.array]) -> list[mx.array]:
+        write, read = self._forward.write, self._forward.read
+        self.arrays = [write(kept, each) for kept, each in zip(self.arrays, new, strict=True)]
+        return [read(array) for array in self.arrays]
 
     def make_mask(self, count: int, window_size: int | None = None, **_: object) -> mx.array:
         return self._forward.mask(window_size)
 
 
+class QuantizedView(LayerView):
+    """The same for numbers of few bits: packed numbers, scales and biases of the keys, then of the values."""
+
+    def __init__(self, arrays: list[mx.array], forward: ForwardShape, group_size: int, bits: int) -> None:
+        super().__init__(arrays, forward)
+        self.group_size = group_size
+        self.bits = bits
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        quantized = [mx.quantize(each, group_size=self.group_size, bits=self.bits) for each in (keys, values)]
+        fetched = self._fetched([array for each in quantized for array in each])
+        return fetched[:3], fetched[3:]
+
+
 class ForwardShape:
-    """Rows and positions of one forward over a SlotBatch, shared by its layers.
+    """Rows and positions of one forward over a Bucket, shared by its layers.
 
     `positions` int32 [rows]: where each row's first new token goes. `targets` int32 [rows, width]: where
     each of them goes. `mask` bool [rows, 1, width, view]: each new token sees its row up to itself.
     """
 
-    def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array, first: int = 0) -> None:
+    def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array) -> None:
         self.positions = positions
         self._targets = targets
         self._mask = mask
-        self._first = first
         self._rows, _, _, self._view = mask.shape
 
     @staticmethod
@@ -102,10 +117,8 @@ class ForwardShape:
         return [positions, targets, (mx.arange(view) <= targets[:, :, None])[:, None]]
 
     @staticmethod
-    def of_prompts(
-        offsets: Sequence[int], totals: Sequence[int], first: int, room: int, view: int
-    ) -> ForwardShape:
-        """Lay out prompts of different lengths in rows from `first` on, their last tokens in the last column.
+    def of_prompts(offsets: Sequence[int], totals: Sequence[int], room: int, view: int) -> ForwardShape:
+        """Lay out prompts of different lengths, one a row, their last tokens in the last column.
 
         Padding comes before a prompt's tokens. It writes to the row's last position, which no token has yet,
         and may see the row's first one, so that it computes no NaN. No token sees it.
@@ -118,19 +131,19 @@ class ForwardShape:
         ]
         sees = mx.array([[max(at, 0) for at in range(start, start + width)] for start in starts])
         mask = (mx.arange(view) <= sees[:, :, None])[:, None]
-        return ForwardShape(mx.array(starts, dtype=mx.int32), mx.array(targets, dtype=mx.int32), mask, first)
+        return ForwardShape(mx.array(starts, dtype=mx.int32), mx.array(targets, dtype=mx.int32), mask)
 
     def write(self, kept: mx.array, new: mx.array) -> mx.array:
         """Write `new` [rows, KV heads, width, head size] into `kept`; returns the result."""
         if self._rows == 1 and kept.shape[0] == 1:
             return mx.slice_update(kept, new, self.positions, axes=(2,))
-        rows = mx.arange(self._first, self._first + self._rows)[:, None, None]
+        rows = mx.arange(self._rows)[:, None, None]
         heads = mx.arange(new.shape[1])[None, :, None]
         kept[rows, heads, self._targets[:, None]] = new
         return kept
 
     def read(self, kept: mx.array) -> mx.array:
-        return kept[self._first : self._first + self._rows, :, : self._view]
+        return kept[: self._rows, :, : self._view]
 
     def mask(self, window: int | None) -> mx.array:
         """Return the mask, limited to the last `window` positions where the model wants a window."""
@@ -139,111 +152,166 @@ class ForwardShape:
         return self._mask & (mx.arange(self._view) > self._targets[:, None, :, None] - window)
 
 
-class SlotBatch:
-    """All rows of a layer in one array for keys and one for values, [slots, KV heads, capacity, head size].
+@dataclass(eq=False, slots=True)
+class Bucket:
+    """Rows in arrays of one size: those of the first layer, of the second, and so on.
 
-    Both sizes grow and shrink in the steps of `kv_cache.py`, so that they seldom change. A single row uses
-    its sequence's own arrays, and joins and leaves without a copy.
+    Each is [slots, KV heads, capacity, ...], first of a layer's keys, then of its values.
     """
 
-    def __init__(self, empty: Sequence[Empty] = ()) -> None:
-        self.rows: list[int] = []
-        #: Keys and values of the first layer, of the second, and so on.
-        self.arrays: list[mx.array] = []
-        self._empty = empty
+    rows: list[int]
+    arrays: list[mx.array]
 
+    @property
     def shape(self) -> tuple[int, int]:
-        """Return slots and capacity."""
-        return (self.arrays[0].shape[0], self.arrays[0].shape[2]) if self.arrays else (0, 0)
+        """Slots and capacity."""
+        return self.arrays[0].shape[0], self.arrays[0].shape[2]
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of `length` tokens."""
+        held, room = self.shape
+        if room < length:
+            self.arrays = _resized(self.arrays, held, roomy(length))
+
+    def part(self, uid: int, length: int) -> list[mx.array]:
+        """Return a row's first `length` tokens, in arrays that are shared if they have just that room."""
+        row, (held, room) = self.rows.index(uid), self.shape
+        if held == 1 and room <= capacity(length):
+            return [mx.array(array) for array in self.arrays]  # the first write copies
+        return [mx.contiguous(array[row : row + 1, :, :length]) for array in self.arrays]
+
+    def leave(self, uid: int) -> None:
+        """Remove a row. The last one takes its place."""
+        row, last = self.rows.index(uid), len(self.rows) - 1
+        if row != last:
+            moved = [mx.contiguous(array[last : last + 1]) for array in self.arrays]
+            # Computed before their source arrays are written to, so that those can be written in place.
+            mx.async_eval(moved)
+            self.arrays = _placed(self.arrays, moved, row)
+            self.rows[row] = self.rows[last]
+        self.rows.pop()
+
+
+class SlotBatch:
+    """Rows in buckets, each of its own slots and capacity. A forward runs the model once for each bucket.
+
+    A row that joins has its sequence's own arrays until it is arranged. `empty` has the shapes of a row
+    without tokens, and `caches_of` makes a sequence's caches of its arrays and length.
+    """
+
+    def __init__(self, empty: Sequence[Empty], caches_of: Callable[[list[mx.array], int], Caches]) -> None:
+        self.rows: list[int] = []
+        self.buckets: list[Bucket] = []
+        self._empty = empty
+        self._caches_of = caches_of
 
     def join(self, uid: int, caches: Caches) -> None:
         self.rows.append(uid)
         if caches[0].keys is None:
             arrays = [mx.zeros(shape, dtype=dtype) for shape, dtype in self._empty]
         else:
-            arrays = [array for cache in caches for array in (cache.keys, cache.values)]
-        if len(self.rows) == 1:
-            self.arrays = arrays
-            return
-        length = arrays[0].shape[2]
-        self._resize(slots(len(self.rows)), max(self.shape()[1], capacity(caches[0].offset + 1)))
-        row = len(self.rows) - 1
-        room = self.shape()[1]
-        self.arrays = [
-            mx.slice_update(kept, new[:, :, : min(length, room)], mx.array([row]), axes=(0,))
-            for kept, new in zip(self.arrays, arrays, strict=True)
-        ]
+            arrays = [array for cache in caches for array in _arrays_of(cache)]
+        self.buckets.append(Bucket([uid], arrays))
 
-    def leave(self, uid: int, keep: int, longest: int = 0) -> Caches | None:
-        row = self.rows.index(uid)
+    def leave(self, uid: int, keep: int) -> Caches | None:
         kept = self.copy(uid, keep) if keep else None
-        last = len(self.rows) - 1
-        if row != last:
-            self._move(last, row)
-            self.rows[row] = self.rows[last]
+        bucket = self._bucket(uid)
+        bucket.leave(uid)
+        if not bucket.rows:
+            self.buckets.remove(bucket)
+        row = self.rows.index(uid)
+        self.rows[row] = self.rows[-1]
         self.rows.pop()
-        if not self.rows:
-            self.arrays = []
-            return kept
-        held, room = self.shape()
-        fewer = slots(len(self.rows))
-        shorter = capacity(longest + 1) if longest else room
-        self._resize(
-            fewer if fewer * 2 < held or fewer == 1 else held,
-            shorter if shorter * 2 <= room else room,
-        )
         return kept
 
     def copy(self, uid: int, length: int) -> Caches:
-        row = self.rows.index(uid)
-        return [
-            _plain(self._part(keys, row, length), self._part(values, row, length), length)
-            for keys, values in zip(self.arrays[::2], self.arrays[1::2], strict=True)
-        ]
+        return self._caches_of(self._bucket(uid).part(uid, length), length)
 
-    def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens."""
-        slots_now, room = self.shape()
-        if room < length:
-            self._resize(slots_now, capacity(length))
+    def arrays(self) -> list[mx.array]:
+        return [array for bucket in self.buckets for array in bucket.arrays]
 
-    def trim(self, longest: int) -> None:
-        if self.rows:
-            self._resize(slots(len(self.rows)), capacity(longest))
+    def arrange(self, rooms: Sequence[int]) -> None:
+        """Lay out the rows in buckets by their room: those of the rows in order, then those of free slots."""
+        uids: dict[int, list[int]] = {}
+        for uid, room in zip(self.rows, rooms, strict=False):
+            uids.setdefault(room, []).append(uid)
+        held = Counter(rooms)
+        self.buckets = [self._gathered(rows, held[room], room) for room, rows in uids.items()]
 
-    def _part(self, array: mx.array, row: int, length: int) -> mx.array:
-        if array.shape[0] == 1 and array.shape[2] <= capacity(length):
-            return mx.array(array)  # shared; the first write copies
-        return mx.contiguous(array[row : row + 1, :, :length])
+    def gather(self, uids: Sequence[int], room: int) -> Bucket:
+        """Move rows into one bucket of their own, as the only rows of theirs so far; returns it."""
+        gathered = self._gathered(uids, len(uids), room)
+        self.buckets = [bucket for bucket in self.buckets if bucket.rows[0] not in uids]
+        self.buckets.append(gathered)
+        return gathered
 
-    def _move(self, source: int, target: int) -> None:
-        """Copy one row over another."""
-        moved = [mx.contiguous(array[source : source + 1]) for array in self.arrays]
-        # Computed before their source arrays are written to, so that those can be written in place.
-        mx.async_eval(moved)
-        self.arrays = [
-            mx.slice_update(array, row, mx.array([target]), axes=(0,))
-            for array, row in zip(self.arrays, moved, strict=True)
-        ]
+    def by_bucket(
+        self,
+        tokens: mx.array,
+        given: mx.array | None,
+        positions: tuple[int, ...],
+        forward: Callable[[Bucket, mx.array, mx.array | None, tuple[int, ...]], list[mx.array]],
+    ) -> list[mx.array]:
+        """Call `forward` for one bucket after the other; returns its results in the order of all rows.
 
-    def _resize(self, new_slots: int, room: int) -> None:
-        if (new_slots, room) == self.shape():
-            return
-        self.arrays = [_resized(array, new_slots, room) for array in self.arrays]
+        `tokens` [rows, width], any embeddings of theirs `given` [rows, width, hidden], and `positions` are in
+        the order of all rows, too.
+        """
+        if len(self.buckets) == 1 and self.buckets[0].rows == self.rows:
+            return forward(self.buckets[0], tokens, given, positions)
+        place = {uid: row for row, uid in enumerate(self.rows)}
+        outcomes: list[list[mx.array]] = []
+        order: list[int] = []
+        for bucket in self.buckets:
+            places = [place[uid] for uid in bucket.rows]
+            rows = mx.array(places)
+            inputs = [tokens[rows], *([] if given is None else [given[rows]])]
+            if outcomes:  # so that the order of collectives is the same on all ranks
+                inputs = mx.depends(inputs, outcomes[-1])
+            known = None if given is None else inputs[1]
+            outcomes.append(forward(bucket, inputs[0], known, tuple([positions[at] for at in places])))
+            order += places
+        back = mx.array(sorted(range(len(order)), key=order.__getitem__))
+        return [mx.concatenate(list(parts))[back] for parts in zip(*outcomes, strict=True)]
+
+    def _bucket(self, uid: int) -> Bucket:
+        return next(bucket for bucket in self.buckets if uid in bucket.rows)
+
+    def _gathered(self, uids: Sequence[int], held: int, room: int) -> Bucket:
+        """Return a bucket of these rows. Those stay in place that were most together, if no others were."""
+        wanted = set(uids)
+        base = max(self.buckets, key=lambda bucket: len(wanted.intersection(bucket.rows)))
+        stay = [row for row, uid in enumerate(base.rows) if uid in wanted]
+        arrays = base.arrays
+        if len(stay) < len(base.rows):
+            arrays = [array[mx.array(stay)] for array in arrays]
+        rows = [base.rows[row] for row in stay]
+        arrays = _resized(arrays, held, room)
+        for uid in uids:
+            if uid not in rows:
+                arrays = _placed(arrays, self._bucket(uid).part(uid, room), len(rows))
+                rows.append(uid)
+        return Bucket(rows, arrays)
 
 
-def _resized(array: mx.array, new_slots: int, room: int) -> mx.array:
-    part = array[:new_slots, :, :room]
-    missing = [(0, new_slots - part.shape[0]), (0, 0), (0, room - part.shape[2]), (0, 0)]
-    return mx.contiguous(mx.pad(part, missing))
+def _placed(arrays: list[mx.array], new: list[mx.array], row: int) -> list[mx.array]:
+    """Write one row, [1, KV heads, positions, ...]; returns the arrays with it."""
+    pairs = zip(arrays, new, strict=True)
+    return [mx.slice_update(kept, each, mx.array([row]), axes=(0,)) for kept, each in pairs]
 
 
-def _plain(keys: mx.array, values: mx.array, length: int) -> Any:
-    from mlx_lm.models.cache import KVCache
+def _resized(arrays: list[mx.array], held: int, room: int) -> list[mx.array]:
+    if arrays[0].shape[0] == held and arrays[0].shape[2] == room:
+        return arrays
+    parts = [array[:held, :, :room] for array in arrays]
+    more = [(0, held - parts[0].shape[0]), (0, 0), (0, room - parts[0].shape[2]), (0, 0)]
+    return [mx.contiguous(mx.pad(part, more)) for part in parts]
 
-    cache = KVCache()
-    cache.keys, cache.values, cache.offset = keys, values, length
-    return cache
+
+def _arrays_of(cache: Any) -> list[mx.array]:
+    """Return a layer's arrays: keys and values, each one array or, where it is quantized, three."""
+    both = (cache.keys, cache.values)
+    return [array for each in both for array in (each if isinstance(each, list | tuple) else (each,))]
 
 
 class MergedBatch:
@@ -265,7 +333,7 @@ class MergedBatch:
         for running, joining in zip(self.caches, caches, strict=True):
             running.extend(joining.merge([joining]))
 
-    def leave(self, uid: int, keep: int, longest: int = 0) -> Caches | None:
+    def leave(self, uid: int, keep: int) -> Caches | None:
         row = self.rows.index(uid)
         kept = self.copy(uid, keep) if keep else None
         last = len(self.rows) - 1
@@ -290,8 +358,13 @@ class MergedBatch:
             return share(self.caches, length)
         return cut([cache.extract(row) for cache in self.caches], length)
 
-    def trim(self, longest: int) -> None:
-        """Do nothing: these arrays have the size that mlx-lm gives them."""
+    def arrays(self) -> list[mx.array]:
+        return arrays_of(self.caches)
+
+
+def arrays_of(caches: Caches) -> list[mx.array]:
+    """Return all arrays of caches."""
+    return [item for _, item in tree_flatten([c.state for c in caches]) if isinstance(item, mx.array)]
 
 
 def share(caches: Caches, length: int) -> Caches:
@@ -302,9 +375,9 @@ def share(caches: Caches, length: int) -> Caches:
 
     shared: Caches = deepcopy(caches)
     for cache in leaves(shared):
-        if plain(cache):
+        if type(cache).__name__ in _PLAIN and cache.keys is not None:
             # The next write copies the whole array, so it holds only the tokens that are needed.
-            cache.keys, cache.values = cache.keys[..., :length, :], cache.values[..., :length, :]
+            _only_first(cache, length)
             cache.offset = min(cache.offset, length)
         elif type(cache) is RotatingKVCache and cache.keys is not None:
             _only_window(cache)
@@ -349,6 +422,11 @@ def plain(cache: Any) -> bool:
     return type(cache) is KVCache and cache.keys is not None
 
 
+def _only_first(cache: Any, length: int) -> None:
+    """Drop all but the first `length` positions of a layer's arrays."""
+    cache.keys, cache.values = tree_map(lambda array: array[..., :length, :], (cache.keys, cache.values))
+
+
 def _only_window(cache: Any) -> None:
     """Drop the tokens before the window, which a chunk of a prompt leaves there until the next token."""
     keys, values, offset, keep, window, end = cache.state
@@ -387,31 +465,66 @@ class CacheKind:
     """
 
     def __init__(self, model: Any, kv_bits: int = 0) -> None:
-        self._model = model
+        self.model = model
         self._kv_bits = kv_bits
         self.group_size = self._find_group_size() if kv_bits else 0
         new = self.new()
         kinds = {type(cache).__name__ for cache in new}
         inside = {type(cache).__name__ for cache in leaves(new)}
-        alone = kv_bits or any(type(module).__name__ == _ONE_OFFSET for module in model.modules())
-        self.slots = kinds == {"KVCache"} and not alone
-        self.batches = all(hasattr(cache, "merge") for cache in new) and not alone
+        alone = any(type(module).__name__ == _ONE_OFFSET for module in model.modules())
+        self.slots = len(kinds) == 1 and kinds <= _PLAIN and not alone
+        self.batches = self.slots or (all(hasattr(cache, "merge") for cache in new) and not alone)
         self.cuttable = inside <= _PLAIN
         self.reusable = inside <= _COPIED
         self.overlapping = self.reusable and not self.cuttable and not inside & _GROWING
         self._empty = self._shapes() if self.slots else []
 
     def empty_batch(self) -> Batch:
-        return SlotBatch(self._empty) if self.slots else MergedBatch()
+        return SlotBatch(self._empty, self.caches_of) if self.slots else MergedBatch()
+
+    def caches_of(self, arrays: list[mx.array], length: int) -> Caches:
+        """Return the caches of a sequence of `length` tokens that is in these arrays of a SlotBatch."""
+        caches = self.new()
+        each = len(arrays) // len(caches)
+        for layer, cache in enumerate(caches):
+            own = arrays[layer * each : (layer + 1) * each]
+            # Of quantized numbers a layer has three arrays for its keys, and three for its values.
+            cache.keys, cache.values = (own[:3], own[3:]) if self._kv_bits else own
+            cache.offset = length
+        return caches
+
+    def views(self, arrays: list[mx.array], forward: ForwardShape) -> list[LayerView]:
+        """Return the layers' views of a bucket's arrays."""
+        if not self._kv_bits:
+            return [LayerView(arrays[at : at + 2], forward) for at in range(0, len(arrays), 2)]
+        size, bits = self.group_size, self._kv_bits
+        return [QuantizedView(arrays[at : at + 6], forward, size, bits) for at in range(0, len(arrays), 6)]
+
+    def reserve(self, caches: Caches, offset: int, total: int) -> None:
+        """Have caches of `offset` tokens grow once, to the room of a prompt of `total` tokens.
+
+        By mlx-lm's own steps they would have more room than is counted, and be copied for every chunk.
+        """
+        if not self.slots:
+            return
+        for cache in caches:
+            if cache.keys is not None and _arrays_of(cache)[0].shape[2] < total:
+                _only_first(cache, offset)
+            cache.step = capacity(total) - offset
 
     def _shapes(self) -> list[Empty]:
         """Return shapes and types of an empty row's keys and values, from a forward that is never run."""
-        arrays = unrun_arrays(self._model, self.new())
+        try:
+            arrays = unrun_arrays(self.model, self.new())
+        except (AttributeError, TypeError, ValueError) as error:
+            if not self._kv_bits:
+                raise
+            raise self._refusal("this model's attention cannot read quantized keys and values") from error
         return [((1, array.shape[1], SMALLEST, array.shape[3]), array.dtype) for array in arrays]
 
     def new(self) -> Caches:
         """Return empty caches for one sequence."""
-        caches = make_cache(self._model)
+        caches = make_cache(self.model)
         if not self._kv_bits:
             return caches
         return [cache.to_quantized(group_size=self.group_size, bits=self._kv_bits) for cache in caches]
@@ -420,11 +533,11 @@ class CacheKind:
         """Return the group size, from the shapes of a forward that is built and never run."""
         from mlx_lm.models.cache import KVCache
 
-        caches = make_cache(self._model)
+        caches = make_cache(self.model)
         if not all(type(cache) is KVCache for cache in caches):
             kinds = ", ".join(sorted({type(cache).__name__ for cache in caches}))
             raise self._refusal(f"this model's caches ({kinds}) cannot be quantized")
-        heads = {array.shape[-1] for array in unrun_arrays(self._model, caches)}
+        heads = {array.shape[-1] for array in unrun_arrays(self.model, caches)}
         for size in QUANTIZATION_GROUPS:
             if not any(head % size for head in heads):
                 return size

@@ -20,6 +20,7 @@ from ..errors import Code, GroupError, LinkError, ModelError
 from ..wire.blocking import BlockingLink
 from ..wire.messages import (
     Ack,
+    Arrange,
     Cancel,
     CollectivesTimed,
     Error,
@@ -44,7 +45,7 @@ from .executor import Forward, RankExecutor, Result
 from .logit_shaping import RequestShaping
 from .mailbox import AGENT, COMPILER, Mailbox
 from .requests import Emitter, Requests
-from .steps import Decode, EvictKept, Move, Prefill, PrefillTogether, StepResult, StopSequence
+from .steps import Arrangement, Decode, EvictKept, Move, Prefill, PrefillTogether, StepResult, StopSequence
 
 # --- ranks 1..N-1: frames go to all of them, replies and Acks come from each -----------------------------
 
@@ -298,7 +299,9 @@ class DecodeLoop:
                 case SessionStop():
                     self._rank.stop(frame)
                 case Evict():
-                    self._rank.evict(frame.uids, trim=frame.trim)
+                    self._rank.evict(frame.uids)
+                case Arrange():
+                    self._rank.arrange(frame.rooms, trim=frame.trim)
                 case PromptTokens() | PromptBatch() | StepToken():
                     self._running.append(self._rank.launch(step, frame, known))
         if isinstance(move, Prefill):
@@ -381,7 +384,7 @@ def _fitting(reply: Loaded, longest: int) -> Loaded:
     return replace(reply, context=min(reply.context, max(longest, 1)))
 
 
-def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop | Evict:
+def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop | Evict | Arrange:
     match move:
         case Prefill():
             return PromptTokens(
@@ -416,7 +419,9 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop |
         case StopSequence():
             return SessionStop(move.uid, move.reason, move.forwards, move.keep, move.covers)
         case EvictKept():
-            return Evict(move.uids, move.trim)
+            return Evict(move.uids)
+        case Arrangement():
+            return Arrange(move.rooms, move.trim)
 
 
 def _combined(replies: dict[int, Message]) -> Message:

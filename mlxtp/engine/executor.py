@@ -197,9 +197,14 @@ class RankExecutor:
                 Code.DESYNC,
             )
 
-    def evict(self, uids: tuple[int, ...], *, trim: bool = False) -> None:
-        """Free kept KV caches; with `trim`, all memory that no row needs."""
-        self._require_runner().evict(uids, trim=trim)
+    def evict(self, uids: tuple[int, ...]) -> None:
+        """Free kept KV caches."""
+        self._require_runner().evict(uids)
+        self.status.caches = self._require_runner().cache_use()
+
+    def arrange(self, rooms: tuple[int, ...], *, trim: bool) -> None:
+        """Lay out the rows' KV arrays as in `Arrange`. Raises GroupError (DESYNC) for rows of other sizes."""
+        self._require_runner().arrange(rooms, trim=trim)
         self.status.caches = self._require_runner().cache_use()
 
     def finish(self) -> None:

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, combinations, pairwise
 
 from ..wire.messages import MAX_WIDTH
 from .sequence import SequenceState, WaitingQueue
-from .steps import EvictKept, Move, Prefill, StopReason, StopSequence
+from .steps import Arrangement, EvictKept, Move, Prefill, StopReason, StopSequence
 
 # --- room; the same on every rank, and the basis of rank 0's budget --------------------------------------
-# Sizes grow in steps of a half and a third (64, 96, 128, 192, ...). So an array that grows with its
-# sequence is copied seldom, and at most a third of it is empty.
+# While there is room for it, all rows share one array a layer. Its sizes grow in steps of a half and a third
+# (64, 96, 128, 192, ...), so that arrays that grow with their rows are copied seldom. Else rows of unlike
+# lengths have arrays of their own, in steps that leave little of them empty.
 
 SMALLEST = 64
+#: Steps of a row's room, each up to a length. Copying a row once in so many tokens takes at most a twentieth
+#: of what attention reads of it meanwhile, and where rows are long, a hundredth.
+STEPS = ((1024, 32), (4096, 64))
+LONG_STEP = 256
+MOST_BUCKETS = 3  #: arrays in which rows stand, and so forwards in one step
+LEAST_SAVED = 16  #: A further bucket must save one part in so many of the room.
 
 
 def capacity(length: int) -> int:
-    """Return the positions to allocate for a row of `length` tokens."""
+    """Return the least positions to allocate for a row of `length` tokens."""
+    step = next((step for end, step in STEPS if length <= end), LONG_STEP)
+    return max(-(-length // step) * step, SMALLEST)
+
+
+def roomy(length: int) -> int:
+    """Return the positions to allocate for a row of `length` tokens where there is room to grow."""
     size = SMALLEST
     while size < length:
         if size * 3 // 2 >= length:
@@ -30,12 +45,10 @@ def capacity(length: int) -> int:
 
 def fitting(room: int) -> int:
     """Return the longest sequence whose capacity is at most `room`; 0 for none."""
-    size = SMALLEST
-    if room < size:
+    if room < SMALLEST:
         return 0
-    while size * 2 <= room:
-        size *= 2
-    return size * 3 // 2 if size * 3 // 2 <= room else size
+    step = next((step for end, step in STEPS if room < end + step), LONG_STEP)
+    return room // step * step
 
 
 def slots(rows: int) -> int:
@@ -49,9 +62,41 @@ def view(length: int) -> int:
     return -(-length // step) * step
 
 
+@lru_cache(maxsize=512)
+def layouts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the ways to lay out rows of these lengths, in ascending order of buckets.
+
+    Each has the room of every slot: those of the rows in their order, then those of free ones. Rows of the
+    same room share arrays. The first way has all rows in one bucket, with room to grow. The others
+    have just the room that the rows need, in as many buckets as save some.
+    """
+    if not lengths:
+        return ((),)
+    own = [capacity(length) for length in lengths]
+    sizes = sorted(set(own), reverse=True)
+    rows = list(accumulate([own.count(size) for size in sizes], initial=0))
+
+    def bounds(cuts: tuple[int, ...]) -> Iterable[tuple[int, int]]:
+        return pairwise((0, *cuts, len(sizes)))
+
+    def room(cuts: tuple[int, ...]) -> int:
+        return sum([sizes[first] * (rows[end] - rows[first]) for first, end in bounds(cuts)])
+
+    found = [(roomy(max(lengths)),) * slots(len(lengths))]
+    least = 0
+    for buckets in range(1, min(MOST_BUCKETS, len(sizes)) + 1):
+        cuts = min(combinations(range(1, len(sizes)), buckets - 1), key=room)
+        if least and (least - room(cuts)) * LEAST_SAVED < least:
+            break
+        least = room(cuts)
+        shared = {size: sizes[first] for first, end in bounds(cuts) for size in sizes[first:end]}
+        found.append(tuple([shared[size] for size in own]))
+    return tuple(found)
+
+
 def batch_tokens(lengths: Sequence[int]) -> int:
-    """Return the positions of a batch of rows of these lengths: all rows have the room of the longest."""
-    return slots(len(lengths)) * capacity(max(lengths)) if lengths else 0
+    """Return the positions of mlx-lm's own batched caches: all rows have the room of the longest."""
+    return slots(len(lengths)) * roomy(max(lengths)) if lengths else 0
 
 
 # --- index of kept caches: the longest shared beginning with a new prompt, and evictions -----------------
@@ -304,6 +349,7 @@ class KVCacheManager:
 
     `moves` has the moves that free caches, and what waits for them. They come before any other. `kv_tokens`
     is all the room, `row_tokens` the part of each sequence's cache that does not grow, as so many tokens.
+    `arranges`: rows stand in arrays whose sizes are chosen here, and not by mlx-lm.
     """
 
     def __init__(
@@ -314,6 +360,7 @@ class KVCacheManager:
         waiting: WaitingQueue,
         *,
         row_tokens: int = 0,
+        arranges: bool = True,
     ) -> None:
         self.moves: deque[Move] = deque()
         self.kv_tokens = kv_tokens
@@ -321,8 +368,10 @@ class KVCacheManager:
         self._prefixes = prefixes
         self._running = running
         self._waiting = waiting
-        #: Rows, rows with started prompts, and capacity that were last found to fit.
-        self._fits: tuple[int, int, int] = (0, 0, 0)
+        self._arranges = arranges
+        #: Rooms of all slots, those of free ones too. A slot is free until its bucket has no rows.
+        self._rooms: tuple[int, ...] = ()
+        self._is_stale = False  # something has left or changed since rows were laid out
 
     @property
     def keeps_whole(self) -> bool:
@@ -415,8 +464,10 @@ class KVCacheManager:
 
     def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
         """Queue a sequence's last move, and keep or evict the known of the `held` tokens of its KV cache."""
-        self._fits = (0, 0, 0)
-        keep = 0
+        keep, self._is_stale = 0, True
+        if all(other.room != sequence.room for other in self._running):
+            self._rooms = tuple([room for room in self._rooms if room != sequence.room])
+        sequence.room = 0
         covers: tuple[int, ...] = ()
         evicted: tuple[int, ...] = ()
         held = min(held, len(sequence.tokens))
@@ -432,13 +483,11 @@ class KVCacheManager:
         if others := tuple([uid for uid in evicted if uid != sequence.uid]):
             self.moves.append(EvictKept(others))
         sequence.all_forwards += sequence.forwards
+        self._lay_out()
 
     def make_room(self, joining: Sequence[SequenceState] = ()) -> bool:
-        """Return True if all fit beside each other, after evicting kept caches where needed."""
-        live = len(self._running) + len(self._waiting.started())
-        longest = max([max(s.position, s.prompt) for s in (*self._running, *joining)], default=0)
-        shape = (len(self._running), live, capacity(longest + MAX_WIDTH))
-        if not joining and shape == self._fits:
+        """Return True if all fit beside each other, after evictions and another layout where needed."""
+        if not joining and self._is_laid_out():
             return True
         beyond = self._occupied(joining) - self.kv_tokens
         if beyond > 0 and self._prefixes is not None and (evicted := self._prefixes.evict(beyond)):
@@ -448,8 +497,47 @@ class KVCacheManager:
             rows = [*self._running, *self._waiting.started(), *joining]
             if len(rows) > 1 or not self.fits_alone(rows[0]):
                 return False
-        if not joining:
-            self._fits = shape
+        return self._lay_out(joining)
+
+    def _is_laid_out(self) -> bool:
+        """Return True if every row has room for its next step. Every step asks."""
+        running = self._running
+        if self._is_stale:
+            return False
+        return all(sequence.position + MAX_WIDTH <= sequence.room for sequence in running) or (
+            len(running) == 1 and running[0].longest <= running[0].room
+        )
+
+    def _lay_out(self, joining: Sequence[SequenceState] = ()) -> bool:
+        """Lay out the running rows, beside prompts that have caches of their own; False if they do not fit.
+
+        They stay where they are if they have room there, unless half of it is free and no prompt joins.
+        """
+        if not self._arranges:
+            for sequence in self._running:
+                sequence.room = roomy(max(_lengths(self._running)))
+            self._is_stale = False
+            return True
+        running, started = self._running, self._waiting.started()
+        own = [capacity(sequence.prompt) for sequence in started]
+        longest = max([sequence.prompt for sequence in joining], default=0)
+        # Several that are computed together share arrays, with a place for padding.
+        own += [capacity(longest + (len(joining) > 1))] * len(joining)
+        kept = self._prefixes.positions if self._prefixes is not None else 0
+        left = self.kv_tokens - kept - sum(own) - self._row_tokens * (len(running) + len(own))
+        lengths = _lengths(running)
+        rooms = next((rooms for rooms in layouts(lengths) if sum(rooms) <= left), None)
+        if rooms is None:
+            return False
+        held, needed = sum(self._rooms), sum(rooms)
+        self._is_stale = False
+        fits = all(length <= sequence.room for length, sequence in zip(lengths, running, strict=True))
+        if fits and held <= left and (joining or held <= 2 * needed):
+            return True
+        for room, sequence in zip(rooms, running, strict=False):
+            sequence.room = room
+        self._rooms = rooms
+        self.moves.append(Arrangement(rooms))
         return True
 
     def fits_alone(self, sequence: SequenceState) -> bool:
@@ -462,8 +550,7 @@ class KVCacheManager:
 
     def resize(self, kv_tokens: int, *, clear: bool = False) -> None:
         """Change the room. Kept caches that no longer fit are evicted; with `clear`, all of them."""
-        self.kv_tokens = kv_tokens
-        self._fits = (0, 0, 0)
+        self.kv_tokens, self._is_stale = kv_tokens, True
         if self._prefixes is None:
             return
         evicted = self._prefixes.resize(0) if clear else ()
@@ -474,9 +561,16 @@ class KVCacheManager:
         """Return the positions of all KV caches once the started prompts and `joining` run as well."""
         started = self._waiting.started()
         rows = [*self._running, *started, *joining]
-        lengths = [max(sequence.position, sequence.prompt) + MAX_WIDTH for sequence in rows]
-        # A prompt that is prefilled alone has its own cache until it runs, unless no other sequence does.
-        apart = [*started, *joining] if len(joining) == 1 else started
-        own = [capacity(sequence.prompt) for sequence in apart] if len(rows) > 1 else []
+        lengths = _lengths(rows)
         kept = self._prefixes.positions if self._prefixes is not None else 0
+        if self._arranges:
+            return sum(layouts(lengths)[-1]) + self._row_tokens * len(rows) + kept
+        # A prompt has its own cache until it runs, unless no other sequence does.
+        own = [capacity(sequence.prompt) for sequence in [*started, *joining]] if len(rows) > 1 else []
         return batch_tokens(lengths) + sum(own) + self._row_tokens * (len(rows) + len(own)) + kept
+
+
+def _lengths(rows: Sequence[SequenceState]) -> tuple[int, ...]:
+    """Return the tokens for which rows need room in their next step; all are padded to the widest."""
+    lengths = [max(sequence.position, sequence.prompt) + MAX_WIDTH for sequence in rows]
+    return (min(lengths[0], rows[0].longest),) if len(rows) == 1 else tuple(lengths)

@@ -11,22 +11,23 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import le
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..errors import Code, GroupError
 from ..wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
 from . import kv_cache
 from .batch import (
     Batch,
+    Bucket,
     CacheKind,
     Caches,
     ForwardShape,
-    LayerView,
     MergedBatch,
     SlotBatch,
+    arrays_of,
     cut,
     overlap,
     plain,
@@ -231,7 +232,7 @@ class KeptCaches:
     def _count(self, uid: int) -> None:
         """Count the arrays of a cache that are its own, and have all of them computed."""
         kept = self._entries[uid]
-        mx.async_eval(_arrays(kept.caches))
+        mx.async_eval(arrays_of(kept.caches))
         self.size_bytes -= kept.size_bytes
         own = [cache for cache in leaves(kept.caches) if not (kept.within and plain(cache))]
         kept.size_bytes = _bytes(own)
@@ -277,6 +278,7 @@ class Runner:
         caches = self._prefilling.get(frame.uid)
         if caches is None:
             caches = self._begin(frame.uid, frame.sampling, frame.source, frame.offset, take=frame.take)
+            self._caches.reserve(caches, frame.offset, frame.total)
             self._prefilling[frame.uid] = caches
         self._count((frame.uid,))
         last = frame.offset + len(frame.tokens) == frame.total
@@ -286,14 +288,14 @@ class Runner:
             # Waiting for the caches alone leaves out the head and the last layer's output, on every rank.
             end = frame.offset + len(frame.tokens)
             self._lengths[frame.uid] = range(end, end + 1)
-            done = mx.depends([mx.zeros((1, 1), dtype=mx.int32)], _arrays(caches))[0]
+            done = mx.depends([mx.zeros((1, 1), dtype=mx.int32)], arrays_of(caches))[0]
             mx.async_eval(done)
             if frame.save:
                 self._kept.insert(frame.save, snapshot(caches, end), end, frame.covers)
             return Chosen(done, (), (), {})
         at = mx.array([frame.total], dtype=mx.int32)
         chosen, embeddings, scores = self._choose(local, (frame.uid,), (1,), at, frame)
-        mx.async_eval(chosen, _arrays(caches))
+        mx.async_eval(chosen, arrays_of(caches))
         del self._prefilling[frame.uid]
         self._lengths[frame.uid] = range(frame.total, frame.total + 1)
         self._inputs.join(chosen, embeddings, alone=not self._batch.rows)
@@ -304,7 +306,7 @@ class Runner:
         """Queue one forward over the rest of several prompts. Each becomes a row and gets its first token."""
         batch = self._batch
         assert isinstance(batch, SlotBatch), "other caches prefill one by one"
-        first = len(batch.rows)
+        alone = not batch.rows
         for i, uid in enumerate(frame.uids):
             take = bool(frame.takes[i])
             self._lengths[uid] = range(frame.totals[i], frame.totals[i] + 1)
@@ -313,20 +315,19 @@ class Runner:
             )
         self._count(frame.uids)
         longest = max(frame.totals)
-        batch.reserve(longest + 1)
-        room = batch.shape()[1]
-        shape = ForwardShape.of_prompts(
-            frame.offsets, frame.totals, first, room, min(kv_cache.view(longest), room)
-        )
-        arrays, batch.arrays = batch.arrays, []
-        layers = [LayerView(*pair, shape) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
+        room = kv_cache.capacity(longest + 1)  # and a place for padding
+        bucket = batch.gather(frame.uids, room)
+        shape = ForwardShape.of_prompts(frame.offsets, frame.totals, room, min(kv_cache.view(longest), room))
+        arrays, bucket.arrays = bucket.arrays, []
+        layers = self._caches.views(arrays, shape)
+        del arrays  # no other owner: written in place
         local = self._vocabulary.forward(self._model, _left_padded(frame), layers, last_only=True)
-        batch.arrays = [array for layer in layers for array in (layer.keys, layer.values)]
+        bucket.arrays = [array for layer in layers for array in layer.arrays]
         widths = (1,) * len(frame.uids)
         at = mx.array(frame.totals, dtype=mx.int32)
         chosen, embeddings, scores = self._choose(local, frame.uids, widths, at, frame)
-        mx.async_eval(chosen, *batch.arrays)
-        self._inputs.join(chosen, embeddings, alone=not first)
+        mx.async_eval(chosen, *bucket.arrays)
+        self._inputs.join(chosen, embeddings, alone=alone)
         return Chosen(chosen, frame.uids, widths, scores)
 
     def step(self, frame: StepToken, known: Callable[[], object] | None = None) -> Chosen:
@@ -347,22 +348,22 @@ class Runner:
         tokens, given = self._inputs.feed(frame, width)
         positions = mx.array(frame.positions, dtype=mx.int32)
         greedy = frame.exchange == "winners"
-        local, winners = self._forward(tokens, given, positions, max(frame.positions) + width, winners=greedy)
+        local, winners = self._forward(tokens, given, frame.positions, winners=greedy)
         if winners is None:
             logits = self._vocabulary.gather(local)
             try:
                 if known is not None:
-                    mx.async_eval(logits, *self._batch_arrays())
+                    mx.async_eval(logits, *self._batch.arrays())
                     known()
             finally:  # even if `known` raises, because the other ranks wait for the choice
                 chosen, scores = self._draw(logits, rows, widths, positions + 1, frame)
                 embeddings = None
-                mx.async_eval(chosen, *self._batch_arrays())
+                mx.async_eval(chosen, *self._batch.arrays())
         else:
             (chosen, embeddings), scores = winners, {}
             if frame.agreement == "broadcast":
                 chosen, embeddings = self._chooser.agree(chosen), None
-            mx.async_eval(chosen, *self._batch_arrays())
+            mx.async_eval(chosen, *self._batch.arrays())
         self._inputs.update(chosen, embeddings, widths)
         return Chosen(chosen, rows, widths, scores)
 
@@ -376,10 +377,10 @@ class Runner:
             self._model, mx.zeros((1, chunk), dtype=mx.int32), caches, last_only=True
         )
         tokens, embeddings = self._vocabulary.winners(local)
-        mx.eval(tokens, _arrays(caches))
+        mx.eval(tokens, arrays_of(caches))
         self._batch.join(1, caches)
-        local, winners = self._forward(tokens, embeddings, mx.array([chunk]), chunk + 1, winners=True)
-        mx.eval(local, winners, self._batch_arrays())
+        local, winners = self._forward(tokens, embeddings, (chunk,), winners=True)
+        mx.eval(local, winners, self._batch.arrays())
 
     # --- sequences -----------------------------------------------------------------------------------
 
@@ -401,32 +402,45 @@ class Runner:
         if (caches := self._prefilling.pop(uid, None)) is not None:
             kept = cut(caches, keep) if keep else None
         elif uid in self._batch.rows:
-            kept = self._leave(uid, keep)
+            self._inputs.reorder(_order_without(self._batch.rows.index(uid), len(self._batch.rows)))
+            kept = self._batch.leave(uid, keep)
         if kept is not None:
             self._kept.insert(uid, kept, keep, covers)
         return self._forwards.pop(uid)
 
-    def evict(self, uids: tuple[int, ...], *, trim: bool = False) -> None:
-        """Free kept KV caches; with `trim`, all memory that no row needs, once forwards in flight end."""
+    def evict(self, uids: tuple[int, ...]) -> None:
+        """Free kept KV caches."""
         before = self._kept.size_bytes
         for uid in uids:
             self._kept.pop(uid)
         evicted_bytes = self._use.evicted_bytes + before - self._kept.size_bytes
         self._use = replace(self._use, evicted_bytes=evicted_bytes)
+
+    def arrange(self, rooms: tuple[int, ...], *, trim: bool = False) -> None:
+        """Lay out the rows' arrays by the room of each slot, if there are `rooms`.
+
+        With `trim`, give unused memory back to the system, once forwards in flight end. Raises GroupError
+        (DESYNC) when this rank has other rows, or longer ones.
+        """
+        if rooms:
+            lengths = [self._lengths[uid][-1] for uid in self._batch.rows]
+            fit = len(rooms) >= len(lengths) and all(map(le, lengths, rooms))
+            if not isinstance(self._batch, SlotBatch) or not fit:
+                raise GroupError(f"room for {rooms} tokens, but this rank holds {lengths}", Code.DESYNC)
+            self._batch.arrange(rooms)
         if trim:
-            self._batch.trim(max((self._lengths[uid][-1] for uid in self._batch.rows), default=0))
-            mx.eval(self._batch_arrays())
+            mx.eval(self._batch.arrays())
             mx.clear_cache()
 
     @property
-    def room(self) -> tuple[int, int]:
-        """Slots and capacity of a SlotBatch, whose KV arrays change in size with them alone."""
-        return self._batch.shape() if isinstance(self._batch, SlotBatch) else (0, 0)
+    def room(self) -> list[tuple[int, int]]:
+        """Slots and capacity of each bucket, with which alone the KV arrays of rows change in size."""
+        return [bucket.shape for bucket in self._batch.buckets] if isinstance(self._batch, SlotBatch) else []
 
     def kv_bytes(self) -> int:
         """Return the bytes of all sequences' KV caches."""
         held = self._kept.size_bytes + sum(map(_bytes, self._prefilling.values()))
-        return held + sum(array.nbytes for array in self._batch_arrays())
+        return held + sum(array.nbytes for array in self._batch.arrays())
 
     def cache_use(self) -> CacheUse:
         """Return the use of KV caches as it is now."""
@@ -455,36 +469,45 @@ class Runner:
         self,
         tokens: mx.array,
         given: mx.array | None,
-        positions: mx.array,
-        longest: int,
+        positions: tuple[int, ...],
         *,
         winners: bool,
     ) -> tuple[mx.array, tuple[mx.array, mx.array] | None]:
-        """Return this rank's share of the logits [rows, width, share]; with `winners`, those of all ranks.
-
-        `longest` is the longest row's length afterwards.
-        """
-        rows, width = tokens.shape
-        if isinstance(self._batch, MergedBatch):
-            local = self._vocabulary.forward(self._model, tokens, self._batch.caches, given=given)
+        """Return this rank's share of the logits [rows, width, share]; with `winners`, those of all ranks."""
+        batch = self._batch
+        if isinstance(batch, MergedBatch):
+            local = self._vocabulary.forward(self._model, tokens, batch.caches, given=given)
             return local, self._vocabulary.winners(local) if winners else None
-        assert isinstance(self._batch, SlotBatch)
-        self._batch.reserve(longest)
-        room, view = self._batch.shape(), min(kv_cache.view(longest), self._batch.shape()[1])
+        assert isinstance(batch, SlotBatch)
+        outcome = batch.by_bucket(tokens, given, positions, partial(self._forward_bucket, winners=winners))
+        return outcome[0], (outcome[0], outcome[1]) if winners else None
+
+    def _forward_bucket(
+        self,
+        bucket: Bucket,
+        tokens: mx.array,
+        given: mx.array | None,
+        positions: tuple[int, ...],
+        *,
+        winners: bool,
+    ) -> list[mx.array]:
+        rows, width = tokens.shape
+        longest = max(positions) + width
+        bucket.reserve(longest)
+        held, room = bucket.shape
+        view = min(kv_cache.view(longest), room)
         # Outside the graph, because a graph would compile kernels for these small steps of arithmetic.
-        shape = ForwardShape.arrays(positions, width, view)
+        shape = ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view)
         if given is None and self._vocabulary.embedding is not None:
             given = self._vocabulary.embedding(tokens)
-        arrays, self._batch.arrays = (
-            self._batch.arrays,
-            [],
-        )  # no other owner: written in place
+        arrays, bucket.arrays = bucket.arrays, []  # no other owner: written in place
         inputs = (tokens, [] if given is None else [given], shape, arrays)
+        outcome: list[mx.array]
         if width == 1:
-            outcome, self._batch.arrays = self._graphs.run((rows, *room, view, winners), inputs)
+            outcome, bucket.arrays = self._graphs.run((rows, held, room, view, winners), inputs)
         else:
-            outcome, self._batch.arrays = self._body(winners, *inputs)
-        return outcome[0], (outcome[0], outcome[1]) if winners else None
+            outcome, bucket.arrays = self._body(winners, *inputs)
+        return outcome
 
     def _body(
         self,
@@ -495,12 +518,11 @@ class Runner:
         arrays: list[mx.array],
     ) -> tuple[list[mx.array], list[mx.array]]:
         """Run the model. Returns the results of its logits alone, then the KV arrays afterwards."""
-        common = ForwardShape(shape[0], shape[1], shape[2])
-        layers = [LayerView(*pair, common) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
+        layers = self._caches.views(arrays, ForwardShape(shape[0], shape[1], shape[2]))
         embeddings = given[0] if given else None
         local = self._vocabulary.forward(self._model, tokens, layers, given=embeddings)
         outcome = list(self._vocabulary.winners(local)) if winners else [local]
-        return outcome, [array for layer in layers for array in (layer.keys, layer.values)]
+        return outcome, [array for layer in layers for array in layer.arrays]
 
     def _choose(
         self,
@@ -531,16 +553,6 @@ class Runner:
         broadcast = frame.agreement == "broadcast"
         return self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)
 
-    def _leave(self, uid: int, keep: int) -> Caches | None:
-        row, last = self._batch.rows.index(uid), len(self._batch.rows) - 1
-        longest = max((self._lengths[other].stop for other in self._batch.rows if other != uid), default=0)
-        kept = self._batch.leave(uid, keep, longest)
-        order = list(range(last))
-        if row != last:
-            order[row] = last
-        self._inputs.reorder(order)
-        return kept
-
     def _lengthen(self, frame: StepToken, widths: tuple[int, ...]) -> None:
         """Check and update the rows' lengths. Raises GroupError (DESYNC).
 
@@ -563,10 +575,13 @@ class Runner:
         if self.forwards % CLEAR_EVERY == 0:
             mx.clear_cache()
 
-    def _batch_arrays(self) -> list[mx.array]:
-        if isinstance(self._batch, SlotBatch):
-            return self._batch.arrays
-        return _arrays(self._batch.caches) if isinstance(self._batch, MergedBatch) else []
+
+def _order_without(row: int, rows: int) -> list[int]:
+    """Return the rows that stay in their new order: the last one takes the place of `row`."""
+    order = list(range(rows - 1))
+    if row < rows - 1:
+        order[row] = rows - 1
+    return order
 
 
 def _left_padded(frame: PromptBatch) -> mx.array:
@@ -580,8 +595,4 @@ def _left_padded(frame: PromptBatch) -> mx.array:
 
 
 def _bytes(caches: Caches) -> int:
-    return sum(array.nbytes for array in _arrays(caches))
-
-
-def _arrays(caches: Caches) -> list[mx.array]:
-    return [item for _, item in tree_flatten([c.state for c in caches]) if isinstance(item, mx.array)]
+    return sum(array.nbytes for array in arrays_of(caches))

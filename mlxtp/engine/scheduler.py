@@ -23,10 +23,10 @@ from .sequence import FedRow, SequenceState, WaitingQueue
 from .speculation import Lookup, Payoff
 from .steps import (
     Agreement,
+    Arrangement,
     Chunks,
     Decode,
     Drafter,
-    EvictKept,
     ExchangeKind,
     Move,
     Policy,
@@ -138,7 +138,12 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[SequenceState] = []
         self._kv = KVCacheManager(
-            policy.kv_tokens, prefixes, self._running, self._waiting, row_tokens=policy.row_tokens
+            policy.kv_tokens,
+            prefixes,
+            self._running,
+            self._waiting,
+            row_tokens=policy.row_tokens,
+            arranges=policy.wide,
         )
         #: Moves that end sequences or free KV caches. They come before any other.
         self.moves = self._kv.moves
@@ -207,7 +212,7 @@ class Scheduler:
         while (self._running or self._waiting.started()) and not self._kv.make_room():
             self._preempt()
         if not larger:
-            self.moves.append(EvictKept((), trim=True))
+            self.moves.append(Arrangement(trim=True))
 
     # --- moves ---------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class SequenceState:
     places: tuple[int, ...] = ()  # positions of the prompt before which others may be the same, ascending
     saves: tuple[int, ...] = ()  # those after which a copy of its KV cache is kept
     position: int = 0  # length of its KV cache before its next step
+    room: int = 0  # tokens for which its row's arrays have room, 0 while its KV cache is its own
     forwards: int = 0
     all_forwards: int = 0
     in_flight: int = 0  # forwards that will choose a token and have not been recorded

@@ -10,6 +10,7 @@ from collections import deque
 from ..wire.blocking import BlockingLink
 from ..wire.messages import (
     Ack,
+    Arrange,
     Done,
     Evict,
     PromptBatch,
@@ -51,7 +52,9 @@ class ServeLoop:
                 case SessionStop() as stop:
                     self._rank.stop(stop)
                 case Evict() as evict:
-                    self._rank.evict(evict.uids, trim=evict.trim)
+                    self._rank.evict(evict.uids)
+                case Arrange() as arrange:
+                    self._rank.arrange(arrange.rooms, trim=arrange.trim)
                 case Shutdown():
                     self._settle(keep=0)
                     self._leader.send(Done())

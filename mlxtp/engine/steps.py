@@ -84,13 +84,20 @@ class StopSequence:
 
 @dataclass(frozen=True, slots=True)
 class EvictKept:
-    """Eviction of kept KV caches; with `trim`, of all memory that no row's KV cache needs."""
+    """Eviction of kept KV caches."""
 
     uids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Layout of the running rows' KV arrays, if `rooms` has one; fields as in `Arrange`."""
+
+    rooms: tuple[int, ...] = ()
     trim: bool = False
 
 
-Move = Prefill | PrefillTogether | Decode | StopSequence | EvictKept
+Move = Prefill | PrefillTogether | Decode | StopSequence | EvictKept | Arrangement
 
 #: Log-probability of a chosen token, and its most probable alternatives with theirs.
 Score = tuple[float, tuple[tuple[int, float], ...]]

@@ -33,6 +33,7 @@ MAX_PLACES = 2  #: positions of a prompt that a request names
 MAX_WIDTH = 64  #: tokens that one row may feed in one step
 DIGEST_BYTES = 16  #: of the tokens that a block on disk and all before it hold
 MAX_BLOCKS = 1 << 16  #: blocks on disk that one sequence starts from
+MAX_ROOM = 2 * MAX_CONTEXT  #: tokens for which one row has room
 MAX_DELTA = MAX_ROWS * (MAX_WIDTH + 1)
 MAX_FRAME_TOKENS = 1 << 20  #: tokens in one frame: half of what the largest frame would hold
 MAX_GROUP_ID = 1008  #: Characters of a group's id: its deployment's name, "#" and an index.
@@ -333,14 +334,22 @@ class SessionStop(Message):
 
 @dataclass(frozen=True, slots=True)
 class Evict(Message):
-    """Command to drop KV caches that were kept.
-
-    With `trim`, ranks also give memory back to the system: what no row's KV cache needs, and what MLX keeps
-    for reuse.
-    """
+    """Command to drop KV caches that were kept."""
 
     TYPE: ClassVar[int] = 0x0C
     uids: tuple[int, ...] = _f(integers(1, U32, 0, MAX_ROWS))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrange(Message):
+    """Command to lay out the KV arrays of the running rows. Rows of the same room share arrays.
+
+    `rooms`: tokens for which each row has room, in row order, then those of free slots. With `trim`, ranks
+    also give memory back to the system that MLX keeps for reuse.
+    """
+
+    TYPE: ClassVar[int] = 0x2B
+    rooms: tuple[int, ...] = _f(integers(1, MAX_ROOM, 0, MAX_ROWS))
     trim: bool = _f(boolean(), default=False)
 
 
@@ -701,7 +710,7 @@ RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
 
 RANK_MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, PromptTokens, PromptBatch, StepToken,
-    SessionStop, Evict, Spill, FetchBlocks, FetchedBlocks, Restore, Ack, Error, Init, SanityCheck,
+    SessionStop, Evict, Arrange, Spill, FetchBlocks, FetchedBlocks, Restore, Ack, Error, Init, SanityCheck,
     LoadShard, Unload, Shutdown, InitDone, SanityDone, Loaded, Done, KvBudget, TimeCollectives,
     CollectivesTimed, Generate, Accepted, Prefilled, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
 )  # fmt: skip

@@ -21,6 +21,7 @@ from .cluster_messages import BOTH_WAYS, AgentHello
 from .messages import (
     Accepted,
     Ack,
+    Arrange,
     Bootstrap,
     Cancel,
     CollectivesTimed,
@@ -212,6 +213,7 @@ _DECODING: tuple[Transition, ...] = tuple(
         (_UPPER, StepToken),
         (_UPPER, SessionStop),
         (_UPPER, Evict),
+        (_UPPER, Arrange),
         (_UPPER, Spill),
         (_UPPER, FetchBlocks),
         (_UPPER, Restore),

@@ -18,6 +18,7 @@ from .messages import (
     MAX_CONTEXT,
     Accepted,
     Ack,
+    Arrange,
     Cancel,
     Delta,
     Done,
@@ -229,6 +230,7 @@ class DecodeLedger:
             StepToken: self._step,
             SessionStop: self._stop,
             Evict: self._evict,
+            Arrange: self._arrange,
             Spill: self._spill,
             FetchBlocks: self._fetch,
             FetchedBlocks: self._fetched,
@@ -387,6 +389,11 @@ class DecodeLedger:
         for uid in evict.uids:
             if self.kept.pop(uid, None) is None:
                 raise Violation(Code.WRONG_UID, f"Evict for uid {uid}, which is not kept")
+
+    def _arrange(self, arrange: Arrange, seq: int) -> None:
+        rooms, rows = len(arrange.rooms), len(self.running)
+        if 0 < rooms < rows:
+            raise Violation(Code.FIELD_INVALID, f"Arrange with {rooms} rooms for {rows} rows")
 
     def _spill(self, spill: Spill, seq: int) -> None:
         uid, (offset, _) = spill.uid, self.prompts.get(spill.uid, (0, 0))

@@ -18,6 +18,7 @@ from mlxtp.engine import kv_cache
 from mlxtp.engine.kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
 from mlxtp.engine.scheduler import Scheduler
 from mlxtp.engine.steps import (
+    Arrangement,
     Decode,
     EvictKept,
     Guide,
@@ -34,7 +35,7 @@ from mlxtp.engine.steps import (
     StopSequence,
 )
 from mlxtp.errors import Code, RequestError
-from mlxtp.wire.messages import Evict, Message, PromptBatch, PromptTokens, SessionStop, StepToken
+from mlxtp.wire.messages import Arrange, Evict, Message, PromptBatch, PromptTokens, SessionStop, StepToken
 from mlxtp.wire.session import DecodeLedger
 
 EOS = 1
@@ -151,6 +152,14 @@ class Ranks:
         self._ledger = DecodeLedger()
         self._seq = 0
         self.rows: list[int] = []
+        self.rooms: dict[int, int] = {}
+        """Room of each row in arrays that it shares with all of the same room, once it is arranged."""
+        self.slots: list[int] = []
+        """Room of each of their slots."""
+        self.own: dict[int, int] = {}
+        """Room of each sequence that has arrays of its own."""
+        self.arranges = True
+        self.most_buckets = 0
         self.prefilling: dict[int, int] = {}
         """Length of each prompt that is not complete."""
         self.contents: dict[int, list[int]] = {}
@@ -186,6 +195,9 @@ class Ranks:
                 for uid in move.uids:
                     self._drop(uid)
                 return None
+            case Arrangement():
+                self._arrange(move.rooms)
+                return None
         self.check_room()
         return chosen
 
@@ -193,6 +205,8 @@ class Ranks:
         for prompt in prompts:
             if prompt.uid not in self.prefilling:
                 self._begin(prompt)
+            together = len(prompts) > 1
+            self.own[prompt.uid] = kv_cache.capacity(max(each.total for each in prompts) + together)
         chosen = []
         for prompt in prompts:
             contents = self.contents[prompt.uid]
@@ -249,6 +263,10 @@ class Ranks:
         if step.late:
             known()
         chosen, at = [], 0
+        if self.arranges:
+            widest = max(step.widths, default=1)
+            for uid, position in zip(step.rows, step.positions, strict=True):
+                assert position + widest <= self.rooms[uid]
         for uid, position, width in zip_longest(step.rows, step.positions, step.widths, fillvalue=0):
             contents = self.contents[uid]
             assert position <= len(contents)
@@ -280,18 +298,37 @@ class Ranks:
             row = self.rows.index(stop.uid)
             self.rows[row] = self.rows[-1]
             self.rows.pop()
+        self.own.pop(stop.uid, None)
+        room = self.rooms.pop(stop.uid, 0)
+        if room not in self.rooms.values():
+            self.slots = [each for each in self.slots if each != room]
         assert stop.forwards == self.forwards[stop.uid]
         assert stop.keep <= len(contents)
         if stop.keep:
             assert not self.whole or stop.keep == len(contents), "a cut checkpoint"
             self._keep(stop.uid, contents[: stop.keep], self.request_of[stop.uid], stop.covers)
 
+    def _arrange(self, rooms: tuple[int, ...]) -> None:
+        if not rooms:
+            return
+        assert self.arranges
+        assert len(rooms) >= len(self.rows)
+        self.rooms = dict(zip(self.rows, rooms, strict=False))
+        assert all(len(self.contents[uid]) <= room for uid, room in self.rooms.items())
+        assert set(rooms) == set(self.rooms.values()), "arrays without rows"
+        self.slots = list(rooms)
+        self.most_buckets = max(self.most_buckets, len(set(rooms)))
+        for uid in self.rows:
+            self.own.pop(uid, None)
+
     def occupied(self) -> int:
-        """Positions of all KV caches, as `kv_cache.py` has them grow."""
+        """Positions of all KV caches: of arrays as they are, or where mlx-lm has them as they grow."""
         own = self.kept.keys() - self.within.keys()
         kept = sum(kv_cache.capacity(len(self.kept[uid])) for uid in own)
-        prompts = sum(kv_cache.capacity(total) for total in self.prefilling.values())
         fixed = self.row_tokens * (len(self.kept) + len(self.prefilling) + len(self.rows))
+        if self.arranges:
+            return fixed + kept + sum(self.slots) + sum(self.own.values())
+        prompts = sum(kv_cache.capacity(total) for total in self.prefilling.values())
         return fixed + kept + prompts + kv_cache.batch_tokens([len(self.contents[uid]) for uid in self.rows])
 
     def check_room(self) -> None:
@@ -324,7 +361,17 @@ def _frame(move: Move) -> Message:
         case StopSequence():
             return SessionStop(move.uid, move.reason, move.forwards, move.keep, move.covers)
         case EvictKept():
-            return Evict(move.uids, move.trim)
+            return Evict(move.uids)
+        case Arrangement():
+            return Arrange(move.rooms, move.trim)
+
+
+def next_move(scheduler: Scheduler, ranks: Ranks | None = None) -> Move | None:
+    """The next move other than a layout of rows, which the ranks carry out at once."""
+    while isinstance(move := scheduler.next(), Arrangement):
+        if ranks is not None:
+            ranks.make(move)
+    return move
 
 
 class Simulation:
@@ -364,6 +411,7 @@ class Simulation:
         self.scheduler = Scheduler(self.policy, kept)
         self.requests: dict[int, Request] = {}
         self.ranks = Ranks(self.requests, kv_tokens, whole=whole, row_tokens=row_tokens)
+        self.ranks.arranges = self.policy.wide
         self.moves: list[Move] = []
         self._run_ahead = run_ahead
         self._slow_when_wide = slow_when_wide
@@ -405,13 +453,20 @@ class Simulation:
         self._settle(0)
         self.scheduler.resize(kv_tokens)
         while self.scheduler.moves:
-            self.tick()
+            move = self.scheduler.next()
+            assert move is not None
+            self.ranks.make(move)
+            if move == Arrangement(trim=True) or not isinstance(move, Arrangement):
+                self.moves.append(move)
         self.ranks.kv_tokens = kv_tokens
         self.ranks.check_room()
 
     def tick(self) -> Move | None:
-        """One turn of the loop: make a move, then take the tokens of what has run long enough."""
-        move = self.scheduler.next()
+        """One turn of the loop: make a move, then take the tokens of what has run long enough.
+
+        Rows are laid out before the move for which that is done.
+        """
+        move = next_move(self.scheduler, self.ranks)
         if move is not None:
             self.moves.append(move)
             chosen = self.ranks.make(move, partial(self._settle, 0))

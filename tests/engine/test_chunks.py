@@ -9,6 +9,8 @@ import pytest
 from mlxtp.engine.scheduler import Scheduler
 from mlxtp.engine.steps import LEAST, MOST, Chunks, Decode, Policy, Prefill, SequenceParams, chunk_sizes
 
+from .simulation import next_move
+
 QUARTER = {"chunk_s": 0.25}
 
 
@@ -82,7 +84,7 @@ def lengths(**policy: Any) -> list[int]:
     scheduler.add(2, (1, 2, 3), SequenceParams(999))
     found = []
     for _ in range(12):
-        move = scheduler.next()
+        move = next_move(scheduler)
         if isinstance(move, Prefill):
             found.append(len(move.tokens))
             scheduler.record((5,) if move.last else (), None, 0.002 * len(move.tokens))

@@ -70,7 +70,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers(cluster: Cluster, folder
     cluster.load(folder, kv_bytes=room_for(cluster, 300))
     before = cluster.idle()
     error = refused(cluster, Wanted(prompt(1, 250), 100))
-    for number in ("250 prompt tokens", "100 new ones", "room for 384", "room for 300"):
+    for number in ("250 prompt tokens", "100 new ones", "room for 352", "room for 300"):
         assert number in error.detail
     assert set((cluster.idle() - before).forwards) == {0}
     fits = Wanted(prompt(1, 150), 40)
@@ -159,13 +159,53 @@ def test_what_outgrows_the_smaller_room_ends_with_the_numbers(cluster: Cluster, 
     words = r"100 prompt tokens and \d+ of 400 new ones outgrow .* room for 192"
     with pytest.raises(RequestError, match=words):
         stream.finish()
-    assert "room for 384 in the KV cache" in refused(cluster, Wanted(prompt(71, 100), 200)).detail
+    assert "room for 320 in the KV cache" in refused(cluster, Wanted(prompt(71, 100), 200)).detail
     assert resize(cluster, 0) == 512, "the setting's"
     fits = Wanted(prompt(71, 100), 200, ignore_eos=True)
     assert_right(cluster.ask_all([fits]), [fits], folder)
     assert resize(cluster, 1) == 64, "room for the shortest sequence is left"
     short = Wanted(prompt(72, 20), 40)
     assert_right(cluster.ask_all([short]), [short], folder)
+
+
+@pytest.mark.parametrize("kv_bits", [0, pytest.param(8, marks=pytest.mark.chaos)])
+def test_one_long_row_and_many_short_ones_run_together_in_the_room_of_their_lengths(
+    cluster: Cluster, folder: Path, tmp_path: Path, kv_bits: int
+) -> None:
+    """In arrays of the longest for all, no more than three would fit. Some draft, some join together."""
+    if kv_bits:
+        folder = write_model(tmp_path / "wide", head_dim=64)
+    tokens = 1350
+    wide = tokens * LAYERS * 2 * HEADS * 64 * 4 // cluster.settings.ranks
+    kv_bytes = wide * (8 + 2 * 16 / 64) / 32 if kv_bits else room_for(cluster, tokens)
+    cluster.load(folder, kv_bytes=int(kv_bytes), kv_bits=kv_bits)
+    random = Random(8)
+    again = prompt(80, 10) * 3
+    wanted = [
+        Wanted(prompt(81, 350), 90, ignore_eos=True),
+        Wanted(again, 80, ignore_eos=True),
+        *[
+            Wanted(
+                prompt(seed, random.randint(5, 30)),
+                80,
+                Sampling(temperature=20.0 * (seed % 2), seed=seed),
+                ignore_eos=True,
+            )
+            for seed in range(82, 86)
+        ],
+    ]
+    before = cluster.idle()
+    streams = [cluster.ask(each) for each in wanted]
+    for stream in streams:
+        stream.take(20)
+    assert most_kv_bytes(cluster) <= kv_bytes
+    for stream, each in zip(streams, wanted, strict=True):
+        found, end = stream.finish()
+        assert found == expected(each, folder).tokens
+        assert (end.reason, end.generated) == ("length", each.max_tokens)
+    work = cluster.idle() - before
+    assert work.forwards[0] < 160, "all six ran together"
+    assert len(set(work.forwards)) == len(set(work.collectives)) == 1
 
 
 @pytest.mark.chaos
@@ -207,7 +247,7 @@ def test_a_context_longer_than_the_models_own_changes_nothing(cluster: Cluster, 
 
 
 @pytest.mark.parametrize("requests", [2, pytest.param(6, marks=pytest.mark.chaos)])
-def test_quantized_caches_answer_one_at_a_time(cluster: Cluster, tmp_path: Path, requests: int) -> None:
+def test_quantized_caches_answer_many_at_once(cluster: Cluster, tmp_path: Path, requests: int) -> None:
     """This model's most likely tokens are so by far: 8 bits are enough for them."""
     folder = write_model(tmp_path / "wide", head_dim=64)
     cluster.load(folder, kv_bits=8)
@@ -215,7 +255,7 @@ def test_quantized_caches_answer_one_at_a_time(cluster: Cluster, tmp_path: Path,
     before = cluster.idle()
     outcomes = cluster.ask_all(wanted)
     assert_right(outcomes, wanted, folder)
-    assert (cluster.idle() - before).forwards[0] == requests * 12
+    assert (cluster.idle() - before).forwards[0] < requests * 12
     again = cluster.ask_all(wanted[:1])
     assert again[0].whole().cached == 39
     assert_right(again, wanted[:1], folder)

@@ -11,10 +11,11 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 
-from mlxtp.engine.batch import CacheKind
+from mlxtp.engine.batch import CacheKind, arrays_of
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
+from mlxtp.engine.kv_cache import capacity
 from mlxtp.engine.loader import load
-from mlxtp.engine.runner import STEPS_BEFORE_TRACE, Chosen, Runner, _arrays
+from mlxtp.engine.runner import STEPS_BEFORE_TRACE, Chosen, Runner
 from mlxtp.engine.sampler import Chooser, LogitShaping
 from mlxtp.engine.telemetry import CacheUse
 from mlxtp.errors import Code, GroupError
@@ -108,6 +109,7 @@ def test_rows_say_together_what_they_say_alone(tmp_path: Path, family: str) -> N
 def test_steps_of_several_rows_are_traced_once_they_come_again(folder: Path, runner: Runner) -> None:
     prefill(runner, 1, PROMPT)
     prefill(runner, 2, OTHER)
+    runner.arrange((64, 64))
     for i in range(STEPS_BEFORE_TRACE + 2):
         assert len(runner._graphs) == (i > STEPS_BEFORE_TRACE)
         step(runner, {1: 8 + i, 2: 5 + i})
@@ -291,36 +293,89 @@ def test_the_use_of_kept_caches_is_counted(runner: Runner) -> None:
     assert runner.cache_use() == CacheUse(runner.kv_bytes(), 0, kept, 2, 9)
 
 
-def test_room_that_no_row_needs_is_given_back_on_command(folder: Path, runner: Runner) -> None:
-    """Arrays shrink late by themselves, because rows come and go."""
+def test_rows_are_laid_out_on_command_and_say_the_same(folder: Path, runner: Runner) -> None:
     long = tuple(range(10, 210))
-    prefill(runner, 1, PROMPT)
-    one = runner.kv_bytes()
-    for uid, prompt in ((2, OTHER), (3, OTHER), (4, long)):
+    for uid, prompt in ((1, PROMPT), (2, OTHER), (3, long), (4, OTHER)):
         prefill(runner, uid, prompt)
-    runner.stop(4, 0)
+    lengths = {1: 8, 2: 5, 3: 200, 4: 5}
+    said = {uid: [reference(prompt, 1, folder)[0]] for uid, prompt in ((1, PROMPT), (2, OTHER), (3, long))}
+
+    def go_on(steps: int) -> None:
+        for _ in range(steps):
+            for uid, (token,) in zip(tuple(lengths), step(runner, lengths), strict=True):
+                said.setdefault(uid, [reference(OTHER, 1, folder)[0]]).append(token)
+                lengths[uid] += 1
+
+    runner.arrange((256,) * 4)
+    go_on(5)
+    assert runner.room == [(4, 256)]
+    runner.arrange((64, 64, 256, 64))
+    go_on(5)
+    assert runner.room == [(3, 64), (1, 256)]
+    runner.arrange((64, 96, 256, 64, 64))
+    go_on(STEPS_BEFORE_TRACE + 1)
+    assert runner.room == [(3, 64), (1, 96), (1, 256)]
+    runner.arrange((256,) * 4)
+    go_on(2)
+    for uid, prompt in ((1, PROMPT), (2, OTHER), (3, long), (4, OTHER)):
+        assert tuple(said[uid]) == reference(prompt, len(said[uid]), folder)
+
+
+@pytest.mark.parametrize("rooms", [(64,), (64, 128), (128, 7)])
+def test_a_layout_without_room_for_what_a_rank_holds_is_refused(
+    runner: Runner, rooms: tuple[int, ...]
+) -> None:
+    prefill(runner, 1, tuple(range(10, 90)))
+    prefill(runner, 2, PROMPT)
+    with pytest.raises(GroupError, match=r"but this rank holds \[80, 8\]") as refused:
+        runner.arrange(rooms)
+    assert refused.value.code is Code.DESYNC
+    runner.arrange((80, 8))
+
+
+def test_a_prompt_in_chunks_has_the_room_that_is_counted(runner: Runner) -> None:
+    """mlx-lm's own caches grow by 256 tokens at least."""
+    prompt = tuple(range(10, 310))
+    token_bytes = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, numbers of four bytes
+
+    def held() -> float:
+        return (runner.kv_bytes() - runner.cache_use().kept_bytes) / token_bytes
+
+    for start in range(0, 290, 29):
+        runner.prefill(PromptTokens(1, start, 300, prompt[start : start + 29]))
+        assert held() == capacity(300)
+    prefill(runner, 1, prompt, offset=290)
+    assert held() == capacity(300)
+    runner.stop(1, 200)
+    for take in (False, True):
+        prefill(runner, 2 + take, prompt, offset=150, source=1, take=take)
+        assert held() == capacity(300)
+        runner.stop(2 + take, 0)
+
+
+def test_memory_that_no_row_needs_is_given_back_on_command(folder: Path, runner: Runner) -> None:
+    for uid, prompt in ((1, PROMPT), (2, OTHER), (3, OTHER)):
+        prefill(runner, uid, prompt)
+    runner.arrange((512,) * 4)
     runner.stop(3, 0)
     step(runner, {1: 8, 2: 5})
     held, before = runner.kv_bytes(), mx.get_active_memory()
-    runner.evict((), trim=True)
-    assert runner.room == (2, 64)
+    runner.arrange((64, 64), trim=True)
+    assert runner.room == [(2, 64)]
     assert held - runner.kv_bytes() == before - mx.get_active_memory() > 0
     assert mx.get_cache_memory() == 0
     said = step(runner, {1: 9, 2: 6})
     assert [row[0] for row in said] == [reference(PROMPT, 3, folder)[2], reference(OTHER, 3, folder)[2]]
     runner.stop(1, 0)
-    runner.evict((), trim=True)
-    assert runner.room == (1, 64)
-    assert runner.kv_bytes() <= one
     runner.stop(2, 0)
-    runner.evict((), trim=True)
+    runner.arrange((), trim=True)
     assert runner.kv_bytes() == 0
 
 
 def test_what_kept_caches_hold_is_the_sum_of_their_arrays(runner: Runner) -> None:
     def same() -> bool:
         kept = [runner._kept.held(uid)[0] for uid in range(1, 6)]
-        return runner._kept.size_bytes == sum(array.nbytes for each in kept for array in _arrays(each))
+        return runner._kept.size_bytes == sum(array.nbytes for each in kept for array in arrays_of(each))
 
     for uid in (1, 2, 3):
         prefill(runner, uid, PROMPT)
@@ -392,6 +447,11 @@ def test_a_compiled_runner_and_one_that_is_not_say_the_same(folder: Path, seed: 
             order[order.index(leaving)] = order[-1]
             order.pop()
             del positions[leaving]
+        elif random.random() < 0.2:
+            labels = [random.randrange(3) for _ in order]
+            longest = max(positions.values())
+            for each in runners:
+                each.arrange(tuple(capacity(longest + 3) + 32 * label for label in labels))
         else:
             widths = tuple(random.choice((0, 1, 3)) for _ in order) if random.random() < 0.5 else ()
             fed = tuple(random.choices(range(6, 512), k=sum(widths)))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlxtp.engine.kv_cache import Hit, PrefixCache, capacity
 from mlxtp.engine.scheduler import DRAFTED_ROWS, MAX_PREFILLING, Scheduler
 from mlxtp.engine.steps import (
+    Arrangement,
     Decode,
     EvictKept,
     Move,
@@ -27,7 +28,7 @@ from mlxtp.engine.steps import (
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.wire.messages import MAX_WIDTH, Sampling, Shaping
 
-from .simulation import EOS, FakeGuide, Request, Simulation
+from .simulation import EOS, FakeGuide, Request, Simulation, next_move
 
 RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1])
 LONG = tuple(range(100, 300))
@@ -35,7 +36,10 @@ LONG = tuple(range(100, 300))
 
 
 def sketch(moves: list[Move]) -> str:
-    """`P1 P(23) D123 S1 X1`: prefills of 1, of 2 and 3 together; a step; a stop of 1, its cache dropped."""
+    """`P1 P(23) D123 S1 X1`: prefills of 1, of 2 and 3 together; a step; a stop of 1, its cache dropped.
+
+    `T`: memory is given back.
+    """
     words = []
     for move in moves:
         match move:
@@ -47,6 +51,8 @@ def sketch(moves: list[Move]) -> str:
                 words.append("D" + "".join(map(str, move.rows)))
             case EvictKept():
                 words.append("X" + "".join(map(str, move.uids)))
+            case Arrangement(trim=True):
+                words.append("T")
     return " ".join(words)
 
 
@@ -167,7 +173,7 @@ def agreements(wants: Sequence[SequenceParams], **policy: Any) -> list[tuple[str
         scheduler.add(uid, (5,), want)
     moves = []
     for _ in range(len(wants) + 1):
-        moves.append(scheduler.next())
+        moves.append(next_move(scheduler))
         if isinstance(moves[-1], Prefill):
             scheduler.record((5,))
     assert isinstance(moves[-1], Decode)
@@ -540,7 +546,7 @@ def test_what_only_rank_0_can_choose_is_not_drafted() -> None:
     scheduler.add(1, VERSE * 3, SequenceParams(20, shaping=Shaping(frequency_penalty=0.5)))
     scheduler.next()
     scheduler.record((VERSE[0],))
-    step = scheduler.next()
+    step = next_move(scheduler)
     assert isinstance(step, Decode)
     assert step.widths == ()
 
@@ -911,7 +917,7 @@ def test_the_youngest_makes_room_and_goes_on_later(run_ahead: int, prefixes: boo
 
 
 def test_a_prompt_under_way_makes_room_too() -> None:
-    simulation = Simulation(kv_tokens=768, prefill_chunk=1)
+    simulation = Simulation(kv_tokens=640, prefill_chunk=1)
     simulation.add(100, 300)
     simulation.ticks(150)
     simulation.add(180, 5)
@@ -921,14 +927,33 @@ def test_a_prompt_under_way_makes_room_too() -> None:
     check_answers(simulation)
 
 
-@pytest.mark.parametrize(("kv_tokens", "expected"), [(832, "P1 P2 D12 "), (831, "P1 D1 D1 ")])
-def test_a_prompt_needs_a_cache_of_its_own_before_it_joins(kv_tokens: int, expected: str) -> None:
+@pytest.mark.parametrize(("kv_tokens", "expected"), [(448, "P1 P2 D12 "), (447, "P1 D1 D1 ")])
+def test_each_row_needs_room_for_its_own_length(kv_tokens: int, expected: str) -> None:
     simulation = Simulation(kv_tokens=kv_tokens, prefill_chunk=512)
-    simulation.add(257, 10)  # room for 384
-    simulation.add(20, 10)  # room for 64, then as much as the other
+    simulation.add(257, 10)  # room for 352 with a wide step
+    simulation.add(20, 10)  # room for 96
     simulation.drain()
     assert sketch(simulation.moves).startswith(expected)
     check_answers(simulation)
+
+
+@RUN_AHEAD
+@pytest.mark.parametrize("drafts", [False, True])
+def test_one_long_row_and_many_short_ones_run_together_in_the_room_of_their_lengths(
+    run_ahead: int, *, drafts: bool
+) -> None:
+    """In arrays of the longest for all, no more than three would fit. Short prompts join at once."""
+    simulation = Simulation(
+        kv_tokens=1480, run_ahead=run_ahead, drafts=drafts, together=64, prefill_chunk=512, chunk_beside=256
+    )
+    simulation.add(350, 90)
+    for prompt in ((*range(20), *range(20)), 5, 12, 20, 30):
+        simulation.add(prompt, 80)
+    simulation.drain()
+    check_answers(simulation)
+    assert "preempt" not in reasons(simulation.moves)
+    assert max(len(step.rows) for step in decodes(simulation.moves)) == 6
+    assert simulation.ranks.most_buckets > 1
 
 
 def test_room_is_made_before_it_is_used() -> None:
@@ -943,15 +968,18 @@ def test_room_is_made_before_it_is_used() -> None:
     assert then.positions == (193,), "with room for a wide step the next size is 384, beside 250"
 
 
-def test_what_does_not_fit_beside_those_who_go_on_is_not_kept() -> None:
-    simulation = Simulation(kv_tokens=1728, prefill_chunk=512, prefixes=True)
-    simulation.add(257, 60)  # room for 384, and so for each of four rows
+def test_what_is_kept_takes_the_room_of_the_row_that_left() -> None:
+    simulation = Simulation(kv_tokens=352 + 3 * 288, prefill_chunk=512, prefixes=True)
+    simulation.add(257, 60)  # room for 352
     for max_tokens in (12, 40, 40):
-        simulation.add(190, max_tokens)
+        simulation.add(190, max_tokens)  # room for 288
     while not isinstance(move := simulation.tick(), StopSequence):
         assert move is not None
-    assert (move.uid, move.keep) == (2, 0), "three rows still take the room of four"
-    assert simulation.ranks.occupied() == 4 * 384
+    assert (move.uid, move.keep) == (2, 200)
+    assert sorted(simulation.ranks.slots) == [288, 288, 288, 352], "the row's slot is free"
+    simulation.tick()
+    assert sorted(simulation.ranks.slots) == [288, 288, 352]
+    assert simulation.ranks.occupied() == 288 + 288 + 352 + 224
     simulation.drain()
     check_answers(simulation)
 
@@ -1016,8 +1044,7 @@ def test_less_room_is_made_at_once_by_the_youngest(run_ahead: int, *, prefixes: 
     simulation = crowded_by_four(1024, prefixes=prefixes, run_ahead=run_ahead)
     before = len(simulation.moves)
     simulation.resize(400)
-    assert sketch(simulation.moves[before:]) == "S4 S3 X"
-    assert simulation.moves[-1] == EvictKept((), trim=True)
+    assert sketch(simulation.moves[before:]) == "S4 S3 T"
     simulation.drain()
     check_answers(simulation)
 
@@ -1045,7 +1072,7 @@ def test_kept_caches_give_way_before_a_sequence_does() -> None:
     simulation.ticks(10)
     before = len(simulation.moves)
     simulation.resize(512)
-    assert sketch(simulation.moves[before:]) == "X1 X", "no more than half of the room may be kept caches"
+    assert sketch(simulation.moves[before:]) == "X1 T", "no more than half of the room may be kept caches"
     simulation.resize(256)
     simulation.drain()
     assert "preempt" not in reasons(simulation.moves)
@@ -1071,7 +1098,7 @@ def test_a_sequence_without_room_fails_at_once() -> None:
     simulation = crowded_by_four(1024)
     before = len(simulation.moves)
     simulation.resize(96)
-    assert sketch(simulation.moves[before:]) == "S1 S2 S3 S4 X"
+    assert sketch(simulation.moves[before:]) == "S1 S2 S3 S4 T"
     assert reasons(simulation.moves) == ["error"] * 4
 
 
@@ -1143,7 +1170,7 @@ def test_places_that_save_little_are_left_out() -> None:
 
 
 def test_a_copy_for_which_there_is_no_room_beside_its_source_takes_its_place() -> None:
-    simulation = Simulation(whole=True, row_tokens=100, kv_tokens=1100, prefill_chunk=512)
+    simulation = Simulation(whole=True, row_tokens=100, kv_tokens=1000, prefill_chunk=512)
     first = simulation.add(LONG, 40, places=(195,))
     simulation.drain()
     simulation.add((*LONG, *first.tokens, *range(3000, 3100)), 5, places=(300,))
@@ -1207,7 +1234,7 @@ def crowd(waiting: int, prompt: tuple[int, ...], **policy: Any) -> Scheduler:
     scheduler = Scheduler(Policy(frozenset(), prefill_chunk=64, **policy), PrefixCache(1 << 20, 8))
     for uid in range(1, 3):
         scheduler.add(uid, (7, 8, 9), SequenceParams(999))
-        scheduler.next()
+        next_move(scheduler)
         scheduler.record((5,))
     for uid in range(3, 3 + waiting):
         scheduler.add(uid, prompt, SequenceParams(999))
@@ -1225,7 +1252,7 @@ def crowd(waiting: int, prompt: tuple[int, ...], **policy: Any) -> Scheduler:
 def test_a_crowd_that_waits_costs_its_number_alone(prompt: tuple[int, ...], policy: dict[str, Any]) -> None:
     def cost(waiting: int) -> int:
         scheduler = crowd(waiting, prompt, **policy)
-        scheduler.next()
+        next_move(scheduler)
         return max(opcodes(scheduler.next) for _ in range(3))
 
     assert opcodes(lambda: None) > 0

@@ -14,6 +14,7 @@ from mlxtp.wire.frames import MESSAGES, encode
 from mlxtp.wire.messages import (
     Accepted,
     Ack,
+    Arrange,
     Cancel,
     Delta,
     Done,
@@ -677,7 +678,9 @@ def lawful_on_decode(rng: random.Random, end: Session, kind: type[Message]) -> M
         return SessionStop(uid, "stop", 1, rng.randint(0, held))
     if kind is Evict:
         old = list(ledger.kept)
-        return Evict(tuple(rng.sample(old, rng.randint(0, len(old)))), trim=True)
+        return Evict(tuple(rng.sample(old, rng.randint(0, len(old)))))
+    if kind is Arrange:
+        return Arrange((64,) * (len(ledger.running) + rng.randint(0, 2)), trim=True)
     if kind is Ack:
         return Ack(ledger.steps[0], 1, 1, 0) if ledger.steps else None
     if kind in (Spill, FetchBlocks, FetchedBlocks, Restore):

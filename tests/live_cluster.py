@@ -119,6 +119,7 @@ class Cluster:
         if ranks > 1:
             assert_marked()
         settings.setdefault("repeatable", True)  # drafts would depend on how busy this machine is
+        settings.setdefault("cache_disk", 0)
         self.home = home
         self.stages: list[tuple[str, float]] = []
         self.settings = Settings(

@@ -17,7 +17,7 @@ from mlxtp.engine import loader
 from mlxtp.engine.grammar import build, read_tokenizer
 from mlxtp.errors import ModelError, RequestError
 from mlxtp.groups.fabric import row_bytes
-from mlxtp.models import hub_client, inspect, self_test
+from mlxtp.models import hub_client, inspect
 from mlxtp.models.hub_cache import lacks
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
 from mlxtp.text.renderer import LocalRenderer, template_module
@@ -33,6 +33,7 @@ from mlxtp.tokenizer_file import (
     token_count,
     tokenizer_json,
 )
+from mlxtp.weights_file import fingerprint
 
 from .api.conftest import byte_level, save
 from .hub import Model, put, running_hub
@@ -369,7 +370,7 @@ def test_nor_in_the_places_where_models_are_looked_at(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"config\.json has more than 8 MiB"):
             read(tmp_path)
     assert row_bytes(tmp_path) == 0
-    assert len(self_test.fingerprint(tmp_path)) == 64
+    assert len(fingerprint(tmp_path)) == 64
     for name in ("tokenizer.json", "model.safetensors.index.json"):
         large(tmp_path / name, MAX_TEXT_BYTES + 1)
     with pytest.raises(ModelError, match=r"tokenizer\.json has more than 64 MiB"):

@@ -230,6 +230,13 @@ class SlotBatch:
     def arrays(self) -> list[mx.array]:
         return [array for bucket in self.buckets for array in bucket.arrays]
 
+    def between(self, uid: int, start: int, end: int) -> Caches:
+        """Return caches of tokens `start` to `end` of a row that remains, for reading."""
+        bucket = self._bucket(uid)
+        row = bucket.rows.index(uid)
+        parts = [array[row : row + 1, :, start:end] for array in bucket.arrays]
+        return self._caches_of(parts, end - start)
+
     def arrange(self, rooms: Sequence[int]) -> None:
         """Lay out the rows in buckets by their room: those of the rows in order, then those of free slots."""
         uids: dict[int, list[int]] = {}

@@ -19,12 +19,14 @@ from pathlib import Path
 from ..errors import Code, GroupError, LinkError, ModelError
 from ..wire.blocking import BlockingLink
 from ..wire.messages import (
+    DIGEST_BYTES,
     Ack,
     Arrange,
     Cancel,
     CollectivesTimed,
     Error,
     Evict,
+    FetchBlocks,
     Gathered,
     Generate,
     KvBudget,
@@ -33,9 +35,11 @@ from ..wire.messages import (
     Message,
     PromptBatch,
     PromptTokens,
+    Restore,
     SanityCheck,
     SessionStop,
     Shutdown,
+    Spill,
     StepToken,
     Unload,
 )
@@ -43,9 +47,22 @@ from . import kv_cache
 from .draft_model import CACHES_SHARE, DraftModel
 from .executor import Forward, RankExecutor, Result
 from .logit_shaping import RequestShaping
-from .mailbox import AGENT, COMPILER, Mailbox
+from .mailbox import AGENT, COMPILER, DISK, Mailbox
 from .requests import Emitter, Requests
-from .steps import Arrangement, Decode, EvictKept, Move, Prefill, PrefillTogether, StepResult, StopSequence
+from .steps import (
+    Arrangement,
+    CacheMove,
+    Decode,
+    EvictKept,
+    FetchKept,
+    Move,
+    Prefill,
+    PrefillTogether,
+    RestoreKept,
+    SpillBlock,
+    StepResult,
+    StopSequence,
+)
 
 # --- ranks 1..N-1: frames go to all of them, replies and Acks come from each -----------------------------
 
@@ -105,6 +122,10 @@ class Followers:
         self._acknowledged.clear()
         return True
 
+    @property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(self._links)
+
     def silent(self) -> str:
         """Return the names of the ranks that have not acknowledged the last step."""
         return _names(self._links.keys() - self._acknowledged)
@@ -121,6 +142,49 @@ def _compare(rank: int, ack: Ack, result: Result) -> None:
             raise GroupError(
                 f"step {result.step}: rank {rank} reports {what} {theirs}, rank 0 has {ours}", Code.DESYNC
             )
+
+
+# --- blocks from disk ------------------------------------------------------------------------------------
+
+FETCH_S = 30.0  # seconds that all ranks have to read blocks; then the prompt is computed
+SPILL_S = 2.0  # seconds for blocks that are not on disk when a model is unloaded
+
+
+class Fetches:
+    """Ranks that have not replied to a FetchBlocks, the fewest blocks of the others, and when time is up."""
+
+    def __init__(self, ranks: frozenset[int]) -> None:
+        self._ranks = ranks | {0}
+        self._open: dict[int, tuple[set[int], int, float]] = {}
+
+    def begin(self, uid: int, blocks: int) -> None:
+        self._open[uid] = set(self._ranks), blocks, time.monotonic() + FETCH_S
+
+    def reply(self, rank: int, uid: int, blocks: int) -> None:
+        """Take one rank's reply; one that comes too late is ignored."""
+        if uid in self._open:
+            missing, fewest, until = self._open[uid]
+            self._open[uid] = missing - {rank}, min(fewest, blocks), until
+
+    def over(self) -> list[tuple[int, int, bool]]:
+        """Return each fetch that is over, once: uid, blocks that every rank has, True if time was up."""
+        now = time.monotonic()
+        over = [
+            (uid, 0 if missing else fewest, bool(missing))
+            for uid, (missing, fewest, until) in self._open.items()
+            if not missing or until <= now
+        ]
+        for uid, _, _ in over:
+            del self._open[uid]
+        return over
+
+    def time_left_s(self) -> float | None:
+        """Return the seconds until the first one has taken too long; None without any."""
+        first = min((until for _, _, until in self._open.values()), default=None)
+        return None if first is None else max(first - time.monotonic(), 0.0)
+
+    def clear(self) -> None:
+        self._open.clear()
 
 
 # --- the loop --------------------------------------------------------------------------------------------
@@ -154,6 +218,7 @@ class DecodeLoop:
         self._run_ahead = rank.bootstrap.run_ahead
         self._loaded: Loaded | None = None  # with the room that the ranks found for KV caches
         self._drafter: DraftModel | None = None
+        self._fetches = Fetches(followers.ranks)
         self._running: deque[Forward] = deque()
         self._unconfirmed: deque[Unconfirmed] = deque()
 
@@ -167,6 +232,7 @@ class DecodeLoop:
                 self._obey(received.message)
             while compiled := self._mail.take(COMPILER):
                 self._requests.compiled(*compiled)
+            self._take_blocks()
             self._requests.give_up_waiting()
             moved = self._move()
             self._confirm()
@@ -191,6 +257,7 @@ class DecodeLoop:
                 raise GroupError(command.error, Code.FORM_FAILED)  # another rank did not form
             case Unload():
                 self._drain()
+                self._spill_rest()
                 self._requests.drop("the model was unloaded while this request was running")
                 self._close()
                 self._pipe.send(self._everywhere(command))
@@ -216,6 +283,7 @@ class DecodeLoop:
     def _close(self) -> None:
         """Release the model on this rank's side of the loop, and its draft model."""
         self._requests.close()
+        self._fetches.clear()
         self._loaded = self._drafter = None
 
     def _resize(self, command: KvBudget) -> Loaded:
@@ -272,6 +340,7 @@ class DecodeLoop:
 
     def _shutdown(self) -> None:
         self._drain()
+        self._spill_rest()
         self._requests.drop("the cluster is shutting down")
         self._requests.close()
         self._rank.status.enter("closing")
@@ -288,6 +357,33 @@ class DecodeLoop:
         move = scheduler.next() if scheduler is not None else None
         if move is None:
             return False
+        self._run(move)
+        return True
+
+    def _take_blocks(self) -> None:
+        """Take what ranks have read from disk, and have the scheduler continue with what all of them have."""
+        while word := self._mail.take(DISK):
+            if isinstance(word, tuple):
+                rank, fetched = word
+                self._fetches.reply(rank, fetched.uid, fetched.blocks)
+            elif read := self._rank.from_disk(word):
+                self._fetches.reply(0, *read)
+        for uid, blocks, late in self._fetches.over():
+            assert self._requests.scheduler is not None
+            scheduler = self._requests.scheduler
+            scheduler.moves.append(scheduler.disk.fetched(uid, blocks, late=late))
+
+    def _spill_rest(self) -> None:
+        """Write what waits for the disk, as far as a little time goes."""
+        scheduler, until = self._requests.scheduler, time.monotonic() + SPILL_S
+        while scheduler is not None and scheduler.disk.spills and time.monotonic() < until:
+            if move := scheduler.disk.next_spill():
+                self._run(move)
+            else:
+                time.sleep(0.005)  # until the disk takes another
+
+    def _run(self, move: Move) -> None:
+        """Run a move on every rank."""
         self._requests.moves(move)
         frame = _frame(move)
         step = self._followers.send(frame)
@@ -302,6 +398,11 @@ class DecodeLoop:
                     self._rank.evict(frame.uids)
                 case Arrange():
                     self._rank.arrange(frame.rooms, trim=frame.trim)
+                case FetchBlocks():
+                    self._fetches.begin(frame.uid, len(frame.digests) // DIGEST_BYTES)
+                    self._rank.on_disk(frame)
+                case Spill() | Restore():
+                    self._rank.on_disk(frame)
                 case PromptTokens() | PromptBatch() | StepToken():
                     self._running.append(self._rank.launch(step, frame, known))
         if isinstance(move, Prefill):
@@ -310,7 +411,6 @@ class DecodeLoop:
         elif isinstance(move, PrefillTogether):
             for prompt in move.prompts:
                 self._requests.prefilled(prompt)
-        return True
 
     def _settle(self, keep: int) -> bool:
         """Wait for all but the newest `keep` forwards and record their tokens; False when there were none."""
@@ -356,7 +456,9 @@ class DecodeLoop:
             return
         if self._rank.status.phase != "idle":
             self._rank.status.enter("idle")
-        if self._requests.scheduler is None or self._rank.bootstrap.world_size == 1:
+        if (left_s := self._fetches.time_left_s()) is not None:
+            self._mail.wait(left_s)
+        elif self._requests.scheduler is None or self._rank.bootstrap.world_size == 1:
             self._mail.wait()
         elif not self._mail.wait(self._rank.bootstrap.canary_s):
             self._everywhere(SanityCheck())  # raises when the group's collectives no longer work
@@ -384,7 +486,10 @@ def _fitting(reply: Loaded, longest: int) -> Loaded:
     return replace(reply, context=min(reply.context, max(longest, 1)))
 
 
-def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop | Evict | Arrange:
+CacheFrame = SessionStop | Evict | Arrange | Spill | FetchBlocks | Restore
+
+
+def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | CacheFrame:
     match move:
         case Prefill():
             return PromptTokens(
@@ -416,12 +521,24 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop |
             return StepToken(
                 move.rows, move.positions, move.widths, move.tokens, move.exchange, move.agreement
             )
+        case _:
+            return _cache_frame(move)
+
+
+def _cache_frame(move: CacheMove) -> CacheFrame:
+    match move:
         case StopSequence():
             return SessionStop(move.uid, move.reason, move.forwards, move.keep, move.covers)
         case EvictKept():
             return Evict(move.uids)
         case Arrangement():
             return Arrange(move.rooms, move.trim)
+        case SpillBlock():
+            return Spill(move.uid, move.start, move.end, move.digest, move.previous)
+        case FetchKept():
+            return FetchBlocks(move.uid, move.block, b"".join(move.digests))
+        case RestoreKept():
+            return Restore(move.uid, move.blocks, move.bad)
 
 
 def _combined(replies: dict[int, Message]) -> Message:

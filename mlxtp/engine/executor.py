@@ -21,6 +21,7 @@ from ..wire.messages import (
     CollectivesTimed,
     Done,
     Error,
+    FetchBlocks,
     Init,
     InitDone,
     Loaded,
@@ -28,15 +29,19 @@ from ..wire.messages import (
     Message,
     PromptBatch,
     PromptTokens,
+    Restore,
     SanityCheck,
     SanityDone,
     SessionStop,
+    Spill,
     StepToken,
     TimeCollectives,
     Unload,
     epoch_digest,
 )
 from .batch import CacheKind
+from .block_store import Read, Written
+from .disk_share import DiskShare, open_store
 from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form
 from .jaccl import JacclFabric, SideChannelExchange
 from .loader import ModelShare, load, run_alone
@@ -94,6 +99,7 @@ class RankExecutor:
         *,
         shaping: LogitShaping,
         exchange: SideChannelExchange,
+        post: Callable[[object], None],
     ) -> None:
         self.bootstrap = bootstrap
         self.status = status
@@ -107,6 +113,8 @@ class RankExecutor:
         self.caches: CacheKind | None = None
         self._group: Group = LoneGroup()
         self._runner: Runner | None = None
+        self._post = post  # from threads, for `from_disk`
+        self.disk: DiskShare | None = None
 
     def execute(self, command: Message) -> Message:
         """Carry out one command and return its one reply.
@@ -155,7 +163,7 @@ class RankExecutor:
             chosen = runner.step(frame, known)
         recorder.queued(entry, runner.forwards, self._counter.count)
         if phase == "prefill" or runner.room != room:
-            self.status.caches = runner.cache_use()
+            self._count_caches()
         return Forward(step, chosen, runner.forwards, self._counter.count, launched_at, fed(frame), entry)
 
     def settle(self, forward: Forward) -> Result:
@@ -189,7 +197,7 @@ class RankExecutor:
     def stop(self, frame: SessionStop) -> None:
         """End a sequence. Raises GroupError (DESYNC) when it was in other forwards than the frame says."""
         counted = self._require_runner().stop(frame.uid, frame.keep, frame.covers)
-        self.status.caches = self._require_runner().cache_use()
+        self._count_caches()
         if counted != frame.forwards:
             raise GroupError(
                 f"sequence {frame.uid}: {frame.forwards} forwards by the frame, {counted} on rank "
@@ -200,12 +208,36 @@ class RankExecutor:
     def evict(self, uids: tuple[int, ...]) -> None:
         """Free kept KV caches."""
         self._require_runner().evict(uids)
-        self.status.caches = self._require_runner().cache_use()
+        self._count_caches()
 
     def arrange(self, rooms: tuple[int, ...], *, trim: bool) -> None:
         """Lay out the rows' KV arrays as in `Arrange`. Raises GroupError (DESYNC) for rows of other sizes."""
         self._require_runner().arrange(rooms, trim=trim)
-        self.status.caches = self._require_runner().cache_use()
+        self._count_caches()
+
+    def _count_caches(self) -> None:
+        use = self._require_runner().cache_use()
+        self.status.caches = use if self.disk is None else self.disk.use(use)
+
+    def on_disk(self, frame: Spill | FetchBlocks | Restore) -> None:
+        """Carry out a frame about KV caches on disk."""
+        if self.disk is None:
+            raise LocalProtocolError("no model is loaded")
+        match frame:
+            case Spill():
+                self.disk.spill(frame)
+            case FetchBlocks():
+                self.disk.fetch(frame)
+            case Restore():
+                self.disk.restore(frame)
+        self._count_caches()
+
+    def from_disk(self, word: Read | Written) -> tuple[int, int] | None:
+        """Take what a thread posted: as `DiskShare.arrived`, or None."""
+        if self.disk is None:  # the model was unloaded meanwhile
+            return None
+        self._count_caches()
+        return self.disk.arrived(word) if isinstance(word, Read) else None
 
     def finish(self) -> None:
         """Wait for forwards in flight. Raises RuntimeError when one fails; hangs when a rank is gone."""
@@ -272,6 +304,9 @@ class RankExecutor:
         loaded = self.loaded
         self.eos = loaded.eos | frozenset(command.eos)
         self._runner = self._new_runner(self._counter)
+        store = open_store(self.bootstrap, Path(path), command.kv_bits, self.caches, self._post)
+        self.disk = DiskShare(self._runner, self.caches, store, self._post)
+        self._count_caches()
         self.status.model = loaded.name
         self.status.weight_bytes, self.status.load_peak_bytes = loaded.weight_bytes, loaded.peak_bytes
         context = min(loaded.context, command.max_context or loaded.context)
@@ -307,6 +342,9 @@ class RankExecutor:
         mx.clear_cache()
 
     def _unload(self) -> None:
+        if self.disk is not None:
+            self.disk.close()
+        self.disk = None
         self.loaded = None
         self.caches = None
         self._runner = None

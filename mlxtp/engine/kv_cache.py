@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
+from typing import Protocol
 
 from ..wire.messages import MAX_WIDTH
+from .disk_index import DiskIndex
 from .sequence import SequenceState, WaitingQueue
 from .steps import Arrangement, EvictKept, Move, Prefill, StopReason, StopSequence
 
@@ -254,6 +256,10 @@ class PrefixCache:
                     least = length
         return best
 
+    def length(self, uid: int) -> int:
+        """Return the number of tokens of a kept cache; 0 if it is not kept."""
+        return len(self._kept[uid]) // _WORD - _SALT_WORDS if uid in self._kept else 0
+
     def touch(self, uid: int) -> None:
         """Mark the cache as used. Raises KeyError when there is none of that uid."""
         if uid not in self._running:
@@ -344,9 +350,16 @@ def places_to_save(sequence: SequenceState, hit: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+class Uids(Protocol):
+    """Source of uids. `last_uid` is the newest."""
+
+    last_uid: int
+
+
 class KVCacheManager:
     """Room for the KV caches of `running` and `waiting` sequences, and of kept ones in `prefixes`.
 
+    `disk`: blocks of kept ones on disk, None without.
     `moves` has the moves that free caches, and what waits for them. They come before any other. `kv_tokens`
     is all the room, `row_tokens` the part of each sequence's cache that does not grow, as so many tokens.
     `arranges`: rows stand in arrays whose sizes are chosen here, and not by mlx-lm.
@@ -361,8 +374,11 @@ class KVCacheManager:
         *,
         row_tokens: int = 0,
         arranges: bool = True,
+        disk: DiskIndex | None = None,
     ) -> None:
         self.moves: deque[Move] = deque()
+        self.disk = disk or DiskIndex()
+        self.disk.holds = self._holds
         self.kv_tokens = kv_tokens
         self._row_tokens = row_tokens
         self._prefixes = prefixes
@@ -379,7 +395,7 @@ class KVCacheManager:
         return self._prefixes is not None and self._prefixes.whole
 
     def hit_length(self, sequence: SequenceState) -> int:
-        """Return the tokens of its prompt that a kept or running KV cache holds."""
+        """Return the tokens of its prompt that a kept, running or fetched KV cache holds."""
         if self._prefixes is None:
             return 0
         if sequence.asked_at != self._prefixes.changes:
@@ -388,7 +404,7 @@ class KVCacheManager:
             sequence.hit_length = 0 if hit is None else hit.length
             if hit is not None:
                 self._prefixes.touch(hit.uid)  # others make room before it
-        return sequence.hit_length
+        return max(sequence.hit_length, sequence.disk.fetched)
 
     def is_being_computed(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
         """Return True if one of `others` will soon have more of this prompt's beginning than caches have.
@@ -424,19 +440,24 @@ class KVCacheManager:
         if self._prefixes is None:
             return 0, False
         hit = self._prefixes.find(sequence.tokens[: sequence.prompt], sequence.salt)
-        if self._prefixes.whole:
-            sequence.saves = places_to_save(sequence, 0 if hit is None else hit.length)
-        if hit is None:
-            return 0, False
-        take = may_take and hit.whole and not self._prefixes.whole
-        if take:
-            self._prefixes.take(hit.uid)
+        uid, length, take = (0, 0, False) if hit is None else (hit.uid, hit.length, hit.whole and may_take)
+        fetched = sequence.disk.fetch
+        if sequence.disk.fetched > length:
+            uid, length, take = fetched, sequence.disk.fetched, True
+            sequence.disk.fetch = sequence.disk.fetched = 0
         else:
-            self._prefixes.touch(hit.uid)
-        sequence.prefilled = sequence.reused = hit.length
+            self.moves += self.disk.forget(sequence)
+        if self._prefixes.whole:
+            sequence.saves = places_to_save(sequence, length)
+            take = uid == fetched
+        if not uid:
+            return 0, False
+        if uid != fetched:
+            self._prefixes.take(uid) if take else self._prefixes.touch(uid)
+        sequence.prefilled = sequence.reused = length
         if not sequence.generated:
-            sequence.cached = hit.length
-        return hit.uid, take
+            sequence.cached = length
+        return uid, take
 
     def save(self, sequence: SequenceState, move: Prefill, uid: int) -> Prefill:
         """Return a chunk that leaves a copy of its cache under `uid`, if there is room for one.
@@ -452,6 +473,31 @@ class KVCacheManager:
         save = 0 if uid in freed else uid
         take = move.take or move.source in freed
         return replace(move, save=save, take=take, covers=self._prefixes.covered(save))
+
+    def line_up(self, sequence: SequenceState) -> None:
+        """Have the computed part of a prompt written to disk, where caches can be cut."""
+        if not self.keeps_whole:
+            self.disk.line_up(sequence, sequence.uid, sequence.prefilled)
+
+    def stays(self, sequence: SequenceState, others: Sequence[SequenceState], *, full: bool) -> bool:
+        """Return True if a waiting prompt is not started now. `full`: no other one is."""
+        if sequence.disk.fetch:
+            return not sequence.disk.fetched  # its room is counted
+        return full or self.is_being_computed(sequence, others)
+
+    def fetch(self, sequence: SequenceState, uids: Uids) -> bool:
+        """Fetch what the disk has of a prompt; False if that is not worth it."""
+        fetch = self.disk.fetch(sequence, uids.last_uid + 1, self.hit_length(sequence))
+        if fetch is not None:
+            uids.last_uid += 1
+            self.moves.append(fetch)
+        return fetch is not None
+
+    def _holds(self, uid: int, tokens: int) -> bool:
+        if self._prefixes is not None and self._prefixes.length(uid) >= tokens:
+            return True
+        rows = (*self._running, *self._waiting.started())
+        return any(row.uid == uid and max(row.position, row.prefilled) >= tokens for row in rows)
 
     def must_wait(self, sequence: SequenceState) -> bool:
         """Return True if the next step ends an answer whose cache is kept only with known tokens."""
@@ -479,6 +525,8 @@ class KVCacheManager:
                     evicted += self._prefixes.evict(beyond)
                 keep = 0 if sequence.uid in evicted else held
                 covers = self._prefixes.covered(sequence.uid)
+                if keep:
+                    self.disk.line_up(sequence, sequence.uid, keep)
         self.moves.append(StopSequence(sequence.uid, reason, sequence.forwards, keep, covers))
         if others := tuple([uid for uid in evicted if uid != sequence.uid]):
             self.moves.append(EvictKept(others))
@@ -494,7 +542,7 @@ class KVCacheManager:
             self.moves.append(EvictKept(evicted))
             beyond = self._occupied(joining) - self.kv_tokens
         if beyond > 0:
-            rows = [*self._running, *self._waiting.started(), *joining]
+            rows = self._rows(joining)
             if len(rows) > 1 or not self.fits_alone(rows[0]):
                 return False
         return self._lay_out(joining)
@@ -518,7 +566,7 @@ class KVCacheManager:
                 sequence.room = roomy(max(_lengths(self._running)))
             self._is_stale = False
             return True
-        running, started = self._running, self._waiting.started()
+        running, started = self._running, self._waiting.holding()
         own = [capacity(sequence.prompt) for sequence in started]
         longest = max([sequence.prompt for sequence in joining], default=0)
         # Several that are computed together share arrays, with a place for padding.
@@ -559,8 +607,8 @@ class KVCacheManager:
 
     def _occupied(self, joining: Sequence[SequenceState] = ()) -> int:
         """Return the positions of all KV caches once the started prompts and `joining` run as well."""
-        started = self._waiting.started()
-        rows = [*self._running, *started, *joining]
+        started = self._waiting.holding()
+        rows = self._rows(joining)
         lengths = _lengths(rows)
         kept = self._prefixes.positions if self._prefixes is not None else 0
         if self._arranges:
@@ -568,6 +616,10 @@ class KVCacheManager:
         # A prompt has its own cache until it runs, unless no other sequence does.
         own = [capacity(sequence.prompt) for sequence in [*started, *joining]] if len(rows) > 1 else []
         return batch_tokens(lengths) + sum(own) + self._row_tokens * (len(rows) + len(own)) + kept
+
+    def _rows(self, joining: Sequence[SequenceState]) -> list[SequenceState]:
+        rows = [*self._running, *self._waiting.holding()]
+        return [*rows, *(sequence for sequence in joining if sequence not in rows)]
 
 
 def _lengths(rows: Sequence[SequenceState]) -> tuple[int, ...]:

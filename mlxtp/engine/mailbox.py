@@ -15,6 +15,7 @@ from ..wire.session import Received
 
 AGENT = -1  # the sender that is this rank's own agent; senders from 0 on are ranks
 COMPILER = -2  # the sender of compiled grammars
+DISK = -3  # the sender of what was read from disk, or written there
 LEADER = 0  # the sender whose frames ranks above 0 execute
 
 Failure = Callable[[MlxtpError], None]  # called by a reader thread whose link broke

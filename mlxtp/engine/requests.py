@@ -29,6 +29,7 @@ from ..wire.messages import (
     ScoredDelta,
 )
 from . import kv_cache, steps
+from .disk_index import DiskIndex
 from .draft_model import DraftModel
 from .executor import RankExecutor
 from .grammar import Grammar, Grammars
@@ -174,7 +175,6 @@ class Requests:
         self._shaping = shaping
         self._emitter = emitter
         self._policy: Policy | None = None
-        #: None: no KV cache is kept; True: those that are kept cannot be cut.
         self._grammars: Grammars | None = None
         self._compiling: dict[int, Generate] = {}
         #: Grammars that wait to be compiled, by kind and text: the number in FairQueue and the client.
@@ -274,7 +274,9 @@ class Requests:
                 overlapping=kinds.overlapping,
                 row_tokens=self._policy.row_tokens,
             )
-        self.scheduler = Scheduler(self._policy, prefixes, self._last_uid)
+        store = None if self._rank.disk is None else self._rank.disk.store
+        disk = DiskIndex(store, whole=not kinds.cuttable)
+        self.scheduler = Scheduler(self._policy, prefixes, self._last_uid, disk)
 
     # --- in ------------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ from .batch import (
     share,
     snapshot,
 )
+from .block_store import Items
+from .cache_blocks import block_of
 from .group import CollectiveCounter
 from .loader import ModelShare, leaves
 from .sampler import Chooser, Scores
@@ -194,10 +196,21 @@ class KeptCaches:
 
     def __init__(self) -> None:
         self.size_bytes = 0
+        self.fetched: set[int] = set()  # uids of those that came from disk
         self._entries: dict[int, KeptCache] = {}
 
-    def insert(self, uid: int, caches: Caches, length: int, covers: tuple[int, ...] = ()) -> None:
-        """Keep caches of `length` tokens. Those of `covers` share their arrays."""
+    def insert(
+        self,
+        uid: int,
+        caches: Caches,
+        length: int,
+        covers: tuple[int, ...] = (),
+        *,
+        fetched: bool = False,
+    ) -> None:
+        """Keep caches of `length` tokens. Those of `covers` share their arrays. `fetched`: from disk."""
+        if fetched:
+            self.fetched.add(uid)
         self._entries[uid] = KeptCache(caches, length)
         self._count(uid)
         self._overlap(uid, covers)
@@ -213,6 +226,7 @@ class KeptCaches:
         The longest of those that share their arrays gets its own, which the others share.
         """
         kept = self._entries.pop(uid)
+        self.fetched.discard(uid)
         self.size_bytes -= kept.size_bytes
         heirs = sorted([(each.length, other) for other, each in self._entries.items() if each.within == uid])
         if heirs:
@@ -256,7 +270,7 @@ class Runner:
         self._vocabulary = loaded.vocabulary
         self._chooser = chooser
         self._prefilling: dict[int, Caches] = {}
-        self._kept = KeptCaches()
+        self.kept = KeptCaches()
         self._use = CacheUse()  # only what counts on
         self._forwards: dict[int, int] = {}
         self._samplings: dict[int, Sampling] = {}
@@ -291,7 +305,7 @@ class Runner:
             done = mx.depends([mx.zeros((1, 1), dtype=mx.int32)], arrays_of(caches))[0]
             mx.async_eval(done)
             if frame.save:
-                self._kept.insert(frame.save, snapshot(caches, end), end, frame.covers)
+                self.kept.insert(frame.save, snapshot(caches, end), end, frame.covers)
             return Chosen(done, (), (), {})
         at = mx.array([frame.total], dtype=mx.int32)
         chosen, embeddings, scores = self._choose(local, (frame.uid,), (1,), at, frame)
@@ -405,15 +419,15 @@ class Runner:
             self._inputs.reorder(_order_without(self._batch.rows.index(uid), len(self._batch.rows)))
             kept = self._batch.leave(uid, keep)
         if kept is not None:
-            self._kept.insert(uid, kept, keep, covers)
+            self.kept.insert(uid, kept, keep, covers)
         return self._forwards.pop(uid)
 
     def evict(self, uids: tuple[int, ...]) -> None:
         """Free kept KV caches."""
-        before = self._kept.size_bytes
+        before = self.kept.size_bytes
         for uid in uids:
-            self._kept.pop(uid)
-        evicted_bytes = self._use.evicted_bytes + before - self._kept.size_bytes
+            self.kept.pop(uid)
+        evicted_bytes = self._use.evicted_bytes + before - self.kept.size_bytes
         self._use = replace(self._use, evicted_bytes=evicted_bytes)
 
     def arrange(self, rooms: tuple[int, ...], *, trim: bool = False) -> None:
@@ -432,6 +446,16 @@ class Runner:
             mx.eval(self._batch.arrays())
             mx.clear_cache()
 
+    def block(self, uid: int, start: int, end: int) -> Items:
+        """Return a block of a sequence's KV cache for the disk. Raises GroupError (DESYNC) if it has none."""
+        cuttable = self._caches.cuttable
+        caches = self._prefilling.get(uid) or self.kept.held(uid)[0]
+        if not caches and isinstance(self._batch, SlotBatch) and uid in self._batch.rows:
+            caches, start, end = self._batch.between(uid, start, end), 0, end - start
+        if not caches:
+            raise GroupError(f"sequence {uid}: a block for the disk, but this rank has no cache", Code.DESYNC)
+        return block_of(caches, start, end, cuttable=cuttable)
+
     @property
     def room(self) -> list[tuple[int, int]]:
         """Slots and capacity of each bucket, with which alone the KV arrays of rows change in size."""
@@ -439,12 +463,12 @@ class Runner:
 
     def kv_bytes(self) -> int:
         """Return the bytes of all sequences' KV caches."""
-        held = self._kept.size_bytes + sum(map(_bytes, self._prefilling.values()))
+        held = self.kept.size_bytes + sum(map(_bytes, self._prefilling.values()))
         return held + sum(array.nbytes for array in self._batch.arrays())
 
     def cache_use(self) -> CacheUse:
         """Return the use of KV caches as it is now."""
-        return replace(self._use, kv_bytes=self.kv_bytes(), kept_bytes=self._kept.size_bytes)
+        return replace(self._use, kv_bytes=self.kv_bytes(), kept_bytes=self.kept.size_bytes)
 
     # --- inside --------------------------------------------------------------------------------------
 
@@ -455,15 +479,18 @@ class Runner:
             return self._caches.new()
         use = self._use
         self._use = replace(use, reused=use.reused + 1, reused_tokens=use.reused_tokens + offset)
+        if source in self.kept.fetched:
+            fetched, tokens = use.fetched + 1, use.fetched_tokens + offset
+            self._use = replace(self._use, fetched=fetched, fetched_tokens=tokens)
         if source in self._batch.rows:
             return self._batch.copy(source, offset)
-        kept, held = self._kept.held(source)
+        kept, held = self.kept.held(source)
         if held < offset or (held > offset and not self._caches.cuttable):
             raise GroupError(
                 f"sequence {uid} starts behind {offset} tokens of sequence {source}; this rank keeps {held}",
                 Code.DESYNC,
             )
-        return cut(self._kept.pop(source), offset) if take else share(kept, offset)
+        return cut(self.kept.pop(source), offset) if take else share(kept, offset)
 
     def _forward(
         self,

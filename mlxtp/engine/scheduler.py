@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from ..errors import Code, MlxtpError, RequestError
 from ..wire.messages import MAX_PROMPTS, MAX_WIDTH
 from . import kv_cache
+from .disk_index import DiskIndex
 from .kv_cache import KVCacheManager, PrefixCache
 from .sequence import FedRow, SequenceState, WaitingQueue
 from .speculation import Lookup, Payoff
@@ -130,7 +131,13 @@ class Speculation:
 class Scheduler:
     """State of every sequence from admission to its end."""
 
-    def __init__(self, policy: Policy, prefixes: PrefixCache | None = None, last_uid: int = 0) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        prefixes: PrefixCache | None = None,
+        last_uid: int = 0,
+        disk: DiskIndex | None = None,
+    ) -> None:
         #: Newest uid of a sequence. No uid is used again on the same links.
         self.last_uid = last_uid
         self._policy = policy
@@ -144,12 +151,15 @@ class Scheduler:
             self._waiting,
             row_tokens=policy.row_tokens,
             arranges=policy.wide,
+            disk=disk,
         )
+        self.disk = self._kv.disk
         #: Moves that end sequences or free KV caches. They come before any other.
         self.moves = self._kv.moves
         self._speculation = Speculation(policy, self._running)
         #: Rows of each forward in flight, and the tokens of a prompt's chunk; 0 for a decode step.
         self._queued: deque[tuple[tuple[FedRow, ...], int]] = deque()
+        self._spilled = False  # True if the last move was a block for the disk
         self._late: list[StepResult] = []  # sent to clients with the next results
         self._budget = policy.prefill_chunk
         self._chunks = Chunks(policy)
@@ -220,16 +230,21 @@ class Scheduler:
         """Return the next move, or None when there is nothing to run before more results or requests arrive.
 
         Ended sequences leave first. Then prompts run, up to one chunk of tokens between two decode steps, so
-        that a long prompt never delays the others by more than one chunk.
+        that a long prompt never delays the others by more than one chunk. Between two forwards, at most one
+        block goes to disk.
         """
         if self.moves:
             return self.moves.popleft()
+        self._spilled = not self._spilled
+        if self._spilled and (spill := self.disk.next_spill()):
+            return spill
+        self._spilled = False
         move: Move | None = self._next_prefill() if self._waiting else None
         if move is None and self._running and not self.moves:
             move = self._next_decode()
         if move is None and self.moves:
             return self.moves.popleft()  # room is made first
-        return move
+        return move or self.disk.next_spill()
 
     def _next_prefill(self) -> Prefill | PrefillTogether | None:
         policy = self._policy
@@ -238,7 +253,7 @@ class Scheduler:
             self._budget = policy.prefill_chunk
         limit = self._chunks.beside if beside else policy.prefill_chunk
         self._budget = min(self._budget, limit)
-        started = self._waiting.started()
+        started = self._waiting.holding()
         free = policy.max_rows - len(self._running) - len(started)
         if policy.wide and free > 1 and len(self._waiting) > 1 and not self._waiting[0].uid:
             group = self._short_ones(
@@ -252,16 +267,16 @@ class Scheduler:
         for sequence in self._waiting:
             left = sequence.prompt - sequence.prefilled
             if not sequence.uid:
-                if full or self._kv.is_being_computed(sequence, started):
+                if self._kv.stays(sequence, started, full=full):
                     continue
                 left -= self._kv.hit_length(sequence)
             if beside and min(left, limit) > self._budget:
                 return None
-            if not sequence.uid:
+            if not sequence.uid and not sequence.disk.fetch:
                 if not self._kv.make_room([sequence]):
                     full = True  # later requests must not overtake it
                     continue
-                if self.moves:
+                if self.moves or self._kv.fetch(sequence, self):
                     return None
             return self._prefill(sequence, limit)
         return None
@@ -273,7 +288,7 @@ class Scheduler:
         for sequence in self._waiting:
             if len(group) == most:
                 break
-            if sequence.uid:
+            if sequence.uid or sequence.disk.fetch:
                 continue
             left = sequence.prompt - self._kv.hit_length(sequence)
             if max(widest, left) * (len(group) + 1) > budget:
@@ -293,12 +308,15 @@ class Scheduler:
             self._join(sequence)
             self._queued.append(((self._queue(sequence, (), ()),), len(move.tokens)))
             return move
+        self._kv.line_up(sequence)
         sequence.forwards += 1
         self._waiting.append(sequence)  # behind the others, because long prompts alternate
         self._queued.append(((), len(move.tokens)))
         if sequence.prefilled in sequence.saves:
             self.last_uid += 1
             move = self._kv.save(sequence, move, self.last_uid)
+            if move.save and sequence.prefilled == sequence.saves[-1]:
+                self.disk.line_up(sequence, move.save, sequence.prefilled)
             if self.moves:
                 self.moves.append(move)
                 return None
@@ -348,6 +366,8 @@ class Scheduler:
         sequence.position = sequence.prompt
         self._running.append(sequence)
         self._kv.share(sequence)
+        if self._policy.wide:  # else one row's tokens cannot be taken out of those that run
+            self._kv.line_up(sequence)
         self._speculation.join(sequence)
 
     def _next_decode(self) -> Decode | None:
@@ -474,11 +494,15 @@ class Scheduler:
             held = sequence.position
         if sequence in self._waiting:
             self._waiting.remove(sequence)
+        self.moves += self.disk.forget(sequence)
         if sequence.uid:
             self._kv.release(sequence, reason, held)
 
     def _preempt(self) -> None:
         """Remove the youngest sequence; it will be prefilled again when there is room, or fails if never."""
+        if fetching := [sequence for sequence in self._waiting if sequence.disk.fetch]:
+            self.moves += self.disk.forget(fetching[-1])
+            return
         started = self._waiting.started()
         youngest = max([*self._running, *started], key=lambda sequence: sequence.request)
         if youngest.in_flight:

@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .speculation import Adaptive, Lookup
 from .steps import EndReason, ExchangeKind, SampledToken, Score, SequenceEnd, SequenceParams, StepResult
+
+
+class Digests:
+    """Digests of the beginnings of growing `tokens`, each computed once."""
+
+    def __init__(self, tokens: Sequence[int], salt: int) -> None:
+        self._tokens = tokens
+        self._salt = salt.to_bytes(8, "little")
+        self._known: dict[int, bytes] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self._hash = hashlib.blake2b(self._salt, digest_size=16)
+        self._at = 0
+
+    def up_to(self, end: int) -> bytes:
+        """Return the digest of the first `end` tokens."""
+        if end not in self._known:
+            if end < self._at:
+                self._start()
+            self._hash.update(array("i", self._tokens[self._at : end]).tobytes())
+            self._at = end
+            self._known[end] = self._hash.digest()
+        return self._known[end]
+
+
+@dataclass(slots=True)
+class DiskState:
+    """State of one sequence towards the disk."""
+
+    digests: Digests | None = None  # of its tokens, once they were needed
+    spilled: int = 0  # tokens in blocks that are on disk, or were lined up for it
+    asked: bool = False
+    fetch: int = 0  # uid of the cache that is fetched, until the sequence starts
+    fetched: int = 0  # tokens of it, once they are there
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +74,7 @@ class SequenceState:
     asked_at: int = -1
     hit_length: int = 0
     cached: int = 0
+    disk: DiskState = field(default_factory=DiskState)
     drafted: int = 0
     accepted: int = 0
     stopped: bool = False
@@ -123,7 +161,7 @@ class SequenceState:
         """Wait once more after a preemption, with the answer so far as part of the prompt."""
         self.uid = self.forwards = self.prefilled = self.reused = self.position = 0
         self.prompt = len(self.tokens)
-        self.fed_inside, self.saves = True, ()
+        self.fed_inside, self.saves, self.disk.asked = True, (), False
 
     def end(self, reason: EndReason) -> SequenceEnd:
         return SequenceEnd(
@@ -189,6 +227,10 @@ class WaitingQueue(deque[SequenceState]):
     def started(self) -> list[SequenceState]:
         """Return the sequences whose prompt has started and is not complete."""
         return [sequence for sequence in self if sequence.uid]
+
+    def holding(self) -> list[SequenceState]:
+        """Return the sequences that take room: the started ones, and those that the disk is asked for."""
+        return [sequence for sequence in self if sequence.uid or sequence.disk.fetch]
 
     def line_up(self, sequence: SequenceState) -> None:
         """Add a new sequence."""

@@ -13,15 +13,19 @@ from ..wire.messages import (
     Arrange,
     Done,
     Evict,
+    FetchBlocks,
+    FetchedBlocks,
     PromptBatch,
     PromptTokens,
+    Restore,
     SessionEnd,
     SessionStop,
     Shutdown,
+    Spill,
     StepToken,
 )
 from .executor import Forward, RankExecutor
-from .mailbox import LEADER, Mailbox
+from .mailbox import DISK, LEADER, Mailbox
 
 #: Seconds to wait for the next frame before waiting for the running forward. While rank 0 runs ahead, the
 #: next frame is only microseconds away, and building its graph now hides behind the running forward. When
@@ -41,6 +45,9 @@ class ServeLoop:
     def run(self) -> None:
         """Serve until rank 0 sends Shutdown. Raises the error that ends the epoch."""
         while True:
+            while word := self._mail.take(DISK):
+                if read := self._rank.from_disk(word):
+                    self._leader.send(FetchedBlocks(*read))
             received = self._mail.take(LEADER)
             if received is None:
                 self._wait()
@@ -55,6 +62,8 @@ class ServeLoop:
                     self._rank.evict(evict.uids)
                 case Arrange() as arrange:
                     self._rank.arrange(arrange.rooms, trim=arrange.trim)
+                case Spill() | FetchBlocks() | Restore() as frame:
+                    self._rank.on_disk(frame)
                 case Shutdown():
                     self._settle(keep=0)
                     self._leader.send(Done())

@@ -97,7 +97,39 @@ class Arrangement:
     trim: bool = False
 
 
-Move = Prefill | PrefillTogether | Decode | StopSequence | EvictKept | Arrangement
+@dataclass(frozen=True, slots=True)
+class SpillBlock:
+    """Tokens `start` to `end` of a KV cache, to be written to disk; fields as in `Spill`."""
+
+    uid: int
+    start: int
+    end: int
+    digest: bytes
+    previous: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchKept:
+    """Blocks of `block` tokens each, to be read from disk for a kept KV cache of that uid."""
+
+    uid: int
+    block: int
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreKept:
+    """Blocks that every rank has read become a kept KV cache; `bad`: some rank has not got the next one."""
+
+    uid: int
+    blocks: int
+    bad: bool = False
+
+
+#: Moves that run no forward.
+CacheMove = StopSequence | EvictKept | Arrangement | SpillBlock | FetchKept | RestoreKept
+Move = Prefill | PrefillTogether | Decode | CacheMove
+
 
 #: Log-probability of a chosen token, and its most probable alternatives with theirs.
 Score = tuple[float, tuple[tuple[int, float], ...]]

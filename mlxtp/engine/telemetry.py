@@ -165,6 +165,11 @@ class CacheUse:
     evicted_bytes: int = 0
     reused: int = 0
     reused_tokens: int = 0
+    fetched: int = 0
+    fetched_tokens: int = 0
+    spilled_bytes: int = 0
+    disk_bytes: int = 0
+    disk_room_bytes: int = 0
 
 
 class RankTelemetry:

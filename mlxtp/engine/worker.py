@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -28,6 +29,7 @@ from ..wire.messages import (
     Bootstrap,
     Done,
     Error,
+    FetchedBlocks,
     Hello,
     Message,
     Ping,
@@ -38,7 +40,7 @@ from ..wire.rank_process import FREE_S, take_over
 from ..wire.session import LinkKind, LinkState, Received, Session, Side
 from .decode_links import open_links
 from .jaccl import SideChannelExchange
-from .mailbox import AGENT, LEADER, Mailbox, Terminated, read_in_background
+from .mailbox import AGENT, DISK, LEADER, Mailbox, Terminated, read_in_background
 from .mlx_compat import code_of, import_mlx_lm
 from .telemetry import LEAST_PATIENCE_S, RankTelemetry, Recorder
 
@@ -217,6 +219,8 @@ class RankProcessLinks:
                 code = Code(received.message.code)
                 self._finishes = code is Code.DESYNC
                 self.abort(GroupError(detail, code))
+            elif isinstance(received.message, FetchedBlocks):  # it comes between Acks
+                self.mail.post(DISK, (rank, received.message))
             else:
                 self.mail.post(rank, received)
 
@@ -263,6 +267,7 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
         counter,
         shaping=LogitShaping() if process.rank else shaping,
         exchange=_exchange(process, bootstrap),
+        post=partial(mail.post, DISK),
     )
     process.memory = rank
     import_mlx_lm()  # now no client waits for a token

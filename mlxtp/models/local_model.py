@@ -16,8 +16,8 @@ from ..cluster.node import ClusterNode
 from ..config import Settings
 from ..errors import Code, MlxtpError, ModelError
 from ..placement.model_shape import ModelShape
+from ..weights_file import fingerprint
 from ..wire.cluster_messages import ModelStatus
-from . import self_test
 from .inspect import (
     ModelSource,
     find_model,
@@ -125,7 +125,7 @@ class LocalModel:
         same = False
         if self.path is not None and not self.problem:
             with contextlib.suppress(OSError):
-                same = await asyncio.to_thread(self_test.fingerprint, self.path) == self.fingerprint
+                same = await asyncio.to_thread(fingerprint, self.path) == self.fingerprint
         if not same:
             await self._find()
 
@@ -135,7 +135,7 @@ class LocalModel:
             model = await asyncio.to_thread(in_folders, self.name, self._settings.model_folders)
             fetched = self.may_download and is_hub_id(model)
             self.path = await find_model(str(await self._transfers.get(model)) if fetched else model)
-            self.fingerprint = await asyncio.to_thread(self_test.fingerprint, self.path)
+            self.fingerprint = await asyncio.to_thread(fingerprint, self.path)
             self.weight_bytes = await asyncio.to_thread(weight_bytes, self.path)
             self.problem = ""
             if is_hub_id(draft):

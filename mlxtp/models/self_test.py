@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..identity.private_files import write_whole
-from ..tokenizer_file import MAX_CONFIG_BYTES
+from ..weights_file import fingerprint
 
 SelfTestTokens = tuple[tuple[int, ...], ...]  #: Tokens, for each prompt.
 FILE = "golden.json"
@@ -28,7 +28,6 @@ ANSWER_TOKENS = 4
 FIXED_ORDER_BYTES = 32 * 1024  #: mlx/distributed/jaccl/mesh.cpp
 NEAR_TIE = 0.25  #: natural logarithm of how much likelier the one of two tokens may be
 _STRIDE = 7919  # a prime, so that the prompts visit the whole vocabulary
-_SAMPLE_BYTES = 1 << 20
 
 
 def prompts(vocabulary: int, tokens: int = PROMPT_TOKENS) -> list[tuple[int, ...]]:
@@ -44,25 +43,6 @@ def prompt_tokens(row_bytes: int, *, mesh: bool) -> int:
     `row_bytes`: of one token's row in a sum; 0 if unknown.
     """
     return max(min(PROMPT_TOKENS, FIXED_ORDER_BYTES // row_bytes), 1) if mesh and row_bytes else PROMPT_TOKENS
-
-
-def fingerprint(folder: Path) -> str:
-    """Return a hash of the model's configuration, and of the size and parts of every weight file.
-
-    The beginning of each file holds the names and shapes of its tensors. Hashing all of a large model would
-    take minutes. Its beginning, middle and end distinguish two models; they do not reveal a deliberate
-    forgery.
-    """
-    with (folder / "config.json").open("rb") as file:
-        digest = hashlib.sha256(file.read(MAX_CONFIG_BYTES))
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            for start in (0, max(size // 2, 0), max(size - _SAMPLE_BYTES, 0)):
-                file.seek(start)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def key(folder: Path, group: Mapping[str, object], settings: Mapping[str, object]) -> str:

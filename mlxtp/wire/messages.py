@@ -357,7 +357,7 @@ class Arrange(Message):
 class Spill(Message):
     """Rank 0 to the others: write tokens `start` to `end` of a sequence's KV cache to disk.
 
-    `digest` is that of all tokens up to `end`, and names the block.
+    `digest` is that of all tokens up to `end`, and names the block; `previous` that of the block before it.
     """
 
     TYPE: ClassVar[int] = 0x27
@@ -365,6 +365,7 @@ class Spill(Message):
     start: int = _f(integer(0, MAX_CONTEXT))
     end: int = _f(integer(1, MAX_CONTEXT))
     digest: bytes = _f(binary(DIGEST_BYTES, DIGEST_BYTES))
+    previous: bytes = _f(binary(0, DIGEST_BYTES), default=b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,13 +394,13 @@ class FetchedBlocks(Message):
 class Restore(Message):
     """Rank 0 to the others: keep the first `blocks` that were fetched for uid as its KV cache.
 
-    Every rank deletes the others, because some rank
-    does not have them.
+    The others are dropped. With `bad`, every rank deletes the first of them, because some rank has none.
     """
 
     TYPE: ClassVar[int] = 0x2A
     uid: int = _f(_uid)
     blocks: int = _f(integer(0, MAX_BLOCKS))
+    bad: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)

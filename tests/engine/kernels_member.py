@@ -34,7 +34,14 @@ def main() -> None:
     nothing: Any = None
     here = Path(tempfile.gettempdir())
     rank = RankExecutor(
-        bootstrap, 1, here, RankTelemetry(), CollectiveCounter(), shaping=RequestShaping(), exchange=nothing
+        bootstrap,
+        1,
+        here,
+        RankTelemetry(),
+        CollectiveCounter(),
+        shaping=RequestShaping(),
+        exchange=nothing,
+        post=print,
     )
     rank.execute(LoadShard(folder, CHUNK, ()))
     assert rank.loaded is not None

@@ -12,30 +12,47 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
+from random import Random
 from typing import Any
 
 from mlxtp.engine import kv_cache
+from mlxtp.engine.disk_index import DiskIndex
 from mlxtp.engine.kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
 from mlxtp.engine.scheduler import Scheduler
 from mlxtp.engine.steps import (
     Arrangement,
     Decode,
     EvictKept,
+    FetchKept,
     Guide,
     Move,
     Policy,
     Prefill,
     PrefillTogether,
+    RestoreKept,
     SampledToken,
     Score,
     SequenceEnd,
     SequenceFailed,
     SequenceParams,
+    SpillBlock,
     StepResult,
     StopSequence,
 )
 from mlxtp.errors import Code, RequestError
-from mlxtp.wire.messages import Arrange, Evict, Message, PromptBatch, PromptTokens, SessionStop, StepToken
+from mlxtp.wire.messages import (
+    Arrange,
+    Evict,
+    FetchBlocks,
+    FetchedBlocks,
+    Message,
+    PromptBatch,
+    PromptTokens,
+    Restore,
+    SessionStop,
+    Spill,
+    StepToken,
+)
 from mlxtp.wire.session import DecodeLedger
 
 EOS = 1
@@ -136,6 +153,47 @@ class FakeGuide(Guide):
         return tuple(self._says[self.accepted : end])
 
 
+class Disk:
+    """Blocks by digest, on rank 0 and on another rank that has lost some of them. It lags behind at times."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.blocks: dict[bytes, tuple[int, tuple[int, ...]]] = {}  # each with where it ends
+        self.elsewhere: set[bytes] = set()
+
+    @property
+    def takes(self) -> bool:
+        return self.random.random() < 0.7
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self.blocks
+
+    is_kept = has
+
+    def ends(self) -> list[int]:
+        return sorted({end for end, _ in self.blocks.values()})
+
+    def write(self, move: SpillBlock, tokens: tuple[int, ...]) -> None:
+        assert not self.has(move.digest)
+        self.blocks[move.digest] = move.end, tokens
+        if self.random.random() < 0.9:
+            self.elsewhere.add(move.digest)
+
+    def read(self, fetch: FetchKept) -> list[tuple[int, ...]]:
+        """The leading blocks that both ranks have."""
+        found = []
+        for at, digest in enumerate(fetch.digests):
+            if digest not in self.blocks or digest not in self.elsewhere:
+                break  # lost there, or deleted for another sequence
+            end, tokens = self.blocks[digest]
+            assert end == (at + 1) * fetch.block
+            found.append(tokens)
+        return found
+
+    def delete(self, digest: bytes) -> None:
+        self.blocks.pop(digest, None)
+
+
 class Ranks:
     """The tokens that every rank would hold, `contents[uid]`, and those it would choose.
 
@@ -143,8 +201,17 @@ class Ranks:
     """
 
     def __init__(
-        self, requests: dict[int, Request], kv_tokens: int, *, whole: bool = False, row_tokens: int = 0
+        self,
+        requests: dict[int, Request],
+        kv_tokens: int,
+        *,
+        whole: bool = False,
+        row_tokens: int = 0,
+        disk: Disk | None = None,
     ) -> None:
+        self._disk = disk
+        self.fetches: dict[int, FetchKept] = {}
+        self.restored: set[int] = set()
         self.row_tokens = row_tokens
         self.whole = whole
         self._requests = requests
@@ -198,8 +265,40 @@ class Ranks:
             case Arrangement():
                 self._arrange(move.rooms)
                 return None
+            case SpillBlock() | FetchKept() | RestoreKept():
+                self._on_disk(move)
+                return None
         self.check_room()
         return chosen
+
+    def _on_disk(self, move: SpillBlock | FetchKept | RestoreKept) -> None:
+        assert self._disk is not None
+        match move:
+            case SpillBlock():
+                held = self.kept.get(move.uid) or self.contents[move.uid]
+                if self.whole:
+                    assert (move.start, move.end) == (0, len(held)), "a cut checkpoint"
+                assert len(held) >= move.end
+                self._disk.write(move, tuple(held[move.start : move.end]))
+            case FetchKept():
+                self.fetches[move.uid] = move
+            case RestoreKept():
+                fetch = self.fetches.pop(move.uid)
+                if move.blocks:
+                    parts = self._disk.read(fetch)[: move.blocks]
+                    self.kept[move.uid] = [token for part in parts for token in part]
+                    self.restored.add(move.uid)
+                    assert len(self.kept[move.uid]) == move.blocks * fetch.block
+                if move.bad:
+                    self._disk.delete(fetch.digests[move.blocks])
+                self.check_room()
+
+    def reply(self, uid: int) -> int:
+        """How many blocks all ranks have, as their replies say."""
+        assert self._disk is not None
+        blocks = len(self._disk.read(self.fetches[uid]))
+        self._ledger.rules()[FetchedBlocks](FetchedBlocks(uid, blocks), 0)
+        return blocks
 
     def _prefill(self, prompts: Sequence[Prefill]) -> tuple[tuple[int, int], ...]:
         for prompt in prompts:
@@ -248,6 +347,9 @@ class Ranks:
         assert not prompt.source or prompt.source in self.rows or prompt.source in self.kept
         held = source[prompt.source] if prompt.source else []
         assert len(held) >= prompt.offset == prompt.cached
+        if prompt.source in self.restored:
+            assert prompt.take
+            assert self._requests[prompt.request].begins(held)
         if self.whole and prompt.source:
             assert held is self.kept.get(prompt.source), "a running one is not shared"
             assert len(held) == prompt.offset, "a cut checkpoint"
@@ -364,6 +466,12 @@ def _frame(move: Move) -> Message:
             return Evict(move.uids)
         case Arrangement():
             return Arrange(move.rooms, move.trim)
+        case SpillBlock():
+            return Spill(move.uid, move.start, move.end, move.digest, move.previous)
+        case FetchKept():
+            return FetchBlocks(move.uid, move.block, b"".join(move.digests))
+        case RestoreKept():
+            return Restore(move.uid, move.blocks, move.bad)
 
 
 def next_move(scheduler: Scheduler, ranks: Ranks | None = None) -> Move | None:
@@ -377,8 +485,8 @@ def next_move(scheduler: Scheduler, ranks: Ranks | None = None) -> Move | None:
 class Simulation:
     """`run_ahead`: how many forwards are queued before the tokens of an earlier one are known.
 
-    `prefixes`: whether KV caches are kept and shared, `whole`: only whole. Other settings are those of
-    `Policy`.
+    `prefixes`: whether KV caches are kept and shared, `whole`: only whole. `disk`: they go there, too. Other
+    settings are those of `Policy`.
     """
 
     def __init__(
@@ -392,8 +500,10 @@ class Simulation:
         drafts: bool = False,
         together: int = 0,
         slow_when_wide: bool = False,
+        disk: Disk | None = None,
         **policy: Any,
     ) -> None:
+        self.disk = disk
         self.policy = Policy(
             frozenset([EOS]),
             kv_tokens=kv_tokens,
@@ -408,9 +518,11 @@ class Simulation:
             if prefixes or whole
             else None
         )
-        self.scheduler = Scheduler(self.policy, kept)
+        self.kept = kept
+        index = None if disk is None else DiskIndex(disk, whole=whole, block=8, spill_from=16)
+        self.scheduler = Scheduler(self.policy, kept, disk=index)
         self.requests: dict[int, Request] = {}
-        self.ranks = Ranks(self.requests, kv_tokens, whole=whole, row_tokens=row_tokens)
+        self.ranks = Ranks(self.requests, kv_tokens, whole=whole, row_tokens=row_tokens, disk=disk)
         self.ranks.arranges = self.policy.wide
         self.moves: list[Move] = []
         self._run_ahead = run_ahead
@@ -466,6 +578,8 @@ class Simulation:
 
         Rows are laid out before the move for which that is done.
         """
+        if self.disk is not None and self.ranks.fetches and self.disk.random.random() < 0.3:
+            self._reply(self.disk.random.choice(list(self.ranks.fetches)))
         move = next_move(self.scheduler, self.ranks)
         if move is not None:
             self.moves.append(move)
@@ -478,6 +592,15 @@ class Simulation:
                 self._take(outcome)
         return move
 
+    def _reply(self, uid: int) -> None:
+        """Tell the scheduler what all ranks have read, or that time is up."""
+        assert self.disk is not None
+        late = self.disk.random.random() < 0.1
+        blocks = 0 if late else self.ranks.reply(uid)
+        self.scheduler.moves.append(self.scheduler.disk.fetched(uid, blocks, late=late))
+        while self.scheduler.moves:
+            self.ranks.make(self.scheduler.moves.popleft())
+
     def ticks(self, count: int) -> None:
         for _ in range(count):
             self.tick()
@@ -485,7 +608,7 @@ class Simulation:
     def drain(self, turns: int = 50_000) -> None:
         """Turn until nothing is left to do."""
         for _ in range(turns):
-            quiet = not self._running
+            quiet = not (self._running or self.ranks.fetches or self.scheduler.disk.spills)
             if self.tick() is None and quiet:
                 break
         else:
@@ -493,6 +616,8 @@ class Simulation:
         assert not self.ranks.rows
         assert not self.ranks.prefilling
         assert len(self.scheduler) == 0, "no request is left behind"
+        if self.kept is not None:
+            assert len(self.ranks.kept) == len(self.kept), "a cache is left that the index does not know"
 
     def prefills(self) -> list[Prefill]:
         """All chunks, those computed together too."""

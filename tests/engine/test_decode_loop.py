@@ -76,6 +76,7 @@ class Story:
             CollectiveCounter(),
             shaping=desk,
             exchange=None,  # type: ignore[arg-type]  # JACCL's
+            post=print,
         )
         pipe: Any = self
         self.followers = Followers({}, self.mail)

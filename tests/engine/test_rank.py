@@ -45,6 +45,7 @@ def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
         CollectiveCounter(),
         shaping=RequestShaping(),
         exchange=nothing,
+        post=print,
     )
     rank.execute(Init())
     folder = write_model(tmp_path / "model")

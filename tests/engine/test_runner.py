@@ -374,8 +374,8 @@ def test_memory_that_no_row_needs_is_given_back_on_command(folder: Path, runner:
 
 def test_what_kept_caches_hold_is_the_sum_of_their_arrays(runner: Runner) -> None:
     def same() -> bool:
-        kept = [runner._kept.held(uid)[0] for uid in range(1, 6)]
-        return runner._kept.size_bytes == sum(array.nbytes for each in kept for array in arrays_of(each))
+        kept = [runner.kept.held(uid)[0] for uid in range(1, 6)]
+        return runner.kept.size_bytes == sum(array.nbytes for each in kept for array in arrays_of(each))
 
     for uid in (1, 2, 3):
         prefill(runner, uid, PROMPT)
@@ -384,11 +384,11 @@ def test_what_kept_caches_hold_is_the_sum_of_their_arrays(runner: Runner) -> Non
     prefill(runner, 4, (*PROMPT[:5], 55), offset=5, source=1)
     prefill(runner, 5, (*PROMPT[:5], 66), offset=5, source=2, take=True)
     assert same()
-    assert [runner._kept.held(uid)[1] for uid in range(1, 6)] == [5, 0, 7, 0, 0]
+    assert [runner.kept.held(uid)[1] for uid in range(1, 6)] == [5, 0, 7, 0, 0]
     runner.stop(4, 5)
     runner.evict((1,))
     assert same()
-    assert [runner._kept.held(uid)[1] for uid in range(1, 6)] == [0, 0, 7, 5, 0]
+    assert [runner.kept.held(uid)[1] for uid in range(1, 6)] == [0, 0, 7, 5, 0]
 
 
 # --- what is refused --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from random import Random
 from types import FrameType
 from typing import Any
 
@@ -28,7 +29,7 @@ from mlxtp.engine.steps import (
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.wire.messages import MAX_WIDTH, Sampling, Shaping
 
-from .simulation import EOS, FakeGuide, Request, Simulation, next_move
+from .simulation import EOS, Disk, FakeGuide, Request, Simulation, next_move
 
 RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1])
 LONG = tuple(range(100, 300))
@@ -1207,6 +1208,125 @@ def test_a_preempted_prompt_begins_again_without_copies_because_these_made_room_
     assert [chunk.offset for chunk in simulation.prefills() if chunk.request == 2] == [0, 90, 0, 90]
 
 
+# --- disk --------------------------------------------------------------------------------------------------
+
+
+class Steady(Random):
+    """Nothing is lost, nothing lags behind, and no reply comes by itself."""
+
+    def random(self) -> float:
+        return 0.5
+
+
+def after_a_restart(prompt: tuple[int, ...] = LONG, **policy: Any) -> Simulation:
+    """A simulation whose disk has that prompt, and a request for it that waits for the disk."""
+    disk = Disk(Steady())
+    before = Simulation(prefixes=True, disk=disk)
+    before.add(prompt, 4)
+    before.drain()
+    after = Simulation(prefixes=True, disk=disk, **policy)
+    after.add((*prompt, 1, 2, 3), 4)
+    after.ticks(3)
+    assert len(after.ranks.fetches) == 1
+    return after
+
+
+def fetched(simulation: Simulation, uid: int = 0) -> None:
+    uid = uid or min(simulation.ranks.fetches)
+    blocks = simulation.ranks.reply(uid)
+    simulation.scheduler.moves.append(simulation.scheduler.disk.fetched(uid, blocks))
+    simulation.ticks(1)
+
+
+def finished(simulation: Simulation) -> None:
+    """No cache is left that the index does not know, which `drain` checks."""
+    while simulation.ranks.fetches:
+        fetched(simulation)
+    simulation.drain()
+
+
+def test_a_prompt_that_is_on_disk_is_not_computed_again() -> None:
+    simulation = after_a_restart()
+    fetched(simulation)
+    finished(simulation)
+    check_answers(simulation)
+    assert [(chunk.offset, chunk.cached) for chunk in simulation.prefills()] == [(200, 200)]
+
+
+def test_others_run_while_the_disk_is_read() -> None:
+    simulation = after_a_restart()
+    other = simulation.add(3, 4)
+    simulation.ticks(20)
+    assert other.ends
+    assert simulation.ranks.fetches
+    finished(simulation)
+    check_answers(simulation)
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_cancel_while_the_disk_is_read_leaves_no_trace(*, arrived: bool) -> None:
+    simulation = after_a_restart()
+    if arrived:
+        fetched(simulation)
+    simulation.cancel(1)
+    finished(simulation)
+    assert simulation.prefills() == []
+    assert simulation.ranks.kept == {}
+
+
+def test_a_block_that_one_rank_has_not_got_ends_the_beginning_and_is_deleted() -> None:
+    simulation = after_a_restart()
+    (fetch,) = simulation.ranks.fetches.values()
+    disk = simulation.disk
+    assert disk is not None
+    disk.elsewhere.discard(fetch.digests[2])
+    fetched(simulation)
+    finished(simulation)
+    assert [chunk.offset for chunk in simulation.prefills()] == [16]
+    assert all(disk.has(digest) for digest in fetch.digests), "computed and written again"
+    assert fetch.digests[2] in disk.elsewhere
+
+
+def test_a_rank_that_does_not_reply_costs_no_block() -> None:
+    simulation = after_a_restart()
+    (fetch,) = simulation.ranks.fetches.values()
+    assert simulation.disk is not None
+    written = len(simulation.disk.blocks)
+    simulation.scheduler.moves.append(simulation.scheduler.disk.fetched(fetch.uid, 0, late=True))
+    simulation.ticks(1)
+    finished(simulation)
+    check_answers(simulation)
+    assert simulation.prefills()[0].offset == 0
+    assert len(simulation.disk.blocks) >= written
+
+
+def test_a_cache_in_memory_that_is_longer_by_now_is_used_instead() -> None:
+    simulation = after_a_restart()
+    (fetch,) = simulation.ranks.fetches.values()
+    assert simulation.disk is not None
+    simulation.disk.elsewhere.discard(fetch.digests[2])
+    other = simulation.add(LONG[:150], 1)
+    while not other.ends:
+        if len(simulation.ranks.fetches) > 1:
+            fetched(simulation, max(simulation.ranks.fetches))
+        simulation.ticks(1)
+    simulation.disk.elsewhere.discard(fetch.digests[2])
+    fetched(simulation)
+    finished(simulation)
+    check_answers(simulation)
+    assert simulation.prefills()[-1].offset == 150
+
+
+def test_a_row_that_needs_room_takes_it_from_what_is_fetched() -> None:
+    simulation = after_a_restart(kv_tokens=1152)
+    grows = simulation.add(40, 450, ignore_eos=True)
+    simulation.ticks(600)
+    assert grows.ends
+    finished(simulation)
+    check_answers(simulation)
+    assert [chunk.offset for chunk in simulation.prefills() if chunk.request == grows.uid] == [0]
+
+
 # --- how long it thinks ------------------------------------------------------------------------------------
 
 
@@ -1311,9 +1431,9 @@ STORM: Course = [
 ALIKE: Course = [("add", LONG, 40, (), None, False, False)] * 8
 
 
-def play(set_up: dict[str, Any], course: Course) -> Simulation:
+def play(set_up: dict[str, Any], course: Course, disk: Disk | None = None) -> Simulation:
     drafts = set_up["drafts"] and set_up["wide"] and not set_up["whole"]
-    simulation = Simulation(**{**set_up, "drafts": drafts})
+    simulation = Simulation(**{**set_up, "drafts": drafts}, disk=disk)
     for event in course:
         match event:
             case ("add", prompt, max_tokens, says, forced, ignore_eos, scored):
@@ -1430,6 +1550,22 @@ def test_room_that_changes_at_any_move_is_kept_to_and_only_what_outgrows_it_fail
         elif not request.cancelled:
             check_answer(request)
             assert request.ends[0].forwards == simulation.forwards_of(uid)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    tight,
+    st.lists(st.one_of(crowded, crowded, cancels, crowd_ticks, resizes)),
+    st.integers(0, 999),
+)
+def test_what_was_on_disk_before_changes_no_answer(set_up: dict[str, Any], course: Course, seed: int) -> None:
+    """The second time, ranks that remember nothing find some of the first time's blocks, not all on all."""
+    disk = Disk(Random(seed))
+    for _ in range(2):
+        simulation = play({**set_up, "prefixes": True}, course, disk)
+        for request in simulation.requests.values():
+            if not request.cancelled and not request.failures:
+                check_answer(request)
 
 
 @settings(max_examples=100, deadline=None)

@@ -42,7 +42,7 @@ class Stage:
         patch.setattr(local_model, "find_model", self._find)
         patch.setattr(local_model, "open_model", self._open)
         self.print = ""
-        patch.setattr(local_model.self_test, "fingerprint", lambda path: self.print or f"{path.name:0>64}")
+        patch.setattr(local_model, "fingerprint", lambda path: self.print or f"{path.name:0>64}")
 
     def local_models(self, draft: str, get: Callable[[str], Awaitable[Path]] | None = None) -> LocalModels:
         nothing = lambda *_, **__: None  # noqa: E731

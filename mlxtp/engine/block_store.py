@@ -1,0 +1,429 @@
+"""Blocks of KV caches on disk: files, the room that they take, and the threads that write and read them.
+
+A file holds one block, as `stored` describes it, and ends with a checksum. Its name says what it holds: the
+digest of all tokens up to its end, their number, and the digest of the block before it. Anything that is
+torn, damaged or of another layout is a miss, and is deleted.
+
+All ranks and agents of a Mac share one folder and its room. `_Account` keeps the sum of all files under a
+lock. What was used least recently goes first, and of one conversation its end before its beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import queue
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+#: Names and values of a block: arrays of MLX when it is written, of numpy (see `_Raw`) when it was read.
+Items = list[tuple[str, Any]]
+
+CHECKSUM_BYTES = 16
+QUEUED_BLOCKS = 8  # blocks that wait to be written; more are not taken
+CLOSE_S = 1.0  # seconds that queued blocks have to be written at the end
+#: Part of the room that is left after an eviction, so that not every block evicts.
+FULL_SHARE = 0.95
+TOUCH_S = 60.0  # least seconds between two marks of a block as used
+UNFINISHED_S = 600.0  # seconds after which an unfinished file is left over from a process that ended
+_AHEAD_S = 60.0  # seconds by which a file may be newer than the clock
+_HEAD = struct.Struct("<I")
+_CHUNK = 1 << 22
+
+
+class Block(NamedTuple):
+    """Block as its file's name has it, with its size in bytes. `used_s`: when it was last marked as used."""
+
+    digest: bytes
+    end: int
+    previous: bytes
+    size: int
+    used_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.digest.hex()}-{self.end}-{self.previous.hex()}"
+
+    @staticmethod
+    def named(path: os.DirEntry[str]) -> Block | None:
+        """Return the block of a file; None for a file of another name."""
+        with contextlib.suppress(ValueError, OSError):
+            digest, end, previous = path.name.split("-")
+            status = path.stat()
+            return Block(
+                bytes.fromhex(digest), int(end), bytes.fromhex(previous), status.st_size, status.st_mtime
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Result of `BlockStore.read`: items of the first `blocks` of those asked for, joined."""
+
+    uid: int
+    blocks: int
+    items: Items
+
+
+class Written:
+    """Another block was written, or could not be."""
+
+
+# --- one file --------------------------------------------------------------------------------------------
+
+
+class Raw(NamedTuple):
+    """Array that was read: its bits as unsigned numbers, in numpy or MLX, and its type's name in MLX."""
+
+    bits: Any
+    dtype: str
+
+
+def _dtype(name: str) -> mx.Dtype:
+    dtype: mx.Dtype = getattr(mx, "bool_" if name == "bool" else name)
+    return dtype
+
+
+def array_of(raw: Raw) -> mx.array:
+    """Return the array. For the thread that computes with MLX."""
+    bits: mx.array = raw.bits
+    return bits.view(_dtype(raw.dtype))
+
+
+def write_block(path: Path, items: Items) -> int:
+    """Write a block to a new file; returns its size in bytes. Arrays are contiguous. Raises OSError."""
+    arrays = [(name, value) for name, value in items if isinstance(value, mx.array)]
+    shapes = [(name, str(value.dtype).rpartition(".")[2], value.shape) for name, value in arrays]
+    plain = [(name, value) for name, value in items if not isinstance(value, mx.array)]
+    head = json.dumps([shapes, plain]).encode()
+    digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+    path.touch(0o600, exist_ok=False)
+    with path.open("wb", buffering=0) as file:
+
+        def append(data: bytes | memoryview) -> None:
+            for at in range(0, len(data), _CHUNK):
+                part = data[at : at + _CHUNK]
+                digest.update(part)
+                while part:
+                    part = part[file.write(part) :]
+
+        append(_HEAD.pack(len(head)) + head)
+        for _, array in arrays:
+            data = memoryview(array)  # type: ignore[arg-type]  # waits until it is computed
+            append(data.cast("B") if array.size and array.ndim else data.tobytes())
+        append(digest.digest())
+        return file.tell()
+
+
+def read_block(path: Path) -> list[tuple[str, Any]]:
+    """Return the items of a block, arrays as `Raw`. Raises OSError or ValueError for a damaged file."""
+    data = path.read_bytes()
+    body = memoryview(data)[:-CHECKSUM_BYTES]
+    if hashlib.blake2b(body, digest_size=CHECKSUM_BYTES).digest() != data[-CHECKSUM_BYTES:]:
+        raise ValueError("its checksum is wrong")
+    (length,) = _HEAD.unpack_from(body)
+    at = _HEAD.size + length
+    shapes, plain = json.loads(bytes(body[_HEAD.size : at]))
+    items: list[tuple[str, Any]] = [(name, value) for name, value in plain]
+    for name, dtype, shape in shapes:
+        bits = np.dtype(f"u{_dtype(dtype).size}")
+        count = int(np.prod(shape))
+        array = np.frombuffer(body, bits, count, at).reshape(shape)
+        items.append((name, Raw(array, dtype)))
+        at += array.nbytes
+    return items
+
+
+def joined(parts: Sequence[Items]) -> Items:
+    """Join blocks that follow each other: their arrays along the tokens, the second-last axis."""
+    if len(parts) == 1:
+        return parts[0]
+    names = {(name, value.dtype if isinstance(value, Raw) else None) for name, value in parts[0]}
+    for part in parts:
+        if {(name, value.dtype if isinstance(value, Raw) else None) for name, value in part} != names:
+            raise ValueError("blocks of different layouts")
+    columns: list[dict[str, Any]] = [dict(part) for part in parts]
+    return [
+        (name, Raw(np.concatenate([each[name].bits for each in columns], axis=-2), value.dtype))
+        if isinstance(value, Raw)
+        else (name, columns[-1][name])
+        for name, value in parts[0]
+    ]
+
+
+# --- the folder ------------------------------------------------------------------------------------------
+
+
+class _Account:
+    """Sum of the sizes of all blocks in a folder, with a bound of `room` bytes, for several processes."""
+
+    def __init__(self, folder: Path, room: int) -> None:
+        self._folder = folder
+        self._room = room
+        self.used = 0
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        path = self._folder / ".lock"
+        path.touch(0o600)
+        with path.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def count(self) -> None:
+        """Add up all files, evict what exceeds the room, and delete what no process finishes."""
+        with self._locked():
+            self._note(self._make_room(0))
+
+    def admit(self, path: Path, target: Path) -> bool:
+        """Make room for a finished file, and give it its name; False if it is too large."""
+        size = path.stat().st_size
+        if size > self._room * FULL_SHARE:
+            return False
+        with self._locked():
+            used = self._noted() + size
+            if used > self._room:
+                used = self._make_room(size) + size
+            path.rename(target)
+            self._note(used)
+        return True
+
+    def remove(self, size: int) -> None:
+        with self._locked():
+            self._note(max(self._noted() - size, 0))
+
+    def _noted(self) -> int:
+        try:
+            return int((self._folder / ".used").read_text())
+        except (ValueError, FileNotFoundError):
+            return self._make_room(0)
+
+    def _note(self, used: int) -> None:
+        self.used = used
+        _write_text(self._folder / ".used", str(used))
+
+    def _make_room(self, size: int) -> int:
+        """Evict until `size` more bytes fit; returns the bytes of what is left."""
+        now = time.time()
+        found: list[tuple[tuple[float, int], int, str]] = []
+        for layout in os.scandir(self._folder):
+            if not layout.is_dir(follow_symlinks=False):
+                continue
+            for entry in os.scandir(layout):
+                if entry.name.startswith("."):
+                    _remove_left_over(entry, now)
+                elif block := Block.named(entry):
+                    # A file of the future was written before the clock was set back.
+                    used_s = block.used_s if block.used_s <= now + _AHEAD_S else 0.0
+                    found.append(((used_s, -block.end), block.size, entry.path))
+        total = sum(each for _, each, _ in found)
+        if total + size <= self._room:
+            return total
+        for _, each, path in sorted(found):
+            if total + size <= self._room * FULL_SHARE:
+                break
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+            total -= each
+        return total
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.touch(0o600)
+    path.write_text(text)
+
+
+def _remove_left_over(entry: os.DirEntry[str], now: float) -> None:
+    with contextlib.suppress(OSError):
+        if abs(now - entry.stat().st_mtime) > UNFINISHED_S:
+            Path(entry.path).unlink()
+
+
+class BlockStore:
+    """Blocks of one model and layout in `folder`/`layout`. `post` gets a Read, or Written, from a thread.
+
+    `about` describes the layout for people. `room`: bytes for everything in `folder`. The first error of the
+    disk turns it off with a line on stderr; then nothing is found or written.
+    """
+
+    def __init__(
+        self, folder: Path, layout: str, about: dict[str, object], room: int, post: Callable[[object], None]
+    ) -> None:
+        self.spilled_bytes = 0
+        self.room_bytes = room
+        self._folder = folder / layout
+        self._post = post
+        self._account = _Account(folder, room)
+        self._lock = threading.Lock()  # of the two below, which threads write and the main thread reads
+        self._blocks: dict[bytes, Block] = {}
+        self._writing: set[bytes] = set()
+        self._writes: queue.Queue[tuple[Block, Items] | None] = queue.Queue(QUEUED_BLOCKS)
+        self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            _write_text(self._folder / "about.json", json.dumps(about))
+            self._account.count()
+            self._look()
+        except OSError as error:
+            self._turn_off(error)
+        for work in (self._write, self._read):
+            threading.Thread(target=work, name=work.__name__.strip("_") + "-blocks", daemon=True).start()
+
+    # --- for the main thread -------------------------------------------------------------------------
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of everything in the folder, as this process knows it."""
+        return self._account.used
+
+    @property
+    def takes(self) -> bool:
+        """True if another block can be written now."""
+        return self.room_bytes > 0 and not self._writes.full()
+
+    def has(self, digest: bytes) -> bool:
+        """Return True if a block can be read."""
+        return digest in self._blocks
+
+    def ends(self) -> list[int]:
+        """Return the tokens up to which some block goes, in ascending order."""
+        with self._lock:
+            return sorted({block.end for block in self._blocks.values()})
+
+    def is_kept(self, digest: bytes) -> bool:
+        """Return True if a block can be read, or will be."""
+        return digest in self._blocks or digest in self._writing
+
+    def put(self, digest: bytes, end: int, previous: bytes, items: Items) -> bool:
+        """Queue a block, whose arrays are contiguous and being computed; False if the queue is full."""
+        if not self.takes:
+            return False
+        self._writing.add(digest)
+        self._writes.put_nowait((Block(digest, end, previous, 0, 0.0), items))
+        return True
+
+    def read(self, uid: int, digests: tuple[bytes, ...]) -> None:
+        """Have blocks read; `post` gets a Read."""
+        self._reads.put(partial(self._read_all, uid, digests))
+
+    def delete(self, digest: bytes) -> None:
+        """Have a block deleted, if it is there."""
+        self._reads.put(partial(self._remove, digest))
+
+    def close(self) -> None:
+        """End the threads. Waits a little while for blocks that are queued."""
+        with contextlib.suppress(queue.Full):
+            self._writes.put(None, timeout=CLOSE_S)
+        self._reads.put(None)
+        until = time.monotonic() + CLOSE_S
+        while self._writing and time.monotonic() < until:
+            time.sleep(0.01)
+
+    # --- in the threads ------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        while job := self._writes.get():
+            block, items = job
+            try:
+                if self.room_bytes and not self.has(block.digest):
+                    self._write_one(block, items)
+            except FileNotFoundError:
+                pass  # another process took it for left over, or the folder was removed
+            except (OSError, RuntimeError, ValueError) as error:
+                self._turn_off(error)
+            finally:
+                self._writing.discard(block.digest)
+                del job, items
+            self._post(Written())
+
+    def _write_one(self, block: Block, items: Items) -> None:
+        path = self._folder / f".{os.getpid()}-{threading.get_native_id()}"
+        try:
+            size = write_block(path, items)
+            block = block._replace(size=size, used_s=time.time())
+            os.utime(path, (block.used_s, block.used_s))
+            if not self._account.admit(path, self._folder / block.name):
+                return
+        finally:
+            path.unlink(missing_ok=True)
+        self.spilled_bytes += size
+        with self._lock:
+            self._blocks[block.digest] = block
+        self._touch(block.previous)
+
+    def _touch(self, digest: bytes) -> None:
+        """Mark a block and those before it as used, unless they were just now."""
+        now = time.time()
+        while (block := self._blocks.get(digest)) is not None and abs(now - block.used_s) > TOUCH_S:
+            with contextlib.suppress(OSError):
+                os.utime(self._folder / block.name, (now, now))
+            with self._lock:
+                self._blocks[digest] = block._replace(used_s=now)
+            digest = block.previous
+
+    def _read(self) -> None:
+        while work := self._reads.get():
+            work()
+
+    def _read_all(self, uid: int, digests: tuple[bytes, ...]) -> None:
+        parts: list[Items] = []
+        for digest in digests:
+            block = self._blocks.get(digest)
+            if block is None:
+                break
+            try:
+                parts.append(read_block(self._folder / block.name))
+            except FileNotFoundError:  # another process evicted it, or a person deleted all
+                with contextlib.suppress(OSError):
+                    self._look()
+                break
+            except (OSError, ValueError, TypeError, AttributeError, struct.error):
+                self._remove(digest)
+                break
+        try:
+            found = joined(parts) if parts else []
+        except (ValueError, KeyError):
+            parts, found = [], []
+        if parts:
+            self._touch(digests[len(parts) - 1])
+        items = [
+            (name, Raw(mx.array(value.bits), value.dtype) if isinstance(value, Raw) else value)
+            for name, value in found
+        ]
+        self._post(Read(uid, len(parts), items))
+
+    def _look(self) -> None:
+        """Find the blocks that there are. Raises OSError."""
+        found = [block for entry in os.scandir(self._folder) if (block := Block.named(entry))]
+        with self._lock:
+            self._blocks = {block.digest: block for block in found}
+
+    def _remove(self, digest: bytes) -> None:
+        with self._lock:
+            block = self._blocks.pop(digest, None)
+        if block is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / block.name).unlink()
+                self._account.remove(block.size)
+
+    def _turn_off(self, error: Exception) -> None:
+        if self.room_bytes:
+            self.room_bytes = 0
+            sys.stderr.write(f"KV caches are no longer kept on disk: {error}\n")
+            sys.stderr.flush()
+        with self._lock:
+            self._blocks.clear()

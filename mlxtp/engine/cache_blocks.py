@@ -1,0 +1,47 @@
+"""KV caches as the items of a block on disk, and back. For the thread that computes with MLX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from .batch import Caches
+from .block_store import Items, Raw, array_of
+from .loader import leaves
+
+
+def block_of(caches: Caches, start: int, end: int, *, cuttable: bool) -> Items:
+    """Return tokens `start` to `end` of caches, as contiguous arrays that are being computed.
+
+    Caches that cannot be cut are returned with everything that they hold.
+    """
+    flat: list[tuple[str, Any]] = tree_flatten([_held(cache, cuttable=cuttable) for cache in leaves(caches)])
+    items = [
+        (name, mx.contiguous(value[..., start:end, :] if cuttable else value))
+        if isinstance(value, mx.array)
+        else (name, value)
+        for name, value in flat
+    ]
+    mx.async_eval([value for _, value in items if isinstance(value, mx.array)])
+    return items
+
+
+def caches_of(new: Caches, items: Items, length: int, *, cuttable: bool) -> Caches:
+    """Return `new`, empty caches, with the items of blocks that hold `length` tokens.
+
+    Raises ValueError, or another error of a state that does not fit, for items of other caches.
+    """
+    values = [(name, array_of(value) if isinstance(value, Raw) else value) for name, value in items]
+    for cache, held in zip(leaves(new), tree_unflatten(values), strict=True):
+        if cuttable:
+            cache.keys, cache.values = held
+            cache.offset = length
+        else:
+            cache.state = held
+    return new
+
+
+def _held(cache: Any, *, cuttable: bool) -> Any:
+    return (cache.keys, cache.values) if cuttable else cache.state

@@ -1,0 +1,157 @@
+"""Choice of what goes to disk and of what comes back, on rank 0 alone. Pure.
+
+A block is named by the digest of all tokens up to its end, and of the salt. Of caches that can be cut, a
+block holds the next `BLOCK` tokens, so that conversations share their beginnings and each turn adds its own
+part. Of other caches, it holds everything at one place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from .sequence import Digests, SequenceState
+from .steps import EvictKept, FetchKept, RestoreKept, SpillBlock
+
+BLOCK = 256  # tokens of a block, where caches can be cut
+#: Tokens from which a sequence is worth a place on disk, unless it began with a kept cache.
+SPILL_FROM = 1024
+MAX_FETCHES = 2  # sequences that wait for the disk at once
+
+
+class Blocks(Protocol):
+    """Blocks on rank 0's disk. The other ranks are expected to have the same."""
+
+    @property
+    def takes(self) -> bool:
+        """True if another block can be written now."""
+        ...
+
+    def has(self, digest: bytes) -> bool:
+        """Return True if a block can be read."""
+        ...
+
+    def is_kept(self, digest: bytes) -> bool:
+        """Return True if a block can be read, or will be."""
+        ...
+
+    def ends(self) -> list[int]:
+        """Return the tokens up to which some block goes, in ascending order."""
+        ...
+
+
+class DiskIndex:
+    """Blocks to spill, and sequences that wait for blocks. `whole`: caches cannot be cut.
+
+    Without `blocks`, nothing is kept on disk.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks | None = None,
+        *,
+        whole: bool = False,
+        block: int = BLOCK,
+        spill_from: int = SPILL_FROM,
+    ) -> None:
+        #: Whether a uid's cache still has so many tokens.
+        self.holds: Callable[[int, int], bool] = lambda _uid, _tokens: False
+        self._blocks = blocks
+        self._whole = whole
+        self._block = block
+        self._spill_from = spill_from
+        self._due: deque[SpillBlock] = deque()
+        self._lined_up: set[bytes] = set()
+        #: For each uid to fetch: the sequence that waits for it, unless it has ended, and what was asked for.
+        self._fetches: dict[int, tuple[SequenceState | None, FetchKept]] = {}
+
+    # --- to the disk ---------------------------------------------------------------------------------
+
+    def line_up(self, sequence: SequenceState, uid: int, held: int) -> None:
+        """Line up what no block has of a sequence's first `held` tokens, which the cache of `uid` holds."""
+        if self._blocks is None or (held < self._spill_from and not sequence.reused):
+            return
+        digests, start, previous = self._digests(sequence), 0, b""
+        if not self._whole:
+            start = sequence.disk.spilled
+            previous = digests.up_to(start) if start else b""
+            sequence.disk.spilled = max(held - held % self._block, start)
+        for end in (held,) if self._whole else range(start + self._block, held + 1, self._block):
+            digest = digests.up_to(end)
+            if digest not in self._lined_up and not self._blocks.is_kept(digest):
+                self._due.append(SpillBlock(uid, start, end, digest, previous))
+                self._lined_up.add(digest)
+            start, previous = end, digest
+
+    @property
+    def spills(self) -> bool:
+        """True while blocks wait for the disk."""
+        return bool(self._due)
+
+    def next_spill(self) -> SpillBlock | None:
+        """Return the next block to write; None if there is none, or the disk takes none now."""
+        while self._due and self._blocks is not None and self._blocks.takes:
+            move = self._due.popleft()
+            self._lined_up.discard(move.digest)
+            if self.holds(move.uid, move.end) and not self._blocks.is_kept(move.digest):
+                return move
+        return None
+
+    # --- from the disk -------------------------------------------------------------------------------
+
+    def fetch(self, sequence: SequenceState, uid: int, hit: int) -> FetchKept | None:
+        """Begin to fetch what the disk has of a prompt; None if that is little beyond the first `hit` tokens.
+
+        `uid` will be that of the fetched cache. A sequence asks once, and few wait for the disk at once.
+        """
+        if self._blocks is None or sequence.disk.asked or len(self._fetches) >= MAX_FETCHES:
+            return None
+        sequence.disk.asked = True
+        found = self._found(sequence, self._blocks)
+        if found is None or found.block * len(found.digests) < hit + self._block:
+            return None
+        fetch = FetchKept(uid, found.block, found.digests)
+        self._fetches[uid] = sequence, fetch
+        sequence.disk.fetch = uid
+        return fetch
+
+    def _found(self, sequence: SequenceState, blocks: Blocks) -> FetchKept | None:
+        digests, most = self._digests(sequence), sequence.prompt - 1
+        if self._whole:
+            begins = [end for end in blocks.ends() if end <= most and blocks.has(digests.up_to(end))]
+            return FetchKept(0, begins[-1], (digests.up_to(begins[-1]),)) if begins else None
+        found: list[bytes] = []
+        for end in range(self._block, most + 1, self._block):
+            if not blocks.has(digest := digests.up_to(end)):
+                break
+            found.append(digest)
+        return FetchKept(0, self._block, tuple(found)) if found else None
+
+    def fetched(self, uid: int, blocks: int, *, late: bool = False) -> RestoreKept:
+        """Take what every rank has read for `uid`: its first `blocks`. `late`: some rank has not replied.
+
+        Returns the move that keeps or drops it.
+        """
+        sequence, fetch = self._fetches.pop(uid)
+        if sequence is None:
+            return RestoreKept(uid, 0)
+        sequence.disk.fetched = blocks * fetch.block
+        if not blocks:
+            sequence.disk.fetch = 0
+        return RestoreKept(uid, blocks, bad=not late and blocks < len(fetch.digests))
+
+    def forget(self, sequence: SequenceState) -> tuple[EvictKept, ...]:
+        """Drop what is fetched for a sequence that does not start with it. Returns the moves for that."""
+        state = sequence.disk
+        uid, fetched, state.fetch, state.fetched = state.fetch, state.fetched, 0, 0
+        if fetched:
+            return (EvictKept((uid,)),)
+        if uid:
+            self._fetches[uid] = None, self._fetches[uid][1]
+        return ()
+
+    def _digests(self, sequence: SequenceState) -> Digests:
+        if sequence.disk.digests is None:
+            sequence.disk.digests = Digests(sequence.tokens, sequence.salt)
+        return sequence.disk.digests

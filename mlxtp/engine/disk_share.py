@@ -1,0 +1,121 @@
+"""One rank's share of the KV caches on disk, for one loaded model. Frames of rank 0 drive it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..weights_file import fingerprint
+from ..wire.messages import DIGEST_BYTES, Bootstrap, FetchBlocks, Restore, Spill
+from .batch import CacheKind, Caches, share
+from .block_store import BlockStore, Read
+from .cache_blocks import caches_of
+from .loader import leaves
+from .runner import Runner
+from .telemetry import CacheUse
+
+LAYOUT = 1  # of blocks; another number makes those that are there useless
+
+
+class DiskShare:
+    """Blocks of this rank. Without a `store`, it has none, and replies so. `post` gets results of threads."""
+
+    def __init__(
+        self, runner: Runner, kinds: CacheKind, store: BlockStore | None, post: Callable[[object], None]
+    ) -> None:
+        self.store = store
+        self._runner = runner
+        self._kinds = kinds
+        self._post = post
+        self._wanted: dict[int, FetchBlocks] = {}
+        self._read: dict[int, Caches] = {}
+
+    def spill(self, frame: Spill) -> None:
+        """Queue a block. A disk that lags behind loses it."""
+        if self.store is not None and self.store.takes:
+            items = self._runner.block(frame.uid, frame.start, frame.end)
+            self.store.put(frame.digest, frame.end, frame.previous, items)
+
+    def fetch(self, frame: FetchBlocks) -> None:
+        """Have blocks read; `arrived` takes them."""
+        self._wanted[frame.uid] = frame
+        if self.store is None:
+            self._post(Read(frame.uid, 0, []))
+        else:
+            self.store.read(frame.uid, _digests(frame))
+
+    def arrived(self, read: Read) -> tuple[int, int] | None:
+        """Return the uid and the number of leading blocks that are here now; None if no frame wanted them."""
+        frame, blocks = self._wanted.get(read.uid), read.blocks
+        if frame is None:
+            return None
+        if blocks:
+            try:
+                length, cuttable = frame.block * blocks, self._kinds.cuttable
+                self._read[read.uid] = caches_of(self._kinds.new(), read.items, length, cuttable=cuttable)
+            except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+                blocks = 0  # of another layout
+        return read.uid, blocks
+
+    def restore(self, frame: Restore) -> None:
+        """Keep the first blocks of what was read as a KV cache, and drop the rest."""
+        wanted, caches = self._wanted.pop(frame.uid), self._read.pop(frame.uid, [])
+        if frame.blocks:
+            length = frame.blocks * wanted.block
+            kept = share(caches, length) if self._kinds.cuttable else caches
+            self._runner.kept.insert(frame.uid, kept, length, fetched=True)
+        if frame.bad and self.store is not None:
+            self.store.delete(_digests(wanted)[frame.blocks])
+
+    def use(self, use: CacheUse) -> CacheUse:
+        """Return the use of KV caches with that of the disk."""
+        store = self.store
+        if store is None:
+            return use
+        room, used = store.room_bytes, store.used_bytes
+        return replace(use, spilled_bytes=store.spilled_bytes, disk_bytes=used, disk_room_bytes=room)
+
+    def close(self) -> None:
+        """Write what is queued, as far as a little time goes, and end the threads."""
+        if self.store is not None:
+            self.store.close()
+
+
+def open_store(
+    bootstrap: Bootstrap, folder: Path, kv_bits: int, kinds: CacheKind, post: Callable[[object], None]
+) -> BlockStore | None:
+    """Return the store of this rank's share of the model in `folder`; None if it keeps none."""
+    if not (bootstrap.disk_folder and bootstrap.disk_bytes and bootstrap.prefix_cache and kinds.reusable):
+        return None
+    about: dict[str, object] = {
+        "model": str(folder),
+        "rank": bootstrap.rank,
+        "ranks": bootstrap.world_size,
+        "kv_bits": kv_bits,
+    }
+    try:
+        weights = fingerprint(folder)
+    except OSError:  # they are in memory, so this rank serves without a disk
+        return None
+    parts = {
+        **about,
+        "model": "",  # the same weights in another folder are the same
+        "layout": LAYOUT,
+        "weights": weights,
+        "caches": [type(cache).__name__ for cache in leaves(kinds.new())],
+        "device": str(mx.default_device()),
+        **{package: version(package) for package in ("mlx", "mlx-lm")},
+    }
+    layout = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return BlockStore(Path(bootstrap.disk_folder), layout, about, bootstrap.disk_bytes, post)
+
+
+def _digests(frame: FetchBlocks) -> tuple[bytes, ...]:
+    data = frame.digests
+    return tuple(data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES))

@@ -1,0 +1,356 @@
+"""Blocks on disk: what is damaged, missing or of another layout is a miss, and the room is kept."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxtp.engine import block_store
+from mlxtp.engine.block_store import BlockStore, Items, Raw, Read, Written, array_of, read_block, write_block
+
+ROOM = 1 << 20
+ITEMS: Items = [
+    ("0.0", mx.arange(48, dtype=mx.float32).reshape(1, 2, 4, 6)),
+    ("0.1", mx.arange(48).astype(mx.bfloat16).reshape(1, 2, 4, 6)),
+    ("1.0", mx.array([True, False])),
+    ("1.1", mx.array(7)),
+    ("1.2", mx.zeros((0, 3))),
+    ("1.3", None),
+    ("1.4", 5),
+]
+
+
+class Store:
+    """A store, and what its threads post. They wait for arrays, and compute none."""
+
+    def __init__(self, folder: Path, room: int = ROOM, layout: str = "layout") -> None:
+        self.posted: SimpleQueue[object] = SimpleQueue()
+        self.store = BlockStore(folder, layout, {"model": "tiny"}, room, self.posted.put)
+
+    def put(self, number: int, items: Items = ITEMS, previous: int | None = None) -> None:
+        mx.eval([value for _, value in items if isinstance(value, mx.array)])
+        assert self.store.put(digest(number), 4, b"" if previous is None else digest(previous), items)
+        assert isinstance(self.posted.get(timeout=20), Written)
+
+    def read(self, *numbers: int) -> Read:
+        self.store.read(1, tuple(map(digest, numbers)))
+        read = self.posted.get(timeout=20)
+        assert isinstance(read, Read)
+        return read
+
+    def files(self) -> list[Path]:
+        return sorted(self.store._folder.glob("[!.]*-*"))
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
+    stores: list[Store] = []
+
+    def opened(*args: Any, **fields: Any) -> Store:
+        stores.append(Store(tmp_path / "cache", *args, **fields))
+        return stores[-1]
+
+    yield opened
+    for each in stores:
+        each.store.close()
+
+
+Open = Callable[..., Store]
+
+
+def same(items: Items, expected: Items) -> bool:
+    """Bit by bit."""
+    found = {name: array_of(value) if isinstance(value, Raw) else value for name, value in items}
+    if found.keys() != dict(expected).keys():
+        return False
+    for name, value in expected:
+        if isinstance(value, mx.array):
+            other = found[name]
+            if (other.dtype, other.shape) != (value.dtype, value.shape) or not mx.array_equal(other, value):
+                return False
+        elif found[name] != value:
+            return False
+    return True
+
+
+def test_a_block_comes_back_as_it_was_also_in_another_process(open_store: Open) -> None:
+    first = open_store()
+    first.put(1)
+    assert same(first.read(1).items, ITEMS)
+    again = open_store()
+    assert again.store.has(digest(1))
+    assert same(again.read(1).items, ITEMS)
+
+
+def test_files_are_for_their_owner_alone(open_store: Open) -> None:
+    store = open_store()
+    store.put(1)
+    (file,) = store.files()
+    for path in (file, file.parent / "about.json", *file.parent.parent.glob(".[lu]*")):
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    assert file.parent.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_blocks_are_joined_along_the_tokens(open_store: Open) -> None:
+    store = open_store()
+    parts = [[("0", mx.full((1, 2, 3, 4), float(n)))] for n in range(3)]
+    for number, items in enumerate(parts):
+        store.put(number, items)
+    read = store.read(0, 1, 2)
+    assert (read.uid, read.blocks) == (1, 3)
+    assert same(read.items, [("0", mx.concatenate([items[0][1] for items in parts], axis=-2))])
+
+
+def test_what_is_missing_ends_the_beginning(open_store: Open) -> None:
+    store = open_store()
+    for number in (0, 2):
+        store.put(number, [("0", mx.ones((1, 1, 2, 2)))])
+    assert store.read(0, 1, 2).blocks == 1
+    assert store.read(1, 2).blocks == 0
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 9, 40, 200, -17, -16, -1])
+def test_a_flipped_byte_is_a_miss_and_the_file_is_deleted(open_store: Open, at: int) -> None:
+    store = open_store()
+    store.put(1)
+    (file,) = store.files()
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    assert store.read(1).blocks == 0
+    assert store.files() == []
+    assert not store.store.has(digest(1))
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 100])
+def test_a_torn_file_is_a_miss(open_store: Open, size: int) -> None:
+    store = open_store()
+    store.put(1)
+    (file,) = store.files()
+    os.truncate(file, size)
+    assert open_store().read(1).blocks == 0
+    assert store.files() == []
+
+
+def test_blocks_of_two_layouts_do_not_join(open_store: Open) -> None:
+    store = open_store()
+    store.put(0, [("0", mx.ones((1, 1, 2, 2)))])
+    store.put(1, [("0", mx.ones((1, 1, 2, 2)).astype(mx.bfloat16))])
+    store.put(2, [("1", mx.ones((1, 1, 2, 2)))])
+    assert store.read(0, 1).blocks == 0
+    assert store.read(0, 2).blocks == 0
+
+
+def test_a_file_that_vanishes_is_a_miss(open_store: Open) -> None:
+    store = open_store()
+    store.put(1)
+    store.put(2)
+    for file in store.files():
+        file.unlink()
+    assert store.read(1).blocks == 0
+    assert not store.store.is_kept(digest(1))
+    assert not store.store.is_kept(digest(2)), "it looks again"
+
+
+def test_files_of_other_names_are_let_alone(open_store: Open, tmp_path: Path) -> None:
+    open_store().put(1)
+    folder = tmp_path / "cache" / "layout"
+    for name in ("notes.txt", "a-b-c", "12-x-"):
+        (folder / name).write_text("mine")
+    again = open_store(room=2000)
+    for number in range(9):
+        again.put(number)
+    assert {"notes.txt", "a-b-c", "12-x-"} <= {path.name for path in folder.iterdir()}
+
+
+# --- room ------------------------------------------------------------------------------------------------
+
+
+def block(size: int) -> Items:
+    array = mx.zeros((1, 1, 1, size), dtype=mx.uint8)
+    mx.eval(array)
+    return [("0", array)]
+
+
+def used(folder: Path) -> int:
+    """Bytes of all blocks, while no store changes them."""
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return sum(path.stat().st_size for path in folder.glob("*/[!.]*-*"))
+
+
+def aged(store: Store, number: int, by_s: float) -> None:
+    (file,) = [path for path in store.files() if path.name.startswith(digest(number).hex())]
+    at = file.stat().st_mtime - by_s
+    os.utime(file, (at, at))
+
+
+def test_the_least_recently_used_goes_first(open_store: Open) -> None:
+    store = open_store(room=5000)
+    for number in range(4):
+        store.put(number, block(1000))
+        aged(store, number, 1000 - number)
+    store = open_store(room=5000)
+    store.read(0)  # used
+    store.put(4, block(1000))
+    assert [store.read(number).blocks for number in range(5)] == [1, 0, 1, 1, 1]
+
+
+def test_of_one_conversation_its_end_goes_before_its_beginning(open_store: Open) -> None:
+    store = open_store(room=5000)
+    for number in range(4):
+        store.store.put(digest(number), number + 1, digest(number - 1) if number else b"", block(1000))
+        store.posted.get(timeout=20)
+        aged(store, number, 1000 - number)
+    store = open_store(room=5000)
+    store.read(0, 1, 2, 3)
+    store.put(9, block(1000))
+    assert store.read(0, 1, 2, 3).blocks == 3
+
+
+def test_a_turn_marks_what_it_continues(open_store: Open) -> None:
+    store = open_store()
+    store.put(0, block(100))
+    aged(store, 0, 1000)
+    again = open_store()
+    again.put(1, block(100), previous=0)
+    (file,) = [path for path in store.files() if path.name.startswith(digest(0).hex())]
+    assert time.time() - file.stat().st_mtime < 100
+
+
+@pytest.mark.parametrize("clock_s", [-1e6, 1e6])
+def test_the_room_is_kept_though_the_clock_jumps(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock_s: float
+) -> None:
+    store = open_store(room=5000)
+    for number in range(4):
+        store.put(number, block(1000))
+    now = time.time
+    monkeypatch.setattr(block_store.time, "time", lambda: now() + clock_s)
+    for number in range(4, 9):
+        store.put(number, block(1000))
+        assert store.read(number).blocks == 1, "what is new stays"
+        assert used(tmp_path / "cache") <= 5000
+
+
+def test_the_room_is_kept_by_stores_that_write_at_once(open_store: Open, tmp_path: Path) -> None:
+    stores = [open_store(20_000, layout) for layout in ("one", "one", "two")]
+
+    def write(store: Store, first: int) -> None:
+        for number in range(first, first + 40):
+            store.put(number, block(1000))
+
+    threads = [
+        threading.Thread(target=write, args=(store, 25 * at)) for at, store in enumerate(stores)
+    ]  # the first two share some
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert used(tmp_path / "cache") <= 20_000
+    assert used(tmp_path / "cache") > 15_000
+    assert int((tmp_path / "cache" / ".used").read_text()) >= used(tmp_path / "cache")
+
+
+def test_less_room_evicts_at_the_next_start(open_store: Open, tmp_path: Path) -> None:
+    store = open_store(room=20_000)
+    for number in range(9):
+        store.put(number, block(1000))
+    open_store(room=3000)
+    assert used(tmp_path / "cache") <= 3000
+
+
+def test_what_is_larger_than_the_room_is_not_kept(open_store: Open) -> None:
+    store = open_store(room=2000)
+    store.put(1, block(100))
+    store.put(2, block(3000))
+    assert [store.read(number).blocks for number in (1, 2)] == [1, 0]
+
+
+def test_what_a_killed_process_left_unfinished_goes(open_store: Open, tmp_path: Path) -> None:
+    open_store().put(1)
+    folder = tmp_path / "cache" / "layout"
+    (folder / ".123-abc").write_bytes(b"half")
+    (folder / ".124-abc").write_bytes(b"half, and still being written")
+    os.utime(folder / ".123-abc", (0, 0))
+    store = open_store()
+    assert sorted(path.name for path in folder.glob(".*")) == [".124-abc"]
+    assert store.read(1).blocks == 1
+
+
+# --- a disk that fails -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["No space left on device", "Input/output error"])
+def test_a_disk_that_fails_is_left_alone_with_one_line(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: str
+) -> None:
+    store = open_store()
+    store.put(1)
+
+    def fails(path: Path, items: Items) -> int:
+        write_block(path, items[:1])
+        raise OSError(28, words)
+
+    monkeypatch.setattr(block_store, "write_block", fails)
+    for number in (2, 3):
+        store.store.put(digest(number), 4, b"", ITEMS)
+    for _ in range(2):
+        assert isinstance(store.posted.get(timeout=20), Written)
+    assert not store.store.takes
+    assert not store.store.put(digest(4), 4, b"", ITEMS)
+    assert store.read(1).blocks == 0
+    assert capfd.readouterr().err.count("KV caches are no longer kept on disk") == 1
+    assert len(store.files()) == 1, "nothing half-written is left"
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("no folder")
+    store = Store(tmp_path / "file")
+    assert not store.store.takes
+    assert store.read(1).blocks == 0
+    assert "File exists" in capfd.readouterr().err
+
+
+def test_a_full_queue_takes_no_more(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, goes_on = open_store(), threading.Event()
+    write = block_store.write_block
+    monkeypatch.setattr(block_store, "write_block", lambda *all_of: (goes_on.wait(20), write(*all_of))[1])
+    taken = [store.store.put(digest(number), 4, b"", ITEMS) for number in range(20)]
+    assert not all(taken)
+    assert taken.count(True) <= block_store.QUEUED_BLOCKS + 1
+    goes_on.set()
+
+
+def test_ten_thousand_blocks_are_found(open_store: Open, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "layout"
+    folder.mkdir(parents=True)
+    write_block(folder / "one", block(10))
+    data = (folder / "one").read_bytes()
+    for number in range(10_000):
+        (folder / f"{digest(number).hex()}-4-").write_bytes(data)
+    store = open_store(room=1 << 30)
+    assert all(store.store.has(digest(number)) for number in range(10_000))
+    assert store.read(9999).blocks == 1
+    assert json.loads((folder / "about.json").read_text()) == {"model": "tiny"}
+
+
+def test_a_block_is_written_once(tmp_path: Path) -> None:
+    write_block(tmp_path / "block", ITEMS)
+    with pytest.raises(FileExistsError):
+        write_block(tmp_path / "block", ITEMS)
+    assert len(read_block(tmp_path / "block")) == len(ITEMS)

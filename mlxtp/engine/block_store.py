@@ -255,8 +255,8 @@ def _remove_left_over(entry: os.DirEntry[str], now: float) -> None:
 class BlockStore:
     """Blocks of one model and layout in `folder`/`layout`. `post` gets a Read, or Written, from a thread.
 
-    `about` describes the layout for people. `room`: bytes for everything in `folder`. The first error of the
-    disk turns it off with a line on stderr; then nothing is found or written.
+    `about` describes the layout for people. `room`: bytes for everything in `folder`. The first error in
+    writing ends the writing, with a line on stderr.
     """
 
     def __init__(
@@ -425,5 +425,3 @@ class BlockStore:
             self.room_bytes = 0
             sys.stderr.write(f"KV caches are no longer kept on disk: {error}\n")
             sys.stderr.flush()
-        with self._lock:
-            self._blocks.clear()

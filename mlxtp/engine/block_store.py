@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import queue
@@ -20,6 +19,7 @@ import struct
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ import numpy as np
 #: Names and values of a block: arrays of MLX when it is written, of numpy (see `_Raw`) when it was read.
 Items = list[tuple[str, Any]]
 
-CHECKSUM_BYTES = 16
+_CHECKSUM = struct.Struct("<I")  # CRC-32: other checksums take longer than the disk
 QUEUED_BLOCKS = 8  # blocks that wait to be written; more are not taken
 CLOSE_S = 1.0  # seconds that queued blocks have to be written at the end
 #: Part of the room that is left after an eviction, so that not every block evicts.
@@ -109,14 +109,15 @@ def write_block(path: Path, items: Items) -> int:
     shapes = [(name, str(value.dtype).rpartition(".")[2], value.shape) for name, value in arrays]
     plain = [(name, value) for name, value in items if not isinstance(value, mx.array)]
     head = json.dumps([shapes, plain]).encode()
-    digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+    checksum = 0
     path.touch(0o600, exist_ok=False)
     with path.open("wb", buffering=0) as file:
 
         def append(data: bytes | memoryview) -> None:
+            nonlocal checksum
             for at in range(0, len(data), _CHUNK):
                 part = data[at : at + _CHUNK]
-                digest.update(part)
+                checksum = zlib.crc32(part, checksum)
                 while part:
                     part = part[file.write(part) :]
 
@@ -124,15 +125,15 @@ def write_block(path: Path, items: Items) -> int:
         for _, array in arrays:
             data = memoryview(array)  # type: ignore[arg-type]  # waits until it is computed
             append(data.cast("B") if array.size and array.ndim else data.tobytes())
-        append(digest.digest())
+        append(_CHECKSUM.pack(checksum))
         return file.tell()
 
 
 def read_block(path: Path) -> list[tuple[str, Any]]:
     """Return the items of a block, arrays as `Raw`. Raises OSError or ValueError for a damaged file."""
     data = path.read_bytes()
-    body = memoryview(data)[:-CHECKSUM_BYTES]
-    if hashlib.blake2b(body, digest_size=CHECKSUM_BYTES).digest() != data[-CHECKSUM_BYTES:]:
+    body = memoryview(data)[: -_CHECKSUM.size]
+    if _CHECKSUM.unpack_from(data, len(body)) != (zlib.crc32(body),):
         raise ValueError("its checksum is wrong")
     (length,) = _HEAD.unpack_from(body)
     at = _HEAD.size + length
@@ -189,11 +190,16 @@ class _Account:
             self._note(self._make_room(0))
 
     def admit(self, path: Path, target: Path) -> bool:
-        """Make room for a finished file, and give it its name; False if it is too large."""
+        """Make room for a finished file, and give it its name; False if it is too large.
+
+        One that another process was faster with stays.
+        """
         size = path.stat().st_size
         if size > self._room * FULL_SHARE:
             return False
         with self._locked():
+            if target.exists():
+                return True
             used = self._noted() + size
             if used > self._room:
                 used = self._make_room(size) + size

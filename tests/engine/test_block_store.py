@@ -124,7 +124,7 @@ def test_what_is_missing_ends_the_beginning(open_store: Open) -> None:
     assert store.read(1, 2).blocks == 0
 
 
-@pytest.mark.parametrize("at", [0, 1, 3, 9, 40, 200, -17, -16, -1])
+@pytest.mark.parametrize("at", [0, 1, 3, 9, 40, 200, -5, -4, -1])
 def test_a_flipped_byte_is_a_miss_and_the_file_is_deleted(open_store: Open, at: int) -> None:
     store = open_store()
     store.put(1)
@@ -137,7 +137,7 @@ def test_a_flipped_byte_is_a_miss_and_the_file_is_deleted(open_store: Open, at: 
     assert not store.store.has(digest(1))
 
 
-@pytest.mark.parametrize("size", [0, 1, 15, 16, 100])
+@pytest.mark.parametrize("size", [0, 1, 4, 5, 8, 100])
 def test_a_torn_file_is_a_miss(open_store: Open, size: int) -> None:
     store = open_store()
     store.put(1)
@@ -263,7 +263,7 @@ def test_the_room_is_kept_by_stores_that_write_at_once(open_store: Open, tmp_pat
     while any(thread.is_alive() for thread in threads):
         assert used(tmp_path / "cache") <= 20_000
     assert used(tmp_path / "cache") > 15_000
-    assert int((tmp_path / "cache" / ".used").read_text()) >= used(tmp_path / "cache")
+    assert int((tmp_path / "cache" / ".used").read_text()) == used(tmp_path / "cache")
 
 
 def test_less_room_evicts_at_the_next_start(open_store: Open, tmp_path: Path) -> None:

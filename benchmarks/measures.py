@@ -121,6 +121,15 @@ _ALL = (
     Measure("idle rank, share of one core", "%",
             "CPU time of the busier rank of a loaded model without requests.", "", Goal("<", 1.0)),
     Measure("idle rank of mlx_lm.server, share of one core", "%", "The same of its busier rank."),
+    # --- layout
+    Measure("tokens in the room for KV caches, one long row beside short ones", "",
+            "The share of 65,536 that tokens take once no further request is admitted: one of 32,768, the "
+            "others of 500 to 2,000.", "", Goal("≥", 0.85)),
+    Measure("a step of 16 rows, one of them long, by length vs in one array", "ms",
+            "One row of 4,000 tokens and 15 of 200, on one rank: two forwards instead of one over rows with "
+            "the room of the longest.", "one array"),
+    Measure("a step of 8 rows that are copied every 64 tokens vs never", "ms",
+            "As rows grow where there is little room.", "not copied", Goal("≤", 1.03)),
     # --- links
     Measure("decode link with 1 ms each way vs none", "tokens/s",
             "Every frame between the ranks is delivered 1 ms late, both ways; MLX's ring is not delayed.",

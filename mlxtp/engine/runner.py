@@ -360,7 +360,6 @@ class Runner:
         self._count(rows)
         width = max(widths)
         tokens, given = self._inputs.feed(frame, width)
-        positions = mx.array(frame.positions, dtype=mx.int32)
         greedy = frame.exchange == "winners"
         local, winners = self._forward(tokens, given, frame.positions, winners=greedy)
         if winners is None:
@@ -370,7 +369,8 @@ class Runner:
                     mx.async_eval(logits, *self._batch.arrays())
                     known()
             finally:  # even if `known` raises, because the other ranks wait for the choice
-                chosen, scores = self._draw(logits, rows, widths, positions + 1, frame)
+                at = mx.array(frame.positions, dtype=mx.int32) + 1
+                chosen, scores = self._draw(logits, rows, widths, at, frame)
                 embeddings = None
                 mx.async_eval(chosen, *self._batch.arrays())
         else:

@@ -1521,6 +1521,33 @@ def test_where_room_is_tight_no_request_exceeds_it_and_none_is_lost(
             check_answer(request)
 
 
+def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing() -> None:
+    """The room is checked at every forward. Little of it is free, so that all layouts occur."""
+    buckets, preempted = set(), 0
+    for seed in range(60):
+        random = Random(seed)
+        simulation = Simulation(
+            kv_tokens=random.choice((1200, 1500, 2000)),
+            run_ahead=random.randint(0, 1),
+            prefixes=random.random() < 0.5,
+            drafts=random.random() < 0.5,
+            together=random.choice((0, 512)),
+            prefill_chunk=random.choice((16, 64, 512)),
+            chunk_beside=64,
+            max_rows=8,
+        )
+        for _ in range(12):
+            length = random.choice((random.randint(5, 60), random.randint(400, 900)))
+            simulation.add(length, random.randint(1, 200))
+            simulation.ticks(random.randint(0, 40))
+        simulation.drain()
+        check_answers(simulation)
+        buckets.add(simulation.ranks.most_buckets)
+        preempted += reasons(simulation.moves).count("preempt")
+    assert buckets >= {2, 3}
+    assert preempted > 20
+
+
 @settings(max_examples=100, deadline=None)
 @given(tight, crowds)
 def test_what_does_not_grow_counts_for_every_sequence_and_copy(

@@ -564,10 +564,12 @@ class Simulation:
         """Change the room for KV caches, as rank 0 does: at once, between forwards."""
         self._settle(0)
         self.scheduler.resize(kv_tokens)
+        self.ranks.kv_tokens = max(kv_tokens, self.ranks.kv_tokens)
         while self.scheduler.moves:
             move = self.scheduler.next()
             assert move is not None
-            self.ranks.make(move)
+            if (chosen := self.ranks.make(move)) is not None:
+                self._running.append(chosen)
             if move == Arrangement(trim=True) or not isinstance(move, Arrangement):
                 self.moves.append(move)
         self.ranks.kv_tokens = kv_tokens

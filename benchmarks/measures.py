@@ -126,7 +126,7 @@ _ALL = (
             "The share of 65,536 that tokens take once no further request is admitted: one of 32,768, the "
             "others of 500 to 2,000.", "", Goal("≥", 0.85)),
     Measure("a step of 16 rows, one of them long, by length vs in one array", "ms",
-            "One row of 4,000 tokens and 15 of 200, on one rank: two forwards instead of one over rows with "
+            "One row of 2,000 tokens and 15 of 200, on one rank: two forwards instead of one over rows with "
             "the room of the longest.", "one array"),
     Measure("a step of 8 rows that are copied every 64 tokens vs never", "ms",
             "As rows grow where there is little room.", "not copied", Goal("≤", 1.03)),

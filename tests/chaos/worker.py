@@ -331,9 +331,9 @@ def keep_otherwise(original: Wrapped, rank: RankExecutor, frame: SessionStop) ->
 
 
 @around(RankExecutor, "evict")
-def evict_otherwise(original: Wrapped, rank: RankExecutor, uids: tuple[int, ...], *, trim: bool) -> None:
+def evict_otherwise(original: Wrapped, rank: RankExecutor, uids: tuple[int, ...]) -> None:
     if not orders.due("evict_otherwise"):
-        original(rank, uids, trim=trim)
+        original(rank, uids)
 
 
 @around(RingGroup, "prove")

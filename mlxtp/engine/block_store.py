@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import queue
+import secrets
 import struct
 import sys
 import threading
@@ -103,12 +104,15 @@ def array_of(raw: Raw) -> mx.array:
     return bits.view(_dtype(raw.dtype))
 
 
-def write_block(path: Path, items: Items) -> int:
-    """Write a block to a new file; returns its size in bytes. Arrays are contiguous. Raises OSError."""
+def write_block(path: Path, items: Items, name: str) -> int:
+    """Write a block to a new file; returns its size in bytes. Arrays are contiguous. Raises OSError.
+
+    Only `read_block` with the same `name` reads it.
+    """
     arrays = [(name, value) for name, value in items if isinstance(value, mx.array)]
     shapes = [(name, str(value.dtype).rpartition(".")[2], value.shape) for name, value in arrays]
     plain = [(name, value) for name, value in items if not isinstance(value, mx.array)]
-    head = json.dumps([shapes, plain]).encode()
+    head = json.dumps([name, shapes, plain]).encode()
     checksum = 0
     path.touch(0o600, exist_ok=False)
     with path.open("wb", buffering=0) as file:
@@ -129,21 +133,23 @@ def write_block(path: Path, items: Items) -> int:
         return file.tell()
 
 
-def read_block(path: Path) -> list[tuple[str, Any]]:
-    """Return the items of a block, arrays as `Raw`. Raises OSError or ValueError for a damaged file."""
+def read_block(path: Path, name: str) -> list[tuple[str, Any]]:
+    """Return the items of a block, arrays as `Raw`. Raises OSError, or ValueError for a damaged file."""
     data = path.read_bytes()
     body = memoryview(data)[: -_CHECKSUM.size]
     if _CHECKSUM.unpack_from(data, len(body)) != (zlib.crc32(body),):
         raise ValueError("its checksum is wrong")
     (length,) = _HEAD.unpack_from(body)
     at = _HEAD.size + length
-    shapes, plain = json.loads(bytes(body[_HEAD.size : at]))
-    items: list[tuple[str, Any]] = [(name, value) for name, value in plain]
-    for name, dtype, shape in shapes:
+    written, shapes, plain = json.loads(bytes(body[_HEAD.size : at]))
+    if written != name:
+        raise ValueError(f"it is {written}")
+    items: list[tuple[str, Any]] = [(key, value) for key, value in plain]
+    for key, dtype, shape in shapes:
         bits = np.dtype(f"u{_dtype(dtype).size}")
         count = int(np.prod(shape))
         array = np.frombuffer(body, bits, count, at).reshape(shape)
-        items.append((name, Raw(array, dtype)))
+        items.append((key, Raw(array, dtype)))
         at += array.nbytes
     return items
 
@@ -357,9 +363,9 @@ class BlockStore:
             self._post(Written())
 
     def _write_one(self, block: Block, items: Items) -> None:
-        path = self._folder / f".{os.getpid()}-{threading.get_native_id()}"
+        path = self._folder / f".{secrets.token_hex(8)}"
         try:
-            size = write_block(path, items)
+            size = write_block(path, items, self._written_name(block))
             block = block._replace(size=size, used_s=time.time())
             os.utime(path, (block.used_s, block.used_s))
             if not self._account.admit(path, self._folder / block.name):
@@ -370,6 +376,10 @@ class BlockStore:
         with self._lock:
             self._blocks[block.digest] = block
         self._touch(block.previous)
+
+    def _written_name(self, block: Block) -> str:
+        """Return the name that is in a block's file, so that a copy under another name is not used."""
+        return f"{self._folder.name}/{block.name}"
 
     def _touch(self, digest: bytes) -> None:
         """Mark a block and those before it as used, unless they were just now."""
@@ -392,7 +402,7 @@ class BlockStore:
             if block is None:
                 break
             try:
-                parts.append(read_block(self._folder / block.name))
+                parts.append(read_block(self._folder / block.name, self._written_name(block)))
             except FileNotFoundError:  # another process evicted it, or a person deleted all
                 with contextlib.suppress(OSError):
                     self._look()

@@ -302,8 +302,8 @@ def test_a_disk_that_fails_ends_the_writing_with_one_line(
     store = open_store()
     store.put(1)
 
-    def fails(path: Path, items: Items) -> int:
-        write_block(path, items[:1])
+    def fails(path: Path, items: Items, name: str) -> int:
+        write_block(path, items[:1], name)
         raise OSError(28, words)
 
     monkeypatch.setattr(block_store, "write_block", fails)
@@ -339,7 +339,7 @@ def test_a_full_queue_takes_no_more(open_store: Open, monkeypatch: pytest.Monkey
 def test_ten_thousand_blocks_are_found(open_store: Open, tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "layout"
     folder.mkdir(parents=True)
-    write_block(folder / "one", block(10))
+    write_block(folder / "one", block(10), f"layout/{digest(9999).hex()}-4-")
     data = (folder / "one").read_bytes()
     for number in range(10_000):
         (folder / f"{digest(number).hex()}-4-").write_bytes(data)
@@ -350,7 +350,41 @@ def test_ten_thousand_blocks_are_found(open_store: Open, tmp_path: Path) -> None
 
 
 def test_a_block_is_written_once(tmp_path: Path) -> None:
-    write_block(tmp_path / "block", ITEMS)
+    write_block(tmp_path / "block", ITEMS, "one")
     with pytest.raises(FileExistsError):
-        write_block(tmp_path / "block", ITEMS)
-    assert len(read_block(tmp_path / "block")) == len(ITEMS)
+        write_block(tmp_path / "block", ITEMS, "one")
+    assert len(read_block(tmp_path / "block", "one")) == len(ITEMS)
+
+
+@pytest.mark.parametrize("layout", ["layout", "other"])
+def test_a_file_under_the_name_of_another_block_is_a_miss(
+    open_store: Open, tmp_path: Path, layout: str
+) -> None:
+    store = open_store()
+    store.put(1)
+    (file,) = store.files()
+    name = f"{digest(2).hex()}-4-" if layout == "layout" else file.name
+    (tmp_path / "cache" / layout).mkdir(exist_ok=True)
+    file.rename(tmp_path / "cache" / layout / name)
+    other = open_store(layout=layout)
+    assert other.read(2 if layout == "layout" else 1).blocks == 0
+    assert other.files() == []
+
+
+def test_what_a_killed_process_left_is_not_in_the_way_of_another_of_its_number(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container, each start has the same process numbers."""
+
+    def killed(path: Path, *rest: Any) -> int:
+        write_block(path, *rest)
+        monkeypatch.setattr(block_store, "write_block", write_block)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(block_store, "write_block", killed)
+    monkeypatch.setattr(Path, "unlink", lambda *_all, **_fields: None)
+    store = open_store()
+    store.put(1)
+    store.put(1)
+    assert store.store.takes
+    assert store.read(1).blocks == 1

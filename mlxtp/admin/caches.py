@@ -44,7 +44,7 @@ def use_of(group: str, pongs: Mapping[int, Pong], nodes: Sequence[str]) -> Group
     """Sum up the heartbeats of a group's ranks, of which there is one at least; `nodes` has their Macs."""
     ranks, first = pongs.values(), pongs[min(pongs)]
     # Each rank reports the disk of its Mac, which several ranks may share.
-    macs = {(nodes[rank] if rank < len(nodes) else ""): pong for rank, pong in sorted(pongs.items())}.values()
+    macs = {(nodes[rank] if len(nodes) > 1 else ""): pong for rank, pong in sorted(pongs.items())}.values()
     return GroupCaches(
         group,
         sum(each.kept_bytes for each in ranks),

@@ -113,6 +113,7 @@ def samples(now: AgentSnapshot) -> dict[str, list[tuple[dict[str, str], float]]]
     [
         ((A, B), 2),
         ((A, A), 1),  # two ranks report the disk that they share
+        ((A,), 1),  # one Mac for all ranks of an agent alone
         ((), 1),
     ],
 )

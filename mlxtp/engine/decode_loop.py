@@ -156,15 +156,23 @@ class Fetches:
     def __init__(self, ranks: frozenset[int]) -> None:
         self._ranks = ranks | {0}
         self._open: dict[int, tuple[set[int], int, float]] = {}
+        self._late: dict[int, set[int]] = {}  # by uid, the ranks whose time was up
+
+    @property
+    def hang(self) -> bool:
+        """True from the time limit of a fetch until every rank has replied to it after all."""
+        return bool(self._late)
 
     def begin(self, uid: int, blocks: int) -> None:
         self._open[uid] = set(self._ranks), blocks, time.monotonic() + FETCH_S
 
     def reply(self, rank: int, uid: int, blocks: int) -> None:
-        """Take one rank's reply; one that comes too late is ignored."""
+        """Take one rank's reply. The blocks of one that comes too late do not count."""
         if uid in self._open:
             missing, fewest, until = self._open[uid]
             self._open[uid] = missing - {rank}, min(fewest, blocks), until
+        elif missing := self._late.pop(uid, set()) - {rank}:
+            self._late[uid] = missing
 
     def over(self) -> list[tuple[int, int, bool]]:
         """Return each fetch that is over, once: uid, blocks that every rank has, True if time was up."""
@@ -175,7 +183,9 @@ class Fetches:
             if not missing or until <= now
         ]
         for uid, _, _ in over:
-            del self._open[uid]
+            missing, _, _ = self._open.pop(uid)
+            if missing:
+                self._late[uid] = missing
         return over
 
     def time_left_s(self) -> float | None:
@@ -185,6 +195,7 @@ class Fetches:
 
     def clear(self) -> None:
         self._open.clear()
+        self._late.clear()
 
 
 # --- the loop --------------------------------------------------------------------------------------------
@@ -368,10 +379,10 @@ class DecodeLoop:
                 self._fetches.reply(rank, fetched.uid, fetched.blocks)
             elif read := self._rank.from_disk(word):
                 self._fetches.reply(0, *read)
-        for uid, blocks, late in self._fetches.over():
-            assert self._requests.scheduler is not None
-            scheduler = self._requests.scheduler
-            scheduler.moves.append(scheduler.disk.fetched(uid, blocks, late=late))
+        over, scheduler = self._fetches.over(), self._requests.scheduler
+        if scheduler is not None:
+            scheduler.disk.hangs = self._fetches.hang
+            scheduler.moves += [scheduler.disk.fetched(uid, blocks, late=late) for uid, blocks, late in over]
 
     def _spill_rest(self) -> None:
         """Write what waits for the disk, as far as a little time goes."""

@@ -57,6 +57,8 @@ class DiskIndex:
     ) -> None:
         #: Whether a uid's cache still has so many tokens.
         self.holds: Callable[[int, int], bool] = lambda _uid, _tokens: False
+        #: True while the disk of some rank does not reply. Then nothing is fetched.
+        self.hangs = False
         self._blocks = blocks
         self._whole = whole
         self._block = block
@@ -105,7 +107,8 @@ class DiskIndex:
 
         `uid` will be that of the fetched cache. A sequence asks once, and few wait for the disk at once.
         """
-        if self._blocks is None or sequence.disk.asked or len(self._fetches) >= MAX_FETCHES:
+        busy = self.hangs or len(self._fetches) >= MAX_FETCHES
+        if self._blocks is None or sequence.disk.asked or busy:
             return None
         sequence.disk.asked = True
         found = self._found(sequence, self._blocks)

@@ -35,6 +35,7 @@ class DiskShare:
         self._post = post
         self._wanted: dict[int, FetchBlocks] = {}
         self._read: dict[int, Caches] = {}
+        self._late: set[int] = set()  # uids that were restored before their blocks were here
 
     def spill(self, frame: Spill) -> None:
         """Queue a block. A disk that lags behind loses it."""
@@ -51,10 +52,17 @@ class DiskShare:
             self.store.read(frame.uid, _digests(frame))
 
     def arrived(self, read: Read) -> tuple[int, int] | None:
-        """Return the uid and the number of leading blocks that are here now; None if no frame wanted them."""
+        """Return the uid and the number of leading blocks that are here now; None if no frame wanted them.
+
+        That number is 0 for blocks that are no longer wanted.
+        """
+        if read.uid in self._late:
+            self._late.remove(read.uid)
+            return read.uid, 0
         frame, blocks = self._wanted.get(read.uid), read.blocks
         if frame is None:
             return None
+        self._read[read.uid] = []
         if blocks:
             try:
                 length, cuttable = frame.block * blocks, self._kinds.cuttable
@@ -65,7 +73,10 @@ class DiskShare:
 
     def restore(self, frame: Restore) -> None:
         """Keep the first blocks of what was read as a KV cache, and drop the rest."""
-        wanted, caches = self._wanted.pop(frame.uid), self._read.pop(frame.uid, [])
+        wanted = self._wanted.pop(frame.uid)
+        if frame.uid not in self._read:
+            self._late.add(frame.uid)
+        caches = self._read.pop(frame.uid, [])
         if frame.blocks:
             length = frame.blocks * wanted.block
             kept = share(caches, length) if self._kinds.cuttable else caches

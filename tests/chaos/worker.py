@@ -23,7 +23,7 @@ from typing import Any
 import mlx.core as mx
 import msgpack
 
-from mlxtp.engine import decode_links, worker
+from mlxtp.engine import block_store, decode_links, decode_loop, worker
 from mlxtp.engine import executor as rank_module
 from mlxtp.engine.executor import Forward, RankExecutor
 from mlxtp.engine.grammar import GrammarSandbox
@@ -209,6 +209,50 @@ def poison(original: Wrapped, rank: RankExecutor, step: int, frame: Frame, known
             if f" {order.how} " in f" {' '.join(map(str, prompts[uid]))} " and orders.due("poison"):
                 os.kill(os.getpid(), signal.SIGKILL)
     return original(rank, step, frame, known)
+
+
+# --- caches on disk -----------------------------------------------------------------------------------
+
+
+@around(block_store, "write_block")
+def tear_block(original: Wrapped, path: Path, items: Any, name: str) -> int:
+    """This rank dies in the middle of a block, or its disk is full then."""
+    if order := orders.due("disk", "write"):
+        size: int = original(path, items, name)
+        os.truncate(path, size // 2)
+        fail(order)
+    return original(path, items, name)
+
+
+@around(block_store._Account, "_note")
+def die_uncounted(original: Wrapped, account: Any, used: int) -> None:
+    """A block has its name and is not counted."""
+    if order := orders.due("disk", "count"):
+        fail(order)
+    original(account, used)
+
+
+@around(block_store, "read_block")
+def hold_reading(original: Wrapped, path: Path, name: str) -> Any:
+    if order := orders.due("disk", "read"):
+        fail(order)
+    return original(path, name)
+
+
+@around(decode_loop.Fetches, "begin")
+def fetch_hastily(original: Wrapped, fetches: Any, uid: int, blocks: int) -> None:
+    if order := orders.order("hasty"):
+        decode_loop.FETCH_S = order.seconds
+    original(fetches, uid, blocks)
+
+
+def fail(order: Order) -> None:
+    if order.seconds:
+        pause(order)
+    elif order.how:
+        raise OSError(int(order.how), "as ordered")
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # --- a rank above 0 that does something else ----------------------------------------------------------

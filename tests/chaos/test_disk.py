@@ -1,0 +1,519 @@
+"""KV caches on disk while ranks and agents die, hang, and find other files than they left.
+
+Every answer is compared with the right one, token by token. Later turns find what they must find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from mlxtp.api.backend import Request as Wanted
+from mlxtp.api.backend import Sampling
+from mlxtp.engine.disk_index import BLOCK
+from mlxtp.errors import MlxtpError
+from mlxtp.models import disk_cache
+from mlxtp.models.disk_cache import folder_in
+
+from ..engine.small_models import change_config, write_model
+from ..engine.test_features_disk import DRAWN, LONG, ask, new_tokens, on_disk
+from ..live_cluster import SLOWNESS, WAIT_S, Cluster, until
+from ..reference import expected, model_of, text
+from .harness import FAULT_LIMITS, kill
+from .orders import Order, OrderBook
+from .test_agent import Agent
+
+chaos = pytest.mark.chaos
+pytestmark = pytest.mark.group
+
+KEPT = LONG - LONG % BLOCK  # tokens of a prompt that blocks hold
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "llama", max_position_embeddings=8192)
+
+
+class Home:
+    """An agent's home, whose agents come and go, and orders for its ranks."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.path = folder / "home"
+        self.model = model
+        (folder / "orders").mkdir()
+        self.book = OrderBook(folder / "orders")
+
+    def start(self, **settings: Any) -> Cluster:
+        worker = (sys.executable, "-m", "tests.chaos.worker", str(self.book.folder))
+        usual = {"ranks": 2, "model": self.model, "cache_disk": 1 << 30, "prefill_chunk": 256}
+        return Cluster(self.path, worker=worker, limits=FAULT_LIMITS, **{**usual, **settings})
+
+    def files(self, rank: int, ranks: int = 2) -> list[Path]:
+        """Return the blocks of one rank, in order of their tokens."""
+        found = []
+        for about in folder_in(self.path).glob("*/about.json"):
+            told = json.loads(about.read_text())
+            if (told["rank"], told["ranks"]) == (rank, ranks):
+                found += [path for path in about.parent.glob("*-*") if not path.name.startswith(".")]
+        return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+
+
+@pytest.fixture
+def home(tmp_path: Path, model: Path) -> Home:
+    return Home(tmp_path, model)
+
+
+def clear_memory(cluster: Cluster) -> None:
+    async def clear() -> None:
+        await cluster.supervisor.kv.clear()
+
+    cluster.call(clear())
+
+
+def said(wanted: Wanted, model: Path) -> tuple[int, ...]:
+    return expected(wanted, model).tokens
+
+
+def fetched_tokens(cluster: Cluster) -> list[int]:
+    cluster.idle()  # reports of all ranks are new
+    return [rank["fetched_tokens"] for rank in cluster.health()["ranks"]]
+
+
+# --- ranks that die --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [
+        ("write", 1),
+        pytest.param("read", 0, marks=chaos),
+        pytest.param("write", 0, marks=chaos),
+        pytest.param("count", 0, marks=chaos),
+        pytest.param("count", 1, marks=chaos),
+        pytest.param("read", 1, marks=chaos),
+    ],
+)
+def test_killed_in_the_middle_of_a_block(home: Home, model: Path, place: str, rank: int) -> None:
+    wanted = Wanted(new_tokens(Random(1), LONG), 40, DRAWN)
+    with home.start() as cluster:
+        if place == "read":
+            ask(cluster, wanted, model)
+            on_disk(home.path, 2 * KEPT // BLOCK)
+            clear_memory(cluster)
+        first = cluster.epoch
+        home.book.give(Order("disk", rank, first, at=2, on=place))
+        ask(cluster, wanted, model)
+        until(lambda: cluster.epoch > first, "another epoch")
+        cluster.wait_ready()
+        ask(cluster, wanted, model)
+    with home.start() as cluster:
+        assert ask(cluster, Wanted((*wanted.prompt, *said(wanted, model), 9), 20), model) >= KEPT
+        assert len(set(fetched_tokens(cluster))) == 1
+
+
+@chaos
+def test_killed_at_random_moments(home: Home, model: Path, seed: int) -> None:
+    random = Random(seed)
+    talks = [new_tokens(random, random.randrange(1100, 2500)) for _ in range(3)]
+    with home.start() as cluster:
+        for _ in range(4):
+            wanted = [Wanted(talk, 30, random.choice((Sampling(), DRAWN))) for talk in talks]
+            victim, after_s = random.choice(cluster.pids()), random.uniform(0.0, 1.0)
+            killer = threading.Timer(after_s, kill, (victim,))
+            killer.start()
+            talks = answered(cluster, wanted, model)
+            killer.join()
+            time.sleep(0.3)
+            cluster.wait_ready()
+            cluster.supervisor._policy.failures.clear()
+        talks = answered(cluster, [Wanted(talk, 5) for talk in talks], model)
+    with home.start() as cluster:
+        for talk in talks:
+            assert ask(cluster, Wanted(talk, 5), model) >= 1024
+
+
+def answered(cluster: Cluster, wanted: Sequence[Wanted], model: Path) -> list[tuple[int, ...]]:
+    """Return the conversations with their answers, which are the right ones, and one token more."""
+    outcomes = cluster.ask_all(wanted)
+    for each, outcome in zip(wanted, outcomes, strict=True):
+        outcome.whole()
+        assert outcome.tokens == said(each, model)
+    return [(*each.prompt, *outcome.tokens, 9) for each, outcome in zip(wanted, outcomes, strict=True)]
+
+
+@chaos
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_long_answer_goes_on_from_disk_when_a_rank_is_lost(home: Home, model: Path, rank: int) -> None:
+    wanted = Wanted(new_tokens(Random(2), 3100), 300, ignore_eos=True)
+    with home.start() as cluster:
+        request = cluster.ask(wanted)
+        request.take(10)
+        on_disk(home.path, 2 * (3100 // BLOCK))
+        kill(cluster.pids()[rank])
+        tokens, _ = request.finish()
+        assert tokens == said(wanted, model)
+        assert fetched_tokens(cluster) == [3072, 3072]
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=chaos), 1])
+def test_ranks_that_come_back_with_other_contents_agree(home: Home, model: Path, rank: int) -> None:
+    wanted = Wanted(new_tokens(Random(2), 3100), 300, DRAWN, ignore_eos=True)
+    with home.start() as cluster:
+        request = cluster.ask(wanted)
+        request.take(10)
+        on_disk(home.path, 2 * (3100 // BLOCK))
+        for file in home.files(rank)[8:]:
+            file.unlink()
+        home.files(1 - rank)[10].unlink()
+        kill(cluster.pids()[1])
+        tokens, _ = request.finish()
+        assert tokens == said(wanted, model)
+        # What rank 0 has to offer is known at once; of the others only when they have read.
+        assert fetched_tokens(cluster) == [2048, 2048]
+        clear_memory(cluster)
+        assert ask(cluster, wanted, model) >= 2048
+
+
+# --- agents that die -------------------------------------------------------------------------------------
+
+
+class Node(Agent):
+    """`mlxtp node` with two ranks of a model, with caches on disk."""
+
+    def answer(self, wanted: Wanted, model: Path) -> int:
+        """Return the number of cached tokens. Fails unless the answer is the right one."""
+        body = {"prompt": list(wanted.prompt), "max_tokens": wanted.max_tokens, "temperature": 0}
+        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=WAIT_S)
+        assert response.status_code == 200, response.text
+        detokenizer = text(model).detokenizer()
+        right = detokenizer.push(said(wanted, model)) + detokenizer.finish()
+        assert response.json()["choices"][0]["text"] == right
+        return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.fixture
+def node(home: Home) -> Iterator[Callable[[], Node]]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    nodes: list[Node] = []
+
+    def start() -> Node:
+        flags = ("--model", str(home.model), "--cache-disk", "1GB")
+        nodes.append(Node(home.path, port, *flags))
+        nodes[-1].wait_ready()
+        return nodes[-1]
+
+    yield start
+    for each in nodes:
+        each.close()
+
+
+@chaos
+def test_sigterm_right_after_an_answer(node: Callable[[], Node], model: Path) -> None:
+    wanted = Wanted(new_tokens(Random(3), 4000), 10)
+    first = node()
+    first.answer(wanted, model)
+    os.kill(first.pid, signal.SIGTERM)
+    first.wait_end(20 * SLOWNESS)
+    assert node().answer(wanted, model) == 4000 - 4000 % BLOCK
+
+
+@chaos
+def test_the_agent_is_killed_at_random_moments(
+    home: Home, node: Callable[[], Node], model: Path, seed: int
+) -> None:
+    random = Random(seed)
+    talk = new_tokens(random, 2600)
+    for _ in range(3):
+        agent = node()
+        killer = threading.Timer(random.uniform(0.0, 1.5), kill, (agent.pid,))
+        killer.start()
+        with contextlib.suppress(httpx.TransportError):
+            agent.answer(Wanted(talk, 30), model)
+        killer.join()
+        agent.process.wait()
+    last = node()
+    last.answer(Wanted(talk, 30), model)
+    on_disk(home.path, 2 * (2600 // BLOCK))
+    kill(last.pid)
+    last.process.wait()
+    assert node().answer(Wanted(talk, 30), model) == 2560
+
+
+# --- disks that hang -------------------------------------------------------------------------------------
+
+
+def filled(home: Home, model: Path, *seeds: int, **settings: Any) -> list[Wanted]:
+    """Have prompts on disk, and return their requests."""
+    wanted = [Wanted(new_tokens(Random(seed), LONG), 20, DRAWN) for seed in seeds]
+    with home.start(**settings) as cluster:
+        for each in wanted:
+            ask(cluster, each, model)
+    return wanted
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=chaos)])
+def test_a_disk_that_hangs_delays_one_request(home: Home, model: Path, rank: int) -> None:
+    first, second = filled(home, model, 4, 5)
+    with home.start() as cluster:
+        hang_s = 20.0 * SLOWNESS
+        home.book.give(
+            Order("hasty", 0, 0, seconds=3.0 * SLOWNESS), Order("disk", rank, 0, on="read", seconds=hang_s)
+        )
+        at = time.monotonic()
+        assert ask(cluster, first, model) == 0
+        until(lambda: home.book.notes("held"), "a disk that hangs")
+        assert 3.0 * SLOWNESS <= time.monotonic() - at < hang_s
+        at = time.monotonic()
+        assert ask(cluster, second, model) == 0
+        assert time.monotonic() - at < 3.0 * SLOWNESS, "the disk is not asked while it hangs"
+        clear_memory(cluster)
+        until(lambda: ask(cluster, second, model) >= KEPT or clear_memory(cluster), "the disk again")
+        assert cluster.epoch == 1
+
+
+@chaos
+def test_a_rank_is_stopped_while_it_fetches(home: Home, model: Path) -> None:
+    (wanted,) = filled(home, model, 4)
+    with home.start() as cluster:
+        home.book.give(Order("disk", 1, cluster.epoch, on="read", seconds=30.0 * SLOWNESS))
+        request = cluster.ask(wanted)
+        until(lambda: home.book.notes("held"), "a fetch")
+        kill(cluster.pids()[1], signal.SIGSTOP)
+        tokens, _ = request.finish()
+        assert tokens == said(wanted, model)
+        assert cluster.epoch == 2
+        assert fetched_tokens(cluster) == [KEPT, KEPT]
+
+
+@chaos
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_model_goes_and_comes_back_while_a_rank_fetches(home: Home, model: Path, rank: int) -> None:
+    first, second = filled(home, model, 4, 5)
+    with home.start() as cluster:
+        home.book.give(Order("disk", rank, 0, on="read", seconds=2.0))
+        request = cluster.ask(first)
+        until(lambda: home.book.notes("held"), "a fetch")
+        cluster.unload()
+        with pytest.raises(MlxtpError):
+            request.finish()
+        cluster.load("tiny")
+        cluster.load(model)
+        assert ask(cluster, second, model) == KEPT
+        assert ask(cluster, first, model) == KEPT
+        assert cluster.epoch == 1
+
+
+# --- other files than were left --------------------------------------------------------------------------
+
+
+@chaos
+def test_blocks_of_another_number_of_ranks_are_let_alone(home: Home, model: Path) -> None:
+    (wanted,) = filled(home, model, 4)
+    for ranks, cached in ((1, 0), (2, KEPT), (1, KEPT)):
+        with home.start(ranks=ranks) as cluster:
+            assert ask(cluster, wanted, model) == cached
+
+
+@chaos
+def test_blocks_of_other_weights_in_the_same_folder_are_let_alone(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", max_position_embeddings=8192)
+    home = Home(tmp_path, folder)
+    (wanted,) = filled(home, folder, 4)
+    for change in (
+        lambda: write_model(folder, max_position_embeddings=8192, seed=1),
+        lambda: change_config(folder, rope_theta=20000.0),
+    ):
+        change()
+        model_of.cache_clear()
+        expected.cache_clear()
+        with home.start() as cluster:
+            assert ask(cluster, wanted, folder) == 0
+    write_model(folder, max_position_embeddings=8192)
+    model_of.cache_clear()
+    expected.cache_clear()
+    with home.start() as cluster:
+        assert ask(cluster, wanted, folder) == KEPT
+
+
+@chaos
+def test_blocks_of_other_kv_bits_are_let_alone(home: Home, model: Path) -> None:
+    (wanted,) = filled(home, model, 4)
+    with home.start(kv_bits=8, cache_disk=0) as cluster:
+        (right,) = cluster.ask_all([wanted])
+    for cached in (0, KEPT):
+        with home.start(kv_bits=8) as cluster:
+            (outcome,) = cluster.ask_all([wanted])
+            assert (outcome.tokens, outcome.whole().cached) == (right.tokens, cached)
+    with home.start() as cluster:
+        assert ask(cluster, wanted, model) == KEPT
+
+
+@chaos
+def test_ten_thousand_blocks_delay_nothing(home: Home, model: Path) -> None:
+    (wanted,) = filled(home, model, 4)
+    random = Random(5)
+    for rank in range(2):
+        file = home.files(rank)[0]
+        for number in range(10_000):
+            name = f"{random.randbytes(16).hex()}-{BLOCK * (number % 50 + 1)}-{random.randbytes(16).hex()}"
+            os.link(file, file.parent / name)
+    at = time.monotonic()
+    with home.start() as cluster:
+        assert ask(cluster, wanted, model) == KEPT
+        assert time.monotonic() - at < 20 * SLOWNESS
+        clear_memory(cluster)
+        at = time.monotonic()
+        assert ask(cluster, wanted, model) == KEPT
+        assert time.monotonic() - at < 2 * SLOWNESS
+
+
+@chaos
+def test_two_agents_share_one_folder(tmp_path: Path, model: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    homes = []
+    for name in ("one", "two"):
+        (tmp_path / name / "home").mkdir(parents=True)
+        homes.append(Home(tmp_path / name, model))
+        folder_in(homes[-1].path).symlink_to(shared)
+    random = Random(6)
+    same = [new_tokens(random, LONG) for _ in range(3)]
+    room = 2_000_000
+    with homes[0].start(cache_disk=room) as one, homes[1].start(cache_disk=room) as two:
+        for turn in range(4):
+            own = [new_tokens(random, 1500) for _ in range(4)]
+            wanted = [Wanted(prompt, 10) for prompt in same]
+            threads = [
+                threading.Thread(
+                    target=cluster.ask_all, args=([*wanted, *(Wanted(p, 10) for p in own[at::2])],)
+                )
+                for at, cluster in enumerate((one, two))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for cluster in (one, two):
+                if turn % 2:
+                    clear_memory(cluster)
+                answered(cluster, wanted, model)
+            assert sum(path.stat().st_size for path in shared.glob("*/[!.]*-*")) <= room
+    with homes[1].start(cache_disk=room) as cluster:
+        assert ask(cluster, Wanted(same[2], 10), model) == KEPT
+
+
+# --- disks that are full, or none ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(home: Home) -> Iterator[Path]:
+    """Mount a disk of a few blocks."""
+    folder = folder_in(home.path)
+    folder.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", folder], check=False)
+    if mounted.returncode:
+        pytest.skip("a disk can be mounted by root alone")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+LINE = "KV caches are no longer kept on disk"
+
+
+@chaos
+def test_a_full_disk_ends_the_writing_alone(
+    home: Home, model: Path, small_disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wanted = [Wanted(new_tokens(Random(seed), LONG), 20, DRAWN) for seed in range(3)]
+    with home.start() as cluster:
+        answered(cluster, wanted, model)
+        until(lambda: not sum(each["disk_room_bytes"] for each in cluster.health()["ranks"]), "both are full")
+        clear_memory(cluster)
+        answered(cluster, wanted, model)
+    assert capfd.readouterr().err.count(LINE) == 2, "one line a rank"
+    assert not list(small_disk.glob("*/.[!.]*"))
+    with home.start() as cluster:
+        talks = answered(cluster, wanted, model)
+        assert fetched_tokens(cluster)[0] > 0, "what is there is used"
+        answered(cluster, [Wanted(talk, 20) for talk in talks], model)
+
+
+@chaos
+def test_a_folder_that_is_none(home: Home, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    home.path.mkdir()
+    folder_in(home.path).write_text("no folder")
+    filled(home, model, 4)
+    assert capfd.readouterr().err.count(LINE) == 2
+
+
+@chaos
+def test_a_folder_that_vanishes(home: Home, model: Path) -> None:
+    with home.start() as cluster:
+        for seed in (4, 5):
+            ask(cluster, Wanted(new_tokens(Random(seed), LONG), 20), model)
+            on_disk(home.path, 10)
+            shutil.rmtree(folder_in(home.path))
+            clear_memory(cluster)
+            ask(cluster, Wanted(new_tokens(Random(4), LONG), 20, DRAWN), model)
+    (wanted,) = filled(home, model, 6)
+    with home.start() as cluster:
+        assert ask(cluster, wanted, model) == KEPT
+
+
+# --- much at once ----------------------------------------------------------------------------------------
+
+
+@chaos
+def test_many_requests_with_little_room(home: Home, model: Path, seed: int) -> None:
+    """Some leave while their caches are read, and caches are removed meanwhile."""
+    random = Random(seed)
+    talks = [new_tokens(random, random.randrange(1100, 2000)) for _ in range(5)]
+    stop = threading.Event()
+
+    def remove() -> None:
+        while not stop.wait(1.0):
+            disk_cache.clear(folder_in(home.path), agent_runs=True)
+
+    with home.start(kv_bytes=6000 * 256) as cluster:
+        home.book.give(*(Order("disk", rank, 0, on="read", times=0, seconds=0.03) for rank in range(2)))
+        remover = threading.Thread(target=remove)
+        for turn in range(6):
+            wanted = [
+                Wanted(random.choice(talks), random.randrange(1, 20), random.choice((Sampling(), DRAWN)))
+                for _ in range(8)
+            ]
+            leave = [cluster.ask(Wanted(talk, 50, ignore_eos=True)) for talk in talks[:3]]
+            leaver = threading.Timer(
+                random.uniform(0.0, 0.5), lambda all_of=leave: [r.close() for r in all_of]
+            )
+            leaver.start()
+            answered(cluster, wanted, model)
+            leaver.join()
+            if turn % 2 == 0:
+                clear_memory(cluster)
+            if turn == 2:
+                remover.start()
+        stop.set()
+        remover.join()
+        assert cluster.epoch == 1
+        answered(cluster, [Wanted(talk, 5) for talk in talks], model)
+        cluster.idle()
+    with home.start() as cluster:
+        for talk in talks:
+            assert ask(cluster, Wanted(talk, 5), model) >= 1024

@@ -16,6 +16,7 @@ from mlxtp.agent import stopped_by_signal
 from mlxtp.errors import MlxtpError
 
 from . import (
+    caches,
     concurrency,
     copying,
     decode,
@@ -26,6 +27,7 @@ from . import (
     layout,
     links,
     loading,
+    lookup,
     membership,
     prefill,
     recovery,
@@ -44,6 +46,8 @@ CASES: Mapping[str, Callable[[Stage], Awaitable[list[Row]]]] = {
     "http": http.measure,
     "concurrency": concurrency.measure,
     "prefill": prefill.measure,
+    "caches": caches.measure,
+    "lookup": lookup.measure,
     "speculation": speculation.measure,
     "idle": idle.measure,
     "layout": layout.measure,

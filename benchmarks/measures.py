@@ -102,6 +102,37 @@ _ALL = (
     Measure("longest gap beside a 4,000-token prompt vs without chunks", "ms",
             "The longest silence of a running stream while another request's prompt is prefilled.",
             "prefill in one piece", Goal("≤", 0.2)),
+    # --- caches
+    *(
+        Measure(f"second turn after 8,000 tokens, {size} model, from {kind} vs the first turn", "ms",
+                f"Time to the first token over HTTP, two ranks. {more}", "first turn", Goal("≤", bound))
+        for size, more in (
+            ("400 MB", "In a quick run the first turn has 1,560 tokens."),
+            ("thin", "A model that prefills 8,000 tokens in seconds, so that the rest weighs more."),
+        )
+        for kind, bound in (("memory", 0.05), ("disk after a restart", 0.25), ("disk after kill -9", 0.25))
+    ),
+    Measure("token of a stream beside prompts that go to disk vs to none", "ms",
+            "A stream of the thin model on one rank, while two prompts of 2,000 tokens are prefilled.",
+            "cache_disk = 0", Goal("≤", 1.03)),
+    Measure("median decode step beside prompts that go to disk vs to none", "ms",
+            "The stream's steps between which nothing else ran, by the rank's own flight recorder.",
+            "cache_disk = 0", Goal("≤", 1.03)),
+    Measure("95th percentile of decode steps beside prompts that go to disk vs to none", "ms",
+            "The same steps.", "cache_disk = 0"),
+    Measure("until a stream with 8,000 tokens goes on after a lost rank vs a short one", "ms",
+            "From SIGKILL of one of two ranks to the stream's next token, thin model, with spares.",
+            "16 tokens", Goal("≤", 1.5)),
+    # --- lookup
+    *(
+        Measure(f"lookup of a prompt among 1,000 caches, {where}", "ms", says, "", Goal("<", 0.2))
+        for where, says in (
+            ("memory", "A prompt of 8,000 tokens; a tenth of the caches share half of it."),
+            ("memory, whole", "The same for caches that cannot be cut."),
+            ("disk", "The same for 1,000 blocks of 256 tokens, with the digests of the prompt."),
+            ("disk, whole", "The same for blocks of caches that cannot be cut, of as many lengths."),
+        )
+    ),
     # --- speculation
     Measure("copy-heavy text, speculation vs none", "tokens/s",
             "The embedded model repeats a string of its prompt.", "no speculation", Goal("≥", 2.5)),

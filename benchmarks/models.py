@@ -46,9 +46,12 @@ LARGE: Mapping[str, Any] = {
 }
 
 
-def write_large(folder: Path) -> int:
-    """A Llama of about 400 MB in bfloat16 with random weights. Returns the bytes of all its weights."""
-    config = _config(**LARGE)
+def write_large(folder: Path, **changes: int) -> int:
+    """A Llama of about 400 MB in bfloat16 with random weights. Returns the bytes of all its weights.
+
+    `changes` are the configuration's.
+    """
+    config = _config(**LARGE, **changes)
     random = _bfloat16(np.random.default_rng(_SEED).standard_normal(1 << 22, dtype=np.float32) * _SCALE)
     one = _bfloat16(np.ones(1, dtype=np.float32))
     tensors = {

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,9 @@ import numpy as np
 Items = list[tuple[str, Any]]
 
 _CHECKSUM = struct.Struct("<I")  # CRC-32: other checksums take longer than the disk
-QUEUED_BLOCKS = 8  # blocks that wait to be written; more are not taken
+QUEUED_BLOCKS = 8  # blocks that wait to be written, before rank 0 sends further ones
+#: Bytes of waiting blocks up to which another rank, which may be slower, takes more than that.
+LAG_BYTES = 1 << 28
 CLOSE_S = 1.0  # seconds that queued blocks have to be written at the end
 #: Part of the room that is left after an eviction, so that not every block evicts.
 FULL_SHARE = 0.95
@@ -171,6 +173,10 @@ def joined(parts: Sequence[Items]) -> Items:
     ]
 
 
+def _bytes(items: Items) -> int:
+    return sum([value.nbytes for _, value in items if isinstance(value, mx.array)])
+
+
 # --- the folder ------------------------------------------------------------------------------------------
 
 
@@ -279,10 +285,11 @@ class BlockStore:
         self._folder = folder / layout
         self._post = post
         self._account = _Account(folder, room)
-        self._lock = threading.Lock()  # of the two below, which threads write and the main thread reads
+        self._lock = threading.Lock()  # of what follows, which threads write and the main thread reads
         self._blocks: dict[bytes, Block] = {}
         self._writing: set[bytes] = set()
-        self._writes: queue.Queue[tuple[Block, Items] | None] = queue.Queue(QUEUED_BLOCKS)
+        self._writes: queue.SimpleQueue[tuple[Block, Items] | None] = queue.SimpleQueue()
+        self._waiting_bytes = 0
         self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -305,16 +312,22 @@ class BlockStore:
     @property
     def takes(self) -> bool:
         """True if another block can be written now."""
-        return self.room_bytes > 0 and not self._writes.full()
+        return self.room_bytes > 0 and self._writes.qsize() < QUEUED_BLOCKS
+
+    @property
+    def follows(self) -> bool:
+        """The same for a block that rank 0 takes, which may be faster here than this rank."""
+        return self.takes or (self.room_bytes > 0 and self._waiting_bytes < LAG_BYTES)
 
     def has(self, digest: bytes) -> bool:
         """Return True if a block can be read."""
         return digest in self._blocks
 
-    def ends(self) -> list[int]:
-        """Return the tokens up to which some block goes, in ascending order."""
+    def ends(self, stems: Container[bytes]) -> list[int]:
+        """Return the tokens up to which a block goes that follows one of `stems`, in descending order."""
         with self._lock:
-            return sorted({block.end for block in self._blocks.values()})
+            ends = {block.end for block in self._blocks.values() if block.previous in stems}
+        return sorted(ends, reverse=True)
 
     def is_kept(self, digest: bytes) -> bool:
         """Return True if a block can be read, or will be."""
@@ -322,10 +335,13 @@ class BlockStore:
 
     def put(self, digest: bytes, end: int, previous: bytes, items: Items) -> bool:
         """Queue a block, whose arrays are contiguous and being computed; False if the queue is full."""
-        if not self.takes:
+        if not self.follows:
             return False
         self._writing.add(digest)
-        self._writes.put_nowait((Block(digest, end, previous, 0, 0.0), items))
+        size = _bytes(items)
+        with self._lock:
+            self._waiting_bytes += size
+        self._writes.put((Block(digest, end, previous, size, 0.0), items))
         return True
 
     def read(self, uid: int, digests: tuple[bytes, ...]) -> None:
@@ -338,8 +354,7 @@ class BlockStore:
 
     def close(self) -> None:
         """End the threads. Waits a little while for blocks that are queued."""
-        with contextlib.suppress(queue.Full):
-            self._writes.put(None, timeout=CLOSE_S)
+        self._writes.put(None)
         self._reads.put(None)
         until = time.monotonic() + CLOSE_S
         while self._writing and time.monotonic() < until:
@@ -359,6 +374,8 @@ class BlockStore:
                 self._turn_off(error)
             finally:
                 self._writing.discard(block.digest)
+                with self._lock:
+                    self._waiting_bytes -= block.size
                 del job, items
             self._post(Written())
 

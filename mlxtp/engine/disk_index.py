@@ -2,19 +2,20 @@
 
 A block is named by the digest of all tokens up to its end, and of the salt. Of caches that can be cut, a
 block holds the next `BLOCK` tokens, so that conversations share their beginnings and each turn adds its own
-part. Of other caches, it holds everything at one place.
+part. Of other caches, it holds everything at one place. The digest of its tokens up to the last multiple of
+`STEM` then stands for the block before it, so that few ends have to be compared with a prompt.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Protocol
 
 from .sequence import Digests, SequenceState
 from .steps import EvictKept, FetchKept, RestoreKept, SpillBlock
 
 BLOCK = 256  # tokens of a block, where caches can be cut
+STEM = 1024
 #: Tokens from which a sequence is worth a place on disk, unless it began with a kept cache.
 SPILL_FROM = 1024
 MAX_FETCHES = 2  # sequences that wait for the disk at once
@@ -36,8 +37,8 @@ class Blocks(Protocol):
         """Return True if a block can be read, or will be."""
         ...
 
-    def ends(self) -> list[int]:
-        """Return the tokens up to which some block goes, in ascending order."""
+    def ends(self, stems: Container[bytes]) -> list[int]:
+        """Return the tokens up to which a block goes that follows one of `stems`, in descending order."""
         ...
 
 
@@ -63,8 +64,8 @@ class DiskIndex:
         self._whole = whole
         self._block = block
         self._spill_from = spill_from
-        self._due: deque[SpillBlock] = deque()
-        self._lined_up: set[bytes] = set()
+        #: By digest, oldest first. The newest cache that holds a block writes it, because others may end.
+        self._due: dict[bytes, SpillBlock] = {}
         #: For each uid to fetch: the sequence that waits for it, unless it has ended, and what was asked for.
         self._fetches: dict[int, tuple[SequenceState | None, FetchKept]] = {}
 
@@ -74,16 +75,17 @@ class DiskIndex:
         """Line up what no block has of a sequence's first `held` tokens, which the cache of `uid` holds."""
         if self._blocks is None or (held < self._spill_from and not sequence.reused):
             return
-        digests, start, previous = self._digests(sequence), 0, b""
-        if not self._whole:
+        digests, start = self._digests(sequence), 0
+        if self._whole:
+            previous = digests.up_to(held - held % STEM)
+        else:
             start = sequence.disk.spilled
             previous = digests.up_to(start) if start else b""
             sequence.disk.spilled = max(held - held % self._block, start)
         for end in (held,) if self._whole else range(start + self._block, held + 1, self._block):
             digest = digests.up_to(end)
-            if digest not in self._lined_up and not self._blocks.is_kept(digest):
-                self._due.append(SpillBlock(uid, start, end, digest, previous))
-                self._lined_up.add(digest)
+            if not self._blocks.is_kept(digest):
+                self._due[digest] = SpillBlock(uid, start, end, digest, previous)
             start, previous = end, digest
 
     @property
@@ -94,8 +96,7 @@ class DiskIndex:
     def next_spill(self) -> SpillBlock | None:
         """Return the next block to write; None if there is none, or the disk takes none now."""
         while self._due and self._blocks is not None and self._blocks.takes:
-            move = self._due.popleft()
-            self._lined_up.discard(move.digest)
+            move = self._due.pop(next(iter(self._due)))
             if self.holds(move.uid, move.end) and not self._blocks.is_kept(move.digest):
                 return move
         return None
@@ -122,8 +123,10 @@ class DiskIndex:
     def _found(self, sequence: SequenceState, blocks: Blocks) -> FetchKept | None:
         digests, most = self._digests(sequence), sequence.prompt - 1
         if self._whole:
-            begins = [end for end in blocks.ends() if end <= most and blocks.has(digests.up_to(end))]
-            return FetchKept(0, begins[-1], (digests.up_to(begins[-1]),)) if begins else None
+            stems = {digests.up_to(at) for at in range(0, most + 1, STEM)}
+            ends = blocks.ends(stems)
+            longest = next((end for end in ends if end <= most and blocks.has(digests.up_to(end))), 0)
+            return FetchKept(0, longest, (digests.up_to(longest),)) if longest else None
         found: list[bytes] = []
         for end in range(self._block, most + 1, self._block):
             if not blocks.has(digest := digests.up_to(end)):

@@ -38,8 +38,8 @@ class DiskShare:
         self._late: set[int] = set()  # uids that were restored before their blocks were here
 
     def spill(self, frame: Spill) -> None:
-        """Queue a block. A disk that lags behind loses it."""
-        if self.store is not None and self.store.takes:
+        """Queue a block. A disk that lags far behind rank 0's loses it."""
+        if self.store is not None and self.store.follows:
             items = self._runner.block(frame.uid, frame.start, frame.end)
             self.store.put(frame.digest, frame.end, frame.previous, items)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from array import array
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, islice, pairwise, takewhile
 from typing import Protocol
 
 from ..wire.messages import MAX_WIDTH
 from .disk_index import DiskIndex
-from .sequence import SequenceState, WaitingQueue
+from .sequence import SequenceState, WaitingQueue, packed
 from .steps import Arrangement, EvictKept, Move, Prefill, StopReason, StopSequence
 
 # --- room; the same on every rank, and the basis of rank 0's budget --------------------------------------
@@ -112,6 +112,7 @@ KEPT_SHARE = 2  # kept caches take at most one part in so many of the room
 
 _WORD = 4  # bytes of a packed token
 _SALT_WORDS = 2  # words before the packed tokens: no two salts have a beginning in common
+_MOST_UIDS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,8 @@ class PrefixCache:
         self._shortest_hit = shortest_hit
         self._kept: dict[int, bytes] = {}  # packed tokens by uid, least recently used first
         self._running: dict[int, bytes] = {}
+        #: Packed tokens of both and their uids. What a prompt has most in common with stands beside it.
+        self._sorted: list[tuple[bytes, int]] = []
         self._positions = 0
         self.changes = 0  # grows whenever `find` may return another result than before
 
@@ -183,16 +186,15 @@ class PrefixCache:
         size = capacity(len(tokens)) + self._row_tokens
         if len(tokens) < self._shortest_hit or size > self._budget or self._max_entries < 1:
             return (uid,)
-        packed = _pack(tokens, salt)
-        if (other := self._stand_in(packed)) is not None:
+        words = _pack(tokens, salt)
+        if (other := self._stand_in(words)) is not None:
             self.touch(other)
             return (uid,)
-        covered = [other for other, held in self._kept.items() if packed.startswith(held)]
+        covered = [other for other, held in self._kept.items() if words.startswith(held)]
         freed = [] if self.whole else covered
         for other in freed:
             self.take(other)
-        self._kept[uid] = packed
-        self.changes += 1
+        self._kept[uid] = self._add(uid, words)
         self._positions += size
         for other in covered if self._overlapping else ():
             if other not in self._within:
@@ -210,51 +212,66 @@ class PrefixCache:
         """Return the positions of a kept cache's own arrays."""
         return capacity(len(self._kept[uid]) // _WORD - _SALT_WORDS)
 
-    def _stand_in(self, packed: bytes) -> int | None:
+    def _stand_in(self, words: bytes) -> int | None:
         """Return the uid of a kept cache that serves as well as one of these tokens; None for none."""
         if not self.whole:
-            return next((uid for uid, held in self._kept.items() if held.startswith(packed)), None)
-        near = len(packed) - _WORD * (self._shortest_hit - 1)
-        alike = (uid for uid, held in self._kept.items() if len(held) >= near and packed.startswith(held))
+            return next((uid for uid, held in self._kept.items() if held.startswith(words)), None)
+        near = len(words) - _WORD * (self._shortest_hit - 1)
+        alike = (uid for uid, held in self._kept.items() if len(held) >= near and words.startswith(held))
         return next(alike, None)
+
+    def _add(self, uid: int, words: bytes) -> bytes:
+        insort(self._sorted, (words, uid))
+        self.changes += 1
+        return words
+
+    def _remove(self, uid: int, words: bytes) -> None:
+        del self._sorted[bisect_left(self._sorted, (words, uid))]
+        self.changes += 1
 
     def share(self, uid: int, tokens: Sequence[int], salt: int = 0) -> None:
         """Record that a running sequence's cache holds `tokens`, to be copied until `unshare` or `keep`."""
         if not self.whole:
-            self._running[uid] = _pack(tokens, salt)
-            self.changes += 1
+            self.unshare(uid)
+            self._running[uid] = self._add(uid, _pack(tokens, salt))
 
     def unshare(self, uid: int) -> None:
         """Stop sharing a running sequence's cache, if it is shared."""
-        if self._running.pop(uid, None) is not None:
-            self.changes += 1
+        if (words := self._running.pop(uid, None)) is not None:
+            self._remove(uid, words)
 
     def find(self, prompt: Sequence[int], salt: int = 0) -> Hit | None:
         """Return the cache with the longest beginning of `prompt` without its last token; None if too short.
 
         Among equals one that may be taken over comes first, then a kept one, then the latest used.
         """
-        packed = _pack(prompt, salt)
-        usable = packed[:-_WORD]
+        words = _pack(prompt, salt)
+        usable = words[:-_WORD]
         if self.whole:
-            begins = [(len(held), uid) for uid, held in self._kept.items() if usable.startswith(held)]
-            return (
-                Hit((longest := max(begins))[1], longest[0] // _WORD - _SALT_WORDS, True) if begins else None
-            )
-        best: Hit | None = None
-        least = max(self._shortest_hit, 1)
-        for running, entries in ((False, self._kept), (True, self._running)):
-            for uid, held in reversed(entries.items()):
-                # Only an entry with this much in common can be better, and most have less.
-                last = _SALT_WORDS + least - 1
-                if len(held) <= _WORD * last or not _agree_at(held, usable, last):
-                    continue
-                length = _common(held, usable) - _SALT_WORDS
-                whole = not running and packed.startswith(held)
-                if length >= least and (best is None or length > best.length or whole > best.whole):
-                    best = Hit(uid, length, whole)
-                    least = length
-        return best
+            return self._longest_beginning(usable)
+        at = bisect_left(self._sorted, (usable, 0))
+        beside = self._sorted[max(at - 1, 0) : at + 1]
+        length = max([_common(held, usable) for held, _ in beside], default=0)
+        if length - _SALT_WORDS < max(self._shortest_hit, 1):
+            return None
+        beginning = usable[: length * _WORD]
+        following = islice(self._sorted, bisect_left(self._sorted, (beginning, 0)), None)
+        equals = takewhile(lambda entry: entry[0].startswith(beginning), following)
+        alike = {uid: held for held, uid in equals}
+        kept = [uid for uid in reversed(self._kept) if uid in alike]
+        whole = [uid for uid in kept if words.startswith(alike[uid])]
+        running = [uid for uid in reversed(self._running) if uid in alike]
+        return Hit([*whole, *kept, *running][0], length - _SALT_WORDS, bool(whole))
+
+    def _longest_beginning(self, words: bytes) -> Hit | None:
+        """Return the longest cache all of whose tokens `words` begins with."""
+        while at := bisect_right(self._sorted, (words, _MOST_UIDS)):
+            held, uid = self._sorted[at - 1]
+            if words.startswith(held):
+                return Hit(uid, len(held) // _WORD - _SALT_WORDS, whole=True)
+            # A shorter one that `words` begins with stands before this one, which begins with it as well.
+            words = words[: _common(held, words) * _WORD]
+        return None
 
     def length(self, uid: int) -> int:
         """Return the number of tokens of a kept cache; 0 if it is not kept."""
@@ -273,8 +290,7 @@ class PrefixCache:
         """
         grown, tokens = self._grown(uid), len(self._kept[uid]) // _WORD - _SALT_WORDS
         self._positions -= self._row_tokens + (grown if self._within.pop(uid, None) is None else 0)
-        del self._kept[uid]
-        self.changes += 1
+        self._remove(uid, self._kept.pop(uid))
         if heirs := self.covered(uid):
             longest = max(heirs, key=lambda other: len(self._kept[other]))
             self._within.update(dict.fromkeys(heirs, longest))
@@ -302,13 +318,7 @@ class PrefixCache:
 
 
 def _pack(tokens: Sequence[int], salt: int) -> bytes:
-    return salt.to_bytes(_SALT_WORDS * _WORD, "little") + array("i", tokens).tobytes()
-
-
-def _agree_at(one: bytes, other: bytes, index: int) -> bool:
-    """Return True if both have the same word at an index."""
-    at = slice(index * _WORD, (index + 1) * _WORD)
-    return one[at] == other[at]
+    return salt.to_bytes(_SALT_WORDS * _WORD, "little") + packed(tokens)
 
 
 def _common(one: bytes, other: bytes) -> int:

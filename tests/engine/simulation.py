@@ -8,7 +8,7 @@ wrong cache, skips a token or forgets to roll back hears nonsense.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -158,7 +158,8 @@ class Disk:
 
     def __init__(self, random: Random) -> None:
         self.random = random
-        self.blocks: dict[bytes, tuple[int, tuple[int, ...]]] = {}  # each with where it ends
+        #: Each with where it ends, and the digest that it follows.
+        self.blocks: dict[bytes, tuple[int, bytes, tuple[int, ...]]] = {}
         self.elsewhere: set[bytes] = set()
 
     @property
@@ -170,12 +171,12 @@ class Disk:
 
     is_kept = has
 
-    def ends(self) -> list[int]:
-        return sorted({end for end, _ in self.blocks.values()})
+    def ends(self, stems: Container[bytes]) -> list[int]:
+        return sorted({end for end, previous, _ in self.blocks.values() if previous in stems}, reverse=True)
 
     def write(self, move: SpillBlock, tokens: tuple[int, ...]) -> None:
         assert not self.has(move.digest)
-        self.blocks[move.digest] = move.end, tokens
+        self.blocks[move.digest] = move.end, move.previous, tokens
         if self.random.random() < 0.9:
             self.elsewhere.add(move.digest)
 
@@ -185,7 +186,7 @@ class Disk:
         for at, digest in enumerate(fetch.digests):
             if digest not in self.blocks or digest not in self.elsewhere:
                 break  # lost there, or deleted for another sequence
-            end, tokens = self.blocks[digest]
+            end, _, tokens = self.blocks[digest]
             assert end == (at + 1) * fetch.block
             found.append(tokens)
         return found

@@ -1263,6 +1263,21 @@ def test_others_run_while_the_disk_is_read() -> None:
     check_answers(simulation)
 
 
+def test_blocks_go_to_a_disk_that_lags_behind_though_the_next_turn_takes_over_their_cache() -> None:
+    disk = Disk(Steady())
+    simulation = Simulation(prefixes=True, disk=disk)
+    disk.random.random = lambda: 0.8  # type: ignore[method-assign]  # it takes nothing
+    first = simulation.add(LONG, 4)
+    simulation.ticks(40)
+    assert first.ends
+    simulation.add((*LONG, *first.tokens, 1, 2, 3), 4)
+    simulation.ticks(6)
+    assert not disk.blocks
+    disk.random = Steady()
+    simulation.drain()
+    assert {end for end, _, _ in disk.blocks.values()} >= set(range(8, len(LONG), 8))
+
+
 @pytest.mark.parametrize("arrived", [False, True])
 def test_cancel_while_the_disk_is_read_leaves_no_trace(*, arrived: bool) -> None:
     simulation = after_a_restart()

@@ -177,6 +177,11 @@ def _bytes(items: Items) -> int:
     return sum([value.nbytes for _, value in items if isinstance(value, mx.array)])
 
 
+def _written_name(folder: Path, block: Block) -> str:
+    """Return the name that is in a block's file, so that a copy under another name is not used."""
+    return f"{folder.name}/{block.name}"
+
+
 # --- the folder ------------------------------------------------------------------------------------------
 
 
@@ -291,14 +296,8 @@ class BlockStore:
         self._writes: queue.SimpleQueue[tuple[Block, Items] | None] = queue.SimpleQueue()
         self._waiting_bytes = 0
         self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            _write_text(self._folder / "about.json", json.dumps(about))
-            self._account.count()
-            self._look()
-        except OSError as error:
-            self._turn_off(error)
+        self._about = json.dumps(about)
+        self._open()
         for work in (self._write, self._read):
             threading.Thread(target=work, name=work.__name__.strip("_") + "-blocks", daemon=True).start()
 
@@ -368,8 +367,8 @@ class BlockStore:
             try:
                 if self.room_bytes and not self.has(block.digest):
                     self._write_one(block, items)
-            except FileNotFoundError:
-                pass  # another process took it for left over, or the folder was removed
+            except FileNotFoundError:  # the folder was removed
+                self._open()
             except (OSError, RuntimeError, ValueError) as error:
                 self._turn_off(error)
             finally:
@@ -379,10 +378,21 @@ class BlockStore:
                 del job, items
             self._post(Written())
 
+    def _open(self) -> None:
+        """Make the folder where there is none, and find what is in it."""
+        try:
+            self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            _write_text(self._folder / "about.json", self._about)
+            self._account.count()
+            self._look()
+        except OSError as error:
+            self._turn_off(error)
+
     def _write_one(self, block: Block, items: Items) -> None:
         path = self._folder / f".{secrets.token_hex(8)}"
         try:
-            size = write_block(path, items, self._written_name(block))
+            size = write_block(path, items, _written_name(self._folder, block))
             block = block._replace(size=size, used_s=time.time())
             os.utime(path, (block.used_s, block.used_s))
             if not self._account.admit(path, self._folder / block.name):
@@ -393,10 +403,6 @@ class BlockStore:
         with self._lock:
             self._blocks[block.digest] = block
         self._touch(block.previous)
-
-    def _written_name(self, block: Block) -> str:
-        """Return the name that is in a block's file, so that a copy under another name is not used."""
-        return f"{self._folder.name}/{block.name}"
 
     def _touch(self, digest: bytes) -> None:
         """Mark a block and those before it as used, unless they were just now."""
@@ -419,7 +425,7 @@ class BlockStore:
             if block is None:
                 break
             try:
-                parts.append(read_block(self._folder / block.name, self._written_name(block)))
+                parts.append(read_block(self._folder / block.name, _written_name(self._folder, block)))
             except FileNotFoundError:  # another process evicted it, or a person deleted all
                 with contextlib.suppress(OSError):
                     self._look()

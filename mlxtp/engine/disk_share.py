@@ -82,7 +82,8 @@ class DiskShare:
             kept = share(caches, length) if self._kinds.cuttable else caches
             self._runner.kept.insert(frame.uid, kept, length, fetched=True)
         if frame.bad and self.store is not None:
-            self.store.delete(_digests(wanted)[frame.blocks])
+            for digest in _digests(wanted)[frame.blocks :]:
+                self.store.delete(digest)
 
     def use(self, use: CacheUse) -> CacheUse:
         """Return the use of KV caches with that of the disk."""

@@ -394,7 +394,7 @@ class FetchedBlocks(Message):
 class Restore(Message):
     """Rank 0 to the others: keep the first `blocks` that were fetched for uid as its KV cache.
 
-    The others are dropped. With `bad`, every rank deletes the first of them, because some rank has none.
+    The others are dropped. With `bad`, every rank deletes them, because some rank has not got the first.
     """
 
     TYPE: ClassVar[int] = 0x2A

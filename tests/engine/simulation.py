@@ -291,7 +291,8 @@ class Ranks:
                     self.restored.add(move.uid)
                     assert len(self.kept[move.uid]) == move.blocks * fetch.block
                 if move.bad:
-                    self._disk.delete(fetch.digests[move.blocks])
+                    for digest in fetch.digests[move.blocks :]:
+                        self._disk.delete(digest)
                 self.check_room()
 
     def reply(self, uid: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -165,6 +166,18 @@ def test_a_file_that_vanishes_is_a_miss(open_store: Open) -> None:
     assert store.read(1).blocks == 0
     assert not store.store.is_kept(digest(1))
     assert not store.store.is_kept(digest(2)), "it looks again"
+
+
+def test_a_folder_that_was_removed_is_made_again(open_store: Open, tmp_path: Path) -> None:
+    store = open_store()
+    store.put(1)
+    shutil.rmtree(tmp_path / "cache")
+    store.put(2)  # notices it
+    store.put(3)
+    assert store.read(3).blocks == 1
+    assert store.read(1).blocks == 0
+    assert [path.name for path in (tmp_path / "cache" / "layout").glob("about*")] == ["about.json"]
+    assert used(tmp_path / "cache") == int((tmp_path / "cache" / ".used").read_text())
 
 
 def test_files_of_other_names_are_let_alone(open_store: Open, tmp_path: Path) -> None:

@@ -506,7 +506,8 @@ class KVCacheManager:
     def _holds(self, uid: int, tokens: int) -> bool:
         if self._prefixes is not None and self._prefixes.length(uid) >= tokens:
             return True
-        rows = (*self._running, *self._waiting.started())
+        # Tokens of one row cannot be taken out of mlx-lm's own batched caches.
+        rows = (*(self._running if self._arranges else ()), *self._waiting.started())
         return any(row.uid == uid and max(row.position, row.prefilled) >= tokens for row in rows)
 
     def must_wait(self, sequence: SequenceState) -> bool:

@@ -366,8 +366,10 @@ class Scheduler:
         sequence.position = sequence.prompt
         self._running.append(sequence)
         self._kv.share(sequence)
-        if self._policy.wide:  # else one row's tokens cannot be taken out of those that run
+        if self._policy.wide:
             self._kv.line_up(sequence)
+        else:  # what is not on disk by now has to wait until it ends
+            sequence.disk.spilled = 0
         self._speculation.join(sequence)
 
     def _next_decode(self) -> Decode | None:

@@ -277,6 +277,8 @@ class Ranks:
         match move:
             case SpillBlock():
                 held = self.kept.get(move.uid) or self.contents[move.uid]
+                readable = move.uid in self.kept or move.uid in self.prefilling or self.arranges
+                assert readable, "a row of mlx-lm's own batched caches"
                 if self.whole:
                     assert (move.start, move.end) == (0, len(held)), "a cut checkpoint"
                 assert len(held) >= move.end

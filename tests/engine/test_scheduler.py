@@ -1333,6 +1333,16 @@ def test_a_cache_in_memory_that_is_longer_by_now_is_used_instead() -> None:
     assert simulation.prefills()[-1].offset == 150
 
 
+def test_rows_of_batched_caches_go_to_disk_only_before_they_join_and_after_they_end() -> None:
+    """Tokens of one row cannot be taken out of mlx-lm's own batched caches."""
+    simulation = Simulation(prefixes=True, wide=False, prefill_chunk=100, disk=Disk(Steady()))
+    request = simulation.add(LONG, 20)
+    simulation.drain()
+    check_answer(request)
+    assert simulation.disk is not None
+    assert len(simulation.disk.blocks) == (len(LONG) + 19) // 8
+
+
 def test_a_row_that_needs_room_takes_it_from_what_is_fetched() -> None:
     simulation = after_a_restart(kv_tokens=1152)
     grows = simulation.add(40, 450, ignore_eos=True)
@@ -1600,12 +1610,15 @@ def test_room_that_changes_at_any_move_is_kept_to_and_only_what_outgrows_it_fail
     tight,
     st.lists(st.one_of(crowded, crowded, cancels, crowd_ticks, resizes)),
     st.integers(0, 999),
+    st.booleans(),
 )
-def test_what_was_on_disk_before_changes_no_answer(set_up: dict[str, Any], course: Course, seed: int) -> None:
+def test_what_was_on_disk_before_changes_no_answer(
+    set_up: dict[str, Any], course: Course, seed: int, wide: bool
+) -> None:
     """The second time, ranks that remember nothing find some of the first time's blocks, not all on all."""
     disk = Disk(Random(seed))
     for _ in range(2):
-        simulation = play({**set_up, "prefixes": True}, course, disk)
+        simulation = play({**set_up, "prefixes": True, "wide": wide}, course, disk)
         for request in simulation.requests.values():
             if not request.cancelled and not request.failures:
                 check_answer(request)

@@ -304,9 +304,7 @@ class DecodeLoop:
         least = kv_cache.SMALLEST * reply.kv_token_bytes + reply.kv_row_bytes
         reply = replace(reply, kv_bytes=max(reply.kv_bytes, least))
         fits = self._requests.resize(reply, clear=command.clear)
-        scheduler = self._requests.scheduler
-        while scheduler is not None and scheduler.moves:
-            self._move()
+        self._end_what_ended()
         return _fitting(reply, fits)
 
     def _bounded(self, kv_bytes: int) -> Loaded:
@@ -371,6 +369,11 @@ class DecodeLoop:
         self._run(move)
         return True
 
+    def _end_what_ended(self) -> None:
+        """Make the moves that end sequences or free KV caches, which come before any other."""
+        while (scheduler := self._requests.scheduler) is not None and scheduler.moves:
+            self._move()
+
     def _take_blocks(self) -> None:
         """Take what ranks have read from disk, and have the scheduler continue with what all of them have."""
         while word := self._mail.take(DISK):
@@ -386,6 +389,8 @@ class DecodeLoop:
 
     def _spill_rest(self) -> None:
         """Write what waits for the disk, as far as a little time goes."""
+        self._end_what_ended()
+        self._drain()
         scheduler, until = self._requests.scheduler, time.monotonic() + SPILL_S
         while scheduler is not None and scheduler.disk.spills and time.monotonic() < until:
             if move := scheduler.disk.next_spill():

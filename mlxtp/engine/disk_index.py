@@ -22,7 +22,12 @@ MAX_FETCHES = 2  # sequences that wait for the disk at once
 
 
 class Blocks(Protocol):
-    """Blocks on rank 0's disk. The other ranks are expected to have the same."""
+    """Blocks on rank 0's disk. The other ranks are expected to have the same.
+
+    `room_bytes`: 0 once the disk has failed.
+    """
+
+    room_bytes: int
 
     @property
     def takes(self) -> bool:
@@ -73,7 +78,9 @@ class DiskIndex:
 
     def line_up(self, sequence: SequenceState, uid: int, held: int) -> None:
         """Line up what no block has of a sequence's first `held` tokens, which the cache of `uid` holds."""
-        if self._blocks is None or (held < self._spill_from and not sequence.reused):
+        if self._blocks is None or not self._blocks.room_bytes:
+            return
+        if held < self._spill_from and not sequence.reused:
             return
         digests, start = self._digests(sequence), 0
         if self._whole:
@@ -91,7 +98,7 @@ class DiskIndex:
     @property
     def spills(self) -> bool:
         """True while blocks wait for the disk."""
-        return bool(self._due)
+        return bool(self._due) and self._blocks is not None and self._blocks.room_bytes > 0
 
     def next_spill(self) -> SpillBlock | None:
         """Return the next block to write; None if there is none, or the disk takes none now."""

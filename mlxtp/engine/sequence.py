@@ -164,7 +164,7 @@ class SequenceState:
         """Wait once more after a preemption, with the answer so far as part of the prompt."""
         self.uid = self.forwards = self.prefilled = self.reused = self.position = 0
         self.prompt = len(self.tokens)
-        self.fed_inside, self.saves, self.disk = True, (), DiskState()
+        self.fed_inside, self.saves, self.disk.asked, self.disk.spilled = True, (), False, 0
 
     def end(self, reason: EndReason) -> SequenceEnd:
         return SequenceEnd(

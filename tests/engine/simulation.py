@@ -158,13 +158,14 @@ class Disk:
 
     def __init__(self, random: Random) -> None:
         self.random = random
+        self.room_bytes = 1
         #: Each with where it ends, and the digest that it follows.
         self.blocks: dict[bytes, tuple[int, bytes, tuple[int, ...]]] = {}
         self.elsewhere: set[bytes] = set()
 
     @property
     def takes(self) -> bool:
-        return self.random.random() < 0.7
+        return self.room_bytes > 0 and self.random.random() < 0.7
 
     def has(self, digest: bytes) -> bool:
         return digest in self.blocks

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from mlxtp.engine.draft_model import DraftModel
 from mlxtp.engine.executor import Forward, RankExecutor, Result
 from mlxtp.engine.group import CollectiveCounter
 from mlxtp.engine.logit_shaping import RequestShaping
-from mlxtp.engine.mailbox import AGENT, Mailbox, Terminated
+from mlxtp.engine.mailbox import AGENT, DISK, Mailbox, Terminated
 from mlxtp.engine.requests import Emitter
 from mlxtp.engine.sampler import Chooser
 from mlxtp.engine.steps import Policy
@@ -25,6 +27,7 @@ from mlxtp.errors import Code, GroupError, ModelError
 from mlxtp.wire.messages import (
     Accepted,
     Bootstrap,
+    Cancel,
     Delta,
     Error,
     Finished,
@@ -40,6 +43,7 @@ from mlxtp.wire.messages import (
 )
 
 from ..reference import spoken
+from .families import FAMILIES
 from .small_models import write_model
 
 ALONE = Bootstrap(0, 1, "none", (), "", bytes(32), 5.0, 5.0, 1)
@@ -64,6 +68,7 @@ class Story:
         self.said: list[Message] = []
         self.phases: list[str] = []
         """The phase in which it said each."""
+        self.hears: Callable[[Message], None] = lambda _message: None
         self.status = RankTelemetry()
         self._orders = [*orders, Shutdown()]
         self.mail = Mailbox()
@@ -76,7 +81,7 @@ class Story:
             CollectiveCounter(),
             shaping=desk,
             exchange=None,  # type: ignore[arg-type]  # JACCL's
-            post=print,
+            post=partial(self.mail.post, DISK),
         )
         pipe: Any = self
         self.followers = Followers({}, self.mail)
@@ -94,6 +99,7 @@ class Story:
         if isinstance(message, Prefilled):
             assert self.status.in_flight == 1, "what came before the chunk that runs is computed"
         self.phases.append(self.status.phase)
+        self.hears(message)
         if isinstance(message, Loaded | Finished | Error):
             self._order()
 
@@ -327,3 +333,23 @@ def test_an_answer_that_has_begun_elsewhere_waits_for_room_as_long_as_it_takes(
     *_, finished = Story(tmp_path, load, again, queue_s=0.0).play()
     assert isinstance(finished, Finished)
     assert (finished.uid, finished.reason) == (1, "length")
+
+
+def test_what_ends_with_its_model_goes_to_disk(tmp_path: Path) -> None:
+    """Shutdown comes before the move that ends the sequence, whose cache is kept whole."""
+    changes = FAMILIES["gpt_oss"] | {"max_position_embeddings": 2048}
+    load = LoadShard(str(write_model(tmp_path / "model", model_type="gpt_oss", **changes)), 512, ())
+    wanted, disk = Generate(1, tuple(range(5, 505)) * 3, 100, ignore_eos=True), tmp_path / "disk"
+    story = Story(tmp_path, load, wanted, disk_folder=str(disk), disk_bytes=1 << 30)
+
+    def said(message: Message) -> None:
+        if isinstance(message, Delta) and 50 in message.indices:
+            story.mail.post(AGENT, Arrived(Cancel(1)))
+
+    story.hears = said
+    *_, finished = story.play()
+    story.rank.give_back()
+    assert isinstance(finished, Finished)
+    assert finished.reason == "cancel"
+    ends = [int(path.name.split("-")[1]) for path in disk.glob("*/*-*-*")]
+    assert max(ends) > 1550

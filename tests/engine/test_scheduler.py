@@ -1218,16 +1218,17 @@ class Steady(Random):
         return 0.5
 
 
-def after_a_restart(prompt: tuple[int, ...] = LONG, **policy: Any) -> Simulation:
-    """A simulation whose disk has that prompt, and a request for it that waits for the disk."""
+def after_a_restart(*prompts: tuple[int, ...], **policy: Any) -> Simulation:
+    """A simulation whose disk has these prompts, LONG by default, with requests that wait for the disk."""
     disk = Disk(Steady())
     before = Simulation(prefixes=True, disk=disk)
-    before.add(prompt, 4)
-    before.drain()
     after = Simulation(prefixes=True, disk=disk, **policy)
-    after.add((*prompt, 1, 2, 3), 4)
-    after.ticks(3)
-    assert len(after.ranks.fetches) == 1
+    for prompt in prompts or (LONG,):
+        before.add(prompt, 4)
+        before.drain()
+        after.add((*prompt, 1, 2, 3), 4)
+    after.ticks(4)
+    assert len(after.ranks.fetches) == len(after.requests)
     return after
 
 
@@ -1235,7 +1236,8 @@ def fetched(simulation: Simulation, uid: int = 0) -> None:
     uid = uid or min(simulation.ranks.fetches)
     blocks = simulation.ranks.reply(uid)
     simulation.scheduler.moves.append(simulation.scheduler.disk.fetched(uid, blocks))
-    simulation.ticks(1)
+    while uid in simulation.ranks.fetches:
+        simulation.ticks(1)
 
 
 def finished(simulation: Simulation) -> None:
@@ -1344,13 +1346,42 @@ def test_rows_of_batched_caches_go_to_disk_only_before_they_join_and_after_they_
 
 
 def test_a_row_that_needs_room_takes_it_from_what_is_fetched() -> None:
-    simulation = after_a_restart(kv_tokens=1152)
+    simulation = after_a_restart(kv_tokens=1152, run_ahead=0)
+    assert simulation.disk is not None
+    simulation.disk.room_bytes = 0  # a block on its way there would hide a rest
     grows = simulation.add(40, 450, ignore_eos=True)
-    simulation.ticks(600)
-    assert grows.ends
+    while not grows.ends:
+        assert simulation.tick() is not None, "the loop rests while a row runs"
     finished(simulation)
     check_answers(simulation)
     assert [chunk.offset for chunk in simulation.prefills() if chunk.request == grows.uid] == [0]
+
+
+def test_less_room_takes_it_from_what_is_fetched() -> None:
+    simulation = after_a_restart(LONG, LONG[::-1])
+    simulation.resize(300)
+    while simulation.ranks.fetches:
+        fetched(simulation)
+    finished(simulation)
+    check_answers(simulation)
+
+
+def test_a_disk_that_has_failed_is_not_waited_for() -> None:
+    simulation = Simulation(prefixes=True, prefill_chunk=50, disk=(disk := Disk(Steady())))
+    simulation.add(LONG, 4)
+    simulation.ticks(2)
+    assert simulation.scheduler.disk.spills
+    disk.room_bytes = 0
+    assert not simulation.scheduler.disk.spills
+
+
+def test_nothing_is_lined_up_for_a_disk_that_has_failed() -> None:
+    simulation = Simulation(prefixes=True, disk=(disk := Disk(Steady())))
+    disk.room_bytes = 0
+    simulation.add(LONG, 4)
+    simulation.drain()
+    disk.room_bytes = 1
+    assert not simulation.scheduler.disk.spills
 
 
 # --- how long it thinks ------------------------------------------------------------------------------------

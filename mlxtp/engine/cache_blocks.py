@@ -36,6 +36,8 @@ def caches_of(new: Caches, items: Items, length: int, *, cuttable: bool) -> Cach
     values = [(name, array_of(value) if isinstance(value, Raw) else value) for name, value in items]
     for cache, held in zip(leaves(new), tree_unflatten(values), strict=True):
         if cuttable:
+            if any(array.shape[-2] != length for array in _arrays(held)):
+                raise ValueError(f"blocks of other than {length} tokens")
             cache.keys, cache.values = held
             cache.offset = length
         else:
@@ -45,3 +47,7 @@ def caches_of(new: Caches, items: Items, length: int, *, cuttable: bool) -> Cach
 
 def _held(cache: Any, *, cuttable: bool) -> Any:
     return (cache.keys, cache.values) if cuttable else cache.state
+
+
+def _arrays(held: Any) -> list[mx.array]:
+    return [value for _, value in tree_flatten(held) if isinstance(value, mx.array)]

@@ -545,18 +545,25 @@ class KVCacheManager:
         self._lay_out()
 
     def make_room(self, joining: Sequence[SequenceState] = ()) -> bool:
-        """Return True if all fit beside each other, after evictions and another layout where needed."""
+        """Return True if all fit beside each other, after evictions and another layout where needed.
+
+        Unless a prompt joins, what is fetched from disk is dropped for those that run.
+        """
         if not joining and self._is_laid_out():
             return True
         beyond = self._occupied(joining) - self.kv_tokens
         if beyond > 0 and self._prefixes is not None and (evicted := self._prefixes.evict(beyond)):
             self.moves.append(EvictKept(evicted))
             beyond = self._occupied(joining) - self.kv_tokens
-        if beyond > 0:
-            rows = self._rows(joining)
-            if len(rows) > 1 or not self.fits_alone(rows[0]):
-                return False
-        return self._lay_out(joining)
+        rows = self._rows(joining)
+        alone = len(rows) == 1 and self.fits_alone(rows[0])
+        if (beyond <= 0 or alone) and self._lay_out(joining):
+            return True
+        fetching = next((each for each in reversed(self._waiting) if each.disk.fetch), None)
+        if joining or fetching is None:
+            return False
+        self.moves += self.disk.forget(fetching)
+        return self.make_room()
 
     def _is_laid_out(self) -> bool:
         """Return True if every row has room for its next step. Every step asks."""

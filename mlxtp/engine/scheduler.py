@@ -219,7 +219,7 @@ class Scheduler:
         for sequence in tuple(self._requests.values()):
             if not self._kv.fits_alone(sequence):
                 self._late.append(self._fail(sequence, _outgrown(sequence, kv_tokens)))
-        while (self._running or self._waiting.holding()) and not self._make_room():
+        while (self._running or self._waiting.holding()) and not self._kv.make_room():
             self._preempt()
         if not larger:
             self.moves.append(Arrangement(trim=True))
@@ -378,7 +378,7 @@ class Scheduler:
         in_flight = [sequence for sequence in running if sequence.in_flight]
         if any(must_wait(sequence) or self._kv.must_wait(sequence) for sequence in in_flight):
             return None
-        if not self._make_room():
+        if not self._kv.make_room():
             self._preempt()
             return None
         if self.moves:
@@ -499,13 +499,6 @@ class Scheduler:
         self.moves += self.disk.forget(sequence)
         if sequence.uid:
             self._kv.release(sequence, reason, held)
-
-    def _make_room(self) -> bool:
-        """Make room for the next step. What is fetched is dropped for it first."""
-        fetching = [sequence for sequence in self._waiting if sequence.disk.fetch]
-        while not (fits := self._kv.make_room()) and fetching:
-            self.moves += self.disk.forget(fetching.pop())
-        return fits
 
     def _preempt(self) -> None:
         """Remove the youngest sequence; it will be prefilled again when there is room, or fails if never."""

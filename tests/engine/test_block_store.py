@@ -15,9 +15,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import KVCache
 
 from mlxtp.engine import block_store
 from mlxtp.engine.block_store import BlockStore, Items, Raw, Read, Written, array_of, read_block, write_block
+from mlxtp.engine.cache_blocks import caches_of
 
 ROOM = 1 << 20
 ITEMS: Items = [
@@ -155,6 +157,15 @@ def test_blocks_of_two_layouts_do_not_join(open_store: Open) -> None:
     store.put(2, [("1", mx.ones((1, 1, 2, 2)))])
     assert store.read(0, 1).blocks == 0
     assert store.read(0, 2).blocks == 0
+
+
+def test_blocks_of_other_lengths_are_no_cache() -> None:
+    """Else the tokens behind them would be computed at wrong positions."""
+    arrays = [mx.zeros((1, 2, 4, 6)) for _ in range(2)]
+    items: Items = [(f"0.{at}", each) for at, each in enumerate(arrays)]
+    assert caches_of([KVCache()], items, 4, cuttable=True)[0].offset == 4
+    with pytest.raises(ValueError, match="tokens"):
+        caches_of([KVCache()], items, 8, cuttable=True)
 
 
 def test_a_file_that_vanishes_is_a_miss(open_store: Open) -> None:
@@ -355,6 +366,26 @@ def test_a_full_queue_takes_no_more(open_store: Open, monkeypatch: pytest.Monkey
         assert isinstance(store.posted.get(timeout=20), Written)
     assert store.store.takes
     assert all(store.read(number).blocks == 1 for number in range(30))
+
+
+def test_no_thread_outlives_a_store_that_ends_with_a_full_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, writes, goes_on = set(threading.enumerate()), threading.Event(), threading.Event()
+    store = Store(tmp_path / "cache").store
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    monkeypatch.setattr(block_store, "CLOSE_S", 0.1)
+    monkeypatch.setattr(block_store, "write_block", lambda *_: (writes.set(), goes_on.wait(20))[1])
+    store.put(digest(1), 4, b"", ITEMS)
+    assert writes.wait(10)
+    while store.takes:
+        store.put(os.urandom(16), 4, b"", ITEMS)
+    store.close()
+    goes_on.set()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 def test_ten_thousand_blocks_are_found(open_store: Open, tmp_path: Path) -> None:

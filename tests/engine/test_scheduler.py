@@ -1346,7 +1346,7 @@ def test_rows_of_batched_caches_go_to_disk_only_before_they_join_and_after_they_
 
 
 def test_a_row_that_needs_room_takes_it_from_what_is_fetched() -> None:
-    simulation = after_a_restart(kv_tokens=1152, run_ahead=0)
+    simulation = after_a_restart(kv_tokens=600, run_ahead=0)
     assert simulation.disk is not None
     simulation.disk.room_bytes = 0  # a block on its way there would hide a rest
     grows = simulation.add(40, 450, ignore_eos=True)

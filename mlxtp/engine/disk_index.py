@@ -18,7 +18,7 @@ BLOCK = 256  # tokens of a block, where caches can be cut
 STEM = 1024
 #: Tokens from which a sequence is worth a place on disk, unless it began with a kept cache.
 SPILL_FROM = 1024
-MAX_FETCHES = 2  # sequences that wait for the disk at once
+MAX_FETCHES = 4  # sequences that wait for the disk at once; as many prompts are computed at once
 
 
 class Blocks(Protocol):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mlxtp.engine.disk_index import MAX_FETCHES
 from mlxtp.engine.kv_cache import Hit, PrefixCache, capacity
 from mlxtp.engine.scheduler import DRAFTED_ROWS, MAX_PREFILLING, Scheduler
 from mlxtp.engine.steps import (
@@ -1227,8 +1228,8 @@ def after_a_restart(*prompts: tuple[int, ...], **policy: Any) -> Simulation:
         before.add(prompt, 4)
         before.drain()
         after.add((*prompt, 1, 2, 3), 4)
-    after.ticks(4)
-    assert len(after.ranks.fetches) == len(after.requests)
+    after.ticks(2 + len(prompts))
+    assert len(after.ranks.fetches) == min(len(after.requests), MAX_FETCHES)
     return after
 
 
@@ -1278,6 +1279,17 @@ def test_blocks_go_to_a_disk_that_lags_behind_though_the_next_turn_takes_over_th
     disk.random = Steady()
     simulation.drain()
     assert {end for end, _, _ in disk.blocks.values()} >= set(range(8, len(LONG), 8))
+
+
+def test_a_crowd_that_comes_back_is_not_computed_again() -> None:
+    prompts = [tuple(range(1000 * number, 1000 * number + 200)) for number in range(1, 7)]
+    simulation = after_a_restart(*prompts)
+    while simulation.ranks.fetches:
+        fetched(simulation)
+        simulation.ticks(9)
+    finished(simulation)
+    check_answers(simulation)
+    assert {chunk.offset for chunk in simulation.prefills()} == {200}
 
 
 @pytest.mark.parametrize("arrived", [False, True])

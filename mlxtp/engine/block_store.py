@@ -156,21 +156,24 @@ def read_block(path: Path, name: str) -> list[tuple[str, Any]]:
     return items
 
 
-def joined(parts: Sequence[Items]) -> Items:
-    """Join blocks that follow each other: their arrays along the tokens, the second-last axis."""
-    if len(parts) == 1:
-        return parts[0]
-    names = {(name, value.dtype if isinstance(value, Raw) else None) for name, value in parts[0]}
-    for part in parts:
-        if {(name, value.dtype if isinstance(value, Raw) else None) for name, value in part} != names:
-            raise ValueError("blocks of different layouts")
+def joined(parts: Sequence[Items]) -> Iterator[tuple[str, Any]]:
+    """Join blocks that follow each other, one item after the other: arrays along the second-last axis.
+
+    Raises ValueError for blocks of different layouts.
+    """
     columns: list[dict[str, Any]] = [dict(part) for part in parts]
-    return [
-        (name, Raw(np.concatenate([each[name].bits for each in columns], axis=-2), value.dtype))
-        if isinstance(value, Raw)
-        else (name, columns[-1][name])
-        for name, value in parts[0]
-    ]
+    kinds = [{name: _kind(value) for name, value in part.items()} for part in columns]
+    if any(each != kinds[0] for each in kinds):
+        raise ValueError("blocks of different layouts")
+    for name, value in parts[-1] if parts else ():
+        if isinstance(value, Raw) and len(parts) > 1:
+            yield name, Raw(np.concatenate([each[name].bits for each in columns], axis=-2), value.dtype)
+        else:
+            yield name, value
+
+
+def _kind(value: object) -> str:
+    return value.dtype if isinstance(value, Raw) else ""
 
 
 def _bytes(items: Items) -> int:
@@ -433,16 +436,15 @@ class BlockStore:
             except (OSError, ValueError, TypeError, AttributeError, struct.error):
                 self._remove(digest)
                 break
-        try:
-            found = joined(parts) if parts else []
-        except (ValueError, KeyError):
-            parts, found = [], []
+        try:  # one item after the other, because the parts already take the room of all
+            items = [
+                (name, Raw(mx.array(value.bits), value.dtype) if isinstance(value, Raw) else value)
+                for name, value in joined(parts)
+            ]
+        except (ValueError, RuntimeError, MemoryError):  # MLX raises RuntimeError where memory ends
+            parts, items = [], []
         if parts:
             self._touch(digests[len(parts) - 1])
-        items = [
-            (name, Raw(mx.array(value.bits), value.dtype) if isinstance(value, Raw) else value)
-            for name, value in found
-        ]
         self._post(Read(uid, len(parts), items))
 
     def _look(self) -> None:

@@ -159,6 +159,21 @@ def test_blocks_of_two_layouts_do_not_join(open_store: Open) -> None:
     assert store.read(0, 2).blocks == 0
 
 
+def test_the_thread_that_reads_survives_a_lack_of_memory(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    store.put(1)
+    with monkeypatch.context() as patch:
+
+        def full(_parts: object) -> None:
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+        patch.setattr(block_store, "joined", full)
+        assert store.read(1).blocks == 0
+    assert store.read(1).blocks == 1
+
+
 def test_blocks_of_other_lengths_are_no_cache() -> None:
     """Else the tokens behind them would be computed at wrong positions."""
     arrays = [mx.zeros((1, 2, 4, 6)) for _ in range(2)]

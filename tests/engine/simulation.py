@@ -606,7 +606,8 @@ class Simulation:
         blocks = 0 if late else self.ranks.reply(uid)
         self.scheduler.moves.append(self.scheduler.disk.fetched(uid, blocks, late=late))
         while self.scheduler.moves:
-            self.ranks.make(self.scheduler.moves.popleft())
+            if (chosen := self.ranks.make(self.scheduler.moves.popleft())) is not None:
+                self._running.append(chosen)
 
     def ticks(self, count: int) -> None:
         for _ in range(count):

@@ -455,8 +455,6 @@ class KVCacheManager:
         if sequence.disk.fetched > length:
             uid, length, take = fetched, sequence.disk.fetched, True
             sequence.disk.fetch = sequence.disk.fetched = 0
-        else:
-            self.moves += self.disk.forget(sequence)
         if self._prefixes.whole:
             sequence.saves = places_to_save(sequence, length)
             take = uid == fetched
@@ -491,6 +489,9 @@ class KVCacheManager:
 
     def stays(self, sequence: SequenceState, others: Sequence[SequenceState], *, full: bool) -> bool:
         """Return True if a waiting prompt is not started now. `full`: no other one is."""
+        if sequence.disk.fetched and self.hit_length(sequence) == sequence.hit_length:
+            self.moves += self.disk.forget(sequence)  # memory has as much by now
+            return True
         if sequence.disk.fetch:
             return not sequence.disk.fetched  # its room is counted
         return full or self.is_being_computed(sequence, others)

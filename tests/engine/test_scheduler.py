@@ -1655,6 +1655,12 @@ def test_room_that_changes_at_any_move_is_kept_to_and_only_what_outgrows_it_fail
     st.integers(0, 999),
     st.booleans(),
 )
+@example(
+    PLAIN | {"prefill_chunk": 16, "chunk_beside": 16, "max_rows": 5, "run_ahead": 0, "kv_tokens": 512},
+    [("add", (*LONG[:count], 901), new, (), None, True, False) for count, new in ((80, 113), (148, 76))],
+    0,
+    True,  # memory has more than what is fetched
+)
 def test_what_was_on_disk_before_changes_no_answer(
     set_up: dict[str, Any], course: Course, seed: int, wide: bool
 ) -> None:

@@ -152,6 +152,11 @@ def test_help_explains_every_word_that_can_be_typed(words: str) -> None:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
+def test_help_leaves_the_line_breaks_to_the_terminal(words: str) -> None:
+    assert not any("\n" in each for each in COMMANDS[words].help.split("\n\n"))
+
+
+@pytest.mark.parametrize("words", COMMANDS)
 def test_help_has_a_short_name_everywhere(words: str) -> None:
     shown = mlxtp(f"{words} -h")
     assert (shown.exit_code, shown.stdout) == (0, mlxtp(f"{words} --help").stdout)

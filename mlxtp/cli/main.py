@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -158,13 +159,22 @@ _COMMANDS: Mapping[str, tuple[typer.Typer | Callable[..., Any], ...]] = {
         shell_completion.completion, version,
     ),
 }  # fmt: skip
+
+
+def _flowing(command: object) -> str:
+    """Return a docstring with each paragraph on one line; `--help` keeps the line breaks inside of one."""
+    return "\n\n".join(" ".join(each.split()) for each in (inspect.getdoc(command) or "").split("\n\n"))
+
+
 for panel, commands in _COMMANDS.items():
     for each in commands:
         if isinstance(each, typer.Typer):
+            for info in each.registered_commands:
+                info.help = _flowing(info.callback)
             app.add_typer(each, rich_help_panel=panel)
         else:
             name = each.__name__.removesuffix("_command").rstrip("_")
-            app.command(name, rich_help_panel=panel)(each)
+            app.command(name, help=_flowing(each), rich_help_panel=panel)(each)
 
 
 def _print_version(wanted: bool) -> None:

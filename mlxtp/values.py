@@ -334,15 +334,20 @@ def parse_limit(value: object, where: str) -> float:
     return seconds
 
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {
+    **{"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
+}
 
 
 def parse_bytes(value: object, where: str) -> int:
     """Parse a number of bytes, such as 500000000, 500MB or 1.5GiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", str(value).strip().upper())
     if match is None:
         raise ConfigError(f"{where}: {value!r} is not a number of bytes, such as 500MB or 1.5GiB")
     size = float(match[1]) * _UNITS[match[2] or ""]
     if size > MAX_BYTES:
-        raise ConfigError(f"{where}: {value!r} is more than any machine has")
+        raise ConfigError(
+            f"{where}: {value!r} is more than any machine has; {MAX_BYTES >> 40}TiB is the most"
+        )
     return int(size)

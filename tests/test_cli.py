@@ -129,6 +129,10 @@ MISTYPED = (
     ("node --kv-bits 5", "--kv-bits: '5' is not one of 0, 4, 8"),
     ("node --kv-bytes lots", "--kv-bytes: 'lots' is not a number of bytes, such as 500MB"),
     ("node --cache-disk much", "--cache-disk: 'much' is not a number of bytes, such as 500MB"),
+    (
+        "node --cache-disk 999999TB",
+        "--cache-disk: '999999TB' is more than any machine has; 1024TiB is the most",
+    ),
     ("node --speculation --no-speculation=x", "--no-speculation"),
 )
 """Commands that are refused before anything starts."""

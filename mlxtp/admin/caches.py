@@ -1,6 +1,6 @@
 """Caches of earlier prompts: their use by this agent's groups, what is on this Mac's disk, and clearing.
 
-`use_of` is pure.
+`use_of` and `none_kept` are pure.
 """
 
 from __future__ import annotations
@@ -59,6 +59,22 @@ def use_of(group: str, pongs: Mapping[int, Pong], nodes: Sequence[str]) -> Group
     )
 
 
+def none_kept(model: str, where: str, *, served: bool) -> str:
+    """Return why there is nothing to clear; `served`: by a group of another Mac."""
+    if served:
+        what = f"{model} has no rank 0" if model else "no model has its rank 0"
+        return (
+            f"{what} on this Mac, so nothing of it is kept here; `mlxtp status` names the owner of each "
+            "group: clear it there"
+        )
+    what = model or "no model"
+    if where == "memory":
+        return f"{what} is {'not ' if model else ''}served"
+    return (
+        f"{what} is {'neither' if model else 'either'} served {'nor' if model else 'or'} on this Mac's disk"
+    )
+
+
 def gather(parts: AgentParts) -> tuple[GroupCaches, ...]:
     """Return the use of each group whose rank 0 is here."""
     return tuple(map(_use, _with_ranks(parts)))
@@ -99,11 +115,7 @@ class CacheHandlers:
             folder = disk_cache.folder_in(self._parts.node.settings.home)
             removed = await asyncio.to_thread(disk_cache.clear, folder, model, agent_runs=True)
         if not groups and not removed and where != "disk":
-            what = f"{model} has no rank 0" if model else "no model has its rank 0"
-            raise UserError(
-                f"{what} on this Mac, so nothing of it is kept here; `mlxtp status` names the owner of each "
-                "group: clear it there"
-            )
+            raise UserError(none_kept(model, where, served=bool(self._elsewhere(name))))
         return {
             "groups": kept,
             "disk": disk_cache.by_model(removed),

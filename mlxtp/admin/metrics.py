@@ -257,7 +257,7 @@ _COUNTED_BY_A_RANK: tuple[tuple[str, str, Callable[[Pong], int]], ...] = (
     ("mlxtp_rank_forwards", "Forwards of a rank in this epoch.", lambda pong: pong.forwards),
     (
         "mlxtp_rank_evicted_cache_bytes",
-        "KV caches that a rank kept and dropped in this epoch, for lack of room or for a longer one.",
+        "KV caches that a rank kept and dropped in this epoch: for lack of room, for a longer one, cleared.",
         lambda pong: pong.evicted_bytes,
     ),
     (

@@ -101,19 +101,21 @@ def _listed(answer: Json) -> list[Any]:
         )
         for each in answer["elsewhere"]
     ]
-    held, room = size_of(sum(each["bytes"] for each in disk["models"])), size_of(disk["room_bytes"])
-    found += ["", Text(f"on this Mac's disk: {held} of {room}, in {disk['folder']}")]
+    found += ["", Text(f"on this Mac's disk: {_room(disk)}")]
     return [*found, _models(disk["models"])] if disk["models"] else found
 
 
+def _room(disk: Json) -> str:
+    held, room = sum(each["bytes"] for each in disk["models"]), disk["room_bytes"]
+    if not room:
+        return f"off, {size_of(held)} left in {disk['folder']}" if held else "off"
+    return f"{size_of(held)} of {size_of(room)}, in {disk['folder']}"
+
+
 def _groups(groups: Sequence[Json]) -> Table:
-    sizes = {"kept": "kept_bytes", "evicted": "evicted_bytes", "written to disk": "spilled_bytes"}
-    counts = {
-        "prompts that began with one": "reused",
-        "tokens reused": "reused_tokens",
-        "of these from disk": "fetched_tokens",
-    }
-    table = table_of("group", *sizes, *counts, right=(*sizes, *counts))
+    sizes = {"kept": "kept_bytes", "evicted": "evicted_bytes", "written": "spilled_bytes"}
+    counts = {"prompts": "reused", "tokens reused": "reused_tokens", "from disk": "fetched_tokens"}
+    table = table_of("group", *sizes, *counts, right=(*sizes, *counts), wrapped=("group",))
     for each in groups:
         table.add_row(
             escape(each["group"]),
@@ -124,7 +126,9 @@ def _groups(groups: Sequence[Json]) -> Table:
 
 
 def _models(models: Sequence[Json]) -> Table:
-    table = table_of("model", "blocks", "size", "ranks", "last used", right=("blocks", "size"))
+    table = table_of(
+        "model", "blocks", "size", "ranks", "last used", right=("blocks", "size"), wrapped=("model", "ranks")
+    )
     for each in models:
         table.add_row(
             escape(_model(each)),

@@ -104,8 +104,8 @@ def by_model(found: list[Layout]) -> list[dict[str, Any]]:
 def clear(folder: Path, model: str = "", *, agent_runs: bool) -> list[Layout]:
     """Remove the blocks of a model, or of all, and return them. Blocks.
 
-    Unfinished ones stay while an agent runs, because a rank may be writing them. `model` is a folder, or
-    OWNER/NAME. Raises UserError for a file that cannot be removed.
+    Unfinished ones and the folders stay while an agent runs, because a rank may be writing there. `model` is
+    a folder, or OWNER/NAME. Raises UserError for a file that cannot be removed.
     """
     removed, name = [], name_of(model)
     with _account(folder, recount=not agent_runs) as freed:
@@ -114,6 +114,8 @@ def clear(folder: Path, model: str = "", *, agent_runs: bool) -> list[Layout]:
             if not name or name == name_of(layout.model):
                 freed.append(_remove(each, unfinished=not agent_runs))
                 removed.append(layout)
+                if not agent_runs:
+                    _remove_empty(each)
     return [each for each in removed if each.blocks]
 
 
@@ -194,6 +196,14 @@ def _files(folder: Path, *, unfinished: bool) -> Iterator[tuple[Path, os.stat_re
                 with suppress(OSError):
                     if each.is_file(follow_symlinks=False):
                         yield Path(each.path), each.stat(follow_symlinks=False)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove the folder of a layout that holds only about.json."""
+    with suppress(OSError):
+        if all(each.name == _ABOUT for each in folder.iterdir()):
+            (folder / _ABOUT).unlink(missing_ok=True)
+            folder.rmdir()
 
 
 def _remove(folder: Path, *, unfinished: bool) -> int:

@@ -108,8 +108,10 @@ async def caches_come_and_go(caches: CacheHandlers, home: Path) -> None:
     kept = await caches.kept()
     assert [each["group"] for each in kept["groups"]] == ["tiny#0"]
     assert (kept["elsewhere"], kept["disk"]["models"]) == ([], [])
-    with pytest.raises(UserError, match="other has no rank 0 on this Mac, so nothing of it is kept here"):
+    with pytest.raises(UserError, match=r"^other is neither served nor on this Mac's disk$"):
         await caches.clear("other", "")
+    with pytest.raises(UserError, match=r"^other is not served$"):
+        await caches.clear("other", "memory")
     with pytest.raises(UserError, match="'tape' is not memory or disk"):
         await caches.clear("", "tape")
     both = ["/models/other", "/models/tiny"]
@@ -183,6 +185,11 @@ def test_a_group_on_other_macs_is_shown_as_it_is_told(
         caches = CacheHandlers(node.parts)
         [elsewhere] = (await caches.kept())["elsewhere"]
         assert elsewhere == {"group": GROUP, "owner": "mac-a", "cached_tokens": 512}
+        for model, what in (("tiny", "tiny has no rank 0"), ("", "no model has its rank 0")):
+            with pytest.raises(UserError, match=f"{what} on this Mac, so nothing of it is kept here"):
+                await caches.clear(model, "")
+        with pytest.raises(UserError, match="other is neither served nor"):
+            await caches.clear("other", "")
         cleared = await caches.clear("", "disk")
         assert (cleared["elsewhere"], cleared["other_macs"]) == ([], ["mac-a", "mac-f"])
         node.hear(a, replace(told, epoch=10, state="starting", reason="epoch 9 lost mac-f"))

@@ -406,16 +406,26 @@ def test_the_disk_is_listed_and_cleared_while_no_agent_runs(tmp_path: Path) -> N
     layout(tmp_path / "kv-cache", "b", "/models/other")
     listed = mlxtp(tmp_path, "cache", "list").output
     assert "no group has its rank 0 on this Mac" in listed
-    assert "on this Mac's disk: 2 MB of 0 MB, in " in " ".join(listed.split())
+    assert "on this Mac's disk: off, 2 MB left in " in " ".join(listed.split())
     assert "no mlxtp node runs" in refusal(tmp_path, "cache", "clear", "--memory")
     for said in (
         "/models/[one]: 2 MB removed from this Mac's disk\n",
         "nothing of it was on this Mac's disk\n",
     ):
         assert mlxtp(tmp_path, "cache", "clear", "/models/[one]").output == said
-    assert not (kept / ".unfinished").exists()
+    assert not kept.exists()
     [left] = json.loads(mlxtp(tmp_path, "cache", "list", "--json").output)["disk"]["models"]
     assert left["model"] == "/models/other"
+    mlxtp(tmp_path, "cache", "clear")
+    assert mlxtp(tmp_path, "cache", "list").output.endswith("\non this Mac's disk: off\n")
+
+
+def test_the_headers_of_caches_take_one_line_at_80_columns(agent: Agent) -> None:
+    with _own_home(agent.home):
+        lines = mlxtp(agent.home, "cache", "list", width=80).output.splitlines()
+    assert " ".join(lines[0].split()) == "group kept evicted written prompts tokens reused from disk"
+    assert lines[1].startswith("org/model#0 ")
+    assert "model blocks size ranks last used" in [" ".join(each.split()) for each in lines]
 
 
 def test_memory_that_ended_ranks_left_wired_is_shown(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

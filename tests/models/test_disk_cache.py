@@ -120,8 +120,21 @@ def test_a_model_is_cleared_and_the_account_follows(tmp_path: Path) -> None:
     assert used(tmp_path) == 12
     assert [each.model for each in layouts(tmp_path)] == ["/models/plain"]
     assert clear(tmp_path, agent_runs=False)[0].bytes == 5
-    assert [each.name for each in (*one.iterdir(), *other.iterdir())] == ["about.json", "about.json"]
+    assert not one.exists()
+    assert not other.exists()
     assert used(tmp_path) == 0, "counted again, as no rank writes"
+
+
+def test_the_folder_of_a_layout_goes_unless_a_rank_may_write_there(tmp_path: Path) -> None:
+    one, other = layout(tmp_path, "a", HUB), layout(tmp_path, "b", "/models/plain", sizes=())
+    (layout(tmp_path, "c", HUB) / "inner").mkdir()
+    clear(tmp_path, "org/some--model", agent_runs=True)
+    assert (one / "about.json").exists()
+    clear(tmp_path, "org/some--model", agent_runs=False)
+    assert sorted(each.name for each in tmp_path.iterdir() if each.is_dir()) == ["b", "c"]
+    assert (tmp_path / "c" / "about.json").exists(), "something else is in there"
+    clear(tmp_path, agent_runs=False)
+    assert not other.exists()
 
 
 def test_an_account_that_is_missing_is_made_for_its_owner_alone(tmp_path: Path) -> None:

@@ -384,6 +384,7 @@ class BlockStore:
     def _open(self) -> None:
         """Make the folder where there is none, and find what is in it."""
         try:
+            self._look()  # what is there is read, also where nothing can be written
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
             _write_text(self._folder / "about.json", self._about)
@@ -393,6 +394,8 @@ class BlockStore:
             self._turn_off(error)
 
     def _write_one(self, block: Block, items: Items) -> None:
+        if not self._folder.is_dir():
+            self._open()
         path = self._folder / f".{secrets.token_hex(8)}"
         try:
             size = write_block(path, items, _written_name(self._folder, block))
@@ -405,6 +408,9 @@ class BlockStore:
         self.spilled_bytes += size
         with self._lock:
             self._blocks[block.digest] = block
+        before = self._blocks.get(block.previous)
+        if before is not None and not (self._folder / before.name).exists():
+            self._look()  # others have been removed, too, and may be written again
         self._touch(block.previous)
 
     def _touch(self, digest: bytes) -> None:
@@ -448,8 +454,11 @@ class BlockStore:
         self._post(Read(uid, len(parts), items))
 
     def _look(self) -> None:
-        """Find the blocks that there are. Raises OSError."""
-        found = [block for entry in os.scandir(self._folder) if (block := Block.named(entry))]
+        """Find the blocks that there are. Raises OSError, but not if the folder is not there."""
+        entries: list[os.DirEntry[str]] = []
+        with contextlib.suppress(FileNotFoundError):
+            entries = list(os.scandir(self._folder))
+        found = [block for entry in entries if (block := Block.named(entry))]
         with self._lock:
             self._blocks = {block.digest: block for block in found}
 

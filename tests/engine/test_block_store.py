@@ -362,7 +362,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capfd: pytest.
     store = Store(tmp_path / "file")
     assert not store.store.takes
     assert store.read(1).blocks == 0
-    assert "File exists" in capfd.readouterr().err
+    assert "Not a directory" in capfd.readouterr().err
 
 
 def test_a_full_queue_takes_no_more(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,3 +455,25 @@ def test_what_a_killed_process_left_is_not_in_the_way_of_another_of_its_number(
     store.put(1)
     assert store.store.takes
     assert store.read(1).blocks == 1
+
+
+def test_a_folder_that_is_removed_is_made_again(open_store: Open, tmp_path: Path) -> None:
+    store = open_store()
+    store.put(1)
+    shutil.rmtree(tmp_path / "cache")
+    store.put(2)
+    assert store.read(2).blocks == 1
+    assert (store.files()[0].parent / "about.json").exists()
+    shutil.rmtree(tmp_path / "cache")
+    assert store.read(2).blocks == 0
+    assert not store.store.is_kept(digest(2))
+
+
+def test_a_block_behind_one_that_was_removed_finds_that_out(open_store: Open) -> None:
+    store = open_store()
+    store.put(1)
+    store.put(2, previous=1)
+    for file in store.files():
+        file.unlink()
+    store.put(3, previous=2)
+    assert [store.store.is_kept(digest(number)) for number in (1, 2, 3)] == [False, False, True]

@@ -519,3 +519,10 @@ def test_many_requests_with_little_room(home: Home, model: Path, seed: int) -> N
         cluster.idle()
     with home.start() as cluster:
         assert sum([ask(cluster, Wanted(talk, 5), model) for talk in talks]) >= 1024
+
+
+@chaos
+def test_many_conversations_come_back_at_once(home: Home, model: Path) -> None:
+    wanted = filled(home, model, *range(6))
+    with home.start() as cluster:
+        assert [outcome.whole().cached for outcome in cluster.ask_all(wanted)] == [KEPT] * 6

@@ -296,7 +296,7 @@ class BlockStore:
         self._lock = threading.Lock()  # of what follows, which threads write and the main thread reads
         self._blocks: dict[bytes, Block] = {}
         self._writing: set[bytes] = set()
-        self._writes: queue.SimpleQueue[tuple[Block, Items] | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[tuple[Block, Items | None] | None] = queue.SimpleQueue()
         self._waiting_bytes = 0
         self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._about = json.dumps(about)
@@ -351,8 +351,11 @@ class BlockStore:
         self._reads.put(partial(self._read_all, uid, digests))
 
     def delete(self, digest: bytes) -> None:
-        """Have a block deleted, if it is there."""
-        self._reads.put(partial(self._remove, digest))
+        """Have a block deleted, if it is there. It can be put again at once: writes come behind."""
+        with self._lock:
+            block = self._blocks.pop(digest, None)
+        if block is not None:
+            self._writes.put((block, None))
 
     def close(self) -> None:
         """End the threads. Waits a little while for blocks that are queued."""
@@ -367,6 +370,9 @@ class BlockStore:
     def _write(self) -> None:
         while job := self._writes.get():
             block, items = job
+            if items is None:
+                self._remove(block)
+                continue
             try:
                 if self.room_bytes and not self.has(block.digest):
                     self._write_one(block, items)
@@ -440,7 +446,9 @@ class BlockStore:
                     self._look()
                 break
             except (OSError, ValueError, TypeError, AttributeError, struct.error):
-                self._remove(digest)
+                with self._lock:
+                    self._blocks.pop(digest, None)
+                self._remove(block)
                 break
         try:  # one item after the other, because the parts already take the room of all
             items = [
@@ -462,13 +470,10 @@ class BlockStore:
         with self._lock:
             self._blocks = {block.digest: block for block in found}
 
-    def _remove(self, digest: bytes) -> None:
-        with self._lock:
-            block = self._blocks.pop(digest, None)
-        if block is not None:
-            with contextlib.suppress(OSError):
-                (self._folder / block.name).unlink()
-                self._account.remove(block.size)
+    def _remove(self, block: Block) -> None:
+        with contextlib.suppress(OSError):
+            (self._folder / block.name).unlink()
+            self._account.remove(block.size)
 
     def _turn_off(self, error: Exception) -> None:
         if self.room_bytes:

@@ -477,3 +477,14 @@ def test_a_block_behind_one_that_was_removed_finds_that_out(open_store: Open) ->
         file.unlink()
     store.put(3, previous=2)
     assert [store.store.is_kept(digest(number)) for number in (1, 2, 3)] == [False, False, True]
+
+
+def test_a_block_that_is_deleted_can_be_written_at_once(open_store: Open) -> None:
+    store, goes_on = open_store(), threading.Event()
+    store.put(1)
+    store.store._reads.put(lambda: goes_on.wait(20))  # the reader is behind
+    store.store.delete(digest(1))
+    assert not store.store.is_kept(digest(1))
+    store.put(1)
+    goes_on.set()
+    assert store.read(1).blocks == 1

@@ -99,6 +99,7 @@ def test_a_conversation_goes_on_after_a_restart(start: Start, folder: Path, samp
     with start() as cluster:
         held = LONG + len(said)
         assert ask(cluster, Wanted(turn, 20, sampling), folder) >= held - BLOCK
+        cluster.idle()  # each rank has reported since
         for rank in cluster.health()["ranks"]:
             assert rank["fetched"] == 1
 

@@ -1594,7 +1594,7 @@ def test_where_room_is_tight_no_request_exceeds_it_and_none_is_lost(
 def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing() -> None:
     """The room is checked at every forward. Little of it is free, so that all layouts occur."""
     buckets, preempted = set(), 0
-    for seed in range(60):
+    for seed in range(24):
         random = Random(seed)
         simulation = Simulation(
             kv_tokens=random.choice((1200, 1500, 2000)),
@@ -1615,7 +1615,7 @@ def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing() -> None
         buckets.add(simulation.ranks.most_buckets)
         preempted += reasons(simulation.moves).count("preempt")
     assert buckets >= {2, 3}
-    assert preempted > 20
+    assert preempted > 8
 
 
 @settings(max_examples=100, deadline=None)

@@ -183,7 +183,10 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "tokenizer_file": frozenset({"errors"}),
     "weights_file": frozenset({"tokenizer_file"}),
     "wire": frozenset({"admission_counter", "errors"}),
-    "engine": frozenset({"admission_counter", "errors", "tokenizer_file", "weights_file", "wire"}),
+    "pipeline_families": frozenset(),
+    "engine": frozenset(
+        {"admission_counter", "errors", "pipeline_families", "tokenizer_file", "weights_file", "wire"}
+    ),
     "placement": frozenset({"errors", "wire"}),
     "discovery": frozenset({"background", "config", "errors", "wire"}),
     "identity": frozenset({"background", "config", "discovery", "errors", "wire"}),

@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten, tree_map
 from ..errors import Code, ModelError
 from .kv_cache import SMALLEST, capacity, roomy
 from .loader import leaves, make_cache, unrun_arrays
+from .pipeline import Stage
 
 #: Numbers that share a scale, the best first. A head's keys and values must divide by it.
 QUANTIZATION_GROUPS = (64, 32)
@@ -468,14 +469,16 @@ class CacheKind:
     reusable  a sequence may start from a copy of another's caches, as long as all of their tokens begin it
     overlapping  not cuttable, but what grows with each token is, so that `overlap` frees all of it
 
+    A stage of a pipeline has the abilities of the whole model, so that all its ranks have the same.
     Raises ModelError (MODEL_UNSUPPORTED) when they cannot be quantized.
     """
 
-    def __init__(self, model: Any, kv_bits: int = 0) -> None:
+    def __init__(self, model: Any, kv_bits: int = 0, stage: Stage | None = None) -> None:
         self.model = model
         self._kv_bits = kv_bits
+        self._all = make_cache(model) if stage is None else stage.all_caches()
         self.group_size = self._find_group_size() if kv_bits else 0
-        new = self.new()
+        new = self._quantized(self._all)
         kinds = {type(cache).__name__ for cache in new}
         inside = {type(cache).__name__ for cache in leaves(new)}
         alone = any(type(module).__name__ == _ONE_OFFSET for module in model.modules())
@@ -531,7 +534,9 @@ class CacheKind:
 
     def new(self) -> Caches:
         """Return empty caches for one sequence."""
-        caches = make_cache(self.model)
+        return self._quantized(make_cache(self.model))
+
+    def _quantized(self, caches: Caches) -> Caches:
         if not self._kv_bits:
             return caches
         return [cache.to_quantized(group_size=self.group_size, bits=self._kv_bits) for cache in caches]
@@ -540,10 +545,10 @@ class CacheKind:
         """Return the group size, from the shapes of a forward that is built and never run."""
         from mlx_lm.models.cache import KVCache
 
-        caches = make_cache(self.model)
-        if not all(type(cache) is KVCache for cache in caches):
-            kinds = ", ".join(sorted({type(cache).__name__ for cache in caches}))
+        if not all(type(cache) is KVCache for cache in self._all):
+            kinds = ", ".join(sorted({type(cache).__name__ for cache in self._all}))
             raise self._refusal(f"this model's caches ({kinds}) cannot be quantized")
+        caches = make_cache(self.model)
         heads = {array.shape[-1] for array in unrun_arrays(self.model, caches)}
         for size in QUANTIZATION_GROUPS:
             if not any(head % size for head in heads):

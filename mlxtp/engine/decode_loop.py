@@ -75,6 +75,7 @@ class Followers:
         self._mail = mail
         self._step = 0
         self._acknowledged: set[int] = set()
+        self.staged = False  #: the ranks have whole layers, and send each other hidden states
 
     def send(self, message: Message) -> int:
         """Send to every rank; returns the frame's seq, which is the same on all links.
@@ -115,7 +116,8 @@ class Followers:
                 raise GroupError(
                     f"rank {rank} sent {type(received.message).__name__} for an Ack", Code.DESYNC
                 )
-            _compare(rank, received.message, result)
+            between = self.staged and rank < len(self._links)  # it receives and sends
+            _compare(rank, received.message, result, 2 if between else 1)
             self._acknowledged.add(rank)
         if len(self._acknowledged) < len(self._links):
             return False
@@ -135,10 +137,14 @@ def _names(ranks: Iterable[int]) -> str:
     return " and ".join(f"rank {rank}" for rank in sorted(ranks))
 
 
-def _compare(rank: int, ack: Ack, result: Result) -> None:
+def _compare(rank: int, ack: Ack, result: Result, borders: int) -> None:
+    """Compare a rank's figures with rank 0's. Raises GroupError (DESYNC).
+
+    Rank 0 of a pipeline only receives. A rank with `borders` has that many messages for each of rank 0's.
+    """
     for what in ("step", "forwards", "collectives", "digest"):
         theirs, ours = getattr(ack, what), getattr(result, what)
-        if theirs != ours:
+        if theirs != (ours * borders if what == "collectives" else ours):
             raise GroupError(
                 f"step {result.step}: rank {rank} reports {what} {theirs}, rank 0 has {ours}", Code.DESYNC
             )
@@ -226,7 +232,7 @@ class DecodeLoop:
         self._pipe = pipe
         self._followers = followers
         self._requests = Requests(rank, mail, shaping, Emitter(pipe, rank.status))
-        self._run_ahead = rank.bootstrap.run_ahead
+        self._stages = 1  # of a pipeline
         self._loaded: Loaded | None = None  # with the room that the ranks found for KV caches
         self._drafter: DraftModel | None = None
         self._fetches = Fetches(followers.ranks)
@@ -247,7 +253,8 @@ class DecodeLoop:
             self._requests.give_up_waiting()
             moved = self._move()
             self._confirm()
-            settled = self._settle(keep=self._run_ahead if moved else 0)
+            ahead = max(self._rank.bootstrap.run_ahead, self._stages - 1)
+            settled = self._settle(keep=ahead if moved else max(len(self._running) - 1, 0))
             self._confirm()
             if not moved and not settled:
                 self._rest()
@@ -281,6 +288,8 @@ class DecodeLoop:
         self._close()
         reply = self._everywhere(command)
         if isinstance(reply, Loaded):
+            self._followers.staged = bool(command.split)
+            self._stages = max(len(command.split), 1)
             try:
                 drafter = self._load_drafter(command)
             except ModelError as error:
@@ -341,6 +350,7 @@ class DecodeLoop:
             replies |= self._followers.replies(self._rank.bootstrap.deadline_s)
         errors = {rank: reply for rank, reply in replies.items() if isinstance(reply, Error)}
         if not errors:
+            _check_layers({rank: r.layers for rank, r in replies.items() if isinstance(r, Loaded)})
             return _combined(replies)
         if isinstance(command, LoadShard):
             self._everywhere(Unload())
@@ -422,7 +432,8 @@ class DecodeLoop:
                 case PromptTokens() | PromptBatch() | StepToken():
                     self._running.append(self._rank.launch(step, frame, known))
         if isinstance(move, Prefill):
-            self._settle(keep=1)  # everything before this chunk
+            # Everything before this chunk, but for those that other stages are computing.
+            self._settle(keep=max(self._stages - 1, 1))
             self._requests.prefilled(move)
         elif isinstance(move, PrefillTogether):
             for prompt in move.prompts:
@@ -555,6 +566,14 @@ def _cache_frame(move: CacheMove) -> CacheFrame:
             return FetchBlocks(move.uid, move.block, b"".join(move.digests))
         case RestoreKept():
             return Restore(move.uid, move.blocks, move.bad)
+
+
+def _check_layers(owned: Mapping[int, tuple[int, ...]]) -> None:
+    """Check that each layer of a pipeline is on one rank, the last ones on rank 0. Raises GroupError."""
+    found = [layer for rank in sorted(owned, reverse=True) for layer in owned[rank]]
+    if found != list(range(len(found))) or (found and not all(owned.values())):
+        words = "; ".join(f"rank {rank}: {list(layers)}" for rank, layers in sorted(owned.items()))
+        raise GroupError(f"the ranks do not have each layer once ({words})", Code.DESYNC)
 
 
 def _combined(replies: dict[int, Message]) -> Message:

@@ -46,6 +46,7 @@ from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form
 from .jaccl import JacclFabric, SideChannelExchange
 from .loader import ModelShare, load, run_alone
 from .mlx_compat import code_of
+from .pipeline import Border, check_number
 from .runner import Chosen, Runner
 from .sampler import Chooser, LogitShaping
 from .steps import Score
@@ -108,6 +109,7 @@ class RankExecutor:
         self._epoch = epoch
         self._folder = folder
         self._counter = counter
+        self._collectives = 0  # of forwards
         self._shaping = shaping
         self._exchange = exchange
         self.caches: CacheKind | None = None
@@ -149,7 +151,7 @@ class RankExecutor:
         """
         launched_at = time.monotonic()
         runner, recorder = self._require_runner(), self.status.recorder
-        room = runner.room
+        room, before = runner.room, self._counter.count
         phase: Phase = "decode" if isinstance(frame, StepToken) else "prefill"
         self.status.launched(phase, len(frame.tokens), launched_at)
         if isinstance(frame, PromptTokens):
@@ -161,26 +163,29 @@ class RankExecutor:
         else:
             entry = recorder.started(step, STEP, len(frame.rows), launched_at)
             chosen = runner.step(frame, known)
-        recorder.queued(entry, runner.forwards, self._counter.count)
+        self._collectives += self._counter.count - before
+        recorder.queued(entry, runner.forwards, self._collectives)
         if phase == "prefill" or runner.room != room:
             self._count_caches()
-        return Forward(step, chosen, runner.forwards, self._counter.count, launched_at, fed(frame), entry)
+        return Forward(step, chosen, runner.forwards, self._collectives, launched_at, fed(frame), entry)
 
     def settle(self, forward: Forward) -> Result:
         """Wait for a forward. The GIL is free meanwhile, so that other threads can reply to Pings."""
         waiting_since = time.monotonic()
-        chosen = forward.chosen
+        chosen, status = forward.chosen, self.status
+        self._require_runner().border.flush(forward.forwards)
+        check_number(chosen.number, forward.forwards)
         table = cast("list[list[int]]", chosen.tokens.tolist())
         now = time.monotonic()
         tokens = tuple([t for row, width in zip(table, chosen.widths, strict=False) for t in row[:width]])
-        status = self.status
         took_s = status.settled(now)
         status.step = forward.step
         status.forwards = forward.forwards
         status.collectives = forward.collectives
         step_us, wait_us = int((now - forward.launched_at) * 1e6), int((now - waiting_since) * 1e6)
         status.took(step_us, wait_us)
-        chose = digest(forward.step, tokens, forward.fed)
+        # Of a pipeline, only rank 0 knows the tokens.
+        chose = digest(forward.step, () if self.loaded and self.loaded.stage else tokens, forward.fed)
         status.recorder.finished(forward.entry, now, chose, forward.fed)
         return Result(
             forward.step,
@@ -291,8 +296,8 @@ class RankExecutor:
         self.status.enter("loading")
         path = command.paths[self.bootstrap.rank] if command.paths else command.path
         try:
-            self.loaded = load(Path(path), self._group, self.status.advance)
-            self.caches = CacheKind(self.loaded.model, command.kv_bits)
+            self.loaded = load(Path(path), self._group, self.status.advance, command.split)
+            self.caches = CacheKind(self.loaded.model, command.kv_bits, self.loaded.stage)
             if self._group.size > 1 and mx.metal.is_available():
                 first = partial(self._first_forwards, command.prefill_chunk)
                 run_alone(self.loaded, self._group.size, first)
@@ -325,13 +330,16 @@ class RankExecutor:
             kv_room_bytes(self.bootstrap.world_size),
             loaded.kv_row_bytes,
             self.bootstrap.prefix_cache and self.caches.reusable and not self.caches.cuttable,
+            loaded.stage.layers if loaded.stage else (),
         )
 
     def _new_runner(self, counter: CollectiveCounter) -> Runner:
         assert self.loaded is not None
         assert self.caches is not None
-        chooser = Chooser(self._group, self._shaping, tuple(sorted(self.eos)))
-        return Runner(self.loaded, self.caches, counter, chooser, compiled=self.bootstrap.compiled)
+        stage = self.loaded.stage
+        chooser = Chooser(LoneGroup() if stage else self._group, self._shaping, tuple(sorted(self.eos)))
+        border, compiled = Border(stage, self._group), self.bootstrap.compiled
+        return Runner(self.loaded, self.caches, counter, chooser, compiled=compiled, border=border)
 
     def _first_forwards(self, chunk: int) -> None:
         """Run the first forwards in a temporary runner."""

@@ -141,10 +141,16 @@ class LoneGroup:
 
 
 class RingGroup:
-    """Formed MLX group. The models' `shard` takes `handle`."""
+    """Formed MLX group. The models' `shard` takes `handle`.
 
-    def __init__(self, handle: Any) -> None:
+    `uniform`: messages from one rank to another must all have the same shape.
+    """
+
+    def __init__(self, handle: Any, *, uniform: bool = False) -> None:
         self.handle = handle
+        self._uniform = uniform
+        #: Messages wait here for other ranks, and not where this rank computes.
+        self._stream = mx.new_stream(mx.cpu)
         self.rank: int = handle.rank()
         self.size: int = handle.size()
         self._mine = 1 if self.rank == 0 else 0
@@ -208,6 +214,30 @@ class RingGroup:
         """Return the sum of every rank's `array`, in its shape and type."""
         total: mx.array = mx.distributed.all_sum(_padded(array), group=self.handle)
         return total[: array.size].reshape(array.shape)
+
+    def send_row(self, row: mx.array, rank: int, unit: int) -> mx.array:
+        """Queue a message [n] to the rank beside this one; returns an array that is computed once it is sent.
+
+        Where messages must have one shape, it goes in pieces of `unit` numbers.
+        """
+        whole = mx.pad(row, (0, -row.size % unit)) if self._uniform else row
+        pieces = mx.split(whole, whole.size // unit) if self._uniform else [row]
+        return [self._send(piece, rank) for piece in pieces][-1]
+
+    def receive_row(self, size: int, dtype: mx.Dtype, rank: int, unit: int) -> list[mx.array]:
+        """Queue the message of `size` numbers from the rank beside this one; returns its pieces, in order."""
+        lengths = [unit] * -(-size // unit) if self._uniform else [size]
+        return [self._receive(length, dtype, rank) for length in lengths]
+
+    def _send(self, row: mx.array, rank: int) -> mx.array:
+        sent: mx.array = mx.distributed.send(row, rank, group=self.handle, stream=self._stream)
+        mx.async_eval(sent)  # messages are queued in this order
+        return sent
+
+    def _receive(self, size: int, dtype: mx.Dtype, rank: int) -> mx.array:
+        row: mx.array = mx.distributed.recv((size,), dtype, rank, group=self.handle, stream=self._stream)
+        mx.async_eval(row)
+        return row
 
     def gather(self, array: mx.array) -> mx.array:
         """Return every rank's `array`, in rank order: [size, *shape]."""
@@ -292,7 +322,8 @@ def form(
             _set(fabric.environment(os.environ, rank, path))
         before = _sockets()
         try:
-            group = RingGroup(init(backend, None if fabric is None else fabric.factory))
+            handle = init(backend, None if fabric is None else fabric.factory)
+            group = RingGroup(handle, uniform=backend == "jaccl")
         except (RuntimeError, ValueError, IndexError) as error:  # C++ exceptions arrive as one of these
             raise GroupError(f"rank {rank}: {backend} did not form: {error}", Code.FORM_FAILED) from error
     if (group.rank, group.size) != (rank, world_size):

@@ -7,7 +7,7 @@ import io
 import json
 import struct
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
@@ -21,6 +21,7 @@ from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..tokenizer_file import MAX_CONFIG_BYTES, text_of, token_count
 from .group import Group, alone, uncounted
 from .mlx_compat import code_of
+from .pipeline import Stage, StageVocabulary, check_family, cut_into_stage
 from .sharding import (
     Config,
     ShardedEmbedding,
@@ -31,6 +32,7 @@ from .sharding import (
     compiles_collectives,
     context_length,
     cut_rows,
+    family_of,
     shard,
     text_config,
 )
@@ -346,10 +348,13 @@ class ModelShare:
     kv_token_bytes: int
     #: Bytes of a sequence's caches that do not grow with it: windows of tokens, and recurrent states.
     kv_row_bytes: int
+    stage: Stage | None = None  # the layers of this rank where it has whole ones
 
 
-def load(folder: Path, group: Group, progress: Callable[[], None]) -> ModelShare:
+def load(folder: Path, group: Group, progress: Callable[[], None], split: Sequence[int] = ()) -> ModelShare:
     """Load this rank's share. Calls `progress` after the vocabulary and after each layer.
+
+    `split` has the number of layers of each rank where each has whole ones, else it is empty.
 
     Never leaves a model half-loaded. Raises ModelError that names the folder, or GroupError (OUT_OF_MEMORY,
     GPU_TIMEOUT) when the machine failed and not the model. No collective runs, so a rank may fail alone.
@@ -360,17 +365,24 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> ModelShare
 
     maybe_set_recommended_wired_limit()  # keeps Metal from paging out the weights; elsewhere no effect
     config = read_config(folder)
-    check_shardable(config, group.size)
-    check_divisible(config, group.size)
+    parts = 1 if split else group.size  # of each layer
+    check_shardable(config, parts)
+    check_divisible(config, parts)
+    if split:
+        check_family(family_of(config))
     mx.reset_peak_memory()
     held = mx.get_active_memory()
     model, config = _read_weights(folder)
     try:
         with _unkept():
             tensors = Folder(folder)
-            stored = tensors.untouched(_weights(model)) if group.size > 1 else {}
-            vocabulary = shard(model, group, cut=tensors.cut, size=_vocabulary(config))
-            _evaluate(model, folder.name, group.size, progress, partial(_own_bytes, stored, group))
+            stored = tensors.untouched(_weights(model)) if parts > 1 else {}
+            vocabulary = (
+                cut_into_stage(model, group, split, _vocabulary(config))
+                if split
+                else shard(model, group, cut=tensors.cut, size=_vocabulary(config))
+            )
+            _evaluate(model, folder.name, parts, progress, partial(_own_bytes, stored, group))
         peak_bytes = mx.get_peak_memory() - held
         kv_token_bytes, kv_row_bytes = kv_sizes(model)
     except _MLX_LM_RAISES as error:
@@ -388,6 +400,7 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> ModelShare
         peak_bytes=peak_bytes,
         kv_token_bytes=kv_token_bytes,
         kv_row_bytes=kv_row_bytes,
+        stage=vocabulary.stage if isinstance(vocabulary, StageVocabulary) else None,
     )
 
 

@@ -216,6 +216,7 @@ class Requests:
             timed=not bootstrap.repeatable,
             agreement=bootstrap.agreement,  # type: ignore[arg-type]
             drafter=drafter,
+            stages=max(len(command.split), 1),
         )
         self._start_over()
         size = rank.loaded.vocabulary.size

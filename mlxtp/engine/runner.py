@@ -37,8 +37,9 @@ from .batch import (
 )
 from .block_store import Items
 from .cache_blocks import block_of
-from .group import CollectiveCounter
+from .group import CollectiveCounter, LoneGroup
 from .loader import ModelShare, leaves
+from .pipeline import Border, HiddenStates, nothing_chosen
 from .sampler import Chooser, Scores
 from .telemetry import CacheUse
 
@@ -55,13 +56,15 @@ class Chosen:
     """Tokens that a forward chose, still being computed: `tokens` int32 [rows, width] and their rows.
 
     In each row the first `widths` of them count. On rank 0, `scores` holds the wanted scores: (log-
-    probabilities [width], alternatives [width, top], their log-probabilities).
+    probabilities [width], alternatives [width, top], their log-probabilities). `number` is the number of the
+    forward at the rank that sent its hidden states, uint32 [1].
     """
 
     tokens: mx.array
     rows: tuple[int, ...]
     widths: tuple[int, ...]
     scores: Scores
+    number: mx.array | None = None
 
 
 class InputBatch:
@@ -124,6 +127,25 @@ class InputBatch:
         self.tokens = self.tokens[chosen]
         if self._embeddings is not None:
             self._embeddings = self._embeddings[chosen]
+
+
+class GivenTokens(InputBatch):
+    """The same for a pipeline, whose ranks know no other tokens than those in frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = mx.zeros((0,), dtype=mx.int32)
+
+    def feed(self, frame: StepToken, width: int) -> tuple[mx.array, mx.array | None]:
+        if not frame.widths or not all(frame.widths):
+            raise GroupError("a pipeline's step without all its tokens", Code.DESYNC)
+        return super().feed(frame, width)
+
+    def update(self, *_: object) -> None: ...
+
+    def join(self, *_: object, **_names: object) -> None: ...
+
+    def reorder(self, order: list[int]) -> None: ...
 
 
 class DecodeGraphs:
@@ -264,7 +286,9 @@ class Runner:
         chooser: Chooser,
         *,
         compiled: bool,
+        border: Border | None = None,
     ) -> None:
+        self.border = border or Border(None, LoneGroup())
         self._caches = caches
         self._model = loaded.model
         self._vocabulary = loaded.vocabulary
@@ -277,7 +301,7 @@ class Runner:
         #: Possible lengths of each sequence's KV cache at its next forward, as drafts may have been wrong.
         self._lengths: dict[int, range] = {}
         self._batch: Batch = caches.empty_batch()
-        self._inputs = InputBatch()
+        self._inputs = GivenTokens() if loaded.stage else InputBatch()
         self._graphs = DecodeGraphs(self._body, counter, traces=compiled and caches.slots)
         self.forwards = 0  # forwards of this runner, prefill chunks and steps
 
@@ -297,24 +321,28 @@ class Runner:
         self._count((frame.uid,))
         last = frame.offset + len(frame.tokens) == frame.total
         tokens = mx.array(frame.tokens, dtype=mx.int32)[None]
-        local = self._vocabulary.forward(self._model, tokens, caches, last_only=True)
+        received = self.border.expect(*tokens.shape)
+        given, number = received.given, received.number
+        local = self._vocabulary.forward(self._model, tokens, caches, given=given, last_only=True)
         if not last:
             # Waiting for the caches alone leaves out the head and the last layer's output, on every rank.
             end = frame.offset + len(frame.tokens)
             self._lengths[frame.uid] = range(end, end + 1)
-            done = mx.depends([mx.zeros((1, 1), dtype=mx.int32)], arrays_of(caches))[0]
-            mx.async_eval(done)
+            sent = [] if self._vocabulary.chooses else [self.border.hand_on(local, self.forwards, received)]
+            done = nothing_chosen(1, 1, [*arrays_of(caches), *sent])
+            self.border.submit(self.forwards, received, done)
             if frame.save:
+                self.border.flush()
                 self.kept.insert(frame.save, snapshot(caches, end), end, frame.covers)
-            return Chosen(done, (), (), {})
+            return Chosen(done, (), (), {}, number)
         at = mx.array([frame.total], dtype=mx.int32)
-        chosen, embeddings, scores = self._choose(local, (frame.uid,), (1,), at, frame)
-        mx.async_eval(chosen, arrays_of(caches))
+        chosen, embeddings, scores = self._choose(local, (frame.uid,), (1,), at, frame, after=received)
+        self.border.submit(self.forwards, received, chosen, arrays_of(caches))
         del self._prefilling[frame.uid]
         self._lengths[frame.uid] = range(frame.total, frame.total + 1)
         self._inputs.join(chosen, embeddings, alone=not self._batch.rows)
         self._batch.join(frame.uid, caches)
-        return Chosen(chosen, (frame.uid,), (1,), scores)
+        return Chosen(chosen, (frame.uid,), (1,), scores, number)
 
     def prefill_together(self, frame: PromptBatch) -> Chosen:
         """Queue one forward over the rest of several prompts. Each becomes a row and gets its first token."""
@@ -335,14 +363,16 @@ class Runner:
         arrays, bucket.arrays = bucket.arrays, []
         layers = self._caches.views(arrays, shape)
         del arrays  # no other owner: written in place
-        local = self._vocabulary.forward(self._model, _left_padded(frame), layers, last_only=True)
+        tokens = _left_padded(frame)
+        received = self.border.expect(*tokens.shape)
+        local = self._vocabulary.forward(self._model, tokens, layers, given=received.given, last_only=True)
         bucket.arrays = [array for layer in layers for array in layer.arrays]
         widths = (1,) * len(frame.uids)
         at = mx.array(frame.totals, dtype=mx.int32)
-        chosen, embeddings, scores = self._choose(local, frame.uids, widths, at, frame)
-        mx.async_eval(chosen, *bucket.arrays)
+        chosen, embeddings, scores = self._choose(local, frame.uids, widths, at, frame, after=received)
+        self.border.submit(self.forwards, received, chosen, *bucket.arrays)
         self._inputs.join(chosen, embeddings, alone=alone)
-        return Chosen(chosen, frame.uids, widths, scores)
+        return Chosen(chosen, frame.uids, widths, scores, received.number)
 
     def step(self, frame: StepToken, known: Callable[[], object] | None = None) -> Chosen:
         """Queue one decode forward.
@@ -350,6 +380,7 @@ class Runner:
         `known` waits for what rank 0 needs before it chooses from the gathered logits, while these are being
         computed. Raises GroupError (DESYNC) when the frame's rows or their lengths differ from this rank's.
         """
+        self.border.flush()
         rows = frame.rows
         if rows != tuple(self._batch.rows) or self._inputs.tokens is None:
             raise GroupError(
@@ -360,7 +391,9 @@ class Runner:
         self._count(rows)
         width = max(widths)
         tokens, given = self._inputs.feed(frame, width)
-        greedy = frame.exchange == "winners"
+        received = self.border.expect(*tokens.shape)
+        given = given if received.given is None else received.given
+        greedy = frame.exchange == "winners" and self._vocabulary.chooses
         local, winners = self._forward(tokens, given, frame.positions, winners=greedy)
         if winners is None:
             logits = self._vocabulary.gather(local)
@@ -379,7 +412,7 @@ class Runner:
                 chosen, embeddings = self._chooser.agree(chosen), None
             mx.async_eval(chosen, *self._batch.arrays())
         self._inputs.update(chosen, embeddings, widths)
-        return Chosen(chosen, rows, widths, scores)
+        return Chosen(chosen, rows, widths, scores, received.number)
 
     def first_forwards(self, chunk: int) -> None:
         """Run a chunk of a prompt and one step, as a greedy request does, before any request.
@@ -390,10 +423,13 @@ class Runner:
         local = self._vocabulary.forward(
             self._model, mx.zeros((1, chunk), dtype=mx.int32), caches, last_only=True
         )
-        tokens, embeddings = self._vocabulary.winners(local)
-        mx.eval(tokens, arrays_of(caches))
+        chooses = self._vocabulary.chooses
+        tokens, embeddings = mx.zeros((1, 1), dtype=mx.int32), None
+        if chooses:
+            tokens, embeddings = self._vocabulary.winners(local)
+        mx.eval(local, tokens, arrays_of(caches))
         self._batch.join(1, caches)
-        local, winners = self._forward(tokens, embeddings, (chunk,), winners=True)
+        local, winners = self._forward(tokens, embeddings, (chunk,), winners=chooses)
         mx.eval(local, winners, self._batch.arrays())
 
     # --- sequences -----------------------------------------------------------------------------------
@@ -405,6 +441,7 @@ class Runner:
         Returns the number of forwards it took part in. Raises GroupError (DESYNC) for caches that would have
         to be cut and cannot.
         """
+        self.border.flush()
         self._samplings.pop(uid, None)
         lengths = self._lengths.pop(uid, range(0))
         if keep and not self._caches.cuttable and lengths != range(keep, keep + 1):
@@ -424,6 +461,7 @@ class Runner:
 
     def evict(self, uids: tuple[int, ...]) -> None:
         """Free kept KV caches."""
+        self.border.flush()
         before = self.kept.size_bytes
         for uid in uids:
             self.kept.pop(uid)
@@ -436,6 +474,7 @@ class Runner:
         With `trim`, give unused memory back to the system, once forwards in flight end. Raises GroupError
         (DESYNC) when this rank has other rows, or longer ones.
         """
+        self.border.flush()
         if rooms:
             lengths = [self._lengths[uid][-1] for uid in self._batch.rows]
             fit = len(rooms) >= len(lengths) and all(map(le, lengths, rooms))
@@ -448,6 +487,7 @@ class Runner:
 
     def block(self, uid: int, start: int, end: int) -> Items:
         """Return a block of a sequence's KV cache for the disk. Raises GroupError (DESYNC) if it has none."""
+        self.border.flush()
         cuttable = self._caches.cuttable
         caches = self._prefilling.get(uid) or self.kept.held(uid)[0]
         if not caches and isinstance(self._batch, SlotBatch) and uid in self._batch.rows:
@@ -557,9 +597,14 @@ class Runner:
         rows: tuple[int, ...],
         widths: tuple[int, ...],
         at: mx.array,
-        frame: PromptTokens | PromptBatch | StepToken,
+        frame: PromptTokens | PromptBatch,
+        *,
+        after: HiddenStates,
     ) -> tuple[mx.array, mx.array | None, Scores]:
         """Choose tokens int32 [rows, width]; returns them, any embeddings of theirs, and wanted scores."""
+        if not self._vocabulary.chooses:
+            sent = self.border.hand_on(local, self.forwards, after)
+            return nothing_chosen(len(rows), max(widths), [sent]), None, {}
         if frame.exchange == "winners":
             tokens, embeddings = self._vocabulary.winners(local)
             broadcast = frame.agreement == "broadcast"
@@ -576,6 +621,8 @@ class Runner:
         frame: PromptTokens | PromptBatch | StepToken,
     ) -> tuple[mx.array, Scores]:
         """Choose tokens int32 [rows, width] from every rank's logits; returns them and wanted scores."""
+        if not self._vocabulary.chooses:
+            return nothing_chosen(len(rows), max(widths), [self.border.hand_on(logits, self.forwards)]), {}
         samplings = tuple(self._samplings[uid] for uid in rows)
         broadcast = frame.agreement == "broadcast"
         return self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)

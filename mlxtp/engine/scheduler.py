@@ -64,7 +64,7 @@ class Speculation:
 
     def must_wait(self, sequence: SequenceState) -> bool:
         """Return True if this row's tokens in flight must be known before its next step."""
-        if sequence.drafting or sequence.known_at > sequence.generated:
+        if sequence.drafting or sequence.known_at > sequence.generated or self._policy.stages > 1:
             return True
         if sequence.wants.guide is not None:
             # Forced tokens save more than run-ahead does, unless others would wait.
@@ -87,7 +87,8 @@ class Speculation:
             drafts = lookup.draft(limit)
             if not drafts and (drafter := self._drafter) is not None:
                 drafts = drafter.propose(sequence.tokens, limit)
-        return None if not drafts and not forced and sequence.fed_inside else (drafts, forced)
+        inside = sequence.fed_inside and self._policy.stages == 1
+        return None if not drafts and not forced and inside else (drafts, forced)
 
     def force(self, sequence: SequenceState) -> None:
         """Choose the forced tokens of a row's next step. Raises MlxtpError when no token can come."""

@@ -101,8 +101,8 @@ def _number(config: Config, name: str) -> int:
     return value
 
 
-def check_shardable(config: Config, world_size: int) -> None:
-    """Check that mlx-lm knows the family and can shard it. Raises ModelError (MODEL_UNSUPPORTED)."""
+def family_of(config: Config) -> str:
+    """Return the name of mlx-lm's module for this model. Raises ModelError if there is none."""
     from mlx_lm.utils import MODEL_REMAPPING
 
     name = config.get("model_type")
@@ -110,12 +110,18 @@ def check_shardable(config: Config, world_size: int) -> None:
         raise ModelError(
             "config.json names no model_type, so the model's family is unknown", Code.MODEL_INVALID
         )
-    family = MODEL_REMAPPING.get(name, name)
+    family: str = MODEL_REMAPPING.get(name, name)
     if not family.isidentifier() or importlib.util.find_spec(f"mlx_lm.models.{family}") is None:
         raise ModelError(f"mlx-lm has no model family {name!r}", Code.MODEL_UNSUPPORTED)
+    return family
+
+
+def check_shardable(config: Config, world_size: int) -> None:
+    """Check that mlx-lm knows the family and can shard it. Raises ModelError (MODEL_UNSUPPORTED)."""
+    family = family_of(config)
     if world_size > 1 and family not in shardable_families():
         raise ModelError(
-            f"mlx-lm cannot shard the family {name!r}; on more than one rank these work: "
+            f"mlx-lm cannot shard the family {config['model_type']!r}; on more than one rank these work: "
             f"{', '.join(sorted(shardable_families()))}",
             Code.MODEL_UNSUPPORTED,
         )
@@ -225,7 +231,7 @@ class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         self._first = first
         self._share = share
         self._group = group
-        self._given: mx.array | None = None
+        self.given: mx.array | None = None
         self._last_only = False
 
     @property
@@ -240,8 +246,8 @@ class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         Every rank adds its own rows and negative zeros for the others, which change no number, not even its
         sign.
         """
-        if self._given is not None:
-            return self._given
+        if self.given is not None:
+            return self.given
         if self._group.size == 1:
             return self.local(tokens)
         index = tokens - self._first
@@ -287,8 +293,10 @@ class Vocabulary:
     first  the token of this rank's first row
 
     `embedding` and `head` are None for a model whose modules have unknown names, which runs on a group of one
-    only. Then `given` is not used and the embeddings of `winners` are empty.
+    only. Then `given` is not used and the embeddings of `winners` are empty. `chooses`: this rank has logits.
     """
+
+    chooses = True
 
     def __init__(
         self,
@@ -332,14 +340,14 @@ class Vocabulary:
         last_only  logits of the last position only: [B, 1, share]
         """
         if self.embedding is not None:
-            self.embedding._given = given
+            self.embedding.given = given
         if self.head is not None:
             self.head._last_only = last_only
         try:
             logits: mx.array = model(tokens, cache=cache)
         finally:
             if self.embedding is not None:
-                self.embedding._given = None
+                self.embedding.given = None
             if self.head is not None:
                 self.head._last_only = False
         if last_only:

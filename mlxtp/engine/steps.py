@@ -239,7 +239,7 @@ class Policy:
     of each sequence's cache that does not grow with it, as so many tokens. `wide`: rows may be fed
     several tokens at once. `drafts`: these may be guesses. `draft_room`: most tokens of such a step, all
     rows padded to the widest. `late`: a row with a grammar runs ahead beside others. `timed`: measured
-    times may influence the moves.
+    times may influence the moves. `stages`: of a pipeline, in which a step's tokens must be known.
     """
 
     eos: frozenset[int]
@@ -257,6 +257,7 @@ class Policy:
     timed: bool = True
     agreement: Literal["auto", "broadcast", "broadcast-draws", "verify"] = "auto"
     drafter: Drafter | None = None
+    stages: int = 1
 
 
 # --- sizes of a prompt's chunks: large alone, about a quarter of a second's work beside decoding rows ----

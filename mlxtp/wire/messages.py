@@ -24,8 +24,9 @@ from .codecs import binary, boolean, choice, integer, integers, number, numbers,
 from .codecs import holding as _f
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_RANKS = 8
+MAX_LAYERS = 1024  #: of a model
 MAX_ROWS = 1024  #: sequences in one step
 MAX_CONTEXT = 1 << 24  #: tokens of prompt and answer; a model's own context is usually far shorter
 MAX_PROMPTS = 16  #: prompts in one forward
@@ -297,6 +298,8 @@ class PromptBatch(Message):
 class StepToken(Message):
     """One decode forward for the running batch: the uids of its rows, in row order.
 
+    In a pipeline, these are the rows of one lane, and all their tokens are in the frame.
+
     `positions[i]` is the length of row i's KV cache before this step; ranks roll back everything beyond it.
     `widths` is empty when every row feeds the one token that its previous forward produced, inside the graph.
     Otherwise `widths[i]` counts the tokens that row i feeds from `tokens` (0: the one inside the graph); the
@@ -344,13 +347,15 @@ class Evict(Message):
 class Arrange(Message):
     """Command to lay out the KV arrays of the running rows. Rows of the same room share arrays.
 
-    `rooms`: tokens for which each row has room, in row order, then those of free slots. With `trim`, ranks
-    also give memory back to the system that MLX keeps for reuse.
+    `rooms`: tokens for which each row has room, in row order, then those of free slots. `lanes` has a number
+    for each of them, or for each row where there are no `rooms`, and only rows of one number share arrays;
+    without it, all may. With `trim`, ranks also give memory back to the system that MLX keeps for reuse.
     """
 
     TYPE: ClassVar[int] = 0x2B
     rooms: tuple[int, ...] = _f(integers(1, MAX_ROOM, 0, MAX_ROWS))
     trim: bool = _f(boolean(), default=False)
+    lanes: tuple[int, ...] = _f(integers(0, MAX_RANKS - 1, 0, MAX_ROWS), default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +466,9 @@ class LoadShard(Message):
     bounds the caches of all sequences on each rank, as KvBudget does. 0 leaves each of them to the model and
     the machine.
     `draft_path` is the folder of a small model with the same vocabulary, for rank 0 to propose tokens with.
-    `paths` has a folder for each rank where they differ from Mac to Mac, else it is empty.
+    `paths` has a folder for each rank where they differ from Mac to Mac, else it is empty. `split` has the
+    number of whole layers for each rank of a pipeline, of which rank 0 has the last ones. It is empty where
+    every rank has its part of each layer.
     """
 
     TYPE: ClassVar[int] = 0x14
@@ -473,6 +480,7 @@ class LoadShard(Message):
     kv_bytes: int = _f(_count, default=0)
     draft_path: str = _f(text(4000, raw=True), default="")
     paths: tuple[str, ...] = _f(texts(MAX_RANKS, 4000, raw=True), default=())
+    split: tuple[int, ...] = _f(integers(1, MAX_LAYERS, 0, MAX_RANKS), default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,7 +542,7 @@ class Loaded(Message):
     memory that it has for all caches together. From rank 0 to the agent, `kv_bytes` is the bound that is in
     force on all ranks, and `kv_token_bytes` the largest of them. `kv_row_bytes` is the part that is worth
     most tokens, in these. `context` is the most that a sequence has room for. `checkpoints`: KV caches are
-    kept, and cannot be cut.
+    kept, and cannot be cut. `layers`: numbers of the layers whose weights a rank of a pipeline has.
     """
 
     TYPE: ClassVar[int] = 0x1B
@@ -547,6 +555,7 @@ class Loaded(Message):
     kv_bytes: int = _f(_count, default=0)
     kv_row_bytes: int = _f(_count, default=0)
     checkpoints: bool = _f(boolean(), default=False)
+    layers: tuple[int, ...] = _f(integers(0, MAX_LAYERS, 0, MAX_LAYERS), default=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -394,6 +394,10 @@ class DecodeLedger:
         rooms, rows = len(arrange.rooms), len(self.running)
         if 0 < rooms < rows:
             raise Violation(Code.FIELD_INVALID, f"Arrange with {rooms} rooms for {rows} rows")
+        if arrange.lanes and len(arrange.lanes) != (rooms or rows):
+            raise Violation(
+                Code.FIELD_INVALID, f"Arrange with {len(arrange.lanes)} lanes for {rooms or rows} rows"
+            )
 
     def _spill(self, spill: Spill, seq: int) -> None:
         uid, (offset, _) = spill.uid, self.prompts.get(spill.uid, (0, 0))

@@ -32,7 +32,9 @@ def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
     ran: list[int] = []
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
     monkeypatch.setattr(rank_module, "form", lambda *_, **__: SimpleNamespace(rank=0, size=ranks))
-    monkeypatch.setattr(rank_module, "load", lambda path, _, progress: load(path, LoneGroup(), progress))
+    monkeypatch.setattr(
+        rank_module, "load", lambda path, _, progress, split: load(path, LoneGroup(), progress, split)
+    )
     monkeypatch.setattr(rank_module, "run_alone", lambda _, size, forwards: ran.append(size))
     monkeypatch.setattr(rank_module, "kv_room_bytes", lambda _: 1 << 20)
     bootstrap = Bootstrap(0, ranks, "ring", (), "", bytes(32), 5.0, 5.0, 1)

@@ -680,7 +680,8 @@ def lawful_on_decode(rng: random.Random, end: Session, kind: type[Message]) -> M
         old = list(ledger.kept)
         return Evict(tuple(rng.sample(old, rng.randint(0, len(old)))))
     if kind is Arrange:
-        return Arrange((64,) * (len(ledger.running) + rng.randint(0, 2)), trim=True)
+        slots = len(ledger.running) + rng.randint(0, 2)
+        return Arrange((64,) * slots, trim=True, lanes=(0,) * rng.choice((0, slots)))
     if kind is Ack:
         return Ack(ledger.steps[0], 1, 1, 0) if ledger.steps else None
     if kind in (Spill, FetchBlocks, FetchedBlocks, Restore):

@@ -1,0 +1,345 @@
+"""Stages of a model: the whole layers that one rank of a pipeline has, and the hidden states between them.
+
+Rank 0 has the last layers, the norm and the output head, so that the logits are where tokens are chosen. The
+last rank has the embedding and the first layers. Hidden states go from each rank to the one below it.
+
+A model is cut without a copy of its source. Layers of other ranks lose their weights and return their input.
+The first own layer takes the hidden states that were received, and the last one leaves those to send.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import Code, GroupError, ModelError
+from ..pipeline_families import PIPELINE_FAMILIES
+from .group import Group, LoneGroup, RingGroup, uncounted
+from .sharding import EMBEDDINGS, HEADS, Vocabulary, shard
+
+
+def check_split(split: Sequence[int], world_size: int, layers: int) -> None:
+    """Check that `split` gives each of the ranks a part of the layers. Raises ModelError."""
+    if len(split) != world_size or sum(split) != layers:
+        raise ModelError(
+            f"the split {', '.join(map(str, split))} has {sum(split)} layers for {len(split)} ranks; "
+            f"this model has {layers} layers, and the group {world_size} ranks",
+            Code.MODEL_NOT_DIVISIBLE,
+        )
+
+
+def check_family(family: str) -> None:
+    """Check that a family can run as a pipeline. Raises ModelError (MODEL_UNSUPPORTED)."""
+    if family not in PIPELINE_FAMILIES:
+        raise ModelError(
+            f"the family {family!r} cannot run as a pipeline; these can: "
+            f"{', '.join(sorted(PIPELINE_FAMILIES))}",
+            Code.MODEL_UNSUPPORTED,
+        )
+
+
+class Stage:
+    """Layers `first` to `end` (exclusive) of `model`, which `rank` of `ranks` computes.
+
+    hidden   numbers of one token between two layers
+    dtype    type of these numbers
+    layers   numbers of the layers that have weights
+    given    hidden states [B, L, hidden] that the next forward begins with, if it embeds no tokens
+    """
+
+    def __init__(self, model: Any, rank: int, split: Sequence[int]) -> None:
+        self.rank, self.ranks = rank, len(split)
+        self.first = sum(split[rank + 1 :])
+        self.end = self.first + split[rank]
+        self.given: mx.array | None = None
+        self._left: mx.array | None = None  # by the last own layer
+        self._empty = _caches(model)
+        self._alike = [self._own_like(at) for at in range(len(self._empty))]
+        sample = self._sample(model)
+        self.hidden, self.dtype = sample.shape[-1], sample.dtype
+        self._cut(model)
+        self.layers = tuple(at for at, layer in enumerate(model.layers) if layer.parameters())
+
+    @property
+    def embeds(self) -> bool:
+        """True for the stage that has the embedding."""
+        return self.first == 0
+
+    @property
+    def chooses(self) -> bool:
+        """True for the stage that has the output head."""
+        return self.rank == 0
+
+    def caches(self) -> list[Any]:
+        """Return one empty KV cache for each own layer."""
+        return deepcopy(self._empty[self.first : self.end])
+
+    def all_caches(self) -> list[Any]:
+        """Return one empty KV cache for each layer of all ranks."""
+        return deepcopy(self._empty)
+
+    def forward(self, call: Callable[..., mx.array], tokens: mx.array, cache: list[Any] | None) -> mx.array:
+        """Run the own layers on tokens [B, L] int32.
+
+        Returns the logits of the stage that has the head, and hidden states [B, L, hidden] of the others.
+        """
+        logits = call(tokens, cache=None if cache is None else self._for_all(cache))
+        left, self._left = self._left, None
+        assert left is not None, "the own layers were not called"
+        return logits if self.chooses else left
+
+    # --- the cut -------------------------------------------------------------------------------------
+
+    def _cut(self, model: Any) -> None:
+        for at, layer in enumerate(model.layers):
+            if self.first <= at < self.end:
+                _change(layer, self._own_layer(type(layer), at))
+            else:
+                layer.clear()  # weights and submodules; flags that the model reads stay
+                _change(layer, _pass_on)
+        modules = dict(model.named_modules())
+        tied = not any(_is(path, HEADS) for path in modules)
+        for path, module in modules.items():
+            if _is(path, HEADS) and not self.chooses:
+                module.clear()
+                _change(module, _pass_on)
+            if _is(path, EMBEDDINGS) and not (self.embeds or (tied and self.chooses)):
+                module.clear()
+                _change(module, self._no_embedding(), as_linear=_pass_on)
+        whole = type(model).__call__
+        stage = self
+
+        def forward(self: Any, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
+            return stage.forward(lambda *args, **kwargs: whole(self, *args, **kwargs), tokens, cache)
+
+        _change(model, forward, make_cache=lambda _: stage.caches())
+
+    def _own_layer(self, kind: type, at: int) -> Callable[..., Any]:
+        def layer(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+            if at == self.first and self.given is not None:
+                x = self.given
+            out: mx.array = kind.__call__(module, x, *args, **kwargs)
+            if at == self.end - 1:
+                self._left = out
+            return out
+
+        return layer
+
+    def _no_embedding(self) -> Callable[..., mx.array]:
+        def zeros(_module: Any, tokens: mx.array) -> mx.array:  # never computed: only the shape matters
+            return mx.zeros((*tokens.shape, self.hidden), dtype=self.dtype)
+
+        return zeros
+
+    def _sample(self, model: Any) -> mx.array:
+        """Return the hidden states of one token behind the first layer, which are never computed."""
+        layer, found = model.layers[0], []
+        kind = type(layer)
+
+        def seen(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+            out: mx.array = kind.__call__(module, x, *args, **kwargs)
+            found.append(out)
+            return out
+
+        _change(layer, seen)
+        with uncounted():
+            model(mx.zeros((1, 1), dtype=mx.int32), cache=deepcopy(self._empty))
+        layer.__class__ = kind
+        (sample,) = found
+        return sample
+
+    # --- caches: a model expects one for each of all layers ------------------------------------------
+
+    def _own_like(self, at: int) -> int | None:
+        """Return the number of an own layer with a cache like that of layer `at`, by kind or at least by
+        its positions; None for none.
+        """
+        own = range(self.first, self.end)
+        if at in own:
+            return at
+        same = [other for other in own if _kind(self._empty[other]) == _kind(self._empty[at])]
+        counts = hasattr(self._empty[at], "offset")
+        alike = [other for other in own if counts and hasattr(self._empty[other], "offset")]
+        return next(iter([*same, *alike]), None)
+
+    def _for_all(self, own: list[Any]) -> list[Any]:
+        """Return a cache for each layer, because a model makes masks by those of certain layers."""
+        return [
+            self._empty[at] if like is None else own[like - self.first] for at, like in enumerate(self._alike)
+        ]
+
+
+def _kind(cache: Any) -> tuple[Any, ...]:
+    return type(cache), getattr(cache, "max_size", 0), getattr(cache, "chunk_size", 0)
+
+
+def _caches(model: Any) -> list[Any]:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches: list[Any] = make_prompt_cache(model)
+    return caches
+
+
+def _is(path: str, names: Iterable[str]) -> bool:
+    return path.rpartition(".")[2] in names
+
+
+def _pass_on(_module: Any, x: mx.array, *_args: Any, **_kwargs: Any) -> mx.array:
+    return x
+
+
+def _change(module: Any, call: Callable[..., Any], **methods: Callable[..., Any]) -> None:
+    """Make `call` what the module does when it is called, and replace methods of it."""
+    kind = type(module)
+    module.__class__ = type(
+        kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, **methods}
+    )
+
+
+class StageVocabulary(Vocabulary):
+    """Vocabulary of a stage, which no other rank shares: `whole` with its embedding and head where they are.
+
+    Forwards of a stage without the head return hidden states, and all of them.
+    """
+
+    def __init__(self, whole: Vocabulary, stage: Stage) -> None:
+        embedding = whole.embedding if stage.embeds else None
+        super().__init__(whole.size, whole.group, embedding, whole.head if stage.chooses else None)
+        self.stage = stage
+        self.chooses = stage.chooses
+
+    def forward(
+        self,
+        model: Any,
+        tokens: mx.array,
+        cache: list[Any],
+        *,
+        given: mx.array | None = None,
+        last_only: bool = False,
+    ) -> mx.array:
+        """Run the own layers. `given`: embeddings, or the hidden states that the stage before has sent."""
+        if self.chooses:
+            self.stage.given = given
+            try:
+                return super().forward(model, tokens, cache, last_only=last_only)
+            finally:
+                self.stage.given = None
+        entrance = self.embedding or self.stage
+        entrance.given = given
+        try:
+            hidden: mx.array = model(tokens, cache=cache)
+            return hidden
+        finally:
+            entrance.given = None
+
+
+def nothing_chosen(rows: int, width: int, after: list[mx.array]) -> mx.array:
+    """Return zeros in the place of tokens, int32 [rows, width], known once `after` is computed."""
+    zeros: mx.array = mx.depends([mx.zeros((rows, width), dtype=mx.int32)], after)[0]
+    return zeros
+
+
+def cut_into_stage(model: Any, group: Group, split: Sequence[int], size: int) -> StageVocabulary:
+    """Leave the layers of this rank in `model`. Evaluates nothing. `size` as in `shard`.
+
+    Raises ModelError when the layers or the modules of the vocabulary are not as expected.
+    """
+    check_split(split, group.size, len(model.layers))
+    whole = shard(model, LoneGroup(), size=size)
+    if whole.embedding is None:
+        raise ModelError(f"{model.model_type}: no embedding was found", Code.MODEL_UNSUPPORTED)
+    return StageVocabulary(whole, Stage(model, group.rank, split))
+
+
+# --- borders: one message for each forward, from the rank above and to the rank below ---------------------
+
+#: Hidden states of so many tokens are one message, where all messages must have the same shape.
+UNIT_TOKENS = 16
+LAST = 1 << 62  # no forward has a higher number
+
+_WORDS = {2: mx.uint16, 4: mx.uint32}  # bits of a number, by its bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Input of a forward: `given` [rows, width, hidden], or None where this rank embeds tokens.
+
+    `number` is that of the forward at the sender, uint32 [1]. `last` is computed once all are here.
+    """
+
+    given: mx.array | None = None
+    number: mx.array | None = None
+    last: mx.array | None = None
+
+
+def check_number(number: mx.array | None, forward: int) -> None:
+    """Check that the hidden states of a forward were those of this one. Raises GroupError (DESYNC)."""
+    if number is not None and (sent := number.item()) != forward & 0xFFFFFFFF:
+        raise GroupError(
+            f"the stage before sent the hidden states of forward {sent}, not {forward}", Code.DESYNC
+        )
+
+
+class Border:
+    """Messages of hidden states over the borders of `stage`; none where a rank has part of each layer.
+
+    Each carries the number of its forward, which a receiver compares with its own. Messages are queued in the
+    order of forwards on all ranks, so that no two ranks wait for each other.
+
+    A prompt's chunk may take the stage before it seconds, and macOS ends a GPU's work that waits so long. So
+    a forward over a prompt is submitted when its hidden states are here. Rank 0 has other frames to send, and
+    holds such a forward until it needs its result.
+    """
+
+    def __init__(self, stage: Stage | None, group: Group) -> None:
+        self._stage = stage
+        self._group = group
+        self._held: deque[tuple[int, mx.array, tuple[Any, ...]]] = deque()
+
+    def expect(self, rows: int, width: int) -> HiddenStates:
+        """Queue the message of one forward."""
+        stage = self._stage
+        if stage is None or stage.embeds:
+            return HiddenStates()
+        assert isinstance(self._group, RingGroup)
+        bits = _WORDS[stage.dtype.size]
+        size = rows * width * stage.hidden
+        pieces = self._group.receive_row(
+            size + 4 // bits.size, bits, stage.rank + 1, UNIT_TOKENS * stage.hidden
+        )
+        message = mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+        hidden = message[:size].view(stage.dtype).reshape(rows, width, stage.hidden)
+        return HiddenStates(hidden, message[size : size + 4 // bits.size].view(mx.uint32), pieces[-1])
+
+    def hand_on(self, hidden: mx.array, number: int, after: HiddenStates | None = None) -> mx.array:
+        """Send hidden states as those of forward `number`; returns an array that is computed then.
+
+        Waits until those of `after` are here.
+        """
+        stage = self._stage
+        assert stage is not None
+        assert isinstance(self._group, RingGroup)
+        if after is not None and after.last is not None:
+            mx.eval(after.last)
+        bits = _WORDS[stage.dtype.size]
+        parts = [hidden.view(bits).reshape(-1), mx.array([number & 0xFFFFFFFF], dtype=mx.uint32).view(bits)]
+        return self._group.send_row(mx.concatenate(parts), stage.rank - 1, UNIT_TOKENS * stage.hidden)
+
+    def submit(self, forward: int, after: HiddenStates, *arrays: Any) -> None:
+        """Have the results of a forward over a prompt computed, once its hidden states are here."""
+        if after.last is not None and self._stage is not None and self._stage.chooses:
+            self._held.append((forward, after.last, arrays))
+        else:
+            mx.async_eval(*arrays)
+
+    def flush(self, forward: int = LAST) -> None:
+        """Submit what is held, up to a forward. Waits for the stages before this one."""
+        while self._held and self._held[0][0] <= forward:
+            _, last, arrays = self._held.popleft()
+            mx.eval(last)
+            mx.async_eval(*arrays)

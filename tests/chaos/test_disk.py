@@ -31,7 +31,7 @@ from mlxtp.models import disk_cache
 from mlxtp.models.disk_cache import folder_in
 
 from ..engine.small_models import change_config, write_model
-from ..engine.test_features_disk import DRAWN, LONG, ask, new_tokens, on_disk
+from ..engine.test_features_disk import DRAWN, LONG, ask, new_tokens, on_disk, written
 from ..live_cluster import SLOWNESS, WAIT_S, Cluster, until
 from ..reference import expected, model_of, text
 from .harness import FAULT_LIMITS, kill
@@ -46,7 +46,7 @@ KEPT = LONG - LONG % BLOCK  # tokens of a prompt that blocks hold
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "llama", max_position_embeddings=8192)
+    return written("llama", tmp_path_factory.mktemp("models"))
 
 
 class Home:
@@ -332,11 +332,11 @@ def test_blocks_of_another_number_of_ranks_are_let_alone(home: Home, model: Path
 
 @chaos
 def test_blocks_of_other_weights_in_the_same_folder_are_let_alone(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", max_position_embeddings=8192)
+    folder = write_model(tmp_path / "model", attentive=True, max_position_embeddings=8192)
     home = Home(tmp_path, folder)
     (wanted,) = filled(home, folder, 4)
     for change in (
-        lambda: write_model(folder, max_position_embeddings=8192, seed=1),
+        lambda: write_model(folder, attentive=True, max_position_embeddings=8192, seed=1),
         lambda: change_config(folder, rope_theta=20000.0),
     ):
         change()
@@ -344,7 +344,7 @@ def test_blocks_of_other_weights_in_the_same_folder_are_let_alone(tmp_path: Path
         expected.cache_clear()
         with home.start() as cluster:
             assert ask(cluster, wanted, folder) == 0
-    write_model(folder, max_position_embeddings=8192)
+    write_model(folder, attentive=True, max_position_embeddings=8192)
     model_of.cache_clear()
     expected.cache_clear()
     with home.start() as cluster:
@@ -353,7 +353,7 @@ def test_blocks_of_other_weights_in_the_same_folder_are_let_alone(tmp_path: Path
 
 @chaos
 def test_blocks_of_other_kv_bits_are_let_alone(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "wide", max_position_embeddings=8192, head_dim=64)
+    model = write_model(tmp_path / "wide", attentive=True, max_position_embeddings=8192, head_dim=64)
     home = Home(tmp_path, model)
     (wanted,) = filled(home, model, 4)
     with home.start(kv_bits=8, cache_disk=0) as cluster:

@@ -34,6 +34,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight")
+ATTENTIVE: Mapping[tuple[str, ...], float] = {
+    ("q_proj.weight", "q_b_proj.weight", "q_norm.weight"): 10.0,
+    ("lm_head.weight",): 14.0,
+    ("v_proj.weight", "unembed_out.weight", "o_proj.weight", "out_proj.weight"): 7.0,
+}
+"""Factors of weights, by the ends of their names: a token attends to some more than to others, and what it
+gets from them outweighs its own embedding."""
 
 
 def write_model(
@@ -44,10 +51,12 @@ def write_model(
     bits: int = 4,
     mode: str = "affine",
     dtype: mx.Dtype = mx.float32,
+    attentive: bool = False,
     **changes: object,
 ) -> Path:
     """A whole model folder; `quantize` is a group size for weights of `bits` bits. Returns `folder`.
 
+    Random weights see little of tokens that are far back. With `attentive`, each of them changes the answer.
     A `text_config` gets the sizes of the vocabulary and whether head and embedding are tied.
     """
     config: dict[str, Any] = {**CONFIG, **changes}
@@ -67,6 +76,11 @@ def write_model(
     # What begins as zeros would hide how it is divided.
     zeros = [name for name, array in parameters.items() if not array.any().item()]
     changed |= {name: 0.2 * mx.random.normal(parameters[name].shape) for name in zeros}
+    if attentive:
+        factors = [
+            (name, factor) for ends, factor in ATTENTIVE.items() for name in parameters if name.endswith(ends)
+        ]
+        changed |= {name: factor * parameters[name] for name, factor in factors}
     model.update(tree_unflatten(list(changed.items())))
     model.set_dtype(dtype)
     if quantize:

@@ -25,6 +25,8 @@ from .pipeline import Stage
 #: Numbers that share a scale, the best first. A head's keys and values must divide by it.
 QUANTIZATION_GROUPS = (64, 32)
 
+WHOLE = (1 << 31) - 1  # more tokens than any sequence has
+
 KVCACHE_STEP = 256  # positions by which mlx-lm's own caches grow
 
 Caches = list[Any]  # one mlx-lm cache a layer, of one sequence
@@ -53,6 +55,10 @@ class Batch(Protocol):
 
     def arrays(self) -> list[mx.array]:
         """Return all arrays of the rows."""
+        ...
+
+    def parts(self, rows: Sequence[int]) -> Sequence[Bucket | MergedBatch]:
+        """Return the parts that hold `rows`, each of which one forward runs."""
         ...
 
 
@@ -238,13 +244,17 @@ class SlotBatch:
         parts = [array[row : row + 1, :, start:end] for array in bucket.arrays]
         return self._caches_of(parts, end - start)
 
-    def arrange(self, rooms: Sequence[int]) -> None:
-        """Lay out the rows in buckets by their room: those of the rows in order, then those of free slots."""
-        uids: dict[int, list[int]] = {}
-        for uid, room in zip(self.rows, rooms, strict=False):
-            uids.setdefault(room, []).append(uid)
-        held = Counter(rooms)
-        self.buckets = [self._gathered(rows, held[room], room) for room, rows in uids.items()]
+    def arrange(self, rooms: Sequence[int], lanes: Sequence[int] = ()) -> None:
+        """Lay out the rows in buckets by their room and their lane, which are those of the rows in order.
+
+        Then come those of free slots.
+        """
+        slots = [(room, lanes[at] if lanes else 0) for at, room in enumerate(rooms)]
+        uids: dict[tuple[int, int], list[int]] = {}
+        for uid, slot in zip(self.rows, slots, strict=False):
+            uids.setdefault(slot, []).append(uid)
+        held = Counter(slots)
+        self.buckets = [self._gathered(rows, held[slot], slot[0]) for slot, rows in uids.items()]
 
     def gather(self, uids: Sequence[int], room: int) -> Bucket:
         """Move rows into one bucket of their own, as the only rows of theirs so far; returns it."""
@@ -253,34 +263,9 @@ class SlotBatch:
         self.buckets.append(gathered)
         return gathered
 
-    def by_bucket(
-        self,
-        tokens: mx.array,
-        given: mx.array | None,
-        positions: tuple[int, ...],
-        forward: Callable[[Bucket, mx.array, mx.array | None, tuple[int, ...]], list[mx.array]],
-    ) -> list[mx.array]:
-        """Call `forward` for one bucket after the other; returns its results in the order of all rows.
-
-        `tokens` [rows, width], any embeddings of theirs `given` [rows, width, hidden], and `positions` are in
-        the order of all rows, too.
-        """
-        if len(self.buckets) == 1 and self.buckets[0].rows == self.rows:
-            return forward(self.buckets[0], tokens, given, positions)
-        place = {uid: row for row, uid in enumerate(self.rows)}
-        outcomes: list[list[mx.array]] = []
-        order: list[int] = []
-        for bucket in self.buckets:
-            places = [place[uid] for uid in bucket.rows]
-            rows = mx.array(places)
-            inputs = [tokens[rows], *([] if given is None else [given[rows]])]
-            if outcomes:  # so that the order of collectives is the same on all ranks
-                inputs = mx.depends(inputs, outcomes[-1])
-            known = None if given is None else inputs[1]
-            outcomes.append(forward(bucket, inputs[0], known, tuple([positions[at] for at in places])))
-            order += places
-        back = mx.array(sorted(range(len(order)), key=order.__getitem__))
-        return [mx.concatenate(list(parts))[back] for parts in zip(*outcomes, strict=True)]
+    def parts(self, rows: Sequence[int]) -> list[Bucket]:
+        wanted = set(rows)
+        return [bucket for bucket in self.buckets if wanted.intersection(bucket.rows)]
 
     def _bucket(self, uid: int) -> Bucket:
         return next(bucket for bucket in self.buckets if uid in bucket.rows)
@@ -320,6 +305,38 @@ def _arrays_of(cache: Any) -> list[mx.array]:
     """Return a layer's arrays: keys and values, each one array or, where it is quantized, three."""
     both = (cache.keys, cache.values)
     return [array for each in both for array in (each if isinstance(each, list | tuple) else (each,))]
+
+
+def in_parts(
+    parts: Sequence[Bucket | MergedBatch],
+    rows: Sequence[int],
+    tokens: mx.array,
+    given: mx.array | None,
+    positions: tuple[int, ...],
+    *,
+    forward: Callable[[Bucket | MergedBatch, mx.array, mx.array | None, tuple[int, ...]], list[mx.array]],
+) -> list[mx.array]:
+    """Call `forward` for one part of a batch after the other; returns its results in the order of `rows`.
+
+    `tokens` [rows, width], any embeddings or hidden states of theirs `given` [rows, width, hidden], and
+    `positions` are in that order, too.
+    """
+    if len(parts) == 1 and parts[0].rows == list(rows):
+        return forward(parts[0], tokens, given, positions)
+    place = {uid: row for row, uid in enumerate(rows)}
+    outcomes: list[list[mx.array]] = []
+    order: list[int] = []
+    for part in parts:
+        places = [place[uid] for uid in part.rows]
+        at = mx.array(places)
+        inputs = [tokens[at], *([] if given is None else [given[at]])]
+        if outcomes:  # so that the order of collectives is the same on all ranks
+            inputs = mx.depends(inputs, outcomes[-1])
+        known = None if given is None else inputs[1]
+        outcomes.append(forward(part, inputs[0], known, tuple([positions[each] for each in places])))
+        order += places
+    back = mx.array(sorted(range(len(order)), key=order.__getitem__))
+    return [mx.concatenate(list(parts))[back] for parts in zip(*outcomes, strict=True)]
 
 
 class MergedBatch:
@@ -368,6 +385,64 @@ class MergedBatch:
 
     def arrays(self) -> list[mx.array]:
         return arrays_of(self.caches)
+
+    def parts(self, rows: Sequence[int]) -> list[MergedBatch]:
+        return [self]
+
+
+class LaneBatch:
+    """Rows of a pipeline in lanes, each a batch of mlx-lm's own caches. A row that joins is one by itself."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self._lanes: list[MergedBatch] = []
+
+    def join(self, uid: int, caches: Caches) -> None:
+        self.rows.append(uid)
+        self._lanes.append(MergedBatch())
+        self._lanes[-1].join(uid, caches)
+
+    def leave(self, uid: int, keep: int) -> Caches | None:
+        lane = self._lane(uid)
+        kept = lane.leave(uid, keep)
+        if not lane.rows:
+            self._lanes.remove(lane)
+        self.rows[self.rows.index(uid)] = self.rows[-1]
+        self.rows.pop()
+        return kept
+
+    def copy(self, uid: int, length: int) -> Caches:
+        return self._lane(uid).copy(uid, length)
+
+    def arrays(self) -> list[mx.array]:
+        return [array for lane in self._lanes for array in lane.arrays()]
+
+    def parts(self, rows: Sequence[int]) -> list[MergedBatch]:
+        wanted = set(rows)
+        return [lane for lane in self._lanes if wanted.intersection(lane.rows)]
+
+    def arrange(self, lanes: Sequence[int]) -> None:
+        """Move the rows to these lanes, in row order."""
+        for number in sorted(set(lanes)):
+            uids = [uid for uid, lane in zip(self.rows, lanes, strict=True) if lane == number]
+            into = self._lane(uids[0])
+            for other in [uid for uid in into.rows if uid not in uids]:
+                self._lanes.append(_moved(other, into, MergedBatch()))
+            for uid in uids:
+                if uid not in into.rows:
+                    _moved(uid, self._lane(uid), into)
+            self._lanes = [lane for lane in self._lanes if lane.rows]
+
+    def _lane(self, uid: int) -> MergedBatch:
+        return next(lane for lane in self._lanes if uid in lane.rows)
+
+
+def _moved(uid: int, lane: MergedBatch, into: MergedBatch) -> MergedBatch:
+    """Move a row from one lane to another, which is returned."""
+    caches = lane.leave(uid, WHOLE)
+    assert caches is not None
+    into.join(uid, caches)
+    return into
 
 
 def arrays_of(caches: Caches) -> list[mx.array]:
@@ -476,6 +551,7 @@ class CacheKind:
     def __init__(self, model: Any, kv_bits: int = 0, stage: Stage | None = None) -> None:
         self.model = model
         self._kv_bits = kv_bits
+        self._staged = stage is not None
         self._all = make_cache(model) if stage is None else stage.all_caches()
         self.group_size = self._find_group_size() if kv_bits else 0
         new = self._quantized(self._all)
@@ -490,7 +566,9 @@ class CacheKind:
         self._empty = self._shapes() if self.slots else []
 
     def empty_batch(self) -> Batch:
-        return SlotBatch(self._empty, self.caches_of) if self.slots else MergedBatch()
+        if self.slots:
+            return SlotBatch(self._empty, self.caches_of)
+        return LaneBatch() if self._staged else MergedBatch()
 
     def caches_of(self, arrays: list[mx.array], length: int) -> Caches:
         """Return the caches of a sequence of `length` tokens that is in these arrays of a SlotBatch."""

@@ -423,7 +423,7 @@ class DecodeLoop:
                 case Evict():
                     self._rank.evict(frame.uids)
                 case Arrange():
-                    self._rank.arrange(frame.rooms, trim=frame.trim)
+                    self._rank.arrange(frame)
                 case FetchBlocks():
                     self._fetches.begin(frame.uid, len(frame.digests) // DIGEST_BYTES)
                     self._rank.on_disk(frame)
@@ -559,7 +559,7 @@ def _cache_frame(move: CacheMove) -> CacheFrame:
         case EvictKept():
             return Evict(move.uids)
         case Arrangement():
-            return Arrange(move.rooms, move.trim)
+            return Arrange(move.rooms, move.trim, move.lanes)
         case SpillBlock():
             return Spill(move.uid, move.start, move.end, move.digest, move.previous)
         case FetchKept():

@@ -17,6 +17,7 @@ import psutil
 
 from ..errors import Code, GroupError, LocalProtocolError, MlxtpError
 from ..wire.messages import (
+    Arrange,
     Bootstrap,
     CollectivesTimed,
     Done,
@@ -215,9 +216,9 @@ class RankExecutor:
         self._require_runner().evict(uids)
         self._count_caches()
 
-    def arrange(self, rooms: tuple[int, ...], *, trim: bool) -> None:
-        """Lay out the rows' KV arrays as in `Arrange`. Raises GroupError (DESYNC) for rows of other sizes."""
-        self._require_runner().arrange(rooms, trim=trim)
+    def arrange(self, frame: Arrange) -> None:
+        """Lay out the rows' KV arrays. Raises GroupError (DESYNC) for rows of other sizes."""
+        self._require_runner().arrange(frame.rooms, frame.lanes, trim=frame.trim)
         self._count_caches()
 
     def _count_caches(self) -> None:

@@ -96,6 +96,27 @@ def layouts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
+Slots = tuple[tuple[int, int], ...]  #: The room and the lane of each.
+
+
+@lru_cache(maxsize=512)
+def laned_layouts(lengths: tuple[int, ...], lanes: tuple[int, ...]) -> tuple[Slots, ...]:
+    """Return the ways to lay out rows of these lengths, of which only those of one lane share arrays.
+
+    As `layouts`, for each lane by itself.
+    """
+    own = {
+        lane: layouts(tuple([size for size, other in zip(lengths, lanes, strict=True) if other == lane]))
+        for lane in sorted(set(lanes))
+    }
+    found: list[Slots] = []
+    for way in range(max([len(ways) for ways in own.values()], default=1)):
+        left = {lane: deque(ways[min(way, len(ways) - 1)]) for lane, ways in own.items()}
+        rows = [(left[lane].popleft(), lane) for lane in lanes]
+        found.append((*rows, *[(room, lane) for lane, free in left.items() for room in free]))
+    return tuple(found)
+
+
 def batch_tokens(lengths: Sequence[int]) -> int:
     """Return the positions of mlx-lm's own batched caches: all rows have the room of the longest."""
     return slots(len(lengths)) * roomy(max(lengths)) if lengths else 0
@@ -372,7 +393,8 @@ class KVCacheManager:
     `disk`: blocks of kept ones on disk, None without.
     `moves` has the moves that free caches, and what waits for them. They come before any other. `kv_tokens`
     is all the room, `row_tokens` the part of each sequence's cache that does not grow, as so many tokens.
-    `arranges`: rows stand in arrays whose sizes are chosen here, and not by mlx-lm.
+    `arranges`: rows stand in arrays whose sizes are chosen here, and not by mlx-lm. `has_lanes`: rows of one
+    lane share arrays, and no others.
     """
 
     def __init__(
@@ -384,6 +406,7 @@ class KVCacheManager:
         *,
         row_tokens: int = 0,
         arranges: bool = True,
+        has_lanes: bool = False,
         disk: DiskIndex | None = None,
     ) -> None:
         self.moves: deque[Move] = deque()
@@ -395,9 +418,10 @@ class KVCacheManager:
         self._running = running
         self._waiting = waiting
         self._arranges = arranges
-        #: Rooms of all slots, those of free ones too. A slot is free until its bucket has no rows.
-        self._rooms: tuple[int, ...] = ()
+        #: All slots, the free ones too. A slot is free until its bucket has no rows.
+        self._slots: Slots = ()
         self._is_stale = False  # something has left or changed since rows were laid out
+        self._has_lanes = has_lanes
 
     @property
     def keeps_whole(self) -> bool:
@@ -523,8 +547,9 @@ class KVCacheManager:
     def release(self, sequence: SequenceState, reason: StopReason, held: int) -> None:
         """Queue a sequence's last move, and keep or evict the known of the `held` tokens of its KV cache."""
         keep, self._is_stale = 0, True
-        if all(other.room != sequence.room for other in self._running):
-            self._rooms = tuple([room for room in self._rooms if room != sequence.room])
+        bucket = (sequence.room, sequence.lane)
+        if all((other.room, other.lane) != bucket for other in self._running):
+            self._slots = tuple([slot for slot in self._slots if slot != bucket])
         sequence.room = 0
         covers: tuple[int, ...] = ()
         evicted: tuple[int, ...] = ()
@@ -581,6 +606,8 @@ class KVCacheManager:
         They stay where they are if they have room there, unless half of it is free and no prompt joins.
         """
         if not self._arranges:
+            if self._has_lanes and not all(sequence.room for sequence in self._running):
+                self.moves.append(Arrangement(lanes=_lanes(self._running)))
             for sequence in self._running:
                 sequence.room = roomy(max(_lengths(self._running)))
             self._is_stale = False
@@ -593,18 +620,20 @@ class KVCacheManager:
         kept = self._prefixes.positions if self._prefixes is not None else 0
         left = self.kv_tokens - kept - sum(own) - self._row_tokens * (len(running) + len(own))
         lengths = _lengths(running)
-        rooms = next((rooms for rooms in layouts(lengths) if sum(rooms) <= left), None)
-        if rooms is None:
+        ways = laned_layouts(lengths, _lanes(running))
+        slots = next((slots for slots in ways if _room_of(slots) <= left), None)
+        if slots is None:
             return False
-        held, needed = sum(self._rooms), sum(rooms)
+        held, needed = _room_of(self._slots), _room_of(slots)
         self._is_stale = False
         fits = all(length <= sequence.room for length, sequence in zip(lengths, running, strict=True))
         if fits and held <= left and (joining or held <= 2 * needed):
             return True
-        for room, sequence in zip(rooms, running, strict=False):
+        for (room, _), sequence in zip(slots, running, strict=False):
             sequence.room = room
-        self._rooms = rooms
-        self.moves.append(Arrangement(rooms))
+        self._slots = slots
+        rooms, lanes = tuple([room for room, _ in slots]), tuple([lane for _, lane in slots])
+        self.moves.append(Arrangement(rooms, lanes=lanes if any(lanes) else ()))
         return True
 
     def fits_alone(self, sequence: SequenceState) -> bool:
@@ -631,7 +660,7 @@ class KVCacheManager:
         lengths = _lengths(rows)
         kept = self._prefixes.positions if self._prefixes is not None else 0
         if self._arranges:
-            return sum(layouts(lengths)[-1]) + self._row_tokens * len(rows) + kept
+            return _room_of(laned_layouts(lengths, _lanes(rows))[-1]) + self._row_tokens * len(rows) + kept
         # A prompt has its own cache until it runs, unless no other sequence does.
         own = [capacity(sequence.prompt) for sequence in [*started, *joining]] if len(rows) > 1 else []
         return batch_tokens(lengths) + sum(own) + self._row_tokens * (len(rows) + len(own)) + kept
@@ -639,6 +668,14 @@ class KVCacheManager:
     def _rows(self, joining: Sequence[SequenceState]) -> list[SequenceState]:
         rows = [*self._running, *self._waiting.holding()]
         return [*rows, *(sequence for sequence in joining if sequence not in rows)]
+
+
+def _room_of(slots: Slots) -> int:
+    return sum([room for room, _ in slots])
+
+
+def _lanes(rows: Sequence[SequenceState]) -> tuple[int, ...]:
+    return tuple([sequence.lane for sequence in rows])
 
 
 def _lengths(rows: Sequence[SequenceState]) -> tuple[int, ...]:

@@ -25,10 +25,12 @@ from .batch import (
     CacheKind,
     Caches,
     ForwardShape,
+    LaneBatch,
     MergedBatch,
     SlotBatch,
     arrays_of,
     cut,
+    in_parts,
     overlap,
     plain,
     separate,
@@ -381,11 +383,13 @@ class Runner:
         computed. Raises GroupError (DESYNC) when the frame's rows or their lengths differ from this rank's.
         """
         self.border.flush()
-        rows = frame.rows
-        if rows != tuple(self._batch.rows) or self._inputs.tokens is None:
-            raise GroupError(
-                f"a step for rows {rows}, but this rank runs {tuple(self._batch.rows)}", Code.DESYNC
+        rows, running = frame.rows, self._batch.rows
+        if isinstance(self._inputs, GivenTokens):  # one lane steps
+            running = sorted(
+                [uid for part in self._batch.parts(rows) for uid in part.rows], key=running.index
             )
+        if rows != tuple(running) or self._inputs.tokens is None:
+            raise GroupError(f"a step for rows {rows}, but this rank runs {tuple(running)}", Code.DESYNC)
         widths = tuple(width or 1 for width in frame.widths) or (1,) * len(rows)
         self._lengthen(frame, widths)
         self._count(rows)
@@ -394,7 +398,7 @@ class Runner:
         received = self.border.expect(*tokens.shape)
         given = given if received.given is None else received.given
         greedy = frame.exchange == "winners" and self._vocabulary.chooses
-        local, winners = self._forward(tokens, given, frame.positions, winners=greedy)
+        local, winners = self._forward(rows, tokens, given, frame.positions, winners=greedy)
         if winners is None:
             logits = self._vocabulary.gather(local)
             try:
@@ -429,7 +433,7 @@ class Runner:
             tokens, embeddings = self._vocabulary.winners(local)
         mx.eval(local, tokens, arrays_of(caches))
         self._batch.join(1, caches)
-        local, winners = self._forward(tokens, embeddings, (chunk,), winners=chooses)
+        local, winners = self._forward((1,), tokens, embeddings, (chunk,), winners=chooses)
         mx.eval(local, winners, self._batch.arrays())
 
     # --- sequences -----------------------------------------------------------------------------------
@@ -468,8 +472,8 @@ class Runner:
         evicted_bytes = self._use.evicted_bytes + before - self.kept.size_bytes
         self._use = replace(self._use, evicted_bytes=evicted_bytes)
 
-    def arrange(self, rooms: tuple[int, ...], *, trim: bool = False) -> None:
-        """Lay out the rows' arrays by the room of each slot, if there are `rooms`.
+    def arrange(self, rooms: tuple[int, ...], lanes: tuple[int, ...] = (), *, trim: bool = False) -> None:
+        """Lay out the rows' arrays by the room and the lane of each slot, if there are any.
 
         With `trim`, give unused memory back to the system, once forwards in flight end. Raises GroupError
         (DESYNC) when this rank has other rows, or longer ones.
@@ -480,7 +484,9 @@ class Runner:
             fit = len(rooms) >= len(lengths) and all(map(le, lengths, rooms))
             if not isinstance(self._batch, SlotBatch) or not fit:
                 raise GroupError(f"room for {rooms} tokens, but this rank holds {lengths}", Code.DESYNC)
-            self._batch.arrange(rooms)
+            self._batch.arrange(rooms, lanes)
+        elif lanes and isinstance(self._batch, LaneBatch):
+            self._batch.arrange(lanes)
         if trim:
             mx.eval(self._batch.arrays())
             mx.clear_cache()
@@ -534,6 +540,7 @@ class Runner:
 
     def _forward(
         self,
+        rows: tuple[int, ...],
         tokens: mx.array,
         given: mx.array | None,
         positions: tuple[int, ...],
@@ -541,23 +548,23 @@ class Runner:
         winners: bool,
     ) -> tuple[mx.array, tuple[mx.array, mx.array] | None]:
         """Return this rank's share of the logits [rows, width, share]; with `winners`, those of all ranks."""
-        batch = self._batch
-        if isinstance(batch, MergedBatch):
-            local = self._vocabulary.forward(self._model, tokens, batch.caches, given=given)
-            return local, self._vocabulary.winners(local) if winners else None
-        assert isinstance(batch, SlotBatch)
-        outcome = batch.by_bucket(tokens, given, positions, partial(self._forward_bucket, winners=winners))
+        forward = partial(self._forward_part, winners=winners)
+        outcome = in_parts(self._batch.parts(rows), rows, tokens, given, positions, forward=forward)
         return outcome[0], (outcome[0], outcome[1]) if winners else None
 
-    def _forward_bucket(
+    def _forward_part(
         self,
-        bucket: Bucket,
+        part: Bucket | MergedBatch,
         tokens: mx.array,
         given: mx.array | None,
         positions: tuple[int, ...],
         *,
         winners: bool,
     ) -> list[mx.array]:
+        if isinstance(part, MergedBatch):
+            local = self._vocabulary.forward(self._model, tokens, part.caches, given=given)
+            return list(self._vocabulary.winners(local)) if winners else [local]
+        bucket = part
         rows, width = tokens.shape
         longest = max(positions) + width
         bucket.reserve(longest)

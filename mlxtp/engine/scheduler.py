@@ -20,7 +20,7 @@ from ..wire.messages import MAX_PROMPTS, MAX_WIDTH
 from . import kv_cache
 from .disk_index import DiskIndex
 from .kv_cache import KVCacheManager, PrefixCache
-from .sequence import FedRow, SequenceState, WaitingQueue
+from .sequence import FedRow, Lanes, SequenceState, WaitingQueue
 from .speculation import Lookup, Payoff
 from .steps import (
     Agreement,
@@ -152,6 +152,7 @@ class Scheduler:
             self._waiting,
             row_tokens=policy.row_tokens,
             arranges=policy.wide,
+            has_lanes=policy.stages > 1,
             disk=disk,
         )
         self.disk = self._kv.disk
@@ -160,6 +161,7 @@ class Scheduler:
         self._speculation = Speculation(policy, self._running)
         #: Rows of each forward in flight, and the tokens of a prompt's chunk; 0 for a decode step.
         self._queued: deque[tuple[tuple[FedRow, ...], int]] = deque()
+        self._lanes = Lanes(self._running, policy.stages)
         self._spilled = False  # True if the last move was a block for the disk
         self._late: list[StepResult] = []  # sent to clients with the next results
         self._budget = policy.prefill_chunk
@@ -374,10 +376,13 @@ class Scheduler:
         self._speculation.join(sequence)
 
     def _next_decode(self) -> Decode | None:
-        running = self._running
         must_wait = self._speculation.must_wait
-        in_flight = [sequence for sequence in running if sequence.in_flight]
-        if any(must_wait(sequence) or self._kv.must_wait(sequence) for sequence in in_flight):
+
+        def may_step(row: SequenceState) -> bool:
+            return not row.in_flight or not (must_wait(row) or self._kv.must_wait(row))
+
+        running = self._lanes.next(may_step)
+        if not running:
             return None
         if not self._kv.make_room():
             self._preempt()

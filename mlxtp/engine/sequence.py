@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .speculation import Adaptive, Lookup
@@ -68,6 +68,7 @@ class SequenceState:
     saves: tuple[int, ...] = ()  # those after which a copy of its KV cache is kept
     position: int = 0  # length of its KV cache before its next step
     room: int = 0  # tokens for which its row's arrays have room, 0 while its KV cache is its own
+    lane: int = 0  # rows of one lane step together
     forwards: int = 0
     all_forwards: int = 0
     in_flight: int = 0  # forwards that will choose a token and have not been recorded
@@ -176,6 +177,43 @@ class SequenceState:
             self.drafted,
             self.accepted,
         )
+
+
+class Lanes:
+    """Lanes of the `running` rows, as many as a pipeline has stages: while one waits, others step.
+
+    All have as many rows, give or take one.
+    """
+
+    def __init__(self, running: Sequence[SequenceState], count: int) -> None:
+        self._running = running
+        self._count = count
+        self._last = 0  # lane of the last step
+
+    def next(self, may_step: Callable[[SequenceState], bool]) -> list[SequenceState]:
+        """Return the rows of the next lane in which all may step, in row order; none if there is none."""
+        if self._count > 1:
+            self._balance()
+        for lane in range(self._last + 1, self._last + 1 + self._count):
+            rows = [row for row in self._running if row.lane == lane % self._count]
+            if rows and all(map(may_step, rows)):
+                self._last = lane % self._count
+                return rows
+        return []
+
+    def _balance(self) -> None:
+        """Move rows to other lanes, first those without a step in flight, for which a lane would wait.
+
+        They leave the arrays that they share with their lane.
+        """
+        members: list[list[SequenceState]] = [[] for _ in range(self._count)]
+        for sequence in self._running:
+            members[sequence.lane].append(sequence)
+        while len(longest := max(members, key=len)) - len(shortest := min(members, key=len)) > 1:
+            moved = min(reversed(longest), key=lambda sequence: sequence.in_flight)
+            longest.remove(moved)
+            shortest.append(moved)
+            moved.lane, moved.room = members.index(shortest), 0
 
 
 @dataclass(frozen=True, slots=True)

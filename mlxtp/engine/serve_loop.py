@@ -61,7 +61,7 @@ class ServeLoop:
                 case Evict() as evict:
                     self._rank.evict(evict.uids)
                 case Arrange() as arrange:
-                    self._rank.arrange(arrange.rooms, trim=arrange.trim)
+                    self._rank.arrange(arrange)
                 case Spill() | FetchBlocks() | Restore() as frame:
                     self._rank.on_disk(frame)
                 case Shutdown():

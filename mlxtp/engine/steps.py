@@ -91,10 +91,11 @@ class EvictKept:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Layout of the running rows' KV arrays, if `rooms` has one; fields as in `Arrange`."""
+    """Layout of the running rows' KV arrays, if there are `rooms` or `lanes`; fields as in `Arrange`."""
 
     rooms: tuple[int, ...] = ()
     trim: bool = False
+    lanes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,14 +221,16 @@ class Ranks:
         self._ledger = DecodeLedger()
         self._seq = 0
         self.rows: list[int] = []
-        self.rooms: dict[int, int] = {}
+        self.rooms: dict[int, tuple[int, int]] = {}
         """Room of each row in arrays that it shares with all of the same room, once it is arranged."""
-        self.slots: list[int] = []
+        self.slots: list[tuple[int, int]] = []
         """Room of each of their slots."""
         self.own: dict[int, int] = {}
         """Room of each sequence that has arrays of its own."""
         self.arranges = True
         self.most_buckets = 0
+        self.stages = 1
+        self.most_lanes = 0
         self.prefilling: dict[int, int] = {}
         """Length of each prompt that is not complete."""
         self.contents: dict[int, list[int]] = {}
@@ -265,7 +267,7 @@ class Ranks:
                     self._drop(uid)
                 return None
             case Arrangement():
-                self._arrange(move.rooms)
+                self._arrange(move.rooms, move.lanes)
                 return None
             case SpillBlock() | FetchKept() | RestoreKept():
                 self._on_disk(move)
@@ -366,14 +368,17 @@ class Ranks:
         self.request_of[prompt.uid] = prompt.request
 
     def _decode(self, step: Decode, known: Callable[[], None]) -> tuple[tuple[int, int], ...]:
-        assert list(step.rows) == self.rows
+        if self.stages == 1:
+            assert list(step.rows) == self.rows
+        else:
+            self._check_lane(step)
         if step.late:
             known()
         chosen, at = [], 0
         if self.arranges:
             widest = max(step.widths, default=1)
             for uid, position in zip(step.rows, step.positions, strict=True):
-                assert position + widest <= self.rooms[uid]
+                assert position + widest <= self.rooms[uid][0]
         for uid, position, width in zip_longest(step.rows, step.positions, step.widths, fillvalue=0):
             contents = self.contents[uid]
             assert position <= len(contents)
@@ -387,6 +392,17 @@ class Ranks:
             self._check_guide(uid)
         assert at == len(step.tokens)
         return tuple(chosen)
+
+    def _check_lane(self, step: Decode) -> None:
+        """Assert that these rows, all of whose tokens are known, share arrays with no others."""
+        assert [uid for uid in self.rows if uid in step.rows] == list(step.rows)
+        assert len(step.widths) == len(step.rows)
+        assert all(step.widths)
+        shared = {self.rooms[uid] for uid in step.rows if uid in self.rooms}
+        assert all(uid in step.rows for uid in self.rows if self.rooms.get(uid) in shared)
+        lanes = {lane for _, lane in shared}
+        assert len(lanes) <= 1
+        self.most_lanes = max(self.most_lanes, len({lane for _, lane in self.rooms.values()}))
 
     def _choose(self, uid: int) -> int:
         contents, request = self.contents[uid], self._requests[self.request_of[uid]]
@@ -406,7 +422,7 @@ class Ranks:
             self.rows[row] = self.rows[-1]
             self.rows.pop()
         self.own.pop(stop.uid, None)
-        room = self.rooms.pop(stop.uid, 0)
+        room = self.rooms.pop(stop.uid, (0, 0))
         if room not in self.rooms.values():
             self.slots = [each for each in self.slots if each != room]
         assert stop.forwards == self.forwards[stop.uid]
@@ -415,16 +431,19 @@ class Ranks:
             assert not self.whole or stop.keep == len(contents), "a cut checkpoint"
             self._keep(stop.uid, contents[: stop.keep], self.request_of[stop.uid], stop.covers)
 
-    def _arrange(self, rooms: tuple[int, ...]) -> None:
+    def _arrange(self, rooms: tuple[int, ...], lanes: tuple[int, ...]) -> None:
         if not rooms:
+            if lanes:
+                assert not self.arranges
+                self.rooms = {uid: (0, lane) for uid, lane in zip(self.rows, lanes, strict=True)}
             return
         assert self.arranges
         assert len(rooms) >= len(self.rows)
-        self.rooms = dict(zip(self.rows, rooms, strict=False))
-        assert all(len(self.contents[uid]) <= room for uid, room in self.rooms.items())
-        assert set(rooms) == set(self.rooms.values()), "arrays without rows"
-        self.slots = list(rooms)
-        self.most_buckets = max(self.most_buckets, len(set(rooms)))
+        self.slots = list(zip(rooms, lanes or (0,) * len(rooms), strict=True))
+        self.rooms = dict(zip(self.rows, self.slots, strict=False))
+        assert all(len(self.contents[uid]) <= room for uid, (room, _) in self.rooms.items())
+        assert set(self.slots) == set(self.rooms.values()), "arrays without rows"
+        self.most_buckets = max(self.most_buckets, len(set(self.slots)))
         for uid in self.rows:
             self.own.pop(uid, None)
 
@@ -434,7 +453,7 @@ class Ranks:
         kept = sum(kv_cache.capacity(len(self.kept[uid])) for uid in own)
         fixed = self.row_tokens * (len(self.kept) + len(self.prefilling) + len(self.rows))
         if self.arranges:
-            return fixed + kept + sum(self.slots) + sum(self.own.values())
+            return fixed + kept + sum(room for room, _ in self.slots) + sum(self.own.values())
         prompts = sum(kv_cache.capacity(total) for total in self.prefilling.values())
         return fixed + kept + prompts + kv_cache.batch_tokens([len(self.contents[uid]) for uid in self.rows])
 
@@ -470,7 +489,7 @@ def _frame(move: Move) -> Message:
         case EvictKept():
             return Evict(move.uids)
         case Arrangement():
-            return Arrange(move.rooms, move.trim)
+            return Arrange(move.rooms, move.trim, move.lanes)
         case SpillBlock():
             return Spill(move.uid, move.start, move.end, move.digest, move.previous)
         case FetchKept():
@@ -529,6 +548,7 @@ class Simulation:
         self.requests: dict[int, Request] = {}
         self.ranks = Ranks(self.requests, kv_tokens, whole=whole, row_tokens=row_tokens, disk=disk)
         self.ranks.arranges = self.policy.wide
+        self.ranks.stages = self.policy.stages
         self.moves: list[Move] = []
         self._run_ahead = run_ahead
         self._slow_when_wide = slow_when_wide
@@ -593,7 +613,8 @@ class Simulation:
             chosen = self.ranks.make(move, partial(self._settle, 0))
             if chosen is not None:
                 self._running.append(chosen)
-        self._settle(self._run_ahead if move is not None else 0)
+        ahead = max(self._run_ahead, self.policy.stages - 1)
+        self._settle(ahead if move is not None else max(len(self._running) - 1, 0))
         if move is None:
             for outcome in self.scheduler.late():
                 self._take(outcome)

@@ -25,6 +25,7 @@ from mlxtp.engine.batch import (
     MergedBatch,
     SlotBatch,
     cut,
+    in_parts,
     share,
     snapshot,
 )
@@ -82,7 +83,7 @@ def forward(kind: CacheKind, batch: SlotBatch, rows: list[list[int]], positions:
         return [logits]
 
     tokens = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
-    (every,) = batch.by_bucket(tokens, None, tuple(positions), one)
+    (every,) = in_parts(batch.parts(batch.rows), batch.rows, tokens, None, tuple(positions), forward=one)
     mx.async_eval(every, batch.arrays())
     return every
 

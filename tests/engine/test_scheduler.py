@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from random import Random
 from types import FrameType
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from mlxtp.engine.disk_index import MAX_FETCHES
 from mlxtp.engine.kv_cache import Hit, PrefixCache, capacity
 from mlxtp.engine.scheduler import DRAFTED_ROWS, MAX_PREFILLING, Scheduler
+from mlxtp.engine.sequence import Lanes, SequenceState
 from mlxtp.engine.steps import (
     Arrangement,
     Decode,
@@ -978,9 +980,10 @@ def test_what_is_kept_takes_the_room_of_the_row_that_left() -> None:
     while not isinstance(move := simulation.tick(), StopSequence):
         assert move is not None
     assert (move.uid, move.keep) == (2, 200)
-    assert sorted(simulation.ranks.slots) == [288, 288, 288, 352], "the row's slot is free"
+    slots = [(288, 0), (288, 0), (352, 0)]
+    assert sorted(simulation.ranks.slots) == [(288, 0), *slots], "the row's slot is free"
     simulation.tick()
-    assert sorted(simulation.ranks.slots) == [288, 288, 352]
+    assert sorted(simulation.ranks.slots) == slots
     assert simulation.ranks.occupied() == 288 + 288 + 352 + 224
     simulation.drain()
     check_answers(simulation)
@@ -1589,6 +1592,55 @@ def test_where_room_is_tight_no_request_exceeds_it_and_none_is_lost(
     for request in simulation.requests.values():
         if not request.cancelled:
             check_answer(request)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_lanes_of_a_pipeline_alternate_and_lose_nothing(stages: int, wide: bool) -> None:
+    """Ranks check that a step's rows are a whole lane with all its tokens."""
+    lanes, overlapped = set(), 0
+    for seed in range(12):
+        random = Random(seed)
+        simulation = Simulation(
+            stages=stages,
+            wide=wide,
+            kv_tokens=random.choice((1500, 4000)),
+            prefixes=wide and random.random() < 0.5,
+            drafts=wide and random.random() < 0.5,
+            together=random.choice((0, 512)),
+            prefill_chunk=random.choice((16, 64, 512)),
+            chunk_beside=64,
+            max_rows=8,
+        )
+        for _ in range(14):
+            length = random.choice((random.randint(5, 60), random.randint(200, 400)))
+            simulation.add(length, random.randint(1, 200))
+            simulation.ticks(random.randint(0, 60))
+            if random.random() < 0.2:
+                simulation.cancel(random.randint(1, len(simulation.requests)))
+        simulation.drain()
+        for request in simulation.requests.values():
+            if not request.cancelled:
+                check_answer(request)
+        lanes.add(simulation.ranks.most_lanes)
+        steps = [set(move.rows) for move in simulation.moves if isinstance(move, Decode)]
+        overlapped += sum(not one & other for one, other in pairwise(steps))
+    assert max(lanes) == stages
+    assert overlapped > 100
+
+
+def test_lanes_have_as_many_rows_give_or_take_one() -> None:
+    rows = [SequenceState(uid, SequenceParams(1), [1], 1, uid=uid) for uid in range(1, 8)]
+    lanes = Lanes(rows, 3)
+    steps = [lanes.next(lambda _: True) for _ in range(3)]
+    assert sorted(len(step) for step in steps) == [2, 2, 3]
+    assert sorted(row.uid for step in steps for row in step) == list(range(1, 8))
+    waiting = steps[0]
+    assert lanes.next(lambda row: row not in waiting) == steps[1]
+    del rows[:]
+    rows += steps[2]
+    assert len({row.lane for step in (lanes.next(lambda _: True),) for row in step}) == 1
+    assert len(lanes.next(lambda _: True)) == 1, "the rows that are left are in two lanes"
 
 
 def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing() -> None:

@@ -10,12 +10,13 @@ The first own layer takes the hidden states that were received, and the last one
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from ..errors import Code, GroupError, ModelError
 from ..pipeline_families import PIPELINE_FAMILIES
@@ -43,6 +44,25 @@ def check_family(family: str) -> None:
         )
 
 
+class _Reached(Exception):
+    """The last own layer has hidden states to send. Ends a forward, because other ranks have its rest."""
+
+    def __init__(self, hidden: mx.array) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Facts of one layer, from a forward that is never computed."""
+
+    caches: tuple[int, ...]  # numbers of those that it is given
+    needs: tuple[int, ...]  # layers whose results it is given, beside the hidden states
+    extras: int | None  # results beside the hidden states; None where it returns these alone
+    counted: bool  # it is given the position of the first token
+    hidden: mx.array
+
+
 class Stage:
     """Layers `first` to `end` (exclusive) of `model`, which `rank` of `ranks` computes.
 
@@ -50,6 +70,8 @@ class Stage:
     dtype    type of these numbers
     layers   numbers of the layers that have weights
     given    hidden states [B, L, hidden] that the next forward begins with, if it embeds no tokens
+
+    Raises ModelError (MODEL_UNSUPPORTED) when other ranks would need more than hidden states.
     """
 
     def __init__(self, model: Any, rank: int, split: Sequence[int]) -> None:
@@ -57,13 +79,14 @@ class Stage:
         self.first = sum(split[rank + 1 :])
         self.end = self.first + split[rank]
         self.given: mx.array | None = None
-        self._left: mx.array | None = None  # by the last own layer
         self._empty = _caches(model)
-        self._alike = [self._own_like(at) for at in range(len(self._empty))]
-        sample = self._sample(model)
-        self.hidden, self.dtype = sample.shape[-1], sample.dtype
-        self._cut(model)
-        self.layers = tuple(at for at, layer in enumerate(model.layers) if layer.parameters())
+        facts = _trace(model, self._empty)
+        self._own = self._owned(facts)
+        self._check(facts)
+        self._stand_ins = [self._stand_in(number) for number in range(len(self._empty))]
+        self.hidden, self.dtype = facts[0].hidden.shape[-1], facts[0].hidden.dtype
+        self._cut(model, facts)
+        self.layers = tuple(at for at, layer in enumerate(model.layers) if tree_flatten(layer.parameters()))
 
     @property
     def embeds(self) -> bool:
@@ -76,8 +99,8 @@ class Stage:
         return self.rank == 0
 
     def caches(self) -> list[Any]:
-        """Return one empty KV cache for each own layer."""
-        return deepcopy(self._empty[self.first : self.end])
+        """Return one empty KV cache for each own layer that has one."""
+        return deepcopy([self._empty[number] for number in self._own])
 
     def all_caches(self) -> list[Any]:
         """Return one empty KV cache for each layer of all ranks."""
@@ -88,29 +111,50 @@ class Stage:
 
         Returns the logits of the stage that has the head, and hidden states [B, L, hidden] of the others.
         """
-        logits = call(tokens, cache=None if cache is None else self._for_all(cache))
-        left, self._left = self._left, None
-        assert left is not None, "the own layers were not called"
-        return logits if self.chooses else left
+        try:
+            return call(tokens, cache=None if cache is None else self._for_all(cache))
+        except _Reached as reached:
+            return reached.hidden
 
     # --- the cut -------------------------------------------------------------------------------------
 
-    def _cut(self, model: Any) -> None:
+    def _owned(self, facts: Sequence[_Layer]) -> list[int]:
+        """Return the numbers of the caches of own layers. The embedding has those that no layer has."""
+        layers = [set(layer.caches) for layer in facts]
+        own = set().union(*layers[self.first : self.end])
+        return sorted(own | (set(range(len(self._empty))).difference(*layers) if self.embeds else set()))
+
+    def _check(self, facts: Sequence[_Layer]) -> None:
+        for at in range(self.first, self.end):
+            if beyond := [other for other in facts[at].needs if other < self.first]:
+                raise ModelError(
+                    f"layer {at} reads results of layer {beyond[0]}; give one rank both",
+                    Code.MODEL_UNSUPPORTED,
+                )
+        counting = any(_counts(self._empty[number]) for number in self._own)
+        if not self._own or (any(layer.counted for layer in facts) and not counting):
+            raise ModelError(
+                f"layers {self.first} to {self.end - 1} have no cache that counts positions, and this model "
+                "needs one on each rank; give their rank more layers",
+                Code.MODEL_UNSUPPORTED,
+            )
+
+    def _cut(self, model: Any, facts: Sequence[_Layer]) -> None:
         for at, layer in enumerate(model.layers):
             if self.first <= at < self.end:
                 _change(layer, self._own_layer(type(layer), at))
             else:
-                layer.clear()  # weights and submodules; flags that the model reads stay
-                _change(layer, _pass_on)
+                _empty_out(layer)
+                _change(layer, _pass_on(facts[at].extras))
         modules = dict(model.named_modules())
         tied = not any(_is(path, HEADS) for path in modules)
         for path, module in modules.items():
             if _is(path, HEADS) and not self.chooses:
-                module.clear()
-                _change(module, _pass_on)
+                _empty_out(module)
             if _is(path, EMBEDDINGS) and not (self.embeds or (tied and self.chooses)):
-                module.clear()
-                _change(module, self._no_embedding(), as_linear=_pass_on)
+                whole_embedding = _around(path, modules, model.layers)
+                _empty_out(whole_embedding)
+                _change(whole_embedding, self._no_embedding())
         whole = type(model).__call__
         stage = self
 
@@ -120,62 +164,109 @@ class Stage:
         _change(model, forward, make_cache=lambda _: stage.caches())
 
     def _own_layer(self, kind: type, at: int) -> Callable[..., Any]:
-        def layer(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        def layer(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
             if at == self.first and self.given is not None:
                 x = self.given
-            out: mx.array = kind.__call__(module, x, *args, **kwargs)
-            if at == self.end - 1:
-                self._left = out
+            out = kind.__call__(module, x, *args, **kwargs)
+            if at == self.end - 1 and not self.chooses:
+                raise _Reached(_hidden(out))
             return out
 
         return layer
 
     def _no_embedding(self) -> Callable[..., mx.array]:
-        def zeros(_module: Any, tokens: mx.array) -> mx.array:  # never computed: only the shape matters
+        def zeros(_module: Any, tokens: mx.array, **_kwargs: Any) -> mx.array:  # only the shape matters
             return mx.zeros((*tokens.shape, self.hidden), dtype=self.dtype)
 
         return zeros
 
-    def _sample(self, model: Any) -> mx.array:
-        """Return the hidden states of one token behind the first layer, which are never computed."""
-        layer, found = model.layers[0], []
-        kind = type(layer)
+    # --- caches: a model expects those of all layers -------------------------------------------------
 
-        def seen(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-            out: mx.array = kind.__call__(module, x, *args, **kwargs)
-            found.append(out)
-            return out
-
-        _change(layer, seen)
-        with uncounted():
-            model(mx.zeros((1, 1), dtype=mx.int32), cache=deepcopy(self._empty))
-        layer.__class__ = kind
-        (sample,) = found
-        return sample
-
-    # --- caches: a model expects one for each of all layers ------------------------------------------
-
-    def _own_like(self, at: int) -> int | None:
-        """Return the number of an own layer with a cache like that of layer `at`, by kind or at least by
-        its positions; None for none.
+    def _stand_in(self, number: int) -> int | None:
+        """Return the place of the own cache that is like cache `number`, by kind or at least by its
+        positions; None for none.
         """
-        own = range(self.first, self.end)
-        if at in own:
-            return at
-        same = [other for other in own if _kind(self._empty[other]) == _kind(self._empty[at])]
-        counts = hasattr(self._empty[at], "offset")
-        alike = [other for other in own if counts and hasattr(self._empty[other], "offset")]
+        wanted = self._empty[number]
+        own = [self._empty[other] for other in self._own]
+        if number in self._own:
+            return self._own.index(number)
+        same = [place for place, cache in enumerate(own) if _kind(cache) == _kind(wanted)]
+        alike = [place for place, cache in enumerate(own) if _counts(cache) and _counts(wanted)]
         return next(iter([*same, *alike]), None)
 
     def _for_all(self, own: list[Any]) -> list[Any]:
         """Return a cache for each layer, because a model makes masks by those of certain layers."""
         return [
-            self._empty[at] if like is None else own[like - self.first] for at, like in enumerate(self._alike)
+            self._empty[number] if place is None else own[place]
+            for number, place in enumerate(self._stand_ins)
         ]
+
+
+def _trace(model: Any, empty: Sequence[Any]) -> list[_Layer]:
+    """Return facts of the layers. Raises ModelError (MODEL_UNSUPPORTED) when they are no plain list."""
+    caches, layers = deepcopy(list(empty)), list(model.layers)
+    facts: dict[int, _Layer] = {}
+    makers: dict[int, int] = {}  # id of a result -> its layer
+    results: list[Any] = []  # alive, so that no two have the same id
+    rows = (3, 1)  # of tokens
+
+    def refuse(why: str) -> ModelError:
+        return ModelError(f"{model.model_type} cannot run as a pipeline: {why}", Code.MODEL_UNSUPPORTED)
+
+    def watched(kind: type, at: int) -> Callable[..., Any]:
+        def layer(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+            if at in facts:
+                raise refuse(f"layer {at} runs twice")
+            given = list(_parts([*args, *kwargs.values()]))
+            needs = {makers[id(part)] for part in given if id(part) in makers}
+            others = [part for part in given if id(part) not in makers]
+            if any(isinstance(part, mx.array) and part.shape[:2] == rows for part in others):
+                raise refuse(f"layer {at} reads more of each token than hidden states")
+            numbers = [number for number, cache in enumerate(caches) if any(cache is part for part in given)]
+            counted = any(type(value) is int for value in [*args, *kwargs.values()])
+            out = kind.__call__(module, x, *args, **kwargs)
+            results.append(out)
+            extras = out[1:] if isinstance(out, tuple) else ()
+            makers.update({id(part): at for part in _parts(extras)})
+            count = len(extras) if isinstance(out, tuple) else None
+            facts[at] = _Layer(tuple(numbers), tuple(sorted(needs)), count, counted, _hidden(out))
+            return out
+
+        return layer
+
+    kinds = [type(layer) for layer in layers]
+    for at, layer in enumerate(layers):
+        _change(layer, watched(kinds[at], at))
+    with uncounted():
+        model(mx.zeros(rows, dtype=mx.int32), cache=caches)
+    for layer, kind in zip(layers, kinds, strict=True):
+        layer.__class__ = kind
+    if len(facts) < len(layers):
+        raise refuse("not all of its layers are called")
+    return [facts[at] for at in range(len(layers))]
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield objects in nested containers, but no numbers and no text."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _parts(part)
+    elif not isinstance(value, int | float | str | None):
+        yield value
+
+
+def _hidden(out: Any) -> mx.array:
+    """Return the hidden states among the results of a layer, which come first."""
+    hidden: mx.array = out[0] if isinstance(out, tuple) else out
+    return hidden
 
 
 def _kind(cache: Any) -> tuple[Any, ...]:
     return type(cache), getattr(cache, "max_size", 0), getattr(cache, "chunk_size", 0)
+
+
+def _counts(cache: Any) -> bool:
+    return hasattr(cache, "offset") and hasattr(cache, "make_mask")
 
 
 def _caches(model: Any) -> list[Any]:
@@ -189,8 +280,26 @@ def _is(path: str, names: Iterable[str]) -> bool:
     return path.rpartition(".")[2] in names
 
 
-def _pass_on(_module: Any, x: mx.array, *_args: Any, **_kwargs: Any) -> mx.array:
-    return x
+def _around(path: str, modules: Mapping[str, Any], layers: Iterable[Any]) -> Any:
+    """Return the outermost module around `path` that is not around a layer."""
+    inside = {id(layer) for layer in layers}
+    parts = path.split(".")
+    around = [modules[".".join(parts[:end])] for end in range(1, len(parts) + 1)]
+    return next(module for module in around if inside.isdisjoint(map(id, module.modules())))
+
+
+def _empty_out(module: Any) -> None:
+    """Drop the weights of a module. Its flags and its submodules stay, because a model may read these."""
+    for part in module.modules():
+        for name in [name for name, value in part.items() if isinstance(value, mx.array)]:
+            del part[name]
+
+
+def _pass_on(extras: int | None) -> Callable[..., Any]:
+    def passed(_module: Any, x: mx.array, *_args: Any, **_kwargs: Any) -> Any:
+        return x if extras is None else (x, *[None] * extras)
+
+    return passed
 
 
 def _change(module: Any, call: Callable[..., Any], **methods: Callable[..., Any]) -> None:

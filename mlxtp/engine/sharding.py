@@ -204,7 +204,7 @@ EMBEDDINGS = (
     "embed_in",
     "wte",
 )
-HEADS = ("lm_head",)
+HEADS = ("lm_head", "output")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 #: (tensor, the last two parts of its name, first row, rows) -> those rows, zeros beyond the end.

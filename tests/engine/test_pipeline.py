@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,26 +12,44 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
+from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.loader import kv_sizes, make_cache
 from mlxtp.engine.pipeline import Border, Stage, check_family, check_number, check_split, cut_into_stage
 from mlxtp.errors import Code, GroupError, ModelError
 from mlxtp.pipeline_families import PIPELINE_FAMILIES
 
-from .families import FAMILIES
+from .families import FAMILIES, GEMMA4, PIPELINE, WINDOWS
 from .small_models import write_model
 
 LAYERS = 4
 PARTS = (slice(0, 9), slice(9, 20), slice(20, 21), slice(21, 22))  # two chunks and two steps
+SPLITS = {4: ((1, 3), (2, 1, 1))}
+"""Splits that have a border behind each layer, by the number of layers."""
+ALL_SPLITS = ("llama", "deepseek_v3", "gemma3_text", "gemma4", "gpt_oss", "llama4", "minimax_m3_vl")
+"""Families that are tried in all splits: those with caches of several kinds, and two others."""
+REFUSED: Mapping[str, frozenset[tuple[int, ...]]] = {
+    # Layers in pairs, of which the second reads keys and values of the first.
+    "hunyuan": frozenset({(1, 3), (3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)}),
+    # Linear attention with positions, which only other layers count.
+    "bailing_hybrid": frozenset({(3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)}),
+    "bailing_moe_linear": frozenset({(3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)}),
+    # Layers without a cache.
+    "nemotron_h": frozenset({(1, 1, 4), (4, 1, 1)}),
+}
+"""Splits that cannot be, of families that are tried in all splits."""
 
 
-def some_model(folder: Path, family: str) -> Path:
-    return write_model(folder, model_type=family, **{"num_hidden_layers": LAYERS, **FAMILIES[family]})
+def some_model(folder: Path, family: str, **changes: Any) -> Path:
+    config = {"num_hidden_layers": LAYERS, **FAMILIES.get(family, {}), **PIPELINE.get(family, {})}
+    return write_model(folder, model_type=family, **{**config, **changes})
 
 
-def logits(models: Sequence[Any], stages: Sequence[Stage | None]) -> np.ndarray:
-    """Logits of the last token of each part, by way of all `models`."""
-    tokens = mx.array([[(7 * i + 3) % 500 for i in range(22)]])
-    caches = [make_cache(model) for model in models]
+def logits(
+    models: Sequence[Any], stages: Sequence[Stage | None], *, first: int = 3, kv_bits: int = 0
+) -> np.ndarray:
+    """Logits of the last token of each part, by way of all `models`. `first` is the first token."""
+    tokens = mx.array([[first, *((7 * i + 3) % 500 for i in range(1, 22))]])
+    caches = [CacheKind(model, kv_bits, stage).new() for model, stage in zip(models, stages, strict=True)]
     found = []
     for part in PARTS:
         states = None
@@ -55,7 +73,7 @@ def pipeline(folder: Path, split: Sequence[int]) -> tuple[list[Any], list[Stage 
     """The models of the ranks of a pipeline, the first stage first."""
     models, stages = [], []
     for rank in reversed(range(len(split))):
-        model, _ = load_model(folder)
+        model, _ = load_model(folder, lazy=True)
         stages.append(cut_into_stage(model, Place(rank, len(split)), split, 0).stage)  # type: ignore[arg-type]
         models.append(model)
     return models, list(stages)
@@ -66,15 +84,96 @@ def splits(layers: int) -> Iterator[tuple[int, ...]]:
         yield from (split for split in product(range(1, layers), repeat=ranks) if sum(split) == layers)
 
 
-@pytest.mark.parametrize("family", sorted(PIPELINE_FAMILIES))
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ALL_SPLITS else pytest.mark.slow)
+        for family in sorted(PIPELINE_FAMILIES)
+    ],
+)
 def test_stages_compute_together_what_the_whole_model_does(tmp_path: Path, family: str) -> None:
     folder = some_model(tmp_path / "model", family)
     whole, _ = load_model(folder)
-    expected = logits([whole], [None])
-    assert expected.std() > 0.1
-    for split in splits(len(whole.layers)):
+    count = len(whole.layers)
+    expected, other = logits([whole], [None]), logits([whole], [None], first=400)
+    assert abs(other - expected)[-1].max() > 0.01, "the last token must heed the first"
+    refused = REFUSED.get(family, frozenset())
+    tried = splits(count) if refused or family in ALL_SPLITS else SPLITS[count]
+    for split in tried:
+        if split in refused:
+            with pytest.raises(ModelError, match=r"give (their rank more layers|one rank both)"):
+                pipeline(folder, split)
+            continue
         models, stages = pipeline(folder, split)
         np.testing.assert_allclose(logits(models, stages), expected, atol=1e-4, err_msg=str(split))
+        if split == SPLITS[4][0]:  # and a second text, with nothing of the first one
+            np.testing.assert_allclose(logits(models, stages, first=400), other, atol=1e-4)
+
+
+def test_each_family_of_the_table_is_tried() -> None:
+    assert PIPELINE.keys() <= PIPELINE_FAMILIES <= FAMILIES.keys() | PIPELINE.keys()
+
+
+FORMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "bf16": ("llama", {"dtype": mx.bfloat16}),
+    "dense 4bit": ("llama", {"quantize": 32, "dtype": mx.bfloat16}),
+    "dense 4bit untied": ("qwen3", {"quantize": 32, "tie_word_embeddings": False}),
+    "experts 4bit": ("qwen3_moe", {"quantize": 32, "dtype": mx.bfloat16}),
+    "compressed keys 8bit": ("deepseek_v3", {"quantize": 32, "bits": 8, "dtype": mx.bfloat16}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_quantized_and_short_numbers_cross_borders(tmp_path: Path, form: str) -> None:
+    family, changes = FORMS[form]
+    folder = some_model(tmp_path / "model", family, **changes)
+    whole, _ = load_model(folder)
+    expected = logits([whole], [None])
+    for split in ((1, 3), (2, 1, 1)):
+        models, stages = pipeline(folder, split)
+        assert {stage.dtype for stage in stages if stage} == {changes.get("dtype", mx.float32)}
+        np.testing.assert_array_equal(logits(models, stages), expected)
+
+
+def test_stages_keep_quantized_keys_and_values(tmp_path: Path) -> None:
+    folder = some_model(tmp_path / "model", "llama", head_dim=32)
+    whole, _ = load_model(folder)
+    expected, plain = logits([whole], [None], kv_bits=8), logits([whole], [None])
+    assert abs(expected - plain).max() > 1e-3
+    np.testing.assert_array_equal(logits(*pipeline(folder, (1, 2, 1)), kv_bits=8), expected)
+
+
+@pytest.mark.parametrize(("split", "fits"), [((4, 2), True), ((3, 3), False), ((1, 5), False)])
+def test_a_layer_is_on_the_rank_whose_keys_and_values_it_reads(
+    tmp_path: Path, split: tuple[int, ...], fits: bool
+) -> None:
+    sharing = {**GEMMA4, "num_hidden_layers": 6, "layer_types": [*WINDOWS, *WINDOWS[:2]]}
+    folder = some_model(tmp_path / "model", "gemma4_text", **{**sharing, "num_kv_shared_layers": 2})
+    if not fits:
+        with pytest.raises(ModelError, match=r"layer \d reads results of layer \d; give one rank both"):
+            pipeline(folder, split)
+        return
+    whole, _ = load_model(folder)
+    assert len(make_cache(whole)) == 4
+    models, stages = pipeline(folder, split)
+    assert [len(make_cache(model)) for model in models] == [2, 2]
+    np.testing.assert_allclose(logits(models, stages), logits([whole], [None]), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("iquestloopcoder", {}, "not all of its layers are called"),
+        ("gemma4_text", {**GEMMA4, "hidden_size_per_layer_input": 8}, "more of each token than hidden"),
+    ],
+)
+def test_a_model_with_more_between_its_layers_than_hidden_states_is_refused(
+    tmp_path: Path, family: str, changes: Mapping[str, Any], why: str
+) -> None:
+    folder = some_model(tmp_path / "model", family, **changes)
+    with pytest.raises(ModelError, match=f"{family} cannot run as a pipeline: .*{why}") as refused:
+        pipeline(folder, (2, 2))
+    assert refused.value.code is Code.MODEL_UNSUPPORTED
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -127,8 +127,10 @@ def test_killed_in_the_middle_of_a_block(home: Home, model: Path, place: str, ra
 
 
 @chaos
-def test_killed_at_random_moments(home: Home, model: Path, seed: int) -> None:
-    random = Random(seed)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
+def test_killed_at_random_moments(tmp_path: Path, family: str, seed: int) -> None:
+    model = written(family, tmp_path)
+    random, home = Random(seed), Home(tmp_path, model)
     talks = [new_tokens(random, random.randrange(1100, 2500)) for _ in range(3)]
     with home.start() as cluster:
         for _ in range(4):
@@ -285,6 +287,37 @@ def test_a_disk_that_hangs_delays_one_request(home: Home, model: Path, rank: int
         clear_memory(cluster)
         until(lambda: ask(cluster, second, model) >= KEPT or clear_memory(cluster), "the disk again")
         assert cluster.epoch == 1
+
+
+@chaos
+@pytest.mark.parametrize(("place", "rank"), [("write", 0), ("write", 1), ("count", 0)])
+def test_a_disk_that_hangs_when_it_writes_delays_nothing(
+    home: Home, model: Path, place: str, rank: int
+) -> None:
+    """Where it hangs while it counts, it keeps the lock from all other ranks."""
+    random = Random(7)
+    wanted = [Wanted(new_tokens(random, LONG), 60, DRAWN, ignore_eos=True) for _ in range(5)]
+    with home.start() as cluster:
+        answered(cluster, wanted[:1], model)
+        on_disk(home.path, 2 * KEPT // BLOCK)
+        home.book.give(Order("disk", rank, 0, on=place, seconds=20 * WAIT_S))
+        request = cluster.ask(wanted[1])
+        request.take(1)
+        until(lambda: home.book.notes("held"), "a disk that hangs")
+        at = time.monotonic()
+        request.take(60)
+        for each in wanted[2:]:  # more blocks than wait for a disk
+            answered(cluster, [each], model)
+        turns = answered(cluster, wanted[:2], model)
+        assert time.monotonic() - at < 20 * SLOWNESS
+        assert tuple(request.tokens) == said(wanted[1], model)
+        assert cluster.epoch == 1
+        at = time.monotonic()
+    assert time.monotonic() - at < 10 * SLOWNESS
+    home.book.clear()
+    with home.start() as cluster:
+        assert ask(cluster, Wanted(turns[0], 20), model) >= KEPT
+        answered(cluster, [Wanted(turn, 20) for turn in turns], model)
 
 
 @chaos

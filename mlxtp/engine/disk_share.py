@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..weights_file import fingerprint
-from ..wire.messages import DIGEST_BYTES, Bootstrap, FetchBlocks, Restore, Spill
+from ..wire.messages import DIGEST_BYTES, Bootstrap, FetchBlocks, LoadShard, Restore, Spill
 from .batch import CacheKind, Caches, share
 from .block_store import BlockStore, Read
 from .cache_blocks import caches_of
@@ -100,7 +100,7 @@ class DiskShare:
 
 
 def open_store(
-    bootstrap: Bootstrap, folder: Path, kv_bits: int, kinds: CacheKind, post: Callable[[object], None]
+    bootstrap: Bootstrap, folder: Path, command: LoadShard, kinds: CacheKind, post: Callable[[object], None]
 ) -> BlockStore | None:
     """Return the store of this rank's share of the model in `folder`; None if it keeps none."""
     if not (bootstrap.disk_folder and bootstrap.disk_bytes and bootstrap.prefix_cache and kinds.reusable):
@@ -109,7 +109,7 @@ def open_store(
         "model": str(folder),
         "rank": bootstrap.rank,
         "ranks": bootstrap.world_size,
-        "kv_bits": kv_bits,
+        "kv_bits": command.kv_bits,
     }
     try:
         weights = fingerprint(folder)
@@ -119,6 +119,7 @@ def open_store(
         **about,
         "model": "",  # the same weights in another folder are the same
         "layout": LAYOUT,
+        "split": command.split,
         "weights": weights,
         "caches": [type(cache).__name__ for cache in leaves(kinds.new())],
         "device": str(mx.default_device()),

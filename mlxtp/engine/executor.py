@@ -310,7 +310,7 @@ class RankExecutor:
         loaded = self.loaded
         self.eos = loaded.eos | frozenset(command.eos)
         self._runner = self._new_runner(self._counter)
-        store = open_store(self.bootstrap, Path(path), command.kv_bits, self.caches, self._post)
+        store = open_store(self.bootstrap, Path(path), command, self.caches, self._post)
         self.disk = DiskShare(self._runner, self.caches, store, self._post)
         self._count_caches()
         self.status.model = loaded.name

@@ -199,7 +199,8 @@ class Requests:
         kinds = rank.caches
         self._context = reply.context
         gpu = mx.metal.is_available()
-        chunk, beside, chunk_s = steps.chunk_sizes(command.prefill_chunk, gpu=gpu)
+        stages = max(len(command.split), 1)
+        chunk, beside, chunk_s = steps.chunk_sizes(command.prefill_chunk, gpu=gpu, stages=stages)
         self._policy = Policy(
             eos=rank.eos,
             prefill_chunk=chunk,
@@ -216,7 +217,7 @@ class Requests:
             timed=not bootstrap.repeatable,
             agreement=bootstrap.agreement,  # type: ignore[arg-type]
             drafter=drafter,
-            stages=max(len(command.split), 1),
+            stages=stages,
         )
         self._start_over()
         size = rank.loaded.vocabulary.size

@@ -271,14 +271,17 @@ TARGET_S = 0.25  #: seconds that such a chunk may take
 NEWEST = 0.5  #: weight of the newest chunk in the average
 
 
-def chunk_sizes(wanted: int, *, gpu: bool) -> tuple[int, int, float]:
+def chunk_sizes(wanted: int, *, gpu: bool, stages: int = 1) -> tuple[int, int, float]:
     """Return `prefill_chunk`, `chunk_beside` and `chunk_s` of a Policy for chunks of at most `wanted` tokens.
 
-    More than USUAL means that the pauses of other requests do not matter.
+    More than USUAL means that the pauses of other requests do not matter. Chunks follow each other through
+    the `stages` of a pipeline, and smaller ones fill it sooner.
     """
     if wanted > USUAL:
         return wanted, wanted, 0.0
     alone = wanted if gpu else min(wanted, ON_CPU)
+    if stages > 1:
+        alone = min(max(1 << (alone // (2 * stages)).bit_length() - 1, BESIDE if gpu else LEAST), alone)
     return alone, min(alone, BESIDE), TARGET_S
 
 

@@ -53,8 +53,8 @@ class Batch(Protocol):
         """Return caches of the first `length` tokens of a row that remains."""
         ...
 
-    def arrays(self) -> list[mx.array]:
-        """Return all arrays of the rows."""
+    def arrays(self, rows: Sequence[int] = ()) -> list[mx.array]:
+        """Return the arrays of the parts that hold `rows`, or of all parts."""
         ...
 
     def parts(self, rows: Sequence[int]) -> Sequence[Bucket | MergedBatch]:
@@ -234,8 +234,9 @@ class SlotBatch:
     def copy(self, uid: int, length: int) -> Caches:
         return self._caches_of(self._bucket(uid).part(uid, length), length)
 
-    def arrays(self) -> list[mx.array]:
-        return [array for bucket in self.buckets for array in bucket.arrays]
+    def arrays(self, rows: Sequence[int] = ()) -> list[mx.array]:
+        buckets = self.parts(rows) if rows else self.buckets
+        return [array for bucket in buckets for array in bucket.arrays]
 
     def between(self, uid: int, start: int, end: int) -> Caches:
         """Return caches of tokens `start` to `end` of a row that remains, for reading."""
@@ -383,7 +384,7 @@ class MergedBatch:
             return share(self.caches, length)
         return cut([cache.extract(row) for cache in self.caches], length)
 
-    def arrays(self) -> list[mx.array]:
+    def arrays(self, rows: Sequence[int] = ()) -> list[mx.array]:
         return arrays_of(self.caches)
 
     def parts(self, rows: Sequence[int]) -> list[MergedBatch]:
@@ -414,8 +415,9 @@ class LaneBatch:
     def copy(self, uid: int, length: int) -> Caches:
         return self._lane(uid).copy(uid, length)
 
-    def arrays(self) -> list[mx.array]:
-        return [array for lane in self._lanes for array in lane.arrays()]
+    def arrays(self, rows: Sequence[int] = ()) -> list[mx.array]:
+        lanes = self.parts(rows) if rows else self._lanes
+        return [array for lane in lanes for array in lane.arrays()]
 
     def parts(self, rows: Sequence[int]) -> list[MergedBatch]:
         wanted = set(rows)

@@ -75,7 +75,6 @@ class Followers:
         self._mail = mail
         self._step = 0
         self._acknowledged: set[int] = set()
-        self.staged = False  #: the ranks have whole layers, and send each other hidden states
 
     def send(self, message: Message) -> int:
         """Send to every rank; returns the frame's seq, which is the same on all links.
@@ -116,8 +115,7 @@ class Followers:
                 raise GroupError(
                     f"rank {rank} sent {type(received.message).__name__} for an Ack", Code.DESYNC
                 )
-            between = self.staged and rank < len(self._links)  # it receives and sends
-            _compare(rank, received.message, result, 2 if between else 1)
+            _compare(rank, received.message, result)
             self._acknowledged.add(rank)
         if len(self._acknowledged) < len(self._links):
             return False
@@ -137,14 +135,10 @@ def _names(ranks: Iterable[int]) -> str:
     return " and ".join(f"rank {rank}" for rank in sorted(ranks))
 
 
-def _compare(rank: int, ack: Ack, result: Result, borders: int) -> None:
-    """Compare a rank's figures with rank 0's. Raises GroupError (DESYNC).
-
-    Rank 0 of a pipeline only receives. A rank with `borders` has that many messages for each of rank 0's.
-    """
+def _compare(rank: int, ack: Ack, result: Result) -> None:
     for what in ("step", "forwards", "collectives", "digest"):
         theirs, ours = getattr(ack, what), getattr(result, what)
-        if theirs != (ours * borders if what == "collectives" else ours):
+        if theirs != ours:
             raise GroupError(
                 f"step {result.step}: rank {rank} reports {what} {theirs}, rank 0 has {ours}", Code.DESYNC
             )
@@ -288,7 +282,6 @@ class DecodeLoop:
         self._close()
         reply = self._everywhere(command)
         if isinstance(reply, Loaded):
-            self._followers.staged = bool(command.split)
             self._stages = max(len(command.split), 1)
             try:
                 drafter = self._load_drafter(command)

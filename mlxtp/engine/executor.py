@@ -47,7 +47,7 @@ from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form
 from .jaccl import JacclFabric, SideChannelExchange
 from .loader import ModelShare, load, run_alone
 from .mlx_compat import code_of
-from .pipeline import Border, check_number
+from .pipeline import Border
 from .runner import Chosen, Runner
 from .sampler import Chooser, LogitShaping
 from .steps import Score
@@ -152,9 +152,10 @@ class RankExecutor:
         """
         launched_at = time.monotonic()
         runner, recorder = self._require_runner(), self.status.recorder
-        room, before = runner.room, self._counter.count
+        room, before = runner.room, self._counter.total
         phase: Phase = "decode" if isinstance(frame, StepToken) else "prefill"
         self.status.launched(phase, len(frame.tokens), launched_at)
+        runner.border.make_way()
         if isinstance(frame, PromptTokens):
             entry = recorder.started(step, PROMPT, 1, launched_at)
             chosen = runner.prefill(frame)
@@ -164,7 +165,7 @@ class RankExecutor:
         else:
             entry = recorder.started(step, STEP, len(frame.rows), launched_at)
             chosen = runner.step(frame, known)
-        self._collectives += self._counter.count - before
+        self._collectives += self._counter.total - before
         recorder.queued(entry, runner.forwards, self._collectives)
         if phase == "prefill" or runner.room != room:
             self._count_caches()
@@ -175,7 +176,6 @@ class RankExecutor:
         waiting_since = time.monotonic()
         chosen, status = forward.chosen, self.status
         self._require_runner().border.flush(forward.forwards)
-        check_number(chosen.number, forward.forwards)
         table = cast("list[list[int]]", chosen.tokens.tolist())
         now = time.monotonic()
         tokens = tuple([t for row, width in zip(table, chosen.widths, strict=False) for t in row[:width]])

@@ -41,6 +41,9 @@ Timed = Literal["sum", "gather", "chain"]
 _COLLECTIVES = ("all_sum", "all_gather", "all_max", "all_min", "sum_scatter", "send", "recv", "recv_like")
 
 
+_MESSAGES = ("send", "recv", "recv_like")
+
+
 class CollectiveCounter:
     """Count of collectives as the graph is built, those inside mlx-lm's layers included.
 
@@ -54,6 +57,16 @@ class CollectiveCounter:
 
     def __init__(self) -> None:
         self.count = 0
+        self._sent = self._received = 0  # messages between two ranks
+
+    @property
+    def total(self) -> int:
+        """All collectives, and messages over a border of this rank: as many as rank 0's, or some are missing.
+
+        A rank between two others receives as many as it sends, which counts once.
+        """
+        one_way = 0 in (self._sent, self._received) or self._sent == self._received
+        return self.count + (max if one_way else sum)((self._sent, self._received))
 
     def install(self) -> None:
         for name in _COLLECTIVES:
@@ -63,7 +76,10 @@ class CollectiveCounter:
         def counted(*args: Any, **kwargs: Any) -> Any:
             if ranks := CollectiveCounter.alone_of:
                 return _own_part(name, args[0], ranks)
-            self.count += not CollectiveCounter.paused
+            counts = not CollectiveCounter.paused
+            self._sent += counts and name == "send"
+            self._received += counts and name.startswith("recv")
+            self.count += counts and name not in _MESSAGES
             return collective(*args, **kwargs)
 
         return counted
@@ -150,7 +166,7 @@ class RingGroup:
         self.handle = handle
         self._uniform = uniform
         #: Messages wait here for other ranks, and not where this rank computes.
-        self._stream = mx.new_stream(mx.cpu)
+        self.messages = mx.new_stream(mx.cpu)
         self.rank: int = handle.rank()
         self.size: int = handle.size()
         self._mine = 1 if self.rank == 0 else 0
@@ -230,12 +246,12 @@ class RingGroup:
         return [self._receive(length, dtype, rank) for length in lengths]
 
     def _send(self, row: mx.array, rank: int) -> mx.array:
-        sent: mx.array = mx.distributed.send(row, rank, group=self.handle, stream=self._stream)
+        sent: mx.array = mx.distributed.send(row, rank, group=self.handle, stream=self.messages)
         mx.async_eval(sent)  # messages are queued in this order
         return sent
 
     def _receive(self, size: int, dtype: mx.Dtype, rank: int) -> mx.array:
-        row: mx.array = mx.distributed.recv((size,), dtype, rank, group=self.handle, stream=self._stream)
+        row: mx.array = mx.distributed.recv((size,), dtype, rank, group=self.handle, stream=self.messages)
         mx.async_eval(row)
         return row
 

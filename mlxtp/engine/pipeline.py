@@ -371,6 +371,7 @@ def cut_into_stage(model: Any, group: Group, split: Sequence[int], size: int) ->
 UNIT_TOKENS = 16
 LAST = 1 << 62  # no forward has a higher number
 
+_MASK = 0xFFFFFFFF
 _WORDS = {2: mx.uint16, 4: mx.uint32}  # bits of a number, by its bytes
 
 
@@ -378,20 +379,18 @@ _WORDS = {2: mx.uint16, 4: mx.uint32}  # bits of a number, by its bytes
 class HiddenStates:
     """Input of a forward: `given` [rows, width, hidden], or None where this rank embeds tokens.
 
-    `number` is that of the forward at the sender, uint32 [1]. `last` is computed once all are here.
+    `number` is that of the forward at the sender, uint32 [1], and is known once all of them are here.
     """
 
     given: mx.array | None = None
     number: mx.array | None = None
-    last: mx.array | None = None
 
-
-def check_number(number: mx.array | None, forward: int) -> None:
-    """Check that the hidden states of a forward were those of this one. Raises GroupError (DESYNC)."""
-    if number is not None and (sent := number.item()) != forward & 0xFFFFFFFF:
-        raise GroupError(
-            f"the stage before sent the hidden states of forward {sent}, not {forward}", Code.DESYNC
-        )
+    def wait(self, forward: int) -> None:
+        """Wait until they are here. Raises GroupError (DESYNC) for those of another forward."""
+        if self.number is not None and (sent := self.number.item()) != forward & _MASK:
+            raise GroupError(
+                f"the stage before sent the hidden states of forward {sent}, not {forward}", Code.DESYNC
+            )
 
 
 class Border:
@@ -400,15 +399,14 @@ class Border:
     Each carries the number of its forward, which a receiver compares with its own. Messages are queued in the
     order of forwards on all ranks, so that no two ranks wait for each other.
 
-    A prompt's chunk may take the stage before it seconds, and macOS ends a GPU's work that waits so long. So
-    a forward over a prompt is submitted when its hidden states are here. Rank 0 has other frames to send, and
-    holds such a forward until it needs its result.
+    A forward is submitted when its hidden states are here, because macOS ends a GPU's work that waits for
+    some seconds. Rank 0 has other frames to send, and holds a forward meanwhile.
     """
 
     def __init__(self, stage: Stage | None, group: Group) -> None:
         self._stage = stage
         self._group = group
-        self._held: deque[tuple[int, mx.array, tuple[Any, ...]]] = deque()
+        self._held: deque[tuple[int, HiddenStates, tuple[Any, ...]]] = deque()
 
     def expect(self, rows: int, width: int) -> HiddenStates:
         """Queue the message of one forward."""
@@ -421,34 +419,44 @@ class Border:
         pieces = self._group.receive_row(
             size + 4 // bits.size, bits, stage.rank + 1, UNIT_TOKENS * stage.hidden
         )
-        message = mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+        with mx.stream(self._group.messages):  # and not behind forwards
+            message = mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+            number = message[size : size + 4 // bits.size].view(mx.uint32)
+            mx.async_eval(number)
         hidden = message[:size].view(stage.dtype).reshape(rows, width, stage.hidden)
-        return HiddenStates(hidden, message[size : size + 4 // bits.size].view(mx.uint32), pieces[-1])
+        return HiddenStates(hidden, number)
 
-    def hand_on(self, hidden: mx.array, number: int, after: HiddenStates | None = None) -> mx.array:
-        """Send hidden states as those of forward `number`; returns an array that is computed then.
+    def hand_on(self, hidden: mx.array, forward: int, after: HiddenStates) -> mx.array:
+        """Send the hidden states of a forward, once those that it begins with are here.
 
-        Waits until those of `after` are here.
+        Returns an array that is computed then. Raises GroupError (DESYNC) for those of another forward.
         """
         stage = self._stage
         assert stage is not None
         assert isinstance(self._group, RingGroup)
-        if after is not None and after.last is not None:
-            mx.eval(after.last)
+        after.wait(forward)
         bits = _WORDS[stage.dtype.size]
-        parts = [hidden.view(bits).reshape(-1), mx.array([number & 0xFFFFFFFF], dtype=mx.uint32).view(bits)]
+        parts = [hidden.view(bits).reshape(-1), mx.array([forward & _MASK], dtype=mx.uint32).view(bits)]
         return self._group.send_row(mx.concatenate(parts), stage.rank - 1, UNIT_TOKENS * stage.hidden)
 
     def submit(self, forward: int, after: HiddenStates, *arrays: Any) -> None:
-        """Have the results of a forward over a prompt computed, once its hidden states are here."""
-        if after.last is not None and self._stage is not None and self._stage.chooses:
-            self._held.append((forward, after.last, arrays))
+        """Have the results of a forward computed, on rank 0 once its hidden states are here."""
+        if after.number is not None and self._stage is not None and self._stage.chooses:
+            self._held.append((forward, after, arrays))
         else:
             mx.async_eval(*arrays)
 
+    def make_way(self) -> None:
+        """Submit forwards until fewer are held than there are stages before this one."""
+        while self._stage is not None and len(self._held) >= self._stage.ranks - 1:
+            self.flush(self._held[0][0])
+
     def flush(self, forward: int = LAST) -> None:
-        """Submit what is held, up to a forward. Waits for the stages before this one."""
+        """Submit what is held, up to a forward.
+
+        Waits for the stages before this one. Raises GroupError (DESYNC) as `hand_on` does.
+        """
         while self._held and self._held[0][0] <= forward:
-            _, last, arrays = self._held.popleft()
-            mx.eval(last)
+            number, after, arrays = self._held.popleft()
+            after.wait(number)
             mx.async_eval(*arrays)

@@ -58,15 +58,13 @@ class Chosen:
     """Tokens that a forward chose, still being computed: `tokens` int32 [rows, width] and their rows.
 
     In each row the first `widths` of them count. On rank 0, `scores` holds the wanted scores: (log-
-    probabilities [width], alternatives [width, top], their log-probabilities). `number` is the number of the
-    forward at the rank that sent its hidden states, uint32 [1].
+    probabilities [width], alternatives [width, top], their log-probabilities).
     """
 
     tokens: mx.array
     rows: tuple[int, ...]
     widths: tuple[int, ...]
     scores: Scores
-    number: mx.array | None = None
 
 
 class InputBatch:
@@ -298,7 +296,8 @@ class Runner:
         self._prefilling: dict[int, Caches] = {}
         self.kept = KeptCaches()
         self._use = CacheUse()  # only what counts on
-        self._forwards: dict[int, int] = {}
+        #: Number of forwards of each sequence, and the number of the newest of them.
+        self._forwards: dict[int, tuple[int, int]] = {}
         self._samplings: dict[int, Sampling] = {}
         #: Possible lengths of each sequence's KV cache at its next forward, as drafts may have been wrong.
         self._lengths: dict[int, range] = {}
@@ -324,8 +323,7 @@ class Runner:
         last = frame.offset + len(frame.tokens) == frame.total
         tokens = mx.array(frame.tokens, dtype=mx.int32)[None]
         received = self.border.expect(*tokens.shape)
-        given, number = received.given, received.number
-        local = self._vocabulary.forward(self._model, tokens, caches, given=given, last_only=True)
+        local = self._vocabulary.forward(self._model, tokens, caches, given=received.given, last_only=True)
         if not last:
             # Waiting for the caches alone leaves out the head and the last layer's output, on every rank.
             end = frame.offset + len(frame.tokens)
@@ -334,17 +332,17 @@ class Runner:
             done = nothing_chosen(1, 1, [*arrays_of(caches), *sent])
             self.border.submit(self.forwards, received, done)
             if frame.save:
-                self.border.flush()
+                self.border.flush(self.forwards)
                 self.kept.insert(frame.save, snapshot(caches, end), end, frame.covers)
-            return Chosen(done, (), (), {}, number)
+            return Chosen(done, (), (), {})
         at = mx.array([frame.total], dtype=mx.int32)
         chosen, embeddings, scores = self._choose(local, (frame.uid,), (1,), at, frame, after=received)
-        self.border.submit(self.forwards, received, chosen, arrays_of(caches))
+        self.border.submit(self.forwards, received, chosen, scores, arrays_of(caches))
         del self._prefilling[frame.uid]
         self._lengths[frame.uid] = range(frame.total, frame.total + 1)
         self._inputs.join(chosen, embeddings, alone=not self._batch.rows)
         self._batch.join(frame.uid, caches)
-        return Chosen(chosen, (frame.uid,), (1,), scores, number)
+        return Chosen(chosen, (frame.uid,), (1,), scores)
 
     def prefill_together(self, frame: PromptBatch) -> Chosen:
         """Queue one forward over the rest of several prompts. Each becomes a row and gets its first token."""
@@ -372,9 +370,9 @@ class Runner:
         widths = (1,) * len(frame.uids)
         at = mx.array(frame.totals, dtype=mx.int32)
         chosen, embeddings, scores = self._choose(local, frame.uids, widths, at, frame, after=received)
-        self.border.submit(self.forwards, received, chosen, *bucket.arrays)
+        self.border.submit(self.forwards, received, chosen, scores, bucket.arrays)
         self._inputs.join(chosen, embeddings, alone=alone)
-        return Chosen(chosen, frame.uids, widths, scores, received.number)
+        return Chosen(chosen, frame.uids, widths, scores)
 
     def step(self, frame: StepToken, known: Callable[[], object] | None = None) -> Chosen:
         """Queue one decode forward.
@@ -382,7 +380,6 @@ class Runner:
         `known` waits for what rank 0 needs before it chooses from the gathered logits, while these are being
         computed. Raises GroupError (DESYNC) when the frame's rows or their lengths differ from this rank's.
         """
-        self.border.flush()
         rows, running = frame.rows, self._batch.rows
         if isinstance(self._inputs, GivenTokens):  # one lane steps
             running = sorted(
@@ -407,16 +404,16 @@ class Runner:
                     known()
             finally:  # even if `known` raises, because the other ranks wait for the choice
                 at = mx.array(frame.positions, dtype=mx.int32) + 1
-                chosen, scores = self._draw(logits, rows, widths, at, frame)
+                chosen, scores = self._draw(logits, rows, widths, at, frame, after=received)
                 embeddings = None
-                mx.async_eval(chosen, *self._batch.arrays())
+                self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows))
         else:
             (chosen, embeddings), scores = winners, {}
             if frame.agreement == "broadcast":
                 chosen, embeddings = self._chooser.agree(chosen), None
-            mx.async_eval(chosen, *self._batch.arrays())
+            self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows))
         self._inputs.update(chosen, embeddings, widths)
-        return Chosen(chosen, rows, widths, scores, received.number)
+        return Chosen(chosen, rows, widths, scores)
 
     def first_forwards(self, chunk: int) -> None:
         """Run a chunk of a prompt and one step, as a greedy request does, before any request.
@@ -445,7 +442,6 @@ class Runner:
         Returns the number of forwards it took part in. Raises GroupError (DESYNC) for caches that would have
         to be cut and cannot.
         """
-        self.border.flush()
         self._samplings.pop(uid, None)
         lengths = self._lengths.pop(uid, range(0))
         if keep and not self._caches.cuttable and lengths != range(keep, keep + 1):
@@ -453,6 +449,8 @@ class Runner:
                 f"sequence {uid}: {keep} tokens to keep, but this rank holds {lengths[-1]}, not to be cut",
                 Code.DESYNC,
             )
+        count, newest = self._forwards.pop(uid)
+        self.border.flush(newest)
         kept: Caches | None = None
         if (caches := self._prefilling.pop(uid, None)) is not None:
             kept = cut(caches, keep) if keep else None
@@ -461,11 +459,10 @@ class Runner:
             kept = self._batch.leave(uid, keep)
         if kept is not None:
             self.kept.insert(uid, kept, keep, covers)
-        return self._forwards.pop(uid)
+        return count
 
     def evict(self, uids: tuple[int, ...]) -> None:
         """Free kept KV caches."""
-        self.border.flush()
         before = self.kept.size_bytes
         for uid in uids:
             self.kept.pop(uid)
@@ -478,7 +475,6 @@ class Runner:
         With `trim`, give unused memory back to the system, once forwards in flight end. Raises GroupError
         (DESYNC) when this rank has other rows, or longer ones.
         """
-        self.border.flush()
         if rooms:
             lengths = [self._lengths[uid][-1] for uid in self._batch.rows]
             fit = len(rooms) >= len(lengths) and all(map(le, lengths, rooms))
@@ -488,6 +484,7 @@ class Runner:
         elif lanes and isinstance(self._batch, LaneBatch):
             self._batch.arrange(lanes)
         if trim:
+            self.border.flush()
             mx.eval(self._batch.arrays())
             mx.clear_cache()
 
@@ -519,7 +516,7 @@ class Runner:
     # --- inside --------------------------------------------------------------------------------------
 
     def _begin(self, uid: int, sampling: Sampling, source: int, offset: int, *, take: bool) -> Caches:
-        self._forwards[uid] = 0
+        self._forwards[uid] = 0, 0
         self._samplings[uid] = sampling
         if not source:
             return self._caches.new()
@@ -616,7 +613,7 @@ class Runner:
             tokens, embeddings = self._vocabulary.winners(local)
             broadcast = frame.agreement == "broadcast"
             return (self._chooser.agree(tokens), None, {}) if broadcast else (tokens, embeddings, {})
-        tokens, scores = self._draw(self._vocabulary.gather(local), rows, widths, at, frame)
+        tokens, scores = self._draw(self._vocabulary.gather(local), rows, widths, at, frame, after=after)
         return tokens, None, scores
 
     def _draw(
@@ -626,10 +623,14 @@ class Runner:
         widths: tuple[int, ...],
         at: mx.array,
         frame: PromptTokens | PromptBatch | StepToken,
+        *,
+        after: HiddenStates,
     ) -> tuple[mx.array, Scores]:
         """Choose tokens int32 [rows, width] from every rank's logits; returns them and wanted scores."""
         if not self._vocabulary.chooses:
-            return nothing_chosen(len(rows), max(widths), [self.border.hand_on(logits, self.forwards)]), {}
+            return nothing_chosen(
+                len(rows), max(widths), [self.border.hand_on(logits, self.forwards, after)]
+            ), {}
         samplings = tuple(self._samplings[uid] for uid in rows)
         broadcast = frame.agreement == "broadcast"
         return self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)
@@ -650,9 +651,9 @@ class Runner:
             self._lengths[uid] = range(position + 1, position + width + 1)
 
     def _count(self, uids: tuple[int, ...]) -> None:
-        for uid in uids:
-            self._forwards[uid] += 1
         self.forwards += 1
+        for uid in uids:
+            self._forwards[uid] = self._forwards[uid][0] + 1, self.forwards
         if self.forwards % CLEAR_EVERY == 0:
             mx.clear_cache()
 

@@ -329,6 +329,4 @@ class Chooser:
                 shaping.chosen(uid, tokens[i, : widths[i]])
             if (top := shaping.top(uid)) >= 0:
                 found[uid] = scores(logits[i], tokens[i], top)
-        if found:
-            mx.async_eval(tokens, [array for arrays in found.values() for array in arrays])
         return tokens, found

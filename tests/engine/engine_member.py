@@ -1,11 +1,13 @@
 """A rank that errs while a file says so: `engine_member.py FOLDER <arguments of mlxtp.engine.worker>`.
 
-While FOLDER/<name of a fault> exists, rank 1 has it; every other rank is as it should be.
+While FOLDER/<name of a fault> exists, rank 1 has it; every other rank is as it should be. Faults of messages,
+but for late ones, come once for each file.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +16,13 @@ import mlx.core as mx
 
 from mlxtp.engine import worker
 from mlxtp.engine.executor import Forward, RankExecutor
+from mlxtp.engine.pipeline import Border, HiddenStates
 from mlxtp.engine.sampler import Sampler
 from mlxtp.wire.messages import PromptTokens, StepToken
 
 FAULTS = ("another draw", "another position", "another token")
+MESSAGES = ("no message", "two messages", "messages exchanged", "a late message")
+LATE_S = 1.0
 
 
 def err(is_ordered: Callable[[str], bool]) -> None:
@@ -38,10 +43,37 @@ def err(is_ordered: Callable[[str], bool]) -> None:
     RankExecutor.launch = launch_else  # type: ignore[method-assign]
 
 
+def err_at_a_border(folder: Path) -> None:
+    """Put the faults of MESSAGES around what this process sends to the next stage."""
+    hand_on = Border.hand_on
+    kept: list[tuple[mx.array, int]] = []
+
+    def once(fault: str) -> bool:
+        there = (folder / fault).exists()
+        (folder / fault).unlink(missing_ok=True)
+        return there
+
+    def hand_on_else(border: Border, hidden: mx.array, number: int, after: HiddenStates) -> mx.array:
+        if (folder / "a late message").exists():
+            time.sleep(LATE_S)
+        if once("no message"):
+            return hidden
+        if once("messages exchanged"):
+            kept.append((hidden, number))
+            return hidden
+        sent = hand_on(border, hidden, number, after)
+        if kept or once("two messages"):
+            hand_on(border, *(kept.pop() if kept else (hidden, number)), HiddenStates())
+        return sent
+
+    Border.hand_on = hand_on_else  # type: ignore[method-assign]
+
+
 def main() -> None:
     folder, *arguments = sys.argv[1:]
     if arguments[arguments.index("--rank") + 1] == "1":
         err(lambda fault: (Path(folder) / fault).exists())
+        err_at_a_border(Path(folder))
     worker.main(arguments)
 
 

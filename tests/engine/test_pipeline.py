@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ from mlx_lm.utils import load_model
 
 from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.loader import kv_sizes, make_cache
-from mlxtp.engine.pipeline import Border, Stage, check_family, check_number, check_split, cut_into_stage
+from mlxtp.engine.pipeline import Border, HiddenStates, Stage, check_family, check_split, cut_into_stage
 from mlxtp.errors import Code, GroupError, ModelError
 from mlxtp.pipeline_families import PIPELINE_FAMILIES
 
@@ -212,18 +213,42 @@ def test_a_family_that_cannot_be_cut_is_refused_by_name() -> None:
 
 
 def test_hidden_states_of_another_forward_are_found() -> None:
-    check_number(None, 5)
-    check_number(mx.array([5], dtype=mx.uint32), 5)
-    check_number(mx.array([1], dtype=mx.uint32), (1 << 32) + 1)
+    HiddenStates().wait(5)
+    HiddenStates(None, mx.array([5], dtype=mx.uint32)).wait(5)
+    HiddenStates(None, mx.array([1], dtype=mx.uint32)).wait((1 << 32) + 1)
     with pytest.raises(GroupError, match="forward 4, not 5") as found:
-        check_number(mx.array([4], dtype=mx.uint32), 5)
+        HiddenStates(None, mx.array([4], dtype=mx.uint32)).wait(5)
     assert found.value.code is Code.DESYNC
+
+
+def test_rank_0_holds_a_forward_until_it_needs_it_or_has_sent_as_many_frames_as_there_are_other_stages() -> (
+    None
+):
+    stage = SimpleNamespace(chooses=True, ranks=3)
+    border = Border(stage, None)  # type: ignore[arg-type]
+    arrived = [HiddenStates(None, mx.array([forward], dtype=mx.uint32)) for forward in range(1, 5)]
+
+    def held() -> list[int]:
+        return [forward for forward, _, _ in border._held]
+
+    for forward in (1, 2):
+        border.make_way()
+        border.submit(forward, arrived[forward - 1], mx.ones(1))
+    assert held() == [1, 2]
+    border.make_way()
+    assert held() == [2]
+    border.submit(3, arrived[2], mx.ones(1))
+    border.flush(2)
+    assert held() == [3]
+    border.submit(4, arrived[0], mx.ones(1))
+    with pytest.raises(GroupError, match="forward 1, not 4"):
+        border.flush()
 
 
 def test_without_a_stage_nothing_is_received_and_nothing_is_held() -> None:
     border = Border(None, None)  # type: ignore[arg-type]
     received = border.expect(1, 5)
-    assert received.given is received.number is received.last is None
+    assert received.given is received.number is None
     array = mx.ones((3,)) * 2
     border.submit(1, received, array)
     border.flush()

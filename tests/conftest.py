@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import cast
 
+import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -18,6 +20,7 @@ from mlxtp.text import tokenizer
 from mlxtp.text.renderer import SandboxedRenderer
 from mlxtp.text.tokenizer import Text
 
+from . import live_cluster
 from .hub import Hub, put, running_hub
 from .live_cluster import Cluster
 from .wire.members import Member, founder, member_of
@@ -50,6 +53,10 @@ def _has_groups(path: Path) -> bool:
     return _lies_in(path, OF_GROUPS) or any(word in path.read_text() for word in ("two_ranks", "mark.group"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    live_cluster.without_groups = "not group" in config.getoption("markexpr")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out folders and files of which a ring runs nothing: reading their tests takes seconds."""
     marks = config.getoption("markexpr")
@@ -64,6 +71,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return True
     only_chaos = "\npytestmark = pytest.mark.chaos\n" in collection_path.read_text()
     return True if "not chaos" in marks and only_chaos else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without garbage collection, and have later ones pass by what modules and tests hold."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -99,6 +117,18 @@ def _tokenizer_processes_are_shared() -> Iterator[None]:
         patch.setattr(tokenizer, "SandboxedRenderer", start)
         yield
     shared.cache_clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _clients_read_one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An HTTP client reads all authorities of certifi otherwise, which takes 25 ms of processor time."""
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
+    file = tmp_path_factory.mktemp("authorities") / "one.pem"
+    file.write_text(first + end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certifi, "where", lambda: str(file))
+        patch.setenv("SSL_CERT_FILE", str(file))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -97,10 +97,6 @@ def run(story: Coroutine[Any, Any, None]) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: silent.append(context))
         await story
 
-    gc.freeze()  # what is here already need not be looked through
-    try:
-        asyncio.run(watched())
-        gc.collect()
-    finally:
-        gc.unfreeze()
+    asyncio.run(watched())
+    gc.collect()
     assert silent == []

@@ -267,7 +267,9 @@ def _deploy_first(node: ClusterNode, entered: _Entered) -> None:
         log.warning("--model is ignored: `mlxtp serve` sets the model of a cluster")
     elif settings.model_given or entered.founded or node.alone:
         keep_s = PINNED if settings.model_given else YIELDS
-        node.desired.serve(lasting_name(settings.model), nodes=settings.nodes, keep_s=keep_s)
+        node.desired.serve(
+            lasting_name(settings.model), nodes=settings.nodes, keep_s=keep_s, split=settings.split
+        )
 
 
 async def _end_parts(parts: AgentParts, tasks: Background) -> None:

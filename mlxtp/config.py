@@ -22,8 +22,11 @@ from .values import is_loopback as is_loopback
 from .values import parse_keep as parse_keep
 from .values import parse_macs as parse_macs
 from .values import parse_nodes as parse_nodes
+from .values import parse_parallel as parse_parallel
 from .values import parse_replicas as parse_replicas
 from .values import parse_seconds as parse_seconds
+from .values import parse_split as parse_split
+from .values import split_layers as split_layers
 
 FILE = "config.toml"
 _MODELS = ("model", "draft_model")
@@ -105,6 +108,8 @@ class Settings:
     discovery: bool = True
     join: str | None = None
     nodes: str = "auto"
+    parallel: str = "auto"
+    split: str = "auto"
     workload: str = "auto"
     fabric: str = "auto"
     fast_fences: bool = False
@@ -206,6 +211,11 @@ def resolve_settings(
     except ConfigError as error:
         refuse(error)
         values |= {"http_cert": "", "http_key": ""}
+    try:
+        split_layers(values["split"], values["parallel"], values["nodes"])
+    except ConfigError as error:
+        refuse(error)
+        values["split"] = "auto"
     return Settings(
         home=home,
         model_given=bool(chosen["model"].where),

@@ -25,11 +25,13 @@ from .values import (
     parse_name,
     parse_nodes,
     parse_origins,
+    parse_parallel,
     parse_path,
     parse_peers,
     parse_ranks,
     parse_rdma,
     parse_seconds,
+    parse_split,
     parse_switch,
     parse_text,
     parse_tokens,
@@ -189,6 +191,17 @@ SETTINGS: tuple[Setting, ...] = (
         "nodes", SettingKind((int, str), '"auto", "all", or a whole number'), parse_nodes, "auto",
         "With --model: how many Macs to spread it over.",
         CLUSTER, "auto|all|N", "auto, as many as answer soonest",
+    ),
+    Setting(
+        "parallel", TEXT, parse_parallel, "auto",
+        "How several Macs share a model: each has a part of each layer (tensor), or whole layers (pipeline).",
+        CLUSTER, "auto|tensor|pipeline", "auto, the way that answers sooner", same_on_all=True,
+    ),
+    Setting(
+        "split", TEXT, parse_split, "auto",
+        "With --model: the layers of each Mac of a pipeline, such as 40,24,16, in the order of ranks. Rank 0 "
+        "has the last layers.",
+        CLUSTER, "auto|N,N", "auto, by memory and speed",
     ),
     Setting(
         "workload", TEXT, one_of("auto", "chat", "agent", "batch"), "auto",

@@ -20,6 +20,7 @@ DEFAULT_HTTP = "127.0.0.1:52415"
 DEFAULT_CONTROL_PORT = 52414
 MAX_NAME = 80
 MAX_NODES = 8
+MAX_LAYERS = 1024
 RANK_COUNTS = (1, 2, 4)
 KV_BITS = (0, 4, 8)
 MAX_CONTEXT = 1 << 24
@@ -235,6 +236,39 @@ def parse_nodes(value: object, where: str) -> str:
     if not (nodes := _decimal(text, MAX_NODES)):
         raise ConfigError(f"{where}: {value!r} is not auto, all, or a number from 1 to {MAX_NODES}")
     return str(nodes)
+
+
+parse_parallel = one_of("auto", "tensor", "pipeline")
+
+
+def parse_split(value: object, where: str) -> str:
+    """Parse the layers of each Mac of a pipeline, divided by commas, or "auto". Raises ConfigError."""
+    text = str(value).strip()
+    if text == "auto":
+        return text
+    layers = [_decimal(part.strip(), MAX_LAYERS) for part in text.split(",")]
+    if not 2 <= len(layers) <= MAX_NODES or not all(layers):
+        raise ConfigError(
+            f"{where}: {value!r} is not auto, nor the layers of 2 to {MAX_NODES} Macs, such as 40,24,16"
+        )
+    return ",".join(map(str, layers))
+
+
+def split_layers(split: str, parallel: str, nodes: str) -> tuple[int, ...]:
+    """Return the layers of each Mac that `split` has; () for "auto".
+
+    Raises ConfigError where a group of `nodes` Macs that share the model as `parallel` has cannot have it.
+    """
+    if split == "auto":
+        return ()
+    layers = tuple(map(int, parse_split(split, "--split").split(",")))
+    if parallel == "tensor":
+        raise ConfigError(
+            f"--split {split} is for a pipeline, and --parallel is tensor: each Mac has a part of each layer"
+        )
+    if nodes not in ("auto", "all", str(len(layers))):
+        raise ConfigError(f"--split {split} is for {len(layers)} Macs, and {nodes} are to share the model")
+    return layers
 
 
 def parse_replicas(value: object, where: str) -> int:

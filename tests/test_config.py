@@ -9,6 +9,7 @@ import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import pytest
@@ -25,7 +26,9 @@ from mlxtp.config import (
     resolve_settings,
 )
 from mlxtp.errors import Code, ConfigError
+from mlxtp.groups.machines import local_split, placement_options
 from mlxtp.settings import BY_KEY, SETTINGS, unknown_variables
+from mlxtp.wire.cluster_messages import Deployment
 
 
 def resolve(home: Path, /, file: str = "", **given: str) -> Settings:
@@ -515,6 +518,11 @@ WRONG_TYPES = [
         for key in ("kv_bytes", "cache_disk", "limits.free_memory")
         for value in ("1.5", "true", "[1]")
     ),
+    *(
+        (key, value, "a string in quotes")
+        for key in ("parallel", "split")
+        for value in ("5", "true", "[1, 2]")
+    ),
     *(("nodes", value, '"auto", "all", or a whole number') for value in ("2.0", "true", '["all"]')),
     *(
         (key, value, "a list of strings")
@@ -668,3 +676,46 @@ def test_a_home_that_is_a_file_has_no_configuration(tmp_path: Path) -> None:
     home = tmp_path / "file"
     home.write_text("")
     assert resolve(home).ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"split": "40,24", "parallel": "tensor"},
+            "--split 40,24 is for a pipeline, and --parallel is tensor",
+        ),
+        ({"split": "40,24,16", "nodes": "2"}, "--split 40,24,16 is for 3 Macs, and 2 are to share the model"),
+        ({"split": "40,24,16", "nodes": "3"}, ""),
+        ({"split": "40,24", "parallel": "pipeline", "nodes": "all"}, ""),
+        ({"split": "9,9,9,9,9,9,9,9,9"}, "is not auto, nor the layers of 2 to 8 Macs"),
+        ({"split": "1025,1"}, "is not auto, nor the layers of 2 to 8 Macs"),
+        ({"split": "forty,1"}, "is not auto, nor the layers of 2 to 8 Macs"),
+    ],
+)
+def test_a_split_goes_with_what_else_is_set(tmp_path: Path, given: dict[str, str], says: str) -> None:
+    flags = {"home": tmp_path, **given}
+    if not says:
+        assert resolve_settings(flags, {}).split == given["split"]
+        return
+    with pytest.raises(ConfigError, match=says):
+        resolve_settings(flags, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "row", "split"),
+    [
+        ({}, {}, ()),
+        ({"parallel": "pipeline"}, {}, (10, 11)),
+        ({"parallel": "pipeline", "ranks": 4}, {}, (5, 5, 5, 6)),
+        ({"parallel": "pipeline"}, {"parallel": "auto"}, ()),
+        ({}, {"split": "20,1"}, (20, 1)),
+    ],
+)
+def test_ranks_of_one_machine_are_a_pipeline_where_that_is_set(
+    tmp_path: Path, given: dict[str, Any], row: dict[str, str], split: tuple[int, ...]
+) -> None:
+    settings = resolve_settings({"home": tmp_path, "ranks": 2, **given}, {})
+    assert local_split(settings, Deployment("tiny", "tiny", **row), 21) == split  # type: ignore[arg-type]
+    options = placement_options(settings, Deployment("tiny", "tiny", **row), "tiny")  # type: ignore[arg-type]
+    assert options.split == ()

@@ -187,7 +187,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "engine": frozenset(
         {"admission_counter", "errors", "pipeline_families", "tokenizer_file", "weights_file", "wire"}
     ),
-    "placement": frozenset({"errors", "wire"}),
+    "placement": frozenset({"errors", "pipeline_families", "wire"}),
     "discovery": frozenset({"background", "config", "errors", "wire"}),
     "identity": frozenset({"background", "config", "discovery", "errors", "wire"}),
     "text": frozenset({"errors", "tokenizer_file"}),

@@ -23,7 +23,7 @@ class GroupSnapshot:
 
     `why` is the reason why it is not ready. `running` of its `requests` have a first token. The speed is in
     tokens per second. Counts are None where no owner reports them. `room` is that of its KV caches in
-    tokens, and 0 on other Macs than its owner.
+    tokens, and 0 on other Macs than its owner. `split` has the layers of each rank of a pipeline.
     """
 
     id: str
@@ -39,6 +39,7 @@ class GroupSnapshot:
     speed: int | None = None
     cached: int | None = None
     room: int = 0
+    split: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ def _group(group: Group, servings: Iterable[Serving], alone: str) -> GroupSnapsh
         serving.speed if serving.state in SERVES else None,
         serving.cached,
         group.supervisor.kv.tokens if scope.owned or alone else 0,
+        serving.split,
     )
 
 
@@ -125,6 +127,8 @@ def rendered(deployments: Iterable[DeploymentSnapshot], names: Mapping[str, str]
             "replicas": {"ready": each.ready, "wanted": each.row.replicas},
             "pinned": each.row.pinned,
             "nodes": each.row.nodes,
+            "parallel": each.row.parallel,
+            "split": each.row.split,
             "on": [names.get(node, node[:8]) for node in each.row.on],
             "keep_s": each.row.keep_s,
             "why": each.why or None,
@@ -139,6 +143,7 @@ def _rendered(group: GroupSnapshot, names: Mapping[str, str]) -> Json:
         "id": group.id,
         "backend": group.backend,
         "kind": group.kind,
+        "split": list(group.split),
         "members": [{"node_id": node, "name": names.get(node, node[:8])} for node in group.members],
         "owner": group.owner or None,
         "owner_name": names.get(group.owner, group.owner[:8]) or None,

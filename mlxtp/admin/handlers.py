@@ -15,7 +15,16 @@ from pathlib import Path
 from ..api.admin import Json
 from ..api.api_keys import KeyRing
 from ..cluster.deployments import PINNED, name_of
-from ..config import parse_keep, parse_macs, parse_nodes, parse_replicas, parse_seconds
+from ..config import (
+    parse_keep,
+    parse_macs,
+    parse_nodes,
+    parse_parallel,
+    parse_replicas,
+    parse_seconds,
+    parse_split,
+    split_layers,
+)
 from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError
 from ..groups.drain import Drain
@@ -138,7 +147,16 @@ class ModelHandlers:
         return {"models": [asdict(each) for each in found]}
 
     async def serve(
-        self, model: str, nodes: str, *, replicas: str = "", on: str = "", keep: str = "", only: str = ""
+        self,
+        model: str,
+        nodes: str,
+        *,
+        replicas: str = "",
+        on: str = "",
+        keep: str = "",
+        parallel: str = "",
+        split: str = "",
+        only: str = "",
     ) -> Json:
         """Add a deployment of a model, or change it; with `only` remove all others once it can be served.
 
@@ -146,6 +164,7 @@ class ModelHandlers:
         """
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
+        split_layers(split or "auto", parallel or "auto", nodes or "auto")
         node, name = self._parts.node, name_of(model)
         before = node.desired.table
         others = [each for each in before.live() if each.name != name]
@@ -156,6 +175,8 @@ class ModelHandlers:
             replicas=parse_replicas(replicas, "--replicas") if replicas else None,
             on=self._nodes_called(parse_macs(on, "--on")) if on else None,
             keep_s=parse_keep(keep, "--keep-alive") if keep else PINNED,
+            parallel=parse_parallel(parallel, "--parallel") if parallel else "",
+            split=parse_split(split, "--split") if split else "",
         )
         table, coming = node.desired.table, selected.state is SelectionState.FETCHING
         row, was = table.get(name) or Deployment(name), before.get(name)
@@ -164,6 +185,8 @@ class ModelHandlers:
             "model": model,
             "name": name,
             "nodes": row.nodes,
+            "parallel": row.parallel or node.settings.parallel,
+            "split": row.split,
             "replicas": row.replicas,
             "on": [node.name_of(each) for each in row.on],
             "keep_s": row.keep_s,

@@ -283,6 +283,7 @@ def _here(now: Snapshot) -> Json:
         "world_size": group.world_size if group is not None else 0,
         "backend": group.backend if group is not None else "none",
         "kind": group.kind if group is not None else "",
+        "split": list(group.split) if group is not None else [],
         "open_requests": health.open_requests,
         "left_wired": now.left_wired,
         "deployments": _deployments(now),
@@ -441,6 +442,7 @@ def _group(now: Snapshot) -> Json | None:
         "world_size": group.world_size,
         "backend": group.backend,
         "kind": kind(group),
+        "split": list(group.split),
         "pairs": pairs(group.world_size, mesh=kind(group) == JACCL_MESH),
         "fabric": _fabric(now),
     }

@@ -149,7 +149,10 @@ def admin_routes(admin: Administration) -> list[Route]:
             lambda body: admin.models.serve(
                 _text(body, "model"),
                 _text(body, "nodes", ""),
-                **{name: _text(body, name, "") for name in ("replicas", "on", "keep", "only")},
+                **{
+                    name: _text(body, name, "")
+                    for name in ("replicas", "on", "keep", "parallel", "split", "only")
+                },
             ),
         ),
         route(

@@ -13,7 +13,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..client import AgentClient, agent_runs, wait_for_end
-from ..config import parse_keep, parse_macs, parse_nodes, parse_replicas, parse_seconds
+from ..config import (
+    parse_keep,
+    parse_macs,
+    parse_nodes,
+    parse_parallel,
+    parse_replicas,
+    parse_seconds,
+    parse_split,
+    split_layers,
+)
 from ..errors import Code, UserError
 from ..settings import BY_KEY
 from . import shell_completion
@@ -30,6 +39,8 @@ _SERVE_OPTIONS: Mapping[str, tuple[Callable[[object, str], object], str]] = {
     "replicas": (parse_replicas, "--replicas"),
     "on": (parse_macs, "--on"),
     "keep": (parse_keep, "--keep-alive"),
+    "parallel": (parse_parallel, "--parallel"),
+    "split": (parse_split, "--split"),
 }
 
 commands = typer.Typer(
@@ -52,6 +63,23 @@ def serve(
             metavar=BY_KEY["nodes"].metavar,
             help="How many Macs to spread it over; auto: as many as are fastest. Default: unchanged.",
             autocompletion=shell_completion.words(BY_KEY["nodes"].metavar),
+        ),
+    ] = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            metavar=BY_KEY["parallel"].metavar,
+            help="How several Macs share it: each has a part of each layer (tensor), or whole layers "
+            "(pipeline). Default: unchanged, at first as `mlxtp node --parallel` has it.",
+            autocompletion=shell_completion.words(BY_KEY["parallel"].metavar),
+        ),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            metavar=BY_KEY["split"].metavar,
+            help="Layers of each Mac of a pipeline, such as 40,24,16, in the order of ranks. Rank 0 has the "
+            "last layers. auto: by memory and speed. Default: unchanged, at first auto.",
         ),
     ] = None,
     replicas: Annotated[
@@ -89,12 +117,14 @@ def serve(
     """Serve a model beside the others, or change how it is served. Works on any member."""
     from ..models.inspect import lasting_name
 
-    texts = {"nodes": nodes, "replicas": replicas, "on": on, "keep": keep_alive}
+    texts = {"nodes": nodes, "parallel": parallel, "split": split, "replicas": replicas, "on": on}
+    texts["keep"] = keep_alive
     given = {name: text for name, text in texts.items() if text is not None}
     with typed():
         for name, text in given.items():
             parse, option = _SERVE_OPTIONS[name]
             parse(text, option)
+        split_layers(split or "auto", parallel or "auto", nodes or "auto")
     name = lasting_name(model) if model else ""
     answer = AgentClient(home_of(home), _HUB_S).post(
         "serve", model=name, only="1" if replace else "", **given
@@ -296,6 +326,10 @@ def _as_deployed(answer: Mapping[str, Any]) -> str:
         words += (
             f", each over {'all Macs' if nodes == 'all' else '1 Mac' if nodes == '1' else f'{nodes} Macs'}"
         )
+    if answer["split"] != "auto":
+        words += f", as a pipeline of {answer['split']} layers"
+    elif answer["parallel"] != "auto":
+        words += f", as {'a pipeline' if answer['parallel'] == 'pipeline' else 'tensor parallel'}"
     if answer["on"]:
         words += f", on {' and '.join(answer['on'])} only"
     return words if keep_s < 0 else f"{words}, {kept(keep_s)}"

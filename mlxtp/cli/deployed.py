@@ -38,6 +38,8 @@ def _deployment(shown: Mapping[str, Any], width: int) -> Iterator[Text]:
 def _chosen(shown: Mapping[str, Any]) -> str:
     """Return what a user chose for a deployment, as far as it is not the default."""
     found = [f"--nodes {shown['nodes']}"] if shown["nodes"] != "auto" else []
+    found += [f"--parallel {shown['parallel']}"] if shown["parallel"] else []
+    found += [f"--split {shown['split']}"] if shown["split"] != "auto" else []
     found += [f"on {' and '.join(shown['on'])} only"] if shown["on"] else []
     if not shown["pinned"]:
         found.append(kept(shown["keep_s"]))
@@ -60,13 +62,18 @@ def _group(group: Mapping[str, Any]) -> list[str]:
         each["name"] + (" (owner)" if each["node_id"] == group["owner"] and len(group["members"]) > 1 else "")
         for each in group["members"]
     )
-    kind = f", {group['kind']}" if group["kind"] else ""
+    kind = "".join(f", {each}" for each in (group["kind"], stages(group)) if each)
     work = [f"requests: {group['requests']['running']} running, {group['requests']['waiting']} waiting"]
     if group["tokens_per_second"] is not None:
         work.append(f"{group['tokens_per_second']} tokens/s")
     if group["cached_tokens"]:
         work.append(f"{group['cached_tokens']:,} tokens cached")
     return [f"#{number} {group['state']} on {macs}{kind}, epoch {group['epoch']}", f"   {', '.join(work)}"]
+
+
+def stages(group: Mapping[str, Any]) -> str:
+    """Return the layers of each rank of a pipeline, in words; empty for other groups."""
+    return f"pipeline of {' + '.join(map(str, group['split']))} layers" if group["split"] else ""
 
 
 def _wrapped(text: str, width: int, indent: int) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..client import AgentClient
-from ..config import parse_nodes, resolve_settings
+from ..config import parse_nodes, parse_parallel, parse_split, resolve_settings, split_layers
 from ..errors import Exit, UserError
 from ..settings import BY_KEY
 from . import shell_completion
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from ..wire.cluster_messages import FabricResult, Machine
 
 
-_NODES, _WORKLOADS, _BACKENDS = (BY_KEY[key].metavar for key in ("nodes", "workload", "backend"))
+_NODES, _WORKLOADS, _BACKENDS, _PARALLEL, _SPLIT = (
+    BY_KEY[key].metavar for key in ("nodes", "workload", "backend", "parallel", "split")
+)
 
 Models = Annotated[
     list[str],
@@ -54,6 +56,23 @@ ForWorkload = Annotated[
         autocompletion=shell_completion.words(_WORKLOADS),
     ),
 ]
+Parallel = Annotated[
+    str,
+    typer.Option(
+        metavar=_PARALLEL,
+        help="How several Macs share the model: parts of each layer, or whole layers.",
+        autocompletion=shell_completion.words(_PARALLEL),
+    ),
+]
+Split = Annotated[
+    str,
+    typer.Option(
+        metavar=_SPLIT,
+        help="Layers of each Mac of a pipeline, such as 40,24,16, in the order of ranks. Rank 0 has the last "
+        "layers.",
+        show_default="by memory and speed",
+    ),
+]
 Backend = Annotated[
     str,
     typer.Option(
@@ -82,6 +101,8 @@ def plan(
     models: Models,
     machines: Machines = None,
     spread: Spread = "auto",
+    parallel: Parallel = "auto",
+    split: Split = "auto",
     workload: ForWorkload = "auto",
     backend: Backend = "auto",
     max_context: MaxContext = 0,
@@ -106,6 +127,8 @@ def plan(
     with typed():
         number = parse_nodes(spread, "--spread")
         BY_KEY["workload"].parse(workload, "--workload")
+        parse_parallel(parallel, "--parallel")
+        layers = split_layers(parse_split(split, "--split"), parallel, number)
     wanted: str | int = int(number) if number.isdecimal() else number
     coordinator = ""
     results: tuple[FabricResult, ...] = ()
@@ -122,6 +145,8 @@ def plan(
         measured=measured(results, fast_fences=fast_fences),
         repeatable=repeatable,
         workload=WORKLOADS.get(workload, now),
+        parallel=parallel,
+        split=layers,
     )
     shaped = [_found(model, home) for model in models]
     if len(shaped) > 1:

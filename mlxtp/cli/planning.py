@@ -80,8 +80,9 @@ def _plan(
 
 
 def as_served(model: str, options: PlacementOptions) -> PlacementOptions:
-    """Return the cluster's options: it spreads the embedded model, unless the user sets a number."""
-    return replace(options, nodes="all") if model == EMBEDDED_MODEL and options.nodes == "auto" else options
+    """Return the cluster's options: all share the embedded model, unless the user sets a number."""
+    demonstrates = model == EMBEDDED_MODEL and options.nodes == "auto" and options.parallel == "auto"
+    return replace(options, nodes="all", parallel="tensor") if demonstrates else options
 
 
 def read_shape(model: str | Path) -> ModelShape:
@@ -142,8 +143,9 @@ def _weight_bytes(path: Path) -> int:
 def to_json(made: Placement, shape: ModelShape) -> dict[str, Any]:
     """Return the plan as JSON. Sizes are bytes, times seconds, speeds tokens a second."""
     alternatives = [_way(one, made.workload) for one in made.alternatives]
+    by_layer = ("each_layer", "before", "ends")  # many numbers
     return {
-        "model": asdict(shape),
+        "model": {name: value for name, value in asdict(shape).items() if name not in by_layer},
         "context": made.context,
         "workload": asdict(made.workload),
         "reason": made.reason,
@@ -165,7 +167,8 @@ def show(made: Placement, shape: ModelShape, console: Console) -> None:
     wide = console.width >= _WIDE
     columns = [column for column in _COLUMNS if wide or column not in _WORDY]
     table = table_of(*columns, right=_RIGHT, wrapped=_WORDY if wide else ("way",))
-    for one in made.alternatives:
+    shown = _shown(made.alternatives)
+    for one in shown:
         row = dict(zip(_COLUMNS, cells(one, made.workload), strict=True))
         table.add_row(*(escape(row[column]) for column in columns), style=_COLOURS[one.verdict])
     console.print(table)
@@ -175,7 +178,7 @@ def show(made: Placement, shape: ModelShape, console: Console) -> None:
     )
     if not wide:
         reasons: dict[tuple[str, str], list[str]] = {}
-        for one in made.alternatives:
+        for one in shown:
             reasons.setdefault((one.reason, one.verdict), []).append(one.title)
         for (reason, verdict), titles in reasons.items():
             if reason:
@@ -197,6 +200,12 @@ def show(made: Placement, shape: ModelShape, console: Console) -> None:
         console.print(escape(f"Note: {note}"))
 
 
+def _shown(alternatives: Sequence[Candidate]) -> list[Candidate]:
+    """Return the ways to print: of pipelines of so many nodes the best one, of all fabrics."""
+    first = {one.nodes: one for one in reversed(alternatives) if one.is_pipeline}
+    return [one for one in alternatives if not one.is_pipeline or one is first[one.nodes]]
+
+
 def _model_line(made: Placement, shape: ModelShape) -> str:
     experts = f", {shape.experts_per_token} of {shape.experts} experts a token" if shape.experts else ""
     kv = shape.rank_kv(1, made.context)
@@ -213,12 +222,14 @@ def _time_line(speed: SpeedEstimate, shape: ModelShape) -> str:
         f"{speed.kernels_s * 1e3:.1f} starting {shape.kernels} kernels",
     ]
     waiting = speed.latency_s + speed.wire_s
+    stages = len(speed.stages)
+    exchanges = f"{stages} transfers" if stages > 1 else f"{shape.collectives} collectives"
     if speed.measured:
         waiting += speed.fences_s
-        parts.append(f"{waiting * 1e3:.1f} in {shape.collectives} collectives, fences included (measured)")
+        parts.append(f"{waiting * 1e3:.1f} in {exchanges}, fences included (measured)")
     elif waiting:
         parts += [
-            f"{speed.fences_s * 1e3:.1f} in the fences of {shape.collectives} collectives",
+            f"{speed.fences_s * 1e3:.1f} in the fences of {exchanges}",
             f"{waiting * 1e3:.1f} on the links (assumed)",
         ]
     return f"{1e3 / speed.tokens_per_second:.1f} ms a token: {', '.join(parts)}"
@@ -228,8 +239,8 @@ def cells(one: Candidate, workload: Workload) -> tuple[str, ...]:
     """Return the row of one alternative."""
     tightest = min(one.memory, key=lambda rank: rank.available - rank.needed, default=None)
     return (
-        one.kind if one.nodes == 1 else f"{one.kind} of {one.nodes}",
-        ", ".join(one.names),
+        one.kind if one.nodes == 1 else one.title,
+        one.layers or ", ".join(one.names),
         *times(one, workload),
         f"{tightest.needed / GB:.1f}/{tightest.available / GB:.1f}" if tightest else "",
         one.verdict,

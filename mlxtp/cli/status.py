@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ..client import AgentClient
 from ..errors import MlxtpError
-from .deployed import COLOURS, deployments_shown
+from .deployed import COLOURS, deployments_shown, stages
 from .options import AsJson, Home
 from .printing import day_of, home_of, print_answer, size_of, table_of
 
@@ -54,7 +54,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
     colour = COLOURS.get(state, "yellow")
     model = f" [cyan]{escape(answer['model'])}[/]" if answer["model"] else ""
     how = _where(answer) if model else ""
-    kind = f", {escape(answer['kind'])}" if answer["kind"] and model else ""
+    kind = "".join(f", {escape(each)}" for each in (answer["kind"], stages(answer)) if each and model)
     epoch = f"   epoch {answer['epoch']}" if answer["epoch"] else ""
     lines: list[Any] = [f"[bold {colour}]{state}[/]{model}{how}{kind}{epoch}"]
     if answer["reason"] and state != "ready":
@@ -275,7 +275,7 @@ def _state(snapshot: Moment, now: float) -> Text:
     if snapshot["model"] and group is not None:
         count = group["world_size"]
         line.append(f" on {count} {'rank' if count == 1 else 'ranks'}")
-        line.append(f", {group['kind']}" if group["kind"] else "")
+        line.append("".join(f", {each}" for each in (group["kind"], stages(group)) if each))
     line.append(f"   epoch {snapshot['epoch']}" if snapshot["epoch"] else "")
     running = next((each for each in snapshot["history"] if each["lasted_s"] is None), None)
     if running is not None:

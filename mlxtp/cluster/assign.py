@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import heappop, heappush
 
-from ..placement.cost_model import rank_memory, usable_bytes
+from ..placement.cost_model import RankMemory, rank_memory, stages, usable_bytes
 from ..placement.model_shape import MAX_RANKS, ModelShape
 from ..placement.planner import DEFAULT_CONTEXT, Placement, PlacementOptions, plan
 from ..placement.tables import chip
@@ -63,7 +63,8 @@ class WantedDeployment:
 class GroupReport:
     """One group as its owner reports it. `ranks`: node ids in rank order, the first is the owner.
 
-    `held_bytes`, by node id, counts only while the model's size is unknown.
+    `held_bytes`, by node id, counts only while the model's size is unknown. `split`: layers of each rank of a
+    pipeline.
     """
 
     group: str
@@ -72,6 +73,7 @@ class GroupReport:
     ready: bool = True
     open_requests: int = 0
     held_bytes: Mapping[str, int] = field(default_factory=dict)
+    split: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +144,10 @@ def assign(view: AssignView) -> AssignDecision:
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """Macs of a group in rank order, the bytes that each rank needs, and its least KV cache among them.
+    """Macs of a group in rank order, the most bytes that a rank needs, and its least KV cache among them.
 
-    `kept`: it runs there. `others`: Macs that it may use, too.
+    `kept`: it runs there. `others`: Macs that it may use, too. `each` has the bytes of each rank where they
+    differ: stages of a pipeline.
     """
 
     ranks: tuple[str, ...]
@@ -152,6 +155,17 @@ class _Seat:
     kv: int
     kept: bool = False
     others: tuple[str, ...] = ()
+    each: tuple[int, ...] = ()
+
+    def bytes_by_rank(self) -> Iterator[tuple[str, int]]:
+        """Yield each rank's node id and the bytes that it needs there."""
+        return zip(self.ranks, self.each or (self.needed,) * len(self.ranks), strict=True)
+
+
+def _seat_of(ranks: tuple[str, ...], memory: Sequence[RankMemory]) -> _Seat:
+    """Return the seat of ranks that need this memory."""
+    each = tuple(rank.needed for rank in memory)
+    return _Seat(ranks, max(each), max(rank.kv for rank in memory), each=each)
 
 
 class _Seats:
@@ -169,13 +183,13 @@ class _Seats:
         self.of[group] = seat
         for node in seat.ranks:
             self.on[node].add(group)
-        self._count(seat, seat.needed)
+        self._count(seat, 1)
 
     def drop(self, group: str) -> None:
         if seat := self.of.pop(group, None):
             for node in seat.ranks:
                 self.on[node].discard(group)
-            self._count(seat, -seat.needed)
+            self._count(seat, -1)
 
     def back(self, before: Mapping[str, _Seat]) -> None:
         """Undo a trial."""
@@ -193,10 +207,10 @@ class _Seats:
         ranks = sum(map(len, self.on.values())) if self.shared else len(self.on[node])
         return ranks, max(0, self.left(node) // ranks)
 
-    def _count(self, seat: _Seat, needed: int) -> None:
-        for rank in seat.ranks:
+    def _count(self, seat: _Seat, sign: int) -> None:
+        for rank, needed in seat.bytes_by_rank():
             for node in self.usable if self.shared else (rank,):
-                self._taken[node] += needed
+                self._taken[node] += sign * needed
 
 
 class _Facts:
@@ -261,11 +275,15 @@ class _Facts:
         boots = {m.boot_id for m in self.view.members}
         return given.reason if given and given.version == wanted.row.version and boots <= given.boots else ""
 
-    def _need(self, name: str, size: int) -> _Seat:
-        """Return what each of so many ranks needs, without the Macs."""
+    def _need(self, name: str, size: int, split: tuple[int, ...] = ()) -> _Seat:
+        """Return what each of so many ranks needs, or those of a pipeline, without the Macs."""
         wanted, any_member = self.by_name[name], next(iter(self.members.values()))
-        context = min(wanted.options.max_context or DEFAULT_CONTEXT, wanted.planned.max_context)
-        memory = rank_memory(any_member, wanted.planned, size, context)
+        shape = wanted.planned
+        context = min(wanted.options.max_context or DEFAULT_CONTEXT, shape.max_context)
+        if (len(split), sum(split)) == (size, shape.layers):  # not where one machine has several ranks
+            cut = [rank_memory(any_member, shape.stage(*layers), 1, context) for layers in stages(split)]
+            return _seat_of((), cut)
+        memory = rank_memory(any_member, shape, size, context)
         return _Seat((), memory.needed, memory.kv)
 
     def must(self, group: str) -> str:
@@ -296,9 +314,9 @@ class _Packing:
 
     def _stay(self, group: str) -> None:
         report, name = self.facts.reports[group], _name(group)
-        seat = self.facts.need(name, len(report.ranks))
+        seat = self.facts.need(name, len(report.ranks), report.split)
         if not self.facts.by_name[name].planned.weight_bytes:
-            seat = replace(seat, needed=max(report.held_bytes.values(), default=0))
+            seat = replace(seat, needed=max(report.held_bytes.values(), default=0), each=())
         self.seats.put(group, replace(seat, ranks=report.ranks, kept=True))
 
     def _linger(self, wanted: WantedDeployment, group: str) -> None:
@@ -311,8 +329,9 @@ class _Packing:
         ):
             return
         stay = [node for node in report.ranks if node not in self.view.draining]
-        needed = self.facts.need(wanted.row.name, len(report.ranks)).needed
-        if len(stay) < len(report.ranks) and all(self.seats.left(node) >= needed for node in stay):
+        need = replace(self.facts.need(wanted.row.name, len(report.ranks), report.split), ranks=report.ranks)
+        needed = dict(need.bytes_by_rank())
+        if len(stay) < len(report.ranks) and all(self.seats.left(node) >= needed[node] for node in stay):
             self._stay(group)
 
     # --- new groups ----------------------------------------------------------------------------------
@@ -412,13 +431,18 @@ class _Packing:
         needs = {
             n: self.facts.need(name, n).needed for n in sizes if wanted.options.nodes in ("auto", "all", n)
         }
-        if not any(sum(room >= need for room in left.values()) >= n for n, need in needs.items()):
+        least = min(needs.values(), default=0)
+        if shape.cuttable and wanted.options.parallel != "tensor" and len(pool) > 1:
+            least = shape.weight_bytes // shape.layers  # of a stage of one layer
+        elif not any(sum(room >= need for room in left.values()) >= n for n, need in needs.items()):
             return False  # the planner needs longer to find that
-        able = [node for node in pool if left[node] >= min(needs.values())]
+        able = [node for node in pool if left[node] >= least]
+        if sum(left[node] for node in able) < shape.weight_bytes:
+            return False
         able.sort(key=lambda node: (node != must, self.facts.place[node]))
         chosen = self._plan(wanted, able[:MOST_PLANNED], must).chosen
         if chosen is not None:
-            self.seats.put(group, replace(self.facts.need(name, len(chosen.ranks)), ranks=chosen.ranks))
+            self.seats.put(group, _seat_of(chosen.ranks, chosen.memory))
         return chosen is not None
 
     def _plan(self, wanted: WantedDeployment, nodes: Sequence[str], must: str = "") -> Placement:

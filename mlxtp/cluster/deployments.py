@@ -173,5 +173,5 @@ def _rank(row: Deployment) -> tuple[object, ...]:
     """Return the order of rows of one name: of one version, the pinned row outranks the others."""
     return (
         row.version, row.pinned, not row.removed, row.writer, row.name, row.model, row.replicas, row.nodes,
-        row.on, row.keep_s, row.since,
+        row.on, row.keep_s, row.since, row.parallel, row.split,
     )  # fmt: skip

@@ -44,7 +44,11 @@ class DesiredDeployments:
 
     def has(self, model: str, *, replace: bool = False, **asked: Any) -> bool:
         """Return True if the table is already as `serve` would make it."""
-        return self._is_there(_changed(self.table, model, **asked), replace=replace)
+        return self._is_there(self.row(model, **asked), replace=replace)
+
+    def row(self, model: str, **asked: Any) -> Deployment:
+        """Return the row as `serve` would make it. It has yet to get a version."""
+        return _changed(self.table, model, **asked)
 
     def serve(
         self,
@@ -54,6 +58,8 @@ class DesiredDeployments:
         nodes: str = "",
         on: tuple[str, ...] | None = None,
         keep_s: int | None = None,
+        parallel: str = "",
+        split: str = "",
         replace: bool = False,
     ) -> Deployment:
         """Add a deployment of `model`, or change it: see `Deployment`. None and "" keep a field's value.
@@ -65,7 +71,9 @@ class DesiredDeployments:
             raise UserError(
                 f"a model is called by at most {MAX_MODEL} printable characters, not {model[:200]!r}"
             )
-        row = _changed(self.table, model, replicas=replicas, nodes=nodes, on=on, keep_s=keep_s)
+        row = self.row(
+            model, replicas=replicas, nodes=nodes, on=on, keep_s=keep_s, parallel=parallel, split=split
+        )
         there = self._is_there(row, replace=replace)
         if not there or any(lacking(model) for lacking in self._lacking):
             self._set(self.table.setting(row, self._replica.self_id, alone=replace))
@@ -121,9 +129,18 @@ def _changed(
     nodes: str = "",
     on: tuple[str, ...] | None = None,
     keep_s: int | None = None,
+    parallel: str = "",
+    split: str = "",
 ) -> Deployment:
-    """Return the row of a model with the fields that are given. It has yet to get a version."""
+    """Return the row of a model with the fields that are given.
+
+    A split gives way to what contradicts it, and the other way round.
+    """
     row = table.get(name_of(model)) or Deployment(name_of(model))
+    if split and split != "auto":
+        row = dataclasses.replace(row, nodes="auto", parallel="")
+    elif parallel == "tensor" or nodes not in ("", "auto", "all", str(row.split.count(",") + 1)):
+        row = dataclasses.replace(row, split="auto")
     return dataclasses.replace(
         row,
         model=model,
@@ -131,4 +148,6 @@ def _changed(
         nodes=nodes or row.nodes,
         on=row.on if on is None else on,
         keep_s=row.keep_s if keep_s is None else keep_s,
+        parallel=parallel or row.parallel,
+        split=split or row.split,
     )

@@ -31,18 +31,21 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Model of a deployment, and over how many Macs: what a group is formed for."""
+    """Model of a deployment, over how many Macs, and how these share it: what a group is formed for."""
 
     model: str
     nodes: str = "auto"
+    parallel: str = ""
+    split: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class RunningEpoch:
     """Existing epoch of one group. `boots` are the boot ids its participants had, in rank order.
 
-    It was formed for `model` over `nodes` Macs. `boots` and `nodes` are empty for an epoch that another node
-    owns. `draining`: it takes no new requests, and ends with its last one. `backend` as in `GroupPlan`.
+    It was formed for `model` over `nodes` Macs, with `parallel` and `split` of its row. `boots` and `nodes`
+    are empty for an epoch that another node owns. `draining`: it takes no new requests, and ends with its
+    last one. `backend` as in `GroupPlan`.
     """
 
     number: int
@@ -55,6 +58,8 @@ class RunningEpoch:
     open_requests: int = 0
     draining: bool = False
     backend: str = ""
+    parallel: str = ""
+    split: str = "auto"
 
     @property
     def owner(self) -> str:
@@ -63,7 +68,8 @@ class RunningEpoch:
 
     def serves(self, wanted: Wanted) -> bool:
         """Return True when this epoch serves what is wanted."""
-        return self.model == wanted.model and self.nodes in ("", wanted.nodes)
+        spread = Wanted(self.model, self.nodes, self.parallel, self.split)
+        return spread == wanted if self.nodes else self.model == wanted.model
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,10 +147,10 @@ def _deployed(desired: Any) -> dict[str, Any]:
 
 
 def _placed(rows: Any) -> Any:
-    """Give rows that were written without `since` the one of today."""
+    """Give rows that were written without fields of today their defaults."""
     if type(rows) is not list or any(type(row) is not dict for row in rows):
         return rows  # not rows of any format
-    return [{"since": 0} | row for row in rows]
+    return [{"since": 0, "parallel": "", "split": "auto"} | row for row in rows]
 
 
 def _unsigned(roster: Any) -> Any:

@@ -230,7 +230,7 @@ class Trials:
         """Return the properties that a group shares with one that was proven before."""
         boots = tuple(self._node.membership.status_of(node).boot_id for node in chosen.ranks)
         model = self._scope.model.name
-        return model, chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses
+        return model, chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses, chosen.split
 
     @property
     def _renews(self) -> bool:
@@ -397,9 +397,13 @@ class GroupController:
         placement, _ = self._placer.placement()
         if mine is None or mine.placement.chosen is None or placement is None:
             return
-        asked = (mine.form.plan.ranks, mine.placement.chosen.kind)
+        asked = (mine.form.plan.ranks, mine.placement.chosen.kind, mine.placement.chosen.split)
         for each in placement.alternatives:
-            if (each.ranks, each.kind) == asked and each.speed is not None and each.speed.measured:
+            if (
+                (each.ranks, each.kind, each.split) == asked
+                and each.speed is not None
+                and each.speed.measured
+            ):
                 key = (*mine.form.plan.key[:-1], self._placer.rate(each))
                 form = replace(mine.form, plan=replace(mine.form.plan, key=key))
                 self._reports.owned = replace(mine, form=form)

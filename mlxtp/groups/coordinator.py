@@ -232,9 +232,9 @@ class Coordinator:
         node, model, files = self._node, self._models.of(row.model), self._files(row.model)
         name, shape, lacks = model.source.id if model.source else row.model, None, dict(files.lacks)
         try:
-            options = self._machines.options(row.nodes, name)
+            options = self._machines.options(row, name)
         except MlxtpError as error:  # from a row of a member with another version
-            options = self._machines.options("auto", name)
+            options = self._machines.options(Deployment(row.name), name)
             lacks = dict.fromkeys(node.membership.statuses(), error.detail)
         try:
             shape = model.shape if model.fingerprint else None
@@ -295,7 +295,9 @@ def _turns(rows: Sequence[Deployment], reports: Sequence[Serving]) -> dict[str, 
 def _running(serving: Serving) -> GroupReport:
     held = {node: mib * MIB for node, mib in zip(serving.participants, serving.held_mib, strict=False)}
     requests = min(serving.open_requests, 1)  # each number would be another view
-    return GroupReport(serving.group, serving.participants, serving.desired, _ready(serving), requests, held)
+    return GroupReport(
+        serving.group, serving.participants, serving.desired, _ready(serving), requests, held, serving.split
+    )
 
 
 def _ready(serving: Serving) -> bool:

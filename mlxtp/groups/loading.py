@@ -154,8 +154,7 @@ class ModelLoader:
         self, group: EpochGroup, folder: Path, answers: self_test.SelfTestTokens
     ) -> self_test.SelfTestTokens:
         settings = {name: getattr(self._settings, name) for name in _NUMBERS}
-        about = {"fabric": group.fabric_kind, "machines": group.machines, "world_size": group.world_size}
-        key = self_test.key(folder, about, settings)
+        key = self_test.key(folder, group.about, settings)
         return self_test.kept(self._settings.home / self_test.FILE, key, answers)
 
     async def judge(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..api.request_metrics import Asked
 from ..cluster.membership import MemberState as Standing
 from ..cluster.node import ClusterNode
-from ..config import EMBEDDED_MODEL, Settings
+from ..config import EMBEDDED_MODEL, Settings, split_layers
 from ..errors import Code, GroupError, MlxtpError
 from ..models.inspect import is_hub_id
 from ..placement.formation import FailedGroup, FailedGroups
@@ -18,7 +18,7 @@ from ..placement.model_shape import ModelShape
 from ..placement.planner import PlacementOptions, plan
 from ..placement.topology import MemberMachine, Topology
 from ..placement.workload import CHAT, LEARNT, WORKLOADS, Workload, learnt
-from ..wire.cluster_messages import ModelStatus
+from ..wire.cluster_messages import Deployment, ModelStatus
 from .fabric import FabricResults
 
 log = logging.getLogger(__name__)
@@ -80,9 +80,9 @@ class Machines:
         known = {self._node.node_id, *self._node.peer_info.machines}
         return devices_by_hand(self._node.settings.rdma, {each: self._node.name_of(each) for each in known})
 
-    def options(self, nodes: str, model: str) -> PlacementOptions:
-        """Return the options of a plan over `nodes` Macs. Raises MlxtpError for any other value of it."""
-        options = placement_options(self._node.settings, nodes, model)
+    def options(self, row: Deployment, model: str) -> PlacementOptions:
+        """Return the options of a plan for a deployment. Raises MlxtpError if it has impossible values."""
+        options = placement_options(self._node.settings, row, model)
         failed = tuple(group for group, _ in self.left_out())
         return replace(
             options,
@@ -103,8 +103,8 @@ class Machines:
             asked.answers, Workload(LEARNT, prompt, cached, answer, max(1, at_once)), self.workload
         )
 
-    def no_place(self, shape: ModelShape, nodes: str, only: Container[str] | None = None) -> str:
-        """Return the reason why the present members have no place for a model of this shape.
+    def no_place(self, shape: ModelShape, row: Deployment, only: Container[str] | None = None) -> str:
+        """Return the reason why the present members have no place for a deployment's model of this shape.
 
         Each member counts as if it had the model, and as if nothing else ran on its machine. The reason is
         empty where there is a place, and as long as a suspect may come back. `only` these may take part.
@@ -118,7 +118,7 @@ class Machines:
             if member.node_id not in node.leadership.draining and (only is None or member.node_id in only)
         ]
         try:
-            placement = plan(members, shape, node.node_id, self.options(nodes, shape.name))
+            placement = plan(members, shape, node.node_id, self.options(row, shape.name))
         except MlxtpError as error:
             return error.detail
         return placement.reason if placement.chosen is None else ""
@@ -149,18 +149,33 @@ class Machines:
         return lines
 
 
-def placement_options(settings: Settings, nodes: str, model: str) -> PlacementOptions:
-    """Return the options of these settings, over `nodes` Macs. Raises MlxtpError for any other value."""
-    wanted: str | int = int(nodes) if nodes.isdecimal() else nodes
-    if wanted == "auto" and model == EMBEDDED_MODEL:
-        wanted = "all"  # it is there to show that the cluster works, not to be fast
+def placement_options(settings: Settings, row: Deployment, model: str) -> PlacementOptions:
+    """Return the options of a deployment with these settings. Raises MlxtpError for impossible ones."""
+    wanted: str | int = int(row.nodes) if row.nodes.isdecimal() else row.nodes
+    parallel = row.parallel or settings.parallel
+    split = split_layers(row.split, parallel, row.nodes)
+    if settings.ranks > 1:  # they share the model, on one Mac
+        parallel, split = "auto", ()
+    if model == EMBEDDED_MODEL and (wanted, parallel, split) == ("auto", "auto", ()):
+        wanted, parallel = "all", "tensor"  # it is there to show that the cluster works, not to be fast
     return PlacementOptions(
         backend=settings.fabric,
         nodes=wanted,
         max_context=settings.max_context,
         fast_fences=settings.fast_fences,
         repeatable=settings.repeatable,
+        parallel=parallel,
+        split=split,
     )
+
+
+def local_split(settings: Settings, row: Deployment, layers: int) -> tuple[int, ...]:
+    """Return the layers of each rank of this machine, where several share a model as a pipeline; else ()."""
+    parallel = row.parallel or settings.parallel
+    if (split := split_layers(row.split, parallel, "auto")) or parallel != "pipeline":
+        return split
+    fewest, more = divmod(layers, settings.ranks)
+    return tuple(fewest + (rank >= settings.ranks - more) for rank in range(settings.ranks))
 
 
 def model_lack(ours: ModelStatus, theirs: ModelStatus | None, here: str, there: str) -> str:

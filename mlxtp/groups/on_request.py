@@ -313,7 +313,7 @@ class OnRequest(ModelSwitch):
         if row is None or model.path is None or not any(self._in_use(row.name)):
             return False
         try:
-            return not self._machines.no_place(model.shape, row.nodes)
+            return not self._machines.no_place(model.shape, row)
         except MlxtpError:
             return False
 

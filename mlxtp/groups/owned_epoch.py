@@ -27,7 +27,7 @@ from ..wire.rdma import flat
 from .health import SERVES, ServingState, of_the_model
 from .history import RateMeter
 from .lifecycle import Supervisor
-from .machines import Machines, in_steps
+from .machines import Machines, in_steps, local_split
 from .placer import matrix
 from .process_group import EpochGroup
 from .ranks import RankWord, RemoteRank, Watcher
@@ -107,6 +107,7 @@ class ServingReports:
             work.cached,
             supervisor.gateway.deployments.unused_s(self._scope.group) if loaded else 0,
             checkpoints=info is not None and info.checkpoints,
+            split=group.split if group is not None else (),
         )
 
     def _nothing(self) -> Serving:
@@ -161,6 +162,8 @@ class ServingReports:
             self._supervisor.open_requests,
             state is ServingState.DRAINING,
             mine.form.plan.backend,
+            mine.wanted.parallel,
+            mine.wanted.split,
         )
 
     def reports(self) -> list[tuple[str, Serving]]:
@@ -236,7 +239,8 @@ class GroupBuilder:
         row = self._scope.row
         model = row.model if row is not None else ""
         if here > 1:
-            return EpochGroup(here, here, node.settings.local_backend, nodes=chosen.ranks)
+            split = local_split(node.settings, row, self._scope.model.shape.layers) if row is not None else ()
+            return EpochGroup(here, here, node.settings.local_backend, nodes=chosen.ranks, split=split)
         known = node.peer_info.machines
         machines = tuple(f"{known[each].chip} {known[each].build}" for each in chosen.ranks)
         if world == 1:
@@ -267,6 +271,7 @@ class GroupBuilder:
             jaccl_ring=chosen.jaccl_ring,
             machines=machines,
             nodes=chosen.ranks,
+            split=chosen.split,
             without_jaccl=lambda ranks: self._machines.without_jaccl([chosen.ranks[rank] for rank in ranks]),
         )
 

@@ -70,7 +70,7 @@ class Placer:
         if not members:
             return None, "every Mac that is assigned to this group is about to stop"
         try:
-            options = self._machines.options(row.nodes, model.source.id)
+            options = self._machines.options(row, model.source.id)
         except MlxtpError as error:  # from a row of a member with another version
             return None, error.detail
         asked = (members, row.model, model.source.id, options)
@@ -84,12 +84,14 @@ class Placer:
     def key(self, chosen: Candidate) -> tuple[float, ...]:
         """Return the order of plans: as many Macs as wanted, then requests of the workload per second."""
         row, source = self._scope.row, self._scope.model.source
-        on_all = (
-            row is not None
-            and source is not None
-            and placement_options(self._node.settings, row.nodes, source.id).nodes == "all"
-        )
-        return (float(len(chosen.ranks)) if on_all else 0.0, self.rate(chosen))
+        several = 0.0
+        if row is not None and source is not None:
+            options = placement_options(self._node.settings, row, source.id)
+            if options.nodes == "all":
+                several = float(chosen.nodes)
+            elif options.parallel != "auto":
+                several = float(chosen.nodes > 1)
+        return (several, self.rate(chosen))
 
     def rate(self, chosen: Candidate) -> float:
         """Return the requests of the workload per second, 0 without an estimate."""

@@ -78,7 +78,8 @@ class EpochGroup:
     `endpoints` makes the ranks of other machines; rank i finds rank 0's machine at `decode_hosts[i]`. `pins`
     are the agents' key fingerprints, in rank order. `rdma` and `jaccl_ring` are for JACCL, as in Bootstrap;
     `without_jaccl` returns the error for ranks that have none. `machines`: chip and system build of each
-    rank's Mac, if known. `nodes`: its agents' node ids; one for all ranks of one machine.
+    rank's Mac, if known. `nodes`: its agents' node ids; one for all ranks of one machine. `split`: layers of
+    each rank of a pipeline, of which rank 0 has the last ones; () where each has a part of each layer.
     """
 
     local: int
@@ -93,6 +94,7 @@ class EpochGroup:
     jaccl_ring: bool = False
     machines: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
+    split: tuple[int, ...] = ()
     without_jaccl: Callable[[list[int]], GroupError] = lambda ranks: GroupError(
         f"MLX has no JACCL where ranks {ranks} run", Code.FORM_FAILED
     )
@@ -103,9 +105,15 @@ class EpochGroup:
         return self.backend if self.backend != "jaccl" else "jaccl ring" if self.jaccl_ring else "jaccl mesh"
 
     @property
+    def about(self) -> dict[str, object]:
+        """Properties on which a model's answers may depend."""
+        found = {"fabric": self.fabric_kind, "machines": self.machines, "world_size": self.world_size}
+        return found | ({"split": self.split} if self.split else {})
+
+    @property
     def varies(self) -> bool:
         """True where large sums are added in order of arrival, so that they differ each time."""
-        return self.fabric_kind == "jaccl mesh" and self.world_size > 2
+        return self.fabric_kind == "jaccl mesh" and self.world_size > 2 and not self.split
 
 
 def agreement(setting: str, machines: Sequence[str]) -> str:
@@ -392,6 +400,7 @@ class ProcessGroup:
             _least(settings.kv_bytes, self.kv_bytes),
             draft_path,
             paths,
+            self.group.split,
         )
         return await self._ask(command, Loaded, None)
 

@@ -37,9 +37,9 @@ class GroupScope:
 
     @property
     def wanted(self) -> Wanted | None:
-        """The model that it is to serve, and over how many Macs."""
+        """The model that it is to serve, and how it is to be spread."""
         row = self.row
-        return Wanted(row.model, row.nodes) if row is not None else None
+        return Wanted(row.model, row.nodes, row.parallel, row.split) if row is not None else None
 
     @property
     def version(self) -> int:

@@ -22,7 +22,8 @@ from ..models.download import apart
 from ..models.holdings import described
 from ..models.inspect import Servable, hub_folder, in_folders, inspect, is_hub_id
 from ..models.transfers import TransferCoordinator
-from .machines import Machines
+from ..wire.cluster_messages import Deployment
+from .machines import Machines, placement_options
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,8 @@ class ModelSelection:
                 raise UserError(f"another request changed the models meanwhile, so {model} is not served")
             selected = self._enter(selected, SelectionState.CHECKED, servable=servable)
             lack = ""
+            if servable is not None and (why := self._no_cut(selected)):
+                raise UserError(f"{model} cannot be served so, and all stays as it is: {why}")
             if table.live():
                 if servable is not None and (why := self._no_place(selected)):
                     raise UserError(f"{model} cannot be served, so all stays as it is: {why}")
@@ -204,7 +207,18 @@ class ModelSelection:
     def _no_place(self, selected: SelectedModel, only: Container[str] | None = None) -> str:
         """Return why no Macs, or none of `only`, can serve the model, if they served nothing else."""
         assert selected.servable is not None
-        return self._machines.no_place(selected.servable.shape, selected.asked.get("nodes") or "auto", only)
+        return self._machines.no_place(selected.servable.shape, self._row(selected), only)
+
+    def _no_cut(self, selected: SelectedModel) -> str:
+        """Return why the model cannot be cut into the stages that were asked for; empty if they were not."""
+        assert selected.servable is not None
+        options = placement_options(self._node.settings, self._row(selected), selected.name)
+        if options.parallel != "pipeline":
+            return ""
+        return selected.servable.shape.uncuttable(len(options.split) or 2, options.split)
+
+    def _row(self, selected: SelectedModel) -> Deployment:
+        return self._node.desired.row(selected.name, **selected.asked)
 
     def _who_have(self, model: str) -> list[str]:
         return [node_id for node_id in self._node.links.nodes() if self._transfers.stored.has(node_id, model)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 
 from .cost_model import (
@@ -23,13 +23,15 @@ from .cost_model import (
     RankHardware,
     RankMemory,
     SpeedEstimate,
+    pipeline_speed,
     rank_memory,
     speed,
     usable_bytes,
 )
 from .formation import FailedGroup, links_of
 from .model_shape import MAX_RANKS, ModelShape
-from .tables import chip
+from .pipelines import Cut, StageCutter, StageRank
+from .tables import Chip, chip
 from .topology import ETHERNET, LOOPBACK, NETWORKS, THUNDERBOLT, WIFI, MemberMachine, TcpLink, Topology
 from .workload import CHAT, Workload
 
@@ -218,6 +220,7 @@ def _frozen(peers: Mapping[str, set[str]]) -> Graph:
 
 GB = 1e9
 TENSOR_PARALLEL = "tensor parallel"
+PIPELINE = "pipeline"
 _VARIES = "sums over 32 KiB are added in order of arrival, so they are not repeatable"
 
 
@@ -225,7 +228,8 @@ _VARIES = "sums over 32 KiB are added in order of arrival, so they are not repea
 class Candidate:
     """One way to serve a model, or the reason why it is impossible.
 
-    kind            a key of `cost_model.FABRICS`, ALONE, or TENSOR_PARALLEL if no fabric was tried
+    kind            a key of `cost_model.FABRICS`, ALONE, or TENSOR_PARALLEL or PIPELINE if no fabric was
+                    tried
     nodes           number of nodes
     verdict         "chosen", "possible" or "refused", which `reason` explains
     ranks, names    node ids in rank order, and their names; () if no group was found
@@ -234,6 +238,7 @@ class Candidate:
     ring_addresses  for the ring: the IPv4 address on which each rank listens for the rank before it
     rdma            for jaccl: [from][to] the RDMA device, None where there is no cable or none is used
     memory, speed   memory of each rank, and the estimated speed
+    split           for a pipeline: number of layers of each rank, of which rank 0 has the last ones
     """
 
     kind: str
@@ -248,6 +253,7 @@ class Candidate:
     rdma: DeviceMatrix = ()
     memory: tuple[RankMemory, ...] = ()
     speed: SpeedEstimate | None = None
+    split: tuple[int, ...] = ()
 
     def request_seconds(self, workload: Workload) -> float:
         """Return the expected seconds of a request; infinite without an estimate."""
@@ -258,7 +264,19 @@ class Candidate:
         """Its name in a sentence."""
         if self.nodes == 1:
             return f"{self.names[0]} alone" if self.names else ALONE
+        if self.split:
+            return f"pipeline of {self.nodes}, {self.kind}"
         return f"{self.kind} of {self.nodes}"
+
+    @property
+    def layers(self) -> str:
+        """The layers of a pipeline's ranks, in words; empty for others."""
+        return ", ".join(f"{name} {layers}" for name, layers in zip(self.names, self.split, strict=False))
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True if each rank has whole layers, or would have them."""
+        return bool(self.split) or self.kind == PIPELINE
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,6 +296,12 @@ class CandidateFinder:
     failed: Sequence[FailedGroup] = ()
     repeatable: bool = False
     workload: Workload = CHAT
+    parallel: str = "auto"
+    split: tuple[int, ...] = ()
+
+    @cached_property
+    def _cutter(self) -> StageCutter:
+        return StageCutter(self.shape, self.context, self.workload)
 
     @cached_property
     def fabrics(self) -> Fabrics:
@@ -289,11 +313,13 @@ class CandidateFinder:
         All groups have `must` as rank 0 unless it is empty.
         """
         pool = [node for node in self._order if node != leave_out]
-        return [
-            found
-            for size in range(1, min(MAX_RANKS, len(pool)) + 1)
-            for found in self._of_size(size, pool, must)
-        ]
+        found = []
+        for size in range(1, min(MAX_RANKS, len(pool)) + 1):
+            if size == 1 or self.parallel != PIPELINE:
+                found += self._of_size(size, pool, must)
+            if size > 1 and self.parallel != "tensor" and size == (len(self.split) or size):
+                found += self._pipelines(size, pool, must)
+        return found
 
     def assumptions(self, chosen: Candidate | None) -> list[str]:
         """Return the assumptions behind the chosen group's estimates, as sentences."""
@@ -317,16 +343,13 @@ class CandidateFinder:
     @cached_property
     def _order(self) -> list[str]:
         def key(node: str) -> tuple[float, float, int, str]:
-            has = self._ranks[node].chip
+            has = self._chip(node)
             return -has.reading, -has.flops, -usable_bytes(self.members[node]), node
 
         return sorted(self.members, key=key)
 
-    def _reading(self, node: str) -> float:
-        return self._ranks[node].chip.reading
-
-    def _flops(self, node: str) -> float:
-        return self._ranks[node].chip.flops
+    def _chip(self, node: str) -> Chip:
+        return self._ranks[node].chip
 
     def _of_size(self, size: int, pool: Sequence[str], must: str) -> list[Candidate]:
         if obstacles := self.shape.obstacles(size):
@@ -350,8 +373,7 @@ class CandidateFinder:
         """Return which rank has too little memory, in the group with the most."""
         most = sorted(pool, key=lambda n: (n != must, -usable_bytes(self.members[n]), n))[:size]
         memories = enumerate(self._memory(node, size) for node in most)
-        rank, short = next((rank, memory) for rank, memory in memories if not memory.fits)
-        return f"rank {rank} ({short.name}) has {short.available / GB:.1f} GB for {short.needed / GB:.1f} GB"
+        return next(_no_room(rank, memory) for rank, memory in memories if not memory.fits)
 
     def _over_rdma(self, size: int, fits: Sequence[str], must: str) -> list[Candidate]:
         if not self.fabrics.hopes_for_rdma:
@@ -373,6 +395,53 @@ class CandidateFinder:
         # No network has enough of them; a circle may still cross from one to another.
         groups = self._groups(size, fits, must, self.fabrics.any_network, circle)
         return [*found, self._soonest("", groups, NETWORKS)] if groups else found
+
+    # --- pipelines -----------------------------------------------------------------------------------
+
+    def _pipelines(self, size: int, pool: Sequence[str], must: str) -> list[Candidate]:
+        """Return the best pipeline over each fabric that joins one, or the reason for none."""
+        if why := self.shape.uncuttable(size, self.split):
+            once = size == 2 or self.shape.cuttable or self.parallel == PIPELINE
+            return [Candidate(PIPELINE, size, reason=why)] if once else []
+        kinds = [JACCL_MESH, JACCL_RING][: 2 if size > 2 else 1] if self.fabrics.hopes_for_rdma else []
+        found = [self._pipeline(kind, size, pool, must) for kind in (*kinds, *self.fabrics.rings)]
+        formed = [one for one in found if one.ranks]
+        return formed or [self._pipeline("", size, pool, must)]
+
+    def _pipeline(self, kind: str, size: int, pool: Sequence[str], must: str) -> Candidate:
+        """Return a pipeline of the fastest Macs that a fabric joins, else of those with the most memory.
+
+        An empty `kind` is a circle that crosses from one network to another.
+        """
+        search = clique if kind == JACCL_MESH else circle
+        networks = (RINGS[kind],) if kind in RINGS else () if kind else NETWORKS
+        graph = self.fabrics.graph(kind) if kind else self.fabrics.any_network
+        orders = [pool, sorted(pool, key=lambda node: -usable_bytes(self.members[node]))]
+        if self.failed:
+            orders += [[node for node in pool if node != out] for out in reversed(pool) if out != must]
+        found: Candidate | None = None
+        for order in orders:
+            if group := search(order, size, graph, must):
+                one = self._staged(kind, group, networks)
+                if one.verdict == "possible":
+                    return one
+                found = found or one
+        preferred = sorted(pool, key=lambda node: node != must)
+        missing = self.fabrics.missing(kind or RING_ETHERNET, size, preferred) if found is None else ""
+        return found or Candidate(PIPELINE, size, reason=missing)
+
+    def _staged(self, kind: str, group: tuple[str, ...], networks: Sequence[str]) -> Candidate:
+        """Return the pipeline of these ranks, with the layers of each."""
+        sharing = len(group) if self.topology.is_one_machine else 1
+        ranks = [StageRank(self._ranks[node], self.members[node], sharing) for node in group]
+        if (cut := self._cutter.cut(ranks, self.split)) is None:
+            rooms = self._cutter.room(ranks)
+            each = ", ".join(f"{self.members[n].name} {room}" for n, room in zip(group, rooms, strict=True))
+            why = f"these Macs have room for {sum(rooms)} of {self.shape.layers} layers: {each}"
+            return Candidate(PIPELINE, len(group), reason=why)
+        if short := [each for each in enumerate(cut.memory) if not each[1].fits]:
+            return Candidate(PIPELINE, len(group), reason=_no_room(*short[0], cut.split[short[0][0]]))
+        return self._feasible(kind, group, networks, cut)
 
     def _found(
         self,
@@ -409,12 +478,12 @@ class CandidateFinder:
         Of all whose slowest member computes prompts at a certain speed, that is the one whose slowest member
         reads memory the fastest. Most desks have one group that is best in both.
         """
-        slowest = self._flops(must) if must else float("inf")
+        slowest = self._chip(must).flops if must else float("inf")
         found: list[tuple[str, ...]] = []
-        for flops in sorted({min(self._flops(node), slowest) for node in fits}):
-            if found and min(map(self._flops, found[-1])) >= flops:
+        for flops in sorted({min(self._chip(node).flops, slowest) for node in fits}):
+            if found and min(self._chip(node).flops for node in found[-1]) >= flops:
                 continue  # the last one is the best of these, too
-            fast = [node for node in fits if self._flops(node) >= flops]
+            fast = [node for node in fits if self._chip(node).flops >= flops]
             group = self._group(size, fast, must, graph, search)
             if not group:
                 break
@@ -426,12 +495,12 @@ class CandidateFinder:
     ) -> tuple[str, ...]:
         """Return the group whose slowest member reads memory the fastest; () if there is none."""
         group = search(fits, size, graph, must)
-        slowest = self._reading(must) if must else float("inf")
-        speeds = sorted({min(self._reading(node), slowest) for node in fits}, reverse=True)
+        slowest = self._chip(must).reading if must else float("inf")
+        speeds = sorted({min(self._chip(node).reading, slowest) for node in fits}, reverse=True)
         low, high = 0, len(speeds) - 1
         while group and low < high:
             middle = (low + high) // 2
-            fast = [node for node in fits if self._reading(node) >= speeds[middle]]
+            fast = [node for node in fits if self._chip(node).reading >= speeds[middle]]
             if better := search(fast, size, graph, must):
                 group, high = better, middle
             else:
@@ -445,7 +514,9 @@ class CandidateFinder:
         found = [self._feasible(kind, group, networks) for group in groups]
         return min(found, key=lambda one: (one.verdict != "possible", one.request_seconds(self.workload)))
 
-    def _feasible(self, kind: str, group: tuple[str, ...], networks: Sequence[str] = ()) -> Candidate:
+    def _feasible(
+        self, kind: str, group: tuple[str, ...], networks: Sequence[str] = (), cut: Cut | None = None
+    ) -> Candidate:
         """Return the group with everything it needs. The slowest of its links' networks names a ring."""
         jaccl = kind in (JACCL_MESH, JACCL_RING)
         matrix = self.fabrics.matrix(group, circle=kind == JACCL_RING) if jaccl else ()
@@ -456,6 +527,7 @@ class CandidateFinder:
             kind = max((k for k in RINGS if RINGS[k] in {x.network for x in links}), key=list(RINGS).index)
         pairs = links_of(group, matrix)
         reason = next((each.reason for each in self.failed if each.is_in(kind, pairs)), "")
+        estimate = partial(pipeline_speed, costs=cut.costs) if cut else speed
         return Candidate(
             kind=kind,
             nodes=len(group),
@@ -467,16 +539,24 @@ class CandidateFinder:
             jaccl_ring=kind == JACCL_RING,
             ring_addresses=tuple(link.addresses[node] for link, node in zip(links, group, strict=False)),
             rdma=matrix,
-            memory=tuple(self._memory(node, len(group)) for node in group),
-            speed=speed(
+            memory=cut.memory if cut else tuple(self._memory(node, len(group)) for node in group),
+            split=cut.split if cut else (),
+            speed=estimate(
                 self.shape,
                 [self._ranks[node] for node in group],
-                kind,
+                kind=kind,
                 fast_fences=self.fast_fences,
                 measured=self.measured,
                 mbps=min((link.mbps for link in links), default=0),  # 0 if it is unknown for one of them
             ),
         )
+
+
+def _no_room(rank: int, memory: RankMemory, layers: int = 0) -> str:
+    """Return that a rank has too little memory for its share, or for so many layers."""
+    has, needs = memory.available / GB, memory.needed / GB
+    share = f" of {layers} layers" if layers else ""
+    return f"rank {rank} ({memory.name}) has {has:.1f} GB for {needs:.1f} GB{share}"
 
 
 # --- parts of a group that can be tried while other groups use RDMA devices ------------------------------

@@ -8,8 +8,10 @@ One token takes
   + bytes on the wire / bandwidth of the link
 
 and a prompt, chunk by chunk, the larger of its arithmetic and of reading all weights, with the same
-collectives. Both make the time of a request. `docs/placement.md` explains it and compares it with published
-figures. Every value that was not measured is an assumption with a name here.
+collectives. Both make the time of a request. In a pipeline, a token takes the time of all stages, one after
+the other, and a transfer for each; chunks of prompts and lanes of rows follow each other through the stages.
+`docs/placement.md` explains it and compares it with published figures. Every value that was not measured is
+an assumption with a name here.
 """
 
 from __future__ import annotations
@@ -111,9 +113,11 @@ class RankHardware:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptCosts:
-    """Costs of a prompt and of rows, in seconds.
+class StageCosts:
+    """Costs of one stage of a model, in seconds. A group in which all ranks compute at once is one stage.
 
+    reading_s     reading what one token meets, and a KV cache of `PROMPT` tokens
+    kernels_s     starting the kernels of a forward
     arithmetic_s  products of one token
     chunk_s       reading all weights, once a chunk
     waiting_s     collectives of a forward without their bytes on the wire
@@ -123,6 +127,8 @@ class PromptCosts:
     unmet         share of the experts that a token does not meet; 0 for a dense model
     """
 
+    reading_s: float
+    kernels_s: float
     arithmetic_s: float
     chunk_s: float
     waiting_s: float = 0.0
@@ -137,13 +143,31 @@ class PromptCosts:
         computing_s = max(tokens * self.arithmetic_s, chunks * self.chunk_s)
         return computing_s + chunks * self.waiting_s + tokens * self.wire_s
 
+    def step_s(self, rows: float, context: float) -> float:
+        """Return the seconds of a forward over one token of each row, each behind `context` tokens.
+
+        Each row has its KV cache, its part on the wire and its arithmetic; the rows meet more experts than
+        one.
+        """
+        reading_s = self.reading_s + self.others_s * (1.0 - float(self.unmet ** (rows - 1)))
+        reading_s += self.kv_s * (rows * context - PROMPT)
+        computing_s = max(reading_s, rows * self.arithmetic_s)
+        return computing_s + self.kernels_s + self.waiting_s + rows * self.wire_s
+
+    def request_s(self, workload: Workload) -> float:
+        """Return the seconds that the stage computes for the requests of a workload at once."""
+        context = workload.prompt + workload.answer / 2
+        prompts_s = workload.at_once * self.prompt_s(max(1, workload.prompt - workload.cached))
+        return prompts_s + workload.answer * self.step_s(workload.at_once, context)
+
 
 @dataclass(frozen=True, slots=True)
 class SpeedEstimate:
     """Estimated speed of a group, and the parts of one token's time, all in seconds.
 
     `ttft_s`: time to the first token of a prompt of `LONG_PROMPT` tokens. `measured`: the time of collectives
-    is not assumed; the part of it that is fences may still be.
+    is not assumed; the part of it that is fences may still be. `stages`, the first one first, hand the hidden
+    states of a forward on: `hop_s` for each, and `row_s` more for each of its tokens.
     """
 
     tokens_per_second: float
@@ -153,26 +177,44 @@ class SpeedEstimate:
     fences_s: float
     latency_s: float
     wire_s: float
-    costs: PromptCosts
+    stages: tuple[StageCosts, ...]
     measured: bool = False
+    hop_s: float = 0.0
+    row_s: float = 0.0
 
     def prompt_s(self, workload: Workload) -> float:
-        """Return the seconds until the prompts of all requests of a workload at once are computed."""
-        return workload.at_once * self.costs.prompt_s(max(1, workload.prompt - workload.cached))
+        """Return the seconds until the prompts of all requests of a workload at once are computed.
+
+        Their chunks follow each other through the stages, as fast as the slowest one or a link.
+        """
+        return self.prompts_s(max(1, workload.prompt - workload.cached), workload.at_once)
+
+    def prompts_s(self, tokens: int, at_once: int) -> float:
+        """Return the same for so many prompts, of which so many tokens are computed."""
+        chunks = -(-tokens // CHUNK)
+        borders = len(self.stages) - 1
+        hop_s = self.hop_s + tokens / chunks * self.row_s
+        each = [stage.prompt_s(tokens) / chunks for stage in self.stages]
+        slowest_s = max(*each, hop_s) if borders else each[0]
+        return sum(each) + borders * hop_s + (chunks * at_once - 1) * slowest_s
 
     def answer_s(self, workload: Workload) -> float:
         """Return the seconds of the answers of all requests of a workload at once.
 
-        They share the forwards. Each row has its KV cache, its part on the wire and its arithmetic; the rows
-        meet more experts than one.
+        They share the forwards. In a pipeline they are in as many lanes as there are stages, if they are
+        enough, and each stage computes another lane.
         """
-        rows, costs = workload.at_once, self.costs
+        lanes = min(len(self.stages), workload.at_once)
+        rows = workload.at_once / lanes
         context = workload.prompt + workload.answer / 2
-        reading_s = self.reading_s + costs.others_s * (1 - costs.unmet ** (rows - 1))
-        reading_s += costs.kv_s * (rows * context - PROMPT)
-        wire_s = rows * self.wire_s
-        step_s = max(reading_s, rows * costs.arithmetic_s) + self.kernels_s + costs.waiting_s + wire_s
-        return workload.answer * step_s
+        each = [stage.step_s(rows, context) for stage in self.stages]
+        around_s = sum(each) + self.around_s(rows)
+        return workload.answer * max(around_s, lanes * max(each))
+
+    def around_s(self, rows: float) -> float:
+        """Return the seconds on the links while a step goes through all stages, and back to the first."""
+        stages = len(self.stages)
+        return stages * self.hop_s + (stages - 1) * rows * self.row_s if stages > 1 else 0.0
 
     def request_seconds(self, workload: Workload) -> float:
         """Return the seconds of a request, from its arrival to its last token, beside those at once."""
@@ -198,40 +240,80 @@ def speed(
     """
     size = len(ranks)
     reading = min(rank.chip.reading for rank in ranks)
-    bytes_read = shape.rank_token_bytes(size) + shape.rank_kv(size, PROMPT)
-    reading_s = bytes_read / reading
-    kernels_s = shape.kernels * KERNEL_S
-    costs = _prompt_costs(shape, ranks, reading)
+    costs = _costs(shape, ranks, reading)
     if size == 1:
-        token_s = reading_s + kernels_s
-        ttft_s = costs.prompt_s(LONG_PROMPT) + token_s
-        return SpeedEstimate(1 / token_s, ttft_s, reading_s, kernels_s, 0.0, 0.0, 0.0, costs)
+        return _estimate((costs,))
+    fence_s, latency_s, link, known = _link(ranks, kind, fast_fences, measured, mbps)
+    share = 2 * (size - 1) / size  # how often each number of a sum crosses each link
+    count = shape.collectives
+    wire_s = count * shape.hidden * _ACTIVATION_BYTES * share / link
+    costs = replace(costs, waiting_s=count * (fence_s + latency_s), wire_s=wire_s)
+    return replace(
+        _estimate((costs,)),
+        fences_s=count * fence_s,
+        latency_s=count * latency_s,
+        wire_s=wire_s,
+        measured=known,
+    )
+
+
+def pipeline_speed(
+    shape: ModelShape,
+    ranks: Sequence[RankHardware],
+    costs: Sequence[StageCosts],
+    kind: str,
+    *,
+    fast_fences: bool = False,
+    measured: Sequence[Collective] = (),
+    mbps: int = 0,
+) -> SpeedEstimate:
+    """Estimate the speed of a pipeline with these costs of each rank's stage.
+
+    The other arguments are those of `speed`. A transfer is one step of the fabric, where a sum has several.
+    """
+    fence_s, latency_s, link, known = _link(ranks, kind, fast_fences, measured, mbps)
+    step_s = latency_s * FABRICS[kind].step_s / FABRICS[kind].latency_s(len(ranks))
+    row_s = shape.hidden * _ACTIVATION_BYTES / link
+    return replace(
+        _estimate(tuple(reversed(costs)), hop_s=fence_s + step_s, row_s=row_s),
+        fences_s=len(ranks) * fence_s,
+        latency_s=len(ranks) * step_s,
+        wire_s=(len(ranks) - 1) * row_s,
+        measured=known,
+    )
+
+
+def stage_costs(shape: ModelShape, rank: RankHardware) -> StageCosts:
+    """Return the costs of a stage, or of a whole model, on one rank."""
+    return _costs(shape, [rank], rank.chip.reading)
+
+
+def stages(split: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the layers of each rank, from the one to before the other. Rank 0 has the last ones."""
+    return [(sum(split[rank + 1 :]), sum(split[rank:])) for rank in range(len(split))]
+
+
+def _estimate(costs: tuple[StageCosts, ...], hop_s: float = 0.0, row_s: float = 0.0) -> SpeedEstimate:
+    """Return the estimate for these stages; of its parts only those within a stage."""
+    reading_s, kernels_s = (sum(getattr(each, name) for each in costs) for name in ("reading_s", "kernels_s"))
+    found = SpeedEstimate(0.0, 0.0, reading_s, kernels_s, 0.0, 0.0, 0.0, costs, hop_s=hop_s, row_s=row_s)
+    token_s = sum(each.step_s(1, PROMPT) for each in costs) + found.around_s(1)
+    return replace(found, tokens_per_second=1 / token_s, ttft_s=found.prompts_s(LONG_PROMPT, 1) + token_s)
+
+
+def _link(
+    ranks: Sequence[RankHardware], kind: str, fast_fences: bool, measured: Sequence[Collective], mbps: int
+) -> tuple[float, float, float, bool]:
+    """Return fence and latency of a sum, in seconds, bytes/s of a link, and whether they were measured."""
     fabric = FABRICS[kind]
     link = min(mbps * 1e6 / 8, _MOST_TCP) if mbps else fabric.bandwidth
-    latency_s = fabric.latency_s(size)
     fence_s = FAST_FENCE_S if fast_fences else FENCE_S
     if not any(rank.metal for rank in ranks):
         fence_s = 0.0
     found = measured_collective(measured, ranks, kind, fence_s)
-    if found is not None:
-        fence_s, latency_s, link = found.fence_s, found.latency_s, found.bandwidth or link
-    share = 2 * (size - 1) / size  # how often each number of a sum crosses each link
-    wire_s = shape.hidden * _ACTIVATION_BYTES * share / link
-    token_s = reading_s + kernels_s + shape.collectives * (fence_s + latency_s + wire_s)
-    costs = replace(
-        costs, waiting_s=shape.collectives * (fence_s + latency_s), wire_s=shape.collectives * wire_s
-    )
-    return SpeedEstimate(
-        tokens_per_second=1 / token_s,
-        ttft_s=costs.prompt_s(LONG_PROMPT) + token_s,
-        reading_s=reading_s,
-        kernels_s=kernels_s,
-        fences_s=shape.collectives * fence_s,
-        latency_s=shape.collectives * latency_s,
-        wire_s=shape.collectives * wire_s,
-        costs=costs,
-        measured=found is not None,
-    )
+    if found is None:
+        return fence_s, fabric.latency_s(len(ranks)), link, False
+    return found.fence_s, found.latency_s, found.bandwidth or link, True
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,14 +357,16 @@ def _found(sums: Sequence[Collective], fence_s: float, times: int) -> Found:
     return Found(max(fences), times * max(latencies), min(c.bandwidth for c in sums))
 
 
-def _prompt_costs(shape: ModelShape, ranks: Sequence[RankHardware], reading: float) -> PromptCosts:
-    """Return the costs of prompts and rows on these ranks without their collectives."""
+def _costs(shape: ModelShape, ranks: Sequence[RankHardware], reading: float) -> StageCosts:
+    """Return the costs of these ranks, which share each layer, without their collectives."""
     size = len(ranks)
     efficiency = EXPERT_EFFICIENCY if shape.experts else PREFILL_EFFICIENCY
     flops = min(rank.chip.flops for rank in ranks) * efficiency
     unmet = 1 - shape.experts_per_token / shape.experts if shape.experts else 0.0
     others = shape.rank_weights(size) - shape.rank_token_bytes(size) if unmet else 0
-    return PromptCosts(
+    return StageCosts(
+        reading_s=(shape.rank_token_bytes(size) + shape.rank_kv(size, PROMPT)) / reading,
+        kernels_s=shape.kernels * KERNEL_S,
         arithmetic_s=2 * shape.token_weights / size / flops,
         chunk_s=shape.rank_weights(size) / reading,
         kv_s=(shape.rank_kv(size, shape.window + 1) - shape.rank_kv(size, shape.window)) / reading,
@@ -333,10 +417,15 @@ def rank_memory(
         name=member.name,
         weights=weights,
         kv=shape.rank_kv(ranks, context),
-        headroom=HEADROOM_BYTES + int(HEADROOM_SHARE * weights),
+        headroom=headroom_bytes(weights),
         available=usable_bytes(member) // sharing,
         total=member.machine.memory_bytes,
     )
+
+
+def headroom_bytes(weights: int) -> int:
+    """Return the bytes that a rank needs beside so many bytes of weights, and its caches."""
+    return HEADROOM_BYTES + int(HEADROOM_SHARE * weights)
 
 
 def fits_beside(memory: Iterable[RankMemory], held: Mapping[str, int]) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from ..errors import Code, ModelError
+from ..pipeline_families import PIPELINE_FAMILIES
+from ..wire.messages import MAX_LAYERS
+from ..wire.messages import MAX_RANKS as MAX_RANKS
 from .cache_kinds import PLAIN, WINDOWS, CacheTraits, traits_of
 
-MAX_RANKS = 8
 _DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 #: Roles of modules, by parts of their paths. The first that fits counts.
 _ROLES: Mapping[str, tuple[str, ...]] = {
@@ -62,6 +65,32 @@ _KEEPS_MLP_WHOLE = ("deepseek_v2", "glm4_moe")
 
 
 @dataclass(frozen=True, slots=True)
+class PartShape:
+    """Sizes of one layer, or of what a stage has beside its layers. Fields as those of `ModelShape`."""
+
+    weight_bytes: int = 0
+    token_bytes: int = 0
+    token_weights: int = 0
+    kernels: int = 0
+    kv_token_bytes: int = 0
+    kv_window_bytes: int = 0
+
+    def __add__(self, other: PartShape) -> PartShape:
+        return PartShape(
+            self.weight_bytes + other.weight_bytes,
+            self.token_bytes + other.token_bytes,
+            self.token_weights + other.token_weights,
+            self.kernels + other.kernels,
+            self.kv_token_bytes + other.kv_token_bytes,
+            self.kv_window_bytes + other.kv_window_bytes,
+        )
+
+    def times(self, count: int) -> PartShape:
+        """Return so many of it."""
+        return PartShape(*(count * getattr(self, name) for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a model that its placement depends on. Bytes are of weights as they are stored.
 
@@ -84,6 +113,10 @@ class ModelShape:
     kernels           GPU kernels started one after the other for one token
     shardable         whether mlx-lm can divide it at all
     caches            kind of its KV caches
+    each_layer        sizes of every layer
+    before            of all layers before each one, and of all
+    ends              of what a first and a last stage have beside layers: the embedding, and norm and head
+    cuttable          whether its layers can be cut into stages
     """
 
     name: str
@@ -115,6 +148,23 @@ class ModelShape:
     caches: CacheTraits = PLAIN
     kv_window_bytes: int = 0
     window: int = 0
+    each_layer: tuple[PartShape, ...] = field(default=(), repr=False)
+    before: tuple[PartShape, ...] = field(default=(), repr=False)
+    ends: tuple[PartShape, PartShape] = field(default=(PartShape(), PartShape()), repr=False)
+    cuttable: bool = False
+
+    def stage(self, begin: int, end: int) -> ModelShape:
+        """Return the shape of a stage: the layers from `begin` up to `end`, and what its place brings."""
+        if (begin, end) == (0, self.layers):
+            return self
+        parts = [self.before[end], self.before[begin].times(-1)]
+        parts += self.ends[:1] * (begin == 0) + self.ends[1:] * (end == self.layers)
+        return replace(self.part(*parts), layers=end - begin)
+
+    def part(self, *parts: PartShape) -> ModelShape:
+        """Return the shape of nothing but these parts, which one rank has."""
+        sizes = sum(parts, start=PartShape())
+        return replace(self, **{name: getattr(sizes, name) for name in PartShape.__slots__})
 
     def rank_weights(self, ranks: int) -> int:
         """Return the bytes of weights on each of `ranks` ranks."""
@@ -135,6 +185,15 @@ class ModelShape:
         beyond = max(tokens - self.window, 0)
         size = self.kv_token_bytes * tokens - self.kv_window_bytes * beyond
         return -(-size // (min(ranks, self.kv_heads) if self.kv_divides else 1))
+
+    def uncuttable(self, ranks: int, split: Sequence[int] = ()) -> str:
+        """Return why it cannot be cut into so many stages, or as `split` has it; empty if it can."""
+        if not self.cuttable:
+            return f"the family {self.family!r} cannot be cut into {ranks} stages"
+        if split and sum(split) != self.layers:
+            told = ",".join(map(str, split))
+            return f"the split {told} has {sum(split)} layers, and {self.name} has {self.layers}"
+        return f"{self.layers} layers are fewer than {ranks} Macs" if self.layers < ranks else ""
 
     def obstacles(self, ranks: int) -> tuple[str, ...]:
         """Return why `ranks` ranks cannot divide it, by the rules that `engine/sharding.py` checks."""
@@ -200,12 +259,16 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
     window = number(text, "sliding_window") if caches == WINDOWS and sliding_layers(text) else 0
 
     dense = sum(part.count * stored.bytes_each(part.role) for part in parts if part.role == "mlp")
+    sliding = sliding_layers(text) if window else ()
+    per_layer = _each_layer(
+        text, parts, lambda part: scale * stored.bytes_each(part.role), kv_token_bytes, sliding
+    )
 
     def size(count: str, *, whole: bool) -> int:
         chosen = (part for part in parts if not (whole and part.divides))
         return int(scale * sum(getattr(part, count) * stored.bytes_each(part.role) for part in chosen))
 
-    return ModelShape(
+    made = ModelShape(
         name=name or family,
         family=family,
         layers=layers(text),
@@ -233,8 +296,49 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
         kernels=_kernels(text, parts),
         shardable=ALSO_CALLED.get(family, family) in SHARDABLE,
         caches=caches,
-        kv_window_bytes=kv_token_bytes * sliding_layers(text) // layers(text) if window else 0,
+        kv_window_bytes=kv_token_bytes * len(sliding) // layers(text),
         window=window,
+        each_layer=per_layer,
+        before=tuple(accumulate(per_layer, initial=PartShape())),
+        cuttable=ALSO_CALLED.get(family, family) in PIPELINE_FAMILIES,
+    )
+    embedding = next(part for part in parts if part.role == "embedding")
+    table_bytes = int(scale * embedding.count * stored.bytes_each("embedding"))
+    tied = not any(part.role == "head" for part in parts)
+    # What the layers leave is the last stage's, so that all stages together have all bytes.
+    all_of_it = PartShape(*(getattr(made, name) for name in PartShape.__slots__))
+    last = all_of_it + made.before[-1].times(-1) + PartShape(0 if tied else -table_bytes)
+    return replace(made, ends=(PartShape(table_bytes), last))
+
+
+def _each_layer(
+    text: Config,
+    parts: Sequence[WeightKind],
+    bytes_each: Callable[[WeightKind], float],
+    kv_token_bytes: int,
+    sliding: Sequence[int],
+) -> tuple[PartShape, ...]:
+    """Return the sizes of every layer. `sliding`: those whose caches keep a window of tokens."""
+    total, linear = layers(text), set(linear_layers(text))
+    kernels = (_kernels(text, parts) - _KERNELS["once"]) // total
+    kv_bytes = kv_token_bytes // max(1, total - len(linear))
+    each = [[0.0, 0.0, 0.0] for _ in range(total)]
+    for part in parts:
+        size = bytes_each(part)
+        for layer in part.layers:
+            shares = (part.count * size, part.active * size, part.active)
+            each[layer] = [a + b / len(part.layers) for a, b in zip(each[layer], shares, strict=True)]
+    sizes = [tuple(map(int, size)) for size in each]
+    return tuple(
+        PartShape(
+            weights,
+            token_bytes,
+            token_weights,
+            kernels,
+            0 if layer in linear else kv_bytes,
+            kv_bytes if layer in sliding else 0,
+        )
+        for layer, (weights, token_bytes, token_weights) in enumerate(sizes)
     )
 
 
@@ -286,10 +390,10 @@ def _bytes_each(quantization: Config, plain: float) -> float:
     return bits / 8 + (4 if quantization.get("mode", "affine") == "affine" else 1) / group
 
 
-def _kernels(config: Config, parts: tuple[WeightKind, ...]) -> int:
+def _kernels(config: Config, parts: Sequence[WeightKind]) -> int:
     family = str(config.get("model_type", ""))
-    total, linear = layers(config), linear_layers(config)
-    sparse = expert_layers(config)
+    total, linear = layers(config), len(linear_layers(config))
+    sparse = len(expert_layers(config))
     attention = _KERNELS["latent" if is_latent(config) else "attention"]
     attention += 2 if ALSO_CALLED.get(family, family) in _QK_NORM else 0
     attention += _KERNELS["indexer"] if number(config, "index_n_heads") else 0
@@ -350,12 +454,14 @@ class WeightKind:
     role     its name, by which its quantization is found
     count    weights in the whole model
     active   how many of them one token meets
+    layers   those that have them, equally many each; () for embedding and head
     divides  whether each rank holds only its share of them
     """
 
     role: str
     count: int
     active: int
+    layers: tuple[int, ...] = ()
     divides: bool = True
 
 
@@ -397,7 +503,10 @@ def hidden(config: Config) -> int:
 
 
 def layers(config: Config) -> int:
-    return required(config, "number of layers", *_LAYERS)
+    total = required(config, "number of layers", *_LAYERS)
+    if total > MAX_LAYERS:
+        raise ModelError(f"config.json names {total} layers, more than {MAX_LAYERS}", Code.MODEL_INVALID)
+    return total
 
 
 def heads(config: Config) -> int:
@@ -435,24 +544,32 @@ def cached_numbers(config: Config) -> int:
         numbers = kv_heads(config) * (number(config, "qk_nope_head_dim") + rope + _value_dim(config))
     else:
         numbers = 2 * kv_heads(config) * head_dim(config)
-    caches = layers(config) - linear_layers(config)
+    caches = layers(config) - len(linear_layers(config))
     return caches * numbers * (2 if config.get("model_type") in _TWO_CACHES else 1)
 
 
-def sliding_layers(config: Config) -> int:
-    """Count the layers whose caches keep a window of tokens, by the kinds that the configuration lists."""
-    kinds = config.get("layer_types")
-    return sum(kind == "sliding_attention" for kind in kinds) if isinstance(kinds, list) else 0
+def sliding_layers(config: Config) -> tuple[int, ...]:
+    """Return the layers whose caches keep a window of tokens, by the kinds that the configuration lists."""
+    return _of_kind(config, "layer_types", "sliding_attention")
 
 
-def linear_layers(config: Config) -> int:
-    """Count the layers with linear attention, whose cache does not grow with the text."""
+def linear_layers(config: Config) -> tuple[int, ...]:
+    """Return the layers with linear attention, whose cache does not grow with the text."""
     if not number(config, "linear_num_value_heads"):
-        return 0
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
-        return sum(kind == "linear_attention" for kind in kinds)
-    return layers(config) - layers(config) // (number(config, "full_attention_interval") or 1)
+        return ()
+    if isinstance(config.get("layer_types"), list):
+        return _of_kind(config, "layer_types", "linear_attention")
+    every = number(config, "full_attention_interval") or 1
+    return tuple(layer for layer in range(layers(config)) if (layer + 1) % every)
+
+
+def _of_kind(config: Config, name: str, *kinds: object) -> tuple[int, ...]:
+    """Return the layers for which a list of the configuration has one of these; any true value without."""
+    listed = config.get(name)
+    if not isinstance(listed, list):
+        return ()
+    first = enumerate(listed[: layers(config)])
+    return tuple(layer for layer, kind in first if (kind in kinds if kinds else kind))
 
 
 def experts_of(config: Config) -> tuple[int, int]:
@@ -461,26 +578,24 @@ def experts_of(config: Config) -> tuple[int, int]:
     return (count, min(number(config, *_PICKED) or 1, count)) if count else (0, 0)
 
 
-def expert_layers(config: Config) -> int:
-    """Count the layers with routed experts; the others have a dense MLP."""
+def expert_layers(config: Config) -> tuple[int, ...]:
+    """Return the layers with routed experts; the others have a dense MLP."""
     total = layers(config)
     if not experts_of(config)[0]:
-        return 0
-    kinds = config.get("mlp_layer_types")
-    if isinstance(kinds, list):
-        return sum(kind == "sparse" for kind in kinds)
+        return ()
+    if isinstance(config.get("mlp_layer_types"), list):
+        return _of_kind(config, "mlp_layer_types", "sparse")
     for name in ("is_moe_layer", "moe_layer_freq"):
-        listed = config.get(name)
-        if isinstance(listed, list):
-            return sum(bool(item) for item in listed)
+        if isinstance(config.get(name), list):
+            return _of_kind(config, name)
     named = config.get("moe_layers_enum")
     if isinstance(named, str) and named:
-        return len(named.split(","))
+        return tuple(range(total))[-len(named.split(",")) :]  # all such models begin with the dense ones
     if every := number(config, "interleave_moe_layer_step"):
-        return total // every
-    dense_only = config.get("mlp_only_layers")
-    without = len(dense_only) if isinstance(dense_only, list) else 0
-    return max(total - number(config, "first_k_dense_replace") - without, 0)
+        return tuple(range(every - 1, total, every))
+    dense = config.get("mlp_only_layers")
+    dense_only = dense if isinstance(dense, list) else ()
+    return tuple(i for i in range(number(config, "first_k_dense_replace"), total) if i not in dense_only)
 
 
 def parts_of(config: Config) -> tuple[WeightKind, ...]:
@@ -495,13 +610,15 @@ def parts_of(config: Config) -> tuple[WeightKind, ...]:
 
 
 def _attention(config: Config) -> list[WeightKind]:
-    linear, full = linear_layers(config), layers(config) - linear_layers(config)
-    full *= 2 if config.get("model_type") in _TWO_IN_ONE else 1
+    linear = linear_layers(config)
+    full = tuple(layer for layer in range(layers(config)) if layer not in linear)
+    count = len(full) * (2 if config.get("model_type") in _TWO_IN_ONE else 1)
     divided, whole = _latent(config) if is_latent(config) else (_grouped(config), 0)
-    divided = divided * full + _linear(config) * linear
+    other = _linear(config) * len(linear)
     return [
-        WeightKind("attention", divided, divided),
-        WeightKind("compression", whole * full, whole * full, divides=False),
+        WeightKind("attention", divided * count, divided * count, full),
+        WeightKind("attention", other, other, linear),
+        WeightKind("compression", whole * count, whole * count, full, divides=False),
     ]
 
 
@@ -539,19 +656,20 @@ def _linear(config: Config) -> int:
 
 def _mlp(config: Config) -> list[WeightKind]:
     width, sparse = hidden(config), expert_layers(config)
-    dense = layers(config) - sparse
+    plain = tuple(layer for layer in range(layers(config)) if layer not in sparse)
     count, picked = experts_of(config)
+    dense = len(plain)
     if config.get("model_type") in _TWO_IN_ONE:
-        dense = 2 * layers(config)
+        dense, plain = 2 * layers(config), tuple(range(layers(config)))
     dense *= 3 * width * number(config, *_DENSE)
-    expert = 3 * width * expert_width(config)
-    shared = 3 * width * _shared_width(config) * sparse
-    routes = width * count * sparse
+    expert = 3 * width * expert_width(config) * len(sparse)
+    shared = 3 * width * _shared_width(config) * len(sparse)
+    routes = width * count * len(sparse)
     return [
-        WeightKind("mlp", dense, dense),
-        WeightKind("experts", expert * count * sparse, expert * picked * sparse),
-        WeightKind("shared", shared, shared),
-        WeightKind("router", routes, routes, divides=False),
+        WeightKind("mlp", dense, dense, plain),
+        WeightKind("experts", expert * count, expert * picked, sparse),
+        WeightKind("shared", shared, shared, sparse),
+        WeightKind("router", routes, routes, sparse, divides=False),
     ]
 
 

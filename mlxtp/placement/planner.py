@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import ConfigError
-from .candidates import TENSOR_PARALLEL, Candidate, CandidateFinder
+from .candidates import PIPELINE, TENSOR_PARALLEL, Candidate, CandidateFinder
 from .cost_model import ALONE, JACCL_MESH, Collective
 from .formation import FailedGroup
 from .model_shape import MAX_RANKS, ModelShape
@@ -24,6 +24,7 @@ from .workload import CHAT, Workload
 DEFAULT_CONTEXT = 8192  #: Tokens of KV cache that a plan makes room for by default.
 FASTER_WITHOUT = 1.2  #: A group without the Mac that plans is worth a remark if it is so many times as fast.
 BACKENDS = ("auto", "jaccl", "ring")
+PARALLEL = ("auto", "tensor", "pipeline")
 _SAID = 4  #: Reasons that one sentence may give.
 
 
@@ -42,6 +43,9 @@ class PlacementOptions:
     failed            groups that failed to form a while ago, which are refused
     repeatable        whether large sums must come out the same each time
     workload          the requests whose expected time decides
+    parallel          how several nodes share the model: "tensor", "pipeline", or "auto" for the sooner one.
+                      The first two accept groups that are slower than one node alone
+    split             layers of each rank of a pipeline, of which rank 0 has the last ones; () for the best
     """
 
     backend: str = "auto"
@@ -53,8 +57,13 @@ class PlacementOptions:
     failed: tuple[FailedGroup, ...] = ()
     repeatable: bool = False
     workload: Workload = CHAT
+    parallel: str = "auto"
+    split: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.split:  # it implies a pipeline of so many nodes
+            object.__setattr__(self, "nodes", len(self.split))
+            object.__setattr__(self, "parallel", "pipeline")
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend is {self.backend!r}; it can be {', '.join(BACKENDS)}")
         number = isinstance(self.nodes, int) and not isinstance(self.nodes, bool)
@@ -62,6 +71,8 @@ class PlacementOptions:
             raise ConfigError(f"nodes is {self.nodes!r}; it can be auto, all, or a number up to {MAX_RANKS}")
         if self.max_context < 0:
             raise ConfigError(f"max_context is {self.max_context}; it cannot be negative")
+        if self.parallel not in PARALLEL:
+            raise ConfigError(f"parallel is {self.parallel!r}; it can be {', '.join(PARALLEL)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +130,8 @@ def plan(
         failed=options.failed,
         repeatable=options.repeatable,
         workload=options.workload,
+        parallel=options.parallel,
+        split=options.split,
     )
     must = must if must in present else ""
     considered = _judged(finder.alternatives(must), options) + _too_few(options, len(present), len(members))
@@ -160,11 +173,18 @@ def plan(
 def _judged(found: Sequence[Candidate], options: PlacementOptions) -> list[Candidate]:
     """Return the same with verdicts by the user's options and by the time of one node alone."""
     alone = next((a for a in found if a.nodes == 1 and a.verdict == "possible"), None)
-    judged = []
-    for one in found:
-        objection = _objection(one, alone, options) if one.verdict == "possible" else ""
-        judged.append(replace(one, verdict="refused", reason=objection) if objection else one)
-    return judged
+    judged = [_refused(one, _objection(one, alone, options)) for one in found]
+    several = any(one.nodes > 1 and one.verdict == "possible" for one in judged)
+    if options.parallel == "auto" or options.nodes != "auto" or not several:
+        return judged
+    why = f"{options.parallel} was requested, which takes 2 nodes or more"
+    return [_refused(one, why if one.nodes == 1 else "") for one in judged]
+
+
+def _refused(one: Candidate, objection: str) -> Candidate:
+    """Return a candidate that is refused if there is an objection to it, and it is possible."""
+    known = one.verdict != "possible" or not objection
+    return one if known else replace(one, verdict="refused", reason=objection)
 
 
 def _too_few(options: PlacementOptions, able: int, here: int) -> list[Candidate]:
@@ -174,16 +194,18 @@ def _too_few(options: PlacementOptions, able: int, here: int) -> list[Candidate]
     found = (
         f"{able} {'is' if able == 1 else 'are'} here" if able == here else f"{able} of the {here} here can"
     )
-    why = f"needs {options.nodes} nodes, {found}"
-    return [Candidate(TENSOR_PARALLEL, options.nodes, reason=why)]
+    kind = PIPELINE if options.parallel == "pipeline" else TENSOR_PARALLEL
+    what = f"the split {','.join(map(str, options.split))} " if options.split else ""
+    return [Candidate(kind, options.nodes, reason=f"{what}needs {options.nodes} nodes, {found}")]
 
 
 def _objection(one: Candidate, alone: Candidate | None, options: PlacementOptions) -> str:
+    """Return why the user's options do not allow a way that is possible; empty if they do."""
     if isinstance(options.nodes, int) and one.nodes != options.nodes:
         return f"{options.nodes} nodes were requested, this has {one.nodes}"
     if one.nodes > 1 and options.backend not in ("auto", one.backend):
         return f"{one.nodes} nodes could use it, but the backend {options.backend} was requested"
-    if alone is None or one.nodes == 1 or options.nodes != "auto":
+    if alone is None or one.nodes == 1 or options.nodes != "auto" or options.parallel != "auto":
         return ""
     if _seconds(one, options) <= _seconds(alone, options):
         return ""
@@ -244,9 +266,9 @@ def _reason(
         return "; ".join([*left_out, trouble])
     total, prompt, answer = _times(chosen, options)
     work = options.workload.name
-    reason = (
-        f"{chosen.title}: {total} per {work} request, {prompt} for its prompt and {answer} for its answer"
-    )
+    layers = f" (layers: {chosen.layers})" if chosen.split else ""
+    times = f"{total} per {work} request, {prompt} for its prompt and {answer} for its answer"
+    reason = f"{chosen.title}{layers}: {times}"
     later = [a for a in considered if a.speed and _seconds(a, options) >= _seconds(chosen, options)]
     others = [a for a in later if (a.nodes == 1) != (chosen.nodes == 1)] or [
         a for a in later if a.verdict != "chosen"
@@ -255,8 +277,10 @@ def _reason(
         total, prompt, answer = _times(others[0], options)
         reason += f"; {others[0].title}: {total}, {prompt} and {answer}"
     larger = [a for a in considered if a.nodes > chosen.nodes and a.verdict == "refused" and not a.speed]
-    if larger and options.nodes != chosen.nodes:
-        first = min(larger, key=lambda a: (a.nodes, a.kind))
+    if chosen.split:
+        larger += [a for a in considered if a.nodes == chosen.nodes and not (a.speed or a.is_pipeline)]
+    if larger and (options.nodes != chosen.nodes or chosen.split):
+        first = min(larger, key=lambda a: (a.nodes, a.is_pipeline, a.kind))
         reason += f". Not {first.title}: {first.reason}"
     return reason
 
@@ -272,7 +296,7 @@ def _trouble(considered: Sequence[Candidate], options: PlacementOptions) -> str:
     """Return the obstacles of all groups that were requested, the smallest first, each reason once."""
     wanted = [a for a in considered if options.nodes in (a.nodes, "auto", "all")] or considered
     reasons: dict[str, str] = {}
-    for one in sorted(wanted, key=lambda a: (a.nodes, a.kind, a.reason)):
+    for one in sorted(wanted, key=lambda a: (a.nodes, a.is_pipeline, a.kind, a.reason)):
         reasons.setdefault(one.reason, "alone" if one.kind == ALONE else one.title)
     said = [f"{title}: {reason}" for reason, title in reasons.items() if reason]
     more = [f"and {len(said) - _SAID} more reasons"] if len(said) > _SAID else []

@@ -29,7 +29,7 @@ from .codecs import (
     texts,
 )
 from .codecs import holding as _f
-from .messages import MAX_GROUP_ID, MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
+from .messages import MAX_GROUP_ID, MAX_LAYERS, MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 
 # --- a Mac: chip, memory, addresses, cables --------------------------------------------------------------
 # `placement/hardware.py` fills it in, `MachineReport` carries it, `placement/planner.py` judges it.
@@ -204,7 +204,8 @@ class Deployment:
     `nodes` is "auto", "all" or the number of Macs of each group, `on` has the node ids of the Macs that may
     serve it, none for any. `keep_s` is the disuse in seconds after which it ends; -1 is never: a user pinned
     it. The higher `version` of a name holds; `writer` is the node that wrote it. `since` is the version that
-    pinned it, 0 for this one.
+    pinned it, 0 for this one. `parallel` is "auto", "tensor" or "pipeline", empty for what the owner's
+    settings have. `split` has the layers of each rank of a pipeline, divided by commas, or is "auto".
     """
 
     name: str = _f(text(MAX_MODEL))
@@ -217,6 +218,8 @@ class Deployment:
     writer: str = _f(_id, default="")
     removed: bool = _f(boolean(), default=False)
     since: int = _f(_count, default=0)
+    parallel: str = _f(text(8), default="")
+    split: str = _f(text(40), default="auto")
 
     @property
     def pinned(self) -> bool:
@@ -427,7 +430,7 @@ class Serving(Message):
     their first token. `speed` is in tokens per second, over the last seconds; `cached` counts tokens that the
     group keeps for later prompts. `idle_s` is the time since the last request in seconds, from 10 s on in
     steps of 10 s; 0 while one is open. `broken`: the model itself is at fault for a failure. `checkpoints` as
-    in Loaded.
+    in Loaded. `split` has the layers of each rank of a pipeline, of which rank 0 has the last ones.
     """
 
     TYPE: ClassVar[int] = 0x45
@@ -454,6 +457,7 @@ class Serving(Message):
     idle_s: int = _f(integer(0, U32), default=0)
     broken: bool = _f(boolean(), default=False)
     checkpoints: bool = _f(boolean(), default=False)
+    split: tuple[int, ...] = _f(integers(1, MAX_LAYERS, 0, MAX_RANKS), default=())
 
 
 @dataclass(frozen=True, slots=True)

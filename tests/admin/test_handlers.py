@@ -45,7 +45,7 @@ def test_the_wanted_model_is_told_to_all_and_once(tmp_path: Path, member: member
         assert await admin.models.serve("tiny", "2") == {
             **{"model": "tiny", "name": "tiny", "nodes": "2", "replicas": 1, "on": [], "keep_s": -1},
             **{"version": 1, "change": "added", "replaced": [], "until_then": ""},
-            **{"coming": False, "downloads": False},
+            **{"coming": False, "downloads": False, "parallel": "auto", "split": "auto"},
         }
         again = await admin.models.serve("tiny", "02")
         assert (again["version"], again["change"]) == (1, "kept")
@@ -83,6 +83,34 @@ def test_of_several_models_one_is_unloaded_by_its_name_or_all(tmp_path: Path, me
         assert admin.models.unload("", "yes")["model"] == ""
         desired.serve("org/one@main")
         assert admin.models.unload("org/one@other")["model"] == ""
+
+    play(tmp_path, member, story)
+
+
+def test_a_split_holds_until_something_contradicts_it(tmp_path: Path, member: members.Member) -> None:
+    async def story(node: Node) -> None:
+        admin = Admin(node.parts, member.store)
+        for parallel, split, nodes, wrong in (
+            ("", "3,2", "", r"the split 3,2 has 5 layers, and tiny has 4"),
+            ("tensor", "3,1", "", r"--split 3,1 is for a pipeline, and --parallel is tensor"),
+            ("", "2,1,1", "2", r"--split 2,1,1 is for 3 Macs, and 2 are to share the model"),
+            ("both", "", "", r"--parallel: 'both' is not one of auto, tensor, pipeline"),
+            ("", "4", "", r"--split: '4' is not auto, nor the layers of 2 to 8 Macs, such as 40,24,16"),
+            ("", "4,0", "", r"--split: '4,0' is not auto, nor"),
+        ):
+            with pytest.raises(UserError, match=wrong):
+                await admin.models.serve("tiny", nodes, parallel=parallel, split=split)
+        desired, found = node.parts.node.desired, []
+        for asked in (
+            {"nodes": "2", "parallel": "tensor"}, {"split": "2,1,1"}, {"nodes": "3"}, {"nodes": "2"},
+            {"split": "3,1"}, {"parallel": "tensor"},
+        ):  # fmt: skip
+            row = desired.serve("tiny", **asked)
+            found.append((row.parallel, row.split, row.nodes))
+        assert found == [
+            ("tensor", "auto", "2"), ("", "2,1,1", "auto"), ("", "2,1,1", "3"), ("", "auto", "2"),
+            ("", "3,1", "auto"), ("tensor", "auto", "auto"),
+        ]  # fmt: skip
 
     play(tmp_path, member, story)
 

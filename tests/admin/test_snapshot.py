@@ -207,6 +207,7 @@ def test_the_page_has_figures_of_ranks_and_links_and_none_for_unknown_facts() ->
         "world_size": 2,
         "backend": "ring",
         "kind": GROUP.kind,
+        "split": [],
         "pairs": [(0, 1)],
         "fabric": {"collective_us": 1000, "by": "bench", "at": 5},
     }

@@ -56,6 +56,7 @@ MEMBER = {
 GROUP: dict[str, Any] = {
     "id": "org/[model]#0",
     "kind": "JACCL mesh",
+    "split": [],
     "members": [{"node_id": "ab" * 16, "name": "studio [left]"}, {"node_id": "cd" * 16, "name": "mini"}],
     "owner": "ab" * 16,
     "owner_name": "studio [left]",
@@ -73,6 +74,8 @@ TWO_REPLICAS: dict[str, Any] = {
     "replicas": {"ready": 1, "wanted": 2},
     "pinned": True,
     "nodes": "2",
+    "parallel": "",
+    "split": "auto",
     "on": [],
     "keep_s": -1,
     "why": "air: 30.1 GB are needed, and 12.0 GB are free",
@@ -92,6 +95,7 @@ STATUS = {
     "model": "org/model",
     "world_size": 2,
     "kind": "JACCL mesh",
+    "split": [],
     "epoch": 7,
     "cluster": "c" * 16,
     "coordinator": "studio [left]",
@@ -128,6 +132,7 @@ BENCH = {**RESULT, "names": ["studio [left]", "mini"]}
 
 SERVED: dict[str, object] = {
     **{"model": "org/model", "name": "org/model", "nodes": "auto", "replicas": 1, "on": [], "keep_s": -1},
+    **{"parallel": "auto", "split": "auto"},
     **{
         "version": 3,
         "change": "added",
@@ -438,12 +443,15 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
         "deployments": [{**TWO_REPLICAS, "groups": [GROUP]}],
         "world_size": 1,
         "kind": "",
+        "split": [],
     }
     monkeypatch.setattr(agent.admin, "status", lambda: alone)
     assert mlxtp(agent.home, "status").output == "ready org/model on this Mac   epoch 7\n"
     alone |= {"world_size": 2, "kind": "a ring over loopback"}
-    said = "ready org/model, 2 ranks on this Mac, a ring over loopback   epoch 7\n"
-    assert mlxtp(agent.home, "status").output == said
+    said = "ready org/model, 2 ranks on this Mac, a ring over loopback"
+    assert mlxtp(agent.home, "status").output == f"{said}   epoch 7\n"
+    alone |= {"split": [40, 24]}
+    assert mlxtp(agent.home, "status").output == f"{said}, pipeline of 40 + 24 layers   epoch 7\n"
 
 
 @pytest.mark.parametrize(
@@ -455,6 +463,9 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
             "org/model is changed: 3 replicas, each over 2 Macs, until it is unused for 600 s",
         ),
         ({"keep_s": 0}, "org/model is added: 1 replica, until it has answered"),
+        ({"parallel": "pipeline"}, "org/model is added: 1 replica, as a pipeline"),
+        ({"parallel": "tensor"}, "org/model is added: 1 replica, as tensor parallel"),
+        ({"split": "40,24"}, "org/model is added: 1 replica, as a pipeline of 40,24 layers"),
         (
             {"replaced": ["tiny", "org/b"], "replicas": 0, "nodes": "1", "on": ["studio [left]"]},
             "org/model is added and replaces tiny and org/b: as many replicas as fit, each over 1 Mac, "
@@ -685,14 +696,14 @@ def test_a_fabric_that_was_measured_is_in_the_status(agent: Agent, monkeypatch: 
 
 
 def test_a_plan_counts_with_what_was_measured(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two Macs on Ethernet are slower than one, until it turns out that theirs is a fast one."""
+    """Two Macs on Ethernet share whole layers only, until it turns out that theirs is a fast one."""
     told = agent.admin.plan()
     there = told["nodes"][1]["machine"]
     there["interfaces"] = [{**asdict(MACHINE.interfaces[0]), "address": "10.0.0.2"}]
     monkeypatch.setattr(agent.admin, "plan", lambda: told)
     args = ("plan", "llama-3.3-70b-4bit", "--json")
     apart = json.loads(mlxtp(agent.home, *args).output)
-    assert apart["chosen"]["nodes"] == 1
+    assert apart["chosen"]["split"]
     kind = "ring over Ethernet"
     fast = {**RESULT, "backend": "ring", "kind": kind, "collective_s": 3e-5}
     monkeypatch.setattr(agent.admin, "plan", lambda: {**told, "fabric": [fast]})

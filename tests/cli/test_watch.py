@@ -43,7 +43,7 @@ ENDED = {
 }
 MOMENT: dict[str, Any] = {
     "state": "ready", "ready": True, "reason": None, "problem": None, "waiting": None, "epoch": 7,
-    "model": "org/[model]", "group": {"world_size": 2, "kind": "JACCL mesh"},
+    "model": "org/[model]", "group": {"world_size": 2, "kind": "JACCL mesh", "split": []},
     "ranks": [RANK, {"rank": 1, "node": "cd" * 16, **UNHEARD}],
     "tokens_per_second": {"value": 31.26, "of": "group"},
     "requests": {"open": 3, "generating": 2, "first_token": 0, "group": 0, "held_back": 1},

@@ -22,19 +22,21 @@ from mlxtp.cluster.assign import (
     WantedDeployment,
     assign,
 )
-from mlxtp.placement.cost_model import rank_memory, usable_bytes
+from mlxtp.placement.candidates import Candidate
+from mlxtp.placement.cost_model import rank_memory, stages, usable_bytes
 from mlxtp.placement.model_shape import ModelShape
 from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.placement.topology import MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Deployment
 
-from ..placement.made_up_macs import GIB, all_pairs, cabled, changed, mac, node_id, on_lan, shape
+from ..placement.made_up_macs import GIB, all_pairs, cabled, changed, layered, mac, node_id, on_lan, shape
 from ..placement.test_planner_properties import LOOP, desks
 
 SMALL = shape(num_hidden_layers=8)  # 5 GB
 MIDDLE = shape()  # 16 GB
 LARGE = shape(num_hidden_layers=64)  # 30 GB
 WHOLE = shape(num_hidden_layers=64, num_key_value_heads=1)  # it cannot be divided
+STAGES = layered(num_hidden_layers=64, num_key_value_heads=1)  # it can be cut
 FOREVER = -1
 NODES: list[str | int] = ["auto", "auto", "auto", "all", 1, 2]
 
@@ -107,8 +109,10 @@ class Cluster:
             if (kept := self.kept(before, each)) is not None:
                 self.running[each.group] = kept
         for each in todo:
-            if each.group not in self.running and (ranks := self.formed(each)):
-                self.running[each.group] = GroupReport(each.group, ranks, each.version)
+            if each.group not in self.running and (chosen := self.formed(each)) is not None:
+                self.running[each.group] = GroupReport(
+                    each.group, chosen.ranks, each.version, split=chosen.split
+                )
         return decision
 
     def kept(self, before: Mapping[str, GroupReport], each: Assignment) -> GroupReport | None:
@@ -119,7 +123,7 @@ class Cluster:
             report if self.of(each.deployment).options.nodes in ("auto", "all", len(report.ranks)) else None
         )
 
-    def formed(self, each: Assignment) -> tuple[str, ...]:
+    def formed(self, each: Assignment) -> Candidate | None:
         row, used = self.of(each.deployment), self.used()
         shared = Topology(self.view().members).is_one_machine
         by_id = {m.node_id: m for m in self.view().members}
@@ -128,7 +132,7 @@ class Cluster:
             for n in each.nodes
             if n not in row.lacks
         ]
-        return plan(macs, row.planned, each.owner, row.options).ranks
+        return plan(macs, row.planned, each.owner, row.options).chosen
 
     def of(self, name: str) -> WantedDeployment:
         return next(each for each in self.rows if each.row.name == name)
@@ -137,9 +141,12 @@ class Cluster:
         """What ranks need, by Mac."""
         used: dict[str, int] = {}
         for group, report in self.running.items():
-            for node in report.ranks:
-                model = self.of(group.rpartition("#")[0]).planned
-                need = rank_memory(self.members[0], model, len(report.ranks), 8192).needed
+            model = self.of(group.rpartition("#")[0]).planned
+            cut = [(model.stage(*layers), 1) for layers in stages(report.split)]
+            for node, (part, size) in zip(
+                report.ranks, cut or [(model, len(report.ranks))] * len(report.ranks), strict=True
+            ):
+                need = rank_memory(self.members[0], part, size, 8192).needed
                 used[node] = used.get(node, 0) + need
         return used
 
@@ -160,7 +167,7 @@ def rows(draw: st.DrawFn) -> list[WantedDeployment]:
         found.append(
             wanted(
                 f"m{i}",
-                draw(st.sampled_from((SMALL, MIDDLE, LARGE, WHOLE, None))),
+                draw(st.sampled_from((SMALL, MIDDLE, LARGE, WHOLE, STAGES, None))),
                 draw(st.sampled_from(NODES)),
                 replicas=draw(st.sampled_from((1, 1, 2, 3, 0))),
                 on=draw(st.sampled_from(((), (), ids("ab"), ids("c")))),
@@ -281,7 +288,7 @@ def test_the_order_of_members_and_reports_does_not_matter(cluster: Cluster, seed
     assert assign(turned) == assign(view)
 
 
-@given(desks(), st.sampled_from((SMALL, MIDDLE, LARGE)), st.sampled_from(NODES))
+@given(desks(), st.sampled_from((SMALL, MIDDLE, LARGE, STAGES)), st.sampled_from(NODES))
 @settings(max_examples=80, deadline=None)
 def test_one_deployment_alone_gets_the_planners_choice_among_all(
     macs: list[MemberMachine], model: ModelShape, nodes: str | int

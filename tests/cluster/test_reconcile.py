@@ -162,6 +162,10 @@ def test_another_model_takes_its_place() -> None:
     assert decided(running=epoch("a", "b"), wanted=qwen) == StopEpoch("qwen is wanted now")
     more = Wanted("llama", "2")
     assert decided(running=epoch("a", "b"), wanted=more) == StopEpoch("llama is wanted now")
+    for other in (Wanted("llama", parallel="pipeline"), Wanted("llama", split="40,24")):
+        assert decided(running=epoch("a", "b"), wanted=other) == StopEpoch("llama is wanted now")
+        fits = epoch("a", "b", parallel=other.parallel, split=other.split)
+        assert decided(running=fits, wanted=other) == NoAction()
 
 
 def test_the_next_revision_is_ready_before_the_present_one_ends() -> None:

@@ -306,7 +306,7 @@ def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
         after = reports.serving()
         assert after is not None
         assert after.key[0] == before.key[0]
-        assert 0 < after.key[1] < before.key[1] / 2
+        assert 0 < after.key[1] < before.key[1]
         node.hear(a, serving(A, B))
         status = node.group.supervisor.status
         status.epoch, status.group = 7, EpochGroup(0, 2, "ring", kind=RING_ETHERNET)

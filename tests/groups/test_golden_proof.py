@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,17 +112,22 @@ def test_only_a_jaccl_mesh_of_three_varies() -> None:
     assert not EpochGroup(1, 2, "jaccl").varies
     assert not EpochGroup(1, 3, "jaccl", jaccl_ring=True).varies
     assert not EpochGroup(1, 3, "ring", kind=RING_ETHERNET).varies
+    assert not EpochGroup(1, 3, "jaccl", split=(2, 1, 1)).varies  # it has no sums
 
 
 def test_each_part_of_the_key_counts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    group = {"fabric": "ring", "machines": ("M3 24A", "M4 24A"), "world_size": 2}
+    group = EpochGroup(1, 2, "ring", machines=("M3 24A", "M4 24A"))
+    others: tuple[dict[str, Any], ...] = (
+        {}, {"backend": "jaccl"}, {"machines": ("M4 24A", "M3 24A")}, {"world_size": 3}, {"split": (3, 1)},
+        {"split": (2, 2)},
+    )  # fmt: skip
     keys = {
-        self_test.key(tmp_path, group | other, settings)
-        for other in ({}, {"fabric": "jaccl mesh"}, {"machines": ("M4 24A", "M3 24A")}, {"world_size": 3})
+        self_test.key(tmp_path, replace(group, **other).about, settings)
+        for other in others
         for settings in ({}, {"agreement": "broadcast"})
     }
-    assert len(keys) == 8
+    assert len(keys) == 12
 
 
 def test_a_machine_without_a_cluster_has_its_chip_and_system_in_the_key(

@@ -33,7 +33,12 @@ def unsealed(entry: RosterEntry) -> RosterEntry:
 
 
 def shape(**changes: Any) -> ModelShape:
-    """A Llama of 16 GB, or what `changes` to its configuration make of it."""
+    """A Llama of 16 GB that no pipeline can cut, or what `changes` to its configuration make of it."""
+    return replace(layered(**changes), cuttable=False)
+
+
+def layered(**changes: Any) -> ModelShape:
+    """The same Llama, which pipelines can cut."""
     return shape_of({**LLAMA, **changes}, name="model")
 
 

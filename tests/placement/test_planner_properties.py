@@ -21,12 +21,26 @@ from mlxtp.placement.topology import MemberMachine, Topology
 from mlxtp.placement.workload import AGENT, BATCH, CHAT
 from mlxtp.wire.cluster_messages import Interface
 
-from .made_up_macs import GIB, add, all_pairs, cabled, changed, ethernet, mac, node_id, on_lan, shape
+from .made_up_macs import (
+    GIB,
+    add,
+    all_pairs,
+    cabled,
+    changed,
+    ethernet,
+    layered,
+    mac,
+    node_id,
+    on_lan,
+    shape,
+)  # fmt: skip
 
 MODELS = (
     shape(),
     shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592),
-    shape(),
+    layered(),
+    layered(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592, num_hidden_layers=3),
+    layered(tie_word_embeddings=True),
     shape(num_key_value_heads=1),
     shape_of(KNOWN["qwen3-235b-a22b-4bit"], name="experts"),
     shape_of(KNOWN["deepseek-v3.1-4bit"], name="compressed"),
@@ -93,6 +107,7 @@ def wishes(draw: st.DrawFn) -> PlacementOptions:
         fast_fences=draw(st.booleans()),
         rdma=by_hand,
         workload=draw(st.sampled_from((CHAT, AGENT, BATCH))),
+        parallel=draw(st.sampled_from(("auto", "auto", "tensor", "pipeline"))),
     )
 
 
@@ -125,9 +140,20 @@ def test_no_rank_has_less_than_it_needs(case: Case, made: Placement) -> None:
         size = len(one.ranks)
         for node, rank in zip(one.ranks, one.memory, strict=True):
             assert rank.node_id == node
-            assert rank.weights * size >= model.weight_bytes
+            assert rank.weights * size >= model.weight_bytes or one.split
             assert rank.needed <= usable_bytes(by_id[node]) // (size if same else 1)
-        assert not model.obstacles(size)
+        assert sum(rank.weights for rank in one.memory) >= model.weight_bytes
+        assert not (model.uncuttable(size, one.split) if one.split else model.obstacles(size))
+
+
+@for_every_plan
+def test_each_layer_of_a_pipeline_has_one_rank(case: Case, made: Placement) -> None:
+    for one in groups(made):
+        assert not one.split or (len(one.split), sum(one.split)) == (one.nodes, case[1].layers)
+        assert all(one.split)
+        assert [bool(one.split), one.is_pipeline] in ([True, True], [False, False])
+        assert case[3].parallel != "tensor" or not one.split
+        assert case[3].parallel != "pipeline" or one.split or one.nodes == 1
 
 
 @for_every_plan
@@ -187,7 +213,7 @@ def test_what_was_asked_for_is_kept(case: Case, made: Placement) -> None:
     assert isinstance(options.nodes, str) or made.chosen.nodes == options.nodes
     assert made.backend == "none" or options.backend in ("auto", made.backend)
     alone = [a for a in made.alternatives if a.ranks == made.ranks[:1]]
-    if options.nodes == "auto" and alone:
+    if options.nodes == "auto" and options.parallel == "auto" and alone:
         assert made.chosen.request_seconds(options.workload) <= alone[0].request_seconds(options.workload)
     assert [a.verdict for a in made.alternatives].count("chosen") == 1
     assert made.alternatives[0] is made.chosen
@@ -199,6 +225,8 @@ def test_the_choice_answers_a_request_soonest(case: Case, made: Placement) -> No
     options = case[3]
     if made.chosen is None:
         return
+    if options.parallel != "auto" and made.chosen.nodes == 1:  # there is no other way
+        assert all(one.nodes == 1 for one in made.alternatives if one.verdict != "refused")
     chosen_s = made.chosen.request_seconds(options.workload)
     for one in made.alternatives:
         fewer = options.nodes == "all" and one.nodes < made.chosen.nodes

@@ -126,7 +126,7 @@ NODE = "0123456789abcdef" * 2
 _MEMBER = RosterEntry(
     NODE, "studio", "ab" * 32, True, 3, NODE, "10.0.0.7", 9, "5a" * 70, 4, "04" + "5b" * 64, "5c" * 70
 )
-_CHANGED = Deployment("tiny", "tiny@main", 2, "all", (NODE, "b"), 600, 2, NODE, False, 1)
+_CHANGED = Deployment("tiny", "tiny@main", 2, "all", (NODE, "b"), 600, 2, NODE, False, 1, "pipeline", "40,24")
 _REMOVED = Deployment("org/old", keep_s=0, version=3, writer=NODE, removed=True)
 _ETHERNET = Interface("en0", "10.0.0.1", 24, "ethernet", 10_000, True)
 _PORT = Port(1, "en5", "AAAA-BBBB", "CCCC-DDDD", False, 80, "rdma_en5", True)

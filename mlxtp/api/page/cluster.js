@@ -2,7 +2,7 @@
 
 import { by, define, el } from "./dom.js";
 import { draw } from "./picture.js";
-import { bytes, clock, count, diskWords, groupName, linkWords, macWord, micros, phaseWord, place, rate, reuseWords, seconds, stageWord, stateAlone, UNKNOWN, works } from "./words.js";
+import { bytes, clock, count, diskWords, groupName, linkWords, macWord, micros, phaseWord, place, rate, reuseWords, seconds, stageWord, stages, stateAlone, UNKNOWN, works } from "./words.js";
 
 let shown = ""; // last drawn state: it is redrawn only on changes
 
@@ -50,7 +50,7 @@ function facts(now) {
     ["Model", now.model ?? (now.desired?.model ? `${now.desired.model} (not ready)` : "none")],
     ["Context", now.context ? `${now.context.toLocaleString("en")} tokens` : ""],
     ["Runs", place(now)],
-    ["Shared over", shared ? group.kind || group.backend : ""],
+    ["Shared over", shared ? [group.kind || group.backend, stages(group)].filter(Boolean).join(", ") : ""],
     ["Sync", shared ? sync(group) : ""],
     ["Speed", !speed.value ? "idle" : rate(speed.value) + (speed.of === "here" ? " (for requests to this Mac)" : "")],
     ["Requests", requests.open ? queue.filter(Boolean).join(", ") || `${requests.open} open` : "none"],

@@ -94,8 +94,11 @@ export function groupWords(group) {
     group.tokens_per_second ? rate(group.tokens_per_second) : "",
     group.cached_tokens ? `${group.cached_tokens.toLocaleString("en")} tokens cached` : "",
   ];
-  return [`${macs}: ${group.state}`, group.kind, ...work].filter(Boolean).join(", ");
+  return [`${macs}: ${group.state}`, group.kind, stages(group), ...work].filter(Boolean).join(", ");
 }
+
+/** Return the layers of each Mac of a pipeline, in the order of its ranks. */
+export const stages = ({ split }) => (split?.length ? `pipeline of ${split.join(" + ")} layers` : "");
 
 /** Return the deployments that a Mac works for, with the number of the replica where there are several. */
 export function works(node, now) {

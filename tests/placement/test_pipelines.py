@@ -1,0 +1,361 @@
+"""Pipelines: which layers each Mac has, how fast they are, and when they are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtp.placement.candidates import Candidate
+from mlxtp.placement.cost_model import (
+    FABRICS,
+    FAST_FENCE_S,
+    FENCE_S,
+    JACCL_MESH,
+    RING_ETHERNET,
+    Collective,
+    RankHardware,
+    pipeline_speed,
+    rank_memory,
+    speed,
+    stage_costs,
+    stages,
+)
+from mlxtp.placement.formation import FailedGroup, links_of
+from mlxtp.placement.model_shape import ModelShape, PartShape, shape_of
+from mlxtp.placement.pipelines import StageCutter, StageRank
+from mlxtp.placement.planner import Placement, PlacementOptions, plan
+from mlxtp.placement.tables import KNOWN, chip
+from mlxtp.placement.topology import MemberMachine
+from mlxtp.placement.workload import AGENT, BATCH, CHAT, Workload
+
+from .made_up_macs import add, all_pairs, cabled, ethernet, layered, mac, node_id, on_lan, shape
+
+A, B, C = (node_id(i) for i in range(3))
+CONTEXT = 8192
+SMALL = layered(num_hidden_layers=7)
+MODELS = (
+    SMALL,
+    layered(tie_word_embeddings=True),
+    shape_of(KNOWN["gpt-oss-120b"], name="windows"),
+    shape_of(KNOWN["deepseek-v3.1-4bit"], name="some dense"),
+)
+CHIPS = ("Apple M3 Ultra", "Apple M4 Max", "Apple M4 Pro", "Apple M5", "")
+
+
+def rank_of(member: MemberMachine) -> StageRank:
+    machine = member.machine
+    return StageRank(RankHardware(member.node_id, chip(machine.chip)), member)
+
+
+def needed(model: ModelShape, member: MemberMachine, begin: int, end: int) -> bool:
+    return rank_memory(member, model.stage(begin, end), 1, CONTEXT).fits
+
+
+def slowest_s(model: ModelShape, ranks: Sequence[StageRank], split: Sequence[int], work: Workload) -> float:
+    """Seconds of the slowest stage for the requests of a workload; infinite where one has no room."""
+    found = []
+    for rank, (begin, end) in zip(ranks, stages(split), strict=True):
+        if not needed(model, rank.member, begin, end):
+            return float("inf")
+        found.append(stage_costs(model.stage(begin, end), rank.hardware).request_s(work))
+    return max(found)
+
+
+def splits(layers: int, ranks: int) -> Iterator[tuple[int, ...]]:
+    for cuts in combinations(range(1, layers), ranks - 1):
+        borders = (0, *cuts, layers)
+        yield tuple(b - a for a, b in pairwise(borders))
+
+
+# --- stages of a model ------------------------------------------------------------------------------------
+
+
+def test_rank_0_has_the_last_layers() -> None:
+    assert stages((40, 24, 16)) == [(40, 80), (16, 40), (0, 16)]
+
+
+@pytest.mark.parametrize("model", [*MODELS, *(shape_of(KNOWN[name]) for name in KNOWN)])
+def test_stages_together_are_the_model(model: ModelShape) -> None:
+    parts = [model.stage(*each) for each in stages((1, model.layers - 4, 3))]
+    assert sum(part.layers for part in parts) == model.layers
+    for name in PartShape.__slots__:
+        extra = model.ends[0].weight_bytes if name == "weight_bytes" and is_tied(model) else 0
+        assert sum(getattr(part, name) for part in parts) == getattr(model, name) + extra, name
+    assert model.stage(0, model.layers) == model
+
+
+def is_tied(model: ModelShape) -> bool:
+    """Whether first and last stage both have the embedding."""
+    ends = sum(end.weight_bytes for end in model.ends)
+    return ends + model.before[-1].weight_bytes > model.weight_bytes
+
+
+def test_layers_weigh_what_the_configuration_gives_them() -> None:
+    deepseek = shape_of(KNOWN["deepseek-v3.1-4bit"])
+    dense, sparse = deepseek.each_layer[2], deepseek.each_layer[3]
+    assert sparse.weight_bytes > 10 * dense.weight_bytes
+    assert dense.token_bytes > sparse.token_bytes * 0.5
+    hybrid = shape_of(KNOWN["qwen3.6-27b-4bit"])
+    assert [layer.kv_token_bytes > 0 for layer in hybrid.each_layer[:8]] == [False, False, False, True] * 2
+    config = {**KNOWN["gpt-oss-120b"], "sliding_window": 128}
+    config["layer_types"] = ["sliding_attention", "full_attention"] * 18
+    windows = shape_of(config)
+    assert [layer.kv_window_bytes > 0 for layer in windows.each_layer[:4]] == [True, False] * 2
+    assert windows.stage(0, 1).rank_kv(1, 10_000) == windows.stage(0, 1).rank_kv(1, 128)
+    assert windows.stage(1, 2).rank_kv(1, 10_000) > 70 * windows.stage(1, 2).rank_kv(1, 128)
+    tied = layered(tie_word_embeddings=True)
+    table = 128256 * 4096 * 2
+    assert [tied.ends[0].weight_bytes, tied.ends[1].weight_bytes] == [table, table]
+
+
+# --- the split --------------------------------------------------------------------------------------------
+
+
+macs = st.lists(
+    st.tuples(st.sampled_from(CHIPS), st.sampled_from((1, 2, 3, 4, 6, 16, 512))), min_size=2, max_size=4
+)
+
+
+@given(macs, st.sampled_from((CHAT, AGENT, BATCH)))
+@settings(max_examples=150, deadline=None)
+def test_no_split_has_a_faster_slowest_stage(desk: list[tuple[str, int]], work: Workload) -> None:
+    """Tried with all splits of a model of seven layers, one of which takes 0.4 GB."""
+    ranks = [rank_of(mac(i, chip=name, memory=memory)) for i, (name, memory) in enumerate(desk)]
+    cutter = StageCutter(SMALL, CONTEXT, work)
+    found = cutter.split(ranks)
+    best_s = min(slowest_s(SMALL, ranks, split, work) for split in splits(7, len(ranks)))
+    if not found:
+        assert best_s == float("inf")
+        return
+    assert len(found) == len(ranks)
+    assert sum(found) == 7
+    assert slowest_s(SMALL, ranks, found, work) == pytest.approx(best_s, rel=1e-3)
+
+
+@given(macs, st.sampled_from(MODELS), st.sampled_from((CHAT, BATCH)))
+@settings(max_examples=60, deadline=None)
+def test_all_stages_fit_and_no_layer_is_better_with_a_neighbour(
+    desk: list[tuple[str, int]], model: ModelShape, work: Workload
+) -> None:
+    ranks = [rank_of(mac(i, chip=name, memory=memory * 32)) for i, (name, memory) in enumerate(desk)]
+    split = StageCutter(model, CONTEXT, work).split(ranks)
+    if not split:
+        return
+    assert (len(split), sum(split), min(split) > 0) == (len(ranks), model.layers, True)
+    for rank, (begin, end) in zip(ranks, stages(split), strict=True):
+        assert needed(model, rank.member, begin, end)
+    for i in range(len(split) - 1):
+        for step in (1, -1):
+            moved = list(split)
+            moved[i] += step
+            moved[i + 1] -= step
+            if min(moved):
+                now, then = ((stages(each)[i : i + 2]) for each in (split, moved))
+                pair = ranks[i : i + 2]
+                was_s, would_s = (pair_s(model, pair, layers, work) for layers in (now, then))
+                # Layers that compute and layers that read count one by one, and overlap in a stage.
+                assert would_s > was_s * 0.98
+
+
+def pair_s(
+    model: ModelShape, ranks: Sequence[StageRank], layers: Sequence[tuple[int, int]], work: Workload
+) -> float:
+    found = [0.0]
+    for rank, (begin, end) in zip(ranks, layers, strict=True):
+        if not needed(model, rank.member, begin, end):
+            return float("inf")
+        found.append(stage_costs(model.stage(begin, end), rank.hardware).request_s(work))
+    return max(found)
+
+
+@pytest.mark.parametrize("more", [{"memory": 512}, {"chip": "Apple M3 Ultra"}])
+def test_a_larger_or_faster_mac_makes_no_pipeline_slower(more: dict[str, object]) -> None:
+    model = shape_of(KNOWN["llama-3.3-70b-8bit"])
+    for memory in (48, 64, 96):
+        desk = [mac(0, chip="Apple M4 Max", memory=64), mac(1, chip="Apple M4 Pro", memory=memory)]
+        better = [desk[0], mac(1, **{"chip": "Apple M4 Pro", "memory": memory, **more})]  # type: ignore[arg-type]
+        before, after = (
+            slowest_s(model, ranks, StageCutter(model, CONTEXT, CHAT).split(ranks), CHAT)
+            for ranks in ([rank_of(m) for m in desk], [rank_of(m) for m in better])
+        )
+        assert after <= before
+
+
+def test_equal_macs_have_equal_stages_and_memory_bounds_what_speed_wants() -> None:
+    model = shape_of(KNOWN["qwen3-235b-a22b-8bit"])
+    alike = [rank_of(mac(i, memory=256)) for i in range(2)]
+    assert StageCutter(model, CONTEXT, CHAT).split(alike) == (46, 48), "the head counts as a layer"
+    unlike = [rank_of(mac(0, memory=256)), rank_of(mac(1, memory=64))]
+    large, small = StageCutter(model, CONTEXT, CHAT).split(unlike)
+    assert large + small == 94
+    assert needed(model, unlike[1].member, 0, small)
+    assert not needed(model, unlike[1].member, 0, small + 1)
+    # By speed alone, the slower one has fewer.
+    fast, slow = StageCutter(model, CONTEXT, CHAT).split(
+        [rank_of(mac(0, memory=512)), rank_of(mac(1, chip="Apple M4 Max", memory=512))]
+    )
+    assert fast > slow
+
+
+# --- the speed --------------------------------------------------------------------------------------------
+
+
+def test_a_token_goes_through_all_stages_and_once_around() -> None:
+    model, ranks = layered(), [RankHardware(name, chip("Apple M3 Ultra")) for name in "ab"]
+    costs = [
+        stage_costs(model.stage(*each), rank) for each, rank in zip(stages((16, 16)), ranks, strict=True)
+    ]
+    two = pipeline_speed(model, ranks, costs, JACCL_MESH)
+    alone = speed(model, ranks[:1], JACCL_MESH)
+    hop_s = FENCE_S + FABRICS[JACCL_MESH].step_s
+    expected = 1 / alone.tokens_per_second + 2 * hop_s + 4096 * 2 / 8e9
+    assert 1 / two.tokens_per_second == pytest.approx(expected, rel=1e-3)
+    assert two.fences_s == pytest.approx(2 * FENCE_S)
+    fast = pipeline_speed(model, ranks, costs, JACCL_MESH, fast_fences=True)
+    assert fast.fences_s == pytest.approx(2 * FAST_FENCE_S)
+
+
+def test_chunks_of_a_prompt_and_lanes_of_rows_keep_all_stages_busy() -> None:
+    model, ranks = layered(), [RankHardware(name, chip("Apple M3 Ultra")) for name in "ab"]
+    costs = [
+        stage_costs(model.stage(*each), rank) for each, rank in zip(stages((16, 16)), ranks, strict=True)
+    ]
+    two, alone = pipeline_speed(model, ranks, costs, JACCL_MESH), speed(model, ranks[:1], JACCL_MESH)
+    one_chunk, many = (Workload("prompt", n, 0, 1) for n in (2048, 20 * 2048))
+    assert two.prompt_s(one_chunk) > alone.prompt_s(one_chunk)
+    assert two.prompt_s(many) == pytest.approx(alone.prompt_s(many) * 21 / 40, rel=0.07)
+    single, eight = (Workload("answers", 1000, 0, 100, n) for n in (1, 8))
+    assert two.answer_s(single) > alone.answer_s(single)
+    assert two.answer_s(eight) < 1.2 * two.answer_s(single), "two lanes of four rows each"
+
+
+def test_a_slow_link_bounds_the_chunks() -> None:
+    model, ranks = layered(), [RankHardware(name, chip("Apple M3 Ultra")) for name in "ab"]
+    costs = [
+        stage_costs(model.stage(*each), rank) for each, rank in zip(stages((16, 16)), ranks, strict=True)
+    ]
+    prompt = Workload("prompt", 20 * 2048, 0, 1)
+    slow = pipeline_speed(model, ranks, costs, RING_ETHERNET, mbps=10)
+    assert slow.prompt_s(prompt) > 20 * 2048 * 4096 * 2 * 8 / 10e6
+
+
+def test_a_transfer_is_one_step_of_what_was_measured_for_sums() -> None:
+    model, ranks = layered(), [RankHardware(name, chip("Apple M3 Ultra"), metal=False) for name in "abc"]
+    costs = [
+        stage_costs(model.stage(*each), rank) for each, rank in zip(stages((16, 8, 8)), ranks, strict=True)
+    ]
+    group = Collective(RING_ETHERNET, 4e-3, frozenset("abc"), bandwidth=1e8)
+    found = pipeline_speed(model, ranks, costs, RING_ETHERNET, measured=[group])
+    assert found.measured
+    assert found.latency_s == pytest.approx(3 * 1e-3)
+    assert found.wire_s == pytest.approx(2 * 4096 * 2 / 1e8)
+
+
+# --- the choice -------------------------------------------------------------------------------------------
+
+
+LARGE = shape_of(KNOWN["llama-3.3-70b-bf16"], name="large")
+EXPERTS = shape_of(KNOWN["qwen3-235b-a22b-8bit"], name="experts")
+
+
+def desk(*memories: int, mbps: int = 10_000, chips: Sequence[str] = ()) -> list[MemberMachine]:
+    """Macs of so many GiB on Ethernet."""
+    kinds = chips or ["Apple M3 Ultra"] * len(memories)
+    return [
+        add(mac(i, memory=memory, chip=kind), [ethernet(f"192.168.7.{i + 1}", mbps=mbps)])
+        for i, (memory, kind) in enumerate(zip(memories, kinds, strict=True))
+    ]
+
+
+def pipelines(made: Placement) -> list[Candidate]:
+    return [one for one in made.alternatives if one.is_pipeline]
+
+
+def test_two_equal_macs_with_cables_share_each_layer_of_a_large_dense_model() -> None:
+    members = on_lan(cabled([mac(i, memory=256) for i in range(2)], all_pairs(2)))
+    made = plan(members, LARGE, A, PlacementOptions(fast_fences=True))
+    assert made.chosen is not None
+    assert (made.chosen.kind, made.chosen.split) == (JACCL_MESH, ())
+    other = pipelines(made)[0]
+    assert other.split == (39, 41)
+    assert other.request_seconds(CHAT) > made.chosen.request_seconds(CHAT)
+
+
+def test_unlike_memories_make_a_pipeline_where_equal_shares_do_not_fit() -> None:
+    made = plan(desk(192, 96, chips=("Apple M3 Ultra", "Apple M4 Max")), EXPERTS, A)
+    assert made.chosen is not None
+    assert made.chosen.split[0] > made.chosen.split[1]
+    assert made.reason.startswith(f"pipeline of 2, ring over Ethernet (layers: a {made.chosen.split[0]}, b ")
+    assert ". Not tensor parallel of 2: rank 1 (b) has 103.1 GB for 135.0 GB" in made.reason
+
+
+def test_three_macs_serve_what_no_two_hold_and_three_cannot_divide() -> None:
+    made = plan(desk(64, 64, 48, chips=("Apple M4 Max", "Apple M4 Pro", "Apple M4 Pro")), LARGE, A)
+    assert made.chosen is not None
+    assert (made.chosen.nodes, sum(made.chosen.split), made.leader) == (3, 80, A)
+    assert "64 attention heads do not divide by 3" in made.reason
+    assert all(rank.fits for rank in made.chosen.memory)
+
+
+def test_a_slow_link_is_for_pipelines() -> None:
+    """Sums of two a layer want a fast link; three transfers a token do not."""
+    fast, slow = (
+        plan(desk(96, 96, mbps=mbps), LARGE, A, PlacementOptions(fast_fences=True))
+        for mbps in (100_000, 1000)
+    )
+    assert fast.chosen is not None
+    assert slow.chosen is not None
+    assert fast.chosen.split == ()
+    assert slow.chosen.split == (39, 41)
+
+
+def test_what_was_asked_for_overrides_one_mac_and_the_sooner_way() -> None:
+    members, small = desk(96, 96), layered()
+    essay = PlacementOptions(workload=Workload("essay", 100, 0, 2000))
+    assert plan(members, small, A, essay).ranks == (A,)
+    for parallel, split in (("tensor", ()), ("pipeline", (15, 17))):
+        made = plan(members, small, A, replace(essay, parallel=parallel))
+        assert made.chosen is not None
+        assert (made.chosen.nodes, made.chosen.split) == (2, split)
+        assert plan(members[:1], small, A, PlacementOptions(parallel=parallel)).ranks == (A,), "no other is"
+    assert plan(members, shape(), A, PlacementOptions(parallel="pipeline")).ranks == (A,)
+    uneven = plan(members, small, A, PlacementOptions(split=(3, 29)))
+    assert uneven.chosen is not None
+    assert uneven.chosen.split == (3, 29)
+    assert uneven.chosen.memory[0].weights < uneven.chosen.memory[1].weights
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "says"),
+    [
+        (layered(), (40, 24), "the split 40,24 has 64 layers, and model has 32"),
+        (layered(), (16, 8, 8), "the split 16,8,8 needs 3 nodes, 2 are here"),
+        (layered(), (4, 28), "rank 1 (b) has 8.6 GB for 15.7 GB of 28 layers"),
+        (shape(), (16, 16), "the family 'llama' cannot be cut into 2 stages"),
+        (layered(num_hidden_layers=1), (), "1 layers are fewer than 2 Macs"),
+        (layered(num_hidden_layers=200), (), "these Macs have room for 147 of 200 layers: a 134, b 13"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused_with_its_numbers(
+    model: ModelShape, split: tuple[int, ...], says: str
+) -> None:
+    wish = PlacementOptions(split=split) if split else PlacementOptions(nodes=2, parallel="pipeline")
+    made = plan(desk(64, 8), model, A, wish)
+    assert made.chosen is None
+    assert says in made.reason
+
+
+def test_a_pipeline_that_failed_to_form_makes_way_for_the_next() -> None:
+    members = on_lan(cabled([mac(i, memory=96) for i in range(3)], all_pairs(3)))
+    first = plan(members, EXPERTS, A, PlacementOptions(parallel="pipeline"))
+    assert first.chosen is not None
+    failed = FailedGroup(first.chosen.kind, links_of(first.chosen.ranks, first.chosen.rdma), "1 cable is out")
+    then = plan(members, EXPERTS, A, PlacementOptions(parallel="pipeline", failed=(failed,)))
+    assert then.chosen is not None
+    assert (then.chosen.kind, then.chosen.nodes) != (first.chosen.kind, 2)
+    assert then.chosen.split == first.chosen.split

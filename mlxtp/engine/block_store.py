@@ -374,7 +374,9 @@ class BlockStore:
                 self._remove(block)
                 continue
             try:
-                if self.room_bytes and not self.has(block.digest):
+                # Other processes may have removed its file.
+                there = self.has(block.digest) and (self._folder / block.name).exists()
+                if self.room_bytes and not there:
                     self._write_one(block, items)
             except FileNotFoundError:  # the folder was removed
                 self._open()
@@ -426,7 +428,8 @@ class BlockStore:
             with contextlib.suppress(OSError):
                 os.utime(self._folder / block.name, (now, now))
             with self._lock:
-                self._blocks[digest] = block._replace(used_s=now)
+                if digest in self._blocks:  # still
+                    self._blocks[digest] = block._replace(used_s=now)
             digest = block.previous
 
     def _read(self) -> None:

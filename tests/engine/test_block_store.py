@@ -479,6 +479,14 @@ def test_a_block_behind_one_that_was_removed_finds_that_out(open_store: Open) ->
     assert [store.store.is_kept(digest(number)) for number in (1, 2, 3)] == [False, False, True]
 
 
+def test_a_block_whose_file_was_removed_is_written_again(open_store: Open) -> None:
+    store = open_store()
+    store.put(1)
+    store.files()[0].unlink()
+    store.put(1)
+    assert store.read(1).blocks == 1
+
+
 def test_a_block_that_is_deleted_can_be_written_at_once(open_store: Open) -> None:
     store, goes_on = open_store(), threading.Event()
     store.put(1)

@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RankHardware, speed
+from mlxtp.placement.cost_model import (
+    ALONE,
+    JACCL_MESH,
+    RING_THUNDERBOLT,
+    RankHardware,
+    pipeline_speed,
+    speed,
+    stage_costs,
+    stages,
+)
 from mlxtp.placement.model_shape import shape_of
 from mlxtp.placement.tables import KNOWN, chip
 
@@ -31,6 +40,8 @@ class Published:
     chips     of the machines, in rank order
     fast      whether it ran with fast fences
     assumed   assumptions where the source leaves something open
+    split     layers of each rank of a pipeline, of which rank 0 has the last ones
+    fabric    of several machines
     """
 
     model: str
@@ -39,6 +50,8 @@ class Published:
     source: str
     fast: bool = True
     assumed: str = ""
+    split: tuple[int, ...] = ()
+    fabric: str = JACCL_MESH
 
 
 def _scaling(model: str, source: str, figures: dict[int, float], assumed: str = "") -> list[Published]:
@@ -80,6 +93,36 @@ PUBLISHED: Sequence[Published] = (
         fast=False,
         assumed="default fences",
     ),
+    Published(
+        "qwen3-235b-a22b-8bit",
+        (M3_ULTRA, "Apple M4 Max"),
+        17.8,
+        "ml-explore/mlx-lm #1137",
+        fast=False,
+        assumed="of 256 + 64 GB: these chips, TCP over Thunderbolt, default fences",
+        split=(80, 14),
+        fabric=RING_THUNDERBOLT,
+    ),
+    *(
+        Published(
+            "gpt-oss-120b",
+            (first, "Apple M5 Max"),
+            68.0,
+            "exo-explore/exo #2070, in exo over TCP",
+            assumed="even split, TCP over Thunderbolt, fast fences",
+            split=(18, 18),
+            fabric=RING_THUNDERBOLT,
+        )
+        for first in ("Apple M4 Max", "Apple M5 Max")
+    ),
+    Published(
+        "kimi-k2-thinking",
+        (M3_ULTRA,) * 3,
+        14.0,
+        "inferencerlabs/inferencer-feedback #103, in exo",
+        assumed="K2.5 as K2 Thinking; a pipeline, for 64 heads divide by no 3; split by memory; fast fences",
+        split=(31, 15, 15),
+    ),
     Published("llama-3.1-8b-4bit", (M3_ULTRA,), 119.0, "ml-explore/mlx-lm"),
     Published("llama-3.3-70b-4bit", ("Apple M3 Max",), 9.35, "ml-explore/mlx-lm"),
     Published("llama-3.3-70b-bf16", ("Apple M2 Ultra",), 4.7, "ml-explore/mlx-examples #1069"),
@@ -88,10 +131,14 @@ PUBLISHED: Sequence[Published] = (
 
 
 def predicted(row: Published) -> float:
-    """Tokens a second by the model; groups are JACCL meshes."""
+    """Tokens a second by the model."""
     ranks = [RankHardware(str(i), chip(name)) for i, name in enumerate(row.chips)]
-    kind = JACCL_MESH if len(ranks) > 1 else ALONE
+    kind = row.fabric if len(ranks) > 1 else ALONE
     shape = shape_of(KNOWN[row.model], name=row.model)
+    if row.split:
+        cut = zip(stages(row.split), ranks, strict=True)
+        costs = [stage_costs(shape.stage(*layers), rank) for layers, rank in cut]
+        return pipeline_speed(shape, ranks, costs, kind, fast_fences=row.fast).tokens_per_second
     return speed(shape, ranks, kind, fast_fences=row.fast).tokens_per_second
 
 
@@ -111,16 +158,20 @@ def text() -> str:
     for row in PUBLISHED:
         fences = ("fast" if row.fast else "default") if len(row.chips) > 1 else "–"
         figures = (f"{row.measured:.4g}", f"{predicted(row):.1f}", f"{error(row):+.0%}")
-        cells = (row.model, _machines(row.chips), fences, *figures, row.source, row.assumed)
+        split = f", layers {' + '.join(map(str, row.split))}" if row.split else ""
+        cells = (row.model, _machines(row.chips) + split, fences, *figures, row.source, row.assumed)
         lines.append(f"| {' | '.join(cells)} |")
     alone = [row for row in PUBLISHED if len(row.chips) == 1]
-    groups = [row for row in PUBLISHED if len(row.chips) > 1]
+    groups = [row for row in PUBLISHED if len(row.chips) > 1 and not row.split]
+    pipelines = [row for row in PUBLISHED if row.split]
     within = sum(abs(error(row)) <= 0.2 for row in PUBLISHED)
     lines += [
         "",
         f"Median error: {median_error():.1%} over {len(PUBLISHED)} rows; {median_error(alone):.1%} over the "
         f"{len(alone)} of single Macs, to which three constants are fitted, and {median_error(groups):.1%} "
-        f"over the {len(groups)} of groups, to which none is. {within} rows are within 20 %.",
+        f"over the {len(groups)} of groups that divide each layer, to which none is. The {len(pipelines)} of "
+        f"pipelines are off by {min(map(error, pipelines)):+.0%} to {max(map(error, pipelines)):+.0%}. "
+        f"{within} rows are within 20 %.",
     ]
     return "\n".join(lines)
 

@@ -36,6 +36,7 @@ FAST_FENCE_S = 10e-6  #: The same with MLX_METAL_FAST_SYNCH=1: 4 to 16 us.
 PROMPT = 1000  #: Tokens of the prompt after which the decode speed is given.
 LONG_PROMPT = 10_000  #: Tokens of the prompt for which the time to the first token is given.
 CHUNK = 2048  #: Tokens of a prompt that the engine computes at once.
+LEAST_CHUNK = 256  #: The same in a pipeline, whose stages smaller chunks fill sooner, at least.
 #: Share of a GPU's arithmetic that long prompts reach on dense models: 91 tokens/s for 123 B weights on an M3
 #: Ultra (ml-explore/mlx #3094) is 79 % of its 28 TFLOPS.
 PREFILL_EFFICIENCY = 0.75
@@ -137,9 +138,9 @@ class StageCosts:
     others_s: float = 0.0
     unmet: float = 0.0
 
-    def prompt_s(self, tokens: int) -> float:
-        """Return the seconds of a prompt of which so many tokens are computed."""
-        chunks = -(-tokens // CHUNK)
+    def prompt_s(self, tokens: int, chunk: int = CHUNK) -> float:
+        """Return the seconds of a prompt of which so many tokens are computed, `chunk` at once."""
+        chunks = -(-tokens // chunk)
         computing_s = max(tokens * self.arithmetic_s, chunks * self.chunk_s)
         return computing_s + chunks * self.waiting_s + tokens * self.wire_s
 
@@ -154,10 +155,11 @@ class StageCosts:
         computing_s = max(reading_s, rows * self.arithmetic_s)
         return computing_s + self.kernels_s + self.waiting_s + rows * self.wire_s
 
-    def request_s(self, workload: Workload) -> float:
-        """Return the seconds that the stage computes for the requests of a workload at once."""
+    def request_s(self, workload: Workload, stages: int) -> float:
+        """Return the seconds that it computes for the requests of a workload at once, as one of `stages`."""
         context = workload.prompt + workload.answer / 2
-        prompts_s = workload.at_once * self.prompt_s(max(1, workload.prompt - workload.cached))
+        tokens = max(1, workload.prompt - workload.cached)
+        prompts_s = workload.at_once * self.prompt_s(tokens, chunk_of(stages))
         return prompts_s + workload.answer * self.step_s(workload.at_once, context)
 
 
@@ -191,10 +193,11 @@ class SpeedEstimate:
 
     def prompts_s(self, tokens: int, at_once: int) -> float:
         """Return the same for so many prompts, of which so many tokens are computed."""
-        chunks = -(-tokens // CHUNK)
+        chunk = chunk_of(len(self.stages))
+        chunks = -(-tokens // chunk)
         borders = len(self.stages) - 1
         hop_s = self.hop_s + tokens / chunks * self.row_s
-        each = [stage.prompt_s(tokens) / chunks for stage in self.stages]
+        each = [stage.prompt_s(tokens, chunk) / chunks for stage in self.stages]
         slowest_s = max(*each, hop_s) if borders else each[0]
         return sum(each) + borders * hop_s + (chunks * at_once - 1) * slowest_s
 
@@ -223,6 +226,13 @@ class SpeedEstimate:
     def requests_per_second(self, workload: Workload) -> float:
         """Return the requests of a workload that are answered a second."""
         return workload.at_once / self.request_seconds(workload)
+
+
+def chunk_of(stages: int) -> int:
+    """Return the tokens of a prompt that each of so many stages computes at once, as the engine has it."""
+    if stages == 1:
+        return CHUNK
+    return max(LEAST_CHUNK, 1 << (CHUNK // (2 * stages)).bit_length() - 1)
 
 
 def speed(

@@ -55,7 +55,7 @@ class StageCutter:
         self._context = context
         self._workload = workload
         self._cuts: dict[object, Cut | None] = {}  #: A group has one for all its fabrics.
-        self._known: dict[RankHardware, tuple[list[float], dict[PartShape, float]]] = {}
+        self._known: dict[tuple[RankHardware, int], tuple[list[float], dict[PartShape, float]]] = {}
 
     def split(self, ranks: Sequence[StageRank]) -> tuple[int, ...]:
         """Return the layers of each rank that make the slowest stage fastest; () for no room."""
@@ -114,7 +114,7 @@ class StageCutter:
         sums, needs, fixed = self._needs
         found = []
         for rank in reversed(ranks):
-            seconds, took = self._seconds(rank.hardware)
+            seconds, took = self._seconds(rank.hardware, len(ranks))
             here = (rank is ranks[-1], rank is ranks[0])
             ends = [end for end, is_here in zip(self._shape.ends, here, strict=True) if is_here]
             available = rank_memory(
@@ -146,16 +146,16 @@ class StageCutter:
             needs[part] = part.weight_bytes + shape.rank_kv(1, self._context) + headroom
         return list(accumulate((needs[part] for part in self._shape.each_layer), initial=0)), needs, fixed
 
-    def _seconds(self, rank: RankHardware) -> tuple[list[float], dict[PartShape, float]]:
+    def _seconds(self, rank: RankHardware, ranks: int) -> tuple[list[float], dict[PartShape, float]]:
         """Return the seconds of all layers before each layer on a rank, and those of each kind of part."""
-        if rank not in self._known:
+        if (key := (rank, ranks)) not in self._known:
             took = {
-                part: stage_costs(shape, rank).request_s(self._workload)
+                part: stage_costs(shape, rank).request_s(self._workload, ranks)
                 for part, shape in self._kinds.items()
             }
             before = list(accumulate((took[part] for part in self._shape.each_layer), initial=0.0))
-            self._known[rank] = before, took
-        return self._known[rank]
+            self._known[key] = before, took
+        return self._known[key]
 
 
 @dataclass(frozen=True, slots=True)

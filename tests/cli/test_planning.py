@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from mlxtp.cli.main import app
 from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError, ModelError
 from mlxtp.groups.placer import placement_options
+from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_THUNDERBOLT
+from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.planner import PlacementOptions
+from mlxtp.placement.planner import plan as choose
 from mlxtp.placement.tables import KNOWN
 from mlxtp.placement.topology import MemberMachine
-from mlxtp.placement.workload import AGENT, CHAT, Workload
+from mlxtp.placement.workload import AGENT, BATCH, CHAT, Workload
 from mlxtp.wire.cluster_messages import Deployment
 
 from ..placement.made_up_macs import LLAMA, all_pairs, cabled, changed, mac, on_lan
@@ -343,3 +347,60 @@ def test_the_times_of_requests_are_what_plans_say() -> None:
     page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
     (table,) = re.findall(r"<!-- requests -->(.*?)<!-- end of requests -->", page, re.DOTALL)
     assert table.strip().splitlines()[2:] == [timed(model) for model in COMPARED[1:]]
+
+
+TWO = '[[node]]\nchip = "M3 Ultra"\nmemory = "256GB"\ncount = 2'
+UNLIKE = '[[node]]\nchip = "M3 Ultra"\nmemory = "512GB"\n[[node]]\nchip = "M4 Max"\nmemory = "128GB"'
+DESKS = {
+    "two M3 Ultra 256, Thunderbolt 5": f'links = "thunderbolt5 mesh"\n{TWO}',
+    "the same, Ethernet 1 Gb/s": f'links = "ethernet 1g"\n{TWO}',
+    "M3 Ultra 512 + M4 Max 128, Thunderbolt 5": f'links = "thunderbolt5 mesh"\n{UNLIKE}',
+    "three of examples/three.toml": (Path(__file__).parents[2] / "examples" / "three.toml").read_text(),
+}
+OF_EACH_KIND = ("llama-3.3-70b-8bit", "qwen3-235b-a22b-8bit", "gpt-oss-120b")
+
+
+def kinds(desk: str, model: str) -> str:
+    """A row of the table of kinds: seconds of a chat request, and requests a minute where 16 come at once."""
+    members, shape = read_machines(DESKS[desk]), plan.read_shape(model)
+
+    def best(workload: Workload, kind: Callable[[Candidate], bool]) -> float | None:
+        made = choose(members, shape, members[0].node_id, PlacementOptions(workload=workload))
+        found = [one.request_seconds(workload) for one in made.alternatives if one.speed and kind(one)]
+        return min(found, default=None)
+
+    def tensor(one: Candidate) -> bool:
+        return one.nodes > 1 and not one.split
+
+    def pipeline(one: Candidate) -> bool:
+        return bool(one.split)
+
+    chat = [best(CHAT, kind) for kind in (lambda one: one.nodes == 1, tensor, pipeline)]
+    batch = [best(BATCH, kind) for kind in (tensor, pipeline)]
+    each = [choose([member], shape, options=PlacementOptions(workload=BATCH)).chosen for member in members]
+    replicas = sum(one.speed.requests_per_second(BATCH) for one in each if one is not None and one.speed)
+    cells = [desk, f"`{model}`", *("–" if seconds is None else f"{seconds:.1f}" for seconds in chat)]
+    cells += ["–" if seconds is None else f"{60 * BATCH.at_once / seconds:.1f}" for seconds in batch]
+    cells.append(f"{60 * replicas:.1f}" if replicas else "–")
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_table_of_kinds_is_what_plans_say() -> None:
+    # To renew it: python -c "from tests.cli.test_planning import *; print(*table_of_kinds(), sep='\n')"
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    (table,) = re.findall(r"<!-- kinds -->(.*?)<!-- end of kinds -->", page, re.DOTALL)
+    assert table.strip().splitlines()[2:] == table_of_kinds()
+
+
+def table_of_kinds() -> list[str]:
+    return [kinds(desk, model) for desk in DESKS for model in OF_EACH_KIND]
+
+
+def test_three_unlike_macs_are_planned_as_the_page_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "two-macs.md").read_text()
+    ((command, shown),) = re.findall(r"```console\n\$ (mlxtp plan .*?)\n(.*?)```", page, re.DOTALL)
+    _, _, model, _, file = command.split()
+    members = list(plan.read_machines_file(Path(__file__).parents[2] / file))
+    said = " ".join(printed(model, members, width=129).split())
+    for line in shown.splitlines():
+        assert " ".join(line.removesuffix("…").split()) in said

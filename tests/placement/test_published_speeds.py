@@ -7,7 +7,7 @@ import pytest
 from benchmarks import backtest
 from mlxtp.placement.tables import chip
 
-MISSES = {48.0, 13.3}
+MISSES = {48.0, 13.3, 68.0}
 """Figures that are known not to be the machines': docs/placement.md says why."""
 
 
@@ -20,6 +20,8 @@ def test_half_of_the_figures_are_met_within_twenty_percent() -> None:
 def test_groups_to_which_nothing_was_fitted_are_met_as_well() -> None:
     groups = [row for row in backtest.PUBLISHED if len(row.chips) > 1]
     assert len(groups) > 15
+    pipelines = [row for row in groups if row.split]
+    assert all(0 < backtest.error(row) < 0.3 for row in pipelines), "optimistic, as the page says"
     assert backtest.median_error(groups) <= 0.20
 
 

@@ -169,3 +169,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with running_hub() as running:
         put(running.url, tmp_path / "cache", monkeypatch)
         yield running
+
+
+@pytest.fixture(scope="session")
+def two_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two ranks of a pipeline. A test that breaks it must not share it."""
+    home = tmp_path_factory.mktemp("two-stages")
+    with Cluster(home, ranks=2, parallel="pipeline", split="1,3") as cluster:
+        yield cluster

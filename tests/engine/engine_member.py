@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from mlxtp.engine import worker
 from mlxtp.engine.executor import Forward, RankExecutor
+from mlxtp.engine.group import RingGroup
 from mlxtp.engine.pipeline import Border, HiddenStates
 from mlxtp.engine.sampler import Sampler
 from mlxtp.wire.messages import PromptTokens, StepToken
@@ -69,11 +71,30 @@ def err_at_a_border(folder: Path) -> None:
     Border.hand_on = hand_on_else  # type: ignore[method-assign]
 
 
+def send_one_shape() -> None:
+    """Have this process send as over JACCL: all messages to another rank have the same shape."""
+    init, send = RingGroup.__init__, RingGroup._send
+    sizes: set[int] = set()
+
+    def init_uniform(group: RingGroup, handle: Any, *, uniform: bool = False) -> None:
+        init(group, handle, uniform=True)
+
+    def send_checked(group: RingGroup, row: mx.array, rank: int) -> mx.array:
+        sizes.add(row.size)
+        assert len(sizes) == 1, sizes
+        return send(group, row, rank)
+
+    RingGroup.__init__ = init_uniform  # type: ignore[method-assign]
+    RingGroup._send = send_checked  # type: ignore[method-assign]
+
+
 def main() -> None:
     folder, *arguments = sys.argv[1:]
     if arguments[arguments.index("--rank") + 1] == "1":
         err(lambda fault: (Path(folder) / fault).exists())
         err_at_a_border(Path(folder))
+    if (Path(folder) / "one shape").exists():
+        send_one_shape()
     worker.main(arguments)
 
 

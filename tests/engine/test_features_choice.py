@@ -35,8 +35,9 @@ SETTINGS = {
     "plain": {"compiled": False, "speculation": False, "prefix_cache": False, "agreement": "broadcast"},
     "lockstep": {"run_ahead": 0, "agreement": "verify"},
     "alone": {"ranks": 1},
+    "pipeline": {"parallel": "pipeline", "split": "1,1", "repeatable": False},
 }
-"""Everything on; everything off that can be; no run-ahead; no group."""
+"""Everything on; everything off that can be; no run-ahead; no group; stages, with drafts of any length."""
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scope="module",
     params=[
         "rich",
+        "pipeline",
         *(pytest.param(name, marks=pytest.mark.chaos) for name in ("alone", "plain", "lockstep")),
     ],
 )

@@ -88,7 +88,12 @@ KINDS = [
 JSON_OBJECT = Kind("json_schema", '{"type": "object"}', lambda text: isinstance(json.loads(text), dict))
 
 
-@pytest.fixture(params=[pytest.param("one_rank", marks=pytest.mark.chaos), "two_ranks"])
+@pytest.fixture(
+    params=[
+        *(pytest.param(name, marks=pytest.mark.chaos) for name in ("one_rank", "two_stages")),
+        "two_ranks",
+    ]
+)
 def cluster(request: pytest.FixtureRequest) -> Cluster:
     found: Cluster = request.getfixturevalue(request.param)
     return found

@@ -19,7 +19,12 @@ pytestmark = pytest.mark.group
 MAX_TOKENS = 60
 
 
-@pytest.fixture(params=[pytest.param("one_rank", marks=pytest.mark.chaos), "two_ranks"])
+@pytest.fixture(
+    params=[
+        *(pytest.param(name, marks=pytest.mark.chaos) for name in ("one_rank", "two_stages")),
+        "two_ranks",
+    ]
+)
 def cluster(request: pytest.FixtureRequest) -> Cluster:
     found: Cluster = request.getfixturevalue(request.param)
     return found

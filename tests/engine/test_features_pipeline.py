@@ -1,0 +1,206 @@
+"""Requests of any kind over the stages of a pipeline, and wrong messages between stages."""
+
+from __future__ import annotations
+
+import os
+import random as randomness
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from mlxtp.api.backend import Request as Wanted
+from mlxtp.api.backend import Sampling, Shaping
+from mlxtp.errors import Code
+from mlxtp.groups.health import ServingState
+
+from ..live_cluster import Cluster, until
+from ..reference import expected
+from .families import FAMILIES
+from .small_models import write_model
+from .test_features_ledger import crowd
+
+pytestmark = pytest.mark.group
+
+SPLIT = "1,2,1"
+KINDS = ("llama", "gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        kind: write_model(
+            root / kind,
+            model_type=kind,
+            attentive=True,
+            **{"num_hidden_layers": 4, "max_position_embeddings": 2048, **FAMILIES[kind]},
+        )
+        for kind in KINDS
+    }
+
+
+@pytest.fixture(scope="module")
+def three(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    home = tmp_path_factory.mktemp("three")
+    with Cluster(home, ranks=3, parallel="pipeline", split=SPLIT, model=folders["llama"]) as cluster:
+        yield cluster
+
+
+def some(random: Random, count: int) -> list[Wanted]:
+    """Requests of unlike lengths, of which some begin like others."""
+    stem = tuple(random.choices(range(6, 500), k=300))
+    return [
+        Wanted(
+            (
+                *stem[: random.choice((0, 40, 300))],
+                *random.choices(range(6, 500), k=random.choice((3, 30, 200))),
+            ),
+            random.choice((3, 20, 60)),
+            Sampling(temperature=random.choice((0.0, 0.0, 2.0)), seed=random.randrange(99)),
+            Shaping(presence_penalty=1.0) if random.random() < 0.2 else Shaping(),
+            random.choice((-1, -1, 2)),
+            ignore_eos=True,
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_at_once_say_what_one_rank_says(three: Cluster, folders: dict[str, Path], kind: str) -> None:
+    epoch = three.epoch
+    three.load(folders[kind])
+    wanted = some(Random(5), 10)
+    before = three.idle()
+    outcomes = three.ask_all(wanted)
+    again = three.ask_all(wanted)
+    work = three.idle() - before
+    right = [expected(each, folders[kind]) for each in wanted]
+    assert [outcome.tokens for outcome in outcomes] == [each.tokens for each in right]
+    assert [outcome.tokens for outcome in again] == [each.tokens for each in right]
+    assert sum(outcome.whole().cached for outcome in again) > 500
+    assert three.epoch == epoch
+    assert work.forwards[0] == work.forwards[1] == work.forwards[2] > 0
+    assert work.collectives == work.forwards, "one message for each border and forward"
+    three.load(folders["llama"])
+
+
+def test_random_schedules_leave_all_ledgers_equal(three: Cluster, folders: dict[str, Path]) -> None:
+    seed = randomness.randrange(2**32)
+    print(f"seed {seed}")
+    epoch, before = three.epoch, three.idle()
+    three.call(crowd(three, Random(seed), 100), 240)
+    work = three.idle() - before
+    assert three.epoch == epoch
+    assert work.forwards[0] == work.forwards[1] == work.forwards[2] > 0
+    probe = Wanted((7, 8, 9), 20, Sampling(9.0, seed=3))
+    assert three.ask_all([probe])[0].tokens == expected(probe, folders["llama"]).tokens
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_conversation_comes_back_from_the_disks_of_all_stages(
+    folders: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    wanted = Wanted(
+        tuple(Random(4).choices(range(6, 500), k=1500)), 8, Sampling(2.0, seed=3), ignore_eos=True
+    )
+    right = expected(wanted, folders[kind]).tokens
+    settings = {"parallel": "pipeline", "model": folders[kind], "cache_disk": 1 << 30}
+    cached = []
+    for split in ("3,1", "3,1", "2,2"):
+        with Cluster(tmp_path / "home", split=split, **settings) as cluster:
+            (outcome,) = cluster.ask_all([wanted])
+            assert outcome.tokens == right
+            cached.append(outcome.whole().cached)
+    assert cached[0] == 0
+    assert cached[1] > 1000
+    assert cached[2] == 0, "blocks of another split"
+
+
+# --- messages between stages ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("orders")
+
+
+@pytest.fixture(scope="module")
+def erring(
+    orders: Path, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    worker = (sys.executable, "-m", "tests.engine.engine_member", str(orders))
+    home, model = tmp_path_factory.mktemp("erring"), folders["llama"]
+    with Cluster(home, ranks=3, parallel="pipeline", split=SPLIT, worker=worker, model=model) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "no message",
+        *(pytest.param(fault, marks=pytest.mark.chaos) for fault in ("two messages", "messages exchanged")),
+    ],
+)
+def test_a_message_that_is_not_the_forwards_own_is_found_before_a_token_leaves(
+    erring: Cluster, orders: Path, folders: dict[str, Path], fault: str
+) -> None:
+    wanted = [
+        Wanted((7, 8, 9, seed), 60, Sampling(9.0, seed=seed), ignore_eos=True) for seed in range(10, 16)
+    ]
+    right = [expected(each, folders["llama"]).tokens for each in wanted]
+    epoch = erring.epoch
+    requests = [erring.ask(each) for each in wanted]
+    for request in requests:
+        request.take(2)
+    (orders / fault).touch()
+    until(lambda: erring.supervisor.status.state is not ServingState.READY, "it was found")
+    reason = erring.supervisor.status.reason
+    assert reason is not None
+    assert reason.code is Code.DESYNC
+    assert [request.finish()[0] for request in requests] == right
+    assert erring.epoch == epoch + 1
+
+
+@pytest.mark.chaos
+def test_a_late_message_only_takes_time(erring: Cluster, orders: Path, folders: dict[str, Path]) -> None:
+    wanted = Wanted((7, 8, 9), 4, ignore_eos=True)
+    epoch = erring.epoch
+    (orders / "a late message").touch()
+    try:
+        (outcome,) = erring.ask_all([wanted])
+    finally:
+        (orders / "a late message").unlink()
+    assert outcome.tokens == expected(wanted, folders["llama"]).tokens
+    assert erring.epoch == epoch
+
+
+def test_messages_of_one_shape_carry_long_prompts_and_steps(folders: dict[str, Path], tmp_path: Path) -> None:
+    orders = tmp_path / "orders"
+    orders.mkdir()
+    (orders / "one shape").touch()
+    worker = (sys.executable, "-m", "tests.engine.engine_member", str(orders))
+    wanted = [*some(Random(7), 4), Wanted(tuple(range(6, 480)), 20, ignore_eos=True)]
+    with Cluster(
+        tmp_path / "home", parallel="pipeline", split="3,1", worker=worker, model=folders["llama"]
+    ) as cluster:
+        outcomes = cluster.ask_all(wanted)
+        assert cluster.epoch == 1
+    assert [each.tokens for each in outcomes] == [expected(each, folders["llama"]).tokens for each in wanted]
+
+
+@pytest.mark.parametrize("rank", [1, *(pytest.param(rank, marks=pytest.mark.chaos) for rank in (0, 2))])
+def test_a_stage_that_dies_costs_no_token(three: Cluster, folders: dict[str, Path], rank: int) -> None:
+    wanted = [
+        Wanted((7, 8, 9, seed), 150, Sampling(2.0, seed=seed), ignore_eos=True) for seed in range(10, 14)
+    ]
+    requests = [three.ask(each) for each in wanted]
+    for request in requests:
+        request.take(3)
+    os.kill(three.pids()[rank], signal.SIGKILL)
+    right = [expected(each, folders["llama"]).tokens for each in wanted]
+    assert [request.finish()[0] for request in requests] == right

@@ -35,6 +35,8 @@ def written(family: str, models: Path) -> Path:
     """Make a model of a family, for long prompts, that heeds all of them."""
     long = {"max_position_embeddings": 8192}
     changes = FAMILIES.get(family, {}) | long
+    if family == "gpt_oss":
+        changes["num_hidden_layers"] = 4  # two of each kind, so that one is not taken for the other
     if "text_config" in changes:
         changes["text_config"] = changes["text_config"] | long
     return write_model(models / family, model_type=family, attentive=True, **changes)

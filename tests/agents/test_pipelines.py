@@ -1,0 +1,61 @@
+"""Three Macs that share a model of four layers as a pipeline, by hand and by what is set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ..hosts import Hosts, requires_namespaces
+from .agents import SECRET, Agent, serving, wait
+
+pytestmark = requires_namespaces
+
+
+@pytest.fixture
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Agent, Agent]]:
+    folder = tmp_path_factory.mktemp("three")
+    with Hosts(3) as net:
+        a, b, c = (
+            Agent(folder, name, host) for name, host in zip(("anna", "ben", "cleo"), net.hosts, strict=True)
+        )
+        a.start("--parallel", "pipeline")
+        b.start("--join", a.first_token(), "--parallel", "pipeline")
+        serving(a, b)
+        c.start("--join", b.token(), "--parallel", "pipeline")
+        yield a, b, c
+
+
+def group(agent: Agent) -> dict[str, Any]:
+    """The group as it is reported: empty without ranks."""
+    rows = agent.status().get("deployments", ())
+    found = [each for row in rows for each in row["groups"] if each["members"] and each["state"] == "ready"]
+    return found[0] if found else {}
+
+
+def test_a_split_is_served_by_as_many_macs_and_by_no_others(three: tuple[Agent, Agent, Agent]) -> None:
+    a, b, c = three
+    wrong = b.command("serve", "tiny", "--split", "2,2,1")
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert "the split 2,2,1 has 5 layers, and tiny has 4" in " ".join(wrong.stderr.split())
+    set_by_hand = b.command("serve", "tiny", "--split", "2,1,1")
+    assert set_by_hand.returncode == 0, set_by_hand.stderr
+    serving(a, b, c, ranks=3)
+    for agent in three:
+        assert group(agent)["split"] == [2, 1, 1]
+        assert agent.chat() == SECRET
+    assert "pipeline of 2 + 1 + 1 layers" in c.command("status").stdout
+    assert [each["split"] for each in a.status()["deployments"]] == ["2,1,1"]
+    c.kill()
+    wait(lambda: "the split 2,1,1 needs 3 nodes, 2 are here" in str(a.status()), "two Macs are too few", a, b)
+    by_speed = b.command("serve", "tiny", "--split", "auto")
+    assert by_speed.returncode == 0, by_speed.stderr
+    serving(a, b, ranks=2)  # as the settings have it
+    assert sum(group(b)["split"]) == 4
+    assert b.chat() == SECRET
+    divided = a.command("serve", "tiny", "--parallel", "tensor")
+    assert divided.returncode == 0, divided.stderr
+    wait(lambda: group(b).get("split") == [], "each Mac has a part of each layer", a, b)
+    serving(a, b, ranks=2)
+    assert b.chat() == SECRET

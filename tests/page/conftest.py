@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urljoin
 
 import pytest
 
@@ -27,7 +28,7 @@ from ..api.test_admin import FakeAdmin
 from ..live_cluster import WAIT_S
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, Page
 
 CHROMIUM = os.environ.get("MLXTP_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
 ARGUMENTS = [
@@ -268,9 +269,30 @@ class Visit:
     """A tab with the page in it. `trouble` collects what the browser complained about."""
 
     page: Page
-    context: BrowserContext
     trouble: list[str] = field(default_factory=list)
     requested: list[str] = field(default_factory=list)
+    _heard: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def begin(self, url: str) -> None:
+        """Open the page, and note from its first request on what is wrong."""
+        self.hear("console", lambda said: self.trouble.append(said.text) if said.type == "error" else None)
+        self.hear("pageerror", lambda error: self.trouble.append(str(error)))
+        self.hear("request", lambda request: self.requested.append(request.url))
+        self.page.goto(url)
+
+    def hear(self, what: Any, listener: Any) -> None:
+        """Call `listener` for each such event of the tab, until the visit ends."""
+        self._heard.append((what, listener))
+        self.page.on(what, listener)
+
+    def end(self) -> None:
+        """Leave a tab that has forgotten all and shows nothing, at the same site, which keeps its process."""
+        for what, listener in self._heard:
+            self.page.remove_listener(what, listener)
+        self.page.unroute_all()
+        if self.page.url.startswith("http"):
+            self.page.goto(urljoin(self.page.url, "/health"))
+            self.page.evaluate("localStorage.clear(); sessionStorage.clear()")
 
     def state(self, words: str) -> None:
         """Wait until the line about the state has these words."""
@@ -297,44 +319,65 @@ class Visit:
         return self.page.inner_text(selector)
 
 
+class Tabs:
+    """Tabs of a browser, each for one visit after the other: a new one starts a process for a second."""
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+        self._free: dict[str, list[Page]] = {}
+
+    def take(self, how: Mapping[str, Any]) -> Page:
+        """Return one with these options of its context, in which nothing is stored."""
+        if free := self._free.get(str(how)):
+            return free.pop()
+        context = self._browser.new_context(**how)
+        context.set_default_timeout(WAIT_S / 4 * 1000)
+        return context.new_page()
+
+    def give_back(self, page: Page, how: Mapping[str, Any]) -> None:
+        """Have it used again by a visit with these options."""
+        self._free.setdefault(str(how), []).append(page)
+
+
 @contextlib.contextmanager
-def visits_of(browser: Browser, site: Site) -> Iterator[Any]:
+def visits_of(tabs: Tabs, site: Site) -> Iterator[Any]:
     """Call it for a new visit, with options of the context. At the end no browser must have complained."""
-    visits: list[Visit] = []
+    visits: list[tuple[Visit, dict[str, Any]]] = []
 
     def visit(fragment: str = "", url: str = "", **how: Any) -> Visit:
-        context = browser.new_context(**{"viewport": DESK, **how})
-        context.set_default_timeout(WAIT_S / 4 * 1000)
-        page = context.new_page()
-        made = Visit(page, context)
-        page.on("console", lambda said: made.trouble.append(said.text) if said.type == "error" else None)
-        page.on("pageerror", lambda error: made.trouble.append(str(error)))
-        page.on("request", lambda request: made.requested.append(request.url))
-        page.goto(f"{url or site.url}/{fragment}")
-        visits.append(made)
+        how = {"viewport": DESK, **how}
+        made = Visit(tabs.take(how))
+        visits.append((made, how))
+        made.begin(f"{url or site.url}/{fragment}")
         return made
 
     yield visit
-    for each in visits:
-        each.context.close()
+    for each, how in visits:
+        each.end()
+        tabs.give_back(each.page, how)
     expected = ("status of 4", "status of 503")  # refusals, which tests are about
-    troubles = [line for each in visits for line in each.trouble]
+    troubles = [line for each, _ in visits for line in each.trouble]
     assert [line for line in troubles if not any(each in line for each in expected)] == []
     ours = ("http://127.0.0.1:", "blob:", "about:")
-    assert [url for each in visits for url in each.requested if not url.startswith(ours)] == []
+    assert [url for each, _ in visits for url in each.requested if not url.startswith(ours)] == []
+
+
+@pytest.fixture(scope="module")
+def tabs(browser: Browser) -> Tabs:
+    return Tabs(browser)
 
 
 @pytest.fixture
-def visiting(browser: Browser, site: Site) -> Iterator[Any]:
+def visiting(tabs: Tabs, site: Site) -> Iterator[Any]:
     """Call it for a new visit, see `visits_of`."""
-    with visits_of(browser, site) as visit:
+    with visits_of(tabs, site) as visit:
         yield visit
 
 
 @pytest.fixture(scope="module")
-def reading(browser: Browser, running_site: Site) -> Iterator[Visit]:
+def reading(tabs: Tabs, running_site: Site) -> Iterator[Visit]:
     """One page for tests that only call its modules."""
-    with visits_of(browser, running_site) as visit:
+    with visits_of(tabs, running_site) as visit:
         yield visit()
 
 

@@ -63,7 +63,7 @@ def test_an_answer_is_shown_while_it_comes_and_with_its_numbers(site: Site, visi
 def test_what_is_asked_has_the_parameters_that_were_given_and_no_others(site: Site, visit: Visit) -> None:
     site.says("yes")
     bodies: list[dict[str, Any]] = []
-    visit.page.on("request", lambda r: bodies.append(r.post_data_json) if r.method == "POST" else None)
+    visit.hear("request", lambda r: bodies.append(r.post_data_json) if r.method == "POST" else None)
     visit.send("One")
     visit.answered()
     visit.page.click("#parameters summary")

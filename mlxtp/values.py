@@ -21,7 +21,7 @@ DEFAULT_CONTROL_PORT = 52414
 MAX_NAME = 80
 MAX_NODES = 8
 MAX_LAYERS = 1024
-RANK_COUNTS = (1, 2, 4)
+RANK_COUNTS = (1, 2, 3, 4)
 KV_BITS = (0, 4, 8)
 MAX_CONTEXT = 1 << 24
 MAX_BYTES = 1 << 50
@@ -55,7 +55,7 @@ def parse_ranks(value: object, where: str) -> int:
     except ValueError:
         ranks = 0
     if ranks not in RANK_COUNTS:
-        raise ConfigError(f"{where}: one machine runs 1, 2 or 4 ranks, not {value}")
+        raise ConfigError(f"{where}: one machine runs 1 to 4 ranks, not {value}")
     return ranks
 
 

@@ -117,7 +117,7 @@ def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
 
 
 MISTYPED = (
-    ("demo --ranks 3", "--ranks: one machine runs 1, 2 or 4 ranks, not 3"),
+    ("demo --ranks 5", "--ranks: one machine runs 1 to 4 ranks, not 5"),
     ("demo --replicas 2 --ranks 2", "with --replicas each agent has one rank; omit --ranks"),
     ("node --http 52415", "--http: '52415' is not HOST:PORT"),
     ("node --api-keys some", "--api-keys: 'some' is not one of auto, always, never"),

@@ -27,6 +27,7 @@ from mlxtp.config import (
 )
 from mlxtp.errors import Code, ConfigError
 from mlxtp.groups.machines import local_split, placement_options
+from mlxtp.placement.model_shape import shape_of
 from mlxtp.settings import BY_KEY, SETTINGS, unknown_variables
 from mlxtp.wire.cluster_messages import Deployment
 
@@ -272,10 +273,10 @@ def test_whether_a_model_was_asked_for(tmp_path: Path, given: dict[str, str], ex
 
 
 def test_a_wrong_value_is_named_with_its_place(tmp_path: Path) -> None:
-    wrong = "one machine runs 1, 2 or 4 ranks, not 3"
-    assert refusal(tmp_path, ranks="3") == f"--ranks: {wrong}"
-    assert refusal(tmp_path, MLXTP_RANKS="3") == f"MLXTP_RANKS: {wrong}"
-    assert refusal(tmp_path, "ranks = 3") == f"ranks in {tmp_path / 'config.toml'}, line 1: {wrong}"
+    wrong = "one machine runs 1 to 4 ranks, not 5"
+    assert refusal(tmp_path, ranks="5") == f"--ranks: {wrong}"
+    assert refusal(tmp_path, MLXTP_RANKS="5") == f"MLXTP_RANKS: {wrong}"
+    assert refusal(tmp_path, "ranks = 5") == f"ranks in {tmp_path / 'config.toml'}, line 1: {wrong}"
 
 
 @pytest.mark.parametrize(("key", "path"), [("log_file", "~nosuch/x"), ("http_cert", "a\0b")])
@@ -295,7 +296,7 @@ def test_what_no_model_is_called_is_said_as_it_can_be_printed(tmp_path: Path, ke
 
 
 def test_all_that_is_wrong_can_be_had_at_once_with_defaults_in_its_place(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text('ranks = 3\nmodle = "x"\nname = 7\nhttp_cert = "a"\ndrain = 3')
+    (tmp_path / "config.toml").write_text('ranks = 5\nmodle = "x"\nname = 7\nhttp_cert = "a"\ndrain = 3')
     wrong: list[str] = []
     settings = resolve_settings(
         {"home": tmp_path}, {"MLXTP_KV_BITS": "5"}, refuse=lambda error: wrong.append(error.detail)
@@ -710,12 +711,16 @@ def test_a_split_goes_with_what_else_is_set(tmp_path: Path, given: dict[str, str
         ({"parallel": "pipeline", "ranks": 4}, {}, (5, 5, 5, 6)),
         ({"parallel": "pipeline"}, {"parallel": "auto"}, ()),
         ({}, {"split": "20,1"}, (20, 1)),
+        ({"ranks": 3}, {}, (7, 7, 7)),
+        ({"ranks": 3, "parallel": "tensor"}, {}, ()),
     ],
 )
-def test_ranks_of_one_machine_are_a_pipeline_where_that_is_set(
+def test_ranks_of_one_machine_are_a_pipeline_where_that_is_set_or_they_could_not_divide_the_layers(
     tmp_path: Path, given: dict[str, Any], row: dict[str, str], split: tuple[int, ...]
 ) -> None:
+    config = json.loads((embedded_model_path() / "config.json").read_text()) | {"num_hidden_layers": 21}
+    shape = shape_of(config, name="tiny", weight_bytes=1 << 20)
     settings = resolve_settings({"home": tmp_path, "ranks": 2, **given}, {})
-    assert local_split(settings, Deployment("tiny", "tiny", **row), 21) == split  # type: ignore[arg-type]
+    assert local_split(settings, Deployment("tiny", "tiny", **row), shape) == split  # type: ignore[arg-type]
     options = placement_options(settings, Deployment("tiny", "tiny", **row), "tiny")  # type: ignore[arg-type]
     assert options.split == ()

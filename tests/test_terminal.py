@@ -47,7 +47,7 @@ def mlxtp(words: str, home: Path | None = None) -> Result:
         ("cluster leave", 1, "config_invalid", "belongs to no cluster"),
         ("plan no-such-model", 1, "model_not_found", "no-such-model is neither a model folder"),
         ("plan tiny --spread 9", 2, "config_invalid", "--spread: '9' is not auto, all"),
-        ("demo --once --ranks 3", 1, "config_invalid", "--ranks: one machine runs 1, 2 or 4 ranks, not 3"),
+        ("demo --once --ranks 5", 1, "config_invalid", "--ranks: one machine runs 1 to 4 ranks, not 5"),
         ("demo --once --model /no/such", 1, "model_not_found", "neither a folder nor an id on the Hub"),
         (
             "service install --dry-run --system systemd",

@@ -169,12 +169,17 @@ def placement_options(settings: Settings, row: Deployment, model: str) -> Placem
     )
 
 
-def local_split(settings: Settings, row: Deployment, layers: int) -> tuple[int, ...]:
-    """Return the layers of each rank of this machine, where several share a model as a pipeline; else ()."""
+def local_split(settings: Settings, row: Deployment, shape: ModelShape) -> tuple[int, ...]:
+    """Return the layers of each rank of this machine, where several share a model as a pipeline; else ().
+
+    They do where they are told to, and where they could not divide its layers.
+    """
     parallel = row.parallel or settings.parallel
+    if parallel == "auto" and shape.obstacles(settings.ranks) and not shape.uncuttable(settings.ranks):
+        parallel = "pipeline"
     if (split := split_layers(row.split, parallel, "auto")) or parallel != "pipeline":
         return split
-    fewest, more = divmod(layers, settings.ranks)
+    fewest, more = divmod(shape.layers, settings.ranks)
     return tuple(fewest + (rank >= settings.ranks - more) for rank in range(settings.ranks))
 
 

@@ -239,7 +239,7 @@ class GroupBuilder:
         row = self._scope.row
         model = row.model if row is not None else ""
         if here > 1:
-            split = local_split(node.settings, row, self._scope.model.shape.layers) if row is not None else ()
+            split = local_split(node.settings, row, self._scope.model.shape) if row is not None else ()
             return EpochGroup(here, here, node.settings.local_backend, nodes=chosen.ranks, split=split)
         known = node.peer_info.machines
         machines = tuple(f"{known[each].chip} {known[each].build}" for each in chosen.ranks)

@@ -1,14 +1,16 @@
-"""`python -m benchmarks.delayed_worker FLAG <arguments of mlxtp.engine.worker>`: a rank behind a slow link.
+"""`python -m benchmarks.delayed_worker WHAT FILE <a worker's arguments>`: a rank behind a slow link.
 
-While the file FLAG exists, what this end of a decode link sends is delivered `DELAY_S` later, in order, and
-the sender does not wait for it. Every decode link is made in `engine/decode_links.py`, as `BlockingLink`,
-and gets such a socket there. Create and remove FLAG only while nothing is sent.
+What this end of a decode link sends is delivered later by the seconds in FILE, in order, and the sender does
+not wait for it; see `delay`. Every decode link is made in `engine/decode_links.py`, as `BlockingLink`, and
+gets such a socket there. Where WHAT is `all` and not `frames`, MLX's ring has the same delay: this rank
+connects to the next one through a relay.
 """
 
 from __future__ import annotations
 
 import queue
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -19,24 +21,26 @@ from mlxtp.engine import decode_links, worker
 from mlxtp.wire.blocking import BlockingLink
 from mlxtp.wire.session import Session
 
-DELAY_S = 0.001
+from .delay import Delay
 
 
 class DelayedSocket:
     """A socket whose bytes leave later. Everything else is the socket's own."""
 
-    def __init__(self, sock: socket.socket, flag: Path) -> None:
+    def __init__(self, sock: socket.socket, delay: Delay) -> None:
         self._sock = sock
-        self._flag = flag
+        self._delay = delay
         self._due: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+        self._put = self._delivered = 0
         threading.Thread(target=self._deliver, name="delay", daemon=True).start()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sock, name)
 
     def sendall(self, data: bytes) -> None:
-        if self._flag.exists():
-            self._due.put((time.monotonic() + DELAY_S, data))
+        if (delay_s := self._delay.seconds) or self._put > self._delivered:
+            self._put += 1
+            self._due.put((time.monotonic() + delay_s, data))
         else:
             self._sock.sendall(data)
 
@@ -49,22 +53,51 @@ class DelayedSocket:
                 self._sock.sendall(data)
             except OSError:
                 return  # the link's reader reports its end
+            self._delivered += 1
 
 
-def delay_links(flag: Path) -> None:
+def delay_links(delay: Delay) -> None:
     """Delay every decode link that this process opens from now on."""
 
     class DelayedLink(BlockingLink):
         def __init__(self, sock: Any, protocol: Session, send_timeout_s: float) -> None:
-            super().__init__(cast(socket.socket, DelayedSocket(sock, flag)), protocol, send_timeout_s)
+            super().__init__(cast(socket.socket, DelayedSocket(sock, delay)), protocol, send_timeout_s)
 
     assert decode_links.BlockingLink is BlockingLink
     vars(decode_links)["BlockingLink"] = DelayedLink
 
 
+def delay_ring(file: Path) -> None:
+    """Delay what goes over MLX's ring between this rank and the next one, in both directions."""
+    from mlxtp.engine import executor
+
+    form = executor.form
+
+    def behind_a_relay(backend: str, rank: int, size: int, hosts: tuple[str, ...], **more: Any) -> Any:
+        if backend == "ring":
+            after = (rank + 1) % size
+            hosts = (*hosts[:after], _relayed(file, hosts[after]), *hosts[after + 1 :])
+        return form(backend, rank, size, hosts, **more)
+
+    vars(executor)["form"] = behind_a_relay
+
+
+def _relayed(file: Path, address: str) -> str:
+    """Start a relay to an address, ip:port; returns the address of the relay."""
+    host, _, port = address.rpartition(":")
+    module = ("benchmarks.child", "-", "benchmarks.relay")
+    command = (sys.executable, "-m", *module, str(file), host, port)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # it ends with the connection
+    assert process.stdout is not None
+    return f"127.0.0.1:{int(process.stdout.readline())}"
+
+
 def main() -> None:
-    delay_links(Path(sys.argv[1]))
-    worker.main(sys.argv[2:])
+    what, file = sys.argv[1], Path(sys.argv[2])
+    delay_links(Delay(file))
+    if what == "all":
+        delay_ring(file)
+    worker.main(sys.argv[3:])
 
 
 if __name__ == "__main__":

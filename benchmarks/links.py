@@ -21,12 +21,14 @@ from mlxtp.api.backend import Request
 from mlxtp.config import Limits
 
 from . import models, prompts
+from .delay import Delay
 from .errors import Unmeasured
 from .http_client import Ask, user
 from .measures import Row, absolute, compare
 from .stage import Stage, decode, endpoint, text_of
 
 LAYERS = 16
+DELAY_S = 0.001
 _HEARTBEAT_S = 0.1
 _QUIET_S = 3 * _HEARTBEAT_S
 _QUIET_DEADLINE_S = 60.0
@@ -36,8 +38,9 @@ _LEAVE_AFTER = 40
 
 async def measure(stage: Stage) -> list[Row]:
     model = models.write_deep(stage.folder / "deep", LAYERS)
-    flag = stage.folder / "delayed"
-    worker = (sys.executable, "-m", "benchmarks.delayed_worker", str(flag))
+    file = stage.folder / "delay"
+    delay = Delay(file)
+    worker = (sys.executable, "-m", "benchmarks.delayed_worker", "frames", str(file))
     settings = {
         "limits": dataclasses.replace(Limits(), heartbeat_s=_HEARTBEAT_S),
         "speculation": False,
@@ -47,12 +50,12 @@ async def measure(stage: Stage) -> list[Row]:
         plain, late = [], []
         for number in stage.rounds("delayed decode link", full=5, quick=2):
             undelayed = await decode(agent, request)
-            flag.touch()
+            delay.set(DELAY_S)
             try:
                 delayed = await decode(agent, request)
             finally:
                 await _quiet(agent)
-                flag.unlink()
+                delay.set(0)
             if undelayed.tokens != delayed.tokens:
                 raise Unmeasured("the delayed link changed the tokens")
             if number:

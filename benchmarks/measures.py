@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 BARE = "bare generate_step"
 SERVER = "mlx_lm.server"
+DELAYS_MS = (0, 1, 5)  #: Added to each way of a link between two ranks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,44 @@ _ALL = (
     Measure("longest gap beside a 4,000-token prompt vs without chunks", "ms",
             "The longest silence of a running stream while another request's prompt is prefilled.",
             "prefill in one piece", Goal("≤", 0.2)),
+    # --- pipeline
+    Measure("long prompt over two stages vs one rank", "ms",
+            "Time to the first token of 1,024 tokens, 512 in a quick run, in chunks that follow each other "
+            "through the stages. A stage computes on one core, like the one rank.",
+            "one rank", Goal("≤", 0.65)),
+    Measure("one stream over two stages vs one rank", "ms",
+            "Between two tokens: the layers in sequence, a frame and a message.",
+            "one rank", Goal("≤", 1.15)),
+    Measure("8 streams over two stages, two lanes vs one", "tokens/s",
+            "Four rows on each stage, beside eight on one of them while the other waits.",
+            "one lane", Goal("≥", 1.5)),
+    Measure("8 streams over two stages vs one rank", "tokens/s",
+            "Two cores instead of one.", "one rank"),
+    Measure("long prompt over three stages vs one rank", "ms",
+            "On two cores, so no more than two stages compute at once.", "one rank"),
+    Measure("8 streams over three stages vs one rank", "tokens/s", "The same.", "one rank"),
+    *(
+        measure
+        for name, says in (
+            ("one stream", "Between two tokens of a single stream, two ranks."),
+            ("8 streams", "Between two tokens of each of eight streams, two ranks."),
+            ("long prompt", "Time to the first token, two ranks."),
+        )
+        for measure in (
+            *(
+                Measure(f"{name}, pipeline vs tensor, {delay} ms each way", "ms",
+                        f"{says} All that they send each other comes {delay} ms later.", "tensor")
+                for delay in DELAYS_MS
+            ),
+            Measure(f"delay each way from which on {name} takes no more over a pipeline", "ms",
+                    "By straight lines between the measured ones; the longest where it takes more even so."),
+        )
+    ),
+    *(
+        Measure(f"one stream, {kind}, relay without delay vs none", "ms",
+                "What the process in the link costs that adds the delay.", "no relay")
+        for kind in ("pipeline", "tensor")
+    ),
     # --- caches
     *(
         Measure(f"second turn after 8,000 tokens, {size} model, from {kind} vs the first turn", "ms",

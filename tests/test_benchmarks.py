@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import docs, models, pinning, prefill, prompts
+from benchmarks import docs, models, pinning, pipeline, prefill, prompts
 from benchmarks.__main__ import CASES
+from benchmarks.delay import Delay, Underway
 from benchmarks.errors import Unmeasured
 from benchmarks.http_client import parse
 from benchmarks.measures import MEASURES, Goal, absolute, as_json, compare, met, verdict
@@ -33,6 +37,9 @@ GOALS = {
     "16 streams at once, median time to first token vs mlx_lm.server": "≤ 0.4",
     "copy-heavy text, speculation vs none": "≥ 2.5",
     "text with nothing to copy, speculation vs none": "≥ 0.97",
+    "long prompt over two stages vs one rank": "≤ 0.65",
+    "8 streams over two stages, two lanes vs one": "≥ 1.5",
+    "one stream over two stages vs one rank": "≤ 1.15",
     "second turn after 1,000 cached tokens, time to first token vs the first turn": "≤ 0.15",
     "longest gap beside a 4,000-token prompt vs without chunks": "≤ 0.2",
     "second turn after 8,000 tokens, 400 MB model, from memory vs the first turn": "≤ 0.05",
@@ -258,6 +265,97 @@ def test_the_large_model_is_about_400_mb() -> None:
     vocabulary = sum(int(np.prod(shapes[name])) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     assert 380e6 < 2 * total < 420e6
     assert 0.1 < vocabulary / total < 0.25
+
+
+# --- pipeline ------------------------------------------------------------------------------------------
+
+
+def test_streams_are_counted_while_all_of_them_run() -> None:
+    early, late = [0.0, 1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0]
+    assert pipeline.steady_rate([early, late]) == 2.0  # four tokens between 1 and 3 s
+    assert pipeline.steady_rate([early]) == 1.0
+    with pytest.raises(Unmeasured, match="at once"):
+        pipeline.steady_rate([[0.0, 1.0], [1.0, 2.0]])
+
+
+def test_a_text_that_leaves_the_walk_is_not_measured() -> None:
+    first = models.successor(100, 512)
+    pipeline.check_walk([100, first, models.successor(first, 512)])
+    with pytest.raises(Unmeasured, match=f"token {first + 1} came after 100"):
+        pipeline.check_walk([100, first + 1])
+
+
+@pytest.mark.parametrize(
+    ("ours", "turns_at"),
+    [
+        ((3.0, 4.0, 8.0), 0.5),  # 2 more without delay, 2 less with 1 ms
+        ((3.0, 7.0, 8.0), 2.0),  # 1 more with 1 ms, 3 less with 5 ms
+        ((1.0, 2.0, 3.0), 0.0),
+        ((1.0, 6.0, 11.0), 0.0),  # as much is not more
+        ((0.5, 7.0, 8.0), 2.0),  # less at first, and for good
+        ((2.0, 7.0, 12.0), 5.0),  # more with all of them
+    ],
+)
+def test_the_delay_from_which_on_a_pipeline_takes_no_more(ours: tuple[float, ...], turns_at: float) -> None:
+    assert pipeline.turning_ms((0, 1, 5), ours, (1.0, 6.0, 11.0)) == turns_at
+
+
+def test_the_layers_are_divided_evenly() -> None:
+    assert pipeline.even(pipeline.LAYERS, 2) == "6,6"
+    assert pipeline.even(pipeline.LAYERS, 3) == "4,4,4"
+
+
+def test_what_is_underway_arrives_in_order_also_when_the_delay_becomes_shorter() -> None:
+    underway = Underway()
+    underway.push(b"slow", 5.0)
+    underway.push(b", fast", 1.0)
+    underway.push(b", last", 6.0)
+    assert underway.next_at() == 5.0
+    assert underway.arrived(4.9) == b""
+    assert underway.arrived(5.0) == b"slow, fast"
+    assert underway.next_at() == 6.0
+    assert underway.arrived(6.0) == b", last"
+    assert underway.next_at() is None
+
+
+def test_a_delay_is_that_of_every_process_that_has_its_file(tmp_path: Path) -> None:
+    one = Delay(tmp_path / "delay")
+    assert one.seconds == 0.0
+    one.set(0.001)
+    assert Delay(tmp_path / "delay").seconds == 0.001
+
+
+def test_the_relay_delays_both_ways_and_loses_nothing(tmp_path: Path) -> None:
+    file, sent = tmp_path / "delay", os.urandom(1 << 20)
+    Delay(file).set(0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        host, port = listening.getsockname()
+        command = [sys.executable, "-m", "benchmarks.relay", str(file), host, str(port)]
+        relay = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert relay.stdout is not None
+        with (
+            relay,
+            socket.create_connection((host, int(relay.stdout.readline()))) as near,
+            listening.accept()[0] as far,
+        ):
+            for source, sink in ((near, far), (far, near)):
+                began, received = time.monotonic(), b""
+                source.sendall(b"a")
+                assert sink.recv(1) == b"a"
+                assert time.monotonic() - began >= 0.05
+                source.settimeout(10)
+                sink.settimeout(10)
+                sender = threading.Thread(target=source.sendall, args=(sent,))
+                sender.start()
+                while len(received) < len(sent) and (data := sink.recv(1 << 16)):
+                    received += data
+                sender.join()
+                assert received == sent
+            near.close()
+            assert relay.wait(10) == 0
+
+
+# --- cores ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins nothing")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import delayed_worker
+from benchmarks.delay import Delay
 from mlxtp.engine import decode_links
 from mlxtp.engine.decode_links import MAX_STRANGERS, open_links
 from mlxtp.errors import Code, LinkError, ProtocolError
@@ -160,10 +161,9 @@ def test_the_benchmark_delays_both_ends_of_every_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_links, "BlockingLink", BlockingLink)  # is put back afterwards
-    monkeypatch.setattr(delayed_worker, "DELAY_S", 0.1)
-    flag = tmp_path / "late"
-    flag.touch()
-    delayed_worker.delay_links(flag)
+    delay = Delay(tmp_path / "delay")
+    delay.set(0.1)
+    delayed_worker.delay_links(delay)
     began = time.monotonic()
     with contextlib.closing(Group(tmp_path, 2, pinned=False)) as group:
         joined(group.rank(0), group.rank(1))

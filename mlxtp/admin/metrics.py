@@ -253,8 +253,18 @@ _OF_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
 )
 
 #: Counters in each rank's newest heartbeat: name, help, reader.
-_COUNTED_BY_A_RANK: tuple[tuple[str, str, Callable[[Pong], int]], ...] = (
+_COUNTED_BY_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
     ("mlxtp_rank_forwards", "Forwards of a rank in this epoch.", lambda pong: pong.forwards),
+    (
+        "mlxtp_rank_stage_busy_seconds",
+        "Time in which a rank of a pipeline computed its layers.",
+        lambda pong: pong.stage_busy_us / 1e6,
+    ),
+    (
+        "mlxtp_rank_stage_waiting_seconds",
+        "Time in which a rank of a pipeline waited for other stages while sequences ran.",
+        lambda pong: pong.stage_waiting_us / 1e6,
+    ),
     (
         "mlxtp_rank_evicted_cache_bytes",
         "KV caches that a rank kept and dropped in this epoch: for lack of room, for a longer one, cleared.",

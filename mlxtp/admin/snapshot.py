@@ -260,7 +260,10 @@ def links(
 
 
 #: Fields of each rank's heartbeat.
-_SHOWN = ("phase", "memory_bytes", "step_us", "kept_bytes", "evicted_bytes", "reused", "reused_tokens")
+_SHOWN = (
+    "phase", "memory_bytes", "step_us", "stage_busy_us", "stage_waiting_us", "kept_bytes", "evicted_bytes",
+    "reused", "reused_tokens",
+)  # fmt: skip
 
 
 def status(now: Snapshot) -> Json:
@@ -368,6 +371,7 @@ def _works_for(cluster: ClusterSnapshot, node_id: str) -> list[str]:
 #: Fields of each rank's heartbeat.
 _RANK = (
     "phase", "memory_bytes", "weight_bytes", "kv_bytes", "step_us", "wait_us", "collective_us", "in_flight",
+    "stage_busy_us", "stage_waiting_us",
 )  # fmt: skip
 
 

@@ -64,6 +64,8 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
     if answer.get("left_wired"):
         lines.append(_indented(answer["left_wired"], "yellow"))
     lines += [_indented(each) for each in _caches(answer["caches"])]
+    if busy := [f"rank {each['rank']} {share}" for each in answer["ranks"] if (share := busy_share(each))]:
+        lines.append(_indented(f"stages, of the time with requests: {', '.join(busy)}"))
     if "members" in answer or len(answer["deployments"]) > 1:
         lines += deployments_shown(answer["deployments"], Console().width)
     if "members" in answer:
@@ -99,6 +101,12 @@ def _caches(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"{room if each['disk_room_bytes'] else ''}, {size_of(each['evicted_bytes'])} evicted; "
             f"{each['reused']:,} prompts began with {each['reused_tokens']:,} of their tokens{disk}"
         )
+
+
+def busy_share(rank: Mapping[str, Any]) -> str:
+    """Return the part of the time in which a stage computes and does not wait; empty for other ranks."""
+    busy, waiting = rank["stage_busy_us"], rank["stage_waiting_us"]
+    return f"busy {busy / (busy + waiting):.0%}" if busy else ""
 
 
 def _where(answer: Mapping[str, Any]) -> str:
@@ -312,7 +320,7 @@ def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...
     return [
         (
             str(rank["rank"]),
-            rank["phase"] or "",
+            "\n".join(filter(None, (rank["phase"], busy_share(rank)))),
             "" if rank["memory_bytes"] is None else size_of(rank["memory_bytes"]),
             f"{rank['step_us'] / 1000:.1f} ms" if rank["step_us"] else "",
         )

@@ -154,6 +154,8 @@ class RankExecutor:
         runner, recorder = self._require_runner(), self.status.recorder
         room, before = runner.room, self._counter.total
         phase: Phase = "decode" if isinstance(frame, StepToken) else "prefill"
+        if runner.border.times is not None and self.bootstrap.rank:
+            runner.border.times.began(frame, launched_at, idle=not self.status.in_flight)
         self.status.launched(phase, len(frame.tokens), launched_at)
         runner.border.make_way()
         if isinstance(frame, PromptTokens):
@@ -175,11 +177,15 @@ class RankExecutor:
         """Wait for a forward. The GIL is free meanwhile, so that other threads can reply to Pings."""
         waiting_since = time.monotonic()
         chosen, status = forward.chosen, self.status
-        self._require_runner().border.flush(forward.forwards)
+        border = self._require_runner().border
+        border.flush(forward.forwards)
         table = cast("list[list[int]]", chosen.tokens.tolist())
         now = time.monotonic()
         tokens = tuple([t for row, width in zip(table, chosen.widths, strict=False) for t in row[:width]])
         took_s = status.settled(now)
+        if border.times is not None:
+            border.times.ended(took_s, now)
+            status.staged(border.times.busy_s, border.times.waiting_s)
         status.step = forward.step
         status.forwards = forward.forwards
         status.collectives = forward.collectives
@@ -360,6 +366,7 @@ class RankExecutor:
         gc.collect()  # graphs that were traced hold the runner that holds them
         status = self.status
         status.model, status.weight_bytes, status.load_peak_bytes, status.caches = "", 0, 0, CacheUse()
+        status.staged(0.0, 0.0)
         mx.clear_cache()
 
     def _require_runner(self) -> Runner:

@@ -9,6 +9,8 @@ The first own layer takes the hidden states that were received, and the last one
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -20,6 +22,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import Code, GroupError, ModelError
 from ..pipeline_families import PIPELINE_FAMILIES
+from ..wire.messages import PromptBatch, PromptTokens, StepToken
 from .group import Group, LoneGroup, RingGroup, uncounted
 from .sharding import EMBEDDINGS, HEADS, Vocabulary, shard
 
@@ -393,6 +396,47 @@ class HiddenStates:
             )
 
 
+class StageTimes:
+    """Seconds since the load in which a stage computed its layers, and in which it waited for other stages.
+
+    Time in which no sequence runs is neither.
+    """
+
+    def __init__(self) -> None:
+        self.busy_s = self.waiting_s = 0.0
+        self._ended = 0.0  # when the newest forward ended
+        self._blocked_s = 0.0  # since then
+        self._prompt = 0  # uid of the prompt whose next tokens are to come
+
+    def began(self, frame: PromptTokens | PromptBatch | StepToken, now: float, *, idle: bool) -> None:
+        """Record a frame at `now` (monotonic, in seconds). `idle`: no forward was in flight.
+
+        Only rank 0 decides when the next frame comes, so it is not for this.
+        """
+        goes_on = isinstance(frame, StepToken)
+        prompt, self._prompt = self._prompt, 0
+        if isinstance(frame, PromptTokens):
+            goes_on = frame.uid == prompt
+            self._prompt = frame.uid if frame.offset + len(frame.tokens) < frame.total else 0
+        if idle and goes_on:
+            self.waiting_s += now - self._ended
+
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Count the time inside as waiting."""
+        since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._blocked_s += time.monotonic() - since
+
+    def ended(self, took_s: float, now: float) -> None:
+        """Record the end of a forward that took so long, time in `blocked` included."""
+        self.waiting_s += self._blocked_s
+        self.busy_s += max(took_s - self._blocked_s, 0.0)
+        self._blocked_s, self._ended = 0.0, now
+
+
 class Border:
     """Messages of hidden states over the borders of `stage`; none where a rank has part of each layer.
 
@@ -407,6 +451,8 @@ class Border:
         self._stage = stage
         self._group = group
         self._held: deque[tuple[int, HiddenStates, tuple[Any, ...]]] = deque()
+        self._handed_on: mx.array | None = None  # by the newest forward
+        self.times = StageTimes() if stage is not None else None
 
     def expect(self, rows: int, width: int) -> HiddenStates:
         """Queue the message of one forward."""
@@ -434,7 +480,10 @@ class Border:
         stage = self._stage
         assert stage is not None
         assert isinstance(self._group, RingGroup)
-        after.wait(forward)
+        if self._handed_on is not None and after.number is not None:
+            mx.eval(self._handed_on)  # is sent before `after` comes: time to compute it is no waiting
+        self._handed_on = hidden
+        self._await(after, forward)
         bits = _WORDS[stage.dtype.size]
         parts = [hidden.view(bits).reshape(-1), mx.array([forward & _MASK], dtype=mx.uint32).view(bits)]
         return self._group.send_row(mx.concatenate(parts), stage.rank - 1, UNIT_TOKENS * stage.hidden)
@@ -458,5 +507,9 @@ class Border:
         """
         while self._held and self._held[0][0] <= forward:
             number, after, arrays = self._held.popleft()
-            after.wait(number)
+            self._await(after, number)
             mx.async_eval(*arrays)
+
+    def _await(self, after: HiddenStates, forward: int) -> None:
+        with self.times.blocked() if self.times is not None else contextlib.nullcontext():
+            after.wait(forward)

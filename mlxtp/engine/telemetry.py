@@ -137,6 +137,7 @@ class _ForwardTimes:
         self.began = 0.0  # when the oldest of these began
         self.step_us = 0.0
         self.wait_us = 0.0
+        self.stage_busy_us = self.stage_waiting_us = 0
         self._step_s: float | None = None  # time of a decode step with any number of rows
         self._token_s: dict[Phase, float] = {}  # time of a forward for each of its tokens
 
@@ -233,6 +234,10 @@ class RankTelemetry:
         self._times.step_us += (step_us - self._times.step_us) * RECENT
         self._times.wait_us += (wait_us - self._times.wait_us) * RECENT
 
+    def staged(self, busy_s: float, waiting_s: float) -> None:
+        """Set the seconds since the load in which a stage computed, and waited for other stages."""
+        self._times.stage_busy_us, self._times.stage_waiting_us = int(busy_s * 1e6), int(waiting_s * 1e6)
+
     @property
     def in_collective(self) -> bool:
         """True while the main thread may wait for other ranks and nothing else wakes it."""
@@ -272,6 +277,8 @@ class RankTelemetry:
             wait_us=int(self._times.wait_us),
             collective_us=self.collective_us,
             expected_us=self.expected_us,
+            stage_busy_us=self._times.stage_busy_us,
+            stage_waiting_us=self._times.stage_waiting_us,
             **asdict(self.caches),
         )
 

@@ -21,7 +21,7 @@ _SHOWN = (
     "phase", "step", "forwards", "collectives", "emitted", "memory_bytes", "peak_memory_bytes",
     "weight_bytes", "load_peak_bytes", "kv_bytes", "kept_bytes", "evicted_bytes", "reused", "reused_tokens",
     "fetched", "fetched_tokens", "spilled_bytes", "disk_bytes", "disk_room_bytes",
-    "step_us", "wait_us", "collective_us",
+    "step_us", "wait_us", "collective_us", "stage_busy_us", "stage_waiting_us",
 )  # fmt: skip
 
 #: States in which an agent takes requests or would; while it drains it shows DRAINING instead.

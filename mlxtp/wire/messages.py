@@ -144,7 +144,8 @@ class Pong(Message):
     `load_peak_bytes` is the most memory while loading. `step_us` and `wait_us` are
     averages over recent steps, as in Ack. `collective_us` is the time of one small collective at the last
     proof. `expected_us` is the expected time of the running forward, judged by those before it. MLX does not
-    report how much of a step its collectives wait.
+    report how much of a step its collectives wait. A rank of a pipeline has computed its layers for
+    `stage_busy_us` since the load, and has waited for other stages for `stage_waiting_us`; 0 on other ranks.
     """
 
     TYPE: ClassVar[int] = 0x04
@@ -178,6 +179,8 @@ class Pong(Message):
     spilled_bytes: int = _f(_count, default=0)
     disk_bytes: int = _f(_count, default=0)
     disk_room_bytes: int = _f(_count, default=0)
+    stage_busy_us: int = _f(_count, default=0)
+    stage_waiting_us: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -627,9 +627,10 @@ def test_each_rank_has_its_figures(stage: Stage) -> None:
         "disk_bytes": 19,
         "disk_room_bytes": 23,
     }
+    shares = {"stage_busy_us": 3_000_000, "stage_waiting_us": 1_500_000}
     pongs = {
         1: pong(memory_bytes=22, peak_memory_bytes=33, weight_bytes=4, forwards=6, **caches),
-        0: pong(memory_bytes=11, step_us=1500, wait_us=500, collective_us=40),
+        0: pong(memory_bytes=11, step_us=1500, wait_us=500, collective_us=40, **shares),
     }
     stage.supervisor.status.ranks = cast(
         Any, SimpleNamespace(watch=SimpleNamespace(pongs=pongs), processes=[])
@@ -656,6 +657,9 @@ def test_each_rank_has_its_figures(stage: Stage) -> None:
     assert found("mlxtp_rank_step_seconds", rank="0") == 0.0015
     assert found("mlxtp_rank_wait_seconds", rank="0") == 0.0005
     assert found("mlxtp_rank_collective_seconds", rank="0") == 0.00004
+    assert found("mlxtp_rank_stage_busy_seconds_total", rank="0") == 3
+    assert found("mlxtp_rank_stage_waiting_seconds_total", rank="0") == 1.5
+    assert {name: httpx.get(f"{stage.url}/health").json()["ranks"][0][name] for name in shares} == shares
     stage.supervisor.status.ranks = None
     found = stage.scrape()
     assert not [key for key in found.samples if key[0].startswith("mlxtp_rank")]

@@ -282,6 +282,19 @@ def test_status_is_one_screen(agent: Agent) -> None:
     assert table[3:] == ["mini:", "  - it is not there", "mini:", "  - RDMA is [off]"]
 
 
+def test_the_status_has_the_time_in_which_each_stage_computes(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = [(300, 100), (1, 9), (0, 0)]
+    ranks = [
+        {"rank": rank, "stage_busy_us": busy, "stage_waiting_us": waiting}
+        for rank, (busy, waiting) in enumerate(figures)
+    ]
+    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "ranks": ranks})
+    lines = mlxtp(agent.home, "status").output.splitlines()
+    assert lines[1] == "  stages, of the time with requests: rank 0 busy 75%, rank 1 busy 10%"
+
+
 def test_status_has_a_row_for_each_deployment_and_below_it_its_groups(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,7 +452,7 @@ def test_memory_that_ended_ranks_left_wired_is_shown(agent: Agent, monkeypatch: 
 
 
 def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = {name: STATUS[name] for name in ("state", "reason", "model", "epoch", "caches")} | {
+    alone = {name: STATUS[name] for name in ("state", "reason", "model", "epoch", "caches", "ranks")} | {
         "deployments": [{**TWO_REPLICAS, "groups": [GROUP]}],
         "world_size": 1,
         "kind": "",

@@ -32,8 +32,9 @@ NODE = {
 }  # fmt: skip
 RANK = {
     "rank": 0, "node": "ab" * 16, "phase": "decode", "memory_bytes": 52 * 10**9, "step_us": 31_400,
+    "stage_busy_us": 0, "stage_waiting_us": 0,
 }  # fmt: skip
-UNHEARD = {"phase": None, "memory_bytes": None, "step_us": None}
+UNHEARD = dict.fromkeys(("phase", "memory_bytes", "step_us", "stage_busy_us", "stage_waiting_us"))
 ENDED = {
     "epoch": 6,
     "began": 0.0,
@@ -82,6 +83,12 @@ def test_the_picture_of_a_moment() -> None:
     assert second.split() == ["mini", "suspect", "1"]
     assert problem == "mini: half of it is missing"
     assert before == "epoch 6 ended after 1 h 1 min: rank 1 [x] fell silent"
+
+
+def test_a_stage_is_shown_with_the_part_of_the_time_in_which_it_computes() -> None:
+    ranks = [{**RANK, "stage_busy_us": 600, "stage_waiting_us": 200}, MOMENT["ranks"][1]]
+    lines = drawn({**MOMENT, "ranks": ranks})
+    assert any("busy 75%" in line for line in lines)
 
 
 def test_the_picture_of_a_cluster_without_a_group() -> None:

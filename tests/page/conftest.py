@@ -52,6 +52,8 @@ RANK = {
     "wait_us": 800,
     "collective_us": 60,
     "in_flight": 0,
+    "stage_busy_us": 0,
+    "stage_waiting_us": 0,
 }
 NODE = {
     "node_id": "a" * 32,

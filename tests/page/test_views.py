@@ -68,6 +68,18 @@ def test_the_cluster_in_words(visit: Visit) -> None:
     assert [word for word in ours if word in shown] == []
 
 
+def test_a_stage_of_a_pipeline_says_how_busy_it_is(site: Site, visit: Visit) -> None:
+    stages = [(3_000_000, 1_000_000), (None, None)]
+    ranks = [
+        rank | {"stage_busy_us": busy, "stage_waiting_us": waiting}
+        for rank, (busy, waiting) in zip(MOMENT["ranks"], stages, strict=True)
+    ]
+    visit.open("cluster")
+    assert "busy" not in visit.text("#nodes")
+    site.show(ranks=ranks)
+    visit.shows("idle, busy 75 % of the time", "#nodes")
+
+
 KEPT = {
     "group": "org/tiny#0", "kept_bytes": 1_500_000_000, "evicted_bytes": 0, "spilled_bytes": 0, "reused": 12,
     "reused_tokens": 96_000, "fetched": 3, "fetched_tokens": 64_000, "disk_bytes": 12 * 10**9,

@@ -93,7 +93,7 @@ function memory(each, now) {
   const sum = (field) => ranks.reduce((all, rank) => (all === null || rank[field] === null ? null : all + rank[field]), 0);
   const held = sum("memory_bytes");
   const phases = ranks.map((rank) => phaseWord(rank.phase ?? (now.ready ? "serving" : now.state)));
-  const doing = [ranks.length > 1 ? count(ranks.length, "process", "processes") : "", [...new Set(phases)].join(" and ")];
+  const doing = [ranks.length > 1 ? count(ranks.length, "process", "processes") : "", [...new Set(phases)].join(" and "), busy(sum)];
   if (held === null) return [el("span", { class: "about" }, `${doing.filter(Boolean).join(", ")} · use of memory ${UNKNOWN} here`)];
   const kv = sum("kv_bytes");
   const parts = `weights ${bytes(sum("weight_bytes"))}${kv ? `, conversations ${bytes(kv)}` : ""}`;
@@ -103,6 +103,12 @@ function memory(each, now) {
     el("span", { class: "about" }, `Model: ${bytes(held)} (${parts})`),
     el("span", { class: "about" }, doing.filter(Boolean).join(", ")),
   ];
+}
+
+/** Return the part of the time with requests in which stages of a pipeline compute and do not wait. */
+function busy(sum) {
+  const [busy, all] = [sum("stage_busy_us"), sum("stage_busy_us") + sum("stage_waiting_us")];
+  return busy ? `busy ${Math.round((100 * busy) / all)} % of the time` : "";
 }
 
 /** Return what one group keeps of earlier prompts, and how often that helped. */

@@ -51,8 +51,8 @@ demo: setup
 quick: setup
 	$(MANY) -m pytest -n 2 --dist loadfile -m "not chaos and not group and not slow" $(TEST_ARGS)
 
-# Ranks of a group wait for each other many times a token, and their tests measure times. So the tests with
-# groups run one after the other, and before the others where both want a core.
+# Ranks of a group wait for each other many times a token, and their tests measure times. So two tests with
+# groups run at once, and before the others where both want a core.
 test: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-others test-groups
 
@@ -61,7 +61,8 @@ test-others: setup
 
 # Shown as a whole at its end. pytest exits with 5 where TEST_ARGS leave nothing of a part.
 test-groups: setup
-	@status=0; $(MANY) -m pytest -m "not chaos and group" $(TEST_ARGS) >$(VENV)/groups.log 2>&1 || status=$$?; \
+	@status=0; $(MANY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not chaos and group" $(TEST_ARGS) \
+	  >$(VENV)/groups.log 2>&1 || status=$$?; \
 	  cat $(VENV)/groups.log; [ $$status = 0 ] || [ $$status = 5 ]
 
 chaos: setup

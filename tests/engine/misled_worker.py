@@ -5,7 +5,7 @@ load, as if two machines held different files.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlxtp.engine import executor as rank_module
@@ -19,8 +19,10 @@ def main() -> None:
     signpost = Path(folder) / f"rank-{arguments[arguments.index('--rank') + 1]}"
     load = rank_module.load
 
-    def load_elsewhere(path: Path, group: Group, progress: Callable[[], None]) -> ModelShare:
-        return load(Path(signpost.read_text()) if signpost.exists() else path, group, progress)
+    def load_elsewhere(
+        path: Path, group: Group, progress: Callable[[], None], split: Sequence[int] = ()
+    ) -> ModelShare:
+        return load(Path(signpost.read_text()) if signpost.exists() else path, group, progress, split)
 
     rank_module.load = load_elsewhere
     worker.main(arguments)

@@ -307,7 +307,7 @@ def test_a_draft_model_that_is_nowhere_is_refused_before_anything_is_let_go(
 def test_an_agent_whose_model_does_not_divide_says_so_and_does_not_try_again(
     odd: Path, tmp_path: Path
 ) -> None:
-    cluster = Cluster(tmp_path / "home", ranks=2, model=odd, wait=False)
+    cluster = Cluster(tmp_path / "home", ranks=2, parallel="tensor", model=odd, wait=False)
     try:
         with pytest.raises(ModelError, match=r"odd cannot be loaded: .* 3 attention heads"):
             cluster.wait_ready()

@@ -115,6 +115,8 @@ class RequestDispatcher:
                 self._suspect = request
             return
         if isinstance(request, ForwardedRequest):
+            if failed is not error:  # its own gateway has it wait, as for a group whose end was noticed
+                raise GroupError(failed.detail, Code.LINK_LOST)
             raise RequestError(failed.detail, Code.NOT_READY, status=503)
         self.park(request, failed)
 
@@ -322,7 +324,7 @@ class RequestDispatcher:
             waiting = self._suspects.popleft()
             try:
                 self.admit(waiting)
-            except RequestError as error:
+            except MlxtpError as error:
                 waiting.put(error)
 
     # --- counts --------------------------------------------------------------------------------------

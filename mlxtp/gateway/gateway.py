@@ -221,7 +221,8 @@ class Gateway:
         """Start a request that another agent forwarded. `tell` gets its events under the uid it has there.
 
         Returns the function that cancels it. Raises RequestError if it is refused at once. Raises the reason
-        of the gap between two groups if it came in one: its own gateway has it wait for the next group.
+        of the gap between two groups if it came in one, GroupError (LINK_LOST) if that is about to be
+        noticed: its own gateway has it wait for the next group.
         """
         # Two agents that each take the other for rank 0's would forward it for ever.
         deployment = self.deployments.owning(generate.group)

@@ -415,6 +415,18 @@ def test_a_request_at_a_rank_that_is_gone_waits_for_the_next_group() -> None:
     play(story)
 
 
+def test_another_agents_request_at_a_rank_that_is_gone_waits_there_for_the_next_group() -> None:
+    """Its gateway would take a refusal for the last word."""
+
+    async def story(stage: Stage) -> None:
+        stage.ranks.broken = LinkError("its link is gone")
+        with pytest.raises(GroupError, match="its link is gone") as gone:
+            stage.gateway.relay(Generate(1, (1,), 9, group=GROUP), lambda _: None)
+        assert gone.value.code is Code.LINK_LOST
+
+    play(story)
+
+
 @pytest.mark.parametrize("code", [Code.BAD_REQUEST, Code.CONTEXT_OVERFLOW])
 def test_what_the_client_got_wrong_is_the_clients_error(code: Code) -> None:
     async def story(stage: Stage) -> None:

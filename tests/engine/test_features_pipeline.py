@@ -69,7 +69,7 @@ def some(random: Random, count: int) -> list[Wanted]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gpt_oss", pytest.param("llama", marks=pytest.mark.chaos)])
 def test_many_at_once_say_what_one_rank_says(three: Cluster, folders: dict[str, Path], kind: str) -> None:
     epoch = three.epoch
     three.load(folders[kind])
@@ -179,6 +179,7 @@ def test_a_late_message_only_takes_time(erring: Cluster, orders: Path, folders: 
     assert erring.epoch == epoch
 
 
+@pytest.mark.chaos
 def test_messages_of_one_shape_carry_long_prompts_and_steps(folders: dict[str, Path], tmp_path: Path) -> None:
     orders = tmp_path / "orders"
     orders.mkdir()

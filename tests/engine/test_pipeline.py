@@ -26,6 +26,14 @@ LAYERS = 4
 PARTS = (slice(0, 9), slice(9, 20), slice(20, 21), slice(21, 22))  # two chunks and two steps
 SPLITS = {4: ((1, 3), (2, 1, 1))}
 """Splits that have a border behind each layer, by the number of layers."""
+#: Families of each kind of caches and of layers; the others are cut in the same ways.
+EACH_TIME = frozenset(
+    {
+        *("llama", "deepseek_v3", "gemma3_text", "gemma4", "gpt_oss", "llama4", "minimax_m3_vl"),
+        *("deepseek_v32", "glm4_moe", "kimi_k25", "longcat_flash", "minimax", "ministral3", "mistral3"),
+        *("nemotron_h", "qwen2", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_next"),
+    }
+)
 ALL_SPLITS = ("llama", "deepseek_v3", "gemma3_text", "gemma4", "gpt_oss", "llama4", "minimax_m3_vl")
 """Families that are tried in all splits: those with caches of several kinds, and two others."""
 REFUSED: Mapping[str, frozenset[tuple[int, ...]]] = {
@@ -88,7 +96,7 @@ def splits(layers: int) -> Iterator[tuple[int, ...]]:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, marks=() if family in ALL_SPLITS else pytest.mark.slow)
+        pytest.param(family, marks=() if family in EACH_TIME else pytest.mark.chaos)
         for family in sorted(PIPELINE_FAMILIES)
     ],
 )

@@ -1599,7 +1599,7 @@ def test_where_room_is_tight_no_request_exceeds_it_and_none_is_lost(
 def test_lanes_of_a_pipeline_alternate_and_lose_nothing(stages: int, wide: bool) -> None:
     """Ranks check that a step's rows are a whole lane with all its tokens."""
     lanes, overlapped = set(), 0
-    for seed in range(12):
+    for seed in range(4):
         random = Random(seed)
         simulation = Simulation(
             stages=stages,
@@ -1626,7 +1626,7 @@ def test_lanes_of_a_pipeline_alternate_and_lose_nothing(stages: int, wide: bool)
         steps = [set(move.rows) for move in simulation.moves if isinstance(move, Decode)]
         overlapped += sum(not one & other for one, other in pairwise(steps))
     assert max(lanes) == stages
-    assert overlapped > 100
+    assert overlapped > 30
 
 
 def test_lanes_have_as_many_rows_give_or_take_one() -> None:

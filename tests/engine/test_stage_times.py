@@ -79,7 +79,7 @@ def idle(cluster: Cluster, forwards: int = 0) -> list[dict[str, Any]]:
 
 
 @pytest.mark.group
-@pytest.mark.parametrize("slow", [0, 1, 2])
+@pytest.mark.parametrize("slow", [1, *(pytest.param(rank, marks=pytest.mark.chaos) for rank in (0, 2))])
 def test_the_others_wait_for_the_stage_with_most_layers(model: Path, tmp_path: Path, slow: int) -> None:
     split = ",".join(str(LAYERS - 2 if rank == slow else 1) for rank in range(3))
     with Cluster(

@@ -135,7 +135,7 @@ def test_no_split_has_a_faster_slowest_stage(desk: list[tuple[str, int]], work: 
     assert len(found) == len(ranks)
     assert sum(found) == 7
     # Parts that compute and parts that read count one by one, and overlap in a stage.
-    assert slowest_s(SMALL, ranks, found, work) == pytest.approx(best_s, rel=0.1)
+    assert slowest_s(SMALL, ranks, found, work) == pytest.approx(best_s, rel=0.25)
 
 
 @given(macs, st.sampled_from(MODELS), st.sampled_from((CHAT, BATCH)))
@@ -160,7 +160,7 @@ def test_all_stages_fit_and_no_layer_is_better_with_a_neighbour(
                 pair = ranks[i : i + 2]
                 was_s, would_s = (pair_s(model, pair, layers, work) for layers in (now, then))
                 # Layers that compute and layers that read count one by one, and overlap in a stage.
-                assert would_s > was_s * 0.9
+                assert would_s > was_s * 0.75
 
 
 def pair_s(

@@ -56,6 +56,8 @@ class StageCutter:
         self._workload = workload
         self._cuts: dict[object, Cut | None] = {}  #: A group has one for all its fabrics.
         self._known: dict[tuple[RankHardware, int], tuple[list[float], dict[PartShape, float]]] = {}
+        #: Seconds of a stage by its rank, the number of stages and its layers.
+        self._stages: dict[tuple[StageRank, int, int, int], float] = {}
 
     def split(self, ranks: Sequence[StageRank]) -> tuple[int, ...]:
         """Return the layers of each rank that make the slowest stage fastest; () for no room."""
@@ -69,7 +71,7 @@ class StageCutter:
                 found, high = better, middle
             else:
                 low = middle
-        return tuple(reversed(_levelled(places, found)))
+        return tuple(reversed(self._levelled(ranks, found)))
 
     def cut(self, ranks: Sequence[StageRank], split: tuple[int, ...] = ()) -> Cut | None:
         """Return the cut with so many layers each, or the best one; None where there is no room for that."""
@@ -124,6 +126,41 @@ class StageCutter:
             found.append(_Place(seconds, sums, sum(took[end] for end in ends), room))
         return found
 
+    def _levelled(self, ranks: Sequence[StageRank], counts: list[int]) -> list[int]:
+        """Move layers between neighbours as long as the slower of the two gains.
+
+        The search adds up layers. In a stage, those that compute and those that read overlap, and share the
+        room that is kept free.
+        """
+        if not counts:
+            return counts
+
+        def seconds(at: int, begin: int, end: int) -> float:
+            rank = ranks[-1 - at]
+            if (key := (rank, len(ranks), begin, end)) not in self._stages:
+                self._stages[key] = math.inf
+                shape = self._shape.stage(begin, end)
+                if (
+                    begin < end
+                    and rank_memory(rank.member, shape, 1, self._context, sharing=rank.sharing).fits
+                ):
+                    costs = stage_costs(shape, rank.hardware)
+                    self._stages[key] = costs.request_s(self._workload, len(ranks))
+            return self._stages[key]
+
+        borders = list(accumulate(counts, initial=0))
+        moved = True
+        while moved:
+            moved = False
+            for i in range(1, len(ranks)):
+                begin, now, end = borders[i - 1 : i + 2]
+                slower_s = {
+                    at: max(seconds(i - 1, begin, at), seconds(i, at, end)) for at in (now, now - 1, now + 1)
+                }
+                borders[i] = min(slower_s, key=slower_s.__getitem__)  # `now` unless another one is better
+                moved = moved or borders[i] != now
+        return [end - begin for begin, end in pairwise(borders)]
+
     # --- sums over layers, and what each kind of part costs ------------------------------------------
 
     @cached_property
@@ -171,28 +208,3 @@ class _Place:
         """Return the layer before which a stage from `begin` on has to end."""
         in_time = bisect_right(self.seconds, self.seconds[begin] + limit_s - self.ends_s)
         return min(in_time, bisect_right(self.bytes, self.bytes[begin] + self.room)) - 1
-
-    def seconds_of(self, begin: int, end: int) -> float:
-        """Return the seconds of these layers; infinite without room for them."""
-        if self.bytes[end] - self.bytes[begin] > self.room or begin == end:
-            return math.inf
-        return self.seconds[end] - self.seconds[begin] + self.ends_s
-
-
-def _levelled(places: Sequence[_Place], counts: list[int]) -> list[int]:
-    """Move layers between neighbours as long as the slower of the two gains."""
-    if not counts:
-        return counts
-    borders = list(accumulate(counts, initial=0))
-    moved = True
-    while moved:
-        moved = False
-        for i, (one, other) in enumerate(pairwise(places), 1):
-            begin, now, end = borders[i - 1 : i + 2]
-            slower_s = {
-                at: max(one.seconds_of(begin, at), other.seconds_of(at, end))
-                for at in (now, now - 1, now + 1)
-            }
-            borders[i] = min(slower_s, key=slower_s.__getitem__)  # `now` unless another one is better
-            moved = moved or borders[i] != now
-    return [end - begin for begin, end in pairwise(borders)]

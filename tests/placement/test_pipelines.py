@@ -135,11 +135,11 @@ def test_no_split_has_a_faster_slowest_stage(desk: list[tuple[str, int]], work: 
     assert len(found) == len(ranks)
     assert sum(found) == 7
     # Parts that compute and parts that read count one by one, and overlap in a stage.
-    assert slowest_s(SMALL, ranks, found, work) == pytest.approx(best_s, rel=0.25)
+    assert slowest_s(SMALL, ranks, found, work) == pytest.approx(best_s, rel=0.05)
 
 
 @given(macs, st.sampled_from(MODELS), st.sampled_from((CHAT, BATCH)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_all_stages_fit_and_no_layer_is_better_with_a_neighbour(
     desk: list[tuple[str, int]], model: ModelShape, work: Workload
 ) -> None:
@@ -158,19 +158,23 @@ def test_all_stages_fit_and_no_layer_is_better_with_a_neighbour(
             if min(moved):
                 now, then = ((stages(each)[i : i + 2]) for each in (split, moved))
                 pair = ranks[i : i + 2]
-                was_s, would_s = (pair_s(model, pair, layers, work) for layers in (now, then))
-                # Layers that compute and layers that read count one by one, and overlap in a stage.
-                assert would_s > was_s * 0.75
+                was_s, would_s = (pair_s(model, pair, layers, work, len(ranks)) for layers in (now, then))
+                assert would_s > was_s * 0.999
 
 
 def pair_s(
-    model: ModelShape, ranks: Sequence[StageRank], layers: Sequence[tuple[int, int]], work: Workload
+    model: ModelShape,
+    ranks: Sequence[StageRank],
+    layers: Sequence[tuple[int, int]],
+    work: Workload,
+    stages: int,
 ) -> float:
+    """Seconds of the slower of two neighbours, as two of so many `stages`."""
     found = [0.0]
     for rank, (begin, end) in zip(ranks, layers, strict=True):
         if not needed(model, rank.member, begin, end):
             return float("inf")
-        found.append(stage_costs(model.stage(begin, end), rank.hardware).request_s(work, len(ranks)))
+        found.append(stage_costs(model.stage(begin, end), rank.hardware).request_s(work, stages))
     return max(found)
 
 

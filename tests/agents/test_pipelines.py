@@ -24,6 +24,13 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Age
         b.start("--join", a.first_token(), "--parallel", "pipeline")
         serving(a, b)
         c.start("--join", b.token(), "--parallel", "pipeline")
+        wait(
+            lambda: all(len(agent.status()["members"]) == 3 for agent in (a, b)),
+            "all know each other",
+            a,
+            b,
+            c,
+        )
         yield a, b, c
 
 

@@ -97,6 +97,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid} has a group: its file must name two_ranks or mark.group")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _collections_pass_by_what_stays() -> None:
+    """Have collections visit only what a file's own tests make: `scenes.run` collects after every story."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _tokenizer_processes_are_shared() -> Iterator[None]:
     """Agents in this process share the tokenizer process of a model folder, which takes a second to start."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -32,6 +32,14 @@ _BANNED = re.compile(
     r"\b(whoever|whomever|(?<!getpwnam\(\")nobody|somebody|everybody|anew|shall|no more|whatever|wherever)\b",
     re.IGNORECASE,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_let_go() -> Iterator[None]:
+    """Keep the trees, which are a million objects, for the tests of this file only."""
+    yield
+    trees.cache_clear()
+    walked.cache_clear()
 
 
 @cache

@@ -32,6 +32,14 @@ PACKAGE = read("mlxtp")
 TESTS = read("tests")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_let_go() -> Iterator[None]:
+    """Keep the trees, which are some millions of objects, for the tests of this file only."""
+    yield
+    parsed.cache_clear()
+    walked.cache_clear()
+
+
 def trees(source: Source) -> Iterator[tuple[str, ast.Module]]:
     return ((module, parsed(text)) for module, text in source.items())
 

@@ -106,6 +106,17 @@ def code_of_exit(status: int) -> Code | None:
     return codes[position] if 0 <= position < len(codes) else None
 
 
+#: MLX's text, in a forward or a proof, when a neighbour's process has ended.
+_RING_LOST = "[ring] connection to a peer was lost"
+
+
+def is_consequence(code: str, detail: str) -> bool:
+    """Return True when an error only reports that a rank is gone: its cause may still be on its way."""
+    if code in (Code.FORWARD_FAILED, Code.PROOF_FAILED):
+        return _RING_LOST in detail
+    return code in (Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY)
+
+
 def is_library_error(error: BaseException) -> bool:
     """Return True for errors of Rust libraries: any Exception, and their panics, which are not Exceptions."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code
+from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, is_consequence
 
 #: Seconds since 1970.
 _YEAR_9999 = 253_370_764_800
@@ -177,7 +177,6 @@ SILENT_S = 1.5
 _CRASHES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 10: "SIGBUS", 11: "SIGSEGV"}
 _SIGKILL, _SIGALRM, _SIGTERM = 9, 14, 15
 
-_CONSEQUENCES = frozenset((Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY, ""))
 _STUCK = frozenset((Code.RANK_STALLED, Code.ACK_MISSING, Code.LINK_TIMEOUT))
 _PROTOCOL = ("protocol", "a frame broke the rules of its link")
 _CONFIGURATION = ("configuration", "what was asked for cannot be")
@@ -292,13 +291,13 @@ def _spoken(case: Case) -> Cause | None:
     said = {
         rank.rank: (rank.code or rank.exit_code, rank.detail)
         for rank in case.ranks
-        if (rank.code or rank.exit_code) not in _CONSEQUENCES
+        if _is_cause(rank.code or rank.exit_code, rank.detail)
     }
     # The detail of a rank that only relays another rank's error begins with that rank's name.
     first_hand = [rank for rank, (_, detail) in said.items() if not _names_another(detail, rank)] or [*said]
     agent = case.agent
     speaker: int | None
-    if agent is not None and agent.code not in _CONSEQUENCES:
+    if agent is not None and _is_cause(agent.code, agent.detail):
         code, detail = agent.code, agent.detail
         speaker = next((rank for rank in first_hand if said[rank][0] == code), None)
     elif first_hand:
@@ -312,6 +311,10 @@ def _spoken(case: Case) -> Cause | None:
         return _stuck(case.ranks, detail)
     kind, words = _KINDS.get(code, (code.replace("_", " "), "it was reported"))
     return Cause(kind, speaker, f"{words} ({code}): {detail}")
+
+
+def _is_cause(code: str, detail: str) -> bool:
+    return bool(code) and not is_consequence(code, detail)
 
 
 def _names_another(detail: str, rank: int) -> bool:

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ..config import Limits
-from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, FailureReport, GroupError, MlxtpError, ModelError
+from ..errors import (
+    TERMINATED_STATUS,
+    WEDGED_STATUS,
+    Code,
+    FailureReport,
+    GroupError,
+    MlxtpError,
+    ModelError,
+    is_consequence,
+)
 from ..wire.messages import Pong
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
@@ -125,20 +134,9 @@ def with_name(detail: str, names: Mapping[int, str]) -> str:
 
 
 def _distance_from_cause(report: FailureReport) -> int:
-    if not is_consequence(report.error):
+    if not is_consequence(report.error.code, report.error.detail):
         return 0
     return 1 if report.seen_from_outside else 2
-
-
-def is_consequence(error: MlxtpError) -> bool:
-    """Return True when the error only reports that a rank is gone: its cause may still be on its way."""
-    if error.code in (Code.FORWARD_FAILED, Code.PROOF_FAILED):
-        return _RING_LOST in error.detail
-    return error.code in (Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY)
-
-
-#: MLX's text, in a forward or a proof, when a neighbour's process has ended.
-_RING_LOST = "[ring] connection to a peer was lost"
 
 
 _ALARM = 14  #: SIGALRM: the rank's own limit for forming the group, which holds while MLX lets no Python run.

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ..background import Background
 from ..config import Settings
 from ..diagnostics import failure_store
-from ..errors import Code, FailureReport, GroupError, MlxtpError
+from ..errors import Code, FailureReport, GroupError, MlxtpError, is_consequence
 from ..models.disk_cache import room_in
 from ..placement.formation import explain, explain_crash
 from ..wire.blocking import listen
@@ -38,7 +38,7 @@ from ..wire.messages import (
     TimeCollectives,
 )
 from ..wire.rank_process import FREE_S
-from .health import RankHealth, is_consequence, pick_cause, with_name
+from .health import RankHealth, pick_cause, with_name
 from .ranks import (
     WORKER,
     RankProcess,
@@ -436,7 +436,7 @@ class ProcessGroup:
             task.cancel()  # unless it is done; also when the agent stops meanwhile
         if task.done():
             error = task.exception()
-            if not (isinstance(error, MlxtpError) and is_consequence(error)):
+            if not (isinstance(error, MlxtpError) and is_consequence(error.code, error.detail)):
                 return task.result()
             self.watch.report(FailureReport(0, error))
             await asyncio.wait({self.failed}, timeout=2 * CAUSE_GRACE_S)

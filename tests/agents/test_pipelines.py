@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from ..hosts import Hosts, requires_namespaces
 from .agents import SECRET, Agent, serving, wait
+from .test_going_on import goes_on
 
 pytestmark = requires_namespaces
 
@@ -66,3 +68,22 @@ def test_a_split_is_served_by_as_many_macs_and_by_no_others(three: tuple[Agent, 
     wait(lambda: group(b).get("split") == [], "each Mac has a part of each layer", a, b)
     serving(a, b, ranks=2)
     assert b.chat() == SECRET
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("rank", [2, 1, 0])
+def test_a_stage_that_stands_still_and_goes_on_later(three: tuple[Agent, Agent, Agent], rank: int) -> None:
+    """A stream goes on with the other two. The Mac that comes back ends its old stage and takes part."""
+    a, b, c = three
+    assert a.command("serve", "tiny", "--nodes", "all").returncode == 0
+    serving(a, b, c, ranks=3)
+    (stopped,) = (agent for agent in three if a.member(agent)["rank"] == rank)
+    gateway, other = (agent for agent in three if agent is not stopped)
+    epoch, (_, old) = gateway.status()["epoch"], stopped.processes()
+    goes_on(gateway, f"SIGSTOP of the Mac of stage {rank}", lambda: stopped.signal_everything(signal.SIGSTOP))
+    serving(gateway, other, ranks=2)
+    assert gateway.status()["epoch"] > epoch
+    assert old.is_running()
+    stopped.signal_everything(signal.SIGCONT)
+    wait(lambda: not old.is_running(), "its old stage ends", stopped)
+    serving(a, b, c, ranks=3)

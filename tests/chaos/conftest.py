@@ -44,7 +44,6 @@ FOR_CHAOS = frozenset((
     "test_deaths.py::test_killed_while_working[decode-0]",
     "test_deaths.py::test_killed_while_working[decode-1]",
     "test_deaths.py::test_ranks_that_disagree_give_their_memory_back",
-    "test_deaths.py::test_stopped_for_a_moment",
     "test_deaths.py::test_the_reason_is_shown_while_it_restarts",
     "test_frames.py::test_a_frame_of_another_epoch_is_dropped_and_counted[0-StepToken]",
     "test_frames.py::test_a_frame_of_another_epoch_is_dropped_and_counted[1-Ack]",
@@ -164,11 +163,15 @@ class _Shelf:
         self._factory = factory
         self.cluster: FaultyCluster | None = None
 
-    def sound_cluster(self) -> FaultyCluster:
-        if self.cluster is not None and self.cluster.supervisor.status.state is not ServingState.READY:
+    def sound_cluster(self, split: str) -> FaultyCluster:
+        """A cluster that serves: two ranks that divide each layer, or for a `split` so many stages."""
+        if (old := self.cluster) is not None and (
+            old.supervisor.status.state is not ServingState.READY or old.settings.split != split
+        ):
             self.close()
         if self.cluster is None:
-            self.cluster = FaultyCluster(self._factory.mktemp("faulty"))
+            kind = {"parallel": "pipeline", "ranks": split.count(",") + 1} if split != "auto" else {}
+            self.cluster = FaultyCluster(self._factory.mktemp("faulty"), split=split, **kind)
         # The supervisor gives up after five failures in two minutes, which is what these tests are made of.
         self.cluster.supervisor._policy.failures.clear()
         return self.cluster
@@ -188,9 +191,9 @@ def _shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Shelf]:
 
 
 @pytest.fixture
-def cluster(_shelf: _Shelf) -> FaultyCluster:
-    """Ready, without orders."""
-    sound = _shelf.sound_cluster()
+def cluster(request: pytest.FixtureRequest, _shelf: _Shelf) -> FaultyCluster:
+    """Ready, without orders. A test may give the split of a pipeline as its parameter."""
+    sound = _shelf.sound_cluster(getattr(request, "param", "auto"))
     sound.book.clear()
     sound.later.clear()
     return sound

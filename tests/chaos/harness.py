@@ -75,7 +75,7 @@ class Moment:
 
 
 class FaultyCluster(Cluster):
-    """Two ranks that take orders, and a record of every state and every epoch's end.
+    """Ranks that take orders, two unless told otherwise, and a record of all states and ends of epochs.
 
     Without speculation and prefix cache unless asked for: then N tokens are N forwards, with any requests
     before, and orders can say at which of them something happens.
@@ -232,7 +232,8 @@ class FaultyCluster(Cluster):
     def postmortem(self, epoch: int) -> Postmortem:
         """Return the records of a failed epoch: a file of each rank, without text of requests and answers."""
         (folder,) = (self.home / "failures").glob(f"*-epoch-{epoch}")
-        assert sorted(path.name for path in folder.iterdir()) == ["epoch.json", "rank-0.json", "rank-1.json"]
+        ranks = [f"rank-{rank}.json" for rank in range(self.settings.ranks)]
+        assert sorted(path.name for path in folder.iterdir()) == ["epoch.json", *ranks]
         for path in folder.iterdir():
             text = path.read_text()
             assert not [word for word in ("Repeat", "FALCON", "UVWXYZ", "Count from") if word in text]

@@ -34,6 +34,9 @@ chaos = pytest.mark.chaos
 HELD_S = 60 * SLOWNESS
 """Seconds for which a rank is held at the point where it must die: longer than any test waits."""
 
+STAGES = "1,2,1"
+"""Layers of the ranks of a pipeline."""
+
 LOST = {Code.RANK_LOST}
 KILLED = "killed from outside"
 
@@ -130,40 +133,52 @@ def test_killed_on_the_way_up(cluster: FaultyCluster, place: str, victim: int) -
     assert not [pid for pid in pids if alive(pid)]
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=chaos)])
+@pytest.mark.parametrize(
+    ("cluster", "rank"),
+    [
+        ("auto", 1),
+        pytest.param("auto", 0, marks=chaos),
+        *(pytest.param(STAGES, rank, marks=chaos) for rank in range(3)),
+    ],
+    indirect=["cluster"],
+)
 def test_stopped_for_ever(cluster: FaultyCluster, rank: int) -> None:
-    """SIGSTOP: nothing closes; the heartbeat stays away."""
+    """SIGSTOP: nothing closes; the heartbeat stays away. Two clients wait."""
     expected = cluster.right(LONG)
     was = before(cluster)
     cluster.order("hold", 1, on="decode", at=1, times=0, seconds=0.03)
-    with cluster.asking(LONG) as client:
+    with cluster.asking(LONG) as first, cluster.asking(LONG) as second:
         until(lambda: len(cluster.book.notes("held")) > 10, "ten tokens")
         at = kill(was.pids[rank], signal.SIGSTOP)
-        answer = client()
+        answers = ((first(), expected), (second(), expected))
     end = assert_recovered(
         cluster,
         was,
         LOST,
         since=at,
         detected_within_s=SILENCE_S,
-        case=f"SIGSTOP of rank {rank}",
-        answers=((answer, expected),),
+        case=f"SIGSTOP of rank {rank} of {len(was.pids)}",
+        answers=answers,
         likely="wedged",
     )
     assert cluster.postmortem(was.epoch).cause.rank == rank
     assert f"rank {rank} has been silent" in end.error.detail
 
 
-def test_stopped_for_a_moment(cluster: FaultyCluster) -> None:
+@chaos
+@pytest.mark.parametrize(
+    ("cluster", "rank"), [("auto", 1), *((STAGES, rank) for rank in range(3))], indirect=["cluster"]
+)
+def test_stopped_for_a_moment(cluster: FaultyCluster, rank: int) -> None:
     """0.8 s: nothing may happen, and the answer is right."""
     expected = cluster.right(LONG)
     was = before(cluster)
     cluster.order("hold", 1, on="decode", at=1, times=0, seconds=0.01)
     with cluster.asking(LONG) as client:
         until(lambda: len(cluster.book.notes("held")) > 5, "five tokens")
-        kill(was.pids[1], signal.SIGSTOP)
+        kill(was.pids[rank], signal.SIGSTOP)
         time.sleep(0.8)
-        kill(was.pids[1], signal.SIGCONT)
+        kill(was.pids[rank], signal.SIGCONT)
         answer = client()
     assert_whole(answer, expected)
     assert cluster.epoch == was.epoch

@@ -211,9 +211,16 @@ def test_stuck_before_anything_was_recorded() -> None:
     assert (found.kind, found.words) == ("stuck", "did not say hello")
 
 
-def test_a_rank_that_hears_nothing() -> None:
+LOST_AT_RING = said(
+    WAITING, Code.FORWARD_FAILED, "rank 2: RuntimeError: [ring] connection to a peer was lost"
+)
+
+
+@pytest.mark.parametrize("other", [GONE_TOO, LOST_AT_RING], ids=["lost its link", "lost the ring"])
+def test_a_rank_that_hears_nothing(other: RankRecord) -> None:
+    """Others notice the end of a rank that its agent kills at last."""
     silent = replace(HEALTHY, by_agent=True, deaf=True, signal=9, pong_age_s=5.25)
-    found = cause(GONE_TOO, silent, by=agent())
+    found = cause(other, silent, by=agent())
     assert (found.kind, found.rank) == ("wedged", 1)
     assert "5.2 s, SIGTERM included" in found.words
 

@@ -16,7 +16,6 @@ from mlxtp.groups.health import (
     RankHealth,
     RestartPolicy,
     exit_report,
-    is_consequence,
     pick_cause,
     stall_limits_s,
     with_name,
@@ -355,10 +354,10 @@ def test_a_forward_or_a_proof_that_lost_its_neighbour_is_not_the_cause(code: Cod
     words = "rank 0: RuntimeError: [ring] connection to a peer was lost"
     followed = FailureReport(0, GroupError(words, code))
     killed = exit_report(1, -9, None)
-    assert is_consequence(followed.error)
     assert pick_cause([followed, killed]) is killed.error
     assert pick_cause([followed, lost(1, 0)]) is followed.error
-    assert not is_consequence(GroupError("rank 0: RuntimeError: no such luck", Code.FORWARD_FAILED))
+    failed = FailureReport(0, GroupError("rank 0: RuntimeError: no such luck", Code.FORWARD_FAILED))
+    assert pick_cause([failed, killed]) is failed.error
 
 
 def test_what_a_rank_wrote_down_counts_when_its_end_is_seen_before_its_last_frame() -> None:

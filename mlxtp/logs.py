@@ -1,4 +1,4 @@
-"""Formats of log lines: text for people, or one JSON object each for programs.
+"""Log files, and formats of their lines: text for people, or one JSON object each for programs.
 
 A caller may add what a line is about: `extra={"epoch": 3, "rank": 1}`. The id of the present request is added
 automatically (`api/request_context.py`). Prompts and replies are never logged.
@@ -6,20 +6,25 @@ automatically (`api/request_context.py`). Prompts and replies are never logged.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import stat
 import sys
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from . import audit
+from .api.api_keys import TokenBucket
 from .api.request_context import current
 from .errors import ConfigError
-from .settings import KEPT_LOGS, MAX_LOG_BYTES
+from .settings import AUDIT_LOG, KEPT_LOGS, MAX_LOG_BYTES
 from .wire.codecs import printable
 
 _ABOUT = ("epoch", "rank")
@@ -32,7 +37,7 @@ class RotatingLog(RotatingFileHandler):
     When writing fails, it reports that on standard error, once until a write succeeds again.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, option: str = "--log-file") -> None:
         try:
             Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             super().__init__(
@@ -43,7 +48,7 @@ class RotatingLog(RotatingFileHandler):
                 errors="backslashreplace",
             )
         except OSError as error:
-            raise ConfigError(f"--log-file {path}: {error.strerror or error}") from None
+            raise ConfigError(f"{option} {path}: {error.strerror or error}") from None
         self._failed = self._fails = False
 
     def _open(self) -> TextIOWrapper:
@@ -53,7 +58,7 @@ class RotatingLog(RotatingFileHandler):
         """
         return open(
             self.baseFilename, "a", encoding=self.encoding, errors=self.errors,
-            opener=lambda path, flags: os.open(path, flags, 0o600),
+            opener=_private,
         )  # fmt: skip
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -67,6 +72,56 @@ class RotatingLog(RotatingFileHandler):
         self._fails = True
         if not self._failed:
             sys.stderr.write(f"mlxtp: the log {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
+
+
+_AUDIT_LOCK = "audit.lock"
+FOREIGN_PER_MINUTE = 10  #: Audit lines that strangers may cause; others are counted in the next such line.
+
+
+class AuditLog(RotatingLog):
+    """The audit log of a home, for its user alone. The agent and commands may write it at the same time."""
+
+    def __init__(self, home: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(str(home / AUDIT_LOG), "--home")
+        self._home = home
+        self._foreign = TokenBucket(FOREIGN_PER_MINUTE, clock())
+        self._clock = clock
+        self._left_out = 0
+        self.setFormatter(AuditLines())
+
+    def _open(self) -> TextIOWrapper:
+        stream = super()._open()
+        os.fchmod(stream.fileno(), 0o600)
+        return stream
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Leave out events of strangers that are too many. The next one has their number."""
+        if not getattr(record, "foreign", False):
+            return True
+        if self._foreign.take(self._clock()):
+            self._left_out += 1
+            return False
+        record.__dict__["left_out"], self._left_out = self._left_out, 0
+        return True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Open the file, which another process may have rotated, write the line, and close it."""
+        try:
+            with open(self._home / _AUDIT_LOCK, "a", opener=_private) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                super().emit(record)
+                if self.stream is not None:
+                    self.stream.close()
+                    self.stream = None  # it is opened again
+        except OSError:
+            self.handleError(record)
+
+
+def keep_audit(home: Path) -> None:
+    """Write this process' audit events to the home's file. Raises ConfigError where that is not possible."""
+    if not any(isinstance(each, AuditLog) for each in audit.log.handlers):
+        audit.log.addHandler(AuditLog(home))
+    audit.log.setLevel(logging.INFO)
 
 
 def shorten_stderr() -> None:
@@ -94,6 +149,10 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record on one line."""
+        return json.dumps(self.line(record), default=str)
+
+    def line(self, record: logging.LogRecord) -> dict[str, object]:
+        """Return the fields of a record."""
         line: dict[str, object] = {
             "time": _time(record.created),
             "level": record.levelname.lower(),
@@ -111,7 +170,22 @@ class JsonLines(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = self.formatStack(record.stack_info)
-        return json.dumps(line, default=str)
+        return line
+
+
+class AuditLines(JsonLines):
+    """Lines of the audit log: `time`, `event`, `message`, `by`, and fields of the event."""
+
+    def line(self, record: logging.LogRecord) -> dict[str, object]:
+        """Return the fields of an event. Without a `by` of its own, the client of the request is that."""
+        line = super().line(record)
+        del line["level"], line["logger"]
+        account = current()
+        by = "this agent" if account is None else f"key {account.key}" if account.key else account.origin
+        line.setdefault("by", by)
+        if left_out := getattr(record, "left_out", 0):
+            line["left_out"] = left_out
+        return line
 
 
 class PrintableLines(logging.Formatter):
@@ -133,6 +207,10 @@ class TextLines(PrintableLines):
         """Return the line without the traceback."""
         line = super().formatMessage(record)
         return line if (account := current()) is None else f"{line} [{account.id}]"
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _time(seconds: float) -> str:

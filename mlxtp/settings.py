@@ -41,6 +41,7 @@ EMBEDDED_MODEL = "tiny"
 #: Bytes at which a new log file begins; the last `KEPT_LOGS` before it are kept.
 MAX_LOG_BYTES = 10 * 1024**2
 KEPT_LOGS = 5
+AUDIT_LOG = "audit.jsonl"  #: In the home.
 GENERAL, CLUSTER, ENDPOINT, TUNING, LIMITS = "General", "Cluster", "Endpoint", "Engine", "Limits"
 
 

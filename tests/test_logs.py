@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from mlxtp import audit
 from mlxtp.api.request_context import RequestContext, answering
 from mlxtp.cli.main import _log as begin_log
 from mlxtp.errors import ConfigError
-from mlxtp.logs import RotatingLog, log_formatter
+from mlxtp.logs import FOREIGN_PER_MINUTE, AuditLog, RotatingLog, keep_audit, log_formatter
+from mlxtp.settings import AUDIT_LOG
 
 
 class Log:
@@ -233,3 +235,76 @@ def test_on_a_terminal_it_is_the_same(monkeypatch: pytest.MonkeyPatch, root: log
     shown = re.sub(r"\x1b\[[\d;]*m", "", stream.getvalue())  # the colours of the line
     assert "?[2Jmac next joined" in shown
     assert "\x1b" not in shown
+
+
+# --- the audit log ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def audited(tmp_path: Path) -> Iterator[Path]:
+    """The audit log of a home, which this process writes."""
+    keep_audit(tmp_path)
+    yield tmp_path / AUDIT_LOG
+    audit.log.handlers.clear()
+    audit.log.setLevel(logging.NOTSET)
+
+
+def events(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_event_says_what_happened_and_by_whom(audited: Path) -> None:
+    audit.record("model_served", "tiny is to be served", {"model": "tiny"})
+    client = RequestContext("abc", 0.0, "address 10.0.0.7")
+    with answering(client):
+        audit.record("model_served", "tiny is to be served", {"model": "tiny"})
+        client.key = "page"
+        audit.record("model_unloaded", "tiny is no longer to be served", {"model": "tiny"})
+        audit.record("member_removed", "mini removed air", {"member": "air", "by": "mini"})
+    first, second, third, last = events(audited)
+    assert first.pop("time")
+    assert first == {
+        "event": "model_served", "message": "tiny is to be served", "model": "tiny", "by": "this agent"
+    }  # fmt: skip
+    assert [second["by"], third["by"], last["by"]] == ["address 10.0.0.7", "key page", "mini"]
+    assert {path.stat().st_mode & 0o777 for path in audited.parent.iterdir()} == {0o600}
+
+
+def test_several_processes_rotate_the_audit_log_and_lose_nothing(
+    audited: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent keeps no file open, so that what a command rotated away gets no further lines."""
+    [agent] = audit.log.handlers
+    command = AuditLog(audited.parent)
+    for handler in (agent, command):
+        assert isinstance(handler, AuditLog)
+        monkeypatch.setattr(handler, "maxBytes", 300)
+    audited.chmod(0o644)  # by accident
+    for number in range(8):
+        record = logging.LogRecord("mlxtp.audit", logging.INFO, "", 0, "event %d", (number,), None)
+        (agent, command)[number % 2].handle(record)
+    files = sorted(audited.parent.glob(f"{AUDIT_LOG}*"), reverse=True)
+    assert len(files) > 2
+    said = [event["message"] for path in files for event in events(path)]
+    assert sorted(map(str, said)) == [f"event {number}" for number in range(8)]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
+def test_strangers_do_not_fill_the_audit_log(audited: Path) -> None:
+    now = 1000.0
+    audit.log.handlers[:] = [AuditLog(audited.parent, lambda: now)]
+    for _ in range(FOREIGN_PER_MINUTE + 25):
+        audit.record("key_refused", "refused", {}, foreign=True)
+        audit.record("model_served", "served", {})
+    refused = [each for each in events(audited) if each["event"] == "key_refused"]
+    assert len(refused) == FOREIGN_PER_MINUTE
+    assert len(events(audited)) == 2 * FOREIGN_PER_MINUTE + 25
+    now += 60.0
+    audit.record("key_refused", "refused", {}, foreign=True)
+    assert events(audited)[-1]["left_out"] == 25
+
+
+def test_a_home_that_takes_no_audit_log_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--home .*file/audit\.jsonl"):
+        keep_audit(tmp_path / "file")

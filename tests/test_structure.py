@@ -183,6 +183,7 @@ def test_a_collective_in_a_branch_is_found(body: str) -> None:
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "admission_counter": frozenset(),
+    "audit": frozenset(),
     "errors": frozenset(),
     "values": frozenset({"errors"}),
     "background": frozenset(),
@@ -197,10 +198,14 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     ),
     "placement": frozenset({"errors", "pipeline_families", "wire"}),
     "discovery": frozenset({"background", "config", "errors", "wire"}),
-    "identity": frozenset({"background", "config", "discovery", "errors", "wire"}),
+    "identity": frozenset({"audit", "background", "config", "discovery", "errors", "wire"}),
     "text": frozenset({"errors", "tokenizer_file"}),
-    "api": frozenset({"admission_counter", "config", "errors", "identity", "text", "tokenizer_file"}),
-    "cluster": frozenset({"background", "config", "discovery", "errors", "identity", "placement", "wire"}),
+    "api": frozenset(
+        {"admission_counter", "audit", "config", "errors", "identity", "text", "tokenizer_file"}
+    ),
+    "cluster": frozenset(
+        {"audit", "background", "config", "discovery", "errors", "identity", "placement", "wire"}
+    ),
     "models": frozenset(
         {
             "api",
@@ -254,7 +259,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     ),
     "client": frozenset({"errors"}),
     "service": frozenset({"client", "config", "errors"}),
-    "logs": frozenset({"api", "errors", "settings", "wire"}),
+    "logs": frozenset({"api", "audit", "errors", "settings", "wire"}),
     "agent": frozenset(
         {
             "admin",

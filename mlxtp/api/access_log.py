@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Mount, Route
 from starlette.types import Message, Receive, Scope, Send
 
+from .guard import address_of, is_admin
 from .request_context import RequestContext, answering
 from .request_metrics import OTHER, RequestMetrics
 
@@ -46,7 +47,9 @@ class AccessLog:
             return
         clock = self._metrics.clock
         began = clock()
-        account = RequestContext(request_id(scope["headers"]), began)
+        address = address_of(scope.get("client"))
+        origin = "commands of this Mac" if is_admin(scope["path"]) else f"address {address}"
+        account = RequestContext(request_id(scope["headers"]), began, origin)
         exchange = _Exchange(account, clock, receive, send)
         with answering(account):
             try:

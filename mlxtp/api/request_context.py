@@ -29,13 +29,17 @@ class SequenceProgress(Protocol):
 
 
 class RequestContext:
-    """One HTTP request. `arrived` is the time at which all of it was here, by the metrics' clock."""
+    """One HTTP request. `arrived` is the time at which all of it was here, by the metrics' clock.
 
-    __slots__ = ("answers", "arrived", "code", "id", "key", "key_hash")
+    `origin` describes its sender where no key does.
+    """
 
-    def __init__(self, id: str, arrived: float) -> None:
+    __slots__ = ("answers", "arrived", "code", "id", "key", "key_hash", "origin")
+
+    def __init__(self, id: str, arrived: float, origin: str = "") -> None:
         self.id = id
         self.arrived = arrived
+        self.origin = origin
         self.key = ""  # name of the client's key, for servers that require one
         self.key_hash = ""  # SHA-256 of that key, equal on all servers that know it
         self.code = ""  # code of the error in its answer

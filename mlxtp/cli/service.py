@@ -34,6 +34,7 @@ from ..service.managers import (
     unseen,
     without_secret,
 )
+from ..settings import AUDIT_LOG
 from . import shell_completion
 from .cluster import drain_agent
 from .options import AsJson, Home, Within
@@ -223,7 +224,15 @@ def status(as_json: AsJson = False) -> None:
 
 
 @commands.command()
-def logs(follow: Follow = False, lines: LineCount = 50, home: Home = None, as_json: AsJson = False) -> None:
+def logs(
+    follow: Follow = False,
+    lines: LineCount = 50,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Show who was let in or out, and what was loaded, by whom.")
+    ] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
     """Show the log of the service.
 
     Without a service, or with --home, show that of the agent with that home.
@@ -231,8 +240,11 @@ def logs(follow: Follow = False, lines: LineCount = 50, home: Home = None, as_js
     if follow and as_json:
         raise typer.BadParameter("--json prints the last lines, and --follow runs without an end: choose one")
     found = _service_with(home)
-    log = found.log if found is not None else _log_of_agent(home_of(home))
-    aside = found.aside() if found is not None else ""
+    if audit:
+        log, aside = (found.home if found is not None else home_of(home)) / AUDIT_LOG, ""
+    else:
+        log = found.log if found is not None else _log_of_agent(home_of(home))
+        aside = found.aside() if found is not None else ""
     if not follow and not log.exists():
         raise UserError(f"there is no log yet; it will be {log}")
     tail = ("tail", "-n", str(lines), *(("-F",) if follow else ()), str(log))  # -F follows a rotated log

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable
 
+from .. import audit
 from ..discovery.addresses import host_and_port
 from ..discovery.mdns import addresses_up
 from ..errors import ConfigError, LinkError, MlxtpError, UserError
 from ..identity.join_network import answer_joiner
-from ..identity.join_protocol import Host, TokenIssuer, read_token, redirect
+from ..identity.join_protocol import Host, TokenIssuer, read_token, redirect, token_name
 from ..wire.blocking import listen
 from ..wire.certificates import NodeIdentity, authority_hash
 from ..wire.cluster_messages import TokenIssued, TokenWanted
@@ -24,8 +24,6 @@ from ..wire.streams import TlsAcceptor
 from ..wire.tls import ALPN_CONTROL, ALPN_REQUESTS, Credentials, Peer, member_context_server
 from .links import ControlLink
 from .node import ClusterNode
-
-log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
 SECRET_BYTES = 16
@@ -88,8 +86,12 @@ class TokenIssuing:
 
         Raises UserError when too many tokens are open.
         """
-        asked_by = asked_by or self._node.node_id
-        return issuer.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic(), asked_by).text()
+        node, member = self._node, asked_by or self._node.node_id
+        token = issuer.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic(), member)
+        about = {"token": token_name(token.id), "member": node.name_of(member), "node_id": member}
+        about |= {"by": about["member"]} if asked_by else {}
+        audit.record("token_made", f"join token {about['token']} is made for {about['member']}", about)
+        return token.text()
 
     def _void(self) -> None:
         """Void the tokens that removed members requested."""
@@ -101,7 +103,6 @@ class TokenIssuing:
         if self.issuer is not None:
             try:
                 token, problem = self._made(self.issuer, link.node_id), ""
-                log.info("%s requested a join token", self._node.name_of(link.node_id))
             except UserError as error:
                 problem = error.detail
         with contextlib.suppress(MlxtpError):
@@ -209,12 +210,18 @@ class ControlPort:
         try:
             admitted = await answer_joiner(reader, writer, self._offer(at), time.monotonic)
         except MlxtpError as error:
-            log.info("a Mac failed to join: %s", error.detail)
+            words = f"a Mac at {at} failed to join: {error.detail}"
+            audit.record("join_refused", words, {"address": at}, foreign=True)
             return
         if admitted is not None:
             with contextlib.suppress(MlxtpError):
                 self._node.enrolment.admit(
-                    admitted.node_id, admitted.name, admitted.fingerprint, by=admitted.by, address=at
+                    admitted.node_id,
+                    admitted.name,
+                    admitted.fingerprint,
+                    by=admitted.by,
+                    address=at,
+                    token=admitted.token,
                 )
 
     def _offer(self, joiner_at: str) -> Host | JoinOffer:

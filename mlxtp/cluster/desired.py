@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from .. import audit
 from ..errors import Code, RemoteProtocolError, UserError
 from ..wire.cluster_messages import MAX_MODEL, Deployment, Deployments
 from .cluster_state import Replica
@@ -110,6 +111,12 @@ class DesiredDeployments:
 
     def _set(self, table: DeploymentTable) -> None:
         before, self._replica.deployments = self._replica.deployments, table
+        for row in before.live():
+            if table.get(row.name) is None:
+                audit.record("model_unloaded", f"{row.model} is no longer to be served", {"model": row.model})
+        for row in table.live():
+            if (was := before.get(row.name)) is None or was.model != row.model:
+                audit.record("model_served", f"{row.model} is to be served", {"model": row.model})
         self._spread(before)
 
     def _spread(self, before: DeploymentTable) -> None:

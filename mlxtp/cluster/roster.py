@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from .. import audit
 from ..errors import UserError
 from ..identity.store import Identity
 from ..wire.certificates import PublicKey, authority_key, fingerprint, is_signed, key_at, point_of, sign
@@ -192,13 +193,17 @@ class Enrolment:
         """Have `handler` called when a node became a member or ceased to be one."""
         self._on_change.append(handler)
 
-    def admit(self, node_id: str, name: str, fingerprint: str, by: str = "", address: str = "") -> None:
-        """Admit a new member, by a token that `by` requested. Raises UserError when it cannot be one."""
+    def admit(
+        self, node_id: str, name: str, fingerprint: str, *, by: str = "", address: str = "", token: str = ""
+    ) -> None:
+        """Admit a new member, by a `token` that `by` requested. Raises UserError when it cannot be one."""
         seal = partial(self._proofs.admission, admitted_by=by, address=address, at=int(time.time()))
         self._replica.admit(node_id, name, fingerprint, seal)
         self._changed()
-        how = f", by a token that {self._name_of(by)} requested" if by else ""
-        log.info("%s is a member now%s", name or node_id[:8], how)
+        name, how = name or node_id[:8], f", by a token that {self._name_of(by)} requested" if by else ""
+        words, by = f"{name} is a member now{how}", self._name_of(by or node_id)
+        about = {"member": name, "node_id": node_id, "address": address, "token": token, "by": by}
+        audit.record("member_joined", words, about)
 
     def remove(self, *node_ids: str) -> None:
         """Remove members. Raises UserError for a node that is no member, or a founder on another Mac."""
@@ -209,7 +214,8 @@ class Enrolment:
                 "`mlxtp cluster leave --force` there"
             )
         for node_id in node_ids:
-            log.info("%s removes %s from the cluster", name_of(replica.self_id), name_of(node_id))
+            words = f"{name_of(replica.self_id)} removes {name_of(node_id)} from the cluster"
+            audit.record("member_removed", words, {"member": name_of(node_id), "node_id": node_id})
             replica.remove(node_id, self._proofs.removal)
         self._changed()
 
@@ -221,7 +227,10 @@ class Enrolment:
             for entry in replica.roster.entries:
                 if entry.removed and not before.removed(entry.fingerprint):
                     by = replica.roster.by_key(remover_of(entry))
-                    log.info("%s removed %s", self._name_of(by.node_id) if by else "a member", entry.name)
+                    who = self._name_of(by.node_id) if by else "a member"
+                    words, node_id = f"{who} removed {entry.name}", entry.node_id
+                    about = {"member": entry.name, "node_id": node_id, "by": who}
+                    audit.record("member_removed", words, about)
             self._changed()
         if replica.overfull and not full:
             words = "%s reports more than %d members; those beyond are left out"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .. import audit
 from ..background import Background
 from ..config import Settings
 from ..discovery.addresses import Advert, DiscoveredPeer, host_and_port
@@ -32,6 +33,7 @@ from .join_protocol import (
     JoinToken,
     read_token,
     spoken,
+    token_name,
 )
 from .store import Identity, Store
 
@@ -101,6 +103,11 @@ async def answer_joiner(
                 raise RemoteProtocolError("the joiner sent its request here, but the offer named another Mac")
             answer = host.on_request(request, clock())
             connection.send(answer.message)
+            if isinstance(answer.message, JoinRefusal):
+                name, why = spoken(request.name), answer.message.detail
+                words = f"{name} at {host.address} may not join: {why}"
+                about = {"member": name, "address": host.address, "token": token_name(request.token_id)}
+                audit.record("join_refused", words, about, foreign=True)
             return answer.admitted
     except TimeoutError:
         raise LinkError(f"no request from the joiner within {deadline_s:g} s", Code.LINK_TIMEOUT) from None

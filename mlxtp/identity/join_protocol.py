@@ -371,12 +371,16 @@ class Joiner:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A Mac that the host admitted, with its key, by a token that the member `by` requested."""
+    """A Mac that the host admitted, with its key, by a token that the member `by` requested.
+
+    `token` is the public name of that token.
+    """
 
     node_id: str
     name: str
     fingerprint: str
     by: str = ""
+    token: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +410,7 @@ class Host:
         address: str = "",
     ) -> None:
         self._authority = authority
-        self._address = address
+        self.address = address
         self._certificate = certificate
         self._issuer = issuer
         self._members = members
@@ -422,14 +426,14 @@ class Host:
         token_key = self._issuer.key(request.token_id)
         proven = hmac.compare_digest(_proof(_REQUEST, token_key, transcript), request.proof)
         if not proven or not self._issuer.knows(request.token_id):
-            self._issuer.count_wrong_proof(request.token_id, self._address)
+            self._issuer.count_wrong_proof(request.token_id, self.address)
             return self._refusal(transcript, _UNKNOWN)
         key = _signer(request, transcript)
         if key is None:
-            self._issuer.count_wrong_proof(request.token_id, self._address)
+            self._issuer.count_wrong_proof(request.token_id, self.address)
             return self._refusal(transcript, "this Mac does not hold the key that it showed")
         holder, node_id = fingerprint(key), request.node_id.hex()
-        if reason := self._issuer.why_not(request.token_id, holder, now, self._address):
+        if reason := self._issuer.why_not(request.token_id, holder, now, self.address):
             return self._refusal(transcript, f"{reason}; {_NEW_TOKEN}")
         if self._members.get(node_id, holder) != holder:
             return self._refusal(
@@ -445,12 +449,17 @@ class Host:
         proof = _proof(_GRANT, token_key, transcript, certificate)
         return JoinReply(
             JoinGrant(certificate, proof, self._peers),
-            Admitted(node_id, spoken(request.name), holder, asked_by),
+            Admitted(node_id, spoken(request.name), holder, asked_by, token_name(request.token_id)),
         )
 
     def _refusal(self, transcript: bytes, reason: str) -> JoinReply:
         signature = sign(self._authority.key, _REFUSAL, transcript, reason.encode())
         return JoinReply(JoinRefusal(reason, signature))
+
+
+def token_name(token_id: bytes) -> str:
+    """Return a token's name for people: a part of its id, which joiners send in the clear."""
+    return token_id.hex()[:8]
 
 
 def redirect(authority: bytes, nonce: bytes, ask: str, at: tuple[str, ...]) -> JoinOffer:

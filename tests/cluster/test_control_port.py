@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp import audit
 from mlxtp.agent import running_agent
 from mlxtp.cluster.control_port import ControlPort, bind_control, check_interface
 from mlxtp.config import Settings
@@ -27,6 +29,8 @@ from mlxtp.identity.join_protocol import (
     TokenIssuer,
     read_token,
 )
+from mlxtp.logs import keep_audit
+from mlxtp.settings import AUDIT_LOG
 from mlxtp.wire.certificates import authority_hash, new_key
 from mlxtp.wire.cluster_messages import TokenIssued, TokenWanted
 from mlxtp.wire.messages import Cancel, Generate
@@ -126,6 +130,48 @@ def test_a_newcomer_is_told_where_the_others_are(tmp_path: Path) -> None:
             await house.join(token)
 
     play(tmp_path, story, founders=True)
+
+
+def test_the_audit_log_tells_who_came_in_by_which_token_and_who_did_not(tmp_path: Path) -> None:
+    path, secret = tmp_path / AUDIT_LOG, ""
+
+    async def story(house: House) -> None:
+        nonlocal secret
+        node = house.node.parts.node
+        secret = await house.node.parts.tokens.token()
+        await house.join(read_token(secret))
+        with pytest.raises(UserError):
+            await house.join(read_token(secret))
+        await sees(lambda: "join_refused" in path.read_text())
+        [joined] = node.replica.roster.members().keys() - {node.node_id}
+        node.enrolment.remove(joined)
+        node.desired.serve("org/tiny", keep_s=60)
+        node.desired.serve("org/tiny", keep_s=90)  # that loads nothing
+        node.desired.serve("org/big", replace=True)
+        node.desired.unload_all()
+
+    keep_audit(tmp_path)
+    try:
+        play(tmp_path, story, founders=True)
+    finally:
+        audit.log.handlers.clear()
+    made, joined, refused, removed, *served = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [each["event"] for each in (made, joined, refused, removed)] == [
+        "token_made", "member_joined", "join_refused", "member_removed"
+    ]  # fmt: skip
+    assert made["token"] == joined["token"] == refused["token"]
+    assert made["member"] == joined["by"]
+    assert joined["member"] == refused["member"] == removed["member"] == "newcomer"
+    assert "was used before" in refused["message"]
+    assert [(each["event"], each["model"], each["by"]) for each in served] == [
+        ("model_served", "org/tiny", "this agent"),
+        ("model_unloaded", "org/tiny", "this agent"),
+        ("model_served", "org/big", "this agent"),
+        ("model_unloaded", "org/big", "this agent"),
+    ]
+    token = read_token(secret)
+    for hidden in (secret, token.secret.hex(), token.key.hex(), token.id.hex()):
+        assert hidden not in path.read_text()
 
 
 def test_what_a_removed_member_prepared_lets_no_mac_in(tmp_path: Path) -> None:

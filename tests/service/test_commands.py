@@ -27,6 +27,7 @@ from mlxtp.errors import UserError
 from mlxtp.service import installed as here
 from mlxtp.service.installed import Shell, owner_here, run
 from mlxtp.service.managers import CommandResult, Launchd, Owner, Remove, ServiceCommand, Systemd, Write
+from mlxtp.settings import AUDIT_LOG
 
 from ..api.test_admin import KEY
 from ..cli.test_cluster import Agent
@@ -197,6 +198,9 @@ def test_what_a_service_command_says_to_programs(mac: Mac, agent: Agent) -> None
     log = mac.home / "logs" / "agent.log"
     log.write_text("one\ntwo\nthree\n")
     assert told("logs", "-n", "2") == {"log": str(log), "lines": ["two", "three"], "aside": ""}
+    audited = mac.home / AUDIT_LOG
+    audited.write_text("{}\n")
+    assert told("logs", "--audit") == {"log": str(audited), "lines": ["{}"], "aside": ""}
     assert told("service", "stop") == {"changed": True, "pid": None}
     assert told("service", "uninstall") == {"removed": str(mac.plist), "home": str(mac.home)}
     assert told("service", "uninstall")["removed"] is None

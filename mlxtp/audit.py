@@ -1,0 +1,20 @@
+"""Audit events: who was let in or out, and what was loaded, by whom.
+
+Each is a record of one logger, so that the ordinary log has it too. `logs.AuditLog` writes the file. Keys,
+tokens and what clients say never belong in an event.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+log = logging.getLogger(__name__)
+
+
+def record(event: str, words: str, about: Mapping[str, object], *, foreign: bool = False) -> None:
+    """Record an event, in words and as the fields `about`, of which `by` is its author.
+
+    `foreign`: a stranger can cause any number of these, so that the file has only some a minute.
+    """
+    log.info("%s", words, extra={"foreign": foreign, "fields": {"event": event, **about}})

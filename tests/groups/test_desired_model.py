@@ -12,6 +12,7 @@ from mlxtp.admin.handlers import Admin
 from mlxtp.errors import UserError
 from mlxtp.groups import selection
 from mlxtp.groups.health import ServingState
+from mlxtp.models import transfers
 from mlxtp.models.hub_cache import Repo
 from mlxtp.wire.cluster_messages import ModelsHere, StoredModel
 
@@ -38,6 +39,7 @@ COMING = {
 def there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "LOOK_S", 0.02)
     monkeypatch.setattr(selection, "SILENT_S", 0.1)
+    monkeypatch.setattr(transfers, "NO_SEEDER_S", 0.05)
     hub.models[MODEL] = Model(embedded())
 
 

@@ -1,6 +1,4 @@
-"""Write the pages of docs/ that are made from the code: docs/settings.md, docs/commands.md, docs/wire.md.
-
-In docs/engine.md that is the table of families.
+"""Write the pages of docs/ that are made from the code: settings.md, commands.md, families.md, wire.md.
 
     make reference
 
@@ -9,7 +7,7 @@ In docs/engine.md that is the table of families.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,14 @@ from typer.main import get_command
 
 from mlxtp.cli.main import app
 from mlxtp.errors import Exit
-from mlxtp.placement.cache_kinds import CacheTraits, traits_of
-from mlxtp.placement.model_shape import SHARDABLE
+from mlxtp.model_families import (
+    ALSO_CALLED,
+    DIVIDED_BY_MLX_LM,
+    DIVIDED_HERE,
+    PIPELINE_FAMILIES,
+    TENSOR_FAMILIES,
+)
+from mlxtp.placement.cache_kinds import traits_of
 from mlxtp.settings import (
     BY_KEY,
     CLUSTER,
@@ -30,6 +34,7 @@ from mlxtp.settings import (
     TUNING,
     Setting,
 )
+from tests.engine.families import FAMILIES, NAMED, OWN
 
 from .wire_reference import render
 
@@ -198,31 +203,70 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-FAMILIES_BEGIN, FAMILIES_END = "<!-- families, written by `make reference` -->\n", "<!-- end -->\n"
+FAMILIES_HEAD = """# Families
+
+{generated}
+
+A family is what a model's `config.json` calls `model_type`. These can be shared by several Macs:
+
+- **tensor**: each rank has a part of each layer. `mlx-lm`: it divides the layers itself. `mlxtp`: mlx-lm has no way, and
+  `mlxtp/engine/families/` has one. Sizes have to divide by the number of ranks ([placement.md](placement.md)).
+- **pipeline**: each rank has whole layers.
+- **caches**: the kind of its KV caches, in the second table.
+- **tried**: how tests compare it with mlx-lm alone on the same weights, in models of a few layers with random weights. `parts`: on
+  two ranks of a TCP ring, a batch of two rows, prompt and steps. `chunks`: on two, and some on four, prompts of unlike lengths in
+  several chunks, then in one batch, plain and in 4 bits. `types`: bfloat16, 4 and 8 bits too. `stages`: cut into two and three
+  stages. No family has run on Macs yet.
+
+"""
+
+FAMILIES_NOTES = """
+Some parts are whole on each rank: routers; Gemma 4's embeddings of single layers (E2B, E4B), and its gates behind them; in Nemotron-H the
+projections to and from a smaller size around experts. Mamba mixers are divided by their groups, gated linear attention by its key heads. If
+there are fewer KV heads than ranks, families of `mlxtp` and Qwen 3.5 have the same head on several ranks. OLMo 2 and 3 and MiniMax add up
+over the ranks for the norms of queries and keys: two small sums more a layer. The first OLMo needs a package that mlxtp does not
+install, so it is refused.
+
+## Caches
+
+What the engine leaves out with each kind of caches. `mlxtp plan` says it for any model.
+
+"""
 
 
-def engine_page() -> str:
-    """Return docs/engine.md, with its table of families."""
-    before, rest = (DOCS / "engine.md").read_text().split(FAMILIES_BEGIN)
-    return before + FAMILIES_BEGIN + _families() + FAMILIES_END + rest.split(FAMILIES_END)[1]
+def families_page() -> str:
+    """Return docs/families.md."""
+    known = sorted(TENSOR_FAMILIES | PIPELINE_FAMILIES, key=str.lower)
+    head = FAMILIES_HEAD.format(generated=GENERATED)
+    rows = ["| family | tensor | pipeline | caches | tried |", "|---|---|---|---|---|"]
+    rows += [_family(family) for family in known]
+    return head + "\n".join(rows) + "\n" + FAMILIES_NOTES + "\n".join(_kinds(known)) + "\n"
 
 
-def _families() -> str:
-    by_kind: dict[CacheTraits, list[str]] = {}
-    for family in sorted(SHARDABLE):
-        by_kind.setdefault(traits_of(family), []).append(f"`{family}`")
-    rows = ["| families | KV caches | reused | off | because |", "|---|---|---|---|---|"]
-    for kind, families in by_kind.items():
-        names = ", ".join(families)
+def _family(family: str) -> str:
+    also = [f"`{name}`" for name, same in ALSO_CALLED.items() if same == family]
+    name = f"`{family}`" + (f", also {', '.join(also)}" if also else "")
+    tensor = "mlx-lm" if family in DIVIDED_BY_MLX_LM else "mlxtp" if family in DIVIDED_HERE else "–"
+    kind, sliding = traits_of(family), traits_of(family, ["sliding_attention"])
+    caches = kind.name if kind == sliding else f"{kind.name}; with sliding layers {sliding.name}"
+    ways = {"parts": FAMILIES, "chunks": OWN, "types": NAMED, "stages": PIPELINE_FAMILIES}
+    tried = ", ".join(way for way, families in ways.items() if family in families)
+    pipeline = "yes" if family in PIPELINE_FAMILIES else "–"
+    return f"| {name} | {tensor} | {pipeline} | {caches} | {tried or '–'} |"
+
+
+def _kinds(families: Iterable[str]) -> Iterator[str]:
+    yield "| caches | reused by later prompts | off | because |"
+    yield "|---|---|---|---|"
+    for kind in dict.fromkeys(map(traits_of, families)):
         reused = "from any token on" if kind.cuttable else "whole, at chosen places"
-        rows.append(f"| {names} | {kind.name} | {reused} | {kind.off or '–'} | {kind.why or '–'} |")
-    return "\n".join(rows) + "\n"
+        yield f"| {kind.name} | {reused} | {kind.off or '–'} | {kind.why or '–'} |"
 
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "commands.md": commands_page,
-    "engine.md": engine_page,
+    "families.md": families_page,
     "wire.md": render,
 }
 

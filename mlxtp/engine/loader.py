@@ -18,12 +18,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import Code, GroupError, MlxtpError, ModelError
+from ..model_config import Config, text_config
 from ..tokenizer_file import MAX_CONFIG_BYTES, text_of, token_count
 from .group import Group, alone, uncounted
 from .mlx_compat import code_of
 from .pipeline import Stage, StageVocabulary, check_family, cut_into_stage
 from .sharding import (
-    Config,
     ShardedEmbedding,
     ShardedHead,
     Vocabulary,
@@ -34,7 +34,6 @@ from .sharding import (
     cut_rows,
     family_of,
     shard,
-    text_config,
 )
 
 # --- headers of safetensors, checked before MLX reads them -----------------------------------------------

@@ -21,8 +21,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import Code, GroupError, ModelError
-from ..pipeline_families import PIPELINE_FAMILIES
+from ..model_families import PIPELINE_FAMILIES
 from ..wire.messages import PromptBatch, PromptTokens, StepToken
+from .families.parts import change
 from .group import Group, LoneGroup, RingGroup, uncounted
 from .sharding import EMBEDDINGS, HEADS, Vocabulary, shard
 
@@ -145,10 +146,10 @@ class Stage:
     def _cut(self, model: Any, facts: Sequence[_Layer]) -> None:
         for at, layer in enumerate(model.layers):
             if self.first <= at < self.end:
-                _change(layer, self._own_layer(type(layer), at))
+                change(layer, self._own_layer(type(layer), at))
             else:
                 _empty_out(layer)
-                _change(layer, _pass_on(facts[at].extras))
+                change(layer, _pass_on(facts[at].extras))
         modules = dict(model.named_modules())
         tied = not any(_is(path, HEADS) for path in modules)
         for path, module in modules.items():
@@ -157,14 +158,14 @@ class Stage:
             if _is(path, EMBEDDINGS) and not (self.embeds or (tied and self.chooses)):
                 whole_embedding = _around(path, modules, model.layers)
                 _empty_out(whole_embedding)
-                _change(whole_embedding, self._no_embedding())
+                change(whole_embedding, self._no_embedding())
         whole = type(model).__call__
         stage = self
 
         def forward(self: Any, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
             return stage.forward(lambda *args, **kwargs: whole(self, *args, **kwargs), tokens, cache)
 
-        _change(model, forward, make_cache=lambda _: stage.caches())
+        change(model, forward, make_cache=lambda _: stage.caches())
 
     def _own_layer(self, kind: type, at: int) -> Callable[..., Any]:
         def layer(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +240,7 @@ def _trace(model: Any, empty: Sequence[Any]) -> list[_Layer]:
 
     kinds = [type(layer) for layer in layers]
     for at, layer in enumerate(layers):
-        _change(layer, watched(kinds[at], at))
+        change(layer, watched(kinds[at], at))
     with uncounted():
         model(mx.zeros(rows, dtype=mx.int32), cache=caches)
     for layer, kind in zip(layers, kinds, strict=True):
@@ -303,14 +304,6 @@ def _pass_on(extras: int | None) -> Callable[..., Any]:
         return x if extras is None else (x, *[None] * extras)
 
     return passed
-
-
-def _change(module: Any, call: Callable[..., Any], **methods: Callable[..., Any]) -> None:
-    """Make `call` what the module does when it is called, and replace methods of it."""
-    kind = type(module)
-    module.__class__ = type(
-        kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, **methods}
-    )
 
 
 class StageVocabulary(Vocabulary):

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import pkgutil
-import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -16,11 +12,12 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from ..errors import Code, ModelError
+from ..model_config import Config, dimensions_of, family, text_config
+from ..model_families import TENSOR_FAMILIES
+from .families import divide_layers
 from .group import Group
 
 # --- checks: a configuration in, a refusal out -----------------------------------------------------------
-
-Config = Mapping[str, Any]
 
 
 def check_divisible(config: Config, world_size: int) -> None:
@@ -29,9 +26,11 @@ def check_divisible(config: Config, world_size: int) -> None:
     mlx-lm's llama does not check this: it floors the head counts, and the forward fails or goes wrong later.
     The error names every dimension that does not divide, and the world sizes that would work.
     """
-    problems = _indivisible(config, world_size)
-    if problems:
-        fitting = [n for n in range(1, 9) if not _indivisible(config, n)]
+    if world_size == 1:
+        return
+    dimensions = dimensions_of(config)
+    if problems := dimensions.obstacles(world_size):
+        fitting = [n for n in range(1, 9) if not dimensions.obstacles(n)]
         raise ModelError(
             f"this model does not divide among {world_size} ranks: {'; '.join(problems)}. "
             f"It does among {', '.join(map(str, fitting))}.",
@@ -39,117 +38,31 @@ def check_divisible(config: Config, world_size: int) -> None:
         )
 
 
-#: Families whose `shard` gives several ranks the same KV head if there are fewer heads than ranks.
-_COPIES_KV_HEADS = ("qwen3_5", "qwen3_5_moe")
-
-
-#: Families whose few dense MLPs stay whole on each rank where ranks cannot share them, beside experts.
-_KEEPS_MLP_WHOLE = ("deepseek_v2", "glm4_moe")
-
-
-def _indivisible(config: Config, world_size: int) -> list[str]:
-    if world_size == 1:
-        return []
-    text = text_config(config)
-    heads = _number(text, "num_attention_heads")
-    head_dim = _number(text, "head_dim") or _number(text, "hidden_size") // max(heads, 1)
-    sizes = {
-        "attention heads": heads,
-        "KV heads": _number(text, "num_key_value_heads") or heads,
-        "intermediate size": _number(text, "intermediate_size"),
-        "expert intermediate size": _number(text, "moe_intermediate_size"),
-    }
-    if config.get("model_type") in _COPIES_KV_HEADS and world_size % sizes["KV heads"] == 0:
-        del sizes["KV heads"]
-    if config.get("model_type") in _KEEPS_MLP_WHOLE and sizes["expert intermediate size"]:
-        del sizes["intermediate size"]  # see `_whole_mlps`
-    problems = [f"{size} {what} ({size} / {world_size})" for what, size in sizes.items() if size % world_size]
-    group = (
-        _number(_table(config, "quantization") or _table(config, "quantization_config"), "group_size") or 1
-    )
-    # The inputs of the row-sharded projections are cut between quantization groups only.
-    inputs = {
-        "attention output": heads * head_dim,
-        "intermediate size": sizes.get("intermediate size", 0),
-        "expert intermediate size": sizes["expert intermediate size"],
-    }
-    problems += [
-        f"{what} {size} / {world_size} = {size // world_size}, no multiple of the quantization group {group}"
-        for what, size in inputs.items()
-        if size % world_size == 0 and (size // world_size) % group
-    ]
-    return problems
-
-
-def text_config(config: Config) -> Config:
-    """Return the fields of the language model, which some families separate from those of other parts."""
-    return {**config, **_table(config, "text_config")}
-
-
-def _table(config: Config, name: str) -> Config:
-    value = config.get(name) or {}
-    if not isinstance(value, dict):
-        raise ModelError(f"config.json: {name} is {value!r}, not an object", Code.MODEL_INVALID)
-    return value
-
-
-def _number(config: Config, name: str) -> int:
-    """Return a size that must be a whole number, or 0 where it is missing."""
-    value = config.get(name) or 0
-    if not isinstance(value, int):
-        raise ModelError(f"config.json: {name} is {value!r}, not a whole number", Code.MODEL_INVALID)
-    return value
-
-
 def family_of(config: Config) -> str:
     """Return the name of mlx-lm's module for this model. Raises ModelError if there is none."""
-    from mlx_lm.utils import MODEL_REMAPPING
-
     name = config.get("model_type")
     if not isinstance(name, str):
         raise ModelError(
             "config.json names no model_type, so the model's family is unknown", Code.MODEL_INVALID
         )
-    family: str = MODEL_REMAPPING.get(name, name)
-    if not family.isidentifier() or importlib.util.find_spec(f"mlx_lm.models.{family}") is None:
+    found = family(config)
+    if not found.isidentifier() or importlib.util.find_spec(f"mlx_lm.models.{found}") is None:
         raise ModelError(f"mlx-lm has no model family {name!r}", Code.MODEL_UNSUPPORTED)
-    return family
+    return found
 
 
 def check_shardable(config: Config, world_size: int) -> None:
-    """Check that mlx-lm knows the family and can shard it. Raises ModelError (MODEL_UNSUPPORTED)."""
-    family = family_of(config)
-    if world_size > 1 and family not in shardable_families():
+    """Check that mlx-lm knows the family, and that ranks can share it. Raises ModelError."""
+    found = family_of(config)
+    if world_size > 1 and found not in TENSOR_FAMILIES:
         raise ModelError(
-            f"mlx-lm cannot shard the family {config['model_type']!r}; on more than one rank these work: "
-            f"{', '.join(sorted(shardable_families()))}",
+            f"no rank can hold a part of each layer of the family {config['model_type']!r}; {_THESE_WORK}",
             Code.MODEL_UNSUPPORTED,
         )
 
 
-@cache
-def shardable_families() -> frozenset[str]:
-    """Return families whose `Model` has `shard`, from their sources, because importing all takes seconds."""
-    import mlx_lm.models
-
-    folder = Path(mlx_lm.models.__path__[0])
-    sources = {
-        module.name: path.read_text()
-        for module in pkgutil.iter_modules([str(folder)])
-        if (path := folder / f"{module.name}.py").is_file()
-    }
-    found = {family for family, text in sources.items() if "def shard(self" in text}
-    return frozenset(found | {family for family, text in sources.items() if _parent(text) in found})
-
-
-def _parent(text: str) -> str | None:
-    """Return the family whose `Model` this one's extends, if any."""
-    base = re.search(r"^class Model\(([\w.]+)\)", text, re.MULTILINE)
-    if base is None:
-        return None
-    family, _, name = base[1].rpartition(".")
-    imported = re.search(rf"^from \.(\w+) import Model as {name}$", text, re.MULTILINE)
-    return imported[1] if imported else family or None
+_THESE_WORK = f"on more than one rank these work: {', '.join(sorted(TENSOR_FAMILIES))}"
+_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 #: Modules with a collective in a compiled function. A test holds this equal to what mlx-lm's sources have.
@@ -205,7 +118,6 @@ EMBEDDINGS = (
     "wte",
 )
 HEADS = ("lm_head", "output")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 
 #: (tensor, the last two parts of its name, first row, rows) -> those rows, zeros beyond the end.
 Cut = Callable[[mx.array, str, int, int], mx.array]
@@ -247,7 +159,7 @@ class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         sign.
         """
         if self.given is not None:
-            return self.given
+            return self.given.reshape(self.given.shape)  # another object: some models scale it in place
         if self._group.size == 1:
             return self.local(tokens)
         index = tokens - self._first
@@ -395,7 +307,8 @@ class Vocabulary:
 
 
 def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vocabulary:
-    """Divide `model` among the ranks: embedding and head over the vocabulary, the layers as mlx-lm does it.
+    """Divide `model` among the ranks: embedding and head over the vocabulary, the layers as their family
+    is divided.
 
     Only `cut` evaluates anything. `size` is the vocabulary's for modules with unknown names. Raises
     ModelError (MODEL_UNSUPPORTED) when a group of several ranks finds no known embedding or head.
@@ -410,7 +323,7 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
         if group.size > 1:
             raise ModelError(
                 f"{model.model_type}: found {embeddings} and {heads} instead of one token embedding and one "
-                f"head; on more than one rank these work: {', '.join(sorted(shardable_families()))}",
+                f"head; {_THESE_WORK}",
                 Code.MODEL_UNSUPPORTED,
             )
         return Vocabulary(size, group)
@@ -431,7 +344,7 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
         if heads:
             _put(model, heads[0], nn.Linear(1, group.size, bias=False))
         with divided_vocabulary(owner, share * group.size), _whole_mlps(model, group.size):
-            model.shard(group.handle)
+            divide_layers(model, group)
         if heads and getattr(owner, "sharding_group", None) is not None:
             owner.sharding_group = None
     if head is not None:

@@ -21,7 +21,9 @@ from typing import Literal
 from ..api.backend import StoredModelInfo
 from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
-from ..placement.model_shape import ALSO_CALLED, Config, ModelShape, shape_of
+from ..model_config import Config
+from ..model_config import family as family_of
+from ..placement.model_shape import ModelShape, shape_of
 from ..text.tokenizer import Text
 from ..tokenizer_file import MAX_CONFIG_BYTES, text_of
 from ..wire.cluster_messages import MAX_MODEL
@@ -278,7 +280,7 @@ def check_servable(config: Config) -> None:
     family = config.get("model_type")
     if not isinstance(family, str):
         raise ModelError("config.json names no model_type, so the model's family is unknown")
-    code = ALSO_CALLED.get(family, family)
+    code = family_of(config)
     if not code.isidentifier() or code not in _families():
         raise ModelError(f"mlx-lm has no model family {family!r}", Code.MODEL_UNSUPPORTED)
     said = config.get("architectures")

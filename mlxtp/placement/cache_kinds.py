@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 #: Families with windows of tokens in every model.
 _WINDOWS = frozenset(
-    ("afmoe", "cohere2", "exaone4", "exaone_moe", "gemma3_text", "gemma3n", "gemma4_text", "gpt_oss",
-     "iquestloopcoder", "laguna", "llama4", "mellum", "mimo_v2_flash", "muse_glimmer", "muse_spark", "olmo3",
+    ("afmoe", "cohere2", "exaone4", "exaone_moe", "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_text",
+     "gpt_oss", "iquestloopcoder", "laguna", "mellum", "mimo_v2_flash", "muse_glimmer", "muse_spark", "olmo3",
      "plamo3", "spark2_5")
 )  # fmt: skip
 #: Families with windows in the layers that their configuration calls sliding.
-_WINDOWS_IN_SOME = frozenset(("llama", "ministral3", "step3p5"))
+_WINDOWS_IN_SOME = frozenset(("llama", "ministral3", "mistral3", "step3p5"))
 #: Families with recurrent states, some of them beside windows.
 _STATES = frozenset(
     ("baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1", "gear",
@@ -21,6 +21,7 @@ _STATES = frozenset(
 )  # fmt: skip
 _LISTS = frozenset(("deepseek_v32", "glm_moe_dsa", "longcat_flash", "minimax_m3_vl"))
 _COMPRESSED = frozenset(("deepseek_v41",))
+_CHUNKS = frozenset(("llama4",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,24 @@ COMPRESSED = CacheTraits(
     off=f"{_NOT_WIDE}, {ALONE}",
     why="closed groups cannot be opened, nor caches be joined",
 )
+CHUNKS = CacheTraits(
+    "chunks of tokens",
+    cuttable=False,
+    off=f"{_NOT_WIDE}, {ALONE}",
+    why="what is before a chunk cannot come back, nor can mlx-lm join such caches",
+)
 
 
 def traits_of(family: str, layer_types: object = ()) -> CacheTraits:
     """Return the kind of a family's caches; `layer_types` as in config.json."""
     sliding = isinstance(layer_types, list | tuple) and "sliding_attention" in layer_types
-    kinds = ((_STATES, STATES), (_WINDOWS, WINDOWS), (_LISTS, LISTS), (_COMPRESSED, COMPRESSED))
+    kinds = (
+        (_STATES, STATES),
+        (_WINDOWS, WINDOWS),
+        (_LISTS, LISTS),
+        (_COMPRESSED, COMPRESSED),
+        (_CHUNKS, CHUNKS),
+    )
     for families, traits in kinds:
         if family in families:
             return traits

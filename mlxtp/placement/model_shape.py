@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
 
 from ..errors import Code, ModelError
-from ..pipeline_families import PIPELINE_FAMILIES
+from ..model_config import Config, Dimensions, dimensions_of, family, number, quantization, text_config
+from ..model_families import KEEPS_MLP_WHOLE, PIPELINE_FAMILIES, TENSOR_FAMILIES
 from ..wire.messages import MAX_LAYERS
 from ..wire.messages import MAX_RANKS as MAX_RANKS
 from .cache_kinds import PLAIN, WINDOWS, CacheTraits, traits_of
@@ -26,21 +26,6 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
     "mlp": ("mlp",),
 }
 
-#: Families that mlx-lm can divide among ranks. A test compares this with the installed mlx-lm.
-SHARDABLE = frozenset(
-    ("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "exaone_moe", "glm4_moe", "glm4_moe_lite",
-     "glm_moe_dsa", "gpt_oss", "iquestloopcoder", "kimi_k25", "kimi_k3", "llama", "longcat_flash",
-     "longcat_flash_ngram", "minimax", "minimax_m3_vl", "ministral3", "mistral4", "muse_spark",
-     "prism_hadamard_qwen35", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "step3p5")
-)  # fmt: skip
-#: Other names of families, by mlx-lm's own table. A test compares the two tables.
-ALSO_CALLED = {
-    "mistral": "llama", "iquestcoder": "llama", "xverse": "llama", "joyai_llm_flash": "deepseek_v3",
-    "kimi_k2": "deepseek_v3", "minimax_m2": "minimax", "deepseek_v41_text": "deepseek_v41",
-    "llava": "mistral3", "phi-msft": "phixtral", "falcon_mamba": "mamba", "qwen2_5_vl": "qwen2_vl",
-    "gemma4_unified": "gemma4",
-}  # fmt: skip
-
 #: GPU kernels that one token starts one after the other, counted in mlx-lm's models.
 _KERNELS = {
     "layer": 4,  # two norms, two residual sums
@@ -56,12 +41,7 @@ _KERNELS = {
 }
 _QK_NORM = frozenset({"qwen3", "qwen3_moe", "glm4_moe", "minimax", "exaone_moe", "step3p5"})
 #: Families that sum over the ranks for the norms of queries and keys too.
-_NORM_SUMS = frozenset({"minimax"})
-
-
-_COPIES_KV_HEADS = ("qwen3_5", "qwen3_5_moe")  #: Families in which several ranks may have the same KV head.
-#: Families in which each rank has the few dense MLPs whole, beside experts, if ranks cannot share them.
-_KEEPS_MLP_WHOLE = ("deepseek_v2", "glm4_moe")
+_NORM_SUMS = frozenset({"minimax", "olmo2", "olmo3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +91,8 @@ class ModelShape:
     kv_divides        whether ranks share these; a compressed cache is on every rank
     collectives       sums and gathers over the ranks for one token
     kernels           GPU kernels started one after the other for one token
-    shardable         whether mlx-lm can divide it at all
+    shardable         whether its family can be divided at all
+    dimensions        sizes that ranks divide
     caches            kind of its KV caches
     each_layer        sizes of every layer
     before            of all layers before each one, and of all
@@ -145,6 +126,7 @@ class ModelShape:
     collectives: int
     kernels: int
     shardable: bool
+    dimensions: Dimensions = field(default=Dimensions(), repr=False)
     caches: CacheTraits = PLAIN
     kv_window_bytes: int = 0
     window: int = 0
@@ -176,7 +158,7 @@ class ModelShape:
 
     def _whole_mlps(self, ranks: int) -> int:
         """Return the bytes of the dense MLPs that each of `ranks` ranks has whole."""
-        keeps = self.family in _KEEPS_MLP_WHOLE and self.expert_width
+        keeps = self.family in KEEPS_MLP_WHOLE and self.expert_width
         divide = self.intermediate % ranks == 0 and self.intermediate // ranks % self.group == 0
         return self.mlp_bytes if keeps and not divide else 0
 
@@ -196,40 +178,12 @@ class ModelShape:
         return f"{self.layers} layers are fewer than {ranks} Macs" if self.layers < ranks else ""
 
     def obstacles(self, ranks: int) -> tuple[str, ...]:
-        """Return why `ranks` ranks cannot divide it, by the rules that `engine/sharding.py` checks."""
+        """Return why `ranks` ranks cannot divide it; () if they can."""
         if ranks == 1:
             return ()
         if not self.shardable:
-            return (f"mlx-lm cannot divide the family {self.family!r} among {ranks} ranks",)
-        sizes = {
-            "attention heads": self.heads,
-            "KV heads": self.kv_heads,
-            "intermediate size": self.intermediate,
-            "expert intermediate size": self.expert_width,
-        }
-        if self.family in _COPIES_KV_HEADS and ranks % self.kv_heads == 0:
-            del sizes["KV heads"]
-        if self.family in _KEEPS_MLP_WHOLE and self.expert_width:
-            del sizes["intermediate size"]
-        found = []
-        for what, size in sizes.items():
-            if size % ranks:
-                found.append(
-                    f"{size} {what} do not divide by {ranks}"
-                    if what.endswith("heads")
-                    else f"{what} {size} does not divide by {ranks}"
-                )
-        inputs = {
-            "attention output": self.heads * self.head_dim,
-            "intermediate size": sizes.get("intermediate size", 0),
-            "expert intermediate size": self.expert_width,
-        }
-        found += [
-            f"{what} {size} / {ranks} = {size // ranks} is no multiple of the quantization group {self.group}"
-            for what, size in inputs.items()
-            if size % ranks == 0 and (size // ranks) % self.group
-        ]
-        return tuple(found)
+            return (f"no layer of the family {self.family!r} can be divided among {ranks} ranks",)
+        return self.dimensions.obstacles(ranks)
 
 
 def _shared_out(total: int, whole: int, ranks: int) -> int:
@@ -251,10 +205,10 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
     implied = sum(part.count * stored.bytes_each(part.role) for part in parts)
     scale = weight_bytes / implied if weight_bytes else 1.0
     experts, picked = experts_of(text)
-    family = str(config.get("model_type", ""))
-    sums = 2 + (2 if family in _NORM_SUMS or ALSO_CALLED.get(family) in _NORM_SUMS else 0)
+    known = family(config)
+    sums = 2 + (2 if known in _NORM_SUMS else 0)
 
-    caches = traits_of(ALSO_CALLED.get(family, family), text.get("layer_types"))
+    caches = traits_of(known, text.get("layer_types"))
     kv_token_bytes = int(cached_numbers(text) * (kv_bits / 8 + 4 / 64 if kv_bits else plain))
     window = number(text, "sliding_window") if caches == WINDOWS and sliding_layers(text) else 0
 
@@ -269,8 +223,8 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
         return int(scale * sum(getattr(part, count) * stored.bytes_each(part.role) for part in chosen))
 
     made = ModelShape(
-        name=name or family,
-        family=family,
+        name=name or str(config.get("model_type", "")),
+        family=str(config.get("model_type", "")),
         layers=layers(text),
         hidden=hidden(text),
         heads=heads(text),
@@ -294,13 +248,14 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
         kv_divides=not keeps_latent(text),
         collectives=sums * layers(text) + 1,
         kernels=_kernels(text, parts),
-        shardable=ALSO_CALLED.get(family, family) in SHARDABLE,
+        shardable=known in TENSOR_FAMILIES,
+        dimensions=dimensions_of(config),
         caches=caches,
         kv_window_bytes=kv_token_bytes * len(sliding) // layers(text),
         window=window,
         each_layer=per_layer,
         before=tuple(accumulate(per_layer, initial=PartShape())),
-        cuttable=ALSO_CALLED.get(family, family) in PIPELINE_FAMILIES,
+        cuttable=known in PIPELINE_FAMILIES,
     )
     embedding = next(part for part in parts if part.role == "embedding")
     table_bytes = int(scale * embedding.count * stored.bytes_each("embedding"))
@@ -346,7 +301,7 @@ class _Quantization:
     """Bytes of a weight of each role, by the `quantization` of a configuration."""
 
     def __init__(self, config: Config, plain: float) -> None:
-        self.table = table(config, "quantization") or table(config, "quantization_config")
+        self.table = quantization(config)
         self._plain = plain
         self._all = _bytes_each(self.table, plain)
         named: dict[str, list[float]] = {}
@@ -391,11 +346,10 @@ def _bytes_each(quantization: Config, plain: float) -> float:
 
 
 def _kernels(config: Config, parts: Sequence[WeightKind]) -> int:
-    family = str(config.get("model_type", ""))
     total, linear = layers(config), len(linear_layers(config))
     sparse = len(expert_layers(config))
     attention = _KERNELS["latent" if is_latent(config) else "attention"]
-    attention += 2 if ALSO_CALLED.get(family, family) in _QK_NORM else 0
+    attention += 2 if family(config) in _QK_NORM else 0
     attention += _KERNELS["indexer"] if number(config, "index_n_heads") else 0
     moe = _KERNELS["experts"] + (_KERNELS["groups"] if number(config, "n_group") > 1 else 0)
     moe += _KERNELS["shared"] if any(part.role == "shared" for part in parts) else 0
@@ -412,10 +366,6 @@ def _kernels(config: Config, parts: Sequence[WeightKind]) -> int:
 # --- weights that a model's configuration implies, by kind -----------------------------------------------
 # Families name the same things differently; the tables below have the names. Small weights that only
 # a few families have (norms, biases, convolutions) are left out: they are less than 2 % of any model.
-
-Config = Mapping[str, Any]
-
-_MOST = 1 << 48  #: Above any size of a model.
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -463,31 +413,6 @@ class WeightKind:
     active: int
     layers: tuple[int, ...] = ()
     divides: bool = True
-
-
-def text_config(config: Config) -> Config:
-    """Return the fields of the language model, which some families keep apart from other parts."""
-    return {**config, **table(config, "text_config")}
-
-
-def table(config: Config, name: str) -> Config:
-    """Return an object in config.json, empty if it is missing. Raises ModelError if it is something else."""
-    value = config.get(name) or {}
-    if not isinstance(value, dict):
-        raise ModelError(f"config.json: {name} is {value!r}, not an object", Code.MODEL_INVALID)
-    return value
-
-
-def number(config: Config, *names: str) -> int:
-    """Return the first of these sizes that is there, or 0. Raises ModelError if it is no whole number."""
-    for name in names:
-        value = config.get(name) or 0
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
-            told = f"{value!r:.40}"
-            raise ModelError(f"config.json: {name} is {told}, not a whole number", Code.MODEL_INVALID)
-        if value:
-            return value
-    return 0
 
 
 def required(config: Config, what: str, *names: str) -> int:
@@ -681,7 +606,7 @@ def expert_width(config: Config) -> int:
 def _shared_width(config: Config) -> int:
     if width := number(config, *_SHARED):
         return width
-    family = config.get("model_type")
-    if family in _SHARED_AS_EXPERT:
+    name = config.get("model_type")
+    if name in _SHARED_AS_EXPERT:
         return number(config, "shared_intermediate_size")
-    return (1 if family in _ONE_SHARED else number(config, *_SHARED_COUNT)) * expert_width(config)
+    return (1 if name in _ONE_SHARED else number(config, *_SHARED_COUNT)) * expert_width(config)

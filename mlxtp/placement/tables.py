@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from .model_shape import Config
+from ..model_config import Config
 
 SINGLE = 0.90  #: Share of the specified bandwidth that decoding reaches on a chip of one die.
 #: The same on an Ultra, which is two dies. Both are fitted, together with `cost_model.KERNEL_S`, to published

@@ -150,6 +150,10 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+NAMED = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
+"""Families that are tried in all types."""
+
+
 # --- families for pipelines -------------------------------------------------------------------------------
 
 FOUR = {"num_hidden_layers": 4}
@@ -525,4 +529,64 @@ PIPELINE: Mapping[str, Mapping[str, Any]] = {
     },
     "bailing_moe_linear": {**BAILING, "layer_group_size": 2, "group_norm_size": 2},
 }
-"""Families that no tensor group is tried with, and others with four layers, for three ranks of a pipeline."""
+"""Families of pipelines, with four layers for three ranks."""
+
+
+# --- families that mlxtp divides among ranks, where mlx-lm has no `shard` ----------------------------------
+
+OWN: Mapping[str, Mapping[str, Any]] = {
+    **{
+        family: PIPELINE[family]
+        for family in (
+            *("gemma3", "gemma3_text", "gemma4", "gemma4_text", "granite", "granitemoe", "kimi_vl"),
+            *("llama4", "mistral3", "mixtral", "olmo2", "olmo3", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
+        )
+    },
+    "llama4_text": {**PIPELINE["llama4_text"], "tie_word_embeddings": False},
+    "nemotron_h": {**PIPELINE["nemotron_h"], "n_groups": 2},
+    "seed_oss": {
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    # E2B: layers that read keys of others, wide MLPs there, and embeddings for single layers.
+    "gemma4_text-shared": {
+        "model_type": "gemma4_text",
+        **GEMMA4,
+        "num_hidden_layers": 6,
+        "layer_types": [*WINDOWS, *WINDOWS[:2]],
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 512,
+        "num_key_value_heads": 1,
+    },
+    # 31B: keys as values, and fewer heads of these in layers with all tokens.
+    "gemma4_text-few": {
+        "model_type": "gemma4_text",
+        **GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "mistral3-ministral3": {
+        "model_type": "mistral3",
+        "text_config": {**TEXT, "model_type": "ministral3", **FAMILIES["ministral3"]},
+    },
+    "nemotron_h-latent": {
+        "model_type": "nemotron_h",
+        **OWN["nemotron_h"],
+        "moe_latent_size": 32,
+        "mlp_bias": True,
+        "attention_bias": True,
+        "mamba_proj_bias": True,
+    },
+    "qwen3_next-dense": {"model_type": "qwen3_next", **OWN["qwen3_next"], "mlp_only_layers": [1]},
+    "olmo2-copied": {"model_type": "olmo2", "num_key_value_heads": 1},
+    "llama4-copied": {
+        "model_type": "llama4",
+        "text_config": {**OWN["llama4"]["text_config"], "num_key_value_heads": 1},
+    },
+}
+"""Folder name -> what `write_model` takes, for other shapes of the same families."""

@@ -16,10 +16,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from mlxtp.engine.sharding import shardable_families
-
 from ..live_cluster import WAIT_S
-from .families import FAMILIES, QWEN3_5
+from .families import FAMILIES, NAMED, QWEN3_5
+from .mlx_lm_sources import shardable_families
 from .small_models import change_weights, write_model
 from .test_parallel_numerics import free_hosts
 from .vocabulary_member import STEPS, hard_rows, prompts
@@ -30,8 +29,6 @@ ROOT = Path(__file__).parents[2]
 MEMBER = "tests.engine.vocabulary_member"
 NOT_TRIED = {"deepseek_v41", "glm_moe_dsa", "kimi_k3", "minimax_m3_vl", "muse_spark", "prism_hadamard_qwen35"}
 """Families that need Metal, or differ from one that is tried in other things than the vocabulary."""
-NAMED = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
-"""Families that are tried in all types."""
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"dtype": mx.bfloat16, "vocab_size": 512},
     "4bit": {"quantize": 32, "bits": 4, "vocab_size": 509, "tie_word_embeddings": False},
@@ -92,12 +89,12 @@ class Group:
         return [self.arrays[rank][f"{model}/{what}-{step}"] for step in range(1 + STEPS)]
 
 
-def run_group(root: Path, ranks: int, models: list[str]) -> Group:
+def run_group(root: Path, ranks: int, models: list[str], member: str = MEMBER) -> Group:
     hosts = free_hosts(ranks)
     folders = [str(root / model) for model in models]
     members = [
         subprocess.Popen(
-            [sys.executable, "-m", MEMBER, str(rank), hosts, str(root / f"rank-{rank}"), *folders], cwd=ROOT
+            [sys.executable, "-m", member, str(rank), hosts, str(root / f"rank-{rank}"), *folders], cwd=ROOT
         )
         for rank in range(ranks)
     ]

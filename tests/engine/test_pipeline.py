@@ -17,7 +17,7 @@ from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.loader import kv_sizes, make_cache
 from mlxtp.engine.pipeline import Border, HiddenStates, Stage, check_family, check_split, cut_into_stage
 from mlxtp.errors import Code, GroupError, ModelError
-from mlxtp.pipeline_families import PIPELINE_FAMILIES
+from mlxtp.model_families import PIPELINE_FAMILIES
 
 from .families import FAMILIES, GEMMA4, PIPELINE, WINDOWS
 from .small_models import write_model

@@ -19,9 +19,11 @@ from mlxtp.engine.sharding import (
     check_shardable,
     context_length,
     divided_vocabulary,
-    shardable_families,
 )
 from mlxtp.errors import Code, ModelError
+from mlxtp.model_families import TENSOR_FAMILIES
+
+from .mlx_lm_sources import shardable_families
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -53,11 +55,11 @@ def test_one_rank_takes_anything() -> None:
 @pytest.mark.parametrize(
     ("world_size", "changes", "words"),
     [
-        (2, {"num_attention_heads": 33, "num_key_value_heads": 33}, "33 attention heads (33 / 2)"),
-        (4, {"num_key_value_heads": 2}, "2 KV heads (2 / 4)"),
-        (4, {"num_attention_heads": 34, "num_key_value_heads": None}, "34 KV heads (34 / 4)"),
-        (2, {"intermediate_size": 14337}, "14337 intermediate size (14337 / 2)"),
-        (2, {"moe_intermediate_size": 769}, "769 expert intermediate size (769 / 2)"),
+        (2, {"num_attention_heads": 33, "num_key_value_heads": 33}, "33 attention heads do not divide by 2"),
+        (4, {"num_key_value_heads": 2}, "2 KV heads do not divide by 4"),
+        (4, {"num_attention_heads": 34, "num_key_value_heads": None}, "34 KV heads do not divide by 4"),
+        (2, {"intermediate_size": 14337}, "intermediate size 14337 does not divide by 2"),
+        (2, {"moe_intermediate_size": 769}, "expert intermediate size 769 does not divide by 2"),
     ],
 )
 def test_the_refusal_names_the_number(world_size: int, changes: dict[str, object], words: str) -> None:
@@ -66,7 +68,7 @@ def test_the_refusal_names_the_number(world_size: int, changes: dict[str, object
 
 def test_all_that_does_not_fit_is_named_at_once() -> None:
     detail = refusal(3)
-    for words in ("32 attention heads", "8 KV heads", "14336 intermediate size"):
+    for words in ("32 attention heads", "8 KV heads", "intermediate size 14336"):
         assert words in detail
     assert "among 3 ranks" in detail
 
@@ -82,9 +84,9 @@ def test_a_quantization_group_is_not_cut() -> None:
     llama_2 = quantized | {"intermediate_size": 11008, "num_key_value_heads": 32}
     check_divisible(LLAMA_8B | llama_2, 4)
     detail = refusal(8, **llama_2)
-    assert "intermediate size 11008 / 8 = 1376, no multiple of the quantization group 64" in detail
+    assert "intermediate size 11008 / 8 = 1376 is no multiple of the quantization group 64" in detail
     detail = refusal(8, quantization={"group_size": 1024})
-    assert "attention output 4096 / 8 = 512, no multiple of the quantization group 1024" in detail
+    assert "attention output 4096 / 8 = 512 is no multiple of the quantization group 1024" in detail
 
 
 def test_a_quantization_config_counts_too() -> None:
@@ -169,13 +171,13 @@ def test_a_model_that_does_not_say_what_it_is(config: dict[str, object]) -> None
 
 
 def test_a_family_that_cannot_be_sharded_runs_on_one_rank_only() -> None:
-    unshardable = "gemma3_text"
-    assert unshardable not in shardable_families()
+    unshardable = "mamba2"
+    assert unshardable not in TENSOR_FAMILIES
     check_shardable({"model_type": unshardable}, 1)
     with pytest.raises(ModelError) as refused:
         check_shardable({"model_type": unshardable}, 2)
     assert refused.value.code is Code.MODEL_UNSUPPORTED
-    for family in ("'gemma3_text'", "llama", "qwen3_moe", "gpt_oss"):
+    for family in ("'mamba2'", "gemma3_text", "llama", "qwen3_moe", "gpt_oss"):
         assert family in refused.value.detail
 
 

@@ -9,9 +9,9 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlxtp.engine.batch import CacheKind
-from mlxtp.placement.cache_kinds import ALONE, LISTS, PLAIN, STATES, WINDOWS, traits_of
+from mlxtp.placement.cache_kinds import ALONE, CHUNKS, LISTS, PLAIN, STATES, WINDOWS, traits_of
 
-from ..engine.families import FAMILIES
+from ..engine.families import FAMILIES, OWN
 from ..engine.small_models import write_model
 
 MODELS = Path(next(iter(mlx_lm.models.__path__)))
@@ -24,16 +24,18 @@ def test_every_family_has_the_kind_of_the_caches_that_it_names(family: str) -> N
     sliding = traits_of(family, ["sliding_attention"])
     if "ArraysCache(" in source:
         assert sliding == STATES
-    elif "RotatingKVCache(" in source or "ChunkedKVCache(" in source:
+    elif "ChunkedKVCache(" in source:
+        assert sliding == CHUNKS
+    elif "RotatingKVCache(" in source:
         assert sliding == WINDOWS
     elif "CacheList(" in source:
         assert sliding == LISTS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OWN])
 def test_the_engine_finds_the_same_in_a_model(family: str, tmp_path: Path) -> None:
-    config = FAMILIES[family]
+    config = {**FAMILIES, **OWN}[family]
     model, _ = load_model(write_model(tmp_path, model_type=family, **config))
     found, expected = CacheKind(model), traits_of(family, config.get("layer_types"))
     assert (found.cuttable, found.batches) == (expected.cuttable, ALONE not in expected.off)

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.utils import MODEL_REMAPPING
 
-from mlxtp.engine.sharding import check_divisible, shardable_families
+from mlxtp.engine.sharding import check_divisible
 from mlxtp.errors import ModelError
-from mlxtp.placement.model_shape import ALSO_CALLED, MAX_RANKS, SHARDABLE, shape_of
+from mlxtp.model_families import ALSO_CALLED, DIVIDED_BY_MLX_LM, DIVIDED_HERE
+from mlxtp.placement.model_shape import MAX_RANKS, shape_of
 from mlxtp.placement.tables import KNOWN
 
+from ..engine.mlx_lm_sources import shardable_families
 from .made_up_macs import LLAMA, shape
 
 PUBLISHED_GB = {
@@ -109,14 +111,49 @@ def test_a_dense_mlp_that_does_not_divide_is_whole_on_each_rank() -> None:
     assert two.rank_weights(3) == -(-(two.weight_bytes - two.whole_bytes) // 3) + two.whole_bytes
 
 
-def test_families_that_mlx_lm_cannot_divide_stay_whole() -> None:
-    gemma = shape(model_type="gemma3")
-    assert gemma.obstacles(1) == ()
-    assert gemma.obstacles(2) == ("mlx-lm cannot divide the family 'gemma3' among 2 ranks",)
+def test_families_that_cannot_be_divided_stay_whole() -> None:
+    mamba = shape(model_type="mamba2")
+    assert mamba.obstacles(1) == ()
+    assert mamba.obstacles(2) == ("no layer of the family 'mamba2' can be divided among 2 ranks",)
+
+
+def test_what_a_published_configuration_leaves_out_is_filled_in_as_mlx_lm_does() -> None:
+    """Gemma 3 4B names neither heads nor vocabulary."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+    }
+    gemma = shape_of({"model_type": "gemma3", "text_config": text})
+    assert (gemma.heads, gemma.kv_heads, gemma.head_dim, gemma.vocabulary) == (8, 4, 256, 262208)
+    assert (gemma.obstacles(2), gemma.obstacles(8)) == ((), ())
+    assert gemma.obstacles(3) != ()
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "words"),
+    [
+        ("nemotron_h", {"n_groups": 1}, "1 Mamba groups do not divide by 2"),
+        (
+            "nemotron_h",
+            {"n_groups": 2, "mamba_num_heads": 2, "mamba_head_dim": 32},
+            "Mamba output 64 / 2 = 32 is no multiple of the quantization group 64",
+        ),
+        ("qwen3_next", {"linear_num_key_heads": 3}, "3 linear key heads do not divide by 2"),
+        ("llama4", {"intermediate_size_mlp": 33}, "dense intermediate size 33 does not divide by 2"),
+        ("gemma4", {"num_global_key_value_heads": 3}, "3 global KV heads do not divide by 2"),
+    ],
+)
+def test_sizes_that_only_some_families_have_count(family: str, fields: dict[str, Any], words: str) -> None:
+    config = {**LLAMA, "model_type": family, "quantization": {"group_size": 64, "bits": 4}}
+    assert shape_of({**config, **fields}).obstacles(2) == (words,)
+    assert shape_of(config).obstacles(2) == ()
 
 
 def test_the_table_of_families_is_that_of_the_installed_mlx_lm() -> None:
-    assert shardable_families() == SHARDABLE
+    assert shardable_families() == DIVIDED_BY_MLX_LM
+    assert not DIVIDED_BY_MLX_LM & DIVIDED_HERE, "mlx-lm's own way comes first"
     assert MODEL_REMAPPING == ALSO_CALLED
 
 

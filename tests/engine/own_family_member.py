@@ -1,0 +1,117 @@
+"""One member of a group that divides models: `own_family_member.py RANK HOSTS OUTPUT MODEL...`.
+
+OUTPUT.npz has `MODEL/WHAT`: the logits of every chunk of some prompts, and of steps with all of them in one
+batch. OUTPUT.json has facts of each model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxtp.engine import kv_cache
+from mlxtp.engine.batch import Bucket, CacheKind, ForwardShape, MergedBatch, SlotBatch, in_parts
+from mlxtp.engine.group import CollectiveCounter, form
+from mlxtp.engine.loader import ModelShare, load, run_alone
+
+from .vocabulary_member import first, reads_own_bytes
+
+LENGTHS = (21, 9, 5)
+"""Of the prompts."""
+CHUNK = 8
+STEPS = 3
+FORM_S = 60.0
+
+
+def prompt(row: int, size: int) -> list[int]:
+    return [(7 * at * (row + 1) + 3 * row + 1) % size for at in range(LENGTHS[row])]
+
+
+def chunks(tokens: list[int]) -> list[list[int]]:
+    return [tokens[at : at + CHUNK] for at in range(0, len(tokens), CHUNK)]
+
+
+def fed(step: int, size: int) -> list[int]:
+    """One token for each row."""
+    return [(31 * step + 11 * row + 2) % size for row in range(len(LENGTHS))]
+
+
+def forwards(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:
+    vocabulary, model = loaded.vocabulary, loaded.model
+    kind = CacheKind(model)
+    rows = range(len(LENGTHS))
+    batches = [kind.empty_batch()] * len(rows) if kind.batches else [kind.empty_batch() for _ in rows]
+    found: dict[str, mx.array] = {}
+    before = counter.count
+    for row in rows:
+        caches = kind.new()
+        for number, chunk in enumerate(chunks(prompt(row, vocabulary.size))):
+            tokens = mx.array([chunk], dtype=mx.int32)
+            given = None
+            if number == 1 and vocabulary.embedding is not None:  # as after a step that chose its winner
+                given = vocabulary.embedding(tokens)
+                kept = np.array(given.astype(mx.float32))
+            local = vocabulary.forward(model, tokens, caches, given=given)
+            found[f"prompt-{row}-{number}"] = vocabulary.gather(local)[0]
+            mx.eval(found)
+            if given is not None:
+                np.testing.assert_array_equal(np.array(given.astype(mx.float32)), kept)
+        batches[row].join(row, caches)
+    counted = counter.count - before
+
+    def one(
+        part: Bucket | MergedBatch, tokens: mx.array, _given: mx.array | None, at: tuple[int, ...]
+    ) -> list[mx.array]:
+        if isinstance(part, MergedBatch):
+            return [vocabulary.forward(model, tokens, part.caches)]
+        part.reserve(max(at) + 1)
+        view = min(kv_cache.view(max(at) + 1), part.shape[1])
+        shape = ForwardShape(*ForwardShape.arrays(mx.array(at, dtype=mx.int32), 1, view))
+        layers = kind.views(part.arrays, shape)
+        local = vocabulary.forward(model, tokens, layers)
+        part.arrays = [array for layer in layers for array in layer.arrays]
+        return [local]
+
+    for step in range(STEPS):
+        results = []
+        for batch in dict.fromkeys(batches):
+            assert isinstance(batch, SlotBatch | MergedBatch)
+            tokens = mx.array(fed(step, vocabulary.size), dtype=mx.int32)[mx.array(batch.rows), None]
+            positions = tuple(LENGTHS[row] + step for row in batch.rows)
+            (local,) = in_parts(batch.parts(batch.rows), batch.rows, tokens, None, positions, forward=one)
+            results.append(vocabulary.gather(local)[:, 0])
+            mx.eval(results, batch.arrays())
+        found[f"step-{step}"] = mx.concatenate(results)
+    facts = {"collectives": counted, "weight_bytes": loaded.weight_bytes, "layers": len(model.layers)}
+    return facts, {name: np.array(array.astype(mx.float32)) for name, array in found.items()}
+
+
+def main() -> None:
+    rank, hosts, output, *models = sys.argv[1:]
+    counter = CollectiveCounter()
+    counter.install()
+    addresses = tuple(hosts.split(","))
+    group = form("ring", int(rank), len(addresses), addresses, folder=Path(output).parent, deadline_s=FORM_S)
+    facts: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for model in models:
+        name = Path(model).name
+        loaded = load(Path(model), group, lambda: None)
+        own, same = reads_own_bytes(loaded, Path(model), group)
+        if group.rank:
+            run_alone(loaded, group.size, partial(first, loaded))  # rank 0 would not answer a collective
+        found, numbers = forwards(loaded, counter)
+        facts[name] = {**found, "own": own, "same": same}
+        arrays |= {f"{name}/{what}": array for what, array in numbers.items()}
+    Path(f"{output}.json").write_text(json.dumps(facts))
+    np.savez(f"{output}.npz", **arrays)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 version    what it tells others that its mlxtp is
 token_life seconds for which its join tokens are good
 issues     what it answers other members that ask it for a join token
-stuck      its event loop stands still once it runs; so many turns later it ends
+stuck      its event loop stands still once it runs; so many turns of half a second later it ends
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def change(thing: str, value: str) -> None:
                 lambda issuing, issuer, asked_by: value if asked_by else made(issuing, issuer, asked_by)
             )
         case "stuck":
-            mlxtp.service.watchdog.TURNS = int(value)
+            mlxtp.service.watchdog.TURNS, mlxtp.service.watchdog.TURN_S = int(value), 0.5
             mlxtp.groups.lifecycle.Supervisor.run = stand_still  # type: ignore[method-assign,assignment]
         case _:
             raise SystemExit(f"nothing here is called {thing}")

@@ -249,8 +249,18 @@ async def closed(stage: Story) -> None:
     await stage.hosted.close()
 
 
-@pytest.mark.parametrize("moment", ["before it is spawned", "before its hello", "while it joins"])
-@pytest.mark.parametrize("end", [ended, lost, cleared, closed])
+MOMENTS = ("before it is spawned", "before its hello", "while it joins")
+ENDS = (ended, lost, cleared, closed)
+
+
+@pytest.mark.parametrize(
+    ("end", "moment"),
+    [
+        pytest.param(end, moment, marks=() if i % len(MOMENTS) == j else pytest.mark.chaos)
+        for i, end in enumerate(ENDS)
+        for j, moment in enumerate(MOMENTS)
+    ],
+)
 def test_who_is_ended_on_the_way_up_does_not_live_on(tmp_path: Path, end: Ending, moment: str) -> None:
     """An order to end, or the end of the link, may come at any time of starting."""
 

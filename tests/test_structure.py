@@ -475,6 +475,7 @@ PURE = (
     "mlxtp.placement.machines_file",
     "mlxtp.placement.planner",
     "mlxtp.placement.model_shape",
+    "mlxtp.placement.model_weights",
     "mlxtp.placement.topology",
     "mlxtp.placement.workload",
     "mlxtp.service.managers",

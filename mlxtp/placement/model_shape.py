@@ -6,12 +6,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from ..errors import Code, ModelError
 from ..model_config import Config, Dimensions, dimensions_of, family, number, quantization, text_config
 from ..model_families import KEEPS_MLP_WHOLE, PIPELINE_FAMILIES, TENSOR_FAMILIES
-from ..wire.messages import MAX_LAYERS
 from ..wire.messages import MAX_RANKS as MAX_RANKS
 from .cache_kinds import PLAIN, WINDOWS, CacheTraits, traits_of
+from .model_weights import (
+    WeightKind,
+    cached_numbers,
+    experts_of,
+    head_dim,
+    heads,
+    hidden,
+    is_latent,
+    keeps_latent,
+    kv_heads,
+    layers,
+    mixers_of,
+    parts_of,
+    sliding_layers,
+)
 
 _DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 #: Roles of modules, by parts of their paths. The first that fits counts.
@@ -28,7 +41,7 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
 
 #: GPU kernels that one token starts one after the other, counted in mlx-lm's models.
 _KERNELS = {
-    "layer": 4,  # two norms, two residual sums
+    "mixer": 2,  # norm, residual sum
     "attention": 10,  # queries, keys, values, two rotations, two cache updates, attention (2), output
     "latent": 20,  # the same through compressions, with scores of the rotated part beside
     "indexer": 8,
@@ -205,18 +218,14 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
     implied = sum(part.count * stored.bytes_each(part.role) for part in parts)
     scale = weight_bytes / implied if weight_bytes else 1.0
     experts, picked = experts_of(text)
-    known = family(config)
-    sums = 2 + (2 if known in _NORM_SUMS else 0)
-
+    known, mixers = family(config), mixers_of(text)
     caches = traits_of(known, text.get("layer_types"))
-    kv_token_bytes = int(cached_numbers(text) * (kv_bits / 8 + 4 / 64 if kv_bits else plain))
+    cached = [numbers * (kv_bits / 8 + 4 / 64 if kv_bits else plain) for numbers in cached_numbers(text)]
     window = number(text, "sliding_window") if caches == WINDOWS and sliding_layers(text) else 0
 
     dense = sum(part.count * stored.bytes_each(part.role) for part in parts if part.role == "mlp")
     sliding = sliding_layers(text) if window else ()
-    per_layer = _each_layer(
-        text, parts, lambda part: scale * stored.bytes_each(part.role), kv_token_bytes, sliding
-    )
+    per_layer = _each_layer(text, parts, lambda part: scale * stored.bytes_each(part.role), cached, sliding)
 
     def size(count: str, *, whole: bool) -> int:
         chosen = (part for part in parts if not (whole and part.divides))
@@ -244,14 +253,14 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
         token_whole_bytes=size("active", whole=True),
         mlp_bytes=int(scale * dense),
         token_weights=sum(part.active for part in parts if part.role != "embedding"),
-        kv_token_bytes=kv_token_bytes,
+        kv_token_bytes=int(sum(cached)),
         kv_divides=not keeps_latent(text),
-        collectives=sums * layers(text) + 1,
+        collectives=mixers.all + (2 * mixers.attention if known in _NORM_SUMS else 0) + 1,
         kernels=_kernels(text, parts),
         shardable=known in TENSOR_FAMILIES,
         dimensions=dimensions_of(config),
         caches=caches,
-        kv_window_bytes=kv_token_bytes * len(sliding) // layers(text),
+        kv_window_bytes=int(sum(cached[layer] for layer in sliding)),
         window=window,
         each_layer=per_layer,
         before=tuple(accumulate(per_layer, initial=PartShape())),
@@ -270,13 +279,15 @@ def _each_layer(
     text: Config,
     parts: Sequence[WeightKind],
     bytes_each: Callable[[WeightKind], float],
-    kv_token_bytes: int,
+    cached: Sequence[float],
     sliding: Sequence[int],
 ) -> tuple[PartShape, ...]:
-    """Return the sizes of every layer. `sliding`: those whose caches keep a window of tokens."""
-    total, linear = layers(text), set(linear_layers(text))
+    """Return the sizes of every layer.
+
+    `cached`: bytes of one token in the cache of each. `sliding`: those whose caches keep a window of tokens.
+    """
+    total = layers(text)
     kernels = (_kernels(text, parts) - _KERNELS["once"]) // total
-    kv_bytes = kv_token_bytes // max(1, total - len(linear))
     each = [[0.0, 0.0, 0.0] for _ in range(total)]
     for part in parts:
         size = bytes_each(part)
@@ -290,8 +301,8 @@ def _each_layer(
             token_bytes,
             token_weights,
             kernels,
-            0 if layer in linear else kv_bytes,
-            kv_bytes if layer in sliding else 0,
+            int(cached[layer]),
+            int(cached[layer]) if layer in sliding else 0,
         )
         for layer, (weights, token_bytes, token_weights) in enumerate(sizes)
     )
@@ -346,8 +357,7 @@ def _bytes_each(quantization: Config, plain: float) -> float:
 
 
 def _kernels(config: Config, parts: Sequence[WeightKind]) -> int:
-    total, linear = layers(config), len(linear_layers(config))
-    sparse = len(expert_layers(config))
+    count = mixers_of(config)
     attention = _KERNELS["latent" if is_latent(config) else "attention"]
     attention += 2 if family(config) in _QK_NORM else 0
     attention += _KERNELS["indexer"] if number(config, "index_n_heads") else 0
@@ -355,258 +365,9 @@ def _kernels(config: Config, parts: Sequence[WeightKind]) -> int:
     moe += _KERNELS["shared"] if any(part.role == "shared" for part in parts) else 0
     return (
         _KERNELS["once"]
-        + total * _KERNELS["layer"]
-        + (total - linear) * attention
-        + linear * _KERNELS["linear"]
-        + (total - sparse) * _KERNELS["mlp"]
-        + sparse * moe
+        + count.all * _KERNELS["mixer"]
+        + count.attention * attention
+        + count.linear * _KERNELS["linear"]
+        + count.dense * _KERNELS["mlp"]
+        + count.experts * moe
     )
-
-
-# --- weights that a model's configuration implies, by kind -----------------------------------------------
-# Families name the same things differently; the tables below have the names. Small weights that only
-# a few families have (norms, biases, convolutions) are left out: they are less than 2 % of any model.
-
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads")
-_KV_HEADS = ("num_key_value_heads", "num_attention_groups")
-_DENSE = (
-    "intermediate_size_mlp",
-    "dense_intermediate_size",
-    "ffn_hidden_size",
-    "intermediate_size",
-    "n_inner",
-)
-_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-_PICKED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "experts_per_token")
-_EXPERT = ("moe_intermediate_size", "expert_ffn_hidden_size")
-_SHARED = ("shared_expert_intermediate_size", "share_expert_dim")
-_SHARED_COUNT = ("n_shared_experts", "num_shared_experts")
-
-#: Families with one shared expert that their configuration does not mention.
-_ONE_SHARED = frozenset({"llama4", "llama4_text"})
-#: Families whose queries are twice as wide: the other half is a gate.
-_GATED_ATTENTION = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
-#: Families with two attentions and two dense MLPs a layer.
-_TWO_IN_ONE = frozenset({"longcat_flash", "longcat_flash_ngram"})
-_TWO_CACHES = _TWO_IN_ONE | {"iquestloopcoder"}
-#: Families that compress keys and values but keep them for each head.
-_EXPANDED_CACHE = frozenset({"deepseek_v2"})
-#: Families whose `shared_intermediate_size` is used; others only carry the field.
-_SHARED_AS_EXPERT = frozenset({"minimax_m3_vl", "minimax_m3_vl_text"})
-
-
-@dataclass(frozen=True, slots=True)
-class WeightKind:
-    """One kind of weights, over all layers.
-
-    role     its name, by which its quantization is found
-    count    weights in the whole model
-    active   how many of them one token meets
-    layers   those that have them, equally many each; () for embedding and head
-    divides  whether each rank holds only its share of them
-    """
-
-    role: str
-    count: int
-    active: int
-    layers: tuple[int, ...] = ()
-    divides: bool = True
-
-
-def required(config: Config, what: str, *names: str) -> int:
-    """Return the first of these sizes, as `number`. Raises ModelError if none of them is there."""
-    value = number(config, *names)
-    if not value:
-        raise ModelError(f"config.json names no {what} ({names[0]})", Code.MODEL_INVALID)
-    return value
-
-
-def hidden(config: Config) -> int:
-    return required(config, "hidden size", *_HIDDEN)
-
-
-def layers(config: Config) -> int:
-    total = required(config, "number of layers", *_LAYERS)
-    if total > MAX_LAYERS:
-        raise ModelError(f"config.json names {total} layers, more than {MAX_LAYERS}", Code.MODEL_INVALID)
-    return total
-
-
-def heads(config: Config) -> int:
-    return required(config, "number of attention heads", *_HEADS)
-
-
-def kv_heads(config: Config) -> int:
-    return number(config, *_KV_HEADS) or heads(config)
-
-
-def head_dim(config: Config) -> int:
-    return number(config, "head_dim") or hidden(config) // heads(config)
-
-
-def is_latent(config: Config) -> bool:
-    """Return whether keys and values are computed through a compression that all heads share."""
-    return bool(number(config, "kv_lora_rank"))
-
-
-def keeps_latent(config: Config) -> bool:
-    """Return whether the cache keeps the compression itself, which ranks cannot divide among them."""
-    return is_latent(config) and config.get("model_type") not in _EXPANDED_CACHE
-
-
-def cached_numbers(config: Config) -> int:
-    """Count the numbers that the KV caches keep of one token, over all layers.
-
-    A cache that keeps a window counts as long as that grows; one that does not grow counts nothing.
-    """
-    rope = number(config, "qk_rope_head_dim")
-    if keeps_latent(config):
-        index = 2 * number(config, "index_head_dim") if number(config, "index_n_heads") else 0
-        numbers = number(config, "kv_lora_rank") + rope + index
-    elif is_latent(config):
-        numbers = kv_heads(config) * (number(config, "qk_nope_head_dim") + rope + _value_dim(config))
-    else:
-        numbers = 2 * kv_heads(config) * head_dim(config)
-    caches = layers(config) - len(linear_layers(config))
-    return caches * numbers * (2 if config.get("model_type") in _TWO_CACHES else 1)
-
-
-def sliding_layers(config: Config) -> tuple[int, ...]:
-    """Return the layers whose caches keep a window of tokens, by the kinds that the configuration lists."""
-    return _of_kind(config, "layer_types", "sliding_attention")
-
-
-def linear_layers(config: Config) -> tuple[int, ...]:
-    """Return the layers with linear attention, whose cache does not grow with the text."""
-    if not number(config, "linear_num_value_heads"):
-        return ()
-    if isinstance(config.get("layer_types"), list):
-        return _of_kind(config, "layer_types", "linear_attention")
-    every = number(config, "full_attention_interval") or 1
-    return tuple(layer for layer in range(layers(config)) if (layer + 1) % every)
-
-
-def _of_kind(config: Config, name: str, *kinds: object) -> tuple[int, ...]:
-    """Return the layers for which a list of the configuration has one of these; any true value without."""
-    listed = config.get(name)
-    if not isinstance(listed, list):
-        return ()
-    first = enumerate(listed[: layers(config)])
-    return tuple(layer for layer, kind in first if (kind in kinds if kinds else kind))
-
-
-def experts_of(config: Config) -> tuple[int, int]:
-    """Return a layer's routed experts, and how many of them a token meets; (0, 0) for a dense model."""
-    count = number(config, *_EXPERTS)
-    return (count, min(number(config, *_PICKED) or 1, count)) if count else (0, 0)
-
-
-def expert_layers(config: Config) -> tuple[int, ...]:
-    """Return the layers with routed experts; the others have a dense MLP."""
-    total = layers(config)
-    if not experts_of(config)[0]:
-        return ()
-    if isinstance(config.get("mlp_layer_types"), list):
-        return _of_kind(config, "mlp_layer_types", "sparse")
-    for name in ("is_moe_layer", "moe_layer_freq"):
-        if isinstance(config.get(name), list):
-            return _of_kind(config, name)
-    named = config.get("moe_layers_enum")
-    if isinstance(named, str) and named:
-        return tuple(range(total))[-len(named.split(",")) :]  # all such models begin with the dense ones
-    if every := number(config, "interleave_moe_layer_step"):
-        return tuple(range(every - 1, total, every))
-    dense = config.get("mlp_only_layers")
-    dense_only = dense if isinstance(dense, list) else ()
-    return tuple(i for i in range(number(config, "first_k_dense_replace"), total) if i not in dense_only)
-
-
-def parts_of(config: Config) -> tuple[WeightKind, ...]:
-    """Return the weights of a model. `config` holds the fields of its language model."""
-    width, vocabulary = hidden(config), required(config, "vocabulary", "vocab_size")
-    tied = bool(config.get("tie_word_embeddings"))
-    table_size = vocabulary * width
-    ends = [WeightKind("embedding", table_size, table_size if tied else width)]
-    if not tied:
-        ends.append(WeightKind("head", table_size, table_size))
-    return tuple(part for part in (*ends, *_attention(config), *_mlp(config)) if part.count)
-
-
-def _attention(config: Config) -> list[WeightKind]:
-    linear = linear_layers(config)
-    full = tuple(layer for layer in range(layers(config)) if layer not in linear)
-    count = len(full) * (2 if config.get("model_type") in _TWO_IN_ONE else 1)
-    divided, whole = _latent(config) if is_latent(config) else (_grouped(config), 0)
-    other = _linear(config) * len(linear)
-    return [
-        WeightKind("attention", divided * count, divided * count, full),
-        WeightKind("attention", other, other, linear),
-        WeightKind("compression", whole * count, whole * count, full, divides=False),
-    ]
-
-
-def _grouped(config: Config) -> int:
-    """Count the weights of queries, keys, values and output of one layer."""
-    queries, pairs = heads(config) * head_dim(config), kv_heads(config) * head_dim(config)
-    gate = queries if config.get("model_type") in _GATED_ATTENTION else 0
-    return hidden(config) * (queries + gate + 2 * pairs + queries)
-
-
-def _latent(config: Config) -> tuple[int, int]:
-    """Count the same for compressed keys and values: (divided among ranks, whole on each rank)."""
-    width, count = hidden(config), heads(config)
-    rank, latent = number(config, "q_lora_rank"), number(config, "kv_lora_rank")
-    rope, nope = number(config, "qk_rope_head_dim"), number(config, "qk_nope_head_dim")
-    values = _value_dim(config)
-    divided = count * ((rank or width) * (nope + rope) + latent * (nope + values) + values * width)
-    indexer = number(config, "index_n_heads")
-    index_dim = number(config, "index_head_dim")
-    whole = width * (rank + latent + rope) + indexer * (rank * index_dim + width) + width * index_dim
-    return divided, whole
-
-
-def _value_dim(config: Config) -> int:
-    return number(config, "v_head_dim") or head_dim(config)
-
-
-def _linear(config: Config) -> int:
-    """Count the weights of one layer of gated linear attention."""
-    values = number(config, "linear_num_value_heads")
-    wide = values * number(config, "linear_value_head_dim")
-    keys = number(config, "linear_num_key_heads") * number(config, "linear_key_head_dim")
-    return hidden(config) * (2 * keys + 3 * wide + 2 * values)
-
-
-def _mlp(config: Config) -> list[WeightKind]:
-    width, sparse = hidden(config), expert_layers(config)
-    plain = tuple(layer for layer in range(layers(config)) if layer not in sparse)
-    count, picked = experts_of(config)
-    dense = len(plain)
-    if config.get("model_type") in _TWO_IN_ONE:
-        dense, plain = 2 * layers(config), tuple(range(layers(config)))
-    dense *= 3 * width * number(config, *_DENSE)
-    expert = 3 * width * expert_width(config) * len(sparse)
-    shared = 3 * width * _shared_width(config) * len(sparse)
-    routes = width * count * len(sparse)
-    return [
-        WeightKind("mlp", dense, dense, plain),
-        WeightKind("experts", expert * count, expert * picked, sparse),
-        WeightKind("shared", shared, shared, sparse),
-        WeightKind("router", routes, routes, sparse, divides=False),
-    ]
-
-
-def expert_width(config: Config) -> int:
-    """Return the inner width of one routed expert."""
-    return number(config, *_EXPERT) or number(config, "intermediate_size")
-
-
-def _shared_width(config: Config) -> int:
-    if width := number(config, *_SHARED):
-        return width
-    name = config.get("model_type")
-    if name in _SHARED_AS_EXPERT:
-        return number(config, "shared_intermediate_size")
-    return (1 if name in _ONE_SHARED else number(config, *_SHARED_COUNT)) * expert_width(config)

@@ -180,7 +180,7 @@ def test_two_reasons_are_both_told_and_the_leaders_comes_first(
     error = refusal(group, small)
     assert error.code is Code.MODEL_NOT_DIVISIBLE
     leader, other = error.detail.split("; rank 1: ")
-    words = "rank 0: this model does not divide among 2 ranks: 3 attention heads (3 / 2)"
+    words = "rank 0: this model does not divide among 2 ranks: 3 attention heads do not divide by 2"
     assert f" cannot be loaded: {words}" in leader
     assert "no config.json" in other
     assert_nothing_is_loaded(group.cluster)
@@ -315,7 +315,7 @@ def test_an_agent_whose_model_does_not_divide_says_so_and_does_not_try_again(
         assert cluster.supervisor.status.state is ServingState.FAILED
         health = cluster.health()
         assert health["ready"] is False
-        assert "3 attention heads (3 / 2)" in health["reason"]
+        assert "3 attention heads do not divide by 2" in health["reason"]
         refused = cluster.post(QUESTION)
         assert refused.status_code == 503
         assert "3 attention heads" in refused.text

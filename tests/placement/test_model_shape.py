@@ -224,3 +224,34 @@ def test_two_sums_a_layer_and_one_choice() -> None:
     assert shape().collectives == 65
     assert shape(model_type="minimax").collectives == 129
     assert shape(model_type="minimax_m2").collectives == 129
+
+
+def test_layers_with_one_mixer_have_one_sum_and_rarely_a_cache() -> None:
+    """Nemotron-H writes a letter for each layer, and no number of them."""
+    mamba = {"n_groups": 8, "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128}
+    nemotron = shape(
+        model_type="nemotron_h",
+        hybrid_override_pattern="M-M*-M",
+        num_hidden_layers=None,
+        head_dim=128,
+        **mamba,
+    )
+    assert (nemotron.layers, nemotron.collectives) == (6, 7)
+    assert [layer.kv_token_bytes > 0 for layer in nemotron.each_layer] == [*[False] * 3, True, False, False]
+    assert nemotron.kv_token_bytes == 2 * 8 * 128 * 2
+    listed = ["mamba", "mlp", "mamba", "attention", "mlp", "mamba"]
+    again = shape(model_type="nemotron_h", layers_block_type=listed, head_dim=128, **mamba)
+    assert again.weight_bytes == nemotron.weight_bytes
+
+
+def test_embeddings_of_single_layers_are_whole_on_each_rank() -> None:
+    small = {
+        "num_kv_shared_layers": 8,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+    }
+    gemma = shape(model_type="gemma4_text", num_key_value_heads=1, **small)
+    table = 262144 * 32 * 256 * 2
+    assert table < gemma.whole_bytes < 1.1 * table
+    assert gemma.rank_weights(2) > table
+    assert gemma.token_whole_bytes < table / 4

@@ -13,10 +13,11 @@ from mlx_lm.utils import _get_classes
 
 from mlxtp.engine.loader import kv_sizes
 from mlxtp.errors import ModelError
-from mlxtp.placement import model_shape
+from mlxtp.model_config import text_config
+from mlxtp.placement import model_weights
 from mlxtp.placement.model_shape import shape_of
 
-from ..engine.families import FAMILIES
+from ..engine.families import FAMILIES, OWN, VARIANTS
 from ..engine.small_models import CONFIG
 
 UNCOUNTED = {"longcat_flash_ngram": "its embeddings of runs of tokens"}
@@ -24,12 +25,22 @@ UNCOUNTED = {"longcat_flash_ngram": "its embeddings of runs of tokens"}
 FEW, MANY = 256, 512
 
 
-def config_of(family: str) -> dict[str, Any]:
-    config = {**CONFIG, "model_type": family, **FAMILIES[family], "tie_word_embeddings": False}
+MODELS: Mapping[str, Mapping[str, Any]] = {**FAMILIES, **OWN, **VARIANTS}
+#: Windows and chunks, wider than what a test feeds.
+WIDE = {"sliding_window": 2 * MANY, "attention_chunk_size": 2 * MANY}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    config = {**CONFIG, "model_type": name, **MODELS[name], "tie_word_embeddings": False}
     if "text_config" in config:
-        shared = {name: config[name] for name in ("vocab_size", "tie_word_embeddings")}
-        config["text_config"] = {**config["text_config"], **shared, "model_type": family}
+        shared = {field: config[field] for field in ("vocab_size", "tie_word_embeddings")}
+        config["text_config"] = {"model_type": name, **config["text_config"], **shared}
     return config
+
+
+def widened(config: Mapping[str, Any]) -> dict[str, Any]:
+    wide = {**config, **{field: size for field, size in WIDE.items() if field in config}}
+    return {**wide, "text_config": widened(config["text_config"])} if "text_config" in config else wide
 
 
 def model_of(config: Mapping[str, Any]) -> Any:
@@ -37,22 +48,20 @@ def model_of(config: Mapping[str, Any]) -> Any:
     return model_class(arguments_class.from_dict(config))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - UNCOUNTED.keys()))
+@pytest.mark.parametrize("family", sorted(MODELS.keys() - UNCOUNTED.keys()))
 def test_weights_are_counted_as_mlx_lm_builds_them(family: str) -> None:
     """Norms, biases and convolutions aside, to one percent."""
     config = config_of(family)
     arrays = tree_flatten(model_of(config).parameters())
     built = sum(array.size for name, array in arrays if array.ndim > 1 and "conv" not in name)
-    counted = sum(part.count for part in model_shape.parts_of(model_shape.text_config(config)))
+    counted = sum(part.count for part in model_weights.parts_of(text_config(config)))
     assert counted == pytest.approx(built, rel=0.01)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(MODELS))
 def test_caches_grow_as_counted(family: str) -> None:
     """A window of tokens counts as if it kept all of them, which its own cache does not."""
-    config = config_of(family)
-    if "sliding_window" in config:
-        config["sliding_window"] = 2 * MANY
+    config = widened(config_of(family))
     model = model_of(config)
 
     def cache_bytes(tokens: int) -> int:
@@ -78,13 +87,13 @@ def test_a_window_counts_its_own_tokens(family: str, tokens: int) -> None:
 
 def test_of_experts_a_token_meets_those_it_is_sent_to() -> None:
     config = {**config_of("qwen3_moe"), "num_experts": 8, "num_experts_per_tok": 2}
-    experts = next(part for part in model_shape.parts_of(config) if part.role == "experts")
+    experts = next(part for part in model_weights.parts_of(config) if part.role == "experts")
     assert experts.active * 4 == experts.count
 
 
 def test_a_tied_embedding_is_read_whole_and_a_separate_one_by_the_row() -> None:
-    tied = model_shape.parts_of({**CONFIG, "tie_word_embeddings": True})
-    apart = model_shape.parts_of({**CONFIG, "tie_word_embeddings": False})
+    tied = model_weights.parts_of({**CONFIG, "tie_word_embeddings": True})
+    apart = model_weights.parts_of({**CONFIG, "tie_word_embeddings": False})
     assert [p.active for p in tied if p.role in ("embedding", "head")] == [512 * 64]
     assert [p.active for p in apart if p.role in ("embedding", "head")] == [64, 512 * 64]
 

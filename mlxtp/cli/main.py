@@ -79,7 +79,6 @@ def node(join: Join = None, home: NodeHome = None, **flags: object) -> None:
         raise typer.BadParameter("--alone keeps this Mac out of every cluster; omit it to join one")
     settings = replace(settings, cluster=not (settings.alone or several), join=join)
     _log(settings.log_format, settings.log_file)
-    _keep_audit(settings.home)
     for warning in unknown_variables(tuple(os.environ)):
         logging.getLogger("mlxtp").warning("%s", warning)
     for folder in settings.model_folders:
@@ -201,7 +200,9 @@ async def _node(settings: Settings) -> None:
     import asyncio
 
     from ..agent import drain_on_signal, running_agent
+    from ..logs import keep_audit
 
+    keep_audit(settings.home)
     log = logging.getLogger("mlxtp")
     async with running_agent(settings, lambda stage, s: log.info("%s after %.1f s", stage, s)) as agent:
         drain_on_signal(agent.drain, settings.drain_s)
@@ -267,12 +268,6 @@ def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
     if by_signal and interrupted:
         raise typer.Exit(interrupted)
     return outcome
-
-
-def _keep_audit(home: Path) -> None:
-    from ..logs import keep_audit
-
-    keep_audit(home)
 
 
 def _log(log_format: str, log_file: str = "") -> None:

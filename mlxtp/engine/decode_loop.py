@@ -23,6 +23,7 @@ from ..wire.messages import (
     Ack,
     Arrange,
     Cancel,
+    ChosenTokens,
     CollectivesTimed,
     Error,
     Evict,
@@ -247,7 +248,7 @@ class DecodeLoop:
             self._requests.give_up_waiting()
             moved = self._move()
             self._confirm()
-            ahead = max(self._rank.bootstrap.run_ahead, self._stages - 1)
+            ahead = self._rank.bootstrap.run_ahead + self._stages - 1
             settled = self._settle(keep=ahead if moved else max(len(self._running) - 1, 0))
             self._confirm()
             if not moved and not settled:
@@ -403,6 +404,8 @@ class DecodeLoop:
 
     def _run(self, move: Move) -> None:
         """Run a move on every rank."""
+        while self._running and not isinstance(move, Decode) and not self._rank.runner.border.tokens.known():
+            self._settle(len(self._running) - 1)  # the other ranks must have what they hold before
         self._requests.moves(move)
         frame = _frame(move)
         step = self._followers.send(frame)
@@ -438,6 +441,10 @@ class DecodeLoop:
             return False
         while len(self._running) > keep:
             result = self._rank.settle(self._running.popleft())
+            if self._stages > 1:
+                if result.tokens:
+                    self._followers.send(ChosenTokens(result.forwards, result.tokens))
+                self._rank.runner.border.tell(result.forwards, result.tokens)
             assert self._requests.scheduler is not None
             outcomes = tuple(self._requests.scheduler.record(result.tokens, result.scores, result.took_s))
             self._unconfirmed.append(Unconfirmed(result, outcomes, time.monotonic()))

@@ -48,8 +48,8 @@ from .jaccl import JacclFabric, SideChannelExchange
 from .loader import ModelShare, load, run_alone
 from .mlx_compat import code_of
 from .pipeline import Border
-from .runner import Chosen, Runner
-from .sampler import Chooser, LogitShaping
+from .runner import Runner
+from .sampler import Chooser, Chosen, LogitShaping
 from .steps import Score
 from .telemetry import PROMPT, PROMPTS, STEP, CacheUse, Phase, RankTelemetry
 
@@ -151,13 +151,14 @@ class RankExecutor:
         Calls `known`, if given, before tokens are chosen; see `Runner.step`.
         """
         launched_at = time.monotonic()
-        runner, recorder = self._require_runner(), self.status.recorder
+        runner, recorder = self.runner, self.status.recorder
         room, before = runner.room, self._counter.total
         phase: Phase = "decode" if isinstance(frame, StepToken) else "prefill"
         if runner.border.times is not None and self.bootstrap.rank:
             runner.border.times.began(frame, launched_at, idle=not self.status.in_flight)
         self.status.launched(phase, len(frame.tokens), launched_at)
-        runner.border.make_way()
+        if phase == "prefill":
+            runner.border.make_way()
         if isinstance(frame, PromptTokens):
             entry = recorder.started(step, PROMPT, 1, launched_at)
             chosen = runner.prefill(frame)
@@ -177,7 +178,7 @@ class RankExecutor:
         """Wait for a forward. The GIL is free meanwhile, so that other threads can reply to Pings."""
         waiting_since = time.monotonic()
         chosen, status = forward.chosen, self.status
-        border = self._require_runner().border
+        border = self.runner.border
         border.flush(forward.forwards)
         table = cast("list[list[int]]", chosen.tokens.tolist())
         now = time.monotonic()
@@ -191,9 +192,13 @@ class RankExecutor:
         status.collectives = forward.collectives
         step_us, wait_us = int((now - forward.launched_at) * 1e6), int((now - waiting_since) * 1e6)
         status.took(step_us, wait_us)
-        # Of a pipeline, only rank 0 knows the tokens.
-        chose = digest(forward.step, () if self.loaded and self.loaded.stage else tokens, forward.fed)
-        status.recorder.finished(forward.entry, now, chose, forward.fed)
+        fed = forward.fed
+        if is_stage := self.loaded is not None and self.loaded.stage is not None:
+            fed = fed if chosen.fed is None else zlib.crc32(chosen.fed, fed)  # type: ignore[arg-type]
+        chose = digest(
+            forward.step, () if is_stage else tokens, fed
+        )  # of a pipeline, rank 0 alone knows them
+        status.recorder.finished(forward.entry, now, chose, fed)
         return Result(
             forward.step,
             tokens,
@@ -208,7 +213,7 @@ class RankExecutor:
 
     def stop(self, frame: SessionStop) -> None:
         """End a sequence. Raises GroupError (DESYNC) when it was in other forwards than the frame says."""
-        counted = self._require_runner().stop(frame.uid, frame.keep, frame.covers)
+        counted = self.runner.stop(frame.uid, frame.keep, frame.covers)
         self._count_caches()
         if counted != frame.forwards:
             raise GroupError(
@@ -219,16 +224,16 @@ class RankExecutor:
 
     def evict(self, uids: tuple[int, ...]) -> None:
         """Free kept KV caches."""
-        self._require_runner().evict(uids)
+        self.runner.evict(uids)
         self._count_caches()
 
     def arrange(self, frame: Arrange) -> None:
         """Lay out the rows' KV arrays. Raises GroupError (DESYNC) for rows of other sizes."""
-        self._require_runner().arrange(frame.rooms, frame.lanes, trim=frame.trim)
+        self.runner.arrange(frame.rooms, frame.lanes, trim=frame.trim)
         self._count_caches()
 
     def _count_caches(self) -> None:
-        use = self._require_runner().cache_use()
+        use = self.runner.cache_use()
         self.status.caches = use if self.disk is None else self.disk.use(use)
 
     def on_disk(self, frame: Spill | FetchBlocks | Restore) -> None:
@@ -369,7 +374,9 @@ class RankExecutor:
         status.staged(0.0, 0.0)
         mx.clear_cache()
 
-    def _require_runner(self) -> Runner:
+    @property
+    def runner(self) -> Runner:
+        """Sequences of the loaded model. Raises LocalProtocolError when there is none."""
         if self._runner is None:
             raise LocalProtocolError("no model is loaded")
         return self._runner

@@ -231,28 +231,26 @@ class RingGroup:
         total: mx.array = mx.distributed.all_sum(_padded(array), group=self.handle)
         return total[: array.size].reshape(array.shape)
 
-    def send_row(self, row: mx.array, rank: int, unit: int) -> mx.array:
-        """Queue a message [n] to the rank beside this one; returns an array that is computed once it is sent.
+    def send_row(self, row: mx.array, rank: int, unit: int) -> list[mx.array]:
+        """Return arrays that send a message [n] to the rank beside this one, to be evaluated in this order.
 
         Where messages must have one shape, it goes in pieces of `unit` numbers.
         """
         whole = mx.pad(row, (0, -row.size % unit)) if self._uniform else row
         pieces = mx.split(whole, whole.size // unit) if self._uniform else [row]
-        return [self._send(piece, rank) for piece in pieces][-1]
+        return [self._send(piece, rank) for piece in pieces]
 
     def receive_row(self, size: int, dtype: mx.Dtype, rank: int, unit: int) -> list[mx.array]:
-        """Queue the message of `size` numbers from the rank beside this one; returns its pieces, in order."""
+        """Return the pieces of a message from the rank beside this one, as `send_row` does."""
         lengths = [unit] * -(-size // unit) if self._uniform else [size]
         return [self._receive(length, dtype, rank) for length in lengths]
 
     def _send(self, row: mx.array, rank: int) -> mx.array:
         sent: mx.array = mx.distributed.send(row, rank, group=self.handle, stream=self.messages)
-        mx.async_eval(sent)  # messages are queued in this order
         return sent
 
     def _receive(self, size: int, dtype: mx.Dtype, rank: int) -> mx.array:
         row: mx.array = mx.distributed.recv((size,), dtype, rank, group=self.handle, stream=self.messages)
-        mx.async_eval(row)
         return row
 
     def gather(self, array: mx.array) -> mx.array:

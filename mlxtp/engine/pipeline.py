@@ -25,6 +25,7 @@ from ..model_families import PIPELINE_FAMILIES
 from ..wire.messages import PromptBatch, PromptTokens, StepToken
 from .families.parts import change
 from .group import Group, LoneGroup, RingGroup, uncounted
+from .sampler import Chosen
 from .sharding import EMBEDDINGS, HEADS, Vocabulary, shard
 
 
@@ -376,10 +377,19 @@ class HiddenStates:
     """Input of a forward: `given` [rows, width, hidden], or None where this rank embeds tokens.
 
     `number` is that of the forward at the sender, uint32 [1], and is known once all of them are here.
+    `pieces` receive them, in this order.
     """
 
     given: mx.array | None = None
     number: mx.array | None = None
+    pieces: Sequence[mx.array] = ()
+
+    def expect(self) -> None:
+        """Queue their messages, behind those that are queued."""
+        for piece in self.pieces:
+            mx.async_eval(piece)
+        if self.number is not None:
+            mx.async_eval(self.number)
 
     def wait(self, forward: int) -> None:
         """Wait until they are here. Raises GroupError (DESYNC) for those of another forward."""
@@ -400,6 +410,7 @@ class StageTimes:
         self._ended = 0.0  # when the newest forward ended
         self._blocked_s = 0.0  # since then
         self._prompt = 0  # uid of the prompt whose next tokens are to come
+        self._running = 0  # forwards that were submitted and have not ended
 
     def began(self, frame: PromptTokens | PromptBatch | StepToken, now: float, *, idle: bool) -> None:
         """Record a frame at `now` (monotonic, in seconds). `idle`: no forward was in flight.
@@ -423,11 +434,106 @@ class StageTimes:
         finally:
             self._blocked_s += time.monotonic() - since
 
+    def told(self, now: float) -> None:
+        """Record that the tokens of the next step have come, which was queued before the last one ended."""
+        if not self._running:
+            self._blocked_s += now - self._ended
+
+    def submitted(self) -> None:
+        """Record that the next forward has all that it begins with, but perhaps for hidden states."""
+        self._running += 1
+
     def ended(self, took_s: float, now: float) -> None:
         """Record the end of a forward that took so long, time in `blocked` included."""
+        self._running -= 1
         self.waiting_s += self._blocked_s
         self.busy_s += max(took_s - self._blocked_s, 0.0)
         self._blocked_s, self._ended = 0.0, now
+
+
+class ToldTokens:
+    """Tokens that the rows of a pipeline feed. Rank 0 chooses them, and tells the other ranks.
+
+    A step may be queued before its tokens are known. It has zeros for them until `tell`.
+    """
+
+    def __init__(self) -> None:
+        self.needs = 0  #: the forward that chooses tokens of the newest step; 0 if all are in its frame
+        self._told = 0  # the newest forward whose choice is known
+        self._last: dict[int, int] = {}  # by uid
+        #: Forwards whose choice is not known: number, rows, and how many tokens each row gets.
+        self._choosing: deque[tuple[int, tuple[int, ...], tuple[int, ...]]] = deque()
+        #: Steps without all their tokens: number, the forward that chooses these, their rows, all tokens.
+        self._open: deque[tuple[int, int, list[tuple[int, int]], mx.array]] = deque()
+
+    def feed(self, frame: StepToken, width: int, forward: int) -> tuple[mx.array, mx.array | None]:
+        """Return the tokens of a step, int32 [rows, width], padded with zeros that no row sees."""
+        widths = frame.widths or (0,) * len(frame.rows)
+        table, at = [], 0
+        for count in widths:
+            table.append([*frame.tokens[at : at + count], *[0] * (width - count)])
+            at += count
+        tokens = mx.array(table, dtype=mx.int32)
+        rows = enumerate(zip(frame.rows, widths, strict=True))
+        inside = [(row, uid) for row, (uid, count) in rows if not count]
+        uids = {uid for _, uid in inside}
+        self.needs = max([number for number, rows, _ in self._choosing if uids.intersection(rows)], default=0)
+        if inside:
+            self._open.append((forward, self.needs, inside, tokens))
+            self._fill()
+        return tokens, None
+
+    def chose(self, chosen: Chosen, _embeddings: object) -> None:
+        """Record a forward whose choice `tell` will bring."""
+        self._choosing.append((chosen.forward, chosen.rows, chosen.widths))
+
+    def joined(self, chosen: Chosen, _embeddings: object, *, alone: bool) -> None:
+        """Record one that adds rows to the batch, `alone` if there are no others."""
+        del alone
+        self._last.update(dict.fromkeys(chosen.rows, 0))
+        self.chose(chosen, None)
+
+    def tell(self, forward: int, tokens: tuple[int, ...]) -> None:
+        """Take what a forward chose, in row order. Raises GroupError (DESYNC) for that of another one."""
+        number, rows, widths = self._choosing.popleft() if self._choosing else (0, (), ())
+        if number != forward or sum(widths) != len(tokens):
+            raise GroupError(
+                f"{len(tokens)} tokens of forward {forward}, but {sum(widths)} of forward {number} are next",
+                Code.DESYNC,
+            )
+        at = 0
+        for uid, width in zip(rows, widths, strict=True):
+            at += width
+            if uid in self._last:
+                self._last[uid] = tokens[at - 1]
+        self._told = forward
+        self._fill()
+
+    def known(self, forward: int = LAST) -> bool:
+        """Return True once all tokens of a forward and of those before it are known."""
+        return not self._open or self._open[0][0] > forward
+
+    def left(self, uid: int, _order: list[int]) -> None:
+        """Drop a row that has ended."""
+        del self._last[uid]
+
+    def _fill(self) -> None:
+        while self._open and self._open[0][1] <= self._told:
+            _, _, inside, tokens = self._open.popleft()
+            view = memoryview(tokens)  # type: ignore[arg-type]  # of its own memory, which no forward has read
+            for row, uid in inside:
+                view[row, 0] = self._last[uid]
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldForward:
+    """Forward that is not submitted: its arrays, and what it hands on."""
+
+    forward: int
+    needs: int  # as in ToldTokens
+    after: HiddenStates
+    arrays: tuple[Any, ...]
+    handed_on: tuple[mx.array, ...]  # hidden states and the messages that send them; none on rank 0
 
 
 class Border:
@@ -436,19 +542,23 @@ class Border:
     Each carries the number of its forward, which a receiver compares with its own. Messages are queued in the
     order of forwards on all ranks, so that no two ranks wait for each other.
 
-    A forward is submitted when its hidden states are here, because macOS ends a GPU's work that waits for
-    some seconds. Rank 0 has other frames to send, and holds a forward meanwhile.
+    A forward is submitted when its tokens and hidden states are here, because macOS ends a GPU's work that
+    waits for some seconds. Rank 0, which has other frames to send, holds a forward until its hidden states
+    are here, and the other ranks hold it until its tokens are.
     """
 
     def __init__(self, stage: Stage | None, group: Group) -> None:
         self._stage = stage
         self._group = group
-        self._held: deque[tuple[int, HiddenStates, tuple[Any, ...]]] = deque()
-        self._handed_on: mx.array | None = None  # by the newest forward
+        self._held: deque[_HeldForward] = deque()
+        self._handing_on: tuple[mx.array, ...] = ()  # by the forward that is being queued
+        self._handed_on: tuple[mx.array, ...] = ()  # by the newest forward that was submitted
+        self._receiving = 0  # the newest forward whose hidden states are being received
+        self.tokens = ToldTokens()
         self.times = StageTimes() if stage is not None else None
 
     def expect(self, rows: int, width: int) -> HiddenStates:
-        """Queue the message of one forward."""
+        """Return what the stage before sends for one forward."""
         stage = self._stage
         if stage is None or stage.embeds:
             return HiddenStates()
@@ -461,48 +571,88 @@ class Border:
         with mx.stream(self._group.messages):  # and not behind forwards
             message = mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
             number = message[size : size + 4 // bits.size].view(mx.uint32)
-            mx.async_eval(number)
         hidden = message[:size].view(stage.dtype).reshape(rows, width, stage.hidden)
-        return HiddenStates(hidden, number)
+        return HiddenStates(hidden, number, pieces)
 
-    def hand_on(self, hidden: mx.array, forward: int, after: HiddenStates) -> mx.array:
-        """Send the hidden states of a forward, once those that it begins with are here.
-
-        Returns an array that is computed then. Raises GroupError (DESYNC) for those of another forward.
-        """
+    def hand_on(self, hidden: mx.array, forward: int) -> mx.array:
+        """Have a forward send its hidden states; returns an array that is computed once they are sent."""
         stage = self._stage
         assert stage is not None
         assert isinstance(self._group, RingGroup)
-        if self._handed_on is not None and after.number is not None:
-            mx.eval(self._handed_on)  # is sent before `after` comes: time to compute it is no waiting
-        self._handed_on = hidden
-        self._await(after, forward)
         bits = _WORDS[stage.dtype.size]
         parts = [hidden.view(bits).reshape(-1), mx.array([forward & _MASK], dtype=mx.uint32).view(bits)]
-        return self._group.send_row(mx.concatenate(parts), stage.rank - 1, UNIT_TOKENS * stage.hidden)
+        pieces = self._group.send_row(mx.concatenate(parts), stage.rank - 1, UNIT_TOKENS * stage.hidden)
+        self._handing_on = (hidden, *pieces)
+        return pieces[-1]
 
     def submit(self, forward: int, after: HiddenStates, *arrays: Any) -> None:
-        """Have the results of a forward computed, on rank 0 once its hidden states are here."""
-        if after.number is not None and self._stage is not None and self._stage.chooses:
-            self._held.append((forward, after, arrays))
-        else:
+        """Have the results of a forward computed, once what it begins with is here.
+
+        Raises GroupError (DESYNC) for hidden states of another forward.
+        """
+        if self._stage is None:
             mx.async_eval(*arrays)
+            return
+        # Handles of their own, because a later forward may assign to these.
+        self._held.append(_HeldForward(forward, self.tokens.needs, after, deepcopy(arrays), self._handing_on))
+        self._handing_on = ()
+        self._go_on()
+
+    def tell(self, forward: int, tokens: tuple[int, ...]) -> None:
+        """Take the tokens that a forward chose, none if it ended no prompt, and submit what they held up.
+
+        Rank 0 also submits the next forward of another lane. Raises GroupError (DESYNC) for tokens of
+        another forward.
+        """
+        if tokens:
+            self.tokens.tell(forward, tokens)
+        if self._stage is None:
+            return
+        is_lane = bool(self._held) and self._held[0].needs < forward
+        if not self._stage.chooses and self._held and self.tokens.known(self._held[0].forward):
+            assert self.times is not None
+            self.times.told(time.monotonic())
+        self._go_on()
+        if self._stage.chooses and is_lane:
+            self.flush(self._held[0].forward)
 
     def make_way(self) -> None:
         """Submit forwards until fewer are held than there are stages before this one."""
         while self._stage is not None and len(self._held) >= self._stage.ranks - 1:
-            self.flush(self._held[0][0])
+            self.flush(self._held[0].forward)
 
     def flush(self, forward: int = LAST) -> None:
-        """Submit what is held, up to a forward.
+        """Submit what is held, up to a forward, and wait for the stages before this one.
 
-        Waits for the stages before this one. Raises GroupError (DESYNC) as `hand_on` does.
+        Raises GroupError (DESYNC) for hidden states of another forward.
         """
-        while self._held and self._held[0][0] <= forward:
-            number, after, arrays = self._held.popleft()
-            self._await(after, number)
-            mx.async_eval(*arrays)
+        while self._held and self._held[0].forward <= forward:
+            held = self._held.popleft()
+            self._wait(held)
+            for piece in held.handed_on:  # in this order
+                mx.async_eval(piece)
+            mx.async_eval(*held.arrays)
 
-    def _await(self, after: HiddenStates, forward: int) -> None:
-        with self.times.blocked() if self.times is not None else contextlib.nullcontext():
-            after.wait(forward)
+    def _go_on(self) -> None:
+        """Submit the forwards whose tokens are known, or on rank 0 receive what they begin with."""
+        assert self._stage is not None
+        if not self._stage.chooses:
+            while self._held and self.tokens.known(self._held[0].forward):
+                self.flush(self._held[0].forward)
+            return
+        for held in self._held:  # those alone, because MLX may wait for them when others are submitted
+            if held.forward > self._receiving and self.tokens.known(held.forward):
+                held.after.expect()
+                self._receiving = held.forward
+
+    def _wait(self, held: _HeldForward) -> None:
+        assert self._stage is not None
+        assert self.times is not None
+        self.times.submitted()
+        if held.after.number is not None:
+            if not self._stage.chooses:
+                held.after.expect()
+                mx.eval(self._handed_on[:1])  # is sent before: time to compute it is no waiting
+            with self.times.blocked():
+                held.after.wait(held.forward)
+        self._handed_on = held.handed_on

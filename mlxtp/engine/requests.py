@@ -213,11 +213,12 @@ class Requests:
             wide=kinds.slots,
             drafts=bootstrap.speculation,
             draft_room=DRAFTS_ON_GPU if gpu else DRAFTS_ON_CPU,
-            late=gpu,
+            late=gpu and stages == 1,
             timed=not bootstrap.repeatable,
             agreement=bootstrap.agreement,  # type: ignore[arg-type]
             drafter=drafter,
             stages=stages,
+            run_ahead=bootstrap.run_ahead,
         )
         self._start_over()
         size = rank.loaded.vocabulary.size

@@ -41,8 +41,8 @@ from .block_store import Items
 from .cache_blocks import block_of
 from .group import CollectiveCounter, LoneGroup
 from .loader import ModelShare, leaves
-from .pipeline import Border, HiddenStates, nothing_chosen
-from .sampler import Chooser, Scores
+from .pipeline import Border, nothing_chosen
+from .sampler import Chooser, Chosen, Scores
 from .telemetry import CacheUse
 
 #: Forwards after which buffers that MLX keeps for reuse go back to the system, as in mlx-lm.
@@ -53,20 +53,6 @@ MAX_SHAPES = 1024
 STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up compiles the kernels
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Tokens that a forward chose, still being computed: `tokens` int32 [rows, width] and their rows.
-
-    In each row the first `widths` of them count. On rank 0, `scores` holds the wanted scores: (log-
-    probabilities [width], alternatives [width, top], their log-probabilities).
-    """
-
-    tokens: mx.array
-    rows: tuple[int, ...]
-    widths: tuple[int, ...]
-    scores: Scores
-
-
 class InputBatch:
     """Token that each row's last forward chose and its next one feeds, still being computed."""
 
@@ -75,7 +61,7 @@ class InputBatch:
         #: Their embeddings [rows, hidden], where the choice returned them.
         self._embeddings: mx.array | None = None
 
-    def feed(self, frame: StepToken, width: int) -> tuple[mx.array, mx.array | None]:
+    def feed(self, frame: StepToken, width: int, _forward: int) -> tuple[mx.array, mx.array | None]:
         """Return the tokens that each row feeds, int32 [rows, width], padded with zeros that no row sees.
 
         Also returns their embeddings [rows, 1, hidden] where these are known.
@@ -94,20 +80,20 @@ class InputBatch:
         first = mx.where(inside, self.tokens[:, None], known[:, :1])
         return mx.concatenate([first, known[:, 1:]], axis=1), None
 
-    def update(self, chosen: mx.array, embeddings: mx.array | None, widths: tuple[int, ...]) -> None:
-        """Take the choice of a step, [rows, width] and [rows, width, hidden]."""
-        if chosen.shape[1] == 1:
-            self.tokens = chosen[:, 0]
+    def chose(self, chosen: Chosen, embeddings: mx.array | None) -> None:
+        """Take the choice of a step, and its embeddings [rows, width, hidden]."""
+        if chosen.tokens.shape[1] == 1:
+            self.tokens = chosen.tokens[:, 0]
             self._embeddings = None if embeddings is None else embeddings[:, 0]
             return
-        rows = mx.arange(len(widths))
-        last = mx.array([width - 1 for width in widths])
-        self.tokens = chosen[rows, last]
+        rows = mx.arange(len(chosen.widths))
+        last = mx.array([width - 1 for width in chosen.widths])
+        self.tokens = chosen.tokens[rows, last]
         self._embeddings = None if embeddings is None else embeddings[rows, last]
 
-    def join(self, chosen: mx.array, embeddings: mx.array | None, *, alone: bool) -> None:
-        """Add joining rows with their first tokens, [rows, 1] and [rows, 1, hidden]."""
-        tokens, embeddings = chosen[:, 0], None if embeddings is None else embeddings[:, 0]
+    def joined(self, chosen: Chosen, embeddings: mx.array | None, *, alone: bool) -> None:
+        """Add joining rows with their first tokens, and the embeddings of these [rows, 1, hidden]."""
+        tokens, embeddings = chosen.tokens[:, 0], None if embeddings is None else embeddings[:, 0]
         if self.tokens is None or alone:
             self.tokens, self._embeddings = tokens, embeddings
             return
@@ -117,8 +103,8 @@ class InputBatch:
         else:
             self._embeddings = mx.concatenate([self._embeddings, embeddings])
 
-    def reorder(self, order: list[int]) -> None:
-        """Keep the rows of these numbers, in this order."""
+    def left(self, _uid: int, order: list[int]) -> None:
+        """Drop a row, and keep those of these numbers, in this order."""
         if not order:
             self.tokens = self._embeddings = None
             return
@@ -127,25 +113,6 @@ class InputBatch:
         self.tokens = self.tokens[chosen]
         if self._embeddings is not None:
             self._embeddings = self._embeddings[chosen]
-
-
-class GivenTokens(InputBatch):
-    """The same for a pipeline, whose ranks know no other tokens than those in frames."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = mx.zeros((0,), dtype=mx.int32)
-
-    def feed(self, frame: StepToken, width: int) -> tuple[mx.array, mx.array | None]:
-        if not frame.widths or not all(frame.widths):
-            raise GroupError("a pipeline's step without all its tokens", Code.DESYNC)
-        return super().feed(frame, width)
-
-    def update(self, *_: object) -> None: ...
-
-    def join(self, *_: object, **_names: object) -> None: ...
-
-    def reorder(self, order: list[int]) -> None: ...
 
 
 class DecodeGraphs:
@@ -302,7 +269,7 @@ class Runner:
         #: Possible lengths of each sequence's KV cache at its next forward, as drafts may have been wrong.
         self._lengths: dict[int, range] = {}
         self._batch: Batch = caches.empty_batch()
-        self._inputs = GivenTokens() if loaded.stage else InputBatch()
+        self._inputs = self.border.tokens if loaded.stage else InputBatch()
         self._graphs = DecodeGraphs(self._body, counter, traces=compiled and caches.slots)
         self.forwards = 0  # forwards of this runner, prefill chunks and steps
 
@@ -328,21 +295,22 @@ class Runner:
             # Waiting for the caches alone leaves out the head and the last layer's output, on every rank.
             end = frame.offset + len(frame.tokens)
             self._lengths[frame.uid] = range(end, end + 1)
-            sent = [] if self._vocabulary.chooses else [self.border.hand_on(local, self.forwards, received)]
+            sent = [] if self._vocabulary.chooses else [self.border.hand_on(local, self.forwards)]
             done = nothing_chosen(1, 1, [*arrays_of(caches), *sent])
             self.border.submit(self.forwards, received, done)
             if frame.save:
                 self.border.flush(self.forwards)
                 self.kept.insert(frame.save, snapshot(caches, end), end, frame.covers)
-            return Chosen(done, (), (), {})
+            return Chosen(done, (), (), {}, self.forwards)
         at = mx.array([frame.total], dtype=mx.int32)
-        chosen, embeddings, scores = self._choose(local, (frame.uid,), (1,), at, frame, after=received)
+        chosen, embeddings, scores = self._choose(local, (frame.uid,), (1,), at, frame)
         self.border.submit(self.forwards, received, chosen, scores, arrays_of(caches))
         del self._prefilling[frame.uid]
         self._lengths[frame.uid] = range(frame.total, frame.total + 1)
-        self._inputs.join(chosen, embeddings, alone=not self._batch.rows)
+        outcome = Chosen(chosen, (frame.uid,), (1,), scores, self.forwards)
+        self._inputs.joined(outcome, embeddings, alone=not self._batch.rows)
         self._batch.join(frame.uid, caches)
-        return Chosen(chosen, (frame.uid,), (1,), scores)
+        return outcome
 
     def prefill_together(self, frame: PromptBatch) -> Chosen:
         """Queue one forward over the rest of several prompts. Each becomes a row and gets its first token."""
@@ -369,10 +337,11 @@ class Runner:
         bucket.arrays = [array for layer in layers for array in layer.arrays]
         widths = (1,) * len(frame.uids)
         at = mx.array(frame.totals, dtype=mx.int32)
-        chosen, embeddings, scores = self._choose(local, frame.uids, widths, at, frame, after=received)
+        chosen, embeddings, scores = self._choose(local, frame.uids, widths, at, frame)
         self.border.submit(self.forwards, received, chosen, scores, bucket.arrays)
-        self._inputs.join(chosen, embeddings, alone=alone)
-        return Chosen(chosen, frame.uids, widths, scores)
+        outcome = Chosen(chosen, frame.uids, widths, scores, self.forwards)
+        self._inputs.joined(outcome, embeddings, alone=alone)
+        return outcome
 
     def step(self, frame: StepToken, known: Callable[[], object] | None = None) -> Chosen:
         """Queue one decode forward.
@@ -381,17 +350,18 @@ class Runner:
         computed. Raises GroupError (DESYNC) when the frame's rows or their lengths differ from this rank's.
         """
         rows, running = frame.rows, self._batch.rows
-        if isinstance(self._inputs, GivenTokens):  # one lane steps
+        if self._inputs is self.border.tokens:  # one lane steps
             running = sorted(
                 [uid for part in self._batch.parts(rows) for uid in part.rows], key=running.index
             )
-        if rows != tuple(running) or self._inputs.tokens is None:
+        if rows != tuple(running):
             raise GroupError(f"a step for rows {rows}, but this rank runs {tuple(running)}", Code.DESYNC)
         widths = tuple(width or 1 for width in frame.widths) or (1,) * len(rows)
         self._lengthen(frame, widths)
         self._count(rows)
         width = max(widths)
-        tokens, given = self._inputs.feed(frame, width)
+        tokens, given = self._inputs.feed(frame, width, self.forwards)
+        fed = tokens
         received = self.border.expect(*tokens.shape)
         given = given if received.given is None else received.given
         greedy = frame.exchange == "winners" and self._vocabulary.chooses
@@ -404,7 +374,7 @@ class Runner:
                     known()
             finally:  # even if `known` raises, because the other ranks wait for the choice
                 at = mx.array(frame.positions, dtype=mx.int32) + 1
-                chosen, scores = self._draw(logits, rows, widths, at, frame, after=received)
+                chosen, scores = self._draw(logits, rows, widths, at, frame)
                 embeddings = None
                 self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows))
         else:
@@ -412,8 +382,9 @@ class Runner:
             if frame.agreement == "broadcast":
                 chosen, embeddings = self._chooser.agree(chosen), None
             self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows))
-        self._inputs.update(chosen, embeddings, widths)
-        return Chosen(chosen, rows, widths, scores)
+        outcome = Chosen(chosen, rows, widths, scores, self.forwards, fed)
+        self._inputs.chose(outcome, embeddings)
+        return outcome
 
     def first_forwards(self, chunk: int) -> None:
         """Run a chunk of a prompt and one step, as a greedy request does, before any request.
@@ -455,7 +426,7 @@ class Runner:
         if (caches := self._prefilling.pop(uid, None)) is not None:
             kept = cut(caches, keep) if keep else None
         elif uid in self._batch.rows:
-            self._inputs.reorder(_order_without(self._batch.rows.index(uid), len(self._batch.rows)))
+            self._inputs.left(uid, _order_without(self._batch.rows.index(uid), len(self._batch.rows)))
             kept = self._batch.leave(uid, keep)
         if kept is not None:
             self.kept.insert(uid, kept, keep, covers)
@@ -475,6 +446,7 @@ class Runner:
         With `trim`, give unused memory back to the system, once forwards in flight end. Raises GroupError
         (DESYNC) when this rank has other rows, or longer ones.
         """
+        self.border.flush()
         if rooms:
             lengths = [self._lengths[uid][-1] for uid in self._batch.rows]
             fit = len(rooms) >= len(lengths) and all(map(le, lengths, rooms))
@@ -484,7 +456,6 @@ class Runner:
         elif lanes and isinstance(self._batch, LaneBatch):
             self._batch.arrange(lanes)
         if trim:
-            self.border.flush()
             mx.eval(self._batch.arrays())
             mx.clear_cache()
 
@@ -602,18 +573,16 @@ class Runner:
         widths: tuple[int, ...],
         at: mx.array,
         frame: PromptTokens | PromptBatch,
-        *,
-        after: HiddenStates,
     ) -> tuple[mx.array, mx.array | None, Scores]:
         """Choose tokens int32 [rows, width]; returns them, any embeddings of theirs, and wanted scores."""
         if not self._vocabulary.chooses:
-            sent = self.border.hand_on(local, self.forwards, after)
+            sent = self.border.hand_on(local, self.forwards)
             return nothing_chosen(len(rows), max(widths), [sent]), None, {}
         if frame.exchange == "winners":
             tokens, embeddings = self._vocabulary.winners(local)
             broadcast = frame.agreement == "broadcast"
             return (self._chooser.agree(tokens), None, {}) if broadcast else (tokens, embeddings, {})
-        tokens, scores = self._draw(self._vocabulary.gather(local), rows, widths, at, frame, after=after)
+        tokens, scores = self._draw(self._vocabulary.gather(local), rows, widths, at, frame)
         return tokens, None, scores
 
     def _draw(
@@ -623,14 +592,11 @@ class Runner:
         widths: tuple[int, ...],
         at: mx.array,
         frame: PromptTokens | PromptBatch | StepToken,
-        *,
-        after: HiddenStates,
     ) -> tuple[mx.array, Scores]:
         """Choose tokens int32 [rows, width] from every rank's logits; returns them and wanted scores."""
         if not self._vocabulary.chooses:
-            return nothing_chosen(
-                len(rows), max(widths), [self.border.hand_on(logits, self.forwards, after)]
-            ), {}
+            sent = self.border.hand_on(logits, self.forwards)
+            return nothing_chosen(len(rows), max(widths), [sent]), {}
         samplings = tuple(self._samplings[uid] for uid in rows)
         broadcast = frame.agreement == "broadcast"
         return self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)

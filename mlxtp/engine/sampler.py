@@ -267,6 +267,22 @@ def scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.a
 Scores = Mapping[int, tuple[mx.array, mx.array, mx.array]]
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Tokens that a forward chose, still being computed: `tokens` int32 [rows, width] and their rows.
+
+    In each row the first `widths` of them count. On rank 0, `scores` holds the wanted scores: (log-
+    probabilities [width], alternatives [width, top], their log-probabilities). `forward` is its number.
+    """
+
+    tokens: mx.array
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]
+    scores: Scores
+    forward: int = 0
+    fed: mx.array | None = None  #: a step's input, int32 [rows, width]
+
+
 class LogitShaping:
     """Changes to the logits of its rows that rank 0 alone makes. These, of the other ranks, are none."""
 

@@ -64,7 +64,7 @@ class Speculation:
 
     def must_wait(self, sequence: SequenceState) -> bool:
         """Return True if this row's tokens in flight must be known before its next step."""
-        if sequence.drafting or sequence.known_at > sequence.generated or self._policy.stages > 1:
+        if sequence.drafting or sequence.known_at > sequence.generated:
             return True
         if sequence.wants.guide is not None:
             # Forced tokens save more than run-ahead does, unless others would wait.
@@ -87,8 +87,7 @@ class Speculation:
             drafts = lookup.draft(limit)
             if not drafts and (drafter := self._drafter) is not None:
                 drafts = drafter.propose(sequence.tokens, limit)
-        inside = sequence.fed_inside and self._policy.stages == 1
-        return None if not drafts and not forced and inside else (drafts, forced)
+        return None if not drafts and not forced and sequence.fed_inside else (drafts, forced)
 
     def force(self, sequence: SequenceState) -> None:
         """Choose the forced tokens of a row's next step. Raises MlxtpError when no token can come."""
@@ -376,9 +375,11 @@ class Scheduler:
         self._speculation.join(sequence)
 
     def _next_decode(self) -> Decode | None:
-        must_wait = self._speculation.must_wait
+        must_wait, policy = self._speculation.must_wait, self._policy
 
         def may_step(row: SequenceState) -> bool:
+            if policy.stages > 1 and row.in_flight > policy.run_ahead:
+                return False
             return not row.in_flight or not (must_wait(row) or self._kv.must_wait(row))
 
         running = self._lanes.next(may_step)

@@ -11,6 +11,7 @@ from ..wire.blocking import BlockingLink
 from ..wire.messages import (
     Ack,
     Arrange,
+    ChosenTokens,
     Done,
     Evict,
     FetchBlocks,
@@ -56,6 +57,8 @@ class ServeLoop:
                 case PromptTokens() | PromptBatch() | StepToken() as frame:
                     self._running.append(self._rank.launch(received.seq, frame))
                     self._settle(keep=1)
+                case ChosenTokens() as chosen:
+                    self._rank.runner.border.tell(chosen.forward, chosen.tokens)
                 case SessionStop() as stop:
                     self._rank.stop(stop)
                 case Evict() as evict:
@@ -75,16 +78,23 @@ class ServeLoop:
 
     def _wait(self) -> None:
         if self._running:
-            if not self._mail.wait(NEXT_FRAME_WAIT_S):
+            computes = self._is_submitted(self._running[0])
+            if not self._mail.wait(NEXT_FRAME_WAIT_S if computes else None):
                 self._settle(keep=0)
             return
         if self._rank.status.phase in ("prefill", "decode"):
             self._rank.status.enter("idle")
         self._mail.wait()
 
+    def _is_submitted(self, forward: Forward) -> bool:
+        """Return False for a pipeline's forward whose tokens are to come."""
+        return self._rank.runner.border.tokens.known(forward.forwards)
+
     def _settle(self, keep: int) -> None:
-        """Wait for all but the newest `keep` forwards and acknowledge each, in order."""
-        while len(self._running) > keep:
+        """Wait for all but the newest `keep` forwards, or to the first without its tokens, and acknowledge
+        each, in order.
+        """
+        while len(self._running) > keep and self._is_submitted(self._running[0]):
             result = self._rank.settle(self._running.popleft())
             self._leader.send(
                 Ack(

@@ -240,7 +240,8 @@ class Policy:
     of each sequence's cache that does not grow with it, as so many tokens. `wide`: rows may be fed
     several tokens at once. `drafts`: these may be guesses. `draft_room`: most tokens of such a step, all
     rows padded to the widest. `late`: a row with a grammar runs ahead beside others. `timed`: measured
-    times may influence the moves. `stages`: of a pipeline, in which a step's tokens must be known.
+    times may influence the moves. `stages`: of a pipeline, in which at most `run_ahead` steps of a row are
+    queued before the tokens of the one before.
     """
 
     eos: frozenset[int]
@@ -259,6 +260,7 @@ class Policy:
     agreement: Literal["auto", "broadcast", "broadcast-draws", "verify"] = "auto"
     drafter: Drafter | None = None
     stages: int = 1
+    run_ahead: int = 1
 
 
 # --- sizes of a prompt's chunks: large alone, about a quarter of a second's work beside decoding rows ----

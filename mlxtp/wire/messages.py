@@ -301,7 +301,7 @@ class PromptBatch(Message):
 class StepToken(Message):
     """One decode forward for the running batch: the uids of its rows, in row order.
 
-    In a pipeline, these are the rows of one lane, and all their tokens are in the frame.
+    In a pipeline, these are the rows of one lane, and ChosenTokens brings the tokens inside the graph.
 
     `positions[i]` is the length of row i's KV cache before this step; ranks roll back everything beyond it.
     `widths` is empty when every row feeds the one token that its previous forward produced, inside the graph.
@@ -320,6 +320,18 @@ class StepToken(Message):
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_FRAME_TOKENS), default=())
     exchange: str = _f(_exchange, default="winners")
     agreement: str = _f(_agreement, default="verify")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTokens(Message):
+    """Tokens that forward number `forward` of a pipeline chose, in row order, for the ranks above 0.
+
+    Each row's next step feeds the last of its tokens. Comes before any frame that follows from them.
+    """
+
+    TYPE: ClassVar[int] = 0x2C
+    forward: int = _f(_count)
+    tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -723,8 +735,8 @@ RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
 
 RANK_MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, PromptTokens, PromptBatch, StepToken,
-    SessionStop, Evict, Arrange, Spill, FetchBlocks, FetchedBlocks, Restore, Ack, Error, Init, SanityCheck,
-    LoadShard, Unload, Shutdown, InitDone, SanityDone, Loaded, Done, KvBudget, TimeCollectives,
+    ChosenTokens, SessionStop, Evict, Arrange, Spill, FetchBlocks, FetchedBlocks, Restore, Ack, Error, Init,
+    SanityCheck, LoadShard, Unload, Shutdown, InitDone, SanityDone, Loaded, Done, KvBudget, TimeCollectives,
     CollectivesTimed, Generate, Accepted, Prefilled, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
 )  # fmt: skip
 

@@ -20,6 +20,7 @@ from .messages import (
     Ack,
     Arrange,
     Cancel,
+    ChosenTokens,
     Delta,
     Done,
     Error,
@@ -216,6 +217,7 @@ class DecodeLedger:
         #: Blocks to fetch for each uid until its Restore, or those that the rank has, and tokens of each.
         self.fetches: dict[int, tuple[int, int]] = {}
         self.reading: dict[int, int] = {}  #: Blocks to fetch for each uid that has no reply.
+        self.chosen = 0  #: The newest forward whose choice was told.
         self.steps: deque[int] = deque()  #: Seqs of the steps that wait for their Ack, oldest first.
 
     @property
@@ -228,6 +230,7 @@ class DecodeLedger:
             PromptTokens: self._prompt,
             PromptBatch: self._prompts,
             StepToken: self._step,
+            ChosenTokens: self._choose,
             SessionStop: self._stop,
             Evict: self._evict,
             Arrange: self._arrange,
@@ -246,6 +249,7 @@ class DecodeLedger:
         self.kept.clear()
         self.fetches.clear()
         self.reading.clear()
+        self.chosen = 0
 
     def _prompt(self, prompt: PromptTokens, seq: int) -> None:
         uid = prompt.uid
@@ -359,6 +363,13 @@ class DecodeLedger:
         for uid, at, width in zip(rows, step.positions, widths, strict=True):
             running[uid] = at + (width or 1)
         self.steps.append(seq)
+
+    def _choose(self, choice: ChosenTokens, seq: int) -> None:
+        if choice.forward <= self.chosen:
+            raise Violation(
+                Code.OUT_OF_ORDER, f"ChosenTokens of forward {choice.forward} after forward {self.chosen}"
+            )
+        self.chosen = choice.forward
 
     def _stop(self, stop: SessionStop, seq: int) -> None:
         held = self.running.pop(stop.uid, None)

@@ -30,8 +30,8 @@ from mlxtp.engine.grammar import GrammarSandbox
 from mlxtp.engine.group import Proof, RingGroup
 from mlxtp.engine.loader import ModelShare
 from mlxtp.engine.mailbox import Mailbox
-from mlxtp.engine.runner import Chosen, DecodeGraphs, Runner
-from mlxtp.engine.sampler import Chooser, Sampler, Scores
+from mlxtp.engine.runner import DecodeGraphs, Runner
+from mlxtp.engine.sampler import Chooser, Chosen, Sampler, Scores
 from mlxtp.engine.scheduler import Scheduler
 from mlxtp.engine.sharding import Vocabulary
 from mlxtp.engine.steps import Decode, Move, StopSequence
@@ -363,7 +363,7 @@ def misread_step(
             case "rows":
                 frame = dataclasses.replace(frame, rows=frame.rows[::-1], positions=frame.positions[::-1])
             case "order":  # as if this rank had let another row take a place that became free
-                rank._require_runner()._batch.rows.reverse()
+                rank.runner._batch.rows.reverse()
     return original(rank, step, frame, known)
 
 

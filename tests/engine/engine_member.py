@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlxtp.engine import worker
 from mlxtp.engine.executor import Forward, RankExecutor
 from mlxtp.engine.group import RingGroup
-from mlxtp.engine.pipeline import Border, HiddenStates
+from mlxtp.engine.pipeline import Border
 from mlxtp.engine.sampler import Sampler
 from mlxtp.wire.messages import PromptTokens, StepToken
 
@@ -55,7 +55,7 @@ def err_at_a_border(folder: Path) -> None:
         (folder / fault).unlink(missing_ok=True)
         return there
 
-    def hand_on_else(border: Border, hidden: mx.array, number: int, after: HiddenStates) -> mx.array:
+    def hand_on_else(border: Border, hidden: mx.array, number: int) -> mx.array:
         if (folder / "a late message").exists():
             time.sleep(LATE_S)
         if once("no message"):
@@ -63,9 +63,11 @@ def err_at_a_border(folder: Path) -> None:
         if once("messages exchanged"):
             kept.append((hidden, number))
             return hidden
-        sent = hand_on(border, hidden, number, after)
+        sent = hand_on(border, hidden, number)
         if kept or once("two messages"):
-            hand_on(border, *(kept.pop() if kept else (hidden, number)), HiddenStates())
+            first = border._handing_on
+            hand_on(border, *(kept.pop() if kept else (hidden, number)))
+            border._handing_on = (*first, *border._handing_on)
         return sent
 
     Border.hand_on = hand_on_else  # type: ignore[method-assign]

@@ -394,10 +394,8 @@ class Ranks:
         return tuple(chosen)
 
     def _check_lane(self, step: Decode) -> None:
-        """Assert that these rows, all of whose tokens are known, share arrays with no others."""
+        """Assert that these rows share arrays with no others."""
         assert [uid for uid in self.rows if uid in step.rows] == list(step.rows)
-        assert len(step.widths) == len(step.rows)
-        assert all(step.widths)
         shared = {self.rooms[uid] for uid in step.rows if uid in self.rooms}
         assert all(uid in step.rows for uid in self.rows if self.rooms.get(uid) in shared)
         lanes = {lane for _, lane in shared}
@@ -613,7 +611,7 @@ class Simulation:
             chosen = self.ranks.make(move, partial(self._settle, 0))
             if chosen is not None:
                 self._running.append(chosen)
-        ahead = max(self._run_ahead, self.policy.stages - 1)
+        ahead = self._run_ahead + self.policy.stages - 1
         self._settle(ahead if move is not None else max(len(self._running) - 1, 0))
         if move is None:
             for outcome in self.scheduler.late():

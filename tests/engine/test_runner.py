@@ -15,8 +15,8 @@ from mlxtp.engine.batch import CacheKind, arrays_of
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.kv_cache import capacity
 from mlxtp.engine.loader import load
-from mlxtp.engine.runner import STEPS_BEFORE_TRACE, Chosen, Runner
-from mlxtp.engine.sampler import Chooser, LogitShaping
+from mlxtp.engine.runner import STEPS_BEFORE_TRACE, Runner
+from mlxtp.engine.sampler import Chooser, Chosen, LogitShaping
 from mlxtp.engine.telemetry import CacheUse
 from mlxtp.errors import Code, GroupError
 from mlxtp.wire.messages import PromptTokens, Sampling, StepToken

@@ -71,6 +71,7 @@ from mlxtp.wire.messages import (
     Arrange,
     Bootstrap,
     Cancel,
+    ChosenTokens,
     CollectivesTimed,
     Delta,
     Done,
@@ -187,6 +188,7 @@ EXAMPLES: dict[type[Message], Message] = {
         PromptTokens(1, 0, 3, (5, 6, 7)),
         PromptBatch((1, 2), (3, 1), (0, 0), (0, 0), (0, 0), (5, 6, 7, 8), (Sampling(), Sampling(0.5))),
         StepToken((1,), (2,)),
+        ChosenTokens(1, (7,)),
         SessionStop(1, "stop", 3),
         Evict((1,)),
         Arrange((64, 64, 1024)),
@@ -328,6 +330,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         disk_folder=_raw,
         disk_bytes=_count,
     ),
+    ChosenTokens: st.builds(ChosenTokens, _count, _token_lists),
     SideChannel: st.builds(SideChannel, st.integers(1, MAX_ROUNDS), st.binary(max_size=300)),
     Gathered: st.builds(Gathered, st.integers(0, MAX_ROUNDS), st.binary(max_size=2400), _text),
     PromptTokens: st.builds(

@@ -16,6 +16,7 @@ from mlxtp.wire.messages import (
     Ack,
     Arrange,
     Cancel,
+    ChosenTokens,
     Delta,
     Done,
     Error,
@@ -87,7 +88,8 @@ def test_the_life_of_a_decode_link() -> None:
     assert link.upper.outstanding == link.lower.outstanding == 2
     link.down(Ack(first, 1, 2, 0))
     link.up(StepToken((1,), (5,)))
-    link.down(Ack(second, 2, 4, 99), Ack(link.upper.seq, 3, 6, 98))
+    link.up(ChosenTokens(2, (7,)))
+    link.down(Ack(second, 2, 4, 99), Ack(link.upper.seq - 1, 3, 6, 98))
     link.up(PromptTokens(2, 0, 1, (20,)), StepToken((2, 1), (1, 6)))
     link.up(SessionStop(1, "stop", 4, keep=6))
     link.down(Ack(link.upper.seq - 2, 4, 8, 97), Ack(link.upper.seq - 1, 5, 10, 96))
@@ -670,6 +672,8 @@ def lawful_on_decode(rng: random.Random, end: Session, kind: type[Message]) -> M
         positions = tuple(ledger.running[uid] for uid in rows)
         widths = tuple(rng.randint(0, 3) for _ in rows) if rng.random() < 0.5 else ()
         return StepToken(rows, positions, widths, (5,) * sum(widths))
+    if kind is ChosenTokens:
+        return ChosenTokens(ledger.chosen + 1, (5,))
     if kind is SessionStop:
         live = ledger.running | {uid: offset for uid, (offset, _) in ledger.prompts.items()}
         if not live:

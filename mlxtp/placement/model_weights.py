@@ -24,7 +24,14 @@ _DENSE = (
     "n_inner",
 )
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-_PICKED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "experts_per_token")
+_PICKED = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "top_k_experts",
+    "experts_per_token",
+)
 _EXPERT = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _SHARED = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim")
 _SHARED_COUNT = ("n_shared_experts", "num_shared_experts")

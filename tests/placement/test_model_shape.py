@@ -11,8 +11,10 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from mlxtp.engine.sharding import check_divisible
 from mlxtp.errors import ModelError
+from mlxtp.model_config import text_config
 from mlxtp.model_families import ALSO_CALLED, DIVIDED_BY_MLX_LM, DIVIDED_HERE
 from mlxtp.placement.model_shape import MAX_RANKS, shape_of
+from mlxtp.placement.model_weights import parts_of
 from mlxtp.placement.tables import KNOWN
 
 from ..engine.mlx_lm_sources import shardable_families
@@ -27,6 +29,14 @@ PUBLISHED_GB = {
     "gpt-oss-120b": 63.4,
 }
 """Sizes of the weight files on the Hub, in 10^9 bytes."""
+
+PUBLISHED_WEIGHTS = {
+    "qwen3-next-80b-a3b-4bit": (79.67e9, 3.87e9),
+    "nemotron-3-super-120b-a12b-4bit": (120.67e9, 12.77e9),
+    "gemma-4-31b-4bit": (30.7e9, 30.7e9),
+    "gemma-4-26b-a4b-4bit": (25.2e9, 3.8e9),
+}
+"""Numbers of weights of the language models: all, and those that a token meets, its embedding included."""
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 320])
 
@@ -163,6 +173,16 @@ def test_models_known_by_name_have_the_size_of_their_files(name: str) -> None:
     assert 0 < known.token_bytes <= known.weight_bytes
     if name in PUBLISHED_GB:
         assert known.weight_bytes / 1e9 == pytest.approx(PUBLISHED_GB[name], rel=0.01)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_WEIGHTS)
+def test_models_known_by_name_have_the_published_number_of_weights(name: str) -> None:
+    parts = parts_of(text_config(KNOWN[name]))
+    table = next(part.count for part in parts if part.role == "embedding")
+    total, met = PUBLISHED_WEIGHTS[name]
+    assert sum(part.count for part in parts) == pytest.approx(total, rel=0.002)
+    active = sum(part.active for part in parts if part.role != "embedding")
+    assert active == pytest.approx(met, abs=0.02 * met + table)
 
 
 def test_a_share_is_what_divides_and_all_of_what_does_not() -> None:

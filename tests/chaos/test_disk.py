@@ -273,7 +273,7 @@ def filled(home: Home, model: Path, *seeds: int, **settings: Any) -> list[Wanted
 def test_a_disk_that_hangs_delays_one_request(home: Home, model: Path, rank: int) -> None:
     first, second = filled(home, model, 4, 5)
     with home.start() as cluster:
-        hang_s = 20.0 * SLOWNESS
+        hang_s = 10.0 * SLOWNESS
         home.book.give(
             Order("hasty", 0, 0, seconds=3.0 * SLOWNESS), Order("disk", rank, 0, on="read", seconds=hang_s)
         )

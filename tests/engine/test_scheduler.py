@@ -1643,10 +1643,11 @@ def test_lanes_have_as_many_rows_give_or_take_one() -> None:
     assert len(lanes.next(lambda _: True)) == 1, "the rows that are left are in two lanes"
 
 
-def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing() -> None:
+@pytest.mark.parametrize("seeds", [8, pytest.param(24, marks=pytest.mark.chaos)])
+def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing(seeds: int) -> None:
     """The room is checked at every forward. Little of it is free, so that all layouts occur."""
     buckets, preempted = set(), 0
-    for seed in range(24):
+    for seed in range(seeds):
         random = Random(seed)
         simulation = Simulation(
             kv_tokens=random.choice((1200, 1500, 2000)),
@@ -1667,7 +1668,7 @@ def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing() -> None
         buckets.add(simulation.ranks.most_buckets)
         preempted += reasons(simulation.moves).count("preempt")
     assert buckets >= {2, 3}
-    assert preempted > 8
+    assert preempted > seeds // 3
 
 
 @settings(max_examples=100, deadline=None)

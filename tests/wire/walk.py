@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import cache
 
 from mlxtp.errors import Code
 from mlxtp.wire.messages import Ack, Error, Generate, Message, PromptTokens
@@ -70,6 +71,7 @@ def path_to(link: LinkKind, target: LinkState) -> list[Move]:
     return ways[target]
 
 
+@cache
 def _ways(link: LinkKind, start: LinkState) -> dict[LinkState, list[Move]]:
     ways: dict[LinkState, list[Move]] = {start: []}
     waiting = deque([start])

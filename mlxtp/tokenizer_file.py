@@ -36,6 +36,8 @@ KIMI_PATTERN = "|".join(
 )
 #: Model types whose tiktoken.model goes with that pattern. Moonlight is a deepseek_v3.
 _KIMI = frozenset({"kimi_k2", "kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl", "deepseek_v3"})
+#: Model types published with Python code in place of a chat template. mlx-lm has no module for them either.
+_PYTHON_CHATS = frozenset({"deepseek_v41", "deepseek_v41_text", "kimi_k3"})
 _PROBE = " Hello,  world's END .\n\té 日本語ABC 12345 😀 e\u0301\r\n x"
 
 
@@ -50,12 +52,21 @@ def refusal(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any], *, t
             f"the tokenizer of the family {family!r}, {kind!r} over {TIKTOKEN_FILE}, is Python code in its "
             "repository, which mlxtp does not run; use a conversion that has tokenizer.json"
         )
-    if family == "kimi_k3" and not template:
-        return (
-            "kimi_k3 writes its chats with Python code in its repository, which mlxtp does not run; "
-            "use a conversion that has chat_template.jinja"
-        )
-    return ""
+    return chat_refusal(config, template=template)
+
+
+def chat_refusal(config: Mapping[str, Any], *, template: bool) -> str:
+    """Return the reason why a model can answer no chats; "" for none, or if that is not known. Pure.
+
+    `template` is True where the model has a chat template.
+    """
+    family = config.get("model_type")
+    if template or family not in _PYTHON_CHATS:
+        return ""
+    return (
+        f"{family} writes its chats with Python code in its repository, which mlxtp does not run; "
+        "use a conversion that has chat_template.jinja"
+    )
 
 
 def tokenizer_json(folder: Path) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import random
 import subprocess
@@ -19,6 +20,7 @@ from mlxtp.errors import ModelError, RequestError
 from mlxtp.groups.fabric import row_bytes
 from mlxtp.models import hub_client, inspect
 from mlxtp.models.hub_cache import lacks
+from mlxtp.placement.tables import KNOWN
 from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
 from mlxtp.text.renderer import LocalRenderer, template_module
 from mlxtp.text.tokenizer import Text
@@ -276,6 +278,35 @@ def test_a_model_without_text_is_refused_before_a_download(
             assert "tiktoken.model" in found
             assert "tokenization_kimi.py" not in found
         assert "model.safetensors" not in there.models["o/kimi"].sent
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [({}, True), ({"chat_template": "x"}, False), ({"chat_template_type": "deepseek_v32"}, False)],
+)
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_model_that_writes_chats_in_python_is_refused_before_its_weights_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], refused: bool, remote: bool
+) -> None:
+    config = {**KNOWN["deepseek-v3.1-4bit"], "model_type": "deepseek_v41"}
+    files = {
+        "config.json": json.dumps(config).encode(),
+        "tokenizer.json": b"{}",
+        "tokenizer_config.json": json.dumps(changes).encode(),
+        "model.safetensors": b"x" * 100,
+    }
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    with running_hub() as there, contextlib.ExitStack() as expected:
+        put(there.url, tmp_path / "cache", monkeypatch)
+        there.models["o/deepseek"] = Model(files)
+        if refused:
+            why = "deepseek_v41 writes its chats with Python code .* use a conversion that has chat_template"
+            expected.enter_context(pytest.raises(ModelError, match=why))
+        inspect.inspect("o/deepseek" if remote else str(folder), ask_hub=remote)
+    assert "model.safetensors" not in there.models["o/deepseek"].sent
 
 
 # --- template modules -------------------------------------------------------------------------------------

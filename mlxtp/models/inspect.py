@@ -12,7 +12,7 @@ import contextlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from ..model_config import Config
 from ..model_config import family as family_of
 from ..placement.model_shape import ModelShape, shape_of
 from ..text.tokenizer import Text
-from ..tokenizer_file import MAX_CONFIG_BYTES, text_of
+from ..tokenizer_file import MAX_CONFIG_BYTES, chat_refusal, text_of, tokenizer_settings
 from ..wire.cluster_messages import MAX_MODEL
 from . import hub_client
 from .hub_cache import Repo, folder_bytes, hub_name, lacks, repos_here
@@ -35,6 +35,9 @@ from .manifest import Manifest, split_name
 _WRITES_NO_TEXT = re.compile(
     r"(?:(?<!LMHead)Model|For(?:SequenceClassification|TokenClassification|MaskedLM|QuestionAnswering))$"
 )
+_TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja")
+#: Fields of tokenizer_config.json, of which one names a chat template of mlx-lm.
+_TEMPLATES = frozenset({"chat_template", "chat_template_type"})
 MOST = 200  #: Models listed for users, at most: a cache may hold anything.
 #: Tokens that the engine assumes for a model whose configuration has no context length.
 _DEFAULT_CONTEXT = 4096
@@ -196,6 +199,7 @@ def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
         repo.check_room(manifest)
         config = read_config(hub_client.fetch_some(manifest, ("config.json",)))
         check_servable(config)
+        _check_chats(config, lambda: hub_client.fetch_some(manifest, _TEMPLATE_FILES))
         weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
         shape = shape_of(config, name=name, weight_bytes=weights, kv_bits=kv_bits)
         return Servable(name, shape, None, manifest)
@@ -204,6 +208,7 @@ def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
         raise ModelError(f"the folder is incomplete: it lacks {missing}", Code.MODEL_NOT_FOUND)
     config = read_config(folder)
     check_servable(config)
+    _check_chats(config, lambda: folder)
     return Servable(name, shape_in(folder, config, name, kv_bits), folder)
 
 
@@ -288,6 +293,19 @@ def check_servable(config: Config) -> None:
     if classes and all(_WRITES_NO_TEXT.search(each) for each in classes):
         raise ModelError(f"it is a {classes[0]}, which writes no text", Code.MODEL_UNSUPPORTED)
     shape_of(config)
+
+
+def _check_chats(config: Config, folder: Callable[[], Path]) -> None:
+    """Raise ModelError for a model whose chats only Python code of its own can write.
+
+    `folder` has the files of its tokenizer; it is called for few families only. Reads the disk.
+    """
+    why = chat_refusal(config, template=False)
+    try:
+        if why and not _TEMPLATES & tokenizer_settings(folder()).keys():
+            raise ModelError(why, Code.MODEL_UNSUPPORTED)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"its tokenizer_config.json cannot be read: {error}") from None
 
 
 @cache

@@ -230,7 +230,7 @@ async def _running(
     app = create_app(parts.gateway, admin=admin, observed=admin.observer, access=access)
     bug = partial(_report_bug, node.end)
     serving = Background(bug).start(
-        _serve(observed(app, parts), endpoint, stop, settings, admin.key), "the endpoint"
+        _serve(observed(app, parts, endpoint.keys), endpoint, stop, settings, admin.key), "the endpoint"
     )
 
     def woke(slept_s: float) -> None:
@@ -365,10 +365,13 @@ async def _serve(app: ASGIApp, endpoint: Endpoint, stop: asyncio.Event, settings
     tls = endpoint.tls.context if endpoint.tls is not None else None
     tell = partial(announce, settings.home, endpoint.url, key)
     renewing = asyncio.create_task(endpoint.keep_certificate(tell))
+    keeping = [renewing, *([asyncio.create_task(endpoint.keys.keep())] if endpoint.keys is not None else ())]
     try:
         await serve(app, endpoint.sock, stop, tls=tls, stall_s=settings.limits.client_stall_s)
     finally:
-        renewing.cancel()
+        for each in keeping:
+            each.cancel()
+        await asyncio.wait(keeping)
 
 
 def _control_addresses(settings: Settings, port: int, machine: Machine) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Audit events: who was let in or out, and what was loaded, by whom.
 
-Each is a record of one logger, so that the ordinary log has it too. `logs.AuditLog` writes the file. Keys,
+Each is a record of one logger, so that the ordinary log has it, too. `logs.AuditLog` writes the file. Keys,
 tokens and what clients say never belong in an event.
 """
 
@@ -12,9 +12,18 @@ from collections.abc import Mapping
 log = logging.getLogger(__name__)
 
 
-def record(event: str, words: str, about: Mapping[str, object], *, foreign: bool = False) -> None:
+def record(
+    event: str, words: str, about: Mapping[str, object], *, foreign: bool = False, logged: bool = False
+) -> None:
     """Record an event, in words and as the fields `about`, of which `by` is its author.
 
-    `foreign`: a stranger can cause any number of these, so that the file has only some a minute.
+    `foreign`: a stranger can cause any number of these, so that the file has only some a minute. `logged`:
+    the ordinary log has a line about it already.
     """
-    log.info("%s", words, extra={"foreign": foreign, "fields": {"event": event, **about}})
+    extra = {"foreign": foreign, "fields": {"event": event, **about}}
+    if not logged:
+        log.info("%s", words, extra=extra)
+        return
+    line = log.makeRecord(log.name, logging.INFO, "", 0, "%s", (words,), None, extra=extra)
+    for handler in log.handlers:
+        handler.handle(line)

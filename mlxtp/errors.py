@@ -76,6 +76,8 @@ class Code(StrEnum):
     ORIGIN_NOT_ALLOWED = "origin_not_allowed"
     KEY_INVALID = "invalid_api_key"
     RATE_LIMITED = "rate_limit_exceeded"
+    QUOTA = "insufficient_quota"
+    NOT_PERMITTED = "insufficient_permissions"
 
 
 class Exit(IntEnum):

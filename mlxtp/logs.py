@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from . import audit
-from .api.api_keys import TokenBucket
+from .api.key_limits import TokenBucket
 from .api.request_context import current
 from .errors import ConfigError
 from .settings import AUDIT_LOG, KEPT_LOGS, MAX_LOG_BYTES
@@ -119,8 +119,7 @@ class AuditLog(RotatingLog):
 
 def keep_audit(home: Path) -> None:
     """Write this process' audit events to the home's file. Raises ConfigError where that is not possible."""
-    if not any(isinstance(each, AuditLog) for each in audit.log.handlers):
-        audit.log.addHandler(AuditLog(home))
+    audit.log.handlers[:] = [AuditLog(home)]
     audit.log.setLevel(logging.INFO)
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ..api.admin import Json
-from ..api.api_keys import KeyRing
+from ..api.key_ring import KeyRing
 from ..cluster.deployments import PINNED, name_of
 from ..config import (
     parse_keep,
@@ -74,8 +74,8 @@ class Admin:
         return await self.draining.drain_progress()
 
     def keys(self) -> Json:
-        """Return the time of each API key's last use since this agent started, in seconds since 1970."""
-        return {"used": dict(self.api_keys.used) if self.api_keys is not None else {}}
+        """Return the use of each API key, see `KeyUse.summary`."""
+        return {"keys": self.api_keys.reports() if self.api_keys is not None else []}
 
     def settings(self) -> Json:
         """Return the settings this agent was started with, and the source of each."""

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from ..api.access_log import AccessLog, metrics_route
 from ..api.backend import Health
+from ..api.key_ring import KeyRing
 from ..api.request_metrics import RequestMetrics
 from ..cluster.introduction import versions_here
 from ..groups.health import ServingState
@@ -33,23 +34,23 @@ Labels = Sequence[str]
 Samples = Iterable[tuple[Labels, float]]
 
 
-def observed(app: Starlette, parts: AgentParts) -> ASGIApp:
+def observed(app: Starlette, parts: AgentParts, keys: KeyRing | None = None) -> ASGIApp:
     """Return `app` with `GET /metrics`, and with all its requests and the gateway's counted."""
     counted = RequestMetrics(time.perf_counter)
     parts.gateway.deployments.meter = counted
-    app.router.routes.insert(0, metrics_route(Metrics(parts, counted).collect))
+    app.router.routes.insert(0, metrics_route(Metrics(parts, counted, keys).collect))
     return AccessLog(app, counted, lambda: parts.groups.shown.supervisor.status.epoch)
 
 
 class Metrics:
     """All metrics of one agent, independent of other agents in the same process."""
 
-    def __init__(self, parts: AgentParts, counted: RequestMetrics) -> None:
+    def __init__(self, parts: AgentParts, counted: RequestMetrics, keys: KeyRing | None = None) -> None:
         self._gateway = parts.gateway
         self._counted = counted
         process = ProcessCollector(registry=None) if sys.platform == "linux" else OwnProcess()
         recoveries = parts.groups.recoveries
-        for each in (_Agent(parts), recoveries.ended, recoveries.seconds, process):
+        for each in (_Agent(parts), _Keys(keys), recoveries.ended, recoveries.seconds, process):
             counted.registry.register(each)
 
     def collect(self) -> tuple[bytes, str]:
@@ -70,6 +71,20 @@ class _Agent(Collector):
     def collect(self) -> Iterator[Metric]:
         parts = self._parts
         return rendered(gather_agent(parts), deployed.gather(parts, parts.groups.reports()))
+
+
+class _Keys(Collector):
+    """Metrics of the use of API keys on this agent."""
+
+    def __init__(self, keys: KeyRing | None) -> None:
+        self._keys = keys
+
+    def collect(self) -> Iterator[Metric]:
+        rows = self._keys.reports() if self._keys is not None else []
+        for name, says, field in _COUNTED_OF_A_KEY:
+            yield _counter(name, says, ("key",), [((row["name"],), row[field]) for row in rows])
+        for name, says, field in _OF_A_KEY:
+            yield _gauge(name, says, ("key",), [((row["name"],), row[field]) for row in rows])
 
 
 def rendered(now: AgentSnapshot, deployments: Sequence[DeploymentSnapshot] = ()) -> Iterator[Metric]:
@@ -182,6 +197,18 @@ def _ranks(found: Mapping[int, Pong] | None) -> Iterator[Metric]:
     for name, says, count in _COUNTED_BY_A_RANK:
         yield _counter(name, says, ("rank",), [((str(rank),), count(pong)) for rank, pong in pongs.items()])
 
+
+#: Metrics of each API key: name, help, field of its report.
+_COUNTED_OF_A_KEY = (
+    ("mlxtp_key_requests", "Requests of an API key since it was made.", "requests"),
+    ("mlxtp_key_refused", "Requests of an API key that its rights or limits refused.", "refused"),
+    ("mlxtp_key_prompt_tokens", "Tokens of an API key's prompts.", "prompt_tokens"),
+    ("mlxtp_key_generation_tokens", "Tokens generated for an API key.", "generated_tokens"),
+)
+_OF_A_KEY = (
+    ("mlxtp_key_tokens_today", "Tokens of an API key since midnight.", "tokens_today"),
+    ("mlxtp_key_open_requests", "Open requests of an API key.", "open"),
+)
 
 #: Metrics of each group by its owner's report: name, help, reader; None where it is not known.
 _OF_A_GROUP: tuple[tuple[str, str, Callable[[GroupSnapshot], float | None]], ...] = (

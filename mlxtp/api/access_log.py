@@ -14,6 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Match, Mount, Route
 from starlette.types import Message, Receive, Scope, Send
 
+from .. import audit
+from ..errors import Code
 from .guard import address_of, is_admin
 from .request_context import RequestContext, answering
 from .request_metrics import OTHER, RequestMetrics
@@ -71,6 +73,10 @@ class AccessLog:
             "status": status,
             "duration_s": round(took_s, 4),
         }
+        if status == 401 or code == Code.NOT_PERMITTED:
+            about = {"code": code, "path": fields["path"], "address": address_of(scope.get("client"))}
+            words = f"{fields['method']} {fields['path']} is refused with {status} {code}"
+            audit.record("key_refused", words, about, foreign=True, logged=True)
         log.log(
             logging.DEBUG if probe or (scope["path"] in _POLLS and status < 400) else logging.INFO,
             "%s",

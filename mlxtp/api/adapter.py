@@ -217,7 +217,15 @@ def error_status(error: MlxtpError) -> int:
 def error_body(message: str, code: str, status: int, param: str | None = None, state: str = "") -> Json:
     """Return an error in OpenAI's shape."""
     kind = (
-        "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
+        code
+        if code == Code.QUOTA
+        else (
+            "rate_limit_error"
+            if status == 429
+            else "server_error"
+            if status >= 500
+            else "invalid_request_error"
+        )
     )
     more = {"state": state} if state else {}
     return {"error": {"message": message, "type": kind, "param": param, "code": code, **more}}

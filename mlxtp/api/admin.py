@@ -26,6 +26,9 @@ from starlette.routing import Route
 
 from ..errors import Code, RequestError, UserError
 from .adapter import SSE
+from .catalog import not_permitted
+from .guard import PERMITTED, SHARED_ADMIN
+from .request_context import current
 from .streaming import COMMENT, AnswerStream
 
 # --- commands ---------------------------------------------------------------------------------------------
@@ -117,6 +120,7 @@ def admin_routes(admin: Administration) -> list[Route]:
         async def answer(request: Request) -> Response:
             _check_key(request, admin.key)
             body = await _body(request) if method == "POST" else {}
+            _check_models(body)
             try:
                 found = act(body)
                 return JSONResponse(await found if isinstance(found, Awaitable) else found)
@@ -184,6 +188,9 @@ def admin_routes(admin: Administration) -> list[Route]:
 
 
 def _check_key(request: Request, key: str) -> None:
+    permitted = request.scope.get(PERMITTED)
+    if permitted and permitted == SHARED_ADMIN.get(request.url.path):
+        return
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(given.encode(), key.encode()):
         raise RequestError(
@@ -191,6 +198,16 @@ def _check_key(request: Request, key: str) -> None:
             Code.BAD_REQUEST,
             status=401,
         )
+
+
+def _check_models(body: Mapping[str, Any]) -> None:
+    """Refuse a key that is for some models to change others."""
+    request = current()
+    if body and request is not None and request.models:
+        if body.get("only") or body.get("everything"):
+            raise not_permitted(request, "all models")
+        if body.get("model") not in request.models:
+            raise not_permitted(request, str(body.get("model") or "all models"))
 
 
 async def _body(request: Request) -> Mapping[str, Any]:

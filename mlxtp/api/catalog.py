@@ -30,6 +30,7 @@ from .backend import (
     StoredModelInfo,
 )
 from .request_body import shown
+from .request_context import RequestContext, current
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +184,37 @@ def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo | Non
     return next(iter((*named, *also)), None)
 
 
+def permitted_name(
+    name: str | None, models: Sequence[ModelInfo], request: RequestContext | None
+) -> str | None:
+    """Return the name by which a request gets a model that its key may use. Raises RequestError, 403.
+
+    Without a name, or as `default`, that is the first loaded one, else the first that the key names.
+    """
+    if request is None or not request.models:
+        return name
+    if (model := find_model(name, [each for each in models if is_permitted(each, request)])) is not None:
+        return model.id
+    if name in UNNAMED:
+        return request.models[0]
+    if name not in request.models:
+        raise not_permitted(request, str(name))
+    return name
+
+
+def is_permitted(model: ModelInfo | StoredModelInfo, request: RequestContext | None) -> bool:
+    """Return whether the key of a request may use a model."""
+    if request is None or not request.models:
+        return True
+    return model.id in request.models or any(each in request.models for each in getattr(model, "aliases", ()))
+
+
+def not_permitted(request: RequestContext, name: str) -> RequestError:
+    """Return the 403 of a key that is for other models."""
+    words = f"the key {request.key} is not for {name[:200]}; it is for {', '.join(request.models)}"
+    return RequestError(words, Code.NOT_PERMITTED, status=403, param="model")
+
+
 def find_deployment(
     name: str | None, models: Sequence[ModelInfo], deployments: Sequence[DeploymentHealth]
 ) -> DeploymentHealth | None:
@@ -280,7 +312,11 @@ class Catalog:
         return here
 
     async def find(self, name: str | None) -> ModelInfo | StoredModelInfo:
-        """Return a loaded model, or one that a request can load. Raises RequestError as `loaded` does."""
+        """Return a loaded model, or one that a request can load. Raises RequestError as `loaded` does.
+
+        403 for one that the request's key may not use.
+        """
+        name = self.permitted(name)
         if (here := self._here(name)) is not None:
             return here[0]
         stored = await self._backend.on_request()
@@ -302,6 +338,26 @@ class Catalog:
         except ModelError as error:
             detail = f"{model.id} cannot be read: {error.detail}"
             raise RequestError(detail, error.code, status=400, param="model") from error
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """Return the loaded models that the request's key may use."""
+        request = current()
+        return tuple(each for each in self._backend.models() if is_permitted(each, request))
+
+    def permitted(self, name: str | None) -> str | None:
+        """Return the name by which the present request gets a model: see `permitted_name`."""
+        return permitted_name(name, self._backend.models(), current())
+
+    async def check_loads(self, name: str | None) -> None:
+        """Raise RequestError, 403, for a request that would have a model loaded that its key may not load."""
+        request = current()
+        if request is None or request.loads or self.deployment(name) is not None:
+            return
+        if find_model(name, self._backend.models()) is None and await self._backend.on_request():
+            words = (
+                f"{shown(name)} is not loaded; the key {request.key} lacks the scope to load it, on-request"
+            )
+            raise RequestError(words, Code.NOT_PERMITTED, status=403, param="model")
 
     def deployment(self, name: str | None) -> DeploymentHealth | None:
         """Return the deployment of this name, loaded or not; None where there is none."""
@@ -332,9 +388,10 @@ class Catalog:
         return None if model is None or text is None else (model, text)
 
     def _with_loaded(self, stored: Sequence[StoredModelInfo]) -> tuple[ModelInfo | StoredModelInfo, ...]:
-        models = self._backend.models()
+        models, request = self.models(), current()
         loaded = {model.id for model in models}
-        return (*models, *(each for each in stored if each.id not in loaded))
+        others = (each for each in stored if each.id not in loaded and is_permitted(each, request))
+        return (*models, *others)
 
     def _missing(self, name: str | None, stored: Sequence[StoredModelInfo]) -> RequestError:
         """Return the error for a name that is not loaded, where `stored` could be."""

@@ -145,8 +145,8 @@ class Generation:
         self._retry_after_s = retry_after_s
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """Return the models that can be served now."""
-        return self._backend.models()
+        """Return the models that can be served now, and that the request's key may use."""
+        return self.catalog.models()
 
     async def parsed(self, request: Request, parse: Callable[[bytes], T]) -> T:
         """Return the result of `parse` for the whole body. Raises as it does, and as `Bodies.read`."""
@@ -171,9 +171,13 @@ class Generation:
     async def load(self, request: Request, name: str | None, keep_s: float | None) -> ModelInfo:
         """Return the model of this name, once it is loaded. The request's body must have been read.
 
-        `keep_s` is that of `Backend.acquire_model`. Raises RequestError when there is no such model, or it
-        can never be loaded.
+        `keep_s` is that of `Backend.acquire_model`. Raises RequestError when there is no such model, it can
+        never be loaded, or the key may not load it, or change how long it stays.
         """
+        name = await self._permitted(name)
+        if keep_s is not None and (context := current()) is not None and not context.loads:
+            words = f"the key {context.key} may not change how long models stay: that is scope on-request"
+            raise RequestError(words, Code.NOT_PERMITTED, status=403)
         lease = await self._backend.acquire_model(name, 0.0, keep_s, _client(request))
         try:
             await unless_gone(request.receive, _come(lease))
@@ -196,8 +200,10 @@ class Generation:
         async with AsyncExitStack() as open_:
             body = await open_.enter_async_context(self._bodies.read(request))
             ask = await body.parsed(parse, slow=slow)
-            client, sharer = _client(request), _sharer(request)
-            lease = await self._backend.acquire_model(ask.model, ask.options.deadline_s, ask.keep_s, client)
+            client, sharer, context = _client(request), _sharer(request), current()
+            ask = replace(ask, model=await self._permitted(ask.model))
+            keep_s = ask.keep_s if context is None or context.loads else None
+            lease = await self._backend.acquire_model(ask.model, ask.options.deadline_s, keep_s, client)
             open_.callback(lease.close)
             arrived = None if lease.come else time.monotonic()
             queued = _QueuedRequest(ask, body, client, sharer, lease, arrived)
@@ -256,6 +262,12 @@ class Generation:
         if "request_id" in body:  # Anthropic's clients look for it in both places
             headers["request-id"] = body["request_id"]
         return JSONResponse(body, status, headers=headers)
+
+    async def _permitted(self, name: str | None) -> str | None:
+        """Return the name by which the request gets its model. Raises RequestError, 403."""
+        name = self.catalog.permitted(name)
+        await self.catalog.check_loads(name)
+        return name
 
     async def _asked(
         self, queued: _QueuedRequest, about: About, answers: Choices

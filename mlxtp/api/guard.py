@@ -24,12 +24,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import Code, RequestError
-from .api_keys import Refusal
-from .request_context import note
+from .key_limits import CHAT, LOAD, METRICS, Refusal
+from .request_context import RequestContext, answering, current, note
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"
-ADMIN = "/admin"  # Paths below it require the key in `agent.json`; API keys are not valid there.
+ADMIN = "/admin"  # Paths below it require the key in `agent.json`.
+#: Those of the page, for which an API key with this scope is valid, too.
+SHARED_ADMIN = {f"{ADMIN}/{each}": LOAD for each in ("models", "serve", "unload", "pull", "pulling")} | {
+    f"{ADMIN}/keys": METRICS
+}
+PERMITTED = "mlxtp.permitted"  #: Entry of an ASGI scope: the scope of keys that the request's key has.
 #: Paths without data, which need no key: the page, its files (below `/page/`), and `/health`.
 PUBLIC = ("/", "/health", "/page/")
 
@@ -50,8 +55,12 @@ RefusalResponse = Callable[[Scope, RequestError, Mapping[str, str]], Response]
 class Keys(Protocol):
     """The valid API keys."""
 
-    def refusal(self, given: Sequence[str]) -> Refusal | None:
-        """Return the refusal of a request that shows the keys `given`; None to admit it."""
+    def refusal(self, given: Sequence[str], scope: str) -> Refusal | None:
+        """Return the refusal of a request that shows the keys `given` and needs `scope`; None to admit it."""
+        ...
+
+    def end(self, request: RequestContext) -> None:
+        """Note the end of an admitted request."""
         ...
 
     def admits(self, given: Sequence[str]) -> bool:
@@ -117,13 +126,22 @@ class KeyGuard:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = None
-        if scope["type"] == "http" and not (is_public(scope["path"]) or is_admin(scope["path"])):
-            refusal = self._keys.refusal(keys_in(Headers(scope=scope)))
-        if refusal is not None:
-            await _refuse(refusal, self._answer, scope, receive, send)
-        else:
+        needed = scope_of(scope["method"], scope["path"]) if scope["type"] == "http" else None
+        if needed is None:
             await self._app(scope, receive, send)
+            return
+        request = current() or RequestContext("", 0.0)
+        with answering(request):
+            refusal = self._keys.refusal(keys_in(Headers(scope=scope)), needed)
+            if refusal is not None:
+                await _refuse(refusal, self._answer, scope, receive, send)
+                return
+            if request.key:
+                scope[PERMITTED] = needed
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._keys.end(request)
 
 
 # --- decisions --------------------------------------------------------------------------------------------
@@ -133,7 +151,8 @@ def misdirected(access: Access, scope: Scope) -> Refusal | None:
     """Return a refusal by Host, Origin and the connection's address; None to admit the request."""
     headers, path = Headers(scope=scope), scope["path"]
     here = address_of(scope.get("server"))
-    if is_admin(path) and not is_local(scope):
+    shared = access.keys is not None and path in SHARED_ADMIN
+    if is_admin(path) and not shared and not is_local(scope):
         return Refusal(403, Code.BAD_REQUEST, "only commands on this Mac itself may do that")
     hosts = headers.getlist("host") or [""]
     known = {*LOOPBACK_HOSTS, *access.hosts, here}
@@ -204,6 +223,15 @@ def _is_link(scope: Scope) -> bool:
 def is_preflight(method: str, headers: Headers) -> bool:
     """Return True for a browser's request for the permissions of a page of another origin."""
     return method == "OPTIONS" and "access-control-request-method" in headers
+
+
+def scope_of(method: str, path: str) -> str | None:
+    """Return the scope that a key needs for a request, "" for any; None where no API key is asked for."""
+    if is_public(path) or is_admin(path):
+        return SHARED_ADMIN.get(path)
+    if path == "/metrics":
+        return METRICS
+    return "" if method in ("GET", "HEAD", "OPTIONS") else CHAT
 
 
 def is_admin(path: str) -> bool:

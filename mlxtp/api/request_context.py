@@ -34,7 +34,7 @@ class RequestContext:
     `origin` describes its sender where no key does.
     """
 
-    __slots__ = ("answers", "arrived", "code", "id", "key", "key_hash", "origin")
+    __slots__ = ("answers", "arrived", "code", "id", "key", "key_hash", "loads", "models", "origin")
 
     def __init__(self, id: str, arrived: float, origin: str = "") -> None:
         self.id = id
@@ -42,6 +42,8 @@ class RequestContext:
         self.origin = origin
         self.key = ""  # name of the client's key, for servers that require one
         self.key_hash = ""  # SHA-256 of that key, equal on all servers that know it
+        self.models: tuple[str, ...] = ()  # names of models that it may use; empty for all
+        self.loads = True  # it may have models loaded
         self.code = ""  # code of the error in its answer
         self.answers: list[SequenceProgress] = []
 
@@ -101,7 +103,7 @@ def note(code: str) -> None:
         account.code = code
 
 
-def note_key(name: str, key_hash: str) -> None:
-    """Note the name and the SHA-256 of the current request's key."""
+def note_key(name: str, key_hash: str, models: tuple[str, ...] = (), *, loads: bool = True) -> None:
+    """Note the name and the SHA-256 of the current request's key, and what it may do with models."""
     if (account := _current.get()) is not None:
-        account.key, account.key_hash = name, key_hash
+        account.key, account.key_hash, account.models, account.loads = name, key_hash, models, loads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,12 +13,17 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ..api.api_keys import MAX_PER_MINUTE, ApiKey, KeyFile, check_name, check_rate
+from .. import audit
+from ..api.api_keys import KeyFile
+from ..api.key_limits import COUNTS, DEFAULT_SCOPES, MAX_PER_MINUTE, SCOPES, ApiKey, KeyCounts, KeyUse
+from ..api.key_ring import kept_use
 from ..client import AgentClient
+from ..config import parse_keep
 from ..errors import UserError
+from ..logs import keep_audit
 from .options import AsJson, Home
 from .printing import day_of, home_of, print_answer, table_of, typed
-from .shell_completion import keys
+from .shell_completion import keys, models
 
 _HOW = """
 This is the key of {name}. It is shown only once: mlxtp keeps a hash of it. Clients send it as
@@ -44,27 +51,74 @@ def create(
             help=f"Most requests a minute, from 1 to {MAX_PER_MINUTE}. Default: any number.",
         ),
     ] = None,
+    tokens_per_minute: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Most tokens of prompts and answers a minute. Default: any number."),
+    ] = None,
+    tokens_per_day: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Most tokens a day, from midnight on. Default: any number."),
+    ] = None,
+    concurrent: Annotated[
+        int | None, typer.Option(metavar="N", help="Most requests at one time. Default: any number.")
+    ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="Time until it ends, such as 12h or 30d. Default: never."),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model that it may use. May be repeated. Default: all models.", autocompletion=models
+        ),
+    ] = None,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="|".join(SCOPES),
+            help=f"What it permits: {'; '.join(f'{each}: {what}' for each, what in SCOPES.items())}. May be "
+            f"repeated. Default: {', '.join(DEFAULT_SCOPES)}.",
+            autocompletion=lambda: list(SCOPES),
+        ),
+    ] = None,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
     """Create an API key for this Mac's endpoint and print it, once."""
+    now = time.time()
+    counts = {
+        "per_minute": per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "tokens_per_day": tokens_per_day,
+        "concurrent": concurrent,
+    }
     with typed():
-        check_name(name)
-        check_rate(per_minute or 0)
-        if per_minute is not None and per_minute < 1:
-            raise UserError(f"--per-minute {per_minute}: a key needs at least one request a minute")
-    made, text = _keys(home).create(name, per_minute or 0, time.time())
-    print_answer({"key": text, **_row(made, {})}, as_json, text)
+        for field, _, what in COUNTS:
+            if (count := counts[field]) is not None and count < 1:
+                one = what.replace("s ", " ", 1)
+                raise UserError(f"--{field.replace('_', '-')} {count}: a key needs at least one {one}")
+        life_s = -1 if expires is None else parse_keep(expires, "--expires")
+        more: dict[str, Any] = {field: count or 0 for field, count in counts.items()}
+        more |= {"expires": int(now) + life_s if life_s >= 0 else 0, "models": tuple(model or ())}
+        more |= {"scopes": tuple(scope or DEFAULT_SCOPES)}
+        if problem := ApiKey(name, b"", int(now), **more).problem:
+            raise UserError(problem)
+    file = _keys(home)
+    made, text = file.create(name, more.pop("per_minute"), now, **more)
+    row = _row(made, None)
+    _record("key_created", f"the key {name} is made", file, {each: row[each] for each in row if row[each]})
+    print_answer({"key": text, **row}, as_json, text)
     if not as_json:
         print(_HOW.format(name=made.name), file=sys.stderr)
 
 
 @commands.command(name="list")
 def list_(home: Home = None, as_json: AsJson = False) -> None:
-    """List the API keys of this Mac's endpoint, with the times when each was created and last used."""
+    """List the API keys of this Mac's endpoint, with their limits and their use."""
     file = _keys(home)
-    used = _used(file.path.parent)
-    rows = [_row(key, used) for key in file.load()]
+    keys = file.load()
+    used = _used(file.path.parent, keys)
+    rows = [_row(key, used.get(key.name)) for key in keys]
     none = "there are no API keys; `mlxtp key create NAME` makes one"
     print_answer({"keys": rows}, as_json, _table(rows) if rows else none)
 
@@ -76,7 +130,9 @@ def revoke(
     as_json: AsJson = False,
 ) -> None:
     """Revoke an API key. The endpoint refuses it within a second."""
-    left = _keys(home).revoke(name)
+    file = _keys(home)
+    left = file.revoke(name)
+    _record("key_revoked", f"the key {name} is revoked", file, {"name": name})
     last = (
         "\nthat was the last one: programs on this Mac need no key now (unless --api-keys always), and "
         "those on other machines are refused"
@@ -89,27 +145,53 @@ def _keys(home: Path | None) -> KeyFile:
     return KeyFile(home_of(home))
 
 
-def _used(home: Path) -> Mapping[str, int]:
-    """Return when keys were last used, from the agent that runs there; empty without one."""
+def _record(event: str, words: str, file: KeyFile, about: Mapping[str, object]) -> None:
+    """Record the event, by the user who typed the command."""
+    keep_audit(file.path.parent)
+    user = os.environ.get("SUDO_USER") or pwd.getpwuid(os.getuid()).pw_name
+    audit.record(event, words, {**about, "by": f"user {user}"})
+
+
+def _used(home: Path, keys: Sequence[ApiKey]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the use of each key by name: from the agent that runs there, else as the last one kept it."""
     try:
-        return {str(name): int(at) for name, at in AgentClient(home).get("keys")["used"].items()}
+        return {row["name"]: row for row in AgentClient(home).get("keys")["keys"]}
     except UserError:
-        return {}
+        kept, now = kept_use(home), time.time()
+        counts = {key: kept[key.digest.hex()] for key in keys if key.digest.hex() in kept}
+        return {key.name: KeyUse(key, each, 0.0).summary(now) for key, each in counts.items()}
 
 
-def _row(key: ApiKey, used: Mapping[str, int]) -> dict[str, Any]:
-    return {
-        "name": key.name,
-        "created": key.created,
-        "per_minute": key.per_minute or None,
-        "last_used": used.get(key.name),
-    }
+def _row(key: ApiKey, used: Mapping[str, Any] | None) -> dict[str, Any]:
+    used = used or KeyUse(key, KeyCounts(), 0.0).summary(0.0)
+    limits = {field: getattr(key, field) or None for field in ("expires", *(each for each, *_ in COUNTS))}
+    rights = {"models": list(key.models), "scopes": list(key.scopes)}
+    return {"created": key.created, **limits, **rights, **used, "last_used": used["last_used"] or None}
+
+
+_LIMITS = {
+    "per_minute": "{:,} a minute",
+    "tokens_per_minute": "{:,} tokens a minute",
+    "tokens_per_day": "{:,} tokens a day",
+    "concurrent": "{:,} at one time",
+}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ("name", "created", "per minute", "last used since the agent started")
-    table = table_of(*columns, right=("per minute",))
+    columns = ("name", "created", "ends", "permits", "limits", "requests", "tokens", "today", "last used")
+    wrapped = ("permits", "limits")
+    table = table_of(*columns, right=("requests", "tokens", "today"), wrapped=wrapped)
     for row in rows:
-        used = "-" if row["last_used"] is None else day_of(row["last_used"])
-        table.add_row(row["name"], day_of(row["created"]), str(row["per_minute"] or "any"), used)
+        limits = [words.format(row[field]) for field, words in _LIMITS.items() if row[field]]
+        permits = ", ".join(row["scopes"]) + (f"; only {', '.join(row['models'])}" if row["models"] else "")
+        table.add_row(
+            row["name"],
+            *(day_of(row[each]) if row[each] else "never" for each in ("created", "expires")),
+            permits,
+            ", ".join(limits) or "none",
+            f"{row['requests']:,}",
+            f"{row['prompt_tokens'] + row['generated_tokens']:,}",
+            f"{row['tokens_today']:,}",
+            day_of(row["last_used"]) if row["last_used"] else "-",
+        )
     return table

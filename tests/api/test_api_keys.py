@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.api_keys import FILE, LOOK_S, MAX_KEYS, PREFIX, KeyFile, KeyRing, keys_needed
+from mlxtp.api.api_keys import FILE, MAX_KEYS, PREFIX, KeyFile
+from mlxtp.api.key_ring import LOOK_S, USE_FILE, KeyRing, keys_needed
+from mlxtp.api.request_context import RequestContext, answering, current
 from mlxtp.errors import Code, ConfigError, UserError
 
 from ..live_cluster import WAIT_S
@@ -108,7 +113,7 @@ DAMAGED = [
     "\x00" * 100,
     '{"version": 1}',
     '{"keys": []}',
-    '{"version": 2, "keys": []}',
+    '{"version": 3, "keys": []}',
     '{"version": 1, "keys": 5}',
     '{"version": 1, "keys": [5]}',
     "[" * 5000,
@@ -118,8 +123,11 @@ DAMAGED = [
             {"name": 5}, {"name": "a b"}, {"sha256": "0" * 62}, {"sha256": "x" * 64}, {"sha256": None},
             {"created": "1"}, {"created": True}, {"created": -1}, {"created": 10**30},
             {"per_minute": -1}, {"per_minute": 1.5}, {"per_minute": None},
+            {"scopes": []}, {"scopes": ["root"]}, {"scopes": "chat"}, {"models": [5]}, {"models": [""]},
+            {"concurrent": -1}, {"tokens_per_day": True}, {"expires": "soon"}, {"expires": -1},
         )
     ),
+    json.dumps({"version": 2, "keys": [{**GOOD, "a_limit_of_later": 5}]}),
     json.dumps({"version": 1, "keys": [{k: v for k, v in GOOD.items() if k != "sha256"}]}),
     json.dumps({"version": 1, "keys": [GOOD, GOOD]}),
 ]  # fmt: skip
@@ -164,6 +172,37 @@ for i in range(8):
 """
 
 
+LIMITS: dict[str, Any] = {
+    "expires": int(NOW) + 60, "tokens_per_minute": 1000, "tokens_per_day": 5000, "concurrent": 2,
+    "models": ("org/tiny", "größer"), "scopes": ("chat", "load"),
+}  # fmt: skip
+
+
+def test_limits_are_kept_and_a_mlxtp_that_would_not_heed_them_reads_no_such_file(tmp_path: Path) -> None:
+    file = KeyFile(tmp_path)
+    told(file, "plain")
+    [row] = json.loads((tmp_path / FILE).read_text())["keys"]
+    assert row.keys() == {"name", "sha256", "created", "per_minute"}
+    assert json.loads((tmp_path / FILE).read_text())["version"] == 1
+    made, _ = file.create("guest", 0, NOW, **LIMITS)
+    assert json.loads((tmp_path / FILE).read_text())["version"] == 2
+    plain, found = file.load()
+    assert found == made
+    assert {name: getattr(found, name) for name in LIMITS} == LIMITS
+    assert plain.scopes == ("chat", "on-request", "metrics")
+    file.revoke("guest")
+    assert json.loads((tmp_path / FILE).read_text())["version"] == 1
+
+
+def test_a_file_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    file, models = KeyFile(tmp_path), tuple(f"{number}{'ä' * 490}" for number in range(64))
+    for number in range(5):
+        file.create(f"k{number}", 0, NOW, models=models)
+    with pytest.raises(UserError, match="name fewer models"):
+        file.create("k5", 0, NOW, models=models)
+    assert len(file.load()) == 5
+
+
 def test_processes_that_change_it_at_once_lose_nothing(tmp_path: Path) -> None:
     running = [subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path), who]) for who in "abc"]
     assert [process.wait(WAIT_S) for process in running] == [0, 0, 0]
@@ -201,6 +240,10 @@ class Ring:
         self.now = 1000.0
         self.file = KeyFile(home)
         self.ring = KeyRing(self.file, rule, beyond=beyond, clock=lambda: self.now, now=lambda: NOW)
+
+    def used(self, field: str) -> dict[str, int]:
+        """This count of each key."""
+        return {row["name"]: row[field] for row in self.ring.reports()}
 
     def ask(self, *keys: str, later_s: float = LOOK_S) -> tuple[int, str]:
         """Status and words of the answer to a request with these keys, some time later; 200 for any."""
@@ -315,10 +358,10 @@ def test_when_a_key_was_last_used(tmp_path: Path) -> None:
     one, _ = told(agent.file, "one"), told(agent.file, "other")
     agent.ask(one)
     agent.ask("wrong")
-    assert agent.ring.used == {"one": int(NOW)}
+    assert agent.used("last_used") == {"one": int(NOW), "other": 0}
     agent.file.revoke("one")
     agent.ask("wrong")
-    assert agent.ring.used == {}
+    assert agent.used("last_used") == {"other": 0}
 
 
 @pytest.mark.parametrize("how", ["damaged", "gone", "open to others", "a folder"])
@@ -367,3 +410,72 @@ def test_a_file_that_is_brought_back_as_it_was_counts_again(tmp_path: Path) -> N
     assert agent.ask(key)[0] == 503
     (tmp_path / "away").rename(path)
     assert agent.ask(key)[0] == 200
+
+
+def test_a_file_that_breaks_for_a_while_fills_no_bucket(tmp_path: Path) -> None:
+    agent = Ring(tmp_path)
+    key, path = told(agent.file, "slow", 1), tmp_path / FILE
+    assert agent.ask(key)[0] == 200
+    path.rename(tmp_path / "away")
+    assert agent.ask(key)[0] == 503
+    assert not agent.ring.admits([key])
+    (tmp_path / "away").rename(path)
+    assert agent.ask(key)[0] == 429
+
+
+def test_a_key_that_expired_closes_the_endpoint_and_does_not_open_it(tmp_path: Path) -> None:
+    agent = Ring(tmp_path)
+    key = agent.file.create("guest", 0, NOW, expires=int(NOW))[1]
+    status, words = agent.ask(key)
+    assert status == 401
+    assert words.startswith("the key guest expired at 20")
+    assert agent.ask()[0] == 401
+    assert not agent.ring.admits([key])
+
+
+def request(prompt: int, generated: int) -> RequestContext:
+    """One with so many tokens."""
+    found = RequestContext("id", 0.0)
+    sequence = SimpleNamespace(prompt=range(prompt), generated=generated, cached=None)
+    found.answers.append(cast(Any, sequence))
+    return found
+
+
+def test_the_use_of_a_key_outlives_the_agent(tmp_path: Path) -> None:
+    agent = Ring(tmp_path)
+    key = agent.file.create("guest", 0, NOW, tokens_per_day=100)[1]
+    with answering(request(60, 39)):
+        assert agent.ask(key)[0] == 200
+        assert agent.used("tokens_today") == {"guest": 99}, "as they come"
+        current_request = current()
+        assert current_request is not None
+        agent.ring.end(current_request)
+    assert (agent.used("open"), agent.used("tokens_today")) == ({"guest": 0}, {"guest": 99})
+
+    async def ends(ring: KeyRing) -> None:
+        keeping = asyncio.create_task(ring.keep())
+        await asyncio.sleep(0)
+        keeping.cancel()
+        await asyncio.wait({keeping})
+
+    asyncio.run(ends(agent.ring))
+    assert (tmp_path / USE_FILE).stat().st_mode & 0o777 == 0o600
+    again = Ring(tmp_path)
+    with answering(request(1, 0)):
+        assert again.ask(key)[0] == 200
+        again.ring.end(cast(RequestContext, current()))
+    assert again.ask(key)[0] == 429
+    assert (again.used("requests"), again.used("refused")) == ({"guest": 2}, {"guest": 1})
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"keys": 5}', '{"keys": {"a": {"requests": -1}}}', '{"keys": {"a": {"b": 1}}}']
+)
+def test_counts_that_are_damaged_begin_again(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    told(KeyFile(tmp_path), "guest")
+    (tmp_path / USE_FILE).write_text(text)
+    (tmp_path / USE_FILE).chmod(0o600)
+    assert Ring(tmp_path).used("requests") == {"guest": 0}
+    assert "the use of API keys begins again" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.api.api_keys import TokenBucket
+from mlxtp.api.key_limits import TokenBucket
 
 
 def test_a_full_bucket_lets_a_minutes_worth_through_at_once() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.datastructures import Headers
@@ -15,6 +15,7 @@ from mlxtp.api.guard import (
     is_stranger,
     keys_in,
     misdirected,
+    scope_of,
 )
 from mlxtp.errors import Code
 
@@ -268,6 +269,28 @@ def test_where_no_key_is_ever_needed_a_client_beyond_this_mac_is_a_stranger(
 @pytest.mark.parametrize("path", ["/admin", "/admin/", "/admin/serve"])
 def test_other_macs_do_not(path: str) -> None:
     assert judged(Access(hosts=("*",), origins=("*",)), path) is Code.BAD_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("path", "open_"), [("serve", True), ("models", True), ("token", False), ("remove", False)]
+)
+def test_with_keys_other_macs_reach_what_a_key_may_do(path: str, open_: bool) -> None:
+    keys = cast(Any, object())
+    judgement = judged(Access(hosts=("*",), keys=keys), f"/admin/{path}")
+    assert judgement is (None if open_ else Code.BAD_REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "scope"),
+    [
+        ("GET", "/", None), ("GET", "/health", None), ("POST", "/admin/token", None),
+        ("GET", "/admin/keys", "metrics"), ("POST", "/admin/serve", "load"), ("GET", "/metrics", "metrics"),
+        ("GET", "/v1/models", ""), ("GET", "/cluster/events", ""), ("POST", "/v1/chat/completions", "chat"),
+        ("POST", "/api/show", "chat"), ("DELETE", "/api/delete", "chat"), ("POST", "/metrics", "metrics"),
+    ],
+)  # fmt: skip
+def test_which_scope_a_path_needs(method: str, path: str, scope: str | None) -> None:
+    assert scope_of(method, path) == scope
 
 
 def test_no_list_lets_another_page_into_the_administration() -> None:

@@ -25,10 +25,11 @@ from prometheus_client.registry import Collector
 
 from mlxtp.admin.metrics import Metrics, OwnProcess, observed
 from mlxtp.admin.parts import AgentParts
-from mlxtp.api.api_keys import KeyFile, KeyRing
+from mlxtp.api.api_keys import KeyFile
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo, Request, StreamEnd
 from mlxtp.api.guard import Access
+from mlxtp.api.key_ring import KeyRing
 from mlxtp.api.request_context import RequestContext, answering, current, note, note_key
 from mlxtp.api.request_metrics import MAX_GROUPS, MAX_MODELS, OTHER, RequestMetrics
 from mlxtp.api.server import bind, serve
@@ -45,6 +46,7 @@ from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Genera
 from ..groups.one_node import GROUP, alone
 from ..live_cluster import Cluster
 from .conftest import BYTE_LEVEL, VOCABULARY, WAIT_S, Loaded
+from .test_admin import FakeAdmin
 
 pytestmark = pytest.mark.slow
 
@@ -188,7 +190,9 @@ def serving(loaded: Loaded, home: Path, access: Access | None = None) -> Iterato
     model = ModelInfo(MODEL, ("tiny", "default"), home, 200, 1234, (1,), VOCABULARY)
     gateway.serve(GROUP, DEPLOYMENT, desk, model, loaded.text)
     parts.groups.shown.supervisor.status.state = ServingState.READY
-    app = observed(create_app(gateway, access=access), parts)
+    keys = cast(KeyRing, access.keys) if access is not None else None
+    admin = FakeAdmin() if keys is not None else None
+    app = observed(create_app(gateway, access=access, admin=cast(Any, admin)), parts, keys)
     sock = bind("127.0.0.1", 0)
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"

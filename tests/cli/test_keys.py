@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pwd
 import re
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +24,10 @@ from mlxtp.admin.handlers import announced
 from mlxtp.api.api_keys import FILE, KeyFile
 from mlxtp.api.app import create_app
 from mlxtp.api.endpoint import Tls, here_and_now, make, own_tls, tls_of_files
+from mlxtp.api.key_limits import ApiKey, KeyCounts, KeyUse
+from mlxtp.api.key_ring import USE_FILE
 from mlxtp.api.server import bind, serve
+from mlxtp.settings import AUDIT_LOG
 
 from ..api.test_admin import KEY
 from ..live_cluster import WAIT_S
@@ -37,7 +43,9 @@ class Agent(Admin):
 
     def keys(self) -> Any:
         self.asked.append(("keys",))
-        return {"used": {"laptop": USED}}
+        key = ApiKey("laptop", b"", 1)
+        counts = KeyCounts(12, 1, 3000, 400, USED, day=10**6, day_tokens=1200)
+        return {"keys": [KeyUse(key, counts, 0.0).summary(0.0)]}
 
 
 @contextmanager
@@ -78,9 +86,18 @@ def test_a_key_is_printed_alone_and_what_to_do_with_it_beside(tmp_path: Path) ->
 
 
 def test_keys_as_json(tmp_path: Path) -> None:
-    made = json.loads(mlxtp(tmp_path, "key", "create", "laptop", "--per-minute", "60", "--json").stdout)
+    limits = ["--per-minute", "60", "--tokens-per-day", "5000", "--concurrent", "2", "--expires", "30d"]
+    rights = ["--model", "org/tiny", "--model", "big", "--scope", "chat", "--scope", "load"]
+    made = json.loads(mlxtp(tmp_path, "key", "create", "laptop", *limits, *rights, "--json").stdout)
     assert made.pop("key").startswith("mlxtp_")
-    assert made == {"name": "laptop", "per_minute": 60, "created": made["created"], "last_used": None}
+    created = made["created"]
+    assert made == {
+        "name": "laptop", "created": created, "expires": created + 30 * 86_400, "per_minute": 60,
+        "tokens_per_minute": None, "tokens_per_day": 5000, "concurrent": 2,
+        "models": ["org/tiny", "big"], "scopes": ["chat", "load"], "requests": 0, "refused": 0,
+        "prompt_tokens": 0, "generated_tokens": 0, "tokens_today": 0, "open": 0, "last_used": None,
+    }  # fmt: skip
+    assert KeyFile(tmp_path).load()[0].models == ("org/tiny", "big")
     mlxtp(tmp_path, "key", "create", "phone")
     listed = json.loads(mlxtp(tmp_path, "key", "list", "--json").stdout)["keys"]
     assert listed[0] == made
@@ -95,11 +112,16 @@ def test_keys_as_a_table(tmp_path: Path) -> None:
     assert mlxtp(tmp_path, "key", "list").stdout.startswith("there are no API keys; `mlxtp key create NAME`")
     file = KeyFile(tmp_path)
     file.create("laptop", 60, USED - 86_400)
-    file.create("phone", 0, USED - 86_400)
-    rows = [line.split() for line in mlxtp(tmp_path, "key", "list").stdout.splitlines()]
-    assert rows[0][:4] == ["name", "created", "per", "minute"]
+    file.create("phone", 0, USED - 86_400, models=("org/tiny",))
+    shown = mlxtp(tmp_path, "key", "list").stdout
+    rows = [line.split() for line in shown.splitlines()]
+    assert rows[0][:4] == ["name", "created", "ends", "permits"]
     day = datetime.fromtimestamp(USED - 86_400).astimezone().strftime("%Y-%m-%d %H:%M").split()
-    assert rows[1:] == [["laptop", *day, "60", "-"], ["phone", *day, "any", "-"]]
+    assert [[row[0], *row[1:4]] for row in rows if row[0] in ("laptop", "phone")] == [
+        ["laptop", *day, "never"], ["phone", *day, "never"]
+    ]  # fmt: skip
+    assert "60 a" in shown
+    assert "org/tiny" in shown
 
 
 def test_a_running_agent_knows_when_keys_were_used(tmp_path: Path) -> None:
@@ -109,9 +131,32 @@ def test_a_running_agent_knows_when_keys_were_used(tmp_path: Path) -> None:
     with agent(tmp_path) as asked:
         listed = json.loads(mlxtp(tmp_path, "key", "list", "--json").stdout)["keys"]
         assert [row["last_used"] for row in listed] == [USED, None]
-        shown = mlxtp(tmp_path, "key", "list").stdout.splitlines()[1]
+        assert [row["requests"] for row in listed] == [12, 0]
+        shown = mlxtp(tmp_path, "key", "list").stdout
     assert asked.asked == [("keys",)] * 2
-    assert shown.rstrip().endswith(datetime.fromtimestamp(USED).astimezone().strftime("%Y-%m-%d %H:%M"))
+    assert " 3,400 " in shown
+    assert datetime.fromtimestamp(USED).astimezone().strftime("%Y-%m-%d") in shown
+
+
+def test_without_an_agent_the_use_is_what_the_last_one_kept(tmp_path: Path) -> None:
+    key, _ = KeyFile(tmp_path).create("laptop", 0, USED - 86_400)
+    kept = {"version": 1, "keys": {key.digest.hex(): asdict(KeyCounts(12, last_used=USED))}}
+    (tmp_path / USE_FILE).write_text(json.dumps(kept))
+    (tmp_path / USE_FILE).chmod(0o600)
+    [row] = json.loads(mlxtp(tmp_path, "key", "list", "--json").stdout)["keys"]
+    assert (row["requests"], row["last_used"]) == (12, USED)
+
+
+def test_who_made_and_revoked_keys_is_recorded_and_no_key(tmp_path: Path) -> None:
+    key = mlxtp(tmp_path, "key", "create", "laptop", "--tokens-per-day", "5000").stdout.strip()
+    mlxtp(tmp_path, "key", "revoke", "laptop")
+    text = (tmp_path / AUDIT_LOG).read_text()
+    made, revoked = map(json.loads, text.splitlines())
+    assert (made["event"], made["name"], made["tokens_per_day"]) == ("key_created", "laptop", 5000)
+    assert (revoked["event"], revoked["name"]) == ("key_revoked", "laptop")
+    assert made["by"] == revoked["by"] == f"user {pwd.getpwuid(os.getuid()).pw_name}"
+    assert key.removeprefix("mlxtp_") not in text
+    assert (tmp_path / AUDIT_LOG).stat().st_mode & 0o777 == 0o600
 
 
 def test_what_revoking_means_is_said(tmp_path: Path) -> None:
@@ -139,6 +184,17 @@ def test_what_revoking_means_is_said(tmp_path: Path) -> None:
             ["create", "x", "--per-minute", "2000000"],
             2,
             "mlxtp: --per-minute 2000000: a key has from 1 to 1000000",
+        ),
+        (
+            ["create", "x", "--concurrent", "0"],
+            2,
+            "mlxtp: --concurrent 0: a key needs at least one",
+        ),
+        (["create", "x", "--scope", "root"], 2, "mlxtp: --scope root: the scopes are chat, on-request, load"),
+        (
+            ["create", "x", "--expires", "soon"],
+            2,
+            "mlxtp: --expires: 'soon' is not forever, or a time",
         ),
         (["revoke", "nobody"], 1, "mlxtp: no key is called 'nobody'; there is taken"),
     ],

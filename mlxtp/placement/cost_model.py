@@ -427,15 +427,10 @@ def rank_memory(
         name=member.name,
         weights=weights,
         kv=shape.rank_kv(ranks, context),
-        headroom=headroom_bytes(weights),
+        headroom=HEADROOM_BYTES + int(HEADROOM_SHARE * weights),
         available=usable_bytes(member) // sharing,
         total=member.machine.memory_bytes,
     )
-
-
-def headroom_bytes(weights: int) -> int:
-    """Return the bytes that a rank needs beside so many bytes of weights, and its caches."""
-    return HEADROOM_BYTES + int(HEADROOM_SHARE * weights)
 
 
 def fits_beside(memory: Iterable[RankMemory], held: Mapping[str, int]) -> bool:

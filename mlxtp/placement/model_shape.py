@@ -69,18 +69,10 @@ class PartShape:
     kv_window_bytes: int = 0
 
     def __add__(self, other: PartShape) -> PartShape:
-        return PartShape(
-            self.weight_bytes + other.weight_bytes,
-            self.token_bytes + other.token_bytes,
-            self.token_weights + other.token_weights,
-            self.kernels + other.kernels,
-            self.kv_token_bytes + other.kv_token_bytes,
-            self.kv_window_bytes + other.kv_window_bytes,
-        )
+        return PartShape(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
-    def times(self, count: int) -> PartShape:
-        """Return so many of it."""
-        return PartShape(*(count * getattr(self, name) for name in self.__slots__))
+    def __sub__(self, other: PartShape) -> PartShape:
+        return PartShape(*(getattr(self, name) - getattr(other, name) for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +99,8 @@ class ModelShape:
     shardable         whether its family can be divided at all
     dimensions        sizes that ranks divide
     caches            kind of its KV caches
-    each_layer        sizes of every layer
-    before            of all layers before each one, and of all
-    ends              of what a first and a last stage have beside layers: the embedding, and norm and head
+    before            sizes of all layers before each one, and of all
+    ends              sizes of what first and last stages have beside layers: the embedding; norm and head
     cuttable          whether its layers can be cut into stages
     """
 
@@ -143,7 +134,6 @@ class ModelShape:
     caches: CacheTraits = PLAIN
     kv_window_bytes: int = 0
     window: int = 0
-    each_layer: tuple[PartShape, ...] = field(default=(), repr=False)
     before: tuple[PartShape, ...] = field(default=(), repr=False)
     ends: tuple[PartShape, PartShape] = field(default=(PartShape(), PartShape()), repr=False)
     cuttable: bool = False
@@ -152,14 +142,12 @@ class ModelShape:
         """Return the shape of a stage: the layers from `begin` up to `end`, and what its place brings."""
         if (begin, end) == (0, self.layers):
             return self
-        parts = [self.before[end], self.before[begin].times(-1)]
-        parts += self.ends[:1] * (begin == 0) + self.ends[1:] * (end == self.layers)
-        return replace(self.part(*parts), layers=end - begin)
-
-    def part(self, *parts: PartShape) -> ModelShape:
-        """Return the shape of nothing but these parts, which one rank has."""
-        sizes = sum(parts, start=PartShape())
-        return replace(self, **{name: getattr(sizes, name) for name in PartShape.__slots__})
+        sizes = self.before[end] - self.before[begin]
+        if begin == 0:
+            sizes += self.ends[0]
+        if end == self.layers:
+            sizes += self.ends[1]
+        return replace(self, layers=end - begin, **{name: getattr(sizes, name) for name in sizes.__slots__})
 
     def rank_weights(self, ranks: int) -> int:
         """Return the bytes of weights on each of `ranks` ranks."""
@@ -225,7 +213,7 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
 
     dense = sum(part.count * stored.bytes_each(part.role) for part in parts if part.role == "mlp")
     sliding = sliding_layers(text) if window else ()
-    per_layer = _each_layer(text, parts, lambda part: scale * stored.bytes_each(part.role), cached, sliding)
+    each_layer = _each_layer(text, parts, lambda part: scale * stored.bytes_each(part.role), cached, sliding)
 
     def size(count: str, *, whole: bool) -> int:
         chosen = (part for part in parts if not (whole and part.divides))
@@ -262,8 +250,7 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
         caches=caches,
         kv_window_bytes=int(sum(cached[layer] for layer in sliding)),
         window=window,
-        each_layer=per_layer,
-        before=tuple(accumulate(per_layer, initial=PartShape())),
+        before=tuple(accumulate(each_layer, initial=PartShape())),
         cuttable=known in PIPELINE_FAMILIES,
     )
     embedding = next(part for part in parts if part.role == "embedding")
@@ -271,7 +258,7 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
     tied = not any(part.role == "head" for part in parts)
     # What the layers leave is the last stage's, so that all stages together have all bytes.
     all_of_it = PartShape(*(getattr(made, name) for name in PartShape.__slots__))
-    last = all_of_it + made.before[-1].times(-1) + PartShape(0 if tied else -table_bytes)
+    last = all_of_it - PartShape(0 if tied else table_bytes) - made.before[-1]
     return replace(made, ends=(PartShape(table_bytes), last))
 
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from functools import cache, partial
+from itertools import pairwise
 
-from .cost_model import (
-    RankHardware,
-    RankMemory,
-    StageCosts,
-    headroom_bytes,
-    rank_memory,
-    stage_costs,
-    stages,
-)
-from .model_shape import ModelShape, PartShape
+from .cost_model import RankHardware, RankMemory, StageCosts, rank_memory, stage_costs, stages
+from .model_shape import ModelShape
 from .topology import MemberMachine
 from .workload import Workload
 
-_HALVINGS = 20  #: Of the interval in which the time of the slowest stage is searched.
+_NEAR = 0.999  #: The search ends where the slowest stage cannot be faster than this part of what was found.
+
+Seconds = Callable[[int, int, int], float]  #: Of a stage: its number, its first layer, and the next stage's.
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +45,27 @@ class StageCutter:
     """
 
     def __init__(self, shape: ModelShape, context: int, workload: Workload) -> None:
-        self._shape = shape
+        self._layers = shape.layers
         self._context = context
         self._workload = workload
+        self._stage = cache(shape.stage)
         self._cuts: dict[object, Cut | None] = {}  #: A group has one for all its fabrics.
-        self._known: dict[tuple[RankHardware, int], tuple[list[float], dict[PartShape, float]]] = {}
-        #: Seconds of a stage by its rank, the number of stages and its layers.
-        self._stages: dict[tuple[StageRank, int, int, int], float] = {}
 
     def split(self, ranks: Sequence[StageRank]) -> tuple[int, ...]:
-        """Return the layers of each rank that make the slowest stage fastest; () for no room."""
-        places = self._places(ranks)
-        high = max(place.seconds[-1] + place.ends_s for place in places)
-        found = self._filled(places, high)
-        low = 0.0
-        for _ in range(_HALVINGS if found else 0):
+        """Return the layers of each rank that make the slowest stage fastest; () for no room.
+
+        Layers are also level between neighbours: with no move of one would the slower of the two gain.
+        """
+        seconds = self._seconds(ranks)
+        found = self._filled(seconds, len(ranks), math.inf)
+        low, high = 0.0, _slowest_s(seconds, found)
+        while low < high * _NEAR:
             middle = (low + high) / 2
-            if better := self._filled(places, middle):
-                found, high = better, middle
+            if better := self._filled(seconds, len(ranks), middle):
+                found, high = better, _slowest_s(seconds, better)
             else:
                 low = middle
-        return tuple(reversed(self._levelled(ranks, found)))
+        return _counts(_levelled(seconds, found))
 
     def cut(self, ranks: Sequence[StageRank], split: tuple[int, ...] = ()) -> Cut | None:
         """Return the cut with so many layers each, or the best one; None where there is no room for that."""
@@ -82,129 +76,77 @@ class StageCutter:
         return self._cuts[key]
 
     def _cut(self, ranks: Sequence[StageRank], split: tuple[int, ...]) -> Cut:
-        shapes = [self._shape.stage(*layers) for layers in stages(split)]
-        pairs = list(zip(ranks, shapes, strict=True))
+        pairs = list(zip(ranks, stages(split), strict=True))
         return Cut(
             split,
-            tuple(rank_memory(r.member, shape, 1, self._context, sharing=r.sharing) for r, shape in pairs),
-            tuple(stage_costs(shape, r.hardware) for r, shape in pairs),
+            tuple(self._memory(rank, *layers) for rank, layers in pairs),
+            tuple(stage_costs(self._stage(*layers), rank.hardware) for rank, layers in pairs),
         )
 
     def room(self, ranks: Sequence[StageRank]) -> tuple[int, ...]:
-        """Return the layers for which each rank has room, where the first stages take as many as they can."""
-        return tuple(reversed(self._most(self._places(ranks), math.inf, least=0)))
+        """Return the layers for which each rank has room, where the first stages take as many as they can.
 
-    # --- the search, over places: the first stage first ----------------------------------------------
-
-    def _filled(self, places: Sequence[_Place], limit_s: float) -> list[int]:
-        """Return the layers of stages that take at most `limit_s` each; [] if they have no room for all."""
-        found = self._most(places, limit_s, least=1)
-        return found if sum(found) == self._shape.layers and all(found) else []
-
-    def _most(self, places: Sequence[_Place], limit_s: float, least: int) -> list[int]:
-        """Return the most layers of each stage behind those before, with `least` left to each of the rest."""
-        found: list[int] = []
-        begin = 0
-        for place in places:
-            end = self._shape.layers - least * (len(places) - 1 - len(found))
-            end = max(begin, min(end, place.most(begin, limit_s)))
-            found.append(end - begin)
-            begin = end
-        return found
-
-    def _places(self, ranks: Sequence[StageRank]) -> list[_Place]:
-        sums, needs, fixed = self._needs
-        found = []
-        for rank in reversed(ranks):
-            seconds, took = self._seconds(rank.hardware, len(ranks))
-            here = (rank is ranks[-1], rank is ranks[0])
-            ends = [end for end, is_here in zip(self._shape.ends, here, strict=True) if is_here]
-            available = rank_memory(
-                rank.member, self._nothing, 1, self._context, sharing=rank.sharing
-            ).available
-            room = available - fixed - sum(needs[end] for end in ends)
-            found.append(_Place(seconds, sums, sum(took[end] for end in ends), room))
-        return found
-
-    def _levelled(self, ranks: Sequence[StageRank], counts: list[int]) -> list[int]:
-        """Move layers between neighbours as long as the slower of the two gains.
-
-        The search adds up layers. In a stage, those that compute and those that read overlap, and share the
-        room that is kept free.
+        Those of rank 0 are the last ones.
         """
-        if not counts:
-            return counts
+        seconds, layers = self._seconds(ranks), self._layers
+        borders = self._most(seconds, len(ranks) - 1, math.inf, least=0)
+        rest = range(1, layers - borders[-1] + 1)
+        last = bisect_left(rest, math.inf, key=lambda count: seconds(len(ranks) - 1, layers - count, layers))
+        return last, *_counts(borders)
 
+    def _memory(self, rank: StageRank, begin: int, end: int) -> RankMemory:
+        return rank_memory(rank.member, self._stage(begin, end), 1, self._context, sharing=rank.sharing)
+
+    # --- the search: stages are in the order of layers, and end at ascending borders ------------------
+
+    def _seconds(self, ranks: Sequence[StageRank]) -> Seconds:
+        """Return a function of the seconds of a stage, which are infinite where it has no room."""
+
+        @cache
         def seconds(at: int, begin: int, end: int) -> float:
             rank = ranks[-1 - at]
-            if (key := (rank, len(ranks), begin, end)) not in self._stages:
-                self._stages[key] = math.inf
-                shape = self._shape.stage(begin, end)
-                if (
-                    begin < end
-                    and rank_memory(rank.member, shape, 1, self._context, sharing=rank.sharing).fits
-                ):
-                    costs = stage_costs(shape, rank.hardware)
-                    self._stages[key] = costs.request_s(self._workload, len(ranks))
-            return self._stages[key]
+            if begin == end or not self._memory(rank, begin, end).fits:
+                return math.inf
+            costs = stage_costs(self._stage(begin, end), rank.hardware)
+            return costs.request_s(self._workload, len(ranks))
 
-        borders = list(accumulate(counts, initial=0))
-        moved = True
-        while moved:
-            moved = False
-            for i in range(1, len(ranks)):
-                begin, now, end = borders[i - 1 : i + 2]
-                slower_s = {
-                    at: max(seconds(i - 1, begin, at), seconds(i, at, end)) for at in (now, now - 1, now + 1)
-                }
-                borders[i] = min(slower_s, key=slower_s.__getitem__)  # `now` unless another one is better
-                moved = moved or borders[i] != now
-        return [end - begin for begin, end in pairwise(borders)]
+        return seconds
 
-    # --- sums over layers, and what each kind of part costs ------------------------------------------
+    def _filled(self, seconds: Seconds, count: int, limit_s: float) -> list[int]:
+        """Return the borders of stages of less than `limit_s` each; [] if they have no room for all."""
+        borders = self._most(seconds, count, limit_s, least=1)
+        return borders if borders[-1] == self._layers and len({*borders}) == len(borders) else []
 
-    @cached_property
-    def _kinds(self) -> dict[PartShape, ModelShape]:
-        """Parts of unlike sizes, of which a model has two to five, as models of nothing else."""
-        shape = self._shape
-        return {part: shape.part(part) for part in {*shape.each_layer, *shape.ends}}
+    def _most(self, seconds: Seconds, count: int, limit_s: float, least: int) -> list[int]:
+        """Return the borders of `count` such stages, each the longest that leaves `least` to later ones."""
+        borders = [0]
+        for at in range(count):
+            begin = borders[-1]
+            ends = range(begin + 1, self._layers - least * (count - 1 - at) + 1)
+            borders.append(begin + bisect_left(ends, limit_s, key=partial(seconds, at, begin)))
+        return borders
 
-    @cached_property
-    def _nothing(self) -> ModelShape:
-        return self._shape.part()
 
-    @cached_property
-    def _needs(self) -> tuple[list[int], dict[PartShape, int], int]:
-        """Bytes of all layers before each layer, those of each kind of part, and those of a rank without."""
-        fixed = headroom_bytes(0)
-        needs = {}
-        for part, shape in self._kinds.items():
-            headroom = headroom_bytes(part.weight_bytes) - fixed + 1  # it is rounded down
-            needs[part] = part.weight_bytes + shape.rank_kv(1, self._context) + headroom
-        return list(accumulate((needs[part] for part in self._shape.each_layer), initial=0)), needs, fixed
+def _slowest_s(seconds: Seconds, borders: Sequence[int]) -> float:
+    return max((seconds(at, *stage) for at, stage in enumerate(pairwise(borders))), default=0.0)
 
-    def _seconds(self, rank: RankHardware, ranks: int) -> tuple[list[float], dict[PartShape, float]]:
-        """Return the seconds of all layers before each layer on a rank, and those of each kind of part."""
-        if (key := (rank, ranks)) not in self._known:
-            took = {
-                part: stage_costs(shape, rank).request_s(self._workload, ranks)
-                for part, shape in self._kinds.items()
+
+def _levelled(seconds: Seconds, borders: list[int]) -> list[int]:
+    """Move borders as long as the slower of two neighbours gains."""
+    moved = True
+    while moved:
+        moved = False
+        for at in range(1, len(borders) - 1):
+            begin, now, end = borders[at - 1 : at + 2]
+            slower_s = {
+                mid: max(seconds(at - 1, begin, mid), seconds(at, mid, end))
+                for mid in (now, now - 1, now + 1)
             }
-            before = list(accumulate((took[part] for part in self._shape.each_layer), initial=0.0))
-            self._known[key] = before, took
-        return self._known[key]
+            borders[at] = min(slower_s, key=slower_s.__getitem__)  # `now` unless another one is better
+            moved = moved or borders[at] != now
+    return borders
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Place of a stage: seconds and bytes of all layers before each layer, seconds of its ends, its room."""
-
-    seconds: Sequence[float]
-    bytes: Sequence[int]
-    ends_s: float
-    room: int
-
-    def most(self, begin: int, limit_s: float) -> int:
-        """Return the layer before which a stage from `begin` on has to end."""
-        in_time = bisect_right(self.seconds, self.seconds[begin] + limit_s - self.ends_s)
-        return min(in_time, bisect_right(self.bytes, self.bytes[begin] + self.room)) - 1
+def _counts(borders: Sequence[int]) -> tuple[int, ...]:
+    """Return the layers between borders, in rank order."""
+    return tuple(end - begin for begin, end in pairwise(borders))[::-1]

@@ -97,15 +97,15 @@ def is_tied(model: ModelShape) -> bool:
 
 def test_layers_weigh_what_the_configuration_gives_them() -> None:
     deepseek = shape_of(KNOWN["deepseek-v3.1-4bit"])
-    dense, sparse = deepseek.each_layer[2], deepseek.each_layer[3]
+    dense, sparse = deepseek.stage(2, 3), deepseek.stage(3, 4)
     assert sparse.weight_bytes > 10 * dense.weight_bytes
     assert dense.token_bytes > sparse.token_bytes * 0.5
     hybrid = shape_of(KNOWN["qwen3.6-27b-4bit"])
-    assert [layer.kv_token_bytes > 0 for layer in hybrid.each_layer[:8]] == [False, False, False, True] * 2
+    assert [hybrid.stage(at, at + 1).kv_token_bytes > 0 for at in range(8)] == [False, False, False, True] * 2
     config = {**KNOWN["gpt-oss-120b"], "sliding_window": 128}
     config["layer_types"] = ["sliding_attention", "full_attention"] * 18
     windows = shape_of(config)
-    assert [layer.kv_window_bytes > 0 for layer in windows.each_layer[:4]] == [True, False] * 2
+    assert [windows.stage(at, at + 1).kv_window_bytes > 0 for at in range(4)] == [True, False] * 2
     assert windows.stage(0, 1).rank_kv(1, 10_000) == windows.stage(0, 1).rank_kv(1, 128)
     assert windows.stage(1, 2).rank_kv(1, 10_000) > 70 * windows.stage(1, 2).rank_kv(1, 128)
     tied = layered(tie_word_embeddings=True)
@@ -134,8 +134,7 @@ def test_no_split_has_a_faster_slowest_stage(desk: list[tuple[str, int]], work: 
         return
     assert len(found) == len(ranks)
     assert sum(found) == 7
-    # Parts that compute and parts that read count one by one, and overlap in a stage.
-    assert slowest_s(SMALL, ranks, found, work) == pytest.approx(best_s, rel=0.05)
+    assert slowest_s(SMALL, ranks, found, work) == pytest.approx(best_s, rel=0.001)
 
 
 @given(macs, st.sampled_from(MODELS), st.sampled_from((CHAT, BATCH)))
@@ -159,7 +158,7 @@ def test_all_stages_fit_and_no_layer_is_better_with_a_neighbour(
                 now, then = ((stages(each)[i : i + 2]) for each in (split, moved))
                 pair = ranks[i : i + 2]
                 was_s, would_s = (pair_s(model, pair, layers, work, len(ranks)) for layers in (now, then))
-                assert would_s > was_s * 0.999
+                assert would_s >= was_s
 
 
 def pair_s(

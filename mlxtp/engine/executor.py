@@ -262,7 +262,7 @@ class RankExecutor:
 
     def give_back(self) -> None:
         """Free the model and all caches. A Mac may lose memory that a process has wired when it ends."""
-        self._unload()
+        self._unload(clear=mx.metal.is_available())
         mx.set_wired_limit(0)
 
     def _init(self) -> InitDone:
@@ -361,7 +361,8 @@ class RankExecutor:
         gc.collect()  # graphs that were traced hold the runner that holds them
         mx.clear_cache()
 
-    def _unload(self) -> None:
+    def _unload(self, *, clear: bool = True) -> None:
+        """Without Metal, `clear` waits for messages of other ranks and holds the GIL meanwhile."""
         if self.disk is not None:
             self.disk.close()
         self.disk = None
@@ -372,7 +373,6 @@ class RankExecutor:
         status = self.status
         status.model, status.weight_bytes, status.load_peak_bytes, status.caches = "", 0, 0, CacheUse()
         status.staged(0.0, 0.0)
-        mx.clear_cache()
 
     @property
     def runner(self) -> Runner:

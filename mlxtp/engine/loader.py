@@ -372,6 +372,7 @@ def load(folder: Path, group: Group, progress: Callable[[], None], split: Sequen
     mx.reset_peak_memory()
     held = mx.get_active_memory()
     model, config = _read_weights(folder)
+    what = "cutting the model"
     try:
         with _unkept():
             tensors = Folder(folder)
@@ -381,11 +382,12 @@ def load(folder: Path, group: Group, progress: Callable[[], None], split: Sequen
                 if split
                 else shard(model, group, cut=tensors.cut, size=_vocabulary(config))
             )
+            what = _share_in_words(model, group.rank, split)
             _evaluate(model, folder.name, parts, progress, partial(_own_bytes, stored, group))
         peak_bytes = mx.get_peak_memory() - held
         kv_token_bytes, kv_row_bytes = kv_sizes(model)
     except _MLX_LM_RAISES as error:
-        raise _failure(f"{folder.name}: sharding or reading the weights failed", error) from error
+        raise _failure(f"{folder.name}: {what} failed", error) from error
     if not vocabulary.size:
         raise ModelError("config.json names no vocab_size", Code.MODEL_INVALID)
     vocabulary.limit(max(token_count(folder), *(end + 1 for end in _eos(config)), 0))
@@ -416,6 +418,16 @@ def _unkept() -> Iterator[None]:
 
 def _weights(model: Any) -> dict[str, mx.array]:
     return dict(tree_flatten(model.parameters()))
+
+
+def _share_in_words(model: Any, rank: int, split: Sequence[int]) -> str:
+    """Return what is read of a model that has been cut, with its size."""
+    size = sum(weight.nbytes for weight in _weights(model).values())
+    first = sum(split[rank + 1 :])
+    part = (
+        f"layers {first} to {first + split[rank] - 1} of {sum(split)}" if split else "its share of the model"
+    )
+    return f"reading {part} ({size / 1e9:.2f} GB)"
 
 
 def _own_bytes(stored: Mapping[str, StoredTensor], group: Group, name: str, weight: mx.array) -> mx.array:

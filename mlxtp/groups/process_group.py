@@ -388,7 +388,11 @@ class ProcessGroup:
         self.leader.send(message)
 
     async def load(self, path: str, eos: tuple[int, ...], draft_path: str = "") -> Loaded:
-        """Load a model on every rank. Raises ModelError with every rank's text; the group stays usable."""
+        """Load a model on every rank.
+
+        Raises ModelError with the text of each rank that refused it, or GroupError where one has too little
+        memory. Then no rank has the model, and the group stays usable.
+        """
         settings = self._settings
         paths = tuple(ready.path or path for ready in self._ready) if self.endpoints else ()
         command = LoadShard(
@@ -402,7 +406,10 @@ class ProcessGroup:
             paths,
             self.group.split,
         )
-        return await self._ask(command, Loaded, None)
+        try:
+            return await self._ask(command, Loaded, None)
+        except GroupError as error:
+            raise self._explained(error) from error
 
     async def budget(self, kv_bytes: int, *, clear: bool = False) -> Loaded:
         """Change `kv_bytes` while a model is loaded, and `clear` kept caches. One call at a time.

@@ -41,8 +41,6 @@ FOR_CHAOS = frozenset((
     "test_deaths.py::test_killed_on_the_way_up[load-1]",
     "test_deaths.py::test_killed_while_idle[0]",
     "test_deaths.py::test_killed_while_idle[1]",
-    "test_deaths.py::test_killed_while_working[decode-0]",
-    "test_deaths.py::test_killed_while_working[decode-1]",
     "test_deaths.py::test_ranks_that_disagree_give_their_memory_back",
     "test_deaths.py::test_the_reason_is_shown_while_it_restarts",
     "test_frames.py::test_a_frame_of_another_epoch_is_dropped_and_counted[0-StepToken]",

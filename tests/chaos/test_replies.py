@@ -27,6 +27,7 @@ from .harness import (
     kill,
 )
 from .orders import Order
+from .test_deaths import STAGES
 
 LAST_ACK = 4 + 29
 """Of LONG with 30 tokens: four chunks of prefill and 29 steps."""
@@ -198,3 +199,36 @@ def test_a_reply_to_load_that_never_comes(tmp_path: Path) -> None:
         end = cluster.wait_end(1, limits.load_stall_s + 3 * SLOWNESS)
         assert end.error is not None
         assert end.error.code in (Code.LINK_TIMEOUT, Code.RANK_STALLED)
+
+
+@chaos
+@pytest.mark.parametrize(
+    ("cluster", "rank", "words"),
+    [
+        ("auto", 1, "rank 1: tiny: reading its share of the model (0.00 GB) failed: "),
+        (STAGES, 1, "rank 1: tiny: reading layers 1 to 2 of 4 (0.00 GB) failed: "),
+        (STAGES, 0, "rank 0: tiny: reading layers 3 to 3 of 4 (0.00 GB) failed: "),
+    ],
+    indirect=["cluster"],
+)
+def test_no_memory_for_a_load(cluster: FaultyCluster, rank: int, words: str) -> None:
+    """A request waits for that epoch. It is not to blame."""
+    expected = cluster.right(LONG)
+    was = before(cluster)
+    cluster.order("find_no_memory", rank, epoch=was.epoch + 1, on="load")
+    with cluster.asking(LONG) as client:
+        cluster.wait_asked(1, since=was)
+        kill(was.pids[1])
+        answer = client()
+    end = assert_recovered(
+        cluster,
+        was,
+        {Code.OUT_OF_MEMORY},
+        epochs=2,
+        detected_within_s=NOTICED_S,
+        case=f"no memory for a load on rank {rank} of {len(was.pids)}",
+        answers=((answer, expected),),
+        likely="out of memory",
+    )
+    assert end.error is not None
+    assert end.error.detail.startswith(words)

@@ -170,13 +170,25 @@ def raise_in_forward(
     return original(rank, step, frame, known)
 
 
+@around(rank_module, "load")
+def find_no_memory(original: Wrapped, folder: Path, group: Any, progress: Wrapped, *how: Any) -> ModelShare:
+    """The first part of the model is here already."""
+
+    def advance() -> None:
+        progress()
+        if orders.due("find_no_memory", "load"):
+            raise RuntimeError(NO_MEMORY)
+
+    loaded: ModelShare = original(folder, group, advance, *how)
+    return loaded
+
+
 @around(RankExecutor, "give_back")
 def note_memory(original: Wrapped, rank: RankExecutor) -> None:
     """Write down what is left of a rank's memory when it ends."""
     launched = 0 if rank._runner is None else rank._runner.forwards
     original(rank)
-    memory = {"active": mx.get_active_memory(), "cached": mx.get_cache_memory()}
-    orders.note("given back", launched=launched, **memory)
+    orders.note("given back", launched=launched, active=mx.get_active_memory())
 
 
 @around(RankExecutor, "launch")

@@ -15,12 +15,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxtp.engine import worker
+from mlxtp.engine import executor, worker
 from mlxtp.engine.executor import Forward, RankExecutor
 from mlxtp.engine.group import RingGroup
+from mlxtp.engine.loader import ModelShare
 from mlxtp.engine.pipeline import Border
 from mlxtp.engine.sampler import Sampler
 from mlxtp.wire.messages import PromptTokens, StepToken
+
+from ..mlx_errors import OUT_OF_MEMORY
 
 FAULTS = ("another draw", "another position", "another token")
 MESSAGES = ("no message", "two messages", "messages exchanged", "a late message")
@@ -73,6 +76,21 @@ def err_at_a_border(folder: Path) -> None:
     Border.hand_on = hand_on_else  # type: ignore[method-assign]
 
 
+def run_out_of_memory(folder: Path) -> None:
+    """Have this process find no memory, while "no memory" is ordered, once it has one layer of a model."""
+    load = executor.load
+
+    def load_else(path: Path, group: Any, progress: Callable[[], None], *how: Any) -> ModelShare:
+        def advance() -> None:
+            progress()
+            if (folder / "no memory").exists():
+                raise RuntimeError(OUT_OF_MEMORY[0])
+
+        return load(path, group, advance, *how)
+
+    executor.load = load_else  # type: ignore[attr-defined]
+
+
 def send_one_shape() -> None:
     """Have this process send as over JACCL: all messages to another rank have the same shape."""
     init, send = RingGroup.__init__, RingGroup._send
@@ -95,6 +113,7 @@ def main() -> None:
     if arguments[arguments.index("--rank") + 1] == "1":
         err(lambda fault: (Path(folder) / fault).exists())
         err_at_a_border(Path(folder))
+        run_out_of_memory(Path(folder))
     if (Path(folder) / "one shape").exists():
         send_one_shape()
     worker.main(arguments)

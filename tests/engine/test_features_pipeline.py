@@ -14,7 +14,7 @@ import pytest
 
 from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling, Shaping
-from mlxtp.errors import Code
+from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState
 
 from ..live_cluster import Cluster, until
@@ -176,6 +176,29 @@ def test_a_late_message_only_takes_time(erring: Cluster, orders: Path, folders: 
     finally:
         (orders / "a late message").unlink()
     assert outcome.tokens == expected(wanted, folders["llama"]).tokens
+    assert erring.epoch == epoch
+
+
+def test_a_stage_without_memory_refuses_the_load_and_the_next_one_works(
+    erring: Cluster, orders: Path, folders: dict[str, Path]
+) -> None:
+    ranks = erring.supervisor.status.ranks
+    assert ranks is not None
+    epoch = erring.epoch
+    erring.unload()
+    (orders / "no memory").touch()
+    with pytest.raises(GroupError) as refused:
+        erring.call(ranks.load(str(folders["llama"]), ()))
+    (orders / "no memory").unlink()
+    assert refused.value.code is Code.OUT_OF_MEMORY
+    assert refused.value.detail.startswith("rank 1: llama: reading layers 1 to 2 of 4 (0.00 GB) failed: ")
+    assert "rank 0" not in refused.value.detail
+    assert {(p.model, p.weight_bytes, p.memory_bytes < 1000) for p in erring._hear_from_all()} == {
+        ("", 0, True)
+    }
+    erring.load(folders["llama"])
+    wanted = Wanted((7, 8, 9), 20, ignore_eos=True)
+    assert erring.ask_all([wanted])[0].tokens == expected(wanted, folders["llama"]).tokens
     assert erring.epoch == epoch
 
 

@@ -19,8 +19,10 @@ from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
 from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.telemetry import RankTelemetry
+from mlxtp.groups.ranks import free_port
 from mlxtp.wire.messages import Bootstrap, Init, Loaded, LoadShard
 
+from ..live_cluster import WAIT_S
 from .small_models import write_model
 
 
@@ -53,6 +55,44 @@ def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
     folder = write_model(tmp_path / "model")
     assert isinstance(rank.execute(LoadShard(str(folder), 64, ())), Loaded)
     assert ran == expected
+
+
+WAITS = """
+import os, sys
+from pathlib import Path
+import mlx.core as mx
+from mlxtp.engine.executor import RankExecutor
+from mlxtp.engine.group import CollectiveCounter
+from mlxtp.engine.logit_shaping import RequestShaping
+from mlxtp.engine.telemetry import RankTelemetry
+from mlxtp.wire.messages import Bootstrap, Init
+
+at, *hosts = sys.argv[1:]
+bootstrap = Bootstrap(int(at), 2, "ring", tuple(hosts), "", bytes(32), 60.0, 5.0, 1)
+others = dict(shaping=RequestShaping(), exchange=None, post=print)
+rank = RankExecutor(bootstrap, 1, Path.cwd(), RankTelemetry(), CollectiveCounter(), **others)
+rank.execute(Init())
+if at == "1":
+    sys.stdin.read()
+never = rank._group.receive_row(4, mx.float32, 1, 4)
+mx.eval(mx.ones(1000))  # whose memory MLX keeps
+rank.give_back()
+os._exit(7)
+"""
+
+
+@pytest.mark.group
+@pytest.mark.chaos
+def test_a_rank_gives_its_memory_back_although_a_message_never_comes(tmp_path: Path) -> None:
+    """The stage that was to send it stands still."""
+    hosts = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
+    how: Any = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}}
+    command = [sys.executable, "-c", WAITS]
+    with subprocess.Popen([*command, "1", *hosts], stdin=subprocess.PIPE, **how) as other:
+        try:
+            assert subprocess.run([*command, "0", *hosts], timeout=WAIT_S, check=False, **how).returncode == 7
+        finally:
+            other.kill()
 
 
 @pytest.mark.slow

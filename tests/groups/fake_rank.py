@@ -72,6 +72,7 @@ class Orders:
     mute     after SIGTERM it answers nothing
     die_on   name of a message on which it exits with the status of `code`
     error_on name of a message on which it reports an Error with `code`, and exits unless a model is at fault
+    words    detail of that Error, which then refuses one command only
     mute_on  name of a message which is never answered
     """
 
@@ -146,8 +147,9 @@ class FakeRank:
         if self._order.get("mute_on") == name:
             return
         if self._order.get("error_on") == name:
-            self._say(Error(code, f"rank {self._rank} was told to fail", 0))
-            if not code.startswith("model_"):  # which refuses one command
+            words = self._order.get("words", f"rank {self._rank} was told to fail")
+            self._say(Error(code, words, 0))
+            if not (code.startswith("model_") or "words" in self._order):  # which refuses one command
                 os._exit(exit_status(code))
         elif type(message) in self._answers:
             self._answers[type(message)](message)

@@ -480,6 +480,16 @@ def test_a_command_that_is_refused_is_the_cause(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+def test_a_rank_elsewhere_that_has_no_memory_for_its_layers_is_named_with_its_mac(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        words = "rank 1: tiny: reading layers 1 to 2 of 4 (9.30 GB) failed"
+        stage.orders.give(0, error_on="LoadShard", code="out_of_memory", words=words)
+        error = await stage.fails()
+        assert (error.code, error.detail) == (Code.OUT_OF_MEMORY, f"mini-1: {words}")
+
+    play(tmp_path, story)
+
+
 WISHED = GroupError("another is wanted now", Code.REPLANNED)
 
 

@@ -62,7 +62,15 @@ from .groups.warm_pool import WarmPool, log_lines
 from .identity.join_network import enter
 from .identity.store import Identity, Store
 from .models.download import apart, download
-from .models.inspect import find_model, hub_folder, in_folders, inspect, is_hub_id, lasting_name
+from .models.inspect import (
+    find_model,
+    full_name,
+    hub_folder,
+    in_folders,
+    inspect,
+    is_hub_id,
+    lasting_name,
+)
 from .models.local_model import LocalModels
 from .models.manifest import gigabytes
 from .models.stored import StoredModels
@@ -160,7 +168,12 @@ async def _entered(settings: Settings) -> AsyncIterator[_Entered]:
 
     Raises UserError when that is not possible, and ModelError for models that cannot be found.
     """
-    settings = replace(settings, name=settings.name or socket.gethostname().partition(".")[0])
+    settings = replace(
+        settings,
+        name=settings.name or socket.gethostname().partition(".")[0],
+        model=full_name(settings.model, settings.model_folders),
+        draft_model=full_name(settings.draft_model, settings.model_folders),
+    )
     await _check_folders(settings)
     if not settings.cluster:
         for name in filter(None, (in_folders(settings.model, settings.model_folders), settings.draft_model)):

@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that are made from the code: settings.md, commands.md, families.md, wire.md.
+"""Write the pages of docs/ that are made from the code: settings, commands, families, short names, wire.
 
     make reference
 
@@ -34,6 +34,7 @@ from mlxtp.settings import (
     TUNING,
     Setting,
 )
+from mlxtp.short_names import SHORT_NAMES
 from tests.engine.families import FAMILIES, NAMED, OWN
 
 from .wire_reference import render
@@ -263,10 +264,38 @@ def _kinds(families: Iterable[str]) -> Iterator[str]:
         yield f"| {kind.name} | {reused} | {kind.off or '–'} | {kind.why or '–'} |"
 
 
+SHORT_NAMES_HEAD = """# Short names
+
+{generated}
+
+`mlxtp serve llama3.2:3b` serves `mlx-community/Llama-3.2-3B-Instruct-4bit`. These names count in commands, in `--model`, and as `model` of
+requests. Names with a colon are Ollama's, the others are those of exo 1.0, written small. Capitals do not matter, and `:latest` at the end
+is left out.
+
+- The model is of the same family and size. Its quantization, and sometimes its release, are not those of Ollama.
+- Exact names come first: a folder of that name, also in a `--model-folder`, or a deployment.
+- Replies, lists and `mlxtp status` have the name of the repository.
+- A name that is not here is refused, with those that are spelled much like it.
+
+| short name | repository |
+|---|---|
+"""
+
+
+def short_names_page() -> str:
+    """Return docs/short-names.md."""
+    rows: dict[str, list[str]] = {}
+    for name, full in SHORT_NAMES.items():
+        rows.setdefault(full, []).append(f"`{name}`")
+    lines = [f"| {', '.join(names)} | `{full}` |" for full, names in rows.items()]
+    return SHORT_NAMES_HEAD.format(generated=GENERATED) + "\n".join(lines) + "\n"
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "commands.md": commands_page,
     "families.md": families_page,
+    "short-names.md": short_names_page,
     "wire.md": render,
 }
 

@@ -206,6 +206,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "weights_file": frozenset({"tokenizer_file"}),
     "wire": frozenset({"admission_counter", "errors"}),
     "model_families": frozenset(),
+    "short_names": frozenset(),
     "model_config": frozenset({"errors", "model_families"}),
     "engine": frozenset(
         {
@@ -223,7 +224,16 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "identity": frozenset({"audit", "background", "config", "discovery", "errors", "wire"}),
     "text": frozenset({"errors", "tokenizer_file"}),
     "api": frozenset(
-        {"admission_counter", "audit", "config", "errors", "identity", "text", "tokenizer_file"}
+        {
+            "admission_counter",
+            "audit",
+            "config",
+            "errors",
+            "identity",
+            "short_names",
+            "text",
+            "tokenizer_file",
+        }
     ),
     "cluster": frozenset(
         {"audit", "background", "config", "discovery", "errors", "identity", "placement", "wire"}
@@ -238,6 +248,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "identity",
             "model_config",
             "placement",
+            "short_names",
             "text",
             "tokenizer_file",
             "weights_file",
@@ -261,6 +272,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "identity",
             "models",
             "placement",
+            "short_names",
             "wire",
         }
     ),
@@ -277,6 +289,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "identity",
             "models",
             "placement",
+            "short_names",
             "wire",
         }
     ),
@@ -323,6 +336,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "placement",
             "service",
             "settings",
+            "short_names",
             "terminal",
             "values",
             "wire",
@@ -442,6 +456,7 @@ PURE = (
     "mlxtp.admission_counter",
     "mlxtp.model_config",
     "mlxtp.model_families",
+    "mlxtp.short_names",
     "mlxtp.placement.cache_kinds",
     "mlxtp.placement.formation",
     "mlxtp.groups.memory_account",

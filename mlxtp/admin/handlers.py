@@ -32,8 +32,9 @@ from ..groups.groups import group_of
 from ..groups.selection import SelectionState
 from ..identity.store import Store
 from ..models.hub_cache import Repo, cache_folder, hub_name
-from ..models.inspect import is_hub_id, models_here
+from ..models.inspect import full_name, is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
+from ..short_names import stands_for
 from ..wire.cluster_messages import Deployment
 from . import snapshot
 from .caches import CacheHandlers
@@ -165,6 +166,8 @@ class ModelHandlers:
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
         split_layers(split or "auto", parallel or "auto", nodes or "auto")
+        if stands_for(model):
+            model = await asyncio.to_thread(full_name, model, self._parts.node.settings.model_folders)
         node, name = self._parts.node, name_of(model)
         before = node.desired.table
         others = [each for each in before.live() if each.name != name]
@@ -228,6 +231,8 @@ class ModelHandlers:
             raise UserError(
                 f"several models are deployed: {', '.join(live)}. Name one, or use `mlxtp unload --all`"
             )
+        if name_of(model) not in live:
+            model = stands_for(model) or model
         cancelled = self._parts.selection.cancel(model)
         if not model:
             node.desired.unload_all()

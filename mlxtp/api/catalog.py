@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Code, ModelError, RequestError
+from ..short_names import stands_for
 from ..text.tokenizer import Text
 from ..tokenizer_file import content_of, text_of
 from .backend import (
@@ -178,10 +179,11 @@ UNNAMED = (None, "", "default")  # Names that mean the first of the loaded model
 
 
 def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo | None:
-    """Return the model by exact id; else the first for `default` or no name; else by alias; else None."""
+    """Return the model by exact id; else the first for `default` or no name; else by alias or short name."""
     named = [model for model in models if name == model.id]
     also = models if name in UNNAMED else [model for model in models if name in model.aliases]
-    return next(iter((*named, *also)), None)
+    short = [model for model in models if stands_for(name) == model.id]
+    return next(iter((*named, *also, *short)), None)
 
 
 def permitted_name(
@@ -197,9 +199,10 @@ def permitted_name(
         return model.id
     if name in UNNAMED:
         return request.models[0]
-    if name not in request.models:
-        raise not_permitted(request, str(name))
-    return name
+    for called in (name, stands_for(name)):
+        if called in request.models:
+            return called
+    raise not_permitted(request, str(name))
 
 
 def is_permitted(model: ModelInfo | StoredModelInfo, request: RequestContext | None) -> bool:
@@ -220,16 +223,18 @@ def find_deployment(
 ) -> DeploymentHealth | None:
     """Return the deployment of the model that `find_model` finds, or of one that is yet to be loaded."""
     model = find_model(name, models)
-    names = (name,) if model is None else (name, model.id)
+    names = (name, stands_for(name) or name) if model is None else (name, model.id)
     named = [each for each in deployments if each.name in names or each.model in names]
     return next(iter(named or (deployments if name in UNNAMED else ())), None)
 
 
 def unknown_model(name: str | None, known: Iterable[str]) -> RequestError:
     """Return a 404 that lists the available models, if there are any."""
-    available = ", ".join(known)
+    available, full = ", ".join(known), stands_for(name)
     return RequestError(
-        f"the model {shown(name)} does not exist here" + (f"; available: {available}" if available else ""),
+        f"the model {shown(name)} does not exist here"
+        + (f"; it stands for {full}, which `mlxtp serve {full}` serves" if full else "")
+        + (f"; available: {available}" if available else ""),
         Code.MODEL_NOT_FOUND,
         status=404,
         param="model",
@@ -320,9 +325,9 @@ class Catalog:
         if (here := self._here(name)) is not None:
             return here[0]
         stored = await self._backend.on_request()
-        for each in stored:
-            if each.id == name:
-                return each
+        for called in (name, stands_for(name)):
+            if found := next((each for each in stored if each.id == called), None):
+                return found
         raise self._missing(name, stored)
 
     async def opened(self, name: str | None) -> tuple[ModelInfo | StoredModelInfo, Text]:

@@ -53,7 +53,7 @@ def serve(
         str,
         typer.Argument(
             help="A model folder that every Mac has, the plain name of one in a --model-folder of "
-            "each, or an id on the Hugging Face Hub (OWNER/NAME).",
+            "each, an id on the Hugging Face Hub (OWNER/NAME), or a short name such as llama3.2:3b.",
             autocompletion=shell_completion.models,
         ),
     ],

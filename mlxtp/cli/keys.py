@@ -21,6 +21,7 @@ from ..client import AgentClient
 from ..config import parse_keep
 from ..errors import UserError
 from ..logs import keep_audit
+from ..short_names import stands_for
 from .options import AsJson, Home
 from .printing import day_of, home_of, print_answer, table_of, typed
 from .shell_completion import keys, models
@@ -99,7 +100,8 @@ def create(
                 raise UserError(f"--{field.replace('_', '-')} {count}: a key needs at least one {one}")
         life_s = -1 if expires is None else parse_keep(expires, "--expires")
         more: dict[str, Any] = {field: count or 0 for field, count in counts.items()}
-        more |= {"expires": int(now) + life_s if life_s >= 0 else 0, "models": tuple(model or ())}
+        more |= {"expires": int(now) + life_s if life_s >= 0 else 0}
+        more |= {"models": tuple([stands_for(each) or each for each in model or ()])}
         more |= {"scopes": tuple(scope or DEFAULT_SCOPES)}
         if problem := ApiKey(name, b"", int(now), **more).problem:
             raise UserError(problem)

@@ -41,6 +41,7 @@ from ..errors import (
 )
 from ..models.hub_cache import Repo, cache_folder, hash_of, hub_name
 from ..models.manifest import Manifest, gigabytes
+from ..short_names import near
 from . import shell_completion
 from .options import AsJson, Home
 from .printing import home_of, print_answer, print_json, table_of
@@ -56,7 +57,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="OWNER/NAME on the Hub; OWNER/NAME@REVISION for a certain revision.",
+        help="OWNER/NAME on the Hub; OWNER/NAME@REVISION for a certain revision; or a short name.",
         autocompletion=shell_completion.hub_models,
     ),
 ]
@@ -74,7 +75,7 @@ def pull(
 
     An interrupted download resumes when you run the command again.
     """
-    _check_hub(model)
+    model = _check_hub(model)
     rows = _pulled(model, everywhere, home, as_json)
     problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
     if as_json:
@@ -107,6 +108,7 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
 
 def remove(model: Model, home: Home = None, as_json: AsJson = False) -> None:
     """Remove a model from this Mac's disk, all revisions unless one is named. Shared files stay."""
+    model = _check_hub(model)
     repo, revision = _here(model, home)
     _check_removable(model, home)
     here = repo.commits()
@@ -132,6 +134,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read a model's files on this Mac and compare each with its hash."""
+    model = _check_hub(model)
     repo, revision = _here(model, home)
     commit = repo.refs.commit(revision)
     manifest = repo.manifest(commit)
@@ -338,19 +341,24 @@ def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | N
         raise ModelError(f"{model} is still damaged: {'; '.join(problems)}")
 
 
-def _check_hub(model: str) -> tuple[Repo, str]:
-    """Parse the name of a Hub model. Raises UserError for any other."""
-    from ..models.inspect import is_hub_id
+def _check_hub(model: str) -> str:
+    """Return the name of a Hub model, also for a short name of one. Raises UserError for any other."""
+    from ..models.inspect import full_name, is_hub_id
 
+    model = full_name(model)
     if not is_hub_id(model):
         what = f"{model!r:.200} is a path" if Path(model).exists() else f"{model!r:.200} is not OWNER/NAME"
-        raise UserError(f"{what}: this command takes models of the Hub, as OWNER/NAME or OWNER/NAME@REVISION")
-    return hub_name(model)
+        known = f"; near are the short names {names}" if (names := near(model)) else ""
+        raise UserError(
+            f"{what}: this command takes models of the Hub, as OWNER/NAME or OWNER/NAME@REVISION{known}"
+        )
+    hub_name(model)
+    return model
 
 
 def _here(model: str, home: Path | None) -> tuple[Repo, str]:
     """Return the model in the cache of this home's agent, or of this user if there is no agent."""
-    repo, revision = _check_hub(model)
+    repo, revision = hub_name(model)
     return Repo(repo.name, _stored(home)[0]).as_here(), revision
 
 

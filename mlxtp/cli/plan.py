@@ -161,11 +161,12 @@ def plan(
 
 def _found(model: str, home: Path | None) -> str | Path:
     """Return what `planning.read_shape` reads of a model that the user named. Raises ModelError."""
-    from ..models.inspect import find_config, in_folders, is_hub_id
+    from ..models.inspect import find_config, full_name, in_folders, is_hub_id
     from ..placement.tables import KNOWN
 
     if model not in KNOWN and "/" not in model and not Path(model).exists():
-        model = in_folders(model, _model_folders(home))
+        folders = _model_folders(home)
+        model = in_folders(full_name(model, folders), folders)
     return model if model in KNOWN or not is_hub_id(model) else find_config(model)
 
 

@@ -19,7 +19,8 @@ from ..cluster.deployments import KEEP_S, LONGEST_S, PINNED, YIELDS, DeploymentT
 from ..cluster.node import BEAT_S, ClusterNode
 from ..errors import Code, MlxtpError, ModelError, RequestError, UserError
 from ..gateway.gateway import Gateway, ModelSwitch
-from ..models.inspect import named_folders, stored_models, stored_name
+from ..models.inspect import full_name, named_folders, stored_models, stored_name
+from ..short_names import stands_for
 from ..wire.cluster_messages import Deployment
 from .group import Group
 from .groups import Groups
@@ -169,7 +170,7 @@ class OnRequest(ModelSwitch):
             info = dispatcher.served if dispatcher is not None else None
             if name in (row.name, row.model) or (info is not None and name in (info.id, *info.aliases)):
                 return row
-        return None
+        return next((row for row in rows if row.model == stands_for(name)), None)
 
     async def _stored(self, name: str, keep_s: float | None, client: int) -> Deployment | None:
         """Make a deployment of a model on this Mac's disk; None if it is not there."""
@@ -206,7 +207,7 @@ class OnRequest(ModelSwitch):
         path = self._folders.get(name)
         if path is None and (folder := named_folders(self._node.settings.model_folders).get(name)):
             return name if stored_name(str(folder)) is not None else None  # each Mac has its own folders
-        return stored_name(path or name)
+        return stored_name(path or full_name(name))
 
     def _changed(self, before: DeploymentTable, after: DeploymentTable) -> None:
         """Keep a folder's short name, which clients see, for the time after it is served."""

@@ -24,6 +24,7 @@ from ..errors import Code, ModelError
 from ..model_config import Config
 from ..model_config import family as family_of
 from ..placement.model_shape import ModelShape, shape_of
+from ..short_names import near, stands_for
 from ..text.tokenizer import Text
 from ..tokenizer_file import MAX_CONFIG_BYTES, chat_refusal, text_of, tokenizer_settings
 from ..wire.cluster_messages import MAX_MODEL
@@ -104,8 +105,9 @@ def _find(name: str) -> Path:
         )
     if not is_hub_id(name):
         raise ModelError(
-            f"{name} is neither a folder nor an id on the Hub (OWNER/NAME); "
-            f"{EMBEDDED_MODEL!r} is the embedded model, and other plain names are looked for in each "
+            f"{name} is neither a folder nor an id on the Hub (OWNER/NAME)"
+            + (f", nor a known short name; near are {known}" if (known := near(name)) else "")
+            + f"; {EMBEDDED_MODEL!r} is the embedded model, and other plain names are looked for in each "
             "--model-folder of `mlxtp node` (`model_folders` in config.toml)",
             Code.MODEL_NOT_FOUND,
         )
@@ -125,6 +127,16 @@ def in_folders(name: str, folders: Sequence[str]) -> str:
             if (Path(folder) / name / "config.json").is_file():
                 return str(Path(folder) / name)
     return name
+
+
+def full_name(name: str, folders: Sequence[str] = ()) -> str:
+    """Return OWNER/NAME for a short name such as llama3.2:3b, and any other name unchanged. Reads the disk.
+
+    A folder of that name, also in one of `folders`, comes first.
+    """
+    if not (full := stands_for(name)) or in_folders(name, folders) != name or _is_folder(Path(name)):
+        return name
+    return full
 
 
 def named_folders(folders: Sequence[str]) -> dict[str, Path]:

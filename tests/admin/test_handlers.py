@@ -87,6 +87,21 @@ def test_of_several_models_one_is_unloaded_by_its_name_or_all(tmp_path: Path, me
     play(tmp_path, member, story)
 
 
+def test_a_short_name_is_served_and_unloaded_under_the_name_that_it_stands_for(
+    tmp_path: Path, member: members.Member
+) -> None:
+    llama = "mlx-community/Llama-3.2-1B-Instruct-4bit"
+
+    async def story(node: Node) -> None:
+        admin, desired = Admin(node.parts, member.store), node.parts.node.desired
+        desired.serve("tiny")
+        desired.serve(llama)
+        assert (await admin.models.serve("llama3.2:1b", ""))["model"] == llama
+        assert admin.models.unload("llama-3.2-1b")["unloaded"] == [llama]
+
+    play(tmp_path, member, story)
+
+
 def test_a_split_holds_until_something_contradicts_it(tmp_path: Path, member: members.Member) -> None:
     async def story(node: Node) -> None:
         admin = Admin(node.parts, member.store)

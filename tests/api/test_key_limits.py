@@ -187,6 +187,7 @@ def loaded(name: str, *aliases: str) -> ModelInfo:
     return ModelInfo(name, aliases, Path(), 100, 1, (), 10)
 
 
+LLAMA = "mlx-community/Llama-3.2-1B-Instruct-4bit"
 LOADED = (loaded("org/big", "big", "default"), loaded("org/tiny", "tiny"))
 
 
@@ -206,6 +207,8 @@ LOADED = (loaded("org/big", "big", "default"), loaded("org/tiny", "tiny"))
         (("org/tiny",), "org/big", None),
         (("org/tiny",), "big", None),
         (("org/tiny",), "org/unheard-of", None),
+        ((LLAMA,), "llama3.2:1b", LLAMA),
+        ((LLAMA,), "llama3.2:3b", None),
     ],
 )
 def test_a_key_for_some_models_reaches_these_alone(

@@ -85,19 +85,22 @@ def test_a_key_is_printed_alone_and_what_to_do_with_it_beside(tmp_path: Path) ->
     assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
 
 
+LLAMA = "mlx-community/Llama-3.2-1B-Instruct-4bit"
+
+
 def test_keys_as_json(tmp_path: Path) -> None:
     limits = ["--per-minute", "60", "--tokens-per-day", "5000", "--concurrent", "2", "--expires", "30d"]
-    rights = ["--model", "org/tiny", "--model", "big", "--scope", "chat", "--scope", "load"]
+    rights = ["--model", "org/tiny", "--model", "llama3.2:1b", "--scope", "chat", "--scope", "load"]
     made = json.loads(mlxtp(tmp_path, "key", "create", "laptop", *limits, *rights, "--json").stdout)
     assert made.pop("key").startswith("mlxtp_")
     created = made["created"]
     assert made == {
         "name": "laptop", "created": created, "expires": created + 30 * 86_400, "per_minute": 60,
         "tokens_per_minute": None, "tokens_per_day": 5000, "concurrent": 2,
-        "models": ["org/tiny", "big"], "scopes": ["chat", "load"], "requests": 0, "refused": 0,
+        "models": ["org/tiny", LLAMA], "scopes": ["chat", "load"], "requests": 0, "refused": 0,
         "prompt_tokens": 0, "generated_tokens": 0, "tokens_today": 0, "open": 0, "last_used": None,
     }  # fmt: skip
-    assert KeyFile(tmp_path).load()[0].models == ("org/tiny", "big")
+    assert KeyFile(tmp_path).load()[0].models == ("org/tiny", LLAMA)
     mlxtp(tmp_path, "key", "create", "phone")
     listed = json.loads(mlxtp(tmp_path, "key", "list", "--json").stdout)["keys"]
     assert listed[0] == made

@@ -199,6 +199,32 @@ def test_what_is_on_no_disk_is_answered_as_ever(tmp_path: Path, member: Member) 
     play(tmp_path, member, story, load_on_request=True)
 
 
+def test_a_short_name_means_the_model_that_it_stands_for(
+    tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = "mlx-community/Llama-3.2-1B-Instruct-4bit"
+    monkeypatch.setattr(on_request, "stored_name", lambda name: name if name == llama else None)
+
+    async def story(node: Node) -> None:
+        following(node)
+        waiting = await ask(node, "llama3.2:1b")
+        again = await ask(node, "llama-3.2-1b")
+        assert names(node) == [llama, LOADED]
+        assert {each.lease.deployment for each in (waiting, again)} == {llama}  # type: ignore[attr-defined]
+        for each in (waiting, again):
+            each.lease.close()
+
+    async def without_the_option(node: Node) -> None:
+        following(node)
+        node.parts.node.desired.serve(llama)
+        waiting = await ask(node, "llama3.2:1b")
+        assert waiting.lease.deployment == llama  # type: ignore[attr-defined]
+        waiting.lease.close()
+
+    play(tmp_path / "on", member, story, load_on_request=True)
+    play(tmp_path / "off", member, without_the_option)
+
+
 def test_without_the_option_a_request_makes_nothing(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         following(node)

@@ -179,8 +179,10 @@ class KeyUse:
             self._tokens.spend(used)
 
     def summary(self, now: float) -> dict[str, Any]:
-        """Return the counts for people, with those of open requests."""
-        found = asdict(self.counts)
+        """Return limits and counts for people, with those of open requests. A limit of None is none."""
+        names = ("expires", *(name for name, *_ in COUNTS))
+        limits = {name: getattr(self.key, name) or None for name in names}
+        found = asdict(self.counts) | limits
         del found["day"], found["day_tokens"]
         found["prompt_tokens"] += sum(each.prompt_tokens for each in self.open)
         found["generated_tokens"] += sum(each.generated_tokens for each in self.open)

@@ -166,9 +166,8 @@ def _used(home: Path, keys: Sequence[ApiKey]) -> Mapping[str, Mapping[str, Any]]
 
 def _row(key: ApiKey, used: Mapping[str, Any] | None) -> dict[str, Any]:
     used = used or KeyUse(key, KeyCounts(), 0.0).summary(0.0)
-    limits = {field: getattr(key, field) or None for field in ("expires", *(each for each, *_ in COUNTS))}
     rights = {"models": list(key.models), "scopes": list(key.scopes)}
-    return {"created": key.created, **limits, **rights, **used, "last_used": used["last_used"] or None}
+    return {"created": key.created, **rights, **used, "last_used": used["last_used"] or None}
 
 
 _LIMITS = {
@@ -180,20 +179,16 @@ _LIMITS = {
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ("name", "created", "ends", "permits", "limits", "requests", "tokens", "today", "last used")
-    wrapped = ("permits", "limits")
-    table = table_of(*columns, right=("requests", "tokens", "today"), wrapped=wrapped)
+    table = table_of("name", "permits", "used", "ends", "last used", wrapped=("permits", "used"))
     for row in rows:
         limits = [words.format(row[field]) for field, words in _LIMITS.items() if row[field]]
-        permits = ", ".join(row["scopes"]) + (f"; only {', '.join(row['models'])}" if row["models"] else "")
+        only = [f"only {each}" for each in row["models"]]
+        tokens = row["prompt_tokens"] + row["generated_tokens"]
         table.add_row(
             row["name"],
-            *(day_of(row[each]) if row[each] else "never" for each in ("created", "expires")),
-            permits,
-            ", ".join(limits) or "none",
-            f"{row['requests']:,}",
-            f"{row['prompt_tokens'] + row['generated_tokens']:,}",
-            f"{row['tokens_today']:,}",
+            ", ".join((*row["scopes"], *only, *limits)),
+            f"{row['requests']:,} requests, {tokens:,} tokens, {row['tokens_today']:,} today",
+            day_of(row["expires"]) if row["expires"] else "never",
             day_of(row["last_used"]) if row["last_used"] else "-",
         )
     return table

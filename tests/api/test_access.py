@@ -26,7 +26,7 @@ from mlxtp.api import server as http_server
 from mlxtp.api.access_log import AccessLog
 from mlxtp.api.api_keys import FILE, KeyFile
 from mlxtp.api.app import create_app
-from mlxtp.api.backend import DeploymentHealth, TokenEvent, Tokens
+from mlxtp.api.backend import DeploymentHealth, StoredModelInfo, TokenEvent, Tokens
 from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.endpoint import Tls, here_and_now, own_tls
 from mlxtp.api.guard import UNREAD_BYTES, Access
@@ -412,6 +412,28 @@ def test_who_asks_too_often_is_told_when_to_come_again(backend: FakeBackend, tmp
         assert refused.value.type == "rate_limit_error"
         server.now += 30
         assert client.models.list().data
+
+
+def test_a_key_without_the_scope_has_nothing_loaded(backend: FakeBackend, tmp_path: Path) -> None:
+    """Nor does it change how long a model stays. What is loaded answers."""
+    backend.stored = (StoredModelInfo("org/stored", tmp_path, 4096, 1),)
+    with door(backend, tmp_path) as server:
+        server.now += 2 * LOOK_S
+        chats, loads = (
+            {"x-api-key": server.file.create(name, 0, 1.0, scopes=("chat", *scopes))[1]}
+            for name, scopes in (("chats", ()), ("loads", ("on-request",)))
+        )
+        stored = {**BODY, "model": "org/stored"}
+        refused = server.ask("POST", "/v1/chat/completions", json=stored, headers=chats)
+        assert refused.status_code == 403
+        assert "the key chats lacks the scope to load it, on-request" in refused.json()["error"]["message"]
+        assert backend.kept == [], "no place was taken for it"
+        unload = {"model": "tiny", "keep_alive": 60}
+        assert server.ask("POST", "/api/generate", json=unload, headers=chats).status_code == 403
+        kept = {"model": "tiny", "messages": HELLO, "keep_alive": 60, "stream": False}
+        for headers in (chats, loads):
+            assert server.ask("POST", "/api/chat", json=kept, headers=headers).status_code == 200
+        assert backend.kept == [None, 60.0]
 
 
 def test_a_large_body_without_a_key_is_answered_and_not_kept(backend: FakeBackend, tmp_path: Path) -> None:

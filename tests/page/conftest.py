@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -139,6 +139,12 @@ class FakeObserved:
 class Admin(FakeAdmin):
     """Has two models on its disk."""
 
+    used: Sequence[Mapping[str, Any]] = ()
+
+    def keys(self) -> Any:
+        """What keys have used, about which the page asks again and again."""
+        return {"keys": self.used}
+
     def _do(self, *what: str) -> dict[str, object]:
         super()._do(*what)
         models = [
@@ -163,7 +169,7 @@ class Site:
         self.backend.__init__(self.backend.loaded_text)  # type: ignore[misc]
         self.observed.shown, self.observed.looks = MOMENT, 0
         self.admin.asked.clear()
-        self.admin.error = None
+        self.admin.error, self.admin.used = None, ()
         self.go_on.clear()
 
     def show(self, /, **changes: Any) -> None:

@@ -532,3 +532,40 @@ def test_an_agent_that_goes_is_missed_and_found_again(visiting: Any) -> None:
     visit.page.goto("about:blank")
     second.close()
     visit.trouble.clear()  # the browser complains of the requests that failed
+
+
+def test_a_key_for_the_page_loads_models_and_shows_what_keys_have_used(
+    site: Site, visiting: Any, tmp_path: Path
+) -> None:
+    file = KeyFile(tmp_path)
+    page = file.create("page", 0, 1.0, scopes=("chat", "load", "metrics"))[1]
+    file.create("guest", 0, 1.0, tokens_per_day=2000, expires=2)
+    chats = file.create("chats", 0, 1.0)[1]
+    ring = KeyRing(file, "always", beyond=True)
+    used, guest, _ = ring.reports()
+    guest |= {"requests": 1, "prompt_tokens": 1100, "tokens_today": 500, "refused": 3}
+    site.admin.used = [used, guest]
+    guarded = Running(site.backend, FakeObserved(), site.admin, access=Access(keys=ring))
+    try:
+        visit: Visit = visiting(f"#key={page}", url=guarded.url)
+        visit.page.click("#disk button[aria-label='Serve org/big']")
+        visit.page.wait_for_selector("#models-said:has-text('org/big is added.')")
+        visit.page.wait_for_selector("#usage li")
+        first, second = visit.page.locator("#usage li").all_inner_texts()
+        assert first.startswith("page")
+        assert "500 of 2,000 tokens today, 1 request and 1,100 tokens in all, 3 refused" in second
+        assert "It has expired." in second
+        meter = visit.page.locator("#usage meter")
+        assert meter.evaluate("meter => meter.value / meter.max") == 0.25
+        assert ("token",) not in site.admin.asked
+        other: Visit = visiting(f"#key={chats}", url=guarded.url)
+        other.page.wait_for_selector("#admin-form:not([hidden])")
+        assert "the key chats does not permit loading and unloading on the page" in other.text(
+            "#models-problem"
+        )
+        assert not other.page.is_visible("#usage-card")
+        other.state("Ready")
+        for each in (visit, other):
+            each.page.goto("about:blank")
+    finally:
+        guarded.close()

@@ -30,6 +30,12 @@ export const admin = () => read(ADMIN);
 export const setAdmin = (key) => write(ADMIN, key.trim());
 export const onKeys = (tell) => listeners.push(tell);
 
+/** Use the key of the administration for the endpoint alone: it may not load models. */
+export function onlyChats() {
+  if (!read(API)) write(API, read(ADMIN));
+  write(ADMIN, "");
+}
+
 /** Take the key out of `#key=...`, so that it is neither in the address bar nor in bookmarks. */
 export function takeFromAddress() {
   const found = /^#key=([^&]+)$/.exec(location.hash);

@@ -3,6 +3,7 @@
 import { by, define, el, say } from "./dom.js";
 import * as keys from "./keys.js";
 import { administer } from "./net.js";
+import { showUsage, startUsage } from "./usage.js";
 import { cluster } from "./watch.js";
 import { bytes, COMING, count, groupWords, place, seconds, stageWord, stateAlone, why } from "./words.js";
 
@@ -33,11 +34,13 @@ export function startModels() {
     problem("");
     access();
   });
+  startUsage();
   access();
 }
 
 export function showModels({ now, connected }) {
   access();
+  if (connected) showUsage();
   if (connected && !by("manage").hidden && performance.now() - lookedAt > (now.state === "ready" ? 60_000 : AGAIN_MS)) look();
   served(now);
   deployed(now);
@@ -59,6 +62,7 @@ async function look() {
     if (JSON.stringify(models) !== JSON.stringify(disk)) by("disk").replaceChildren(...models.map(row));
     disk = models;
   } catch (error) {
+    if (error.status === 403) keys.onlyChats();
     refused(error);
   } finally {
     looking = false;

@@ -31,6 +31,7 @@ from . import (
     launch,
     models,
     plan,
+    qualify,
     service,
     shell_completion,
     status,
@@ -155,8 +156,8 @@ _COMMANDS: Mapping[str, tuple[typer.Typer | Callable[..., Any], ...]] = {
     "Use": (chat.chat, launch.launch, cluster.page, keys.commands, bench.bench),
     "Models": (models.pull, models.list_, models.remove, models.verify, plan.plan),
     "This Mac": (
-        doctor.doctor, cache.commands, about.commands, service.commands, service.logs, service.restart,
-        shell_completion.completion, version,
+        doctor.doctor, qualify.qualify, cache.commands, about.commands, service.commands, service.logs,
+        service.restart, shell_completion.completion, version,
     ),
 }  # fmt: skip
 

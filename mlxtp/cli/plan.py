@@ -136,7 +136,7 @@ def plan(
     if machines is not None:
         found = planning.read_machines_file(machines)
     else:
-        found, coordinator, results, now = _members_here(home_of(home))
+        found, coordinator, results, now = members_here(home_of(home))
     options = PlacementOptions(
         backend=backend,
         nodes=wanted,
@@ -148,7 +148,7 @@ def plan(
         parallel=parallel,
         split=layers,
     )
-    shaped = [_found(model, home) for model in models]
+    shaped = [found_model(model, home) for model in models]
     if len(shaped) > 1:
         packed = packing.run(shaped, found, options=options, as_json=as_json)
         possible = all(one.ranks for one in packed)
@@ -159,7 +159,7 @@ def plan(
         raise typer.Exit(Exit.REFUSED)
 
 
-def _found(model: str, home: Path | None) -> str | Path:
+def found_model(model: str, home: Path | None) -> str | Path:
     """Return what `planning.read_shape` reads of a model that the user named. Raises ModelError."""
     from ..models.inspect import find_config, full_name, in_folders, is_hub_id
     from ..placement.tables import KNOWN
@@ -178,7 +178,7 @@ def _model_folders(home: Path | None) -> tuple[str, ...]:
         return resolve_settings({"home": home}).model_folders
 
 
-def _members_here(
+def members_here(
     home: Path,
 ) -> tuple[tuple[MemberMachine, ...], str, tuple[FabricResult, ...], Workload]:
     """Return the cluster's machines (without an agent this one), coordinator, measurements and workload."""

@@ -17,11 +17,13 @@ from ..errors import Code, ConfigError, ModelError
 from ..placement.candidates import Candidate
 from ..placement.cost_model import LONG_PROMPT, SpeedEstimate
 from ..placement.machines_file import read_machines
+from ..placement.measurements import measured
 from ..placement.model_shape import ModelShape, shape_of
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.tables import KNOWN
 from ..placement.topology import MemberMachine
 from ..placement.workload import Workload
+from ..wire.cluster_messages import FabricResult
 from .printing import table_of
 
 GB = 1e9
@@ -77,6 +79,22 @@ def _plan(
         "where one alone is faster"
     )
     return replace(made, notes=(why, *made.notes))
+
+
+def expected(
+    model: str | Path,
+    members: Sequence[MemberMachine],
+    coordinator: str,
+    results: Sequence[FabricResult],
+    *,
+    nodes: int,
+    pipeline: bool,
+) -> float:
+    """Return the tokens a second of one answer that a plan for so many Macs foretells; 0 if it cannot."""
+    parallel = "pipeline" if pipeline else "tensor" if nodes > 1 else "auto"
+    options = PlacementOptions(nodes=nodes, parallel=parallel, measured=measured(results, fast_fences=False))
+    chosen = _plan(str(model), members, read_shape(model), coordinator, options).chosen
+    return chosen.speed.tokens_per_second if chosen is not None and chosen.speed is not None else 0.0
 
 
 def as_served(model: str, options: PlacementOptions) -> PlacementOptions:

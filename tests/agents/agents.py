@@ -180,10 +180,10 @@ class Agent:
         rows = [row for row in self.status().get("members", ()) if row["name"] == other.name]
         return rows[0] if rows else {}
 
-    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def command(self, *words: str, within_s: float = COMMAND_S) -> subprocess.CompletedProcess[str]:
         """Run `mlxtp` with these words and this home, on its host."""
         command = [sys.executable, "-m", "mlxtp", *words, "--home", str(self.home)]
-        options: dict[str, Any] = {"timeout": COMMAND_S, "env": _environment() | {"COLUMNS": "200"}}
+        options: dict[str, Any] = {"timeout": within_s, "env": _environment() | {"COLUMNS": "200"}}
         if self.host is not None:
             return self.host.run(command, **options)
         return subprocess.run(command, text=True, capture_output=True, check=False, **options)

@@ -1,0 +1,521 @@
+"""`mlxtp qualify`: tries every promise on the Macs of a running cluster, and prints one table of verdicts.
+
+Most tries use the embedded model, whose right answers are known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import string
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..client import FILE as AGENT_FILE
+from ..client import AgentClient
+from ..config import EMBEDDED_MODEL
+from ..errors import Code, Exit, MlxtpError, UserError
+from ..identity.private_files import write_private
+from . import bench
+from .launch import find_served
+from .options import AsJson, Home
+from .printing import home_of, print_json, table_of
+
+Verdict = Literal["ok", "warning", "failed", "left out"]
+COLOURS: Mapping[Verdict, str] = {"ok": "green", "warning": "yellow", "failed": "red", "left out": "dim"}
+
+RANK = "the rank on this Mac"
+AGENT = "the agent on this Mac"
+ALONE = "one Mac"
+FILE = "qualify.json"  #: of the last run, in the agent's home
+ASK_S = 60.0  # seconds for the doctor, and for the measurement of links
+READY_S = 180.0  # seconds until a group of the embedded model serves
+IDLE_S = 60.0  # after about a minute without messages, JACCL's next large sum has been seen to fail
+BACK_S = 120.0  # seconds until an agent that was killed is back
+STREAMS = 4  # at once, while a rank is killed
+STREAM_S = 8.0
+SLOWER = 1.5  # times as long, from which on a difference is a warning
+ITS_OWN = 0.2  # share of answers that the embedded model may get wrong on one Mac
+UNLIKE = 0.3  # share by which speeds may differ from the plan's
+
+_POLL_S = 0.25
+_ECHOES = 16
+_COUNT = "Count from 1 to 60."
+_COUNTED = " ".join(map(str, range(1, 61)))
+_HAYSTACKS = 6
+_SENTENCES = 40  # of each
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One try: its verdict in words, and numbers for programs."""
+
+    what: str
+    verdict: Verdict
+    words: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Bed:
+    """The cluster that is tried: its agent here, its members' names, and what shows progress."""
+
+    agent: AgentClient
+    home: Path
+    macs: tuple[str, ...]
+    say: Callable[[str], None]
+
+    @property
+    def key_heads(self) -> int:
+        """Key/value heads of the embedded model, which tensor parallelism divides."""
+        from .planning import read_shape
+
+        return read_shape(EMBEDDED_MODEL).kv_heads
+
+
+def qualify(
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Kill a rank without a question. Streams must survive it.")
+    ] = False,
+    with_names: Annotated[
+        bool, typer.Option("--with-names", help="Keep names and addresses in the table and the file.")
+    ] = False,
+    kill_agent: Annotated[
+        bool,
+        typer.Option(
+            "--kill-agent",
+            help="Also kill the agent on this Mac, which the service, or you, must start again within two "
+            "minutes.",
+        ),
+    ] = False,
+    idle: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long the links idle before the second measurement.")
+    ] = IDLE_S,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Try in about ten minutes whether this cluster is sound: cables, links, exact answers, recovery, speed.
+
+    Runs on one Mac of two or more while no one else uses them. The embedded model is served for it, beside
+    the others. The table is also kept in qualify.json in the agent's home, without names and addresses. The
+    exit status is 1 when something failed.
+    """
+    folder = home_of(home)
+    agent = AgentClient(folder, ASK_S)
+    status = agent.get("status")
+    macs = tuple(each["name"] for each in status.get("members") or () if each.get("state") == "alive")
+    if len(macs) < 2:
+        raise UserError(
+            f"{len(macs) or 1} Mac is here; qualify tries how several work together. `mlxtp token` on this "
+            "one lets another join",
+            Code.NOT_SUPPORTED,
+        )
+    if status["open_requests"]:
+        raise UserError(f"{status['open_requests']} requests are open; wait until they have ended")
+    rows: list[Row] = []
+    console = Console(stderr=True, highlight=False)
+    with console.status("") as shown:
+        bed = Bed(agent, folder, macs, shown.update)
+
+        def may(kill: str) -> bool:
+            if yes or (kill == AGENT and kill_agent):
+                return kill == RANK or kill_agent
+            shown.stop()
+            try:
+                return typer.confirm(f"Kill {kill}?", err=True)
+            except typer.Abort:
+                return False
+            finally:
+                shown.start()
+
+        for row in tries(bed, status, idle, may):
+            rows.append(row)
+            if not as_json:
+                console.print(f"[{COLOURS[row.verdict]}]{row.verdict:>8}[/]  {row.what}")
+    hide = (lambda text: text) if with_names else hider(macs, status, folder)
+    found = report(rows, status, hide)
+    write_private(folder / FILE, (json.dumps(found, indent=1) + "\n").encode())
+    if as_json:
+        print_json(found)
+    else:
+        out = Console(highlight=False)
+        out.print(shown_table(found["rows"]))
+        out.print(f"The same as JSON, to paste into a report: {folder / FILE}", soft_wrap=True)
+    if any(row.verdict == "failed" for row in rows):
+        raise typer.Exit(Exit.REFUSED)
+
+
+def tries(bed: Bed, status: Mapping[str, Any], idle_s: float, may: Callable[[str], bool]) -> Iterator[Row]:
+    """Try everything in order. A try that cannot go on is a row that failed, and the next one begins."""
+    yield from tried("doctor", lambda: doctor(bed))
+    if status["model"] and status["model"] != EMBEDDED_MODEL:
+        yield from tried("speed", lambda: speed(bed))
+    else:
+        yield Row("speed", "left out", "no model but the embedded one is served; `mlxtp serve MODEL` one")
+    count = len(bed.macs)
+    asked = dict([*map(echo, range(_ECHOES)), *(haystack() for _ in range(_HAYSTACKS)), (_COUNT, _COUNTED)])
+    kinds = [(ALONE, "1", "auto"), ("pipeline", str(count), "pipeline"), ("tensor", str(count), "tensor")]
+    with deployed(bed, status):
+        for kind, nodes, parallel in kinds:
+            if why := impossible(kind, count, bed.key_heads):
+                yield Row(f"exact answers, {kind}", "left out", why)
+            else:
+                yield from tried(f"exact answers, {kind}", partial(exact, bed, kind, nodes, parallel, asked))
+        yield from links(bed, idle_s)
+        for what, act in ((RANK, kill), (AGENT, kill_own_agent)):
+            if may(what):
+                yield from tried(f"kill of {what}", partial(act, bed))
+            else:
+                yield Row(f"kill of {what}", "left out", "not wanted")
+
+
+def tried(what: str, act: Callable[[], Row | Sequence[Row]]) -> Sequence[Row]:
+    """Return the rows of one try, or one row with its error."""
+    try:
+        found = act()
+    except MlxtpError as error:
+        return [Row(what, "failed", error.detail)]
+    return [found] if isinstance(found, Row) else found
+
+
+def impossible(kind: str, macs: int, key_heads: int) -> str:
+    """Return the reason why so many Macs cannot share the embedded model in this way, if there is one."""
+    if kind == "tensor" and key_heads % macs:
+        return f"{key_heads} key/value heads of the embedded model do not divide among {macs} Macs"
+    if kind == "pipeline" and macs > key_heads:  # it has as many layers
+        return f"the embedded model has too few layers for {macs} Macs"
+    return ""
+
+
+# --- what is tried ----------------------------------------------------------------------------------------
+
+
+def doctor(bed: Bed) -> list[Row]:
+    """Examine this Mac, its cables and links, and the other members."""
+    bed.say("examining Macs, cables and links")
+    found = bed.agent.get("doctor")
+    rows = []
+    for each in found["rows"]:
+        bad = [one for one in each["findings"] if one["level"] in ("warning", "error")]
+        told = [one["what"] + (f" ({one['fix']})" if one["fix"] else "") for one in bad]
+        if bad:
+            verdict: Verdict = "failed" if each["level"] == "error" else "warning"
+            rows.append(Row(f"doctor: {each['title']}", verdict, "; ".join(told)))
+    good = len(found["rows"]) - len(rows)
+    return [Row("doctor", "ok", f"{good} of {len(found['rows'])} checks found no problem"), *rows]
+
+
+def speed(bed: Bed) -> Row:
+    """Compare the speed of the served model with the plan for the Macs that it runs on."""
+    from . import plan, planning
+
+    served = find_served(bed.home, bed.agent.key)
+    made = bench.measure(served, bed.agent, bed.say)
+    written = next((row for row in made["rows"] if row["what"] == "write"), None)
+    if written is None:
+        return Row("speed", "left out", "the context is too short to measure it", made)
+    told = bed.agent.get("status")
+    row = next(each for each in told["deployments"] if served.model in (each["name"], each["model"]))
+    planned = planning.expected(
+        plan.found_model(row["model"], bed.home), *plan.members_here(bed.home)[:3],
+        nodes=made["world_size"], pipeline=any(group["split"] for group in row["groups"]),
+    )  # fmt: skip
+    return compared(written["rate"], planned, made)
+
+
+def compared(measured: float, planned: float, figures: Mapping[str, Any]) -> Row:
+    """Judge a speed in tokens a second by the plan's; 0 where the plan knows none."""
+    words = f"{measured:.3g} tokens/s"
+    if not planned:
+        return Row("speed", "warning", f"{words}; the plan does not know these Macs", figures)
+    error = measured / planned - 1
+    verdict: Verdict = "ok" if error > -UNLIKE else "warning"
+    words += f", {planned:.3g} by plan ({error:+.0%})"
+    return Row("speed", verdict, words, {**figures, "planned": planned, "error": error})
+
+
+def exact(bed: Bed, kind: str, nodes: str, parallel: str, asked: dict[str, str]) -> Row:
+    """Ask the embedded model for what has one right answer, several at a time.
+
+    What it cannot answer on one Mac alone is dropped from `asked`.
+    """
+    bed.say(f"exact answers: {kind}")
+    began = time.monotonic()
+    serve(bed, nodes, parallel)
+    formed_s = time.monotonic() - began
+    count, told = len(asked), dict(zip(asked, ask_all(bed.agent, list(asked)), strict=True))
+    wrong = [text for text, right in asked.items() if told[text] != right]
+    figures = {"asked": count, "wrong": len(wrong), "formed_s": round(formed_s, 2)}
+    first = f": {told[wrong[0]]!r} instead of {asked[wrong[0]]!r}" if wrong else ""
+    words = f"{count - len(wrong)} of {count}; serving after {formed_s:.1f} s"
+    bad = len(wrong) > (count * ITS_OWN if kind == ALONE else 0)
+    if kind == ALONE:
+        for text in wrong:
+            del asked[text]
+    return Row(f"exact answers, {kind}", "failed" if bad else "ok", words + first * bad, figures)
+
+
+def links(bed: Bed, idle_s: float) -> Iterator[Row]:
+    """Time sums over the group's links, and again after they have idled."""
+    first: dict[str, Any] = {}
+
+    def measure(what: str) -> Row:
+        bed.say(f"{what}: sums of all sizes over the links")
+        answer = bed.agent.post("bench/fabric", model=EMBEDDED_MODEL)
+        words = f"{bench.duration(answer['collective_s'])} a collective; {bench.amount(answer['sizes'][-1])} "
+        words += f"take {bench.duration(answer['sums_s'][-1])}"
+        figures = {name: answer[name] for name in ("backend", "kind", "collective_s", "sizes", "sums_s")}
+        slower = answer["collective_s"] / first.get("collective_s", answer["collective_s"])
+        first.update(figures)
+        if slower > SLOWER:
+            return Row(what, "warning", f"{words}; {slower:.1f} times as long as before", figures)
+        return Row(what, "ok", words, figures)
+
+    yield from tried("links", lambda: measure("links"))
+    if not first:
+        return
+    for left in range(int(idle_s), 0, -1):
+        bed.say(f"the links idle: {left} s left")
+        time.sleep(min(1.0, idle_s))
+    yield from tried("links after a pause", lambda: measure("links after a pause"))
+
+
+def kill(bed: Bed) -> list[Row]:
+    """Kill the rank on this Mac under streams. They must go on, with not one token changed."""
+    bed.say("streams while a rank is killed")
+    before = psutil.virtual_memory().available
+    epoch = group_of(bed)["epoch"]
+    pid = own_rank(bed.home)
+    killed = threading.Timer(STREAM_S / 4, os.kill, (pid, signal.SIGKILL))
+    killed.start()
+    longest, wrong, count = counting(bed.agent, time.monotonic() + STREAM_S)
+    killed.join()
+    wait(bed, lambda group: group["epoch"] > epoch)
+    figures = {"streams": STREAMS, "answers": count, "wrong": len(wrong), "longest_s": round(longest, 2)}
+    words = f"{count} answers over {STREAMS} streams, the longest in {longest:.1f} s"
+    verdict: Verdict = "failed" if wrong else "ok"
+    after = psutil.virtual_memory().available
+    lost = max(before - after, 0)
+    kept = Row(
+        "memory after an epoch",
+        "warning" if lost > max(before * 0.05, 1 << 28) else "ok",
+        f"{lost / 1e6:.0f} MB less free than before the rank was killed",
+        {"before_bytes": before, "after_bytes": after},
+    )
+    return [Row(f"kill of {RANK}", verdict, f"{words}; {wrong[0]}" if wrong else words, figures), kept]
+
+
+def kill_own_agent(bed: Bed) -> Row:
+    """Kill this Mac's agent, and wait until it is back and serves. Its own clients lose their answers."""
+    bed.say("the agent of this Mac was killed; it must be started again")
+    killed, began = agent_pid(bed.home), time.monotonic()
+    os.kill(killed, signal.SIGKILL)
+    while True:
+        if time.monotonic() > began + BACK_S:
+            raise UserError(f"the agent was not back {BACK_S:g} s after it was killed")
+        try:
+            if agent_pid(bed.home) != killed:
+                again = replace(bed, agent=AgentClient(bed.home, ASK_S))
+                group_of(again)
+                break
+        except (OSError, ValueError, UserError):
+            pass
+        time.sleep(_POLL_S)
+    wait(again, lambda group: len(group["members"]) > 1)
+    back_s = time.monotonic() - began
+    _, wrong, count = counting(again.agent, time.monotonic() + 1.0)
+    figures = {"back_s": round(back_s, 2), "answers": count, "wrong": len(wrong)}
+    words = f"several Macs served again after {back_s:.1f} s"
+    verdict: Verdict = "failed" if wrong else "ok"
+    return Row(f"kill of {AGENT}", verdict, f"{words}; {wrong[0]}" if wrong else words, figures)
+
+
+# --- the embedded model: served, asked --------------------------------------------------------------------
+
+
+@contextmanager
+def deployed(bed: Bed, status: Mapping[str, Any]) -> Iterator[None]:
+    """Have the embedded model deployed as it was before, at the end: with its own choices, or not at all."""
+    was = next((each for each in status["deployments"] if each["name"] == EMBEDDED_MODEL), None)
+    try:
+        yield
+    finally:
+        agent = AgentClient(bed.home, ASK_S)  # it may have been started again
+        if was is None:
+            agent.post("unload", model=EMBEDDED_MODEL)
+        else:
+            agent.post(
+                "serve", model=EMBEDDED_MODEL, nodes=was["nodes"], parallel=was["parallel"] or "auto",
+                split=was["split"], replicas=str(was["replicas"]["wanted"] or "all"),
+            )  # fmt: skip
+
+
+def serve(bed: Bed, nodes: str, parallel: str) -> None:
+    """Serve the embedded model in this way, and wait until it is. Raises UserError with the reason."""
+    bed.agent.post("serve", model=EMBEDDED_MODEL, nodes=nodes, parallel=parallel, split="auto", replicas="1")
+    wait(
+        bed,
+        lambda group: (
+            len(group["members"]) == int(nodes) and bool(group["split"]) is (parallel == "pipeline")
+        ),
+    )
+
+
+def wait(bed: Bed, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Wait until the embedded model's group is ready and as wanted. Raises UserError with the reason."""
+    until = time.monotonic() + READY_S
+    while not (group := group_of(bed)) or group["state"] != "ready" or not wanted(group):
+        if time.monotonic() > until:
+            why = group.get("why") or group.get("state") or "no group forms"
+            raise UserError(f"the embedded model is not served within {READY_S:g} s: {why}")
+        time.sleep(_POLL_S)
+
+
+def group_of(bed: Bed) -> Mapping[str, Any]:
+    """Return the embedded model's group, or an empty mapping."""
+    rows = [each for each in bed.agent.get("status")["deployments"] if each["name"] == EMBEDDED_MODEL]
+    return next((group for each in rows for group in each["groups"]), {})
+
+
+def own_rank(home: Path) -> int:
+    """Return the process of this Mac's rank of the embedded model. Raises UserError when it has none."""
+    for process in psutil.Process(agent_pid(home)).children():
+        if "--rank" in (words := process.cmdline()) and "mlxtp.engine.worker" in words:
+            return process.pid
+    raise UserError("this Mac has no rank of the embedded model; run this on one that has")
+
+
+def agent_pid(home: Path) -> int:
+    """Return the process of the agent of this home. Raises OSError or ValueError when none is there."""
+    return int(json.loads((home / AGENT_FILE).read_text())["pid"])
+
+
+def ask(agent: AgentClient, text: str) -> str:
+    """Return the greedy answer to one message. Raises MlxtpError."""
+    body = {
+        "model": EMBEDDED_MODEL,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": 300,
+    }
+    return "".join(piece.text for piece in agent.ask(body))
+
+
+def ask_all(agent: AgentClient, texts: Sequence[str]) -> list[str]:
+    """Return the answers, asked STREAMS at a time; an error stands as its words."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def one(text: str) -> str:
+        try:
+            return ask(agent, text)
+        except MlxtpError as error:
+            return error.detail
+
+    with ThreadPoolExecutor(STREAMS) as threads:
+        return list(threads.map(one, texts))
+
+
+def counting(agent: AgentClient, until: float) -> tuple[float, list[str], int]:
+    """Have the model count in STREAMS streams until then (monotonic).
+
+    Returns the seconds of the longest answer, what was wrong, and the number of answers.
+    """
+    took: list[float] = []
+    wrong: list[str] = []
+
+    def stream() -> None:
+        while (began := time.monotonic()) < until:
+            try:
+                said = ask(agent, _COUNT)
+            except MlxtpError as error:
+                said = error.detail
+            if said != _COUNTED:
+                wrong.append(f"{said[:80]!r}")
+            took.append(time.monotonic() - began)
+
+    threads = [threading.Thread(target=stream, daemon=True) for _ in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return max(took), wrong, len(took)
+
+
+def echo(number: int) -> tuple[str, str]:
+    """Return a request to repeat a new text, and the right answer."""
+    letters = string.ascii_uppercase + string.digits
+    text = "-".join("".join(secrets.choice(letters) for _ in range(7)) for _ in range(1 + number % 4))
+    return f"Repeat exactly: {text}", text
+
+
+def haystack() -> tuple[str, str]:
+    """Return a long text with codes and the question for one of them, and the right answer."""
+    names = ("Ada", "Bob", "Eve")
+    codes = {
+        name: "".join(secrets.choice(string.ascii_uppercase) for _ in range(2))
+        + f"-{secrets.randbelow(9000) + 1000}"
+        for name in names
+    }
+    sentences = [f"The code for {name} is {code}." for name, code in codes.items()]
+    sentences += ["The sky is grey today."] * _SENTENCES
+    secrets.SystemRandom().shuffle(sentences)
+    name = secrets.choice(names)
+    return f"{' '.join(sentences)} What is the code for {name}?", codes[name]
+
+
+# --- the report -------------------------------------------------------------------------------------------
+
+_ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b|\b[0-9a-fA-F]{0,4}(:[0-9a-fA-F]{0,4}){3,7}\b")
+
+
+def hider(macs: Sequence[str], status: Mapping[str, Any], home: Path) -> Callable[[str], str]:
+    """Return what replaces names of Macs and of the user, ids and addresses in a text."""
+    names = {name: f"Mac {number}" for number, name in enumerate(macs, 1)}
+    names |= {
+        str(each["node_id"]): names[each["name"]] for each in status["members"] if each["name"] in names
+    }
+    names |= {str(Path.home()): "~", str(home): "HOME"}
+    words = re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)))
+
+    def hide(text: str) -> str:
+        return _ADDRESS.sub("ADDRESS", words.sub(lambda found: names[found[0]], text))
+
+    return hide
+
+
+def report(rows: Sequence[Row], status: Mapping[str, Any], hide: Callable[[str], str]) -> dict[str, Any]:
+    """Return the report as JSON. Speeds are in tokens a second, times in seconds, sizes in bytes."""
+    found = {
+        "format": 1,
+        "at": int(time.time()),
+        "versions": status["versions"],
+        "macs": [
+            {name: each.get(name) for name in ("name", "chip", "memory_bytes", "system")}
+            for each in status["members"]
+        ],
+        "rows": [asdict(row) for row in rows],
+    }
+    told: dict[str, Any] = json.loads(hide(json.dumps(found, ensure_ascii=False)))
+    return told
+
+
+def shown_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table for people."""
+    table = table_of("verdict", "try", "result", wrapped=("result",))
+    for row in rows:
+        table.add_row(f"[{COLOURS[row['verdict']]}]{row['verdict']}[/]", row["what"], row["words"])
+    return table

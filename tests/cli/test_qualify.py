@@ -1,0 +1,62 @@
+"""Verdicts and the report of `mlxtp qualify`, without Macs. tests/agents/test_qualify.py has it run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxtp.cli import qualify
+from mlxtp.cli.qualify import Row
+from mlxtp.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("kind", "macs", "why"),
+    [
+        ("one Mac", 3, ""),
+        ("tensor", 2, ""),
+        ("tensor", 3, "4 key/value heads of the embedded model do not divide among 3 Macs"),
+        ("pipeline", 3, ""),
+        ("pipeline", 5, "the embedded model has too few layers for 5 Macs"),
+    ],
+)
+def test_what_so_many_macs_cannot_share_is_left_out_with_the_reason(kind: str, macs: int, why: str) -> None:
+    assert qualify.impossible(kind, macs, 4) == why
+
+
+@pytest.mark.parametrize(
+    ("measured", "planned", "verdict", "words"),
+    [
+        (21.0, 20.0, "ok", "21 tokens/s, 20 by plan (+5%)"),
+        (13.0, 20.0, "warning", "13 tokens/s, 20 by plan (-35%)"),
+        (13.0, 0.0, "warning", "13 tokens/s; the plan does not know these Macs"),
+    ],
+)
+def test_speeds_are_judged_by_the_plan(measured: float, planned: float, verdict: str, words: str) -> None:
+    row = qualify.compared(measured, planned, {})
+    assert (row.verdict, row.words) == (verdict, words)
+
+
+def test_a_try_that_raises_is_a_row_that_failed() -> None:
+    def fails() -> Row:
+        raise UserError("no group forms")
+
+    assert qualify.tried("links", fails) == [Row("links", "failed", "no group forms")]
+
+
+def test_names_ids_and_addresses_are_hidden_from_a_report() -> None:
+    members = [{"node_id": "ab12cd34", "name": "Ann's Studio"}, {"node_id": "ef56", "name": "Ann"}]
+    hide = qualify.hider(("Ann's Studio", "Ann"), {"members": members}, Path("/srv/agent"))
+    text = "Ann's Studio (ab12cd34) at 192.168.1.7 and fe80::1:2:3, not Ann; "
+    text += f"{Path.home()}/x /srv/agent/y; 12:30:05"
+    assert hide(text) == "Mac 1 (Mac 1) at ADDRESS and ADDRESS, not Mac 2; ~/x HOME/y; 12:30:05"
+
+
+def test_questions_have_one_right_answer() -> None:
+    for number in range(8):
+        text, right = qualify.echo(number)
+        assert text == f"Repeat exactly: {right}"
+    text, right = qualify.haystack()
+    name = text.rpartition(" ")[2].rstrip("?")
+    assert f"The code for {name} is {right}." in text

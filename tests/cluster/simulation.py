@@ -110,13 +110,19 @@ class World:
         self.now = ends
 
     def run_until(self, quiet: Callable[[], str], within_s: float, stays_s: float = 3.0) -> None:
-        """Until `quiet` finds nothing to complain of, and still does not a while later."""
+        """Until `quiet` finds nothing to complain of, and still does not a while later.
+
+        It may find nothing for a moment before that, such as when a member has just returned.
+        """
         ends = self.now + within_s
-        while (complaint := quiet()) and self.now < ends:
-            self.run(1.0)
-        assert not complaint, f"after {within_s:g} s: {complaint}"
-        self.run(stays_s)
-        assert not (complaint := quiet()), f"it was quiet, and then: {complaint}"
+        while self.now < ends:
+            if complaint := quiet():
+                self.run(1.0)
+                continue
+            self.run(stays_s)
+            if not (complaint := quiet()):
+                return
+        raise AssertionError(f"after {within_s:g} s: {complaint}")
 
     def delay_s(self) -> float:
         return self._random.uniform(*self._delays)

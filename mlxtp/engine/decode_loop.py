@@ -444,7 +444,7 @@ class DecodeLoop:
             if self._stages > 1:
                 if result.tokens:
                     self._followers.send(ChosenTokens(result.forwards, result.tokens))
-                self._rank.runner.border.tell(result.forwards, result.tokens)
+                self._rank.runner.border.supply(result.forwards, result.tokens)
             assert self._requests.scheduler is not None
             outcomes = tuple(self._requests.scheduler.record(result.tokens, result.scores, result.took_s))
             self._unconfirmed.append(Unconfirmed(result, outcomes, time.monotonic()))

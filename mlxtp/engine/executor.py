@@ -154,7 +154,7 @@ class RankExecutor:
         runner, recorder = self.runner, self.status.recorder
         room, before = runner.room, self._counter.total
         phase: Phase = "decode" if isinstance(frame, StepToken) else "prefill"
-        if runner.border.times is not None and self.bootstrap.rank:
+        if runner.border.stage is not None and self.bootstrap.rank:
             runner.border.times.began(frame, launched_at, idle=not self.status.in_flight)
         self.status.launched(phase, len(frame.tokens), launched_at)
         if phase == "prefill":
@@ -184,28 +184,27 @@ class RankExecutor:
         now = time.monotonic()
         tokens = tuple([t for row, width in zip(table, chosen.widths, strict=False) for t in row[:width]])
         took_s = status.settled(now)
-        if border.times is not None:
+        fed, chose = forward.fed, tokens
+        if border.stage is not None:
             border.times.ended(took_s, now)
             status.staged(border.times.busy_s, border.times.waiting_s)
+            chose = ()  # rank 0 alone knows it
+            if chosen.fed is not None:
+                fed = zlib.crc32(chosen.fed, fed)  # type: ignore[arg-type]
         status.step = forward.step
         status.forwards = forward.forwards
         status.collectives = forward.collectives
         step_us, wait_us = int((now - forward.launched_at) * 1e6), int((now - waiting_since) * 1e6)
         status.took(step_us, wait_us)
-        fed = forward.fed
-        if is_stage := self.loaded is not None and self.loaded.stage is not None:
-            fed = fed if chosen.fed is None else zlib.crc32(chosen.fed, fed)  # type: ignore[arg-type]
-        chose = digest(
-            forward.step, () if is_stage else tokens, fed
-        )  # of a pipeline, rank 0 alone knows them
-        status.recorder.finished(forward.entry, now, chose, fed)
+        digested = digest(forward.step, chose, fed)
+        status.recorder.finished(forward.entry, now, digested, fed)
         return Result(
             forward.step,
             tokens,
             {uid: _scored(arrays) for uid, arrays in chosen.scores.items()} if chosen.scores else {},
             forward.forwards,
             forward.collectives,
-            chose,
+            digested,
             step_us,
             wait_us,
             took_s,

@@ -38,10 +38,8 @@ LATENCY_ROUNDS = 8
 CHAINS = 3  # timings of a chain of collectives
 Timed = Literal["sum", "gather", "chain"]
 
-_COLLECTIVES = ("all_sum", "all_gather", "all_max", "all_min", "sum_scatter", "send", "recv", "recv_like")
-
-
 _MESSAGES = ("send", "recv", "recv_like")
+_COLLECTIVES = ("all_sum", "all_gather", "all_max", "all_min", "sum_scatter", *_MESSAGES)
 
 
 class CollectiveCounter:

@@ -329,15 +329,11 @@ class StageVocabulary(Vocabulary):
         last_only: bool = False,
     ) -> mx.array:
         """Run the own layers. `given`: embeddings, or the hidden states that the stage before has sent."""
-        if self.chooses:
-            self.stage.given = given
-            try:
-                return super().forward(model, tokens, cache, last_only=last_only)
-            finally:
-                self.stage.given = None
-        entrance = self.embedding or self.stage
+        entrance = self.stage if self.chooses or self.embedding is None else self.embedding
         entrance.given = given
         try:
+            if self.chooses:
+                return super().forward(model, tokens, cache, last_only=last_only)
             hidden: mx.array = model(tokens, cache=cache)
             return hidden
         finally:
@@ -384,7 +380,7 @@ class HiddenStates:
     number: mx.array | None = None
     pieces: Sequence[mx.array] = ()
 
-    def expect(self) -> None:
+    def post_receives(self) -> None:
         """Queue their messages, behind those that are queued."""
         for piece in self.pieces:
             mx.async_eval(piece)
@@ -434,7 +430,7 @@ class StageTimes:
         finally:
             self._blocked_s += time.monotonic() - since
 
-    def told(self, now: float) -> None:
+    def tokens_came(self, now: float) -> None:
         """Record that the tokens of the next step have come, which was queued before the last one ended."""
         if not self._running:
             self._blocked_s += now - self._ended
@@ -451,15 +447,24 @@ class StageTimes:
         self._blocked_s, self._ended = 0.0, now
 
 
-class ToldTokens:
-    """Tokens that the rows of a pipeline feed. Rank 0 chooses them, and tells the other ranks.
+def padded(tokens: Sequence[int], widths: Sequence[int], width: int) -> mx.array:
+    """Return the tokens of rows of these widths, int32 [rows, width], padded with zeros that no row sees."""
+    table, at = [], 0
+    for count in widths:
+        table.append([*tokens[at : at + count], *[0] * (width - count)])
+        at += count
+    return mx.array(table, dtype=mx.int32)
 
-    A step may be queued before its tokens are known. It has zeros for them until `tell`.
+
+class LateTokens:
+    """Tokens that the rows of a pipeline feed. Rank 0 chooses them, and the other ranks receive them.
+
+    A step may be queued before its tokens are known. It has zeros for them until `supply`.
     """
 
     def __init__(self) -> None:
         self.needs = 0  #: the forward that chooses tokens of the newest step; 0 if all are in its frame
-        self._told = 0  # the newest forward whose choice is known
+        self._newest = 0  # the newest forward whose choice is known
         self._last: dict[int, int] = {}  # by uid
         #: Forwards whose choice is not known: number, rows, and how many tokens each row gets.
         self._choosing: deque[tuple[int, tuple[int, ...], tuple[int, ...]]] = deque()
@@ -469,13 +474,9 @@ class ToldTokens:
     def feed(self, frame: StepToken, width: int, forward: int) -> tuple[mx.array, mx.array | None]:
         """Return the tokens of a step, int32 [rows, width], padded with zeros that no row sees."""
         widths = frame.widths or (0,) * len(frame.rows)
-        table, at = [], 0
-        for count in widths:
-            table.append([*frame.tokens[at : at + count], *[0] * (width - count)])
-            at += count
-        tokens = mx.array(table, dtype=mx.int32)
-        rows = enumerate(zip(frame.rows, widths, strict=True))
-        inside = [(row, uid) for row, (uid, count) in rows if not count]
+        tokens = padded(frame.tokens, widths, width)
+        rows = zip(frame.rows, widths, strict=True)
+        inside = [(row, uid) for row, (uid, count) in enumerate(rows) if not count]
         uids = {uid for _, uid in inside}
         self.needs = max([number for number, rows, _ in self._choosing if uids.intersection(rows)], default=0)
         if inside:
@@ -484,16 +485,15 @@ class ToldTokens:
         return tokens, None
 
     def chose(self, chosen: Chosen, _embeddings: object) -> None:
-        """Record a forward whose choice `tell` will bring."""
+        """Record a forward whose choice `supply` will bring."""
         self._choosing.append((chosen.forward, chosen.rows, chosen.widths))
 
-    def joined(self, chosen: Chosen, _embeddings: object, *, alone: bool) -> None:
-        """Record one that adds rows to the batch, `alone` if there are no others."""
-        del alone
+    def joined(self, chosen: Chosen, _embeddings: object) -> None:
+        """Record one that adds rows to the batch."""
         self._last.update(dict.fromkeys(chosen.rows, 0))
         self.chose(chosen, None)
 
-    def tell(self, forward: int, tokens: tuple[int, ...]) -> None:
+    def supply(self, forward: int, tokens: tuple[int, ...]) -> None:
         """Take what a forward chose, in row order. Raises GroupError (DESYNC) for that of another one."""
         number, rows, widths = self._choosing.popleft() if self._choosing else (0, (), ())
         if number != forward or sum(widths) != len(tokens):
@@ -506,7 +506,7 @@ class ToldTokens:
             at += width
             if uid in self._last:
                 self._last[uid] = tokens[at - 1]
-        self._told = forward
+        self._newest = forward
         self._fill()
 
     def known(self, forward: int = LAST) -> bool:
@@ -518,7 +518,7 @@ class ToldTokens:
         del self._last[uid]
 
     def _fill(self) -> None:
-        while self._open and self._open[0][1] <= self._told:
+        while self._open and self._open[0][1] <= self._newest:
             _, _, inside, tokens = self._open.popleft()
             view = memoryview(tokens)  # type: ignore[arg-type]  # of its own memory, which no forward has read
             for row, uid in inside:
@@ -530,7 +530,7 @@ class _HeldForward:
     """Forward that is not submitted: its arrays, and what it hands on."""
 
     forward: int
-    needs: int  # as in ToldTokens
+    needs: int  # as in LateTokens
     after: HiddenStates
     arrays: tuple[Any, ...]
     handed_on: tuple[mx.array, ...]  # hidden states and the messages that send them; none on rank 0
@@ -548,18 +548,19 @@ class Border:
     """
 
     def __init__(self, stage: Stage | None, group: Group) -> None:
-        self._stage = stage
+        self.stage = stage
         self._group = group
+        self._chooses = stage is not None and stage.chooses
         self._held: deque[_HeldForward] = deque()
         self._handing_on: tuple[mx.array, ...] = ()  # by the forward that is being queued
         self._handed_on: tuple[mx.array, ...] = ()  # by the newest forward that was submitted
         self._receiving = 0  # the newest forward whose hidden states are being received
-        self.tokens = ToldTokens()
-        self.times = StageTimes() if stage is not None else None
+        self.tokens = LateTokens()
+        self.times = StageTimes()
 
     def expect(self, rows: int, width: int) -> HiddenStates:
         """Return what the stage before sends for one forward."""
-        stage = self._stage
+        stage = self.stage
         if stage is None or stage.embeds:
             return HiddenStates()
         assert isinstance(self._group, RingGroup)
@@ -576,7 +577,7 @@ class Border:
 
     def hand_on(self, hidden: mx.array, forward: int) -> mx.array:
         """Have a forward send its hidden states; returns an array that is computed once they are sent."""
-        stage = self._stage
+        stage = self.stage
         assert stage is not None
         assert isinstance(self._group, RingGroup)
         bits = _WORDS[stage.dtype.size]
@@ -590,7 +591,7 @@ class Border:
 
         Raises GroupError (DESYNC) for hidden states of another forward.
         """
-        if self._stage is None:
+        if self.stage is None:
             mx.async_eval(*arrays)
             return
         # Handles of their own, because a later forward may assign to these.
@@ -598,27 +599,26 @@ class Border:
         self._handing_on = ()
         self._go_on()
 
-    def tell(self, forward: int, tokens: tuple[int, ...]) -> None:
+    def supply(self, forward: int, tokens: tuple[int, ...]) -> None:
         """Take the tokens that a forward chose, none if it ended no prompt, and submit what they held up.
 
         Rank 0 also submits the next forward of another lane. Raises GroupError (DESYNC) for tokens of
         another forward.
         """
         if tokens:
-            self.tokens.tell(forward, tokens)
-        if self._stage is None:
+            self.tokens.supply(forward, tokens)
+        if self.stage is None:
             return
         is_lane = bool(self._held) and self._held[0].needs < forward
-        if not self._stage.chooses and self._held and self.tokens.known(self._held[0].forward):
-            assert self.times is not None
-            self.times.told(time.monotonic())
+        if not self._chooses and self._is_known():
+            self.times.tokens_came(time.monotonic())
         self._go_on()
-        if self._stage.chooses and is_lane:
+        if self._chooses and is_lane:
             self.flush(self._held[0].forward)
 
     def make_way(self) -> None:
         """Submit forwards until fewer are held than there are stages before this one."""
-        while self._stage is not None and len(self._held) >= self._stage.ranks - 1:
+        while self.stage is not None and len(self._held) >= self.stage.ranks - 1:
             self.flush(self._held[0].forward)
 
     def flush(self, forward: int = LAST) -> None:
@@ -628,31 +628,29 @@ class Border:
         """
         while self._held and self._held[0].forward <= forward:
             held = self._held.popleft()
-            self._wait(held)
+            self.times.submitted()
+            if held.after.number is not None:
+                if not self._chooses:
+                    held.after.post_receives()
+                    mx.eval(self._handed_on[:1])  # is sent before: time to compute it is no waiting
+                with self.times.blocked():
+                    held.after.wait(held.forward)
+            self._handed_on = held.handed_on
             for piece in held.handed_on:  # in this order
                 mx.async_eval(piece)
             mx.async_eval(*held.arrays)
 
     def _go_on(self) -> None:
         """Submit the forwards whose tokens are known, or on rank 0 receive what they begin with."""
-        assert self._stage is not None
-        if not self._stage.chooses:
-            while self._held and self.tokens.known(self._held[0].forward):
+        if not self._chooses:
+            while self._is_known():
                 self.flush(self._held[0].forward)
             return
         for held in self._held:  # those alone, because MLX may wait for them when others are submitted
             if held.forward > self._receiving and self.tokens.known(held.forward):
-                held.after.expect()
+                held.after.post_receives()
                 self._receiving = held.forward
 
-    def _wait(self, held: _HeldForward) -> None:
-        assert self._stage is not None
-        assert self.times is not None
-        self.times.submitted()
-        if held.after.number is not None:
-            if not self._stage.chooses:
-                held.after.expect()
-                mx.eval(self._handed_on[:1])  # is sent before: time to compute it is no waiting
-            with self.times.blocked():
-                held.after.wait(held.forward)
-        self._handed_on = held.handed_on
+    def _is_known(self) -> bool:
+        """Return True if a forward is held, and the tokens of the oldest one are known."""
+        return bool(self._held) and self.tokens.known(self._held[0].forward)

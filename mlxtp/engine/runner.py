@@ -41,7 +41,7 @@ from .block_store import Items
 from .cache_blocks import block_of
 from .group import CollectiveCounter, LoneGroup
 from .loader import ModelShare, leaves
-from .pipeline import Border, nothing_chosen
+from .pipeline import Border, HiddenStates, nothing_chosen, padded
 from .sampler import Chooser, Chosen, Scores
 from .telemetry import CacheUse
 
@@ -69,11 +69,7 @@ class InputBatch:
         assert self.tokens is not None
         if not frame.widths:
             return self.tokens[:, None], None if self._embeddings is None else self._embeddings[:, None]
-        table, at = [], 0
-        for count in frame.widths:
-            table.append([*frame.tokens[at : at + count], *[0] * (width - count)])
-            at += count
-        known = mx.array(table, dtype=mx.int32)
+        known = padded(frame.tokens, frame.widths, width)
         if all(frame.widths):
             return known, None
         inside = mx.array([[count == 0] for count in frame.widths])
@@ -91,10 +87,10 @@ class InputBatch:
         self.tokens = chosen.tokens[rows, last]
         self._embeddings = None if embeddings is None else embeddings[rows, last]
 
-    def joined(self, chosen: Chosen, embeddings: mx.array | None, *, alone: bool) -> None:
+    def joined(self, chosen: Chosen, embeddings: mx.array | None) -> None:
         """Add joining rows with their first tokens, and the embeddings of these [rows, 1, hidden]."""
         tokens, embeddings = chosen.tokens[:, 0], None if embeddings is None else embeddings[:, 0]
-        if self.tokens is None or alone:
+        if self.tokens is None:
             self.tokens, self._embeddings = tokens, embeddings
             return
         self.tokens = mx.concatenate([self.tokens, tokens])
@@ -269,7 +265,7 @@ class Runner:
         #: Possible lengths of each sequence's KV cache at its next forward, as drafts may have been wrong.
         self._lengths: dict[int, range] = {}
         self._batch: Batch = caches.empty_batch()
-        self._inputs = self.border.tokens if loaded.stage else InputBatch()
+        self._inputs = self.border.tokens if self.border.stage else InputBatch()
         self._graphs = DecodeGraphs(self._body, counter, traces=compiled and caches.slots)
         self.forwards = 0  # forwards of this runner, prefill chunks and steps
 
@@ -287,14 +283,13 @@ class Runner:
             self._caches.reserve(caches, frame.offset, frame.total)
             self._prefilling[frame.uid] = caches
         self._count((frame.uid,))
-        last = frame.offset + len(frame.tokens) == frame.total
+        end = frame.offset + len(frame.tokens)
+        self._lengths[frame.uid] = range(end, end + 1)
         tokens = mx.array(frame.tokens, dtype=mx.int32)[None]
         received = self.border.expect(*tokens.shape)
         local = self._vocabulary.forward(self._model, tokens, caches, given=received.given, last_only=True)
-        if not last:
+        if end < frame.total:
             # Waiting for the caches alone leaves out the head and the last layer's output, on every rank.
-            end = frame.offset + len(frame.tokens)
-            self._lengths[frame.uid] = range(end, end + 1)
             sent = [] if self._vocabulary.chooses else [self.border.hand_on(local, self.forwards)]
             done = nothing_chosen(1, 1, [*arrays_of(caches), *sent])
             self.border.submit(self.forwards, received, done)
@@ -302,13 +297,10 @@ class Runner:
                 self.border.flush(self.forwards)
                 self.kept.insert(frame.save, snapshot(caches, end), end, frame.covers)
             return Chosen(done, (), (), {}, self.forwards)
-        at = mx.array([frame.total], dtype=mx.int32)
-        chosen, embeddings, scores = self._choose(local, (frame.uid,), (1,), at, frame)
-        self.border.submit(self.forwards, received, chosen, scores, arrays_of(caches))
+        outcome = self._first_tokens(
+            local, (frame.uid,), (frame.total,), frame, after=received, arrays=arrays_of(caches)
+        )
         del self._prefilling[frame.uid]
-        self._lengths[frame.uid] = range(frame.total, frame.total + 1)
-        outcome = Chosen(chosen, (frame.uid,), (1,), scores, self.forwards)
-        self._inputs.joined(outcome, embeddings, alone=not self._batch.rows)
         self._batch.join(frame.uid, caches)
         return outcome
 
@@ -316,7 +308,6 @@ class Runner:
         """Queue one forward over the rest of several prompts. Each becomes a row and gets its first token."""
         batch = self._batch
         assert isinstance(batch, SlotBatch), "other caches prefill one by one"
-        alone = not batch.rows
         for i, uid in enumerate(frame.uids):
             take = bool(frame.takes[i])
             self._lengths[uid] = range(frame.totals[i], frame.totals[i] + 1)
@@ -335,13 +326,9 @@ class Runner:
         received = self.border.expect(*tokens.shape)
         local = self._vocabulary.forward(self._model, tokens, layers, given=received.given, last_only=True)
         bucket.arrays = [array for layer in layers for array in layer.arrays]
-        widths = (1,) * len(frame.uids)
-        at = mx.array(frame.totals, dtype=mx.int32)
-        chosen, embeddings, scores = self._choose(local, frame.uids, widths, at, frame)
-        self.border.submit(self.forwards, received, chosen, scores, bucket.arrays)
-        outcome = Chosen(chosen, frame.uids, widths, scores, self.forwards)
-        self._inputs.joined(outcome, embeddings, alone=alone)
-        return outcome
+        return self._first_tokens(
+            local, frame.uids, frame.totals, frame, after=received, arrays=bucket.arrays
+        )
 
     def step(self, frame: StepToken, known: Callable[[], object] | None = None) -> Chosen:
         """Queue one decode forward.
@@ -350,10 +337,9 @@ class Runner:
         computed. Raises GroupError (DESYNC) when the frame's rows or their lengths differ from this rank's.
         """
         rows, running = frame.rows, self._batch.rows
-        if self._inputs is self.border.tokens:  # one lane steps
-            running = sorted(
-                [uid for part in self._batch.parts(rows) for uid in part.rows], key=running.index
-            )
+        if self.border.stage is not None:  # one lane steps
+            lane = {uid for part in self._batch.parts(rows) for uid in part.rows}
+            running = [uid for uid in running if uid in lane]
         if rows != tuple(running):
             raise GroupError(f"a step for rows {rows}, but this rank runs {tuple(running)}", Code.DESYNC)
         widths = tuple(width or 1 for width in frame.widths) or (1,) * len(rows)
@@ -361,7 +347,6 @@ class Runner:
         self._count(rows)
         width = max(widths)
         tokens, given = self._inputs.feed(frame, width, self.forwards)
-        fed = tokens
         received = self.border.expect(*tokens.shape)
         given = given if received.given is None else received.given
         greedy = frame.exchange == "winners" and self._vocabulary.chooses
@@ -382,7 +367,7 @@ class Runner:
             if frame.agreement == "broadcast":
                 chosen, embeddings = self._chooser.agree(chosen), None
             self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows))
-        outcome = Chosen(chosen, rows, widths, scores, self.forwards, fed)
+        outcome = Chosen(chosen, rows, widths, scores, self.forwards, tokens)
         self._inputs.chose(outcome, embeddings)
         return outcome
 
@@ -566,24 +551,31 @@ class Runner:
         outcome = list(self._vocabulary.winners(local)) if winners else [local]
         return outcome, [array for layer in layers for array in layer.arrays]
 
-    def _choose(
+    def _first_tokens(
         self,
         local: mx.array,
         rows: tuple[int, ...],
-        widths: tuple[int, ...],
-        at: mx.array,
+        totals: tuple[int, ...],
         frame: PromptTokens | PromptBatch,
-    ) -> tuple[mx.array, mx.array | None, Scores]:
-        """Choose tokens int32 [rows, width]; returns them, any embeddings of theirs, and wanted scores."""
-        if not self._vocabulary.chooses:
-            sent = self.border.hand_on(local, self.forwards)
-            return nothing_chosen(len(rows), max(widths), [sent]), None, {}
-        if frame.exchange == "winners":
+        *,
+        after: HiddenStates,
+        arrays: list[mx.array],
+    ) -> Chosen:
+        """Submit a forward that ends prompts of `totals` tokens, with the choice of a token for each."""
+        widths = (1,) * len(rows)
+        scores: Scores = {}
+        embeddings: mx.array | None = None
+        if frame.exchange == "winners" and self._vocabulary.chooses:
             tokens, embeddings = self._vocabulary.winners(local)
-            broadcast = frame.agreement == "broadcast"
-            return (self._chooser.agree(tokens), None, {}) if broadcast else (tokens, embeddings, {})
-        tokens, scores = self._draw(self._vocabulary.gather(local), rows, widths, at, frame)
-        return tokens, None, scores
+            if frame.agreement == "broadcast":
+                tokens, embeddings = self._chooser.agree(tokens), None
+        else:
+            at = mx.array(totals, dtype=mx.int32)
+            tokens, scores = self._draw(self._vocabulary.gather(local), rows, widths, at, frame)
+        self.border.submit(self.forwards, after, tokens, scores, arrays)
+        outcome = Chosen(tokens, rows, widths, scores, self.forwards)
+        self._inputs.joined(outcome, embeddings)
+        return outcome
 
     def _draw(
         self,

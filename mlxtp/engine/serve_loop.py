@@ -58,7 +58,7 @@ class ServeLoop:
                     self._running.append(self._rank.launch(received.seq, frame))
                     self._settle(keep=1)
                 case ChosenTokens() as chosen:
-                    self._rank.runner.border.tell(chosen.forward, chosen.tokens)
+                    self._rank.runner.border.supply(chosen.forward, chosen.tokens)
                 case SessionStop() as stop:
                     self._rank.stop(stop)
                 case Evict() as evict:

@@ -18,8 +18,8 @@ from mlxtp.engine.loader import kv_sizes, make_cache
 from mlxtp.engine.pipeline import (
     Border,
     HiddenStates,
+    LateTokens,
     Stage,
-    ToldTokens,
     check_family,
     check_split,
     cut_into_stage,
@@ -267,68 +267,68 @@ def chosen(forward: int, *rows: int, width: int = 1) -> Chosen:
     return Chosen(mx.zeros((len(rows), width)), rows, (width,) * len(rows), {}, forward)
 
 
-def test_a_step_gets_its_tokens_once_they_are_told_and_in_order() -> None:
-    told = ToldTokens()
-    told.joined(chosen(1, 7, 8), None, alone=True)
-    told.joined(chosen(2, 9), None, alone=False)
-    first, _ = told.feed(StepToken((7, 8), (3, 4)), 1, 3)
-    told.chose(chosen(3, 7, 8), None)
-    assert told.needs == 1
-    given, _ = told.feed(StepToken((9,), (5,), (2,), (50, 51)), 2, 4)
-    assert told.needs == 0
+def test_a_step_gets_its_tokens_once_they_have_come_and_in_order() -> None:
+    late = LateTokens()
+    late.joined(chosen(1, 7, 8), None)
+    late.joined(chosen(2, 9), None)
+    first, _ = late.feed(StepToken((7, 8), (3, 4)), 1, 3)
+    late.chose(chosen(3, 7, 8), None)
+    assert late.needs == 1
+    given, _ = late.feed(StepToken((9,), (5,), (2,), (50, 51)), 2, 4)
+    assert late.needs == 0
     assert given.tolist() == [[50, 51]]
-    told.chose(chosen(4, 9, width=2), None)
-    both, _ = told.feed(StepToken((7, 8), (4, 5), (2, 0), (60, 61)), 2, 5)
-    assert told.needs == 3
-    assert not told.known(3)
-    told.tell(1, (70, 80))
+    late.chose(chosen(4, 9, width=2), None)
+    both, _ = late.feed(StepToken((7, 8), (4, 5), (2, 0), (60, 61)), 2, 5)
+    assert late.needs == 3
+    assert not late.known(3)
+    late.supply(1, (70, 80))
     assert first.tolist() == [[70], [80]]
-    assert told.known(4)
-    assert not told.known(5)
-    told.tell(2, (90,))
-    told.left(7, [1, 0])
-    told.tell(3, (71, 81))
+    assert late.known(4)
+    assert not late.known(5)
+    late.supply(2, (90,))
+    late.left(7, [1, 0])
+    late.supply(3, (71, 81))
     assert both.tolist() == [[60, 61], [81, 0]]
-    assert told.known()
-    again, _ = told.feed(StepToken((9,), (6,)), 1, 6)
-    told.tell(4, (91, 92))
+    assert late.known()
+    again, _ = late.feed(StepToken((9,), (6,)), 1, 6)
+    late.supply(4, (91, 92))
     assert again.tolist() == [[92]]
 
 
 @pytest.mark.parametrize("tokens", [(1, (70,)), (2, (70, 80)), (1, (70, 80, 90))])
 def test_tokens_of_another_forward_are_refused(tokens: tuple[int, tuple[int, ...]]) -> None:
-    told = ToldTokens()
-    told.joined(chosen(1, 7, 8), None, alone=True)
+    late = LateTokens()
+    late.joined(chosen(1, 7, 8), None)
     with pytest.raises(GroupError, match=f"{len(tokens[1])} tokens of forward {tokens[0]}, but 2") as refused:
-        told.tell(*tokens)
+        late.supply(*tokens)
     assert refused.value.code is Code.DESYNC
 
 
-def test_a_stage_computes_a_step_when_its_tokens_are_told_and_those_behind_it_then_too() -> None:
+def test_a_stage_computes_a_step_when_its_tokens_have_come_and_those_behind_it_then_too() -> None:
     border = Border(SimpleNamespace(chooses=False, ranks=2), None)  # type: ignore[arg-type]
-    border.tokens.joined(chosen(1, 7), None, alone=True)
+    border.tokens.joined(chosen(1, 7), None)
     border.submit(1, HiddenStates(), mx.ones(1))
     border.tokens.feed(StepToken((7,), (3,)), 1, 2)
     border.submit(2, HiddenStates(), mx.ones(1))
     border.submit(3, HiddenStates(), mx.ones(1))
     assert [each.forward for each in border._held] == [2, 3]
-    border.tell(1, (70,))
+    border.supply(1, (70,))
     assert not border._held
 
 
 def test_rank_0_computes_the_step_of_another_lane_before_it_goes_on() -> None:
     border = Border(SimpleNamespace(chooses=True, ranks=2), None)  # type: ignore[arg-type]
     arrived = [HiddenStates(None, mx.array([forward], dtype=mx.uint32)) for forward in range(5)]
-    border.tokens.joined(chosen(1, 7), None, alone=True)
-    border.tokens.joined(chosen(2, 8), None, alone=False)
+    border.tokens.joined(chosen(1, 7), None)
+    border.tokens.joined(chosen(2, 8), None)
     for forward, uid in ((3, 7), (4, 8)):
         border.tokens.feed(StepToken((uid,), (3,)), 1, forward)
         border.submit(forward, arrived[forward], mx.ones(1))
         border.tokens.chose(chosen(forward, uid), None)
-    border.tell(1, (70,))
-    border.tell(2, (80,))
+    border.supply(1, (70,))
+    border.supply(2, (80,))
     assert [each.forward for each in border._held] == [4], "3 is of another lane than 2"
-    border.tell(3, (71,))
+    border.supply(3, (71,))
     assert not border._held
 
 

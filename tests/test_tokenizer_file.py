@@ -4,6 +4,7 @@ import base64
 import contextlib
 import json
 import random
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -14,6 +15,7 @@ import pytest
 import regex
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
+from mlxtp.config import embedded_model_path
 from mlxtp.engine import loader
 from mlxtp.engine.grammar import build, read_tokenizer
 from mlxtp.errors import ModelError, RequestError
@@ -307,6 +309,18 @@ def test_a_model_that_writes_chats_in_python_is_refused_before_its_weights_come(
             expected.enter_context(pytest.raises(ModelError, match=why))
         inspect.inspect("o/deepseek" if remote else str(folder), ask_hub=remote)
     assert "model.safetensors" not in there.models["o/deepseek"].sent
+
+
+def test_a_configuration_that_the_library_refuses_is_not_needed_for_text(tmp_path: Path) -> None:
+    """Llama 4's, as it is published."""
+    folder = shutil.copytree(embedded_model_path(), tmp_path / "model")
+    expected = LocalRenderer.load(folder)
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama4_text", "attn_temperature_tuning": 4})
+    )
+    found = LocalRenderer.load(folder)
+    assert found.facts == expected.facts
+    assert found.encode("two words", special=True) == expected.encode("two words", special=True)
 
 
 # --- template modules -------------------------------------------------------------------------------------

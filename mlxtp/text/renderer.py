@@ -177,7 +177,7 @@ class LocalRenderer:
             raise ModelError(f"{path} is not a folder", Code.MODEL_NOT_FOUND)
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
         from tokenizers import Tokenizer
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from transformers import PreTrainedTokenizerFast
 
         try:
             if (path / TIKTOKEN_FILE).is_file():
@@ -185,9 +185,7 @@ class LocalRenderer:
                 options = {name: _plain(settings[name]) for name in _SETTINGS if name in settings}
                 tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, **options)
             else:
-                tokenizer = AutoTokenizer.from_pretrained(
-                    path, local_files_only=True, trust_remote_code=False
-                )
+                tokenizer = _from_files(path)
         except ModelError:
             raise
         except BaseException as error:
@@ -270,6 +268,24 @@ def broken(why: str) -> RequestError:
 def too_large() -> RequestError:
     """Return the error of a conversation that took too much memory."""
     return broken("these messages need more memory than its process may use")
+
+
+def _from_files(path: Path) -> Any:
+    """Return the library's tokenizer for a model folder. Raises as the library does.
+
+    Llama 4's config.json has a number where the library allows none. A tokenizer whose own files name its
+    class needs nothing from there.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoTokenizer
+
+    read = partial(AutoTokenizer.from_pretrained, path, local_files_only=True, trust_remote_code=False)
+    try:
+        return read()
+    except StrictDataclassError:
+        from transformers.configuration_utils import PreTrainedConfig
+
+        return read(config=PreTrainedConfig())
 
 
 def _plain(setting: Any) -> Any:

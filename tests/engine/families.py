@@ -539,11 +539,12 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         family: PIPELINE[family]
         for family in (
             *("gemma3", "gemma3_text", "gemma4", "gemma4_text", "granite", "granitemoe", "kimi_vl"),
-            *("llama4", "mistral3", "mixtral", "olmo2", "olmo3", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
+            *("llama4", "mistral3", "mixtral", "olmo2", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
         )
     },
     "llama4_text": {**PIPELINE["llama4_text"], "tie_word_embeddings": False},
     "nemotron_h": {**PIPELINE["nemotron_h"], "n_groups": 2},
+    "olmo3": {**PIPELINE["olmo3"], **FOUR},
     "seed_oss": {
         "attention_bias": True,
         "attention_out_bias": True,

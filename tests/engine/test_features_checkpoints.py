@@ -13,7 +13,7 @@ from mlxtp.api.backend import Sampling
 
 from ..live_cluster import Cluster
 from ..reference import expected, random_text
-from .families import FAMILIES
+from .families import FAMILIES, OWN
 from .small_models import write_model
 
 pytestmark = pytest.mark.group
@@ -23,7 +23,10 @@ KINDS = [
     "qwen3_5",  # recurrent states beside plain ones
     *[
         pytest.param(family, marks=pytest.mark.chaos)
-        for family in ("exaone_moe", "iquestloopcoder", "longcat_flash_ngram", "deepseek_v32")
+        for family in (
+            *("exaone_moe", "iquestloopcoder", "longcat_flash_ngram", "deepseek_v32"),
+            *("gemma3", "gemma4_text", "llama4", "nemotron_h", "olmo3", "qwen3_next"),
+        )
     ],
 ]
 NEAR = 64  # tokens that a turn may compute again
@@ -43,7 +46,8 @@ def folder(
     request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     family = request.param
-    folder = write_model(tmp_path_factory.mktemp("models") / family, model_type=family, **FAMILIES[family])
+    config = {**FAMILIES, **OWN}[family]
+    folder = write_model(tmp_path_factory.mktemp("models") / family, model_type=family, **config)
     cluster.load(folder)
     return folder
 

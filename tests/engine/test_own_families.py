@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +16,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from mlxtp.api.backend import Request, Sampling
 from mlxtp.engine.families import DIVIDE
 from mlxtp.model_families import DIVIDED_HERE
 
+from ..live_cluster import Cluster
+from ..reference import expected
 from .families import OWN, VARIANTS
 from .own_family_member import LENGTHS, STEPS, chunks, fed, prompt
 from .small_models import write_model
@@ -125,6 +129,28 @@ def test_a_rank_holds_half_of_what_is_divided(two: Group) -> None:
         shares = {facts[name]["weight_bytes"] for facts in two.facts}
         assert len(shares) == 1
         assert whole / 2 <= shares.pop() < 0.62 * whole, name
+
+
+@pytest.mark.group
+@pytest.mark.chaos
+def test_two_ranks_of_an_agent_answer_as_one_does(tmp_path: Path) -> None:
+    """Requests of unlike lengths at once, greedy and drawn, in the batches and graphs of real ranks."""
+    names = sorted(OWN)
+    folders = [
+        write_model(tmp_path / name, seed=seed, attentive=True, **MODELS[name])
+        for seed, name in enumerate(names)
+    ]
+    random = Random(1)
+    with Cluster(tmp_path / "home", ranks=2, model=folders[0]) as cluster:
+        for folder in folders:
+            cluster.load(folder)
+            prompts = [tuple(random.randrange(6, 500) for _ in range(length)) for length in (150, 40, 9)]
+            drawn = Sampling(temperature=1.5, seed=11)  # no draw of which is on the border of two tokens
+            wanted = [Request(each, 24, sampling) for each in prompts for sampling in (Sampling(), drawn)]
+            outcomes = cluster.ask_all(wanted)
+            assert [one.tokens for one in outcomes] == [expected(one, folder).tokens for one in wanted], (
+                folder
+            )
 
 
 def test_every_family_of_the_table_is_tried() -> None:

@@ -28,7 +28,7 @@ from ..settings import BY_KEY
 from . import shell_completion
 from .deployed import kept
 from .options import AsJson, Home, Within
-from .printing import home_of, print_answer, typed
+from .printing import home_of, print_answer, print_json, typed
 from .status import admissions_shown, members_shown
 
 #: Seconds that an agent may take to look up a model on the Hub.
@@ -42,6 +42,8 @@ _SERVE_OPTIONS: Mapping[str, tuple[Callable[[object, str], object], str]] = {
     "parallel": (parse_parallel, "--parallel"),
     "split": (parse_split, "--split"),
 }
+
+_BACKENDS = "auto|jaccl|ring"
 
 commands = typer.Typer(
     name="cluster", no_args_is_help=True, help="Members of the cluster: list them, remove one, or leave."
@@ -218,6 +220,31 @@ def members(home: Home = None, as_json: AsJson = False) -> None:
     """List every member of the cluster, present or not, and which Mac admitted it, from where and when."""
     answer = AgentClient(home_of(home)).get("members")
     print_answer(answer, as_json, lambda a: [*members_shown(a), *admissions_shown(a)])
+
+
+@commands.command()
+def export(
+    backend: Annotated[
+        str, typer.Option(metavar=_BACKENDS, help="How ranks communicate. Default: as a plan for all Macs.")
+    ] = "auto",
+    home: Home = None,
+) -> None:
+    """Print the hostfile of `mlx.launch` for the Macs that are here, to run any MLX program on them.
+
+    Ranks, addresses and RDMA devices are those that mlxtp would use. mlx.launch needs ssh to each Mac.
+    """
+    from .plan import members_here
+    from .planning import hostfile, over_all
+
+    with typed():
+        BY_KEY["backend"].parse(backend, "--backend")
+    folder = home_of(home)
+    agent = AgentClient(folder)
+    there = {each["node_id"]: each["address"] for each in agent.get("members")["members"]}
+    fast = bool(agent.get("settings")["settings"]["fast_fences"])
+    found, coordinator, _, _ = members_here(folder)
+    one = over_all(found, coordinator, backend, fast_fences=fast)
+    print_json(hostfile(one, there, fast_fences=fast))
 
 
 @commands.command()

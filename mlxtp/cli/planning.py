@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
-from ..errors import Code, ConfigError, ModelError
+from ..errors import Code, ConfigError, ModelError, UserError
 from ..placement.candidates import Candidate
 from ..placement.cost_model import LONG_PROMPT, SpeedEstimate
 from ..placement.machines_file import read_machines
@@ -95,6 +95,38 @@ def expected(
     options = PlacementOptions(nodes=nodes, parallel=parallel, measured=measured(results, fast_fences=False))
     chosen = _plan(str(model), members, read_shape(model), coordinator, options).chosen
     return chosen.speed.tokens_per_second if chosen is not None and chosen.speed is not None else 0.0
+
+
+def hostfile(one: Candidate, addresses: Mapping[str, str], *, fast_fences: bool) -> dict[str, Any]:
+    """Return the file of `mlx.launch` for the Macs of a candidate, in rank order.
+
+    `addresses`: those at which members are reached, by node id. Source of the fields: `Hostfile` in MLX's
+    `_distributed_utils/common.py`.
+    """
+    ring = one.ring_addresses or tuple(addresses.get(node, "") for node in one.ranks)
+    hosts = [
+        {
+            "ssh": addresses.get(node) or address or name,
+            "ips": [address] if address else [],
+            "rdma": list(one.rdma[rank]) if one.rdma else [],
+        }
+        for rank, (node, name, address) in enumerate(zip(one.ranks, one.names, ring, strict=True))
+    ]
+    backend = "jaccl-ring" if one.jaccl_ring else one.backend
+    return {"backend": backend, "envs": ["MLX_METAL_FAST_SYNCH=1"] * fast_fences, "hosts": hosts}
+
+
+def over_all(
+    members: Sequence[MemberMachine], coordinator: str, backend: str, *, fast_fences: bool
+) -> Candidate:
+    """Return the best way for all Macs to work together. Raises UserError with the reason."""
+    for parallel in ("tensor", "pipeline"):
+        options = PlacementOptions(nodes="all", backend=backend, parallel=parallel, fast_fences=fast_fences)
+        made = _plan(EMBEDDED_MODEL, members, read_shape(EMBEDDED_MODEL), coordinator, options)
+        chosen = made.chosen
+        if chosen is not None and len(chosen.ranks) == len(members) > 1:
+            return chosen
+    raise UserError(f"these Macs cannot work together: {made.reason}")
 
 
 def as_served(model: str, options: PlacementOptions) -> PlacementOptions:

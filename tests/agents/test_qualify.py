@@ -34,6 +34,8 @@ def test_two_macs_are_qualified(tmp_path: Path) -> None:
         anna.start()
         ben.start("--join", anna.first_token())
         serving(anna, ben)
+        hosts = json.loads(anna.command("cluster", "export").stdout)["hosts"]
+        assert sorted(host["ips"][0] for host in hosts) == sorted(host.address for host in net.hosts)
         before = anna.status()["deployments"]
         with ThreadPoolExecutor() as threads:
             again = threads.submit(start_again, anna)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from mlxtp.cli import planning as plan
 from mlxtp.cli.main import app
 from mlxtp.config import resolve_settings
-from mlxtp.errors import ConfigError, ModelError
+from mlxtp.errors import ConfigError, ModelError, UserError
 from mlxtp.groups.placer import placement_options
 from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_THUNDERBOLT
@@ -404,3 +404,36 @@ def test_three_unlike_macs_are_planned_as_the_page_says() -> None:
     said = " ".join(printed(model, members, width=129).split())
     for line in shown.splitlines():
         assert " ".join(line.removesuffix("…").split()) in said
+
+
+# --- the file of mlx.launch -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "backend"), [(2, "jaccl"), (2, "ring"), (3, "ring")])
+def test_mlx_launch_reads_the_file_of_all_macs(tmp_path: Path, size: int, backend: str) -> None:
+    from mlx._distributed_utils.common import Hostfile
+
+    members = desk(size)
+    one = plan.over_all(members, members[0].node_id, backend, fast_fences=True)
+    addresses = {node: f"192.168.9.{rank}" for rank, node in enumerate(one.ranks)}
+    file = tmp_path / "hosts.json"
+    file.write_text(json.dumps(plan.hostfile(one, addresses, fast_fences=True)))
+    read = Hostfile.from_file(file)
+    assert read.backend == one.backend == backend
+    assert read.envs == ["MLX_METAL_FAST_SYNCH=1"]
+    assert [host.ssh_hostname for host in read.hosts] == list(addresses.values())
+    assert all(len(host.ips) == 1 for host in read.hosts)
+    if backend == "jaccl":
+        assert all(
+            (device is None) is (to == host.rank)
+            for host in read.hosts
+            for to, device in enumerate(host.rdma)
+        )
+        assert all(len(host.rdma) == size for host in read.hosts)
+    else:
+        assert [host.ips[0] for host in read.hosts] == list(one.ring_addresses)
+
+
+def test_one_mac_has_no_file_for_mlx_launch() -> None:
+    with pytest.raises(UserError, match="cannot work together"):
+        plan.over_all(desk(1), "", "auto", fast_fences=False)

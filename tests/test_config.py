@@ -25,7 +25,7 @@ from mlxtp.config import (
     resolve_join,
     resolve_settings,
 )
-from mlxtp.errors import Code, ConfigError
+from mlxtp.errors import Code, ConfigError, ModelError
 from mlxtp.groups.machines import local_split, placement_options
 from mlxtp.placement.model_shape import shape_of
 from mlxtp.settings import BY_KEY, SETTINGS, unknown_variables
@@ -724,3 +724,20 @@ def test_ranks_of_one_machine_are_a_pipeline_where_that_is_set_or_they_could_not
     assert local_split(settings, Deployment("tiny", "tiny", **row), shape) == split  # type: ignore[arg-type]
     options = placement_options(settings, Deployment("tiny", "tiny", **row), "tiny")  # type: ignore[arg-type]
     assert options.split == ()
+
+
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [
+        ("2,1,1", "--split 2,1,1 is for 3 ranks, and 2 share the model"),
+        ("2,3", "the split 2,3 has 5 layers, and tiny has 4"),
+    ],
+)
+def test_ranks_of_one_machine_are_not_started_for_a_wrong_split(
+    tmp_path: Path, split: str, says: str
+) -> None:
+    shape = shape_of(json.loads((embedded_model_path() / "config.json").read_text()), name="tiny")
+    settings = resolve_settings({"home": tmp_path, "ranks": 2}, {})
+    with pytest.raises(ModelError) as refused:
+        local_split(settings, Deployment("tiny", "tiny", split=split), shape)
+    assert refused.value.detail == says

@@ -493,6 +493,7 @@ PURE = (
     "mlxtp.placement.planner",
     "mlxtp.placement.model_shape",
     "mlxtp.placement.model_weights",
+    "mlxtp.placement.stage_rules",
     "mlxtp.placement.topology",
     "mlxtp.placement.workload",
     "mlxtp.service.managers",

@@ -11,7 +11,7 @@ from ..api.request_metrics import Asked
 from ..cluster.membership import MemberState as Standing
 from ..cluster.node import ClusterNode
 from ..config import EMBEDDED_MODEL, Settings, split_layers
-from ..errors import Code, GroupError, MlxtpError
+from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..models.inspect import is_hub_id
 from ..placement.formation import FailedGroup, FailedGroups
 from ..placement.model_shape import ModelShape
@@ -172,15 +172,23 @@ def placement_options(settings: Settings, row: Deployment, model: str) -> Placem
 def local_split(settings: Settings, row: Deployment, shape: ModelShape) -> tuple[int, ...]:
     """Return the layers of each rank of this machine, where several share a model as a pipeline; else ().
 
-    They do where they are told to, and where they could not divide its layers.
+    They do where they are told to, and where they could not divide its layers. Raises ModelError
+    (MODEL_NOT_DIVISIBLE) for a split that cannot be.
     """
     parallel = row.parallel or settings.parallel
     if parallel == "auto" and shape.obstacles(settings.ranks) and not shape.uncuttable(settings.ranks):
         parallel = "pipeline"
-    if (split := split_layers(row.split, parallel, "auto")) or parallel != "pipeline":
-        return split
-    fewest, more = divmod(shape.layers, settings.ranks)
-    return tuple(fewest + (rank >= settings.ranks - more) for rank in range(settings.ranks))
+    split, ranks = split_layers(row.split, parallel, "auto"), settings.ranks
+    if not split and parallel != "pipeline":
+        return ()
+    fewest, more = divmod(shape.layers, ranks)
+    split = split or tuple(fewest + (rank >= ranks - more) for rank in range(ranks))
+    why = shape.uncuttable(ranks, split)
+    if len(split) != ranks:
+        why = f"--split {row.split} is for {len(split)} ranks, and {ranks} share the model"
+    if why:
+        raise ModelError(why, Code.MODEL_NOT_DIVISIBLE)
+    return split
 
 
 def model_lack(ours: ModelStatus, theirs: ModelStatus | None, here: str, there: str) -> str:

@@ -17,7 +17,7 @@ from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.topology import MemberMachine
 from ..wire.cluster_messages import Serving
 from ..wire.rdma import Matrix
-from .machines import Machines, model_lack, placement_options
+from .machines import Machines, local_split, model_lack, placement_options
 from .scope import GroupScope
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,9 @@ class Placer:
             return None, "every Mac that is assigned to this group is about to stop"
         try:
             options = self._machines.options(row, model.source.id)
-        except MlxtpError as error:  # from a row of a member with another version
+            if node.settings.ranks > 1:
+                local_split(node.settings, row, model.shape)
+        except MlxtpError as error:  # of a wrong split, or from a row of a member with another version
             return None, error.detail
         asked = (members, row.model, model.source.id, options)
         if self._known is None or self._known[0] != asked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ..model_config import Config, Dimensions, dimensions_of, family, number, quantization, text_config
 from ..model_families import KEEPS_MLP_WHOLE, PIPELINE_FAMILIES, TENSOR_FAMILIES
@@ -25,6 +25,7 @@ from .model_weights import (
     parts_of,
     sliding_layers,
 )
+from .stage_rules import StageRules, stage_rules
 
 _DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 #: Roles of modules, by parts of their paths. The first that fits counts.
@@ -102,6 +103,7 @@ class ModelShape:
     before            sizes of all layers before each one, and of all
     ends              sizes of what first and last stages have beside layers: the embedding; norm and head
     cuttable          whether its layers can be cut into stages
+    rules             for its stages
     """
 
     name: str
@@ -137,6 +139,7 @@ class ModelShape:
     before: tuple[PartShape, ...] = field(default=(), repr=False)
     ends: tuple[PartShape, PartShape] = field(default=(PartShape(), PartShape()), repr=False)
     cuttable: bool = False
+    rules: StageRules = field(default=StageRules(), repr=False)
 
     def stage(self, begin: int, end: int) -> ModelShape:
         """Return the shape of a stage: the layers from `begin` up to `end`, and what its place brings."""
@@ -173,10 +176,16 @@ class ModelShape:
         """Return why it cannot be cut into so many stages, or as `split` has it; empty if it can."""
         if not self.cuttable:
             return f"the family {self.family!r} cannot be cut into {ranks} stages"
+        told = ",".join(map(str, split))
         if split and sum(split) != self.layers:
-            told = ",".join(map(str, split))
             return f"the split {told} has {sum(split)} layers, and {self.name} has {self.layers}"
-        return f"{self.layers} layers are fewer than {ranks} Macs" if self.layers < ranks else ""
+        for begin, end in pairwise(accumulate(reversed(split), initial=0)):
+            if why := self.rules.flaw(begin, end):
+                return f"the split {told} cannot be: {why}"
+        if self.layers < ranks:
+            return f"{self.layers} layers are fewer than {ranks} Macs"
+        many = not split and not self.rules.latest(self.layers, ranks)
+        return f"the layers of {self.name} depend on each other too much for {ranks} stages" if many else ""
 
     def obstacles(self, ranks: int) -> tuple[str, ...]:
         """Return why `ranks` ranks cannot divide it; () if they can."""
@@ -252,6 +261,7 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
         window=window,
         before=tuple(accumulate(each_layer, initial=PartShape())),
         cuttable=known in PIPELINE_FAMILIES,
+        rules=stage_rules(text),
     )
     embedding = next(part for part in parts if part.role == "embedding")
     table_bytes = int(scale * embedding.count * stored.bytes_each("embedding"))

@@ -114,7 +114,7 @@ def cached_numbers(config: Config) -> tuple[int, ...]:
     A cache that keeps a window counts as long as that grows; one that does not grow counts nothing.
     """
     total = layers(config)
-    if _is_gemma4(config):
+    if is_gemma4(config):
         layout = [_gemma4_heads(config, layer) for layer in range(total)]
         return tuple(2 * kv * dim if own else 0 for own, kv, dim in layout)
     rope = number(config, "qk_rope_head_dim")
@@ -126,7 +126,7 @@ def cached_numbers(config: Config) -> tuple[int, ...]:
     else:
         numbers = 2 * kv_heads(config) * head_dim(config)
     numbers *= 2 if config.get("model_type") in _TWO_CACHES else 1
-    without = {*linear_layers(config), *_mixing(config, "M-E")}
+    without = {*linear_layers(config), *mixing(config, "M-E")}
     return tuple(0 if layer in without else numbers for layer in range(total))
 
 
@@ -167,7 +167,7 @@ def expert_layers(config: Config) -> tuple[int, ...]:
     """Return the layers with routed experts; the others have a dense MLP."""
     total = layers(config)
     if _mixers(config) or not experts_of(config)[0]:
-        return _mixing(config, "E")
+        return mixing(config, "E")
     if isinstance(config.get("mlp_layer_types"), list):
         return _of_kind(config, "mlp_layer_types", "sparse")
     for name in ("is_moe_layer", "moe_layer_freq"):
@@ -202,7 +202,7 @@ def mixers_of(config: Config) -> MixerCounts:
     if kinds := _mixers(config):
         return MixerCounts(*(kinds.count(letter) for letter in "*M-E"))
     total, linear, sparse = layers(config), len(linear_layers(config)), len(expert_layers(config))
-    dense = total if _is_gemma4(config) else total - sparse
+    dense = total if is_gemma4(config) else total - sparse
     return MixerCounts(total - linear, linear, dense, sparse)
 
 
@@ -218,10 +218,10 @@ def parts_of(config: Config) -> tuple[WeightKind, ...]:
 
 
 def _attention(config: Config) -> list[WeightKind]:
-    if _is_gemma4(config):
+    if is_gemma4(config):
         return [*_gemma4_attention(config), *_gemma4_inputs(config)]
     if _mixers(config):
-        full, mamba = _mixing(config, "*"), _mixing(config, "M")
+        full, mamba = mixing(config, "*"), mixing(config, "M")
         grouped, mixer = _grouped(config) * len(full), _mamba(config) * len(mamba)
         return [WeightKind("attention", grouped, grouped, full), WeightKind("mamba", mixer, mixer, mamba)]
     linear = linear_layers(config)
@@ -274,11 +274,11 @@ def _mlp(config: Config) -> list[WeightKind]:
     count, picked = experts_of(config)
     matrices, latent = 3, 0
     if _mixers(config):
-        plain, matrices, latent = _mixing(config, "-"), 2, number(config, "moe_latent_size")
+        plain, matrices, latent = mixing(config, "-"), 2, number(config, "moe_latent_size")
     dense = len(plain)
-    if _is_gemma4(config):  # a dense MLP in every layer, wide where keys are another layer's
+    if is_gemma4(config):  # a dense MLP in every layer, wide where keys are another layer's
         plain = tuple(range(layers(config)))
-        wide = _gemma4_shared(config) if config.get("use_double_wide_mlp", True) else 0
+        wide = gemma4_shared(config) if config.get("use_double_wide_mlp", True) else 0
         dense = len(plain) + wide
     if config.get("model_type") in _TWO_IN_ONE:
         dense, plain = 2 * layers(config), tuple(range(layers(config)))
@@ -326,7 +326,7 @@ def _mixers(config: Config) -> str:
     return "".join(_MIXERS.get(name, str(name)) for name in names) if isinstance(names, str | list) else ""
 
 
-def _mixing(config: Config, kinds: str) -> tuple[int, ...]:
+def mixing(config: Config, kinds: str) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(_mixers(config)) if kind in kinds)
 
 
@@ -337,11 +337,11 @@ def _mamba(config: Config) -> int:
     return hidden(config) * (3 * inner + 2 * states + number(config, "mamba_num_heads"))
 
 
-def _is_gemma4(config: Config) -> bool:
+def is_gemma4(config: Config) -> bool:
     return config.get("model_type") in ("gemma4", "gemma4_text")
 
 
-def _gemma4_shared(config: Config) -> int:
+def gemma4_shared(config: Config) -> int:
     """Return how many layers, the last ones, read the keys of others."""
     shared = config.get("num_kv_shared_layers", 20)
     return min(shared, layers(config)) if isinstance(shared, int) else 0
@@ -352,7 +352,7 @@ def _gemma4_heads(config: Config, layer: int) -> tuple[bool, int, int]:
     sliding = layer in sliding_layers(config)
     few = number(config, "num_global_key_value_heads") if config.get("attention_k_eq_v") else 0
     wide = number(config, "global_head_dim")
-    own = layer < layers(config) - _gemma4_shared(config)
+    own = layer < layers(config) - gemma4_shared(config)
     return (
         own,
         kv_heads(config) if sliding else few or kv_heads(config),

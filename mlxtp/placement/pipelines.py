@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from .cost_model import RankHardware, RankMemory, StageCosts, rank_memory, stage_costs, stages
 from .model_shape import ModelShape
+from .stage_rules import StageRules
 from .topology import MemberMachine
 from .workload import Workload
 
@@ -46,6 +47,7 @@ class StageCutter:
 
     def __init__(self, shape: ModelShape, context: int, workload: Workload) -> None:
         self._layers = shape.layers
+        self._rules = shape.rules
         self._context = context
         self._workload = workload
         self._stage = cache(shape.stage)
@@ -65,7 +67,7 @@ class StageCutter:
                 found, high = better, _slowest_s(seconds, better)
             else:
                 low = middle
-        return _counts(_levelled(seconds, found))
+        return _counts(_levelled(seconds, found, self._rules))
 
     def cut(self, ranks: Sequence[StageRank], split: tuple[int, ...] = ()) -> Cut | None:
         """Return the cut with so many layers each, or the best one; None where there is no room for that."""
@@ -119,11 +121,14 @@ class StageCutter:
 
     def _most(self, seconds: Seconds, count: int, limit_s: float, least: int) -> list[int]:
         """Return the borders of `count` such stages, each the longest that leaves `least` to later ones."""
-        borders = [0]
+        borders, latest = [0], [self._layers] * count
+        if least:
+            latest = self._rules.latest(self._layers, count) or [0] * count
         for at in range(count):
             begin = borders[-1]
-            ends = range(begin + 1, self._layers - least * (count - 1 - at) + 1)
-            borders.append(begin + bisect_left(ends, limit_s, key=partial(seconds, at, begin)))
+            ends = range(begin + 1, latest[at] + 1)
+            most = begin + bisect_left(ends, limit_s, key=partial(seconds, at, begin))
+            borders.append(self._rules.end(begin, most))
         return borders
 
 
@@ -131,17 +136,19 @@ def _slowest_s(seconds: Seconds, borders: Sequence[int]) -> float:
     return max((seconds(at, *stage) for at, stage in enumerate(pairwise(borders))), default=0.0)
 
 
-def _levelled(seconds: Seconds, borders: list[int]) -> list[int]:
+def _levelled(seconds: Seconds, borders: list[int], rules: StageRules) -> list[int]:
     """Move borders as long as the slower of two neighbours gains."""
+
+    def allowed_s(at: int, begin: int, end: int) -> float:
+        return math.inf if rules.flaw(begin, end) else seconds(at, begin, end)
+
     moved = True
     while moved:
         moved = False
         for at in range(1, len(borders) - 1):
             begin, now, end = borders[at - 1 : at + 2]
-            slower_s = {
-                mid: max(seconds(at - 1, begin, mid), seconds(at, mid, end))
-                for mid in (now, now - 1, now + 1)
-            }
+            steps = (now, rules.border(now - 1, -1), rules.border(now + 1, 1))
+            slower_s = {mid: max(allowed_s(at - 1, begin, mid), allowed_s(at, mid, end)) for mid in steps}
             borders[at] = min(slower_s, key=slower_s.__getitem__)  # `now` unless another one is better
             moved = moved or borders[at] != now
     return borders

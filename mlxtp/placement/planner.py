@@ -134,7 +134,9 @@ def plan(
         split=options.split,
     )
     must = must if must in present else ""
-    considered = _judged(finder.alternatives(must), options) + _too_few(options, len(present), len(members))
+    considered = _judged(finder.alternatives(must), options) + _too_few(
+        options, shape, len(present), len(members)
+    )
     chosen = _best(considered, options)
     left_out = _left_out(members)
     notes = list(left_out)
@@ -187,7 +189,7 @@ def _refused(one: Candidate, objection: str) -> Candidate:
     return one if known else replace(one, verdict="refused", reason=objection)
 
 
-def _too_few(options: PlacementOptions, able: int, here: int) -> list[Candidate]:
+def _too_few(options: PlacementOptions, shape: ModelShape, able: int, here: int) -> list[Candidate]:
     """Return the requested group as refused, if too few nodes can serve the model."""
     if not isinstance(options.nodes, int) or options.nodes <= able:
         return []
@@ -196,7 +198,8 @@ def _too_few(options: PlacementOptions, able: int, here: int) -> list[Candidate]
     )
     kind = PIPELINE if options.parallel == "pipeline" else TENSOR_PARALLEL
     what = f"the split {','.join(map(str, options.split))} " if options.split else ""
-    return [Candidate(kind, options.nodes, reason=f"{what}needs {options.nodes} nodes, {found}")]
+    wrong = shape.uncuttable(options.nodes, options.split) if options.split else ""
+    return [Candidate(kind, options.nodes, reason=wrong or f"{what}needs {options.nodes} nodes, {found}")]
 
 
 def _objection(one: Candidate, alone: Candidate | None, options: PlacementOptions) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +15,23 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlxtp.engine.batch import CacheKind
-from mlxtp.engine.loader import kv_sizes, make_cache
+from mlxtp.engine.loader import kv_sizes, make_cache, read_config
 from mlxtp.engine.pipeline import (
     Border,
     HiddenStates,
     LateTokens,
     Stage,
+    _caches,
+    _trace,
     check_family,
     check_split,
     cut_into_stage,
 )
 from mlxtp.engine.sampler import Chosen
 from mlxtp.errors import Code, GroupError, ModelError
+from mlxtp.model_config import text_config
 from mlxtp.model_families import PIPELINE_FAMILIES
+from mlxtp.placement.stage_rules import stage_rules
 from mlxtp.wire.messages import StepToken
 
 from .families import FAMILIES, GEMMA4, PIPELINE, WINDOWS
@@ -127,6 +132,61 @@ def test_stages_compute_together_what_the_whole_model_does(tmp_path: Path, famil
         np.testing.assert_allclose(logits(models, stages), expected, atol=1e-4, err_msg=str(split))
         if split == SPLITS[4][0]:  # and a second text, with nothing of the first one
             np.testing.assert_allclose(logits(models, stages, first=400), other, atol=1e-4)
+
+
+SHARED = {**GEMMA4, "num_hidden_layers": 6, "layer_types": [*WINDOWS, *WINDOWS[:2]]}
+#: Models whose stages depend on more than their family.
+RULED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    **{family: (family, {}) for family in PIPELINE_FAMILIES},
+    "shared by two": ("gemma4_text", {**SHARED, "num_kv_shared_layers": 2}),
+    "shared by three": ("gemma4_text", {**SHARED, "num_kv_shared_layers": 3}),
+    "full alone": (
+        "gemma4_text",
+        {**SHARED, "layer_types": ["full_attention"] * 6, "num_kv_shared_layers": 1},
+    ),
+    "shared, in a model of images": ("gemma4", {"text_config": {**SHARED, "num_kv_shared_layers": 2}}),
+    "threes": ("hunyuan", {"num_hidden_layers": 7, "cla_share_factor": 3}),
+    "none shared": ("hunyuan", {"use_cla": False}),
+    "a tail": ("bailing_hybrid", {"num_hidden_layers": 7, "layer_group_size": 3}),
+    "another tail": ("bailing_moe_linear", {"num_hidden_layers": 5, "layer_group_size": 3}),
+}
+#: Families of which each layer may begin a stage, like others that are always tried.
+PLAIN = PIPELINE_FAMILIES - EACH_TIME - REFUSED.keys()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.chaos if name in PLAIN else ()) for name in sorted(RULED)],
+)
+def test_placement_knows_which_stages_can_be(tmp_path: Path, name: str) -> None:
+    family, changes = RULED[name]
+    folder = some_model(tmp_path / "model", family, **changes)
+    model, _ = load_model(folder, lazy=True)
+    rules = stage_rules(text_config(read_config(folder)))
+    empty = _caches(model)
+    facts = _trace(model, empty)
+
+    @functools.cache
+    def refused(begin: int, end: int) -> bool:
+        stage = Stage.__new__(Stage)
+        stage.first, stage.end, stage._empty = begin, end, empty
+        stage._own = stage._owned(facts)
+        try:
+            stage._check(facts)
+        except ModelError:
+            return True
+        return False
+
+    total = len(facts)
+    for ranks in (2, 3, 4):
+        possible = []
+        for borders in combinations(range(1, total), ranks - 1):
+            stages = list(pairwise((0, *borders, total)))
+            flaws = [why for stage in stages if (why := rules.flaw(*stage))]
+            assert bool(flaws) == any(refused(*stage) for stage in stages), (stages, flaws)
+            possible += [] if flaws else [[*borders, total]]
+        latest = [max(ends) for ends in zip(*possible, strict=True)]
+        assert rules.latest(total, ranks) == latest
 
 
 def test_each_family_of_the_table_is_tried() -> None:

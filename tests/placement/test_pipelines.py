@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -29,6 +30,7 @@ from mlxtp.placement.formation import FailedGroup, links_of
 from mlxtp.placement.model_shape import ModelShape, PartShape, shape_of
 from mlxtp.placement.pipelines import StageCutter, StageRank
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
+from mlxtp.placement.stage_rules import StageRules
 from mlxtp.placement.tables import KNOWN, chip
 from mlxtp.placement.topology import MemberMachine
 from mlxtp.placement.workload import AGENT, BATCH, CHAT, Workload
@@ -135,6 +137,46 @@ def test_no_split_has_a_faster_slowest_stage(desk: list[tuple[str, int]], work: 
     assert len(found) == len(ranks)
     assert sum(found) == 7
     assert slowest_s(SMALL, ranks, found, work) == pytest.approx(best_s, rel=0.001)
+
+
+@given(
+    macs,
+    st.sampled_from(
+        (
+            StageRules(frozenset((1, 3, 5))),
+            StageRules(frozenset((1, 2, 4, 5))),
+            StageRules(frozenset(), (1, 3, 6)),
+        )
+    ),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_split_keeps_to_the_rules_of_its_model(desk: list[tuple[str, int]], rules: StageRules) -> None:
+    model = replace(SMALL, rules=rules)
+    ranks = [rank_of(mac(i, chip=name, memory=memory)) for i, (name, memory) in enumerate(desk)]
+    found = StageCutter(model, CONTEXT, CHAT).split(ranks)
+    allowed = [split for split in splits(7, len(ranks)) if not model.uncuttable(len(split), split)]
+    times_s = {split: slowest_s(model, ranks, split, CHAT) for split in allowed}
+    best_s = min(times_s.values(), default=math.inf)
+    if found:
+        assert times_s[found] <= best_s * 1.25
+    else:
+        assert best_s == math.inf
+
+
+def test_a_split_that_its_model_does_not_allow_is_refused_with_its_layers() -> None:
+    pairs = replace(SMALL, name="pairs", rules=StageRules(frozenset((1, 3, 5))))
+    assert pairs.uncuttable(2, (3, 4)) == ""
+    assert pairs.uncuttable(2, (4, 3)) == (
+        "the split 4,3 cannot be: layer 3 reads results of earlier layers, so both must be on one Mac"
+    )
+    assert pairs.uncuttable(5) == "the layers of pairs depend on each other too much for 5 stages"
+    few = replace(SMALL, rules=StageRules(frozenset(), (3, 6)))
+    assert few.uncuttable(3, (3, 1, 3)) == (
+        "the split 3,1,3 cannot be: layers 0 to 2 have no cache that counts positions, "
+        "of which each Mac needs one"
+    )
+    assert few.uncuttable(3)
+    assert not few.uncuttable(2)
 
 
 @given(macs, st.sampled_from(MODELS), st.sampled_from((CHAT, BATCH)))
@@ -334,11 +376,16 @@ def test_what_was_asked_for_overrides_one_mac_and_the_sooner_way() -> None:
     assert uneven.chosen.memory[0].weights < uneven.chosen.memory[1].weights
 
 
+PAIRS = replace(layered(), rules=StageRules(frozenset(range(1, 32, 2))))
+
+
 @pytest.mark.parametrize(
     ("model", "split", "says"),
     [
         (layered(), (40, 24), "the split 40,24 has 64 layers, and model has 32"),
         (layered(), (16, 8, 8), "the split 16,8,8 needs 3 nodes, 2 are here"),
+        (layered(), (16, 8, 9), "the split 16,8,9 has 33 layers, and model has 32"),
+        (PAIRS, (15, 17), "the split 15,17 cannot be: layer 17 reads results of earlier layers"),
         (layered(), (4, 28), "rank 1 (b) has 8.6 GB for 15.7 GB of 28 layers"),
         (shape(), (16, 16), "the family 'llama' cannot be cut into 2 stages"),
         (layered(num_hidden_layers=1), (), "1 layers are fewer than 2 Macs"),

@@ -144,28 +144,21 @@ def assign(view: AssignView) -> AssignDecision:
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """Macs of a group in rank order, the most bytes that a rank needs, and its least KV cache among them.
+    """Macs of a group in rank order, the bytes that each rank needs, and its least KV cache among them.
 
-    `kept`: it runs there. `others`: Macs that it may use, too. `each` has the bytes of each rank where they
-    differ: stages of a pipeline.
+    `kept`: it runs there. `others`: Macs that it may use, too.
     """
 
     ranks: tuple[str, ...]
-    needed: int
+    each: tuple[int, ...]
     kv: int
     kept: bool = False
     others: tuple[str, ...] = ()
-    each: tuple[int, ...] = ()
-
-    def bytes_by_rank(self) -> Iterator[tuple[str, int]]:
-        """Yield each rank's node id and the bytes that it needs there."""
-        return zip(self.ranks, self.each or (self.needed,) * len(self.ranks), strict=True)
 
 
 def _seat_of(ranks: tuple[str, ...], memory: Sequence[RankMemory]) -> _Seat:
     """Return the seat of ranks that need this memory."""
-    each = tuple(rank.needed for rank in memory)
-    return _Seat(ranks, max(each), max(rank.kv for rank in memory), each=each)
+    return _Seat(ranks, tuple(rank.needed for rank in memory), max(rank.kv for rank in memory))
 
 
 class _Seats:
@@ -208,7 +201,7 @@ class _Seats:
         return ranks, max(0, self.left(node) // ranks)
 
     def _count(self, seat: _Seat, sign: int) -> None:
-        for rank, needed in seat.bytes_by_rank():
+        for rank, needed in zip(seat.ranks, seat.each, strict=True):
             for node in self.usable if self.shared else (rank,):
                 self._taken[node] += sign * needed
 
@@ -283,8 +276,7 @@ class _Facts:
         if (len(split), sum(split)) == (size, shape.layers):  # not where one machine has several ranks
             cut = [rank_memory(any_member, shape.stage(*layers), 1, context) for layers in stages(split)]
             return _seat_of((), cut)
-        memory = rank_memory(any_member, shape, size, context)
-        return _Seat((), memory.needed, memory.kv)
+        return _seat_of((), [rank_memory(any_member, shape, size, context)] * size)
 
     def must(self, group: str) -> str:
         """Return the Mac that owns a group best if it can: the one that runs it, else the last one."""
@@ -316,7 +308,8 @@ class _Packing:
         report, name = self.facts.reports[group], _name(group)
         seat = self.facts.need(name, len(report.ranks), report.split)
         if not self.facts.by_name[name].planned.weight_bytes:
-            seat = replace(seat, needed=max(report.held_bytes.values(), default=0), each=())
+            held = max(report.held_bytes.values(), default=0)
+            seat = replace(seat, each=(held,) * len(report.ranks))
         self.seats.put(group, replace(seat, ranks=report.ranks, kept=True))
 
     def _linger(self, wanted: WantedDeployment, group: str) -> None:
@@ -329,8 +322,8 @@ class _Packing:
         ):
             return
         stay = [node for node in report.ranks if node not in self.view.draining]
-        need = replace(self.facts.need(wanted.row.name, len(report.ranks), report.split), ranks=report.ranks)
-        needed = dict(need.bytes_by_rank())
+        need = self.facts.need(wanted.row.name, len(report.ranks), report.split)
+        needed = dict(zip(report.ranks, need.each, strict=True))
         if len(stay) < len(report.ranks) and all(self.seats.left(node) >= needed[node] for node in stay):
             self._stay(group)
 
@@ -378,7 +371,7 @@ class _Packing:
             if self._spread(wanted, group, steady) or (free != steady and self._spread(wanted, group, free)):
                 return True
         need = self.facts.need(wanted.row.name, 1)
-        if alone and (able := [node for node in pool if seats.left(node) >= need.needed]):
+        if alone and (able := [node for node in pool if seats.left(node) >= need.each[0]]):
             best = min(able, key=lambda node: len(seats.on[node]))  # the preferred one of these
             seats.put(group, replace(need, ranks=(best,)))
             return True
@@ -396,10 +389,10 @@ class _Packing:
             must, need = self.facts.must(mover), self.facts.need(_name(mover), 1)
             pool = [n for n in self._pool(self.facts.by_name[_name(mover)]) if n not in comes]
             for node in sorted(pool, key=lambda node: node != must):
-                if not seats.on[node] and seats.left(node) >= need.needed:
+                if not seats.on[node] and seats.left(node) >= need.each[0]:
                     self._move(mover, node, comes)
                     return True
-                if seats.usable[node] >= need.needed and (there := self._movable(node)):
+                if seats.usable[node] >= need.each[0] and (there := self._movable(node)):
                     comes[node] = mover
                     heappush(front, (-self.facts.turn[there], node))
             if not front:
@@ -429,7 +422,7 @@ class _Packing:
         left = {node: self.seats.left(node) for node in pool}
         sizes = [n for n in range(1, min(MAX_RANKS, len(pool)) + 1) if not shape.obstacles(n)]
         needs = {
-            n: self.facts.need(name, n).needed for n in sizes if wanted.options.nodes in ("auto", "all", n)
+            n: self.facts.need(name, n).each[0] for n in sizes if wanted.options.nodes in ("auto", "all", n)
         }
         least = min(needs.values(), default=0)
         if shape.cuttable and wanted.options.parallel != "tensor" and len(pool) > 1:

@@ -43,23 +43,19 @@ class Wanted:
 class RunningEpoch:
     """Existing epoch of one group. `boots` are the boot ids its participants had, in rank order.
 
-    It was formed for `model` over `nodes` Macs, with `parallel` and `split` of its row. `boots` and `nodes`
-    are empty for an epoch that another node owns. `draining`: it takes no new requests, and ends with its
-    last one. `backend` as in `GroupPlan`.
+    It was formed for `wanted`. `boots` and the `nodes` of that are empty for an epoch that another node owns.
+    `draining`: it takes no new requests, and ends with its last one. `backend` as in `GroupPlan`.
     """
 
     number: int
     ranks: tuple[str, ...]
     boots: tuple[str, ...]
     key: tuple[float, ...]
-    model: str
-    nodes: str
+    wanted: Wanted
     ready: bool
     open_requests: int = 0
     draining: bool = False
     backend: str = ""
-    parallel: str = ""
-    split: str = "auto"
 
     @property
     def owner(self) -> str:
@@ -68,8 +64,7 @@ class RunningEpoch:
 
     def serves(self, wanted: Wanted) -> bool:
         """Return True when this epoch serves what is wanted."""
-        spread = Wanted(self.model, self.nodes, self.parallel, self.split)
-        return spread == wanted if self.nodes else self.model == wanted.model
+        return self.wanted == wanted if self.wanted.nodes else self.wanted.model == wanted.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +235,7 @@ def _lost(view: GroupView, mine: RunningEpoch) -> StopEpoch | None:
 def _left(view: GroupView, mine: RunningEpoch) -> StopEpoch | None:
     """Return the end of an epoch that is unloaded, or whose group goes on without a Mac that stops."""
     if view.wanted is None:
-        return StopEpoch(f"{mine.model} was unloaded")
+        return StopEpoch(f"{mine.wanted.model} was unloaded")
     if (leaving := drained_by(view)) and (view.plan is not None or not view.assigned):
         who = ", ".join(map(view.name, leaving))
         return StopEpoch(f"{who} is about to stop, and another group goes on")
@@ -279,7 +274,7 @@ def _renew(view: GroupView, mine: RunningEpoch, wanted: Wanted) -> Action:
         return Wait(view.refusal)
     if not plan.proven and mine.ready:
         return _unrest(view) or TryGroup(view.epoch + 1, plan)
-    return _when_idle(view, [mine], stop) if mine.model != wanted.model else stop
+    return _when_idle(view, [mine], stop) if mine.wanted.model != wanted.model else stop
 
 
 def _improve(view: GroupView, mine: RunningEpoch) -> Action:

@@ -156,14 +156,11 @@ class ServingReports:
             mine.form.plan.ranks,
             mine.form.boots,
             mine.form.plan.key,
-            mine.wanted.model,
-            mine.wanted.nodes,
+            mine.wanted,
             state in SERVES,
             self._supervisor.open_requests,
             state is ServingState.DRAINING,
             mine.form.plan.backend,
-            mine.wanted.parallel,
-            mine.wanted.split,
         )
 
     def reports(self) -> list[tuple[str, Serving]]:
@@ -186,8 +183,7 @@ def _running(owner: str, serving: Serving) -> RunningEpoch | None:
         serving.participants,
         (),
         serving.key,
-        serving.model,
-        "",
+        Wanted(serving.model, ""),
         serving.state == ServingState.READY,
         serving.open_requests,
         serving.state == ServingState.DRAINING,

@@ -86,7 +86,9 @@ class SeveralGroups:
         found: dict[str, int] = {}
         for _, epoch in epochs:
             for name in epoch.ranks:
-                found[name] = found.get(name, 0) + self.need(self.macs[name], epoch.model, len(epoch.ranks))
+                found[name] = found.get(name, 0) + self.need(
+                    self.macs[name], epoch.wanted.model, len(epoch.ranks)
+                )
         return found
 
     def need(self, member: MemberMachine, model: str, ranks: int) -> int:

@@ -321,9 +321,7 @@ class Node:
         assert wanted is not None
         assert part.assigned.owner == self.id, f"{self.id} forms an epoch of {part.assigned}"
         assert set(plan.ranks) <= set(part.assigned.nodes), f"{plan} is not within {part.assigned}"
-        running = RunningEpoch(
-            action.number, plan.ranks, action.boots, plan.key, wanted.model, wanted.nodes, ready=False
-        )
+        running = RunningEpoch(action.number, plan.ranks, action.boots, plan.key, wanted, ready=False)
         self.leave(part, "for one of its own")
         self.join(part, running)
         part.awaited = set(plan.ranks[1:])

@@ -391,7 +391,7 @@ def test_what_is_kept_is_what_the_next_start_begins_with() -> None:
 # --- deciding ---------------------------------------------------------------------------------------------
 
 PLAN = GroupPlan(("b", "c"), (2.0,))
-ALONE = RunningEpoch(1, ("b",), ("b-1",), (1.0,), "llama", "auto", ready=True)
+ALONE = RunningEpoch(1, ("b",), ("b-1",), (1.0,), Wanted("llama"), ready=True)
 
 
 def decided(story: Story, plan: GroupPlan | None = PLAN, running: RunningEpoch | None = None) -> Action:

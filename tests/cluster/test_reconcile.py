@@ -39,7 +39,7 @@ def here(*names: str, **others: MemberStatus) -> Mapping[str, MemberStatus]:
 
 def epoch(*ranks: str, **changes: Any) -> RunningEpoch:
     running = RunningEpoch(
-        4, ranks, tuple(f"{r}-1" for r in ranks), (float(len(ranks)),), "llama", "auto", ready=True
+        4, ranks, tuple(f"{r}-1" for r in ranks), (float(len(ranks)),), Wanted("llama"), ready=True
     )
     return replace(running, **changes)
 
@@ -164,7 +164,7 @@ def test_another_model_takes_its_place() -> None:
     assert decided(running=epoch("a", "b"), wanted=more) == StopEpoch("llama is wanted now")
     for other in (Wanted("llama", parallel="pipeline"), Wanted("llama", split="40,24")):
         assert decided(running=epoch("a", "b"), wanted=other) == StopEpoch("llama is wanted now")
-        fits = epoch("a", "b", parallel=other.parallel, split=other.split)
+        fits = epoch("a", "b", wanted=other)
         assert decided(running=fits, wanted=other) == NoAction()
 
 

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from .. import audit
 from ..errors import Code
-from .guard import address_of, is_admin
+from .guard import address_of
 from .request_context import RequestContext, answering
 from .request_metrics import OTHER, RequestMetrics
 
@@ -49,8 +49,7 @@ class AccessLog:
             return
         clock = self._metrics.clock
         began = clock()
-        address = address_of(scope.get("client"))
-        origin = "commands of this Mac" if is_admin(scope["path"]) else f"address {address}"
+        origin = f"address {address_of(scope.get('client'))}"
         account = RequestContext(request_id(scope["headers"]), began, origin)
         exchange = _Exchange(account, clock, receive, send)
         with answering(account):

@@ -189,7 +189,7 @@ def admin_routes(admin: Administration) -> list[Route]:
 
 def _check_key(request: Request, key: str) -> None:
     permitted = request.scope.get(PERMITTED)
-    if permitted and permitted == SHARED_ADMIN.get(request.url.path):
+    if permitted and permitted == SHARED_ADMIN.get(request.scope["path"]):
         return
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(given.encode(), key.encode()):
@@ -198,6 +198,8 @@ def _check_key(request: Request, key: str) -> None:
             Code.BAD_REQUEST,
             status=401,
         )
+    if (context := current()) is not None:
+        context.origin = "commands of this Mac"
 
 
 def _check_models(body: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from mlxtp.api.access_log import AccessLog
 from mlxtp.api.admin import MAX_BODY_BYTES
 from mlxtp.api.app import create_app
+from mlxtp.api.request_context import current
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.errors import Code, LinkError, UserError
 
@@ -186,6 +187,26 @@ def test_a_command_that_waits_does_not_fill_the_log(
         assert ask(admin, "GET", "/admin/status", key=None).status_code == 401
     said = [line.split(" in ")[0] for line in caplog.messages if "/admin" in line]
     assert said == ["GET /admin/members 200", "GET /admin/status 401"]
+
+
+def test_the_author_of_a_command_is_this_mac_once_its_key_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    admin, authors = FakeAdmin(), []
+
+    def status() -> dict[str, object]:
+        context = current()
+        assert context is not None
+        authors.append(context.origin)
+        return {}
+
+    monkeypatch.setattr(admin, "status", status)
+    refused: list[str] = []
+    monkeypatch.setattr(
+        "mlxtp.audit.record", lambda *_args, **_how: refused.append(cast(Any, current()).origin)
+    )
+    assert ask(admin, "GET", "/admin/status").status_code == 200
+    assert ask(admin, "GET", "/admin/status", key=None).status_code == 401
+    assert authors == ["commands of this Mac"]
+    assert [origin.split()[0] for origin in refused] == ["address"]
 
 
 def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:

@@ -6,6 +6,7 @@
 # make images   the pictures of the page in docs/images, by the system's Chromium
 # make reference  the pages of docs/ that are read off the code: settings, commands, messages
 # make package  wheel, source archive and Homebrew formula in dist/, tried in a fresh environment
+# make release  checks, then package, notes and hashes in dist/; RELEASE_ARGS=--dry-run says what is in the way
 # make fresh    `make demo` as on a new machine, with Python alone and, if UV names one, with uv alone
 # make soak     an hour of mixed load while ranks and agents fail; SOAK_ARGS="--minutes 5" for less
 # make apps     install coding agents, chat apps and client libraries, run each, print a table (needs npm);
@@ -37,8 +38,9 @@ BENCH_ARGS ?=
 FUZZ_ARGS ?=
 SOAK_ARGS ?=
 APPS_ARGS ?=
+RELEASE_ARGS ?=
 
-.PHONY: setup demo quick test test-groups test-others lint bench chaos fuzz soak apps images reference package fresh clean
+.PHONY: setup demo quick test test-groups test-others lint bench chaos fuzz soak apps images reference package release fresh clean
 
 setup: $(STAMP)
 
@@ -95,6 +97,9 @@ reference: setup
 
 package: setup
 	sh packaging/package.sh $(BIN)/python
+
+release: setup
+	$(BIN)/python -m scripts.release $(RELEASE_ARGS)
 
 # Paths, because a name would be looked for in what PATH has left.
 fresh: setup

@@ -2,16 +2,19 @@
 class Mlxtp < Formula
   desc "Turns the Macs on one desk into one model server"
   url "@URL@"
-  sha256 "@SHA256@"
   version "@VERSION@"
+  sha256 "@SHA256@"
   license "Apache-2.0"
 
   depends_on arch: :arm64
   depends_on :macos
   depends_on "python@3.13"
 
+  # Wheels have no room for the longer names that Homebrew would write into their libraries.
+  preserve_rpath
+
   def install
-    system formula_bin("python@3.13", "python3.13"), "-m", "venv", libexec
+    system Formula["python@3.13"].opt_bin/"python3.13", "-m", "venv", libexec
     system libexec/"bin/pip", "install", "--constraint", "constraints.txt", "."
     bin.install_symlink libexec/"bin/mlxtp"
   end
@@ -25,11 +28,5 @@ class Mlxtp < Formula
 
   test do
     assert_match version.to_s, shell_output("#{bin}/mlxtp version")
-  end
-
-  private
-
-  def formula_bin(formula, program)
-    Formula[formula].opt_bin/program
   end
 end

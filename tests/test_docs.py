@@ -119,6 +119,7 @@ READERS: Mapping[str, str] = {
     "BENCH_ARGS": "benchmarks/__main__.py",
     "CHAOS_ARGS": "tests/chaos/conftest.py",
     "FUZZ_ARGS": "tests/fuzzing/__main__.py",
+    "RELEASE_ARGS": "scripts/release.py",
     "SOAK_ARGS": "tests/soak/__main__.py",
 }
 """The file that reads what `make` passes on."""

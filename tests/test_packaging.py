@@ -100,6 +100,15 @@ def test_setup_asks_for_the_python_that_the_package_asks_for() -> None:
     assert f"--python '>=3.{floor[1]}'" in script
 
 
+def test_the_formula_is_filled_in_and_leaves_the_libraries_of_wheels_alone() -> None:
+    formula = (ROOT / "packaging" / "mlxtp.rb").read_text()
+    filled = re.findall(r"s\|(@\w+@)\|", (ROOT / "packaging" / "package.sh").read_text())
+    assert set(re.findall(r"@[A-Z0-9]+@", formula)) == set(filled)
+    assert re.search(r"^  preserve_rpath$", formula, re.MULTILINE)
+    assert '"--constraint", "constraints.txt"' in formula
+    assert "include constraints.txt" in (ROOT / "MANIFEST.in").read_text()
+
+
 def test_changes_begin_with_this_version() -> None:
     from mlxtp import __version__
 

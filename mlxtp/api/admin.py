@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import Code, RequestError, UserError
+from ..short_names import stands_for
 from .adapter import SSE
 from .catalog import not_permitted
 from .guard import PERMITTED, SHARED_ADMIN
@@ -208,8 +209,9 @@ def _check_models(body: Mapping[str, Any]) -> None:
     if body and request is not None and request.models:
         if body.get("only") or body.get("everything"):
             raise not_permitted(request, "all models")
-        if body.get("model") not in request.models:
-            raise not_permitted(request, str(body.get("model") or "all models"))
+        name = str(body.get("model") or "all models")
+        if name not in request.models and stands_for(name) not in request.models:
+            raise not_permitted(request, name)
 
 
 async def _body(request: Request) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from mlxtp.api.guard import Access
 from mlxtp.api.key_ring import LOOK_S, KeyRing
 from mlxtp.logs import keep_audit
 from mlxtp.settings import AUDIT_LOG
+from mlxtp.short_names import SHORT_NAMES
 
 from .conftest import BYTE_LEVEL, WAIT_S, Loaded
 from .test_metrics import MODEL, Scraped, Stage, serving
@@ -154,7 +155,7 @@ def test_rights_in_each_dialect_and_what_is_written_of_refusals(shop: tuple[Shop
 def test_a_key_for_the_page_loads_models_and_makes_no_join_tokens(shop: tuple[Shop, Stage]) -> None:
     keys, stage = shop
     page, plain = keys.key("page", scopes=("load", "metrics")), keys.key("plain")
-    one = keys.key("one", scopes=("load",), models=(MODEL,))
+    one = keys.key("one", scopes=("load",), models=(MODEL, SHORT_NAMES["qwen3:8b"]))
 
     def admin(header: dict[str, str], what: str, **body: str) -> int:
         if not body:
@@ -169,6 +170,7 @@ def test_a_key_for_the_page_loads_models_and_makes_no_join_tokens(shop: tuple[Sh
     assert [admin(page, each) for each in ("status", "members", "settings", "plan")] == [401] * 4
     assert [admin(plain, "models"), admin(plain, "serve", model="x")] == [403, 403]
     assert admin(one, "keys") == 403
+    assert [admin(one, "serve", model=name) for name in ("qwen3:8b", "qwen3:4b")] == [200, 403]
     assert [admin(one, "serve", model=MODEL), admin(one, "serve", model="org/x")] == [200, 403]
     assert [admin(one, "serve", model=MODEL, only="yes"), admin(one, "unload", everything="yes")] == [
         403,

@@ -15,13 +15,14 @@ DIVIDED_BY_MLX_LM = frozenset(
     ("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "exaone_moe", "glm4_moe", "glm4_moe_lite",
      "glm_moe_dsa", "gpt_oss", "iquestloopcoder", "kimi_k25", "kimi_k3", "llama", "longcat_flash",
      "longcat_flash_ngram", "minimax", "minimax_m3_vl", "ministral3", "mistral4", "muse_spark",
-     "prism_hadamard_qwen35", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "step3p5")
+     "prism_hadamard_qwen35", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "solar_open",
+     "step3p5")
 )  # fmt: skip
 #: Families that `engine/families/` divides. A test compares this with its table.
 DIVIDED_HERE = frozenset(
-    ("gemma3", "gemma3_text", "gemma4", "gemma4_text", "granite", "granitemoe", "kimi_vl", "llama4",
-     "llama4_text", "mistral3", "mixtral", "nemotron_h", "olmo2", "olmo3", "qwen3_next", "qwen3_vl",
-     "qwen3_vl_moe", "seed_oss")
+    ("cohere2", "dots1", "ernie4_5_moe", "exaone4", "gemma3", "gemma3_text", "gemma4", "gemma4_text",
+     "granite", "granitemoe", "kimi_vl", "llama4", "llama4_text", "mistral3", "mixtral", "nemotron_h",
+     "olmo2", "olmo3", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss")
 )  # fmt: skip
 TENSOR_FAMILIES = DIVIDED_BY_MLX_LM | DIVIDED_HERE
 

@@ -30,14 +30,18 @@ _PICKED = (
     "moe_topk",
     "moe_top_k",
     "top_k_experts",
+    "moe_k",
     "experts_per_token",
 )
 _EXPERT = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _SHARED = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim")
-_SHARED_COUNT = ("n_shared_experts", "num_shared_experts")
+_SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_DENSE_FIRST = ("first_k_dense_replace", "moe_layer_start_index")
 
 #: Families with one shared expert that their configuration does not mention.
 _ONE_SHARED = frozenset({"llama4", "llama4_text"})
+#: Families whose embedding is always their head.
+_TIED = frozenset({"cohere", "cohere2"})
 #: Families whose queries are twice as wide: the other half is a gate.
 _GATED_ATTENTION = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
 #: Families with two attentions and two dense MLPs a layer.
@@ -180,7 +184,7 @@ def expert_layers(config: Config) -> tuple[int, ...]:
         return tuple(range(every - 1, total, every))
     dense = config.get("mlp_only_layers")
     dense_only = dense if isinstance(dense, list) else ()
-    return tuple(i for i in range(number(config, "first_k_dense_replace"), total) if i not in dense_only)
+    return tuple(i for i in range(number(config, *_DENSE_FIRST), total) if i not in dense_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +213,7 @@ def mixers_of(config: Config) -> MixerCounts:
 def parts_of(config: Config) -> tuple[WeightKind, ...]:
     """Return the weights of a model. `config` holds the fields of its language model."""
     width, vocabulary = hidden(config), required(config, "vocabulary", "vocab_size")
-    tied = bool(config.get("tie_word_embeddings"))
+    tied = bool(config.get("tie_word_embeddings")) or config.get("model_type") in _TIED
     table_size = vocabulary * width
     ends = [WeightKind("embedding", table_size, table_size if tied else width)]
     if not tied:

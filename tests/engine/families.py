@@ -147,6 +147,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "text_config": {**QWEN3_5, **QWEN_MOE, "shared_expert_intermediate_size": 64},
     },
     "kimi_k25": {"text_config": DEEPSEEK},
+    "solar_open": {**EXPERTS, "partial_rotary_factor": 0.5},
 }
 
 
@@ -414,7 +415,6 @@ PIPELINE: Mapping[str, Mapping[str, Any]] = {
     "kimi_vl": {"text_config": {**DEEPSEEK, **FOUR}},
     "deepseek": {**EXPERTS, "num_key_value_heads": 4},
     "bailing_moe": BAILING,
-    "solar_open": {**EXPERTS, "partial_rotary_factor": 0.5},
     "afmoe": {
         "layer_types": WINDOWS,
         "sliding_window": 8,
@@ -538,10 +538,22 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     **{
         family: PIPELINE[family]
         for family in (
-            *("gemma3", "gemma3_text", "gemma4", "gemma4_text", "granite", "granitemoe", "kimi_vl"),
+            *(
+                "cohere2",
+                "dots1",
+                "ernie4_5_moe",
+                "gemma3",
+                "gemma3_text",
+                "gemma4",
+                "gemma4_text",
+                "granite",
+                "granitemoe",
+                "kimi_vl",
+            ),
             *("llama4", "mistral3", "mixtral", "olmo2", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
         )
     },
+    "exaone4": {**PIPELINE["exaone4"], **FOUR, "layer_types": WINDOWS},
     "llama4_text": {**PIPELINE["llama4_text"], "tie_word_embeddings": False},
     "nemotron_h": {**PIPELINE["nemotron_h"], "n_groups": 2},
     "olmo3": {**PIPELINE["olmo3"], **FOUR},
@@ -553,6 +565,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     },
 }
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "ernie4_5_moe-biased": {"model_type": "ernie4_5_moe", **OWN["ernie4_5_moe"], "use_bias": True},
     # E2B: layers that read keys of others, wide MLPs there, and embeddings for single layers.
     "gemma4_text-shared": {
         "model_type": "gemma4_text",

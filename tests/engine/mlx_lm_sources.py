@@ -20,11 +20,13 @@ def shardable_families() -> frozenset[str]:
         if (path := folder / f"{module.name}.py").is_file()
     }
     found = {family for family, text in sources.items() if "def shard(self" in text}
-    return frozenset(found | {family for family, text in sources.items() if _parent(text) in found})
+    return frozenset(found | {family for family, text in sources.items() if _source(text) in found})
 
 
-def _parent(text: str) -> str | None:
-    """The family whose `Model` this one's extends, if any."""
+def _source(text: str) -> str | None:
+    """The family whose `Model` this one's extends or is, if any."""
+    if same := re.search(r"^from \.(\w+) import (?:\w+, )*Model\b(?! as)", text, re.MULTILINE):
+        return same[1]
     base = re.search(r"^class Model\(([\w.]+)\)", text, re.MULTILINE)
     if base is None:
         return None

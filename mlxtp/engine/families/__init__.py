@@ -13,6 +13,10 @@ Divide = Callable[[Any, Group], None]
 
 #: By mlx-lm's names of families. Their sizes are checked before, see `model_config.dimensions_of`.
 DIVIDE: Mapping[str, Divide] = {
+    "cohere2": dense.divide,
+    "dots1": experts.divide,
+    "ernie4_5_moe": experts.divide,
+    "exaone4": dense.divide,
     "gemma3": dense.divide,
     "gemma3_text": dense.divide,
     "gemma4": gemma4.divide,

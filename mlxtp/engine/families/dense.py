@@ -1,4 +1,4 @@
-"""Families like Llama: gemma3, granite, olmo2, olmo3, seed_oss."""
+"""Families like Llama: cohere2, exaone4, gemma3, granite, olmo2, olmo3, seed_oss."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ def divide(model: Any, group: Group) -> None:
 
 
 def _over_all_heads(part: Any) -> bool:
-    return "q_norm" in part and part.q_norm.weight.size > part.head_dim
+    return "q_norm" in part and part.q_norm.weight.size == part.q_proj.weight.shape[0]

@@ -268,9 +268,9 @@ SHORT_NAMES_HEAD = """# Short names
 
 {generated}
 
-`mlxtp serve llama3.2:3b` serves `mlx-community/Llama-3.2-3B-Instruct-4bit`. These names count in commands, in `--model`, and as `model` of
-requests. Names with a colon are Ollama's, the others are those of exo 1.0, written small. Capitals do not matter, and `:latest` at the end
-is left out.
+`mlxtp serve llama3.2:3b` serves `mlx-community/Llama-3.2-3B-Instruct-4bit`. `serve`, `unload`, `pull`, `remove`,
+`verify`, `plan`, `chat`, `bench` and `key create` take such names, and so do `--model`, `--draft-model` and the `model` of a request. Names
+with a colon are Ollama's, the others are those of exo 1.0, written small. Capitals do not matter, and `:latest` at the end is left out.
 
 - The model is of the same family and size. Its quantization, and sometimes its release, are not those of Ollama.
 - Exact names come first: a folder of that name, also in a `--model-folder`, or a deployment.

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import Code, UserError, why_not_written
+from ..short_names import stands_for
 from .options import Home
 from .printing import home_of, print_json, typed, when_started
 
@@ -304,9 +305,9 @@ def find_served(home: Path, key: str, name: str = "") -> Served:
         )
     listed = {str(model["id"]): model for model in client.models(key)}
     # Other models may be listed that a request would load first.
-    deployed = [
-        each for each in status.get("deployments", ()) if name and name in (each["name"], each["model"])
-    ]
+    all_deployed = status.get("deployments", ())
+    called = _called(name, all_deployed)
+    deployed = [each for each in all_deployed if called and called in (each["name"], each["model"])]
     model = listed.get((deployed[0]["name"] if deployed else name) or status["model"])
     if name and (model is None or not any(each["replicas"]["ready"] for each in deployed)):
         why = deployed[0]["why"] or deployed[0]["state"] if deployed else "it is not deployed"
@@ -329,6 +330,12 @@ def find_served(home: Path, key: str, name: str = "") -> Served:
         home / FOLDER,
         frozenset(model.get("supported_features", ())),
     )
+
+
+def _called(name: str, deployments: Iterable[Mapping[str, Any]]) -> str:
+    """Return the name of a deployment for one that a user gave, which may be a short name; empty for none."""
+    known = {each[field] for each in deployments for field in ("name", "model")}
+    return name if name in known else stands_for(name) or name
 
 
 def find_program(program: Program) -> str:

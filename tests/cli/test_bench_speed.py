@@ -11,7 +11,7 @@ import pytest
 
 from mlxtp.cli import bench
 from mlxtp.cli.bench import BenchAnswer, BenchRow, measure, read, show, wrote
-from mlxtp.cli.launch import find_served
+from mlxtp.cli.launch import _called, find_served
 from mlxtp.client import AgentClient
 from mlxtp.errors import Code, UserError
 
@@ -83,6 +83,13 @@ def test_a_model_that_is_not_served_is_refused_with_the_reason(one_rank: Cluster
     with pytest.raises(UserError, match=r"org/big is not served: it is not deployed\. Ready models: tiny"):
         find_served(one_rank.home, "", "org/big")
     assert find_served(one_rank.home, "", "tiny").model == "tiny"
+
+
+def test_a_short_name_means_what_it_stands_for_unless_a_deployment_has_it() -> None:
+    llama = "mlx-community/Llama-3.2-3B-Instruct-4bit"
+    deployed = [{"name": llama, "model": llama}, {"name": "qwen3:8b", "model": "/models/qwen3:8b"}]
+    asked = ["llama3.2", "qwen3:8b", "org/big", ""]
+    assert [_called(name, deployed) for name in asked] == [llama, "qwen3:8b", "org/big", ""]
 
 
 def test_a_real_endpoint_is_measured_and_one_that_works_is_left_alone(

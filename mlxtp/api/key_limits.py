@@ -29,6 +29,7 @@ MAX_PER_MINUTE = 1_000_000
 MAX_MODELS = 64
 MAX_MODEL_CHARS = 500
 PATIENCE_S = 120  #: Longest `Retry-After` that clients wait for; beyond it they are told not to retry.
+CHALLENGE = 'Bearer realm="mlxtp"'
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TIME = "%Y-%m-%d %H:%M %Z"
 
@@ -224,9 +225,6 @@ def outlived(key: ApiKey, now: float) -> Refusal | None:
         f"the key {key.name} expired at {at}; `mlxtp key revoke {key.name}` and `mlxtp key create` replace it"
     )
     return Refusal(401, Code.KEY_INVALID, words, {"www-authenticate": f'{CHALLENGE}, error="invalid_token"'})
-
-
-CHALLENGE = 'Bearer realm="mlxtp"'
 
 
 def misplaced(key: ApiKey, scope: str) -> Refusal | None:

@@ -170,18 +170,10 @@ def _row(key: ApiKey, used: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"created": key.created, **rights, **used, "last_used": used["last_used"] or None}
 
 
-_LIMITS = {
-    "per_minute": "{:,} a minute",
-    "tokens_per_minute": "{:,} tokens a minute",
-    "tokens_per_day": "{:,} tokens a day",
-    "concurrent": "{:,} at one time",
-}
-
-
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = table_of("name", "permits", "used", "ends", "last used", wrapped=("permits", "used"))
     for row in rows:
-        limits = [words.format(row[field]) for field, words in _LIMITS.items() if row[field]]
+        limits = [f"{row[field]:,} {what}" for field, _, what in COUNTS if row[field]]
         only = [f"only {each}" for each in row["models"]]
         tokens = row["prompt_tokens"] + row["generated_tokens"]
         table.add_row(

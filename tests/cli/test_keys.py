@@ -121,7 +121,7 @@ def test_keys_as_a_table(tmp_path: Path) -> None:
     assert rows[0] == ["name", "permits", "used", "ends", "last", "used"]
     assert [row[0] for row in rows if row and row[-2:] == ["never", "-"]] == ["laptop", "phone"]
     shown = " ".join(shown.split())
-    assert "60 a" in shown
+    assert "60 requests" in shown
     assert "0 requests, 0" in shown
     assert "org/tiny" in shown
 

@@ -16,7 +16,6 @@ from mlxtp.placement.cost_model import (
     JACCL_MESH,
     RING_THUNDERBOLT,
     RankHardware,
-    pipeline_speed,
     speed,
     stage_costs,
     stages,
@@ -138,7 +137,7 @@ def predicted(row: Published) -> float:
     if row.split:
         cut = zip(stages(row.split), ranks, strict=True)
         costs = [stage_costs(shape.stage(*layers), rank) for layers, rank in cut]
-        return pipeline_speed(shape, ranks, costs, kind, fast_fences=row.fast).tokens_per_second
+        return speed(shape, ranks, kind, costs=costs, fast_fences=row.fast).tokens_per_second
     return speed(shape, ranks, kind, fast_fences=row.fast).tokens_per_second
 
 

@@ -212,7 +212,10 @@ class Unconfirmed:
 
 
 class DecodeLoop:
-    """Rank 0's loop. It queues up to `run_ahead` forwards before an earlier one's tokens are known."""
+    """Rank 0's loop. It queues up to `run_ahead` forwards before an earlier one's tokens are known.
+
+    In a pipeline, those are as many more as there are other stages.
+    """
 
     def __init__(
         self,

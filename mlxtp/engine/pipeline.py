@@ -80,11 +80,13 @@ class Stage:
     """
 
     def __init__(self, model: Any, rank: int, split: Sequence[int]) -> None:
+        from mlx_lm.models.cache import make_prompt_cache
+
         self.rank, self.ranks = rank, len(split)
         self.first = sum(split[rank + 1 :])
         self.end = self.first + split[rank]
         self.given: mx.array | None = None
-        self._empty = _caches(model)
+        self._empty: list[Any] = make_prompt_cache(model)
         facts = _trace(model, self._empty)
         self._own = self._owned(facts)
         self._check(facts)
@@ -110,16 +112,6 @@ class Stage:
     def all_caches(self) -> list[Any]:
         """Return one empty KV cache for each layer of all ranks."""
         return deepcopy(self._empty)
-
-    def forward(self, call: Callable[..., mx.array], tokens: mx.array, cache: list[Any] | None) -> mx.array:
-        """Run the own layers on tokens [B, L] int32.
-
-        Returns the logits of the stage that has the head, and hidden states [B, L, hidden] of the others.
-        """
-        try:
-            return call(tokens, cache=None if cache is None else self._for_all(cache))
-        except _Reached as reached:
-            return reached.hidden
 
     # --- the cut -------------------------------------------------------------------------------------
 
@@ -160,13 +152,17 @@ class Stage:
                 whole_embedding = _around(path, modules, model.layers)
                 _empty_out(whole_embedding)
                 change(whole_embedding, self._no_embedding())
-        whole = type(model).__call__
-        stage = self
+        change(model, self._own_model(type(model)), make_cache=lambda _: self.caches())
 
-        def forward(self: Any, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
-            return stage.forward(lambda *args, **kwargs: whole(self, *args, **kwargs), tokens, cache)
+    def _own_model(self, kind: type) -> Callable[..., Any]:
+        def forward(model: Any, tokens: mx.array, cache: list[Any] | None = None) -> Any:
+            """Return logits where the stage has the head, else hidden states [B, L, hidden]."""
+            try:
+                return kind.__call__(model, tokens, cache=None if cache is None else self._for_all(cache))
+            except _Reached as reached:
+                return reached.hidden
 
-        change(model, forward, make_cache=lambda _: stage.caches())
+        return forward
 
     def _own_layer(self, kind: type, at: int) -> Callable[..., Any]:
         def layer(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
@@ -272,13 +268,6 @@ def _kind(cache: Any) -> tuple[Any, ...]:
 
 def _counts(cache: Any) -> bool:
     return hasattr(cache, "offset") and hasattr(cache, "make_mask")
-
-
-def _caches(model: Any) -> list[Any]:
-    from mlx_lm.models.cache import make_prompt_cache
-
-    caches: list[Any] = make_prompt_cache(model)
-    return caches
 
 
 def _is(path: str, names: Iterable[str]) -> bool:
@@ -411,7 +400,7 @@ class StageTimes:
     def began(self, frame: PromptTokens | PromptBatch | StepToken, now: float, *, idle: bool) -> None:
         """Record a frame at `now` (monotonic, in seconds). `idle`: no forward was in flight.
 
-        Only rank 0 decides when the next frame comes, so it is not for this.
+        Not for rank 0, which decides when the next frame comes.
         """
         goes_on = isinstance(frame, StepToken)
         prompt, self._prompt = self._prompt, 0

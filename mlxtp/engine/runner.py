@@ -350,9 +350,11 @@ class Runner:
         received = self.border.expect(*tokens.shape)
         given = given if received.given is None else received.given
         greedy = frame.exchange == "winners" and self._vocabulary.chooses
-        local, winners = self._forward(rows, tokens, given, frame.positions, winners=greedy)
-        if winners is None:
-            logits = self._vocabulary.gather(local)
+        found = self._forward(rows, tokens, given, frame.positions, winners=greedy)
+        scores: Scores = {}
+        embeddings: mx.array | None = None
+        if not greedy:
+            logits = self._vocabulary.gather(found[0])
             try:
                 if known is not None:
                     mx.async_eval(logits, *self._batch.arrays())
@@ -360,10 +362,9 @@ class Runner:
             finally:  # even if `known` raises, because the other ranks wait for the choice
                 at = mx.array(frame.positions, dtype=mx.int32) + 1
                 chosen, scores = self._draw(logits, rows, widths, at, frame)
-                embeddings = None
                 self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows))
         else:
-            (chosen, embeddings), scores = winners, {}
+            chosen, embeddings = found
             if frame.agreement == "broadcast":
                 chosen, embeddings = self._chooser.agree(chosen), None
             self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows))
@@ -386,8 +387,8 @@ class Runner:
             tokens, embeddings = self._vocabulary.winners(local)
         mx.eval(local, tokens, arrays_of(caches))
         self._batch.join(1, caches)
-        local, winners = self._forward((1,), tokens, embeddings, (chunk,), winners=chooses)
-        mx.eval(local, winners, self._batch.arrays())
+        found = self._forward((1,), tokens, embeddings, (chunk,), winners=chooses)
+        mx.eval(found, self._batch.arrays())
 
     # --- sequences -----------------------------------------------------------------------------------
 
@@ -499,11 +500,10 @@ class Runner:
         positions: tuple[int, ...],
         *,
         winners: bool,
-    ) -> tuple[mx.array, tuple[mx.array, mx.array] | None]:
-        """Return this rank's share of the logits [rows, width, share]; with `winners`, those of all ranks."""
+    ) -> list[mx.array]:
+        """Return this rank's share of the logits [rows, width, share]; or its winners: tokens, embeddings."""
         forward = partial(self._forward_part, winners=winners)
-        outcome = in_parts(self._batch.parts(rows), rows, tokens, given, positions, forward=forward)
-        return outcome[0], (outcome[0], outcome[1]) if winners else None
+        return in_parts(self._batch.parts(rows), rows, tokens, given, positions, forward=forward)
 
     def _forward_part(
         self,

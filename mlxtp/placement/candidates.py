@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import combinations
 
 from .cost_model import (
@@ -23,7 +23,6 @@ from .cost_model import (
     RankHardware,
     RankMemory,
     SpeedEstimate,
-    pipeline_speed,
     rank_memory,
     speed,
     usable_bytes,
@@ -527,7 +526,6 @@ class CandidateFinder:
             kind = max((k for k in RINGS if RINGS[k] in {x.network for x in links}), key=list(RINGS).index)
         pairs = links_of(group, matrix)
         reason = next((each.reason for each in self.failed if each.is_in(kind, pairs)), "")
-        estimate = partial(pipeline_speed, costs=cut.costs) if cut else speed
         return Candidate(
             kind=kind,
             nodes=len(group),
@@ -541,10 +539,11 @@ class CandidateFinder:
             rdma=matrix,
             memory=cut.memory if cut else tuple(self._memory(node, len(group)) for node in group),
             split=cut.split if cut else (),
-            speed=estimate(
+            speed=speed(
                 self.shape,
                 [self._ranks[node] for node in group],
                 kind=kind,
+                costs=cut.costs if cut else (),
                 fast_fences=self.fast_fences,
                 measured=self.measured,
                 mbps=min((link.mbps for link in links), default=0),  # 0 if it is unknown for one of them

@@ -138,7 +138,7 @@ class StageCosts:
     others_s: float = 0.0
     unmet: float = 0.0
 
-    def prompt_s(self, tokens: int, chunk: int = CHUNK) -> float:
+    def prompt_s(self, tokens: int, chunk: int) -> float:
         """Return the seconds of a prompt of which so many tokens are computed, `chunk` at once."""
         chunks = -(-tokens // chunk)
         computing_s = max(tokens * self.arithmetic_s, chunks * self.chunk_s)
@@ -240,6 +240,7 @@ def speed(
     ranks: Sequence[RankHardware],
     kind: str,
     *,
+    costs: Sequence[StageCosts] = (),
     fast_fences: bool = False,
     measured: Sequence[Collective] = (),
     mbps: int = 0,
@@ -247,49 +248,24 @@ def speed(
     """Estimate the speed of `ranks`, in rank order, over the fabric `kind` (a key of FABRICS, or ALONE).
 
     One request, greedy, right after a prompt of `PROMPT` tokens. `mbps` is the slowest TCP link's, if known.
+    `costs`: of each rank's stage, in a pipeline. A transfer is one step of the fabric, and a sum several.
     """
     size = len(ranks)
-    reading = min(rank.chip.reading for rank in ranks)
-    costs = _costs(shape, ranks, reading)
+    whole = _costs(shape, ranks, min(rank.chip.reading for rank in ranks))
     if size == 1:
-        return _estimate((costs,))
+        return _estimate((whole,))
     fence_s, latency_s, link, known = _link(ranks, kind, fast_fences, measured, mbps)
-    share = 2 * (size - 1) / size  # how often each number of a sum crosses each link
-    count = shape.collectives
-    wire_s = count * shape.hidden * _ACTIVATION_BYTES * share / link
-    costs = replace(costs, waiting_s=count * (fence_s + latency_s), wire_s=wire_s)
-    return replace(
-        _estimate((costs,)),
-        fences_s=count * fence_s,
-        latency_s=count * latency_s,
-        wire_s=wire_s,
-        measured=known,
-    )
-
-
-def pipeline_speed(
-    shape: ModelShape,
-    ranks: Sequence[RankHardware],
-    costs: Sequence[StageCosts],
-    kind: str,
-    *,
-    fast_fences: bool = False,
-    measured: Sequence[Collective] = (),
-    mbps: int = 0,
-) -> SpeedEstimate:
-    """Estimate the speed of a pipeline with these costs of each rank's stage.
-
-    The other arguments are those of `speed`. A transfer is one step of the fabric, where a sum has several.
-    """
-    fence_s, latency_s, link, known = _link(ranks, kind, fast_fences, measured, mbps)
-    step_s = latency_s * FABRICS[kind].step_s / FABRICS[kind].latency_s(len(ranks))
     row_s = shape.hidden * _ACTIVATION_BYTES / link
+    if costs:
+        latency_s *= FABRICS[kind].step_s / FABRICS[kind].latency_s(size)
+        count, wire_s = size, (size - 1) * row_s
+        found = _estimate(tuple(reversed(costs)), hop_s=fence_s + latency_s, row_s=row_s)
+    else:
+        share = 2 * (size - 1) / size  # how often each number of a sum crosses each link
+        count, wire_s = shape.collectives, shape.collectives * row_s * share
+        found = _estimate((replace(whole, waiting_s=count * (fence_s + latency_s), wire_s=wire_s),))
     return replace(
-        _estimate(tuple(reversed(costs)), hop_s=fence_s + step_s, row_s=row_s),
-        fences_s=len(ranks) * fence_s,
-        latency_s=len(ranks) * step_s,
-        wire_s=(len(ranks) - 1) * row_s,
-        measured=known,
+        found, fences_s=count * fence_s, latency_s=count * latency_s, wire_s=wire_s, measured=known
     )
 
 

@@ -21,7 +21,6 @@ from mlxtp.engine.pipeline import (
     HiddenStates,
     LateTokens,
     Stage,
-    _caches,
     _trace,
     check_family,
     check_split,
@@ -163,7 +162,7 @@ def test_placement_knows_which_stages_can_be(tmp_path: Path, name: str) -> None:
     folder = some_model(tmp_path / "model", family, **changes)
     model, _ = load_model(folder, lazy=True)
     rules = stage_rules(text_config(read_config(folder)))
-    empty = _caches(model)
+    empty = make_cache(model)
     facts = _trace(model, empty)
 
     @functools.cache

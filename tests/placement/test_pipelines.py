@@ -20,7 +20,6 @@ from mlxtp.placement.cost_model import (
     RING_ETHERNET,
     Collective,
     RankHardware,
-    pipeline_speed,
     rank_memory,
     speed,
     stage_costs,
@@ -256,13 +255,13 @@ def test_a_token_goes_through_all_stages_and_once_around() -> None:
     costs = [
         stage_costs(model.stage(*each), rank) for each, rank in zip(stages((16, 16)), ranks, strict=True)
     ]
-    two = pipeline_speed(model, ranks, costs, JACCL_MESH)
+    two = speed(model, ranks, JACCL_MESH, costs=costs)
     alone = speed(model, ranks[:1], JACCL_MESH)
     hop_s = FENCE_S + FABRICS[JACCL_MESH].step_s
     expected = 1 / alone.tokens_per_second + 2 * hop_s + 4096 * 2 / 8e9
     assert 1 / two.tokens_per_second == pytest.approx(expected, rel=1e-3)
     assert two.fences_s == pytest.approx(2 * FENCE_S)
-    fast = pipeline_speed(model, ranks, costs, JACCL_MESH, fast_fences=True)
+    fast = speed(model, ranks, JACCL_MESH, costs=costs, fast_fences=True)
     assert fast.fences_s == pytest.approx(2 * FAST_FENCE_S)
 
 
@@ -271,7 +270,7 @@ def test_chunks_of_a_prompt_and_lanes_of_rows_keep_all_stages_busy() -> None:
     costs = [
         stage_costs(model.stage(*each), rank) for each, rank in zip(stages((16, 16)), ranks, strict=True)
     ]
-    two, alone = pipeline_speed(model, ranks, costs, JACCL_MESH), speed(model, ranks[:1], JACCL_MESH)
+    two, alone = speed(model, ranks, JACCL_MESH, costs=costs), speed(model, ranks[:1], JACCL_MESH)
     one_chunk, many = (Workload("prompt", n, 0, 1) for n in (512, 20 * 2048))
     assert two.prompt_s(one_chunk) > alone.prompt_s(one_chunk)
     assert two.prompt_s(many) == pytest.approx(alone.prompt_s(many) * 81 / 160, rel=0.07)
@@ -286,7 +285,7 @@ def test_a_slow_link_bounds_the_chunks() -> None:
         stage_costs(model.stage(*each), rank) for each, rank in zip(stages((16, 16)), ranks, strict=True)
     ]
     prompt = Workload("prompt", 20 * 2048, 0, 1)
-    slow = pipeline_speed(model, ranks, costs, RING_ETHERNET, mbps=10)
+    slow = speed(model, ranks, RING_ETHERNET, costs=costs, mbps=10)
     assert slow.prompt_s(prompt) > 20 * 2048 * 4096 * 2 * 8 / 10e6
 
 
@@ -296,7 +295,7 @@ def test_a_transfer_is_one_step_of_what_was_measured_for_sums() -> None:
         stage_costs(model.stage(*each), rank) for each, rank in zip(stages((16, 8, 8)), ranks, strict=True)
     ]
     group = Collective(RING_ETHERNET, 4e-3, frozenset("abc"), bandwidth=1e8)
-    found = pipeline_speed(model, ranks, costs, RING_ETHERNET, measured=[group])
+    found = speed(model, ranks, RING_ETHERNET, costs=costs, measured=[group])
     assert found.measured
     assert found.latency_s == pytest.approx(3 * 1e-3)
     assert found.wire_s == pytest.approx(2 * 4096 * 2 / 1e8)

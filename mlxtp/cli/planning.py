@@ -193,7 +193,7 @@ def _weight_bytes(path: Path) -> int:
 def to_json(made: Placement, shape: ModelShape) -> dict[str, Any]:
     """Return the plan as JSON. Sizes are bytes, times seconds, speeds tokens a second."""
     alternatives = [_way(one, made.workload) for one in made.alternatives]
-    by_layer = ("before", "ends")  # many numbers
+    by_layer = ("before", "ends", "rules")  # many numbers
     return {
         "model": {name: value for name, value in asdict(shape).items() if name not in by_layer},
         "context": made.context,

@@ -41,6 +41,7 @@ from .test_cluster import (
 __all__ = ["agent", "running"]  # fixtures
 
 NAME = "some-body/llama"
+LLAMA = "mlx-community/Llama-3.2-1B-Instruct-4bit"
 EXTRA = 100_000
 ROW: dict[str, Any] = {
     "name": "mini",
@@ -58,7 +59,7 @@ ROW: dict[str, Any] = {
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with running_hub() as found:
-        found.models[NAME] = Model(with_weights(EXTRA))
+        found.models[NAME] = found.models[LLAMA] = Model(with_weights(EXTRA))
         put(found.url, tmp_path / "cache", monkeypatch)
         yield found
 
@@ -69,22 +70,23 @@ def told(home: Path, *words: str) -> Any:
     return json.loads(result.stdout)
 
 
-def test_without_an_agent_the_command_does_it_itself(hub: Hub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("typed", "name"), [(NAME, NAME), ("llama3.2:1b", LLAMA)])
+def test_without_an_agent_the_command_does_it_itself(hub: Hub, tmp_path: Path, typed: str, name: str) -> None:
     home = tmp_path / "home"
     assert "no model is in" in mlxtp(home, "list").stdout
-    done = mlxtp(home, "pull", NAME)
+    done = mlxtp(home, "pull", typed)
     assert done.exit_code == 0, done.output
-    assert done.stdout.startswith(f"{NAME} is on this Mac: ")
+    assert done.stdout.startswith(f"{name} is on this Mac: ")
     (row,) = told(home, "list")["models"]
     size = sum(map(len, with_weights(EXTRA).values()))
     assert row == {
-        "name": NAME, "revision": COMMIT, "refs": ["main"], "size_bytes": size, "held_bytes": size,
+        "name": name, "revision": COMMIT, "refs": ["main"], "size_bytes": size, "held_bytes": size,
         "complete": True, "elsewhere": [],
     }  # fmt: skip
     assert "main" in mlxtp(home, "list").stdout
-    assert mlxtp(home, "verify", NAME).stdout.endswith("all correct\n")
-    assert told(home, "remove", NAME)["freed_bytes"] >= size
-    assert "is not on this Mac" in refusal(home, "remove", NAME)
+    assert mlxtp(home, "verify", typed).stdout.endswith("all correct\n")
+    assert told(home, "remove", typed)["freed_bytes"] >= size
+    assert "is not on this Mac" in refusal(home, "remove", typed)
     assert told(home, "list")["models"] == []
 
 
@@ -243,7 +245,12 @@ def test_an_agent_repairs_with_what_others_have(agent: Agent, hub: Hub, tmp_path
 @pytest.mark.parametrize("command", ["pull", "remove", "verify"])
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("llama", "not OWNER/NAME"), (".", "is a path"), ("a/b@../c", "is no revision")],
+    [
+        ("llama", "not OWNER/NAME"),
+        (".", "is a path"),
+        ("a/b@../c", "is no revision"),
+        ("llama3.2:7b", "near are the short names llama3.2:3b"),
+    ],
 )
 def test_what_is_no_model_of_the_hub(tmp_path: Path, command: str, name: str, words: str) -> None:
     assert words in refusal(tmp_path / "home", command, name)

@@ -22,7 +22,7 @@ from mlxtp.model_families import (
     PIPELINE_FAMILIES,
     TENSOR_FAMILIES,
 )
-from mlxtp.placement.cache_kinds import traits_of
+from mlxtp.placement.cache_kinds import CacheTraits, traits_of
 from mlxtp.settings import (
     BY_KEY,
     CLUSTER,
@@ -213,10 +213,11 @@ A family is what a model's `config.json` calls `model_type`. These can be shared
 - **tensor**: each rank has a part of each layer. `mlx-lm`: it divides the layers itself. `mlxtp`: mlx-lm has no way, and
   `mlxtp/engine/families/` has one. Sizes have to divide by the number of ranks ([placement.md](placement.md)).
 - **pipeline**: each rank has whole layers.
-- **caches**: the kind of its KV caches, in the second table.
+- **caches**: the kind of its KV caches, in the second table. **reused**: where a later prompt can begin with them. **drafts**: whether
+  several tokens are guessed ahead (speculation).
 - **tried**: how tests compare it with mlx-lm alone on the same weights, in models of a few layers with random weights. `parts`: on
   two ranks of a TCP ring, a batch of two rows, prompt and steps. `chunks`: on two, and some on four, prompts of unlike lengths in
-  several chunks, then in one batch, plain and in 4 bits. `types`: bfloat16, 4 and 8 bits too. `stages`: cut into two and three
+  several chunks, then in one batch, plain and in 4 and 8 bits. `types`: bfloat16, 4 and 8 bits too. `stages`: cut into two and three
   stages. No family has run on Macs yet.
 
 """
@@ -239,7 +240,10 @@ def families_page() -> str:
     """Return docs/families.md."""
     known = sorted(TENSOR_FAMILIES | PIPELINE_FAMILIES, key=str.lower)
     head = FAMILIES_HEAD.format(generated=GENERATED)
-    rows = ["| family | tensor | pipeline | caches | tried |", "|---|---|---|---|---|"]
+    rows = [
+        "| family | tensor | pipeline | caches | reused | drafts | tried |",
+        "|---|---|---|---|---|---|---|",
+    ]
     rows += [_family(family) for family in known]
     return head + "\n".join(rows) + "\n" + FAMILIES_NOTES + "\n".join(_kinds(known)) + "\n"
 
@@ -253,15 +257,19 @@ def _family(family: str) -> str:
     ways = {"parts": FAMILIES, "chunks": OWN, "types": NAMED, "stages": PIPELINE_FAMILIES}
     tried = ", ".join(way for way, families in ways.items() if family in families)
     pipeline = "yes" if family in PIPELINE_FAMILIES else "–"
-    return f"| {name} | {tensor} | {pipeline} | {caches} | {tried or '–'} |"
+    reused, drafts = _reused(kind), "–" if "drafts" in kind.off else "yes"
+    return f"| {name} | {tensor} | {pipeline} | {caches} | {reused} | {drafts} | {tried or '–'} |"
+
+
+def _reused(kind: CacheTraits) -> str:
+    return "from any token on" if kind.cuttable else "whole, at chosen places"
 
 
 def _kinds(families: Iterable[str]) -> Iterator[str]:
     yield "| caches | reused by later prompts | off | because |"
     yield "|---|---|---|---|"
     for kind in dict.fromkeys(map(traits_of, families)):
-        reused = "from any token on" if kind.cuttable else "whole, at chosen places"
-        yield f"| {kind.name} | {reused} | {kind.off or '–'} | {kind.why or '–'} |"
+        yield f"| {kind.name} | {_reused(kind)} | {kind.off or '–'} | {kind.why or '–'} |"
 
 
 SHORT_NAMES_HEAD = """# Short names

@@ -41,7 +41,7 @@ from .steps import (
     StopReason,
 )
 
-#: Prompts that are partly computed at once. Long ones alternate, so that short ones need not wait.
+#: Prompts that are partly computed at once. Long ones alternate, and those of one chunk do not count.
 MAX_PREFILLING = 4
 LOOKED_UP = 32_768  # tokens of a prompt, from its end, that are searched for drafts
 DRAFT_TOKENS = 16  # most tokens drafted for one row
@@ -265,11 +265,13 @@ class Scheduler:
                 return None  # room is made first
             if len(group) > 1:
                 return self._prefill_together(group)
-        full = len(started) >= MAX_PREFILLING or free < 1
+        crowded = len(self._waiting.started()) >= MAX_PREFILLING
+        full = (len(started) >= MAX_PREFILLING and not crowded) or free < 1
         for sequence in self._waiting:
             left = sequence.prompt - sequence.prefilled
             if not sequence.uid:
-                if self._kv.stays(sequence, started, full=full):
+                long = crowded and left - self._kv.hit_length(sequence) > limit
+                if self._kv.stays(sequence, started, full=full or long):
                     continue
                 left -= self._kv.hit_length(sequence)
             if beside and min(left, limit) > self._budget:

@@ -396,6 +396,18 @@ def test_at_most_a_few_prompts_are_under_way() -> None:
     check_answers(simulation)
 
 
+def test_a_prompt_of_one_chunk_waits_for_no_long_ones_however_many_are_being_read() -> None:
+    simulation = Simulation(prefill_chunk=64, together=0)
+    for _ in range(MAX_PREFILLING):
+        simulation.add(2000, 3)
+    simulation.ticks(10)
+    short, another = simulation.add(20, 3), simulation.add(2000, 3)
+    simulation.ticks(8)
+    assert short.tokens
+    assert not another.tokens
+    simulation.drain()
+
+
 def test_a_full_batch_makes_others_wait() -> None:
     simulation = Simulation(max_rows=2)
     for _ in range(3):

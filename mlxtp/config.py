@@ -112,6 +112,7 @@ class Settings:
     split: str = "auto"
     workload: str = "auto"
     fabric: str = "auto"
+    fabric_networks: str = "any"
     fast_fences: bool = False
     keep_awake: bool = True
     rdma: tuple[str, ...] = ()

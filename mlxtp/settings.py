@@ -217,6 +217,12 @@ SETTINGS: tuple[Setting, ...] = (
         CLUSTER, "auto|jaccl|ring", "auto, the faster that works", fields=("fabric",), same_on_all=True,
     ),
     Setting(
+        "fabric_networks", TEXT, one_of("thunderbolt", "private", "any"), "any",
+        "Links that may carry tensors, which MLX does not encrypt: Thunderbolt cables only, also Ethernet "
+        "between two Macs alone (private), or Wi-Fi and shared Ethernet, too (any).",
+        CLUSTER, "thunderbolt|private|any", same_on_all=True,
+    ),
+    Setting(
         "rdma", TABLE, parse_rdma, [],
         "The RDMA device of a Mac, set by hand: studio=rdma_en5, or studio/mini=rdma_en5 for one cable.",
         CLUSTER, "NODE=DEVICE", "found automatically",

@@ -99,6 +99,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("nodes", "all", "02", "nodes", ("all", "2")),
         ("backend", "ring", "jaccl", "fabric", ("ring", "jaccl")),
         ("workload", "chat", "batch", "workload", ("chat", "batch")),
+        ("fabric_networks", "private", "any", "fabric_networks", ("private", "any")),
         ("fast_fences", "no", "yes", "fast_fences", (False, True)),
         ("drain", "2.5", "60", "drain_s", (2.5, 60.0)),
         ("load_on_request", "yes", "no", "load_on_request", (True, False)),
@@ -489,7 +490,7 @@ def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> N
 
 STRINGS = (
     "http", "model", "agreement", "draft_model", "name", "control", "interface", "workload", "backend",
-    "log_format", "log_file", "api_keys", "http_cert", "http_key",
+    "fabric_networks", "log_format", "log_file", "api_keys", "http_cert", "http_key",
 )  # fmt: skip
 SWITCHES = (
     "compiled", "speculation", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from ..api.admin import Json
 from ..groups.group import Group
 from ..groups.health import SERVES, ServingState
+from ..placement.candidates import exposed
+from ..placement.topology import Topology
 from ..wire.cluster_messages import Deployment, Serving
 from .parts import AgentParts
 
@@ -24,6 +26,7 @@ class GroupSnapshot:
     `why` is the reason why it is not ready. `running` of its `requests` have a first token. The speed is in
     tokens per second. Counts are None where no owner reports them. `room` is that of its KV caches in
     tokens, and 0 on other Macs than its owner. `split` has the layers of each rank of a pipeline.
+    `exposed` says that its tensors cross a network of others in the clear, if they do.
     """
 
     id: str
@@ -40,6 +43,7 @@ class GroupSnapshot:
     cached: int | None = None
     room: int = 0
     split: tuple[int, ...] = ()
+    exposed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +77,12 @@ def gather(parts: AgentParts, servings: Sequence[Serving]) -> tuple[DeploymentSn
     for serving in servings:
         of.setdefault(serving.group, []).append(serving)
     here = parts.node.node_id if parts.node.alone else ""
+    topology = parts.machines.topology(parts.node.settings.fabric_networks)
     return tuple(
         DeploymentSnapshot(
             row,
             tuple(
-                _group(each, of.get(each.scope.group, ()), here)
+                _group(each, of.get(each.scope.group, ()), here, topology)
                 for each in parts.groups.replicas_of(row.name)
             ),
         )
@@ -85,7 +90,7 @@ def gather(parts: AgentParts, servings: Sequence[Serving]) -> tuple[DeploymentSn
     )
 
 
-def _group(group: Group, servings: Iterable[Serving], alone: str) -> GroupSnapshot:
+def _group(group: Group, servings: Iterable[Serving], alone: str, topology: Topology) -> GroupSnapshot:
     """Return a group by its owner's report, if there is one, else as this member knows it."""
     scope, status = group.scope, group.supervisor.status
     owner = scope.assignment.owner or alone
@@ -111,6 +116,7 @@ def _group(group: Group, servings: Iterable[Serving], alone: str) -> GroupSnapsh
         serving.cached,
         group.supervisor.kv.tokens if scope.owned or alone else 0,
         serving.split,
+        exposed(serving.kind, serving.participants, topology),
     )
 
 
@@ -153,4 +159,5 @@ def _rendered(group: GroupSnapshot, names: Mapping[str, str]) -> Json:
         "requests": {"running": group.running, "waiting": max(group.requests - group.running, 0)},
         "tokens_per_second": group.speed,
         "cached_tokens": group.cached,
+        "exposed": group.exposed or None,
     }

@@ -68,7 +68,12 @@ def _group(group: Mapping[str, Any]) -> list[str]:
         work.append(f"{group['tokens_per_second']} tokens/s")
     if group["cached_tokens"]:
         work.append(f"{group['cached_tokens']:,} tokens cached")
-    return [f"#{number} {group['state']} on {macs}{kind}, epoch {group['epoch']}", f"   {', '.join(work)}"]
+    crossing = [f"   {group['exposed']}"] if group.get("exposed") else []
+    return [
+        f"#{number} {group['state']} on {macs}{kind}, epoch {group['epoch']}",
+        f"   {', '.join(work)}",
+        *crossing,
+    ]
 
 
 def stages(group: Mapping[str, Any]) -> str:

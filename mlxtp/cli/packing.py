@@ -148,4 +148,5 @@ def _show(
         if one.why:
             console.print(escape(f"- {one.shape.name}: {one.why}"), style="bold red")
         elif one.plan:
-            console.print(escape(f"- {one.shape.name}: {one.plan.reason}"))
+            for line in (one.plan.reason, *one.plan.notes):
+                console.print(escape(f"- {one.shape.name}: {line}"))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ..wire.cluster_messages import FabricResult, Machine
 
 
-_NODES, _WORKLOADS, _BACKENDS, _PARALLEL, _SPLIT = (
-    BY_KEY[key].metavar for key in ("nodes", "workload", "backend", "parallel", "split")
+_NODES, _WORKLOADS, _BACKENDS, _PARALLEL, _SPLIT, _NETWORKS = (
+    BY_KEY[key].metavar for key in ("nodes", "workload", "backend", "parallel", "split", "fabric_networks")
 )
 
 Models = Annotated[
@@ -81,6 +81,15 @@ Backend = Annotated[
         autocompletion=shell_completion.words(_BACKENDS),
     ),
 ]
+FabricNetworks = Annotated[
+    str,
+    typer.Option(
+        metavar=_NETWORKS,
+        help="Links that may carry tensors, as of `mlxtp node --fabric-networks`.",
+        show_default="those of the running agent, else any",
+        autocompletion=shell_completion.words(_NETWORKS),
+    ),
+]
 MaxContext = Annotated[
     int,
     typer.Option(
@@ -105,6 +114,7 @@ def plan(
     split: Split = "auto",
     workload: ForWorkload = "auto",
     backend: Backend = "auto",
+    fabric_networks: FabricNetworks = "",
     max_context: MaxContext = 0,
     fast_fences: FastFences = False,
     repeatable: Repeatable = False,
@@ -127,16 +137,17 @@ def plan(
     with typed():
         number = parse_nodes(spread, "--spread")
         BY_KEY["workload"].parse(workload, "--workload")
+        BY_KEY["fabric_networks"].parse(fabric_networks or "any", "--fabric-networks")
         parse_parallel(parallel, "--parallel")
         layers = split_layers(parse_split(split, "--split"), parallel, number)
     wanted: str | int = int(number) if number.isdecimal() else number
     coordinator = ""
     results: tuple[FabricResult, ...] = ()
-    now = CHAT
+    now, admitted = CHAT, "any"
     if machines is not None:
         found = planning.read_machines_file(machines)
     else:
-        found, coordinator, results, now = members_here(home_of(home))
+        found, coordinator, results, now, admitted = members_here(home_of(home))
     options = PlacementOptions(
         backend=backend,
         nodes=wanted,
@@ -147,6 +158,7 @@ def plan(
         workload=WORKLOADS.get(workload, now),
         parallel=parallel,
         split=layers,
+        fabric_networks=fabric_networks or admitted,
     )
     shaped = [found_model(model, home) for model in models]
     if len(shaped) > 1:
@@ -180,8 +192,10 @@ def _model_folders(home: Path | None) -> tuple[str, ...]:
 
 def members_here(
     home: Path,
-) -> tuple[tuple[MemberMachine, ...], str, tuple[FabricResult, ...], Workload]:
-    """Return the cluster's machines (without an agent this one), coordinator, measurements and workload."""
+) -> tuple[tuple[MemberMachine, ...], str, tuple[FabricResult, ...], Workload, str]:
+    """Return the cluster's machines (without an agent this one), coordinator, measurements and workload, and
+    the setting fabric_networks.
+    """
     import asyncio
 
     from ..placement import hardware
@@ -193,13 +207,14 @@ def members_here(
         told = AgentClient(home).get("plan")
     except UserError:
         machine = asyncio.run(hardware.probe())
-        return (MemberMachine("this", "this Mac", machine),), "this", (), CHAT
+        return (MemberMachine("this", "this Mac", machine),), "this", (), CHAT, "any"
     found = tuple(
         MemberMachine(node["node_id"], node["name"], _machine(node["machine"]), held_bytes=node["held_bytes"])
         for node in told["nodes"]
     )
     fabric = tuple(map(from_json, told["fabric"]))
-    return found, str(told["coordinator"]), fabric, Workload(**told["workload"])
+    workload = Workload(**told["workload"])
+    return found, str(told["coordinator"]), fabric, workload, str(told["fabric_networks"])
 
 
 def _machine(fields: Mapping[str, Any]) -> Machine:

@@ -89,10 +89,16 @@ def expected(
     *,
     nodes: int,
     pipeline: bool,
+    fabric_networks: str,
 ) -> float:
     """Return the tokens a second of one answer that a plan for so many Macs foretells; 0 if it cannot."""
     parallel = "pipeline" if pipeline else "tensor" if nodes > 1 else "auto"
-    options = PlacementOptions(nodes=nodes, parallel=parallel, measured=measured(results, fast_fences=False))
+    options = PlacementOptions(
+        nodes=nodes,
+        parallel=parallel,
+        measured=measured(results, fast_fences=False),
+        fabric_networks=fabric_networks,
+    )
     chosen = _plan(str(model), members, read_shape(model), coordinator, options).chosen
     return chosen.speed.tokens_per_second if chosen is not None and chosen.speed is not None else 0.0
 
@@ -117,11 +123,22 @@ def hostfile(one: Candidate, addresses: Mapping[str, str], *, fast_fences: bool)
 
 
 def over_all(
-    members: Sequence[MemberMachine], coordinator: str, backend: str, *, fast_fences: bool
+    members: Sequence[MemberMachine],
+    coordinator: str,
+    backend: str,
+    *,
+    fast_fences: bool,
+    fabric_networks: str = "any",
 ) -> Candidate:
     """Return the best way for all Macs to work together. Raises UserError with the reason."""
     for parallel in ("tensor", "pipeline"):
-        options = PlacementOptions(nodes="all", backend=backend, parallel=parallel, fast_fences=fast_fences)
+        options = PlacementOptions(
+            nodes="all",
+            backend=backend,
+            parallel=parallel,
+            fast_fences=fast_fences,
+            fabric_networks=fabric_networks,
+        )
         made = _plan(EMBEDDED_MODEL, members, read_shape(EMBEDDED_MODEL), coordinator, options)
         chosen = made.chosen
         if chosen is not None and len(chosen.ranks) == len(members) > 1:

@@ -230,8 +230,9 @@ def speed(bed: Bed) -> Row:
         return Row("speed", "left out", "the context is too short to measure it", made)
     told = bed.agent.get("status")
     row = next(each for each in told["deployments"] if served.model in (each["name"], each["model"]))
+    found, coordinator, results, _, admitted = plan.members_here(bed.home)
     planned = planning.expected(
-        plan.found_model(row["model"], bed.home), *plan.members_here(bed.home)[:3],
+        plan.found_model(row["model"], bed.home), found, coordinator, results, fabric_networks=admitted,
         nodes=made["world_size"], pipeline=any(group["split"] for group in row["groups"]),
     )  # fmt: skip
     return compared(written["rate"], planned, made)

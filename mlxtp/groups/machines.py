@@ -71,9 +71,9 @@ class Machines:
             )
         return sorted(found, key=lambda member: member.node_id)
 
-    def topology(self) -> Topology:
-        """Return the connections between the members that are present."""
-        return Topology(self.members(), self.devices_by_hand())
+    def topology(self, admitted: str = "any") -> Topology:
+        """Return the connections between the members that are present; see `Topology` for `admitted`."""
+        return Topology(self.members(), self.devices_by_hand(), admitted)
 
     def devices_by_hand(self) -> dict[str, dict[str, str]]:
         """Return the RDMA devices of the settings, by the ids of a node and of its peer."""
@@ -160,6 +160,7 @@ def placement_options(settings: Settings, row: Deployment, model: str) -> Placem
         wanted, parallel = "all", "tensor"  # it is there to show that the cluster works, not to be fast
     return PlacementOptions(
         backend=settings.fabric,
+        fabric_networks=settings.fabric_networks,
         nodes=wanted,
         max_context=settings.max_context,
         fast_fences=settings.fast_fences,

@@ -126,8 +126,8 @@ class Fabrics:
 
     @cached_property
     def rings(self) -> tuple[str, ...]:
-        """Kinds of TCP rings for which any two members have a link, the fastest first."""
-        return tuple(kind for kind in RINGS if any(self.graph(kind).values()))
+        """Kinds of TCP rings for which any two members have a network, the fastest first."""
+        return tuple(kind for kind, network in RINGS.items() if self._topology.has(network))
 
     def graph(self, kind: str) -> Graph:
         """Return the members that each member can reach in this kind of fabric."""
@@ -183,7 +183,14 @@ class Fabrics:
         return ""
 
     def missing(self, kind: str, size: int, nodes: Sequence[str]) -> str:
-        """Return why no `size` of `nodes`, the preferred first, make a fabric of this kind."""
+        """Return why no `size` of `nodes`, the preferred first, make a fabric of this kind.
+
+        An empty `kind` is a circle that crosses from one network to another.
+        """
+        networks = NETWORKS if not kind else (RINGS[kind],) if kind in RINGS else ()
+        if excluded := self._excluded(networks, nodes):
+            return excluded
+        kind = kind or RING_ETHERNET
         graph = self.graph(kind)
         if size > 2 and kind != JACCL_MESH:
             lonely = [node for node in nodes if len(graph[node] & set(nodes)) < 2]
@@ -200,6 +207,35 @@ class Fabrics:
         more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
         return f"{len(absent)} of {len(pairs)} links {self._over(kind)} are missing: {shown}{more}"
 
+    def _excluded(self, networks: Sequence[str], nodes: Sequence[str]) -> str:
+        """Return which links of these networks the setting fabric_networks excludes; empty for none."""
+        setting, those = self._topology.admitted, frozenset(nodes)
+        words = {**_WORDS, THUNDERBOLT: "Thunderbolt without a known cable"}
+        words |= {ETHERNET: "shared Ethernet"} if setting != THUNDERBOLT else {}
+        found = [
+            f"{words[network]} {self._members[a].name} – {self._members[b].name}"
+            for network, a, b in self._refused
+            if network in networks and those.issuperset((a, b))
+        ]
+        if not found:
+            return ""
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        count = f"{len(found)} link{'s' if len(found) > 1 else ''}"
+        return f"--fabric-networks {setting} excludes {count}: {', '.join(found[:_SHOWN])}{more}"
+
+    @cached_property
+    def _refused(self) -> list[tuple[str, str, str]]:
+        """Network and members of each link that the setting fabric_networks excludes."""
+        if self._topology.admitted == "any":
+            return []
+        pairs = list(combinations(sorted(self._members), 2))
+        return [
+            (network, *pair)
+            for network in NETWORKS
+            for pair in pairs
+            if self._topology.refuses(network, *pair)
+        ]
+
     def _gap(self, kind: str, a: str, b: str) -> str:
         names = f"{self._members[a].name} – {self._members[b].name}"
         jaccl = kind in (JACCL_MESH, JACCL_RING)
@@ -209,6 +245,25 @@ class Fabrics:
     @staticmethod
     def _over(kind: str) -> str:
         return f"over {_WORDS[RINGS[kind]]}" if kind in RINGS else "by cables with RDMA"
+
+
+def exposed(kind: str, ranks: Sequence[str], topology: Topology) -> str:
+    """Return a sentence if tensors of these ranks cross Wi-Fi or shared Ethernet in the clear; else "".
+
+    Where two neighbours have a private network and a shared one, too, it counts as if they used the latter.
+    """
+    if topology.admitted != "any" or kind not in (RING_WIFI, RING_ETHERNET):
+        return ""
+    if kind == RING_ETHERNET:
+        neighbours = zip(ranks, (*ranks[1:], *ranks[:1]), strict=True)
+        links = [link for pair in neighbours for link in topology.links(ETHERNET, *pair)]
+        if links and all(link.needs != "any" for link in links):
+            return ""
+    network = "Wi-Fi" if kind == RING_WIFI else "shared Ethernet"
+    return (
+        f"tensors cross {network} in the clear: other machines on it can compute prompts and answers from "
+        "them (--fabric-networks excludes it)"
+    )
 
 
 def _frozen(peers: Mapping[str, set[str]]) -> Graph:
@@ -426,7 +481,7 @@ class CandidateFinder:
                     return one
                 found = found or one
         preferred = sorted(pool, key=lambda node: node != must)
-        missing = self.fabrics.missing(kind or RING_ETHERNET, size, preferred) if found is None else ""
+        missing = self.fabrics.missing(kind, size, preferred) if found is None else ""
         return found or Candidate(PIPELINE, size, reason=missing)
 
     def _staged(self, kind: str, group: tuple[str, ...], networks: Sequence[str]) -> Candidate:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import ConfigError
-from .candidates import PIPELINE, TENSOR_PARALLEL, Candidate, CandidateFinder
+from .candidates import PIPELINE, TENSOR_PARALLEL, Candidate, CandidateFinder, exposed
 from .cost_model import ALONE, JACCL_MESH, Collective
 from .formation import FailedGroup
 from .model_shape import MAX_RANKS, ModelShape
-from .topology import MemberMachine, Overrides, Topology
+from .topology import FABRIC_NETWORKS, MemberMachine, Overrides, Topology
 from .workload import CHAT, Workload
 
 DEFAULT_CONTEXT = 8192  #: Tokens of KV cache that a plan makes room for by default.
@@ -46,6 +46,7 @@ class PlacementOptions:
     parallel          how several nodes share the model: "tensor", "pipeline", or "auto" for the sooner one.
                       The first two accept groups that are slower than one node alone
     split             layers of each rank of a pipeline, of which rank 0 has the last ones; () for the best
+    fabric_networks   links that may carry tensors: one of `topology.FABRIC_NETWORKS`
     """
 
     backend: str = "auto"
@@ -59,6 +60,7 @@ class PlacementOptions:
     workload: Workload = CHAT
     parallel: str = "auto"
     split: tuple[int, ...] = ()
+    fabric_networks: str = "any"
 
     def __post_init__(self) -> None:
         if self.split:  # it implies a pipeline of so many nodes
@@ -73,6 +75,10 @@ class PlacementOptions:
             raise ConfigError(f"max_context is {self.max_context}; it cannot be negative")
         if self.parallel not in PARALLEL:
             raise ConfigError(f"parallel is {self.parallel!r}; it can be {', '.join(PARALLEL)}")
+        if self.fabric_networks not in FABRIC_NETWORKS:
+            raise ConfigError(
+                f"fabric_networks is {self.fabric_networks!r}; it can be {', '.join(FABRIC_NETWORKS)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +128,7 @@ def plan(
     context = min(options.max_context or DEFAULT_CONTEXT, shape.max_context)
     finder = CandidateFinder(
         members=present,
-        topology=Topology(list(present.values()), options.rdma),
+        topology=Topology(list(present.values()), options.rdma, options.fabric_networks),
         shape=shape,
         context=context,
         fast_fences=options.fast_fences,
@@ -161,6 +167,8 @@ def plan(
         notes = []
     considered = _ranked(considered, chosen, options)
     notes += _fallback(considered, chosen, finder) + finder.assumptions(chosen)
+    if chosen is not None and (crossing := exposed(chosen.kind, chosen.ranks, finder.topology)):
+        notes.append(crossing)
     return Placement(
         chosen=next((a for a in considered if a.verdict == "chosen"), None),
         leader=chosen.ranks[0] if chosen else "",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from ipaddress import IPv4Address, IPv4Network
+from operator import itemgetter
 
 from ..wire.cluster_messages import Interface, Machine, Port
 
@@ -16,6 +17,9 @@ LOOPBACK = "loopback"
 #: Kinds of networks that a TCP ring can run on, the fastest first.
 NETWORKS = (THUNDERBOLT, ETHERNET, WIFI, LOOPBACK)
 _LINK_LOCAL = IPv4Network("169.254.0.0/16")
+#: Values of the setting fabric_networks, the strictest first. Each admits the links of those before it.
+FABRIC_NETWORKS = ("thunderbolt", "private", "any")
+_FOR_TWO = 30  #: Prefix of a network with addresses for two machines; longer ones have as many or fewer.
 
 #: For a node id and each peer's node id: the RDMA device to use instead of the probed one.
 Overrides = Mapping[str, Mapping[str, str]]
@@ -47,11 +51,15 @@ class MemberMachine:
 
 @dataclass(frozen=True, slots=True)
 class TcpLink:
-    """Two members in one network: the address of each there, by node id. `mbps` 0 is unknown."""
+    """Two members in one network: the address of each there, by node id. `mbps` 0 is unknown.
+
+    `needs` is the strictest of `FABRIC_NETWORKS` that admits it.
+    """
 
     network: str
     addresses: Mapping[str, str]
     mbps: int
+    needs: str = "thunderbolt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +74,16 @@ class Topology:
 
     members    in any order; the same members in another order make the same topology
     overrides  RDMA devices named by hand, which count more than probed ones
+    admitted   one of `FABRIC_NETWORKS`: only TCP links that it admits are links; cables with RDMA always are
     """
 
-    def __init__(self, members: Sequence[MemberMachine], overrides: Overrides | None = None) -> None:
+    def __init__(
+        self, members: Sequence[MemberMachine], overrides: Overrides | None = None, admitted: str = "any"
+    ) -> None:
         self._members = {m.node_id: m for m in sorted(members, key=lambda m: m.node_id)}
         self._overrides = overrides or {}
+        self.admitted = admitted
+        self._admitted = FABRIC_NETWORKS[: FABRIC_NETWORKS.index(admitted) + 1]
 
     @cached_property
     def is_one_machine(self) -> bool:
@@ -80,8 +93,23 @@ class Topology:
         )
 
     def tcp(self, network: str, one: str, other: str) -> TcpLink | None:
-        """Return the link between two members in this kind of network."""
-        return self._tcp.get(network, {}).get(frozenset((one, other)))
+        """Return the best link between two members in this kind of network."""
+        return next(iter(self.links(network, one, other)), None)
+
+    def links(self, network: str, one: str, other: str) -> list[TcpLink]:
+        """Return all links between two members in this kind of network, the best first."""
+        return [link for link in self._between(network, one, other) if link.needs in self._admitted]
+
+    def refuses(self, network: str, one: str, other: str) -> bool:
+        """Return whether `admitted` excludes all links between two members in this kind of network."""
+        return bool(self._between(network, one, other)) and not self.links(network, one, other)
+
+    def has(self, network: str) -> bool:
+        """Return whether any two members are in such a network, also where `admitted` excludes it."""
+        return network in self._tcp
+
+    def _between(self, network: str, one: str, other: str) -> Sequence[TcpLink]:
+        return self._tcp.get(network, {}).get(frozenset((one, other)), ())
 
     def fastest(self, one: str, other: str) -> list[TcpLink]:
         """Return the links between two members, the fastest network first."""
@@ -157,12 +185,13 @@ class Topology:
         return RdmaLink(devices) if all(devices.values()) else None
 
     @cached_property
-    def _tcp(self) -> dict[str, dict[frozenset[str], TcpLink]]:
+    def _tcp(self) -> dict[str, dict[frozenset[str], list[TcpLink]]]:
+        """Links of each pair in each kind of network, the best first, whether they are admitted or not."""
         if self.is_one_machine:
             nodes = list(self._members)
             link = TcpLink(LOOPBACK, dict.fromkeys(nodes, "127.0.0.1"), 0)
-            return {LOOPBACK: {frozenset((a, b)): link for a in nodes for b in nodes if a != b}}
-        ranked: dict[str, dict[frozenset[str], tuple[tuple[object, ...], TcpLink]]] = {}
+            return {LOOPBACK: {frozenset((a, b)): [link] for a in nodes for b in nodes if a != b}}
+        ranked: dict[str, dict[frozenset[str], list[tuple[tuple[object, ...], TcpLink]]]] = {}
         for (kind, _), homes in sorted(self._networks().items()):
             for i, (one, first) in enumerate(homes):
                 for other, second in homes[i + 1 :]:
@@ -173,12 +202,14 @@ class Topology:
                         kind,
                         {one.node_id: first.address, other.node_id: second.address},
                         min(first.mbps, second.mbps),
+                        self._needs(kind, one, first, other, second),
                     )
                     rank = _preference(one, first, other, second)
-                    best = ranked.setdefault(kind, {}).get(pair)
-                    if best is None or rank < best[0]:
-                        ranked[kind][pair] = (rank, link)
-        return {kind: {pair: link for pair, (_, link) in found.items()} for kind, found in ranked.items()}
+                    ranked.setdefault(kind, {}).setdefault(pair, []).append((rank, link))
+        return {
+            kind: {pair: [x for _, x in sorted(each, key=itemgetter(0))] for pair, each in found.items()}
+            for kind, found in ranked.items()
+        }
 
     def _networks(self) -> dict[tuple[str, IPv4Network], list[tuple[MemberMachine, Interface]]]:
         """Return the interfaces that have an address in the same network, by kind and network."""
@@ -211,6 +242,22 @@ class Topology:
             here, there = (first, second) if one.node_id < other.node_id else (second, first)
             return any((a.interface, b.interface) == (here.name, there.name) for a, b in cables)
         return not local
+
+    def _needs(
+        self, kind: str, one: MemberMachine, first: Interface, other: MemberMachine, second: Interface
+    ) -> str:
+        """Return the strictest of `FABRIC_NETWORKS` that admits the link of these two interfaces.
+
+        No Mac knows the other machines on its Ethernet. So only a network without an address for a third
+        one is private.
+        """
+        cabled = kind == THUNDERBOLT and frozenset((one.node_id, other.node_id)) in self._cables
+        for_two = first.kind == second.kind == "ethernet" and first.prefix >= _FOR_TWO
+        if not (cabled or for_two):
+            return "any"
+        if _strays(one.machine, first, second.address) or _strays(other.machine, second, first.address):
+            return "any"
+        return "thunderbolt" if cabled else "private"
 
 
 def _machine_trouble(member: MemberMachine) -> str:
@@ -247,6 +294,18 @@ def _network(interface: Interface) -> IPv4Network | None:
         return IPv4Network((interface.address, interface.prefix), strict=False)
     except ValueError:
         return None
+
+
+def _strays(machine: Machine, interface: Interface, peer: str) -> bool:
+    """Return whether packets for `peer` may leave by Wi-Fi or Ethernet instead of this interface."""
+    return any(
+        each.up
+        and each.name != interface.name
+        and each.prefix >= interface.prefix
+        and _kind(machine, each) in (ETHERNET, WIFI)
+        and IPv4Address(peer) in (_network(each) or ())
+        for each in machine.interfaces
+    )
 
 
 def _preference(

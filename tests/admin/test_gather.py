@@ -180,6 +180,8 @@ def test_a_group_on_other_macs_is_shown_as_it_is_told(
             (0, A, None),
             (1, B, None),
         ]
+        [[shown]] = (each["groups"] for each in found["deployments"])
+        assert shown["exposed"].startswith("tensors cross shared Ethernet in the clear: ")
         assert found["group"]["fabric"] is None
         assert found["tokens_per_second"]["value"] is None
         caches = CacheHandlers(node.parts)

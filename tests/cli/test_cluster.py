@@ -66,7 +66,12 @@ GROUP: dict[str, Any] = {
     "requests": {"running": 3, "waiting": 1},
     "tokens_per_second": 120,
     "cached_tokens": 4096,
+    "exposed": None,
 }
+EXPOSED = (
+    "tensors cross Wi-Fi in the clear: other machines on it can compute prompts and answers from them "
+    "(--fabric-networks excludes it)"
+)
 TWO_REPLICAS: dict[str, Any] = {
     "name": "org/[model]",
     "model": "org/[model]",
@@ -200,6 +205,7 @@ class Admin(FakeAdmin):
             "plan": {
                 "fabric": [],
                 "workload": asdict(AGENT),
+                "fabric_networks": "any",
                 "coordinator": MEMBER["node_id"],
                 "nodes": [
                     {"node_id": node, "name": name, "machine": asdict(MACHINE), "held_bytes": 0}
@@ -302,14 +308,16 @@ def test_status_has_a_row_for_each_deployment_and_below_it_its_groups(
         **TWO_REPLICAS,
         **{"name": "tiny", "model": "tiny", "replicas": {"ready": 1, "wanted": 0}, "pinned": False},
         **{"nodes": "auto", "keep_s": 600, "on": ["air"], "why": None},
-        "groups": [{**GROUP, "id": "tiny#0", "members": [{"node_id": "ef" * 16, "name": "air"}]}],
+        "groups": [
+            {**GROUP, "id": "tiny#0", "members": [{"node_id": "ef" * 16, "name": "air"}], "exposed": EXPOSED}
+        ],
     }
     members = [{**MEMBER, "works_for": ["org/[model]#0"]}, {**MEMBER, "name": "air", "works_for": ["tiny#0"]}]
     told = {**STATUS, "deployments": [TWO_REPLICAS, other], "members": members}
     monkeypatch.setattr(agent.admin, "status", lambda: told)
     lines = mlxtp(agent.home, "status", width=80).output.splitlines()
     assert all(len(line) <= 80 for line in lines)
-    assert [line.rstrip() for line in lines[1:9]] == [
+    assert [line.rstrip() for line in lines[1:12]] == [
         "org/[model]: ready, replicas: 1 of 2, --nodes 2",
         "  #0 ready on studio [left] (owner) + mini, JACCL mesh, epoch 7",
         "     requests: 3 running, 1 waiting, 120 tokens/s, 4,096 tokens cached",
@@ -318,6 +326,9 @@ def test_status_has_a_row_for_each_deployment_and_below_it_its_groups(
         "tiny: ready, replicas: 1, as many as fit, on air only, until it is unused for",
         "  600 s",
         "  #0 ready on air, JACCL mesh, epoch 7",
+        "     requests: 3 running, 1 waiting, 120 tokens/s, 4,096 tokens cached",
+        "     tensors cross Wi-Fi in the clear: other machines on it can compute prompts",
+        "       and answers from them (--fabric-networks excludes it)",
     ]
     assert "works for" in "\n".join(lines)
 
@@ -717,6 +728,10 @@ def test_a_plan_counts_with_what_was_measured(agent: Agent, monkeypatch: pytest.
     args = ("plan", "llama-3.3-70b-4bit", "--json")
     apart = json.loads(mlxtp(agent.home, *args).output)
     assert apart["chosen"]["split"]
+    told["fabric_networks"] = "private"  # the agent's setting counts, unless the plan has its own
+    for options, macs in (((), 1), (("--fabric-networks", "any"), 2)):
+        assert json.loads(mlxtp(agent.home, *args, *options).output)["chosen"]["nodes"] == macs
+    told["fabric_networks"] = "any"
     kind = "ring over Ethernet"
     fast = {**RESULT, "backend": "ring", "kind": kind, "collective_s": 3e-5}
     monkeypatch.setattr(agent.admin, "plan", lambda: {**told, "fabric": [fast]})

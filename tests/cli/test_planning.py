@@ -162,6 +162,18 @@ def test_notes_are_printed() -> None:
     assert "Note: the ring over Ethernet, not JACCL: 1 of 1 links by cables with RDMA are missing" in text
 
 
+def test_a_plan_says_where_tensors_cross_a_network_of_others_or_why_they_do_not() -> None:
+    members = on_lan([mac(0, memory=128), mac(1, memory=128)])
+    text = printed("llama-3.3-70b-8bit", members, options=PlacementOptions(nodes="all"))
+    assert "Note: tensors cross shared Ethernet in the clear: other machines on it can compute" in text
+    strict = PlacementOptions(nodes="all", fabric_networks="private")
+    text = " ".join(printed("llama-3.3-70b-8bit", members, width=80, options=strict).split())
+    why = "--fabric-networks private excludes 1 link: shared Ethernet a – b"
+    assert f"- pipeline of 2, ring over Ethernet of 2: {why}" in text
+    assert "Note: " not in text
+    assert "a alone: " in text
+
+
 def test_names_are_printed_as_they_are(folder: Path) -> None:
     """They come from people, and rich would take brackets for colours."""
     (folder / "[red]").mkdir()
@@ -437,3 +449,8 @@ def test_mlx_launch_reads_the_file_of_all_macs(tmp_path: Path, size: int, backen
 def test_one_mac_has_no_file_for_mlx_launch() -> None:
     with pytest.raises(UserError, match="cannot work together"):
         plan.over_all(desk(1), "", "auto", fast_fences=False)
+
+
+def test_the_file_for_mlx_launch_has_no_network_that_the_setting_excludes() -> None:
+    with pytest.raises(UserError, match="--fabric-networks private excludes 1 link: shared Ethernet a – b"):
+        plan.over_all(on_lan([mac(0), mac(1)]), "", "ring", fast_fences=False, fabric_networks="private")

@@ -713,7 +713,7 @@ def test_a_split_goes_with_what_else_is_set(tmp_path: Path, given: dict[str, str
         ({"parallel": "pipeline"}, {"parallel": "auto"}, ()),
         ({}, {"split": "20,1"}, (20, 1)),
         ({"ranks": 3}, {}, (7, 7, 7)),
-        ({"ranks": 3, "parallel": "tensor"}, {}, ()),
+        ({"parallel": "tensor"}, {}, ()),
     ],
 )
 def test_ranks_of_one_machine_are_a_pipeline_where_that_is_set_or_they_could_not_divide_the_layers(

@@ -107,7 +107,8 @@ class Machines:
         """Return the reason why the present members have no place for a deployment's model of this shape.
 
         Each member counts as if it had the model, and as if nothing else ran on its machine. The reason is
-        empty where there is a place, and as long as a suspect may come back. `only` these may take part.
+        empty where there is a place, and as long as a suspect may come back. `only` these may take part, of
+        those that the row allows.
         """
         node = self._node
         if any(each.state is Standing.SUSPECT for each in node.membership.statuses().values()):
@@ -115,13 +116,18 @@ class Machines:
         members = [
             replace(member, machine=replace(member.machine, free_bytes=0))
             for member in self.members()
-            if member.node_id not in node.leadership.draining and (only is None or member.node_id in only)
+            if member.node_id not in node.leadership.draining
+            and (only is None or member.node_id in only)
+            and (not row.on or member.node_id in row.on)
         ]
         try:
             placement = plan(members, shape, node.node_id, self.options(row, shape.name))
         except MlxtpError as error:
             return error.detail
-        return placement.reason if placement.chosen is None else ""
+        if placement.chosen is not None:
+            return ""
+        allowed = f"--on allows {', '.join(map(node.name_of, row.on))}: " if row.on else ""
+        return allowed + placement.reason
 
     def without_jaccl(self, nodes: list[str]) -> GroupError:
         """Note nodes whose MLX turned out to have no JACCL: with `auto` the next epoch uses the ring."""
@@ -174,13 +180,16 @@ def local_split(settings: Settings, row: Deployment, shape: ModelShape) -> tuple
     """Return the layers of each rank of this machine, where several share a model as a pipeline; else ().
 
     They do where they are told to, and where they could not divide its layers. Raises ModelError
-    (MODEL_NOT_DIVISIBLE) for a split that cannot be.
+    (MODEL_NOT_DIVISIBLE) for ranks that can share it neither way, or not as they are told to.
     """
-    parallel = row.parallel or settings.parallel
-    if parallel == "auto" and shape.obstacles(settings.ranks) and not shape.uncuttable(settings.ranks):
+    parallel, ranks = row.parallel or settings.parallel, settings.ranks
+    obstacles = shape.obstacles(ranks)
+    if parallel == "auto" and obstacles and not shape.uncuttable(ranks):
         parallel = "pipeline"
-    split, ranks = split_layers(row.split, parallel, "auto"), settings.ranks
+    split = split_layers(row.split, parallel, "auto")
     if not split and parallel != "pipeline":
+        if obstacles:
+            raise ModelError("; ".join(obstacles), Code.MODEL_NOT_DIVISIBLE)
         return ()
     fewest, more = divmod(shape.layers, ranks)
     split = split or tuple(fewest + (rank >= ranks - more) for rank in range(ranks))
@@ -190,6 +199,25 @@ def local_split(settings: Settings, row: Deployment, shape: ModelShape) -> tuple
     if why:
         raise ModelError(why, Code.MODEL_NOT_DIVISIBLE)
     return split
+
+
+def contradiction(settings: Settings, row: Deployment, shape: ModelShape | None) -> str:
+    """Return why no Macs can serve a deployment as its row has it; empty if some can, or it is not known.
+
+    `shape` is None as long as that of its model is not known.
+    """
+    try:
+        options = placement_options(settings, row, row.model)
+        if settings.ranks > 1 and shape is not None:
+            local_split(settings, row, shape)
+    except MlxtpError as error:
+        return error.detail
+    pipeline = options.parallel == "pipeline"
+    needed = options.nodes if isinstance(options.nodes, int) else 1 + (pipeline and bool(row.parallel))
+    if row.on and needed > len(row.on):
+        return f"{row.name} needs {needed} Macs, --on allows {len(row.on)}"
+    stages = len(options.split) or 2
+    return shape.uncuttable(stages, options.split) if pipeline and shape is not None else ""
 
 
 def model_lack(ours: ModelStatus, theirs: ModelStatus | None, here: str, there: str) -> str:

@@ -23,7 +23,7 @@ from ..models.holdings import described
 from ..models.inspect import Servable, hub_folder, in_folders, inspect, is_hub_id
 from ..models.transfers import TransferCoordinator
 from ..wire.cluster_messages import Deployment
-from .machines import Machines, placement_options
+from .machines import Machines, contradiction
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,8 @@ class ModelSelection:
                 raise UserError(f"another request changed the models meanwhile, so {model} is not served")
             selected = self._enter(selected, SelectionState.CHECKED, servable=servable)
             lack = ""
-            if servable is not None and (why := self._no_cut(selected)):
+            shape = servable.shape if servable is not None else None
+            if why := contradiction(node.settings, self._row(selected), shape):
                 raise UserError(f"{model} cannot be served so, and all stays as it is: {why}")
             if table.live():
                 if servable is not None and (why := self._no_place(selected)):
@@ -208,14 +209,6 @@ class ModelSelection:
         """Return why no Macs, or none of `only`, can serve the model, if they served nothing else."""
         assert selected.servable is not None
         return self._machines.no_place(selected.servable.shape, self._row(selected), only)
-
-    def _no_cut(self, selected: SelectedModel) -> str:
-        """Return why the model cannot be cut into the stages that were asked for; empty if they were not."""
-        assert selected.servable is not None
-        options = placement_options(self._node.settings, self._row(selected), selected.name)
-        if options.parallel != "pipeline":
-            return ""
-        return selected.servable.shape.uncuttable(len(options.split) or 2, options.split)
 
     def _row(self, selected: SelectedModel) -> Deployment:
         return self._node.desired.row(selected.name, **selected.asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mlxtp.wire.cluster_messages import ModelsHere, StoredModel
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded
 from ..wire import members
-from .one_node import MACHINE, A, Node, play, report
+from .one_node import MACHINE, A, B, Node, play, report
 from .scenes import sees, within
 
 MODEL = "org/there"
@@ -129,6 +130,57 @@ def test_what_has_no_place_leaves_what_is_served(
         assert (await admin.models.serve("tiny", "3"))["nodes"] == "3", (
             "where nothing is served, nothing is lost"
         )
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        ({"nodes": "2", "on": "studio"}, "tiny needs 2 Macs, --on allows 1"),
+        ({"nodes": "3", "parallel": "pipeline"}, "tiny needs 3 Macs, --on allows 2"),
+        ({"split": "1,2,1", "on": "studio,mac-a"}, "tiny needs 3 Macs, --on allows 2"),
+        ({"parallel": "pipeline", "on": "mac-a"}, "tiny needs 2 Macs, --on allows 1"),
+        ({"on": "mac-f"}, "--on allows mac-f: .*0 nodes here can serve"),
+    ],
+)
+def test_macs_that_may_serve_it_and_do_not_suffice_leave_what_is_served(
+    tmp_path: Path, member: members.Member, wish: dict[str, str], why: str
+) -> None:
+    async def story(node: Node) -> None:
+        admin, here, links = Admin(node.parts, member.store), node.parts.node, [node.meet(A), node.meet(B)]
+        node.hear(links[0], report(MACHINE))
+        here.desired.serve("tiny", on=(here.node_id, A))
+        with pytest.raises(UserError, match=f"all stays as it is: {why}"):
+            await admin.models.serve("tiny", **{"nodes": "", **wish})
+        assert here.desired.table.newest == 1
+        await admin.models.serve("tiny", "2")
+        assert here.desired.table.newest == 2
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        ({"split": "2,2"}, "--split 2,2 is for 2 ranks, and 3 share the model"),
+        ({"split": "1,1,1,1"}, "--split 1,1,1,1 is for 4 ranks, and 3 share the model"),
+        ({"split": "1,1,1"}, "the split 1,1,1 has 3 layers, and tiny has 4"),
+        ({"parallel": "tensor"}, "8 attention heads do not divide by 3; 4 KV heads do not"),
+    ],
+)
+def test_ranks_of_one_machine_that_cannot_share_it_so_leave_what_is_served(
+    tmp_path: Path, member: members.Member, wish: dict[str, str], why: str
+) -> None:
+    async def story(node: Node) -> None:
+        admin, here = Admin(node.parts, member.store), node.parts.node
+        here.settings = dataclasses.replace(here.settings, ranks=3)
+        served(node)
+        with pytest.raises(UserError, match=f"tiny cannot be served so, and all stays as it is: {why}"):
+            await admin.models.serve("tiny", "", **wish)
+        assert here.desired.table.newest == 1
+        await admin.models.serve("tiny", "", split="2,1,1")
+        assert here.desired.table.newest == 2
 
     play(tmp_path, member, story)
 

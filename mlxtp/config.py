@@ -216,7 +216,7 @@ def resolve_settings(
         split_layers(values["split"], values["parallel"], values["nodes"])
     except ConfigError as error:
         refuse(error)
-        values["split"] = "auto"
+        values |= {"split": "auto", "nodes": "auto"}
     return Settings(
         home=home,
         model_given=bool(chosen["model"].where),

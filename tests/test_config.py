@@ -688,6 +688,7 @@ def test_a_home_that_is_a_file_has_no_configuration(tmp_path: Path) -> None:
             "--split 40,24 is for a pipeline, and --parallel is tensor",
         ),
         ({"split": "40,24,16", "nodes": "2"}, "--split 40,24,16 is for 3 Macs, and 2 are to share the model"),
+        ({"parallel": "pipeline", "nodes": "1"}, "--parallel pipeline takes 2 Macs or more, and 1 is to"),
         ({"split": "40,24,16", "nodes": "3"}, ""),
         ({"split": "40,24", "parallel": "pipeline", "nodes": "all"}, ""),
         ({"split": "9,9,9,9,9,9,9,9,9"}, "is not auto, nor the layers of 2 to 8 Macs"),
@@ -702,6 +703,12 @@ def test_a_split_goes_with_what_else_is_set(tmp_path: Path, given: dict[str, str
         return
     with pytest.raises(ConfigError, match=says):
         resolve_settings(flags, {})
+
+
+def test_a_deployment_for_one_mac_is_no_pipeline_though_that_is_set_for_all(tmp_path: Path) -> None:
+    settings = resolve_settings({"home": tmp_path, "parallel": "pipeline"}, {})
+    for nodes, parallel in (("auto", "pipeline"), ("1", "auto")):
+        assert placement_options(settings, Deployment("m", "m", nodes=nodes), "m").parallel == parallel
 
 
 @pytest.mark.parametrize(

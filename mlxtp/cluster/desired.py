@@ -141,13 +141,17 @@ def _changed(
 ) -> Deployment:
     """Return the row of a model with the fields that are given.
 
-    A split gives way to what contradicts it, and the other way round.
+    A split gives way to what contradicts it, and the other way round; so do a pipeline and one Mac.
     """
     row = table.get(name_of(model)) or Deployment(name_of(model))
     if split and split != "auto":
         row = dataclasses.replace(row, nodes="auto", parallel="")
     elif parallel == "tensor" or nodes not in ("", "auto", "all", str(row.split.count(",") + 1)):
         row = dataclasses.replace(row, split="auto")
+    if nodes == "1" and row.parallel == "pipeline":
+        row = dataclasses.replace(row, parallel="")
+    elif parallel == "pipeline" and row.nodes == "1":
+        row = dataclasses.replace(row, nodes="auto")
     return dataclasses.replace(
         row,
         model=model,

@@ -158,7 +158,7 @@ class Machines:
 def placement_options(settings: Settings, row: Deployment, model: str) -> PlacementOptions:
     """Return the options of a deployment with these settings. Raises MlxtpError for impossible ones."""
     wanted: str | int = int(row.nodes) if row.nodes.isdecimal() else row.nodes
-    parallel = row.parallel or settings.parallel
+    parallel = "auto" if wanted == 1 else row.parallel or settings.parallel
     split = split_layers(row.split, parallel, row.nodes)
     if settings.ranks > 1:  # they share the model, on one Mac
         parallel, split = "auto", ()

@@ -109,6 +109,7 @@ def test_a_split_holds_until_something_contradicts_it(tmp_path: Path, member: me
             ("", "3,2", "", r"the split 3,2 has 5 layers, and tiny has 4"),
             ("tensor", "3,1", "", r"--split 3,1 is for a pipeline, and --parallel is tensor"),
             ("", "2,1,1", "2", r"--split 2,1,1 is for 3 Macs, and 2 are to share the model"),
+            ("pipeline", "", "1", r"--parallel pipeline takes 2 Macs or more, and 1 is to serve"),
             ("both", "", "", r"--parallel: 'both' is not one of auto, tensor, pipeline"),
             ("", "4", "", r"--split: '4' is not auto, nor the layers of 2 to 8 Macs, such as 40,24,16"),
             ("", "4,0", "", r"--split: '4,0' is not auto, nor"),
@@ -118,13 +119,15 @@ def test_a_split_holds_until_something_contradicts_it(tmp_path: Path, member: me
         desired, found = node.parts.node.desired, []
         for asked in (
             {"nodes": "2", "parallel": "tensor"}, {"split": "2,1,1"}, {"nodes": "3"}, {"nodes": "2"},
-            {"split": "3,1"}, {"parallel": "tensor"},
+            {"split": "3,1"}, {"parallel": "tensor"}, {"nodes": "1"}, {"parallel": "pipeline"},
+            {"nodes": "1"},
         ):  # fmt: skip
             row = desired.serve("tiny", **asked)
             found.append((row.parallel, row.split, row.nodes))
         assert found == [
             ("tensor", "auto", "2"), ("", "2,1,1", "auto"), ("", "2,1,1", "3"), ("", "auto", "2"),
-            ("", "3,1", "auto"), ("tensor", "auto", "auto"),
+            ("", "3,1", "auto"), ("tensor", "auto", "auto"), ("tensor", "auto", "1"),
+            ("pipeline", "auto", "auto"), ("", "auto", "1"),
         ]  # fmt: skip
 
     play(tmp_path, member, story)

@@ -140,7 +140,7 @@ SETTINGS: tuple[Setting, ...] = (
         "ranks", NUMBER, parse_ranks, 1,
         "Processes that share the model on this machine. Several are for experiments on one machine, "
         "and imply --alone.",
-        GENERAL, "1|2|4", "1, for the demo 2",
+        GENERAL, "1|2|3|4", "1, for the demo 2",
     ),
     Setting(
         "drain", SECONDS, parse_seconds, 10,

@@ -1,4 +1,4 @@
-"""Parsers of single values of settings, from a flag, a variable or the file. Pure.
+"""Parsers of single values of settings, from a flag, a variable or the file, and words for them. Pure.
 
 `value` is a string, or a TOML value; `where` is the place that a ConfigError names.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +272,11 @@ def split_layers(split: str, parallel: str, nodes: str) -> tuple[int, ...]:
     if nodes not in ("auto", "all", str(len(layers))):
         raise ConfigError(f"--split {split} is for {len(layers)} Macs, and {nodes} are to share the model")
     return layers
+
+
+def stage_words(split: Sequence[int]) -> str:
+    """Return the layers of each rank of a pipeline, in words; empty for other groups."""
+    return f"pipeline of {' + '.join(map(str, split))} layers" if split else ""
 
 
 def parse_replicas(value: object, where: str) -> int:

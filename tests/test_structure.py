@@ -273,6 +273,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "models",
             "placement",
             "short_names",
+            "values",
             "wire",
         }
     ),

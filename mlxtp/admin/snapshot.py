@@ -119,15 +119,17 @@ class ClusterSnapshot:
 class Snapshot:
     """All facts of one moment.
 
-    `participants` are the node ids of the group that this agent shows, in rank order; () without a group.
-    `serving` is the report of it, `measured` the measurement of its fabric. `hosted`: a rank of another Mac's
-    group is here. `model_bytes` is the disk size of the weights that are served, or about to be.
+    `shown` is the id of the group that this agent shows. `participants` are its node ids, in rank order; ()
+    without a group. `serving` is the report of it, `measured` the measurement of its fabric. `hosted`: a rank
+    of another Mac's group is here. `model_bytes` is the disk size of the weights that are served, or about to
+    be.
     """
 
     node_id: str
     name: str
     agent: AgentSnapshot
     cluster: ClusterSnapshot
+    shown: str
     participants: tuple[str, ...]
     serving: Serving | None
     measured: FabricResult | None
@@ -157,6 +159,7 @@ def gather(parts: AgentParts) -> Snapshot:
         name=node.name,
         agent=agent,
         cluster=_cluster(parts, servings),
+        shown=group.scope.group,
         participants=participants,
         serving=serving,
         measured=parts.results.of(participants, kind(agent.group)),
@@ -283,6 +286,7 @@ def _here(now: Snapshot) -> Json:
         "starting": health.starting,
         "epoch": health.epoch,
         "model": agent.model.id if agent.model is not None else "",
+        "group": now.shown,
         "world_size": group.world_size if group is not None else 0,
         "backend": group.backend if group is not None else "none",
         "kind": group.kind if group is not None else "",

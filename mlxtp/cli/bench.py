@@ -23,6 +23,7 @@ from rich.text import Text
 from ..client import AgentClient, connection_to
 from ..errors import Code, UserError
 from . import shell_completion
+from .deployed import joined
 from .launch import Served, find_served
 from .options import AsJson, Home
 from .printing import day_of, home_of, print_answer, table_of
@@ -70,6 +71,8 @@ def bench(
 READ_TOKENS = (512, 4096)
 WRITE_TOKENS = 128
 AT_ONCE = (1, 4, 8)
+#: Fields of a group that say how its ranks share a model.
+_JOINED = ("backend", "kind", "split")
 _ANSWER_S = 600.0
 _WORDS = (
     "stone river lamp copper seven window garden letter cloud hammer paper north violet engine quiet salt"
@@ -123,7 +126,7 @@ def measure(served: Served, agent: AgentClient, say: Callable[[str], None]) -> d
 def show(found: Mapping[str, Any]) -> str:
     """Return the table in Markdown."""
     group = f"{found['backend']} of {found['world_size']}" if found["world_size"] > 1 else "one rank"
-    kind = f", {found['kind']}" if found["kind"] else ""
+    kind = joined(found)
     kind += f", {found['replicas']} replicas" if found["replicas"] > 1 else ""
     lines = [
         f"{', '.join(found['versions'])}",
@@ -151,6 +154,7 @@ def _about(status: Mapping[str, Any], served: Served) -> dict[str, Any]:
         "world_size": group["world_size"],
         "backend": group["backend"],
         "kind": group["kind"],
+        "split": group["split"],
         "replicas": group["replicas"],
         "machines": [
             _machine(each) for each in members if each.get("node_id") in group["macs"] or len(members) == 1
@@ -171,12 +175,11 @@ def _group(status: Mapping[str, Any], model: str) -> Mapping[str, Any]:
     if model == status["model"] or not groups:
         ranked = {each["node_id"] for each in status.get("members", ()) if each.get("rank") is not None}
         macs = own["macs"] or ranked
-        return {**own, **{name: status[name] for name in ("world_size", "backend", "kind")}, "macs": macs}
+        return {**own, **{name: status[name] for name in ("world_size", *_JOINED)}, "macs": macs}
     return {
         **own,
         "world_size": len(groups[0]["members"]),
-        "backend": groups[0]["backend"],
-        "kind": groups[0]["kind"],
+        **{name: groups[0][name] for name in _JOINED},
     }
 
 

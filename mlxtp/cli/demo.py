@@ -9,7 +9,7 @@ import logging
 import shlex
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from ..agent import LOOK_S, Agent, running_agent
 from ..client import ANSWER_TIMEOUT_S, AgentClient, EndpointAnswer, connection_to
 from ..config import EMBEDDED_MODEL, Settings
 from ..groups.health import ServingState
+from ..values import stage_words
 from .deployed import deployments_shown
 
 EMBEDDED_PROMPT = "Repeat exactly: FALCON-MERCURY-7749"
@@ -81,6 +82,12 @@ class DemoView:
         if self._settings.ranks == 1 and name in _GROUP_STAGES:
             return
         self._console.print(f"  [green]✓[/] {_STAGES.get(name, name):<32} {took:6.2f} s")
+
+    def group(self, split: Sequence[int]) -> None:
+        """Show how several ranks share the model: `split` has the layers of each rank of a pipeline."""
+        if self._settings.ranks > 1:
+            how = f"as a {stage_words(split)}" if split else "each with a part of each layer"
+            self._console.print(f"\n  {self._settings.ranks} ranks share it, {how}")
 
     def ask(self, prompt: str) -> None:
         self._console.print(f"\n  [dim]›[/] {escape(prompt)}\n  [dim]‹[/] ", end="")
@@ -142,6 +149,8 @@ async def run(
         try:
             await agent.wait_ready()
             ready_s = time.monotonic() - began
+            group = agent.parts.groups.shown.supervisor.status.group
+            view.group(group.split if group is not None else ())
             view.ask(question)
             answer = await asyncio.to_thread(
                 ask, agent.url, question, view.text, agent.key, agent.certificate

@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
+from ..values import stage_words
+
 COLOURS = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red", "failed": "red"}
 
 
@@ -62,7 +64,6 @@ def _group(group: Mapping[str, Any]) -> list[str]:
         each["name"] + (" (owner)" if each["node_id"] == group["owner"] and len(group["members"]) > 1 else "")
         for each in group["members"]
     )
-    kind = "".join(f", {each}" for each in (group["kind"], stages(group)) if each)
     work = [f"requests: {group['requests']['running']} running, {group['requests']['waiting']} waiting"]
     if group["tokens_per_second"] is not None:
         work.append(f"{group['tokens_per_second']} tokens/s")
@@ -70,15 +71,15 @@ def _group(group: Mapping[str, Any]) -> list[str]:
         work.append(f"{group['cached_tokens']:,} tokens cached")
     crossing = [f"   {group['exposed']}"] if group.get("exposed") else []
     return [
-        f"#{number} {group['state']} on {macs}{kind}, epoch {group['epoch']}",
+        f"#{number} {group['state']} on {macs}{joined(group)}, epoch {group['epoch']}",
         f"   {', '.join(work)}",
         *crossing,
     ]
 
 
-def stages(group: Mapping[str, Any]) -> str:
-    """Return the layers of each rank of a pipeline, in words; empty for other groups."""
-    return f"pipeline of {' + '.join(map(str, group['split']))} layers" if group["split"] else ""
+def joined(group: Mapping[str, Any]) -> str:
+    """Return in words how the ranks of a group share a model, with a comma before each part."""
+    return "".join(f", {each}" for each in (group["kind"], stage_words(group["split"])) if each)
 
 
 def _wrapped(text: str, width: int, indent: int) -> list[str]:

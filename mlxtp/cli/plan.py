@@ -26,6 +26,9 @@ _NODES, _WORKLOADS, _BACKENDS, _PARALLEL, _SPLIT, _NETWORKS = (
     BY_KEY[key].metavar for key in ("nodes", "workload", "backend", "parallel", "split", "fabric_networks")
 )
 
+#: Settings of the running agent that a plan has too, as they are where none runs or the Macs are in a file.
+_UNSET: Mapping[str, str] = {"parallel": "auto", "fabric_networks": "any"}
+
 Models = Annotated[
     list[str],
     typer.Argument(
@@ -60,7 +63,8 @@ Parallel = Annotated[
     str,
     typer.Option(
         metavar=_PARALLEL,
-        help="How several Macs share the model: parts of each layer, or whole layers.",
+        help="How several Macs share the model: parts of each layer, or whole layers. Default: as the "
+        "running agent is set, else auto.",
         autocompletion=shell_completion.words(_PARALLEL),
     ),
 ]
@@ -110,7 +114,7 @@ def plan(
     models: Models,
     machines: Machines = None,
     spread: Spread = "auto",
-    parallel: Parallel = "auto",
+    parallel: Parallel = "",
     split: Split = "auto",
     workload: ForWorkload = "auto",
     backend: Backend = "auto",
@@ -138,16 +142,16 @@ def plan(
         number = parse_nodes(spread, "--spread")
         BY_KEY["workload"].parse(workload, "--workload")
         BY_KEY["fabric_networks"].parse(fabric_networks or "any", "--fabric-networks")
-        parse_parallel(parallel, "--parallel")
-        layers = split_layers(parse_split(split, "--split"), parallel, number)
+        chosen = parse_parallel(parallel or "auto", "--parallel")
+        layers = split_layers(parse_split(split, "--split"), chosen, number)
     wanted: str | int = int(number) if number.isdecimal() else number
     coordinator = ""
     results: tuple[FabricResult, ...] = ()
-    now, admitted = CHAT, "any"
+    now, theirs = CHAT, _UNSET
     if machines is not None:
         found = planning.read_machines_file(machines)
     else:
-        found, coordinator, results, now, admitted = members_here(home_of(home))
+        found, coordinator, results, now, theirs = members_here(home_of(home))
     options = PlacementOptions(
         backend=backend,
         nodes=wanted,
@@ -156,9 +160,9 @@ def plan(
         measured=measured(results, fast_fences=fast_fences),
         repeatable=repeatable,
         workload=WORKLOADS.get(workload, now),
-        parallel=parallel,
+        parallel=parallel or theirs["parallel"],
         split=layers,
-        fabric_networks=fabric_networks or admitted,
+        fabric_networks=fabric_networks or theirs["fabric_networks"],
     )
     shaped = [found_model(model, home) for model in models]
     if len(shaped) > 1:
@@ -192,9 +196,9 @@ def _model_folders(home: Path | None) -> tuple[str, ...]:
 
 def members_here(
     home: Path,
-) -> tuple[tuple[MemberMachine, ...], str, tuple[FabricResult, ...], Workload, str]:
+) -> tuple[tuple[MemberMachine, ...], str, tuple[FabricResult, ...], Workload, Mapping[str, str]]:
     """Return the cluster's machines (without an agent this one), coordinator, measurements and workload, and
-    the setting fabric_networks.
+    the agent's settings `parallel` and `fabric_networks`.
     """
     import asyncio
 
@@ -207,14 +211,14 @@ def members_here(
         told = AgentClient(home).get("plan")
     except UserError:
         machine = asyncio.run(hardware.probe())
-        return (MemberMachine("this", "this Mac", machine),), "this", (), CHAT, "any"
+        return (MemberMachine("this", "this Mac", machine),), "this", (), CHAT, _UNSET
     found = tuple(
         MemberMachine(node["node_id"], node["name"], _machine(node["machine"]), held_bytes=node["held_bytes"])
         for node in told["nodes"]
     )
     fabric = tuple(map(from_json, told["fabric"]))
     workload = Workload(**told["workload"])
-    return found, str(told["coordinator"]), fabric, workload, str(told["fabric_networks"])
+    return found, str(told["coordinator"]), fabric, workload, {name: str(told[name]) for name in _UNSET}
 
 
 def _machine(fields: Mapping[str, Any]) -> Machine:

@@ -71,12 +71,13 @@ def _plan(
     coordinator: str,
     options: PlacementOptions,
 ) -> Placement:
-    made = plan(members, shape, coordinator, as_served(model, options))
-    if model != EMBEDDED_MODEL or options.nodes != "auto" or len(made.ranks) < 2:
+    served = as_served(model, options)
+    made = plan(members, shape, coordinator, served)
+    if served == options or len(made.ranks) < 2:
         return made
     why = (
-        "the embedded model demonstrates that the Macs work together, so it runs on as many as can, even "
-        "where one alone is faster"
+        "the embedded model demonstrates that the Macs work together, so it runs on as many as can divide "
+        "each layer, even where one alone is faster"
     )
     return replace(made, notes=(why, *made.notes))
 
@@ -147,7 +148,7 @@ def over_all(
 
 
 def as_served(model: str, options: PlacementOptions) -> PlacementOptions:
-    """Return the cluster's options: all share the embedded model, unless the user sets a number."""
+    """Return the cluster's options: all share the embedded model, unless the user sets a number or a way."""
     demonstrates = model == EMBEDDED_MODEL and options.nodes == "auto" and options.parallel == "auto"
     return replace(options, nodes="all", parallel="tensor") if demonstrates else options
 

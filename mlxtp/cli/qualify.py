@@ -230,10 +230,11 @@ def speed(bed: Bed) -> Row:
         return Row("speed", "left out", "the context is too short to measure it", made)
     told = bed.agent.get("status")
     row = next(each for each in told["deployments"] if served.model in (each["name"], each["model"]))
-    found, coordinator, results, _, admitted = plan.members_here(bed.home)
+    found, coordinator, results, _, theirs = plan.members_here(bed.home)
     planned = planning.expected(
-        plan.found_model(row["model"], bed.home), found, coordinator, results, fabric_networks=admitted,
+        plan.found_model(row["model"], bed.home), found, coordinator, results,
         nodes=made["world_size"], pipeline=any(group["split"] for group in row["groups"]),
+        fabric_networks=theirs["fabric_networks"],
     )  # fmt: skip
     return compared(written["rate"], planned, made)
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ..client import AgentClient
 from ..errors import MlxtpError
-from .deployed import COLOURS, deployments_shown, stages
+from .deployed import COLOURS, deployments_shown, joined
 from .options import AsJson, Home
 from .printing import day_of, home_of, print_answer, size_of, table_of
 
@@ -54,7 +54,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
     colour = COLOURS.get(state, "yellow")
     model = f" [cyan]{escape(answer['model'])}[/]" if answer["model"] else ""
     how = _where(answer) if model else ""
-    kind = "".join(f", {escape(each)}" for each in (answer["kind"], stages(answer)) if each and model)
+    kind = escape(joined(answer)) if model else ""
     epoch = f"   epoch {answer['epoch']}" if answer["epoch"] else ""
     lines: list[Any] = [f"[bold {colour}]{state}[/]{model}{how}{kind}{epoch}"]
     if answer["reason"] and state != "ready":
@@ -64,8 +64,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
     if answer.get("left_wired"):
         lines.append(_indented(answer["left_wired"], "yellow"))
     lines += [_indented(each) for each in _caches(answer["caches"])]
-    if busy := [f"rank {each['rank']} {share}" for each in answer["ranks"] if (share := busy_share(each))]:
-        lines.append(_indented(f"stages, of the time with requests: {', '.join(busy)}"))
+    lines += [_indented(each) for each in _stages(answer)]
     if "members" in answer or len(answer["deployments"]) > 1:
         lines += deployments_shown(answer["deployments"], Console().width)
     if "members" in answer:
@@ -103,10 +102,23 @@ def _caches(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
-def busy_share(rank: Mapping[str, Any]) -> str:
-    """Return the part of the time in which a stage computes and does not wait; empty for other ranks."""
+def _stages(answer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence on the time of the shown group's stages, if it is a pipeline that has worked."""
+    shares = {each["rank"]: stage_shares(each) for each in answer["ranks"]}
+    said = "; ".join(f"rank {rank} {', '.join(each)}" for rank, each in shares.items() if each)
+    several = sum(len(each["groups"]) for each in answer["deployments"]) > 1
+    of = f" of {answer['group']}" if several else ""
+    if said:
+        yield f"stages{of}, of the time with requests: {said}"
+
+
+def stage_shares(rank: Mapping[str, Any]) -> list[str]:
+    """Return in words the parts of the time in which a stage computes and waits; [] for other ranks."""
     busy, waiting = rank["stage_busy_us"], rank["stage_waiting_us"]
-    return f"busy {busy / (busy + waiting):.0%}" if busy else ""
+    if not busy:
+        return []
+    share = busy / (busy + waiting)
+    return [f"busy {share:.0%}", f"waiting {1 - share:.0%}"]
 
 
 def _where(answer: Mapping[str, Any]) -> str:
@@ -283,7 +295,7 @@ def _state(snapshot: Moment, now: float) -> Text:
     if snapshot["model"] and group is not None:
         count = group["world_size"]
         line.append(f" on {count} {'rank' if count == 1 else 'ranks'}")
-        line.append("".join(f", {each}" for each in (group["kind"], stages(group)) if each))
+        line.append(joined(group))
     line.append(f"   epoch {snapshot['epoch']}" if snapshot["epoch"] else "")
     running = next((each for each in snapshot["history"] if each["lasted_s"] is None), None)
     if running is not None:
@@ -320,7 +332,7 @@ def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...
     return [
         (
             str(rank["rank"]),
-            "\n".join(filter(None, (rank["phase"], busy_share(rank)))),
+            "\n".join(filter(None, (rank["phase"], *stage_shares(rank)))),
             "" if rank["memory_bytes"] is None else size_of(rank["memory_bytes"]),
             f"{rank['step_us'] / 1000:.1f} ms" if rank["step_us"] else "",
         )

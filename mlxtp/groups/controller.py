@@ -15,12 +15,14 @@ from ..errors import Code, GroupError, MlxtpError
 from ..models.inspect import ModelSource
 from ..placement.candidates import Candidate, Device, devices_of, parts
 from ..placement.cost_model import JACCL_RING, fits_beside
+from ..values import stage_words
 from ..wire.cluster_messages import Serving
 from .health import ServingState, of_the_model
 from .lifecycle import EpochPlan, Supervisor
 from .machines import Machines
 from .owned_epoch import GroupBuilder, OwnedEpoch, ServingReports
 from .placer import Placer
+from .process_group import EpochGroup
 from .scope import GroupScope
 
 log = logging.getLogger(__name__)
@@ -376,13 +378,14 @@ class GroupController:
         assert wanted is not None
         self._reports.owned = OwnedEpoch(form, placement, wanted)
         node.replica.saw_epoch(form.number)
+        plan = ahead or EpochPlan(form.number, source, self._builder.group(form.number, chosen))
         names = " + ".join(map(node.name_of, placement.ranks))
-        log.info("epoch %d: %s on %s", form.number, chosen.kind, names, extra={"epoch": form.number})
+        kind = _joined(plan.group, chosen)
+        log.info("epoch %d: %s on %s", form.number, kind, names, extra={"epoch": form.number})
         for note in placement.notes:
             log.info("%s", note)
         if ahead is not None:
             self._reports.broadcast()  # its hosted ranks are no longer beside another group
-        plan = ahead or EpochPlan(form.number, source, self._builder.group(form.number, chosen))
         self._supervisor.start_epoch(plan)
 
     def try_out(self, action: TryGroup) -> None:
@@ -417,3 +420,9 @@ class GroupController:
         if now != self._seen:
             self._seen = now
             self._changed.set()
+
+
+def _joined(group: EpochGroup, chosen: Candidate) -> str:
+    """Return in words how the ranks of an epoch work together. Several ranks may run on one Mac."""
+    kind = chosen.kind if group.world_size == len(chosen.ranks) else f"{group.world_size} ranks"
+    return ", ".join(filter(None, (kind, stage_words(group.split))))

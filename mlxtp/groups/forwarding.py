@@ -109,11 +109,13 @@ class ForwardingBackend:
         return (owner, assigned) if assigned is not None else None
 
     def _show(self, state: ServingState, epoch: int, reason: str, serving: Serving | None) -> None:
-        size = len(serving.participants) if serving is not None else 0
-        backend, kind = (serving.backend, serving.kind) if serving is not None else ("none", "")
+        group = EpochGroup(0, 0, "none")
+        if serving is not None:
+            size = len(serving.participants)
+            group = EpochGroup(0, size, serving.backend, kind=serving.kind, split=serving.split)
         if state in (ServingState.STARTING, ServingState.STOPPED):
             state = ServingState.FORMING
-        self._supervisor.status.follow(state, epoch, reason, EpochGroup(0, size, backend, kind=kind))
+        self._supervisor.status.follow(state, epoch, reason, group)
 
     async def _open(self, node_id: str, serving: Serving) -> None:
         source = self._scope.model.source

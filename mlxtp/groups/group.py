@@ -22,6 +22,7 @@ from ..cluster.reconcile import (
     drained_by,
 )
 from ..errors import Code, GroupError
+from ..values import stage_words
 from .controller import GroupController
 from .forwarding import ForwardingBackend
 from .health import ServingState
@@ -172,8 +173,10 @@ class Group:
         status = self.supervisor.status
         ready = (status.epoch, status.state is ServingState.READY)
         if ready != self._announced and ready[1]:
-            size = status.group.world_size if status.group is not None else 0
+            group = status.group
+            size, split = (group.world_size, group.split) if group is not None else (0, ())
+            ranks = ", ".join(filter(None, (f"world size {size}", stage_words(split))))
             at = self.node.introduction.http
             source = self.scope.model.source
-            log.info("ready: %s, world size %d, at %s/v1", source.id if source else "-", size, at)
+            log.info("ready: %s, %s, at %s/v1", source.id if source else "-", ranks, at)
         self._announced = ready

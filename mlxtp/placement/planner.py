@@ -213,7 +213,8 @@ def _too_few(options: PlacementOptions, shape: ModelShape, able: int, here: int)
 def _objection(one: Candidate, alone: Candidate | None, options: PlacementOptions) -> str:
     """Return why the user's options do not allow a way that is possible; empty if they do."""
     if isinstance(options.nodes, int) and one.nodes != options.nodes:
-        return f"{options.nodes} nodes were requested, this has {one.nodes}"
+        wanted = "1 node was" if options.nodes == 1 else f"{options.nodes} nodes were"
+        return f"{wanted} requested, this has {one.nodes}"
     if one.nodes > 1 and options.backend not in ("auto", one.backend):
         return f"{one.nodes} nodes could use it, but the backend {options.backend} was requested"
     if alone is None or one.nodes == 1 or options.nodes != "auto" or options.parallel != "auto":

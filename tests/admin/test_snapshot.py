@@ -88,6 +88,7 @@ NOW = Snapshot(
     name="studio",
     agent=AGENT,
     cluster=CLUSTER,
+    shown="tiny#0",
     participants=(A, B),
     serving=None,
     measured=RESULT,
@@ -168,6 +169,7 @@ def test_status_names_ranks_members_and_the_fabric_of_a_group_that_serves() -> N
     rows = {each["name"]: each for each in status["members"]}
     assert (rows["mini"]["rank"], rows["mini"]["admitted_by_name"], rows["mini"]["chip"]) == (1, "studio", "")
     assert rows["mini"]["model_problem"] == "no room"
+    assert status["group"] == "tiny#0"
     assert status["fabric"] is None, "no report says that the group serves"
     told = io.StringIO()
     Console(file=told, width=120).print(*_shown(status), sep="\n")

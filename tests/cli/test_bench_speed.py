@@ -49,7 +49,8 @@ def test_the_first_token_is_no_empty_event_before_it(monkeypatch: pytest.MonkeyP
 def test_the_table_can_be_pasted() -> None:
     found: dict[str, Any] = {
         "versions": ["mlxtp=1"], "model": "org/m", "context": 4096, "world_size": 2, "backend": "jaccl",
-        "kind": "JACCL mesh", "replicas": 1, "machines": ["Apple M3 Ultra 512 GB", "Apple M4 Max 128 GB"],
+        "kind": "JACCL mesh", "split": [], "replicas": 1,
+        "machines": ["Apple M3 Ultra 512 GB", "Apple M4 Max 128 GB"],
         "rows": [asdict(read(ONE)), asdict(wrote([ONE]))],
     }  # fmt: skip
     assert show(found).splitlines() == [
@@ -61,20 +62,24 @@ def test_the_table_can_be_pasted() -> None:
         "| read | 400 | 1 | 0.5 s | 800 |  |",
         "| write | 400 | 101 | 0.5 s | 50 | 20% |",
     ]
+    stages = show(found | {"backend": "ring", "kind": "", "world_size": 3, "split": [1, 2, 1]}).splitlines()
+    assert stages[1].startswith("org/m, context 4096; ring of 3, pipeline of 1 + 2 + 1 layers; Apple")
 
 
 def test_the_group_of_a_named_model_is_measured() -> None:
-    group = {"state": "ready", "epoch": 4, "backend": "ring", "kind": "ring over Ethernet",
+    group = {"state": "ready", "epoch": 4, "backend": "ring", "kind": "ring over Ethernet", "split": [3, 1],
              "members": [{"node_id": "a"}, {"node_id": "b"}]}  # fmt: skip
     big = {"name": "org/big", "model": "org/big@v2",
            "groups": [group, group | {"epoch": 5}, group | {"state": "loading", "epoch": 6}]}  # fmt: skip
     status = {
-        "model": "tiny", "epoch": 1, "world_size": 1, "backend": "none", "kind": "", "deployments": [big],
+        "model": "tiny", "epoch": 1, "world_size": 1, "backend": "none", "kind": "", "split": [],
+        "deployments": [big],
         "members": [{"node_id": "c", "rank": 0}],
     }  # fmt: skip
     named = bench._group(status, "org/big@v2")
     assert (named["epochs"], named["replicas"], named["macs"]) == ([4, 5], 2, {"a", "b"})
     assert (named["world_size"], named["backend"], named["kind"]) == (2, "ring", "ring over Ethernet")
+    assert named["split"] == [3, 1]
     shown = bench._group(status, "tiny")
     assert (shown["epochs"], shown["world_size"], shown["macs"], shown["replicas"]) == ([1], 1, {"c"}, 1)
 

@@ -98,6 +98,7 @@ STATUS = {
     "problem": "",
     "waiting": "",
     "model": "org/model",
+    "group": "org/[model]#0",
     "world_size": 2,
     "kind": "JACCL mesh",
     "split": [],
@@ -161,6 +162,13 @@ ON_DISK: dict[str, object] = {
 }
 
 
+def on_ethernet(plan: dict[str, Any]) -> dict[str, Any]:
+    """Give the second Mac an address of its own."""
+    interface = {**asdict(MACHINE.interfaces[0]), "address": "10.0.0.2"}
+    plan["nodes"][1]["machine"]["interfaces"] = [interface]
+    return plan
+
+
 class Admin(FakeAdmin):
     """Says what an agent of two Macs says."""
 
@@ -205,6 +213,7 @@ class Admin(FakeAdmin):
             "plan": {
                 "fabric": [],
                 "workload": asdict(AGENT),
+                "parallel": "auto",
                 "fabric_networks": "any",
                 "coordinator": MEMBER["node_id"],
                 "nodes": [
@@ -297,8 +306,11 @@ def test_the_status_has_the_time_in_which_each_stage_computes(
         for rank, (busy, waiting) in enumerate(figures)
     ]
     monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "ranks": ranks})
-    lines = mlxtp(agent.home, "status").output.splitlines()
-    assert lines[1] == "  stages, of the time with requests: rank 0 busy 75%, rank 1 busy 10%"
+    shares = "of the time with requests: rank 0 busy 75%, waiting 25%; rank 1 busy 10%, waiting 90%"
+    assert mlxtp(agent.home, "status").output.splitlines()[1] == f"  stages of org/[model]#0, {shares}"
+    one = {**TWO_REPLICAS, "groups": [GROUP]}
+    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "ranks": ranks, "deployments": [one]})
+    assert mlxtp(agent.home, "status").output.splitlines()[1] == f"  stages, {shares}"
 
 
 def test_status_has_a_row_for_each_deployment_and_below_it_its_groups(
@@ -686,6 +698,27 @@ def test_a_plan_for_the_members_that_are_there(agent: Agent) -> None:
     assert agent.admin.asked == [("plan",)]
 
 
+def test_a_plan_has_macs_share_a_model_as_the_agent_does_unless_a_user_says_how(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = on_ethernet(agent.admin.plan())
+    monkeypatch.setattr(agent.admin, "plan", lambda: told)
+    agent.admin.answers["settings"] = {"settings": {"model_folders": []}, "origins": {}}
+
+    def is_pipeline(*args: str) -> bool:
+        made = json.loads(mlxtp(agent.home, "plan", "tiny", "--json", *args).output)
+        return bool(made["chosen"]["split"])
+
+    assert not is_pipeline()
+    told["parallel"] = "pipeline"
+    assert is_pipeline()
+    assert not is_pipeline("--parallel", "auto")
+    assert not is_pipeline("--spread", "1")
+    assert not is_pipeline("--machines", str(Path(__file__).parents[2] / "examples" / "desk.toml"))
+    told["parallel"] = "tensor"
+    assert is_pipeline("--split", "2,2")
+
+
 def test_a_fabric_as_a_table_with_a_picture(agent: Agent) -> None:
     console = Console(width=200, highlight=False)
     with console.capture() as drawn:
@@ -721,9 +754,7 @@ def test_a_fabric_that_was_measured_is_in_the_status(agent: Agent, monkeypatch: 
 
 def test_a_plan_counts_with_what_was_measured(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two Macs on Ethernet share whole layers only, until it turns out that theirs is a fast one."""
-    told = agent.admin.plan()
-    there = told["nodes"][1]["machine"]
-    there["interfaces"] = [{**asdict(MACHINE.interfaces[0]), "address": "10.0.0.2"}]
+    told = on_ethernet(agent.admin.plan())
     monkeypatch.setattr(agent.admin, "plan", lambda: told)
     args = ("plan", "llama-3.3-70b-4bit", "--json")
     apart = json.loads(mlxtp(agent.home, *args).output)

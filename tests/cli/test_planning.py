@@ -242,8 +242,16 @@ def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
     assert "Note: the embedded model demonstrates that the Macs work together" in text
     one = printed("tiny", tcp, options=PlacementOptions(nodes=1))
     assert "a alone: " in one
+    assert "1 node was requested, this has 2" in one
     assert "Note: the embedded" not in one
     assert "Note: the embedded" not in printed("tiny", tcp[:1])
+
+
+def test_a_pipeline_of_the_embedded_model_takes_as_many_macs_as_answer_soonest() -> None:
+    text = printed("tiny", on_lan([mac(i) for i in range(3)]), options=PlacementOptions(parallel="pipeline"))
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "chosen" in rows["pipeline of 2, ring over Ethernet"]
+    assert "Note: the embedded" not in text
 
 
 @pytest.mark.parametrize("model", ["tiny", "org/model"])

@@ -15,9 +15,11 @@ from mlxtp.api.request_metrics import Asked
 from mlxtp.cluster.deployments import KEEP_S
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
-from mlxtp.groups.controller import TELL_S
+from mlxtp.groups.controller import TELL_S, _joined
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
+from mlxtp.placement.candidates import Candidate
+from mlxtp.placement.cost_model import ALONE, RING_ETHERNET
 from mlxtp.placement.workload import AGENT, CHAT, Workload
 from mlxtp.wire.cluster_messages import Machine, ModelStatus, RankTrouble, Serving
 
@@ -269,6 +271,28 @@ def serving(backend: str, *participants: str) -> Serving:
     return Serving(
         3, "ready", "", backend, "", participants, (0.0, 1.0), 0, "tiny", 1, 0, 0, (), 0, (), GROUP, "tiny"
     )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "group", "words"),
+    [
+        (Candidate(ALONE, 1, ranks=(A,)), EpochGroup(1, 1, "none"), ALONE),
+        (
+            Candidate(ALONE, 1, ranks=(A,)),
+            EpochGroup(3, 3, "ring", split=(2, 1, 1)),
+            "3 ranks, pipeline of 2 + 1 + 1 layers",
+        ),
+        (
+            Candidate(RING_ETHERNET, 2, ranks=(A, B)),
+            EpochGroup(1, 2, "ring", split=(3, 1)),
+            f"{RING_ETHERNET}, pipeline of 3 + 1 layers",
+        ),
+    ],
+)
+def test_the_log_of_an_epoch_says_how_its_ranks_work_together(
+    chosen: Candidate, group: EpochGroup, words: str
+) -> None:
+    assert _joined(group, chosen) == words
 
 
 def test_why_nothing_is_served_is_logged_once_with_the_way_out(

@@ -206,6 +206,16 @@ def test_what_the_other_agent_no_longer_serves_waits_for_another_group(tmp_path:
     play(tmp_path, story)
 
 
+def test_a_pipeline_of_the_other_agent_is_shown_as_one(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.hears(replace(READY, split=(3, 1)))
+        group = stage.supervisor.status.group
+        assert group is not None
+        assert (group.world_size, group.split) == (2, (3, 1))
+
+    play(tmp_path, story)
+
+
 @pytest.mark.parametrize("serving", [replace(READY, state="restarting"), replace(READY, model="other")])
 def test_between_two_groups_of_the_other_agent_its_link_stays(tmp_path: Path, serving: Serving) -> None:
     """Its word about each request is waited for: it alone knows under which its group failed."""

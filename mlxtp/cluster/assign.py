@@ -358,16 +358,23 @@ class _Packing:
         ]
 
     def _seat(self, wanted: WantedDeployment, group: str) -> bool:
-        """Seat a group: alone on a free Mac, on several free ones, beside another group, or over all."""
-        seats, pool = self.seats, self._pool(wanted)
+        """Seat a group: alone on a free Mac, on several free ones, beside another group, or over all.
+
+        Where a way to share is set, the ways over several Macs come first.
+        """
+        seats, pool, options = self.seats, self._pool(wanted), wanted.options
         if not wanted.planned.weight_bytes or not pool:
             return False
-        alone = wanted.options.nodes in ("auto", "all", 1)
+        alone = options.nodes in ("auto", "all", 1)
+        free = [node for node in pool if not seats.on[node]]
+        steady = [node for node in free if node not in self.view.flapping]
+        if options.nodes == "auto" and options.parallel != "auto":
+            ways = dict.fromkeys(map(tuple, (steady, free, pool)))
+            if any(self._spread(wanted, group, macs, fewest=2) for macs in ways):
+                return True
         if not all(seats.on.values()):
             if alone and self._alone(group):
                 return True
-            free = [node for node in pool if not seats.on[node]]
-            steady = [node for node in free if node not in self.view.flapping]
             if self._spread(wanted, group, steady) or (free != steady and self._spread(wanted, group, free)):
                 return True
         need = self.facts.need(wanted.row.name, 1)
@@ -416,11 +423,11 @@ class _Packing:
             node = before.ranks[0]
             group = comes[node]
 
-    def _spread(self, wanted: WantedDeployment, group: str, pool: Sequence[str]) -> bool:
-        """Seat a group where the planner has it among these Macs."""
+    def _spread(self, wanted: WantedDeployment, group: str, pool: Sequence[str], *, fewest: int = 1) -> bool:
+        """Seat a group where the planner has it among these Macs, unless that is on less than `fewest`."""
         shape, name, must = wanted.planned, wanted.row.name, self.facts.must(group)
         left = {node: self.seats.left(node) for node in pool}
-        sizes = [n for n in range(1, min(MAX_RANKS, len(pool)) + 1) if not shape.obstacles(n)]
+        sizes = [n for n in range(fewest, min(MAX_RANKS, len(pool)) + 1) if not shape.obstacles(n)]
         needs = {
             n: self.facts.need(name, n).each[0] for n in sizes if wanted.options.nodes in ("auto", "all", n)
         }
@@ -434,9 +441,10 @@ class _Packing:
             return False
         able.sort(key=lambda node: (node != must, self.facts.place[node]))
         chosen = self._plan(wanted, able[:MOST_PLANNED], must).chosen
-        if chosen is not None:
-            self.seats.put(group, _seat_of(chosen.ranks, chosen.memory))
-        return chosen is not None
+        if chosen is None or chosen.nodes < fewest:
+            return False
+        self.seats.put(group, _seat_of(chosen.ranks, chosen.memory))
+        return True
 
     def _plan(self, wanted: WantedDeployment, nodes: Sequence[str], must: str = "") -> Placement:
         """Return the planner's choice among these Macs, with what other groups leave of them."""

@@ -39,6 +39,13 @@ def test_each_model_gets_macs_and_no_mac_more_than_it_has() -> None:
         assert memory.weights > 0
 
 
+def test_each_is_a_pipeline_where_that_is_wanted_and_several_macs_can() -> None:
+    wanted = [(read_shape(name), PlacementOptions(parallel="pipeline")) for name in (BIG, SMALL)]
+    for packed in (pack(on_lan([mac(i, memory=128) for i in range(count)]), wanted) for count in (2, 3)):
+        assert [one.plan.chosen.is_pipeline for one in packed] == [True, True]
+    assert [len(one.ranks) for one in pack([mac(0, memory=128)], wanted)] == [1, 1]
+
+
 def test_a_model_without_room_has_its_reason() -> None:
     members = on_lan([mac(0, memory=64)])
     first, second = pack(members, [(read_shape(BIG), PlacementOptions())] * 2)

@@ -39,15 +39,15 @@ WHOLE = shape(num_hidden_layers=64, num_key_value_heads=1)  # it cannot be divid
 STAGES = layered(num_hidden_layers=64, num_key_value_heads=1)  # it can be cut
 FOREVER = -1
 NODES: list[str | int] = ["auto", "auto", "auto", "all", 1, 2]
+WAYS = ("auto", "auto", "auto", "tensor", "pipeline")
 
 
 def wanted(
     name: str, model: ModelShape | None = SMALL, nodes: str | int = "auto", **changes: Any
 ) -> WantedDeployment:
     of_row = {key: changes.pop(key) for key in ("replicas", "on", "keep_s", "version") if key in changes}
-    return WantedDeployment(
-        Deployment(name, **{"version": 1} | of_row), PlacementOptions(nodes=nodes), model, **changes
-    )
+    options = PlacementOptions(nodes=nodes, parallel=changes.pop("parallel", "auto"))
+    return WantedDeployment(Deployment(name, **{"version": 1} | of_row), options, model, **changes)
 
 
 def seen(
@@ -169,6 +169,7 @@ def rows(draw: st.DrawFn) -> list[WantedDeployment]:
                 f"m{i}",
                 draw(st.sampled_from((SMALL, MIDDLE, LARGE, WHOLE, STAGES, None))),
                 draw(st.sampled_from(NODES)),
+                parallel=draw(st.sampled_from(WAYS)),
                 replicas=draw(st.sampled_from((1, 1, 2, 3, 0))),
                 on=draw(st.sampled_from(((), (), ids("ab"), ids("c")))),
                 keep_s=draw(st.sampled_from((FOREVER, 300))),
@@ -269,7 +270,10 @@ def test_no_mac_has_two_new_groups_while_another_is_free_and_able(cluster: Clust
             for m in free
             if m.node_id not in each.lacks
             and m.node_id in (each.row.on or machines)
-            and each.options.nodes in ("auto", "all", 1)
+            and (
+                each.options.nodes in ("all", 1)
+                or (each.options.nodes, each.options.parallel) == ("auto",) * 2
+            )
             and rank_memory(m, each.planned, 1, 8192).fits
         ]
         assert not able, (group, report, able)
@@ -288,13 +292,16 @@ def test_the_order_of_members_and_reports_does_not_matter(cluster: Cluster, seed
     assert assign(turned) == assign(view)
 
 
-@given(desks(), st.sampled_from((SMALL, MIDDLE, LARGE, STAGES)), st.sampled_from(NODES))
+@given(
+    desks(), st.sampled_from((SMALL, MIDDLE, LARGE, STAGES)), st.sampled_from(NODES), st.sampled_from(WAYS)
+)
 @settings(max_examples=80, deadline=None)
 def test_one_deployment_alone_gets_the_planners_choice_among_all(
-    macs: list[MemberMachine], model: ModelShape, nodes: str | int
+    macs: list[MemberMachine], model: ModelShape, nodes: str | int, parallel: str
 ) -> None:
-    best = plan([replace(m, model_ok=True) for m in macs], model, "", PlacementOptions(nodes=nodes))
-    only = assign(AssignView(macs, [wanted("m", model, nodes)])).assignments[0]
+    row = wanted("m", model, nodes, parallel=parallel)
+    best = plan([replace(m, model_ok=True) for m in macs], model, "", row.options)
+    only = assign(AssignView(macs, [row])).assignments[0]
     assert only.nodes[: len(best.ranks)] == best.ranks
     if best.ranks and nodes in ("auto", "all"):
         assert set(only.nodes) == {m.node_id for m in macs}

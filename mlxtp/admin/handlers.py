@@ -29,6 +29,7 @@ from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError
 from ..groups.drain import Drain
 from ..groups.groups import group_of
+from ..groups.machines import parallel_of
 from ..groups.selection import SelectionState
 from ..identity.store import Store
 from ..models.hub_cache import Repo, cache_folder, hub_name
@@ -190,7 +191,7 @@ class ModelHandlers:
             "model": model,
             "name": name,
             "nodes": row.nodes,
-            "parallel": row.parallel or node.settings.parallel,
+            "parallel": parallel_of(node.settings, row),
             "split": row.split,
             "replicas": row.replicas,
             "on": [node.name_of(each) for each in row.on],

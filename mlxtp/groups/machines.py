@@ -155,10 +155,15 @@ class Machines:
         return lines
 
 
+def parallel_of(settings: Settings, row: Deployment) -> str:
+    """Return how several Macs share a deployment with these settings: as it is set, "auto" for one Mac."""
+    return "auto" if row.nodes == "1" else row.parallel or settings.parallel
+
+
 def placement_options(settings: Settings, row: Deployment, model: str) -> PlacementOptions:
     """Return the options of a deployment with these settings. Raises MlxtpError for impossible ones."""
     wanted: str | int = int(row.nodes) if row.nodes.isdecimal() else row.nodes
-    parallel = "auto" if wanted == 1 else row.parallel or settings.parallel
+    parallel = parallel_of(settings, row)
     split = split_layers(row.split, parallel, row.nodes)
     if settings.ranks > 1:  # they share the model, on one Mac
         parallel, split = "auto", ()

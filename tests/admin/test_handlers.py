@@ -141,9 +141,10 @@ def test_a_deployment_is_changed_by_what_is_named_and_replaces_others_only_on_re
         me = node.parts.node.node_id
         await admin.models.serve("tiny", "")
         node.parts.node.desired.serve("org/one")
+        node.parts.node.settings = replace(node.parts.node.settings, parallel="pipeline")
         told = await admin.models.serve("tiny", "1", replicas="2", on=f" {me[:6]} ", keep="10m")
-        assert {name: told[name] for name in ("change", "nodes", "replicas", "on", "keep_s")} == {
-            **{"change": "changed", "nodes": "1", "replicas": 2, "keep_s": 600},
+        assert {name: told[name] for name in ("change", "nodes", "parallel", "replicas", "on", "keep_s")} == {
+            **{"change": "changed", "nodes": "1", "parallel": "auto", "replicas": 2, "keep_s": 600},
             "on": [node.parts.node.name_of(me)],
         }
         assert [row.name for row in table.table.live()] == ["org/one", "tiny"]

@@ -452,7 +452,7 @@ class LateTokens:
     """
 
     def __init__(self) -> None:
-        self.needs = 0  #: the forward that chooses tokens of the newest step; 0 if all are in its frame
+        self.needs = 0  #: the forward that chooses tokens of the next one to be submitted; 0 if it has all
         self._newest = 0  # the newest forward whose choice is known
         self._last: dict[int, int] = {}  # by uid
         #: Forwards whose choice is not known: number, rows, and how many tokens each row gets.
@@ -585,7 +585,7 @@ class Border:
             return
         # Handles of their own, because a later forward may assign to these.
         self._held.append(_HeldForward(forward, self.tokens.needs, after, deepcopy(arrays), self._handing_on))
-        self._handing_on = ()
+        self.tokens.needs, self._handing_on = 0, ()
         self._go_on()
 
     def supply(self, forward: int, tokens: tuple[int, ...]) -> None:
@@ -598,7 +598,7 @@ class Border:
             self.tokens.supply(forward, tokens)
         if self.stage is None:
             return
-        is_lane = bool(self._held) and self._held[0].needs < forward
+        is_lane = bool(self._held) and 0 < self._held[0].needs < forward  # and no chunk of a prompt
         if not self._chooses and self._is_known():
             self.times.tokens_came(time.monotonic())
         self._go_on()

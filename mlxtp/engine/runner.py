@@ -612,7 +612,8 @@ class Runner:
         self.forwards += 1
         for uid in uids:
             self._forwards[uid] = self._forwards[uid][0] + 1, self.forwards
-        if self.forwards % CLEAR_EVERY == 0:
+        # Without Metal it keeps 32 MB at most, and waits for messages of others, with the GIL, to free them.
+        if self.forwards % CLEAR_EVERY == 0 and mx.metal.is_available():
             mx.clear_cache()
 
 

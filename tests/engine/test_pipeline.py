@@ -391,6 +391,19 @@ def test_rank_0_computes_the_step_of_another_lane_before_it_goes_on() -> None:
     assert not border._held
 
 
+def test_rank_0_sends_the_next_chunk_of_a_prompt_before_it_waits_for_the_one_on_its_way() -> None:
+    border = Border(SimpleNamespace(chooses=True, ranks=2), None)  # type: ignore[arg-type]
+    arrived = [HiddenStates(None, mx.array([forward], dtype=mx.uint32)) for forward in range(4)]
+    border.tokens.joined(chosen(1, 7), None)
+    border.tokens.feed(StepToken((7,), (3,)), 1, 2)
+    border.submit(2, arrived[2], mx.ones(1))
+    border.submit(3, arrived[3], mx.ones(1))
+    border.supply(1, (70,))
+    border.flush(2)
+    border.supply(2, ())
+    assert [each.forward for each in border._held] == [3]
+
+
 def test_without_a_stage_nothing_is_received_and_nothing_is_held() -> None:
     border = Border(None, None)  # type: ignore[arg-type]
     received = border.expect(1, 5)

@@ -126,7 +126,8 @@ def test_a_client_with_200_requests_does_not_starve_one_with_one(two_ranks: Clus
 
         async def one(number: int) -> None:
             nonlocal ended
-            answer = gateway.generate(Request((5, 6, 7 + number), 6, ignore_eos=True, client="many"))
+            # Long enough for all to be asked before the first ones end.
+            answer = gateway.generate(Request((5, 6, 7 + number), 24, ignore_eos=True, client="many"))
             async for _ in answer:
                 pass
             ended += 1

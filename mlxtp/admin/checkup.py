@@ -12,7 +12,15 @@ from ..cluster.dialer import Dialer
 from ..config import Settings
 from ..diagnostics import checkup, failure_store
 from ..diagnostics.checkup import Checkup, attempts
-from ..diagnostics.facts import AgentFacts, Attempt, IdentityFacts, MemberFacts, ModelFacts, PortFacts
+from ..diagnostics.facts import (
+    AgentFacts,
+    Attempt,
+    IdentityFacts,
+    MemberFacts,
+    ModelFacts,
+    PortFacts,
+    StageFacts,
+)
 from ..wire.cluster_messages import Machine
 from .parts import AgentParts
 from .snapshot import ClusterSnapshot, MemberSnapshot, Snapshot, gather
@@ -89,6 +97,7 @@ class AgentCheckup(Checkup):
 def agent_facts(now: Snapshot) -> AgentFacts:
     """Return the facts about an agent, without those that only its settings and its disk have."""
     agent, cluster = now.agent, now.cluster
+    split, pongs = agent.group.split if agent.group is not None else (), agent.pongs or {}
     return AgentFacts(
         runs_here=True,
         pid=os.getpid(),
@@ -101,6 +110,11 @@ def agent_facts(now: Snapshot) -> AgentFacts:
         model=agent.model.id if agent.model is not None else "",
         has_rank=agent.in_epoch or now.hosted,
         left_wired=now.left_wired,
+        stages=tuple(
+            StageFacts(rank, split[rank], pong.stage_busy_us / 1e6, pong.stage_waiting_us / 1e6)
+            for rank, pong in pongs.items()
+            if rank < len(split)
+        ),
     )
 
 

@@ -361,6 +361,35 @@ def of_serving(facts: MachineFacts) -> Iterator[Finding]:
         yield info(f"failed groups of which something is kept: {agent.failures}", "mlxtp doctor --postmortem")
 
 
+#: Seconds of each stage from which on the doctor judges, and the share of the mean that is too much.
+STAGES_S, TOO_BUSY = 30.0, 1.5
+
+
+def of_stages(facts: MachineFacts) -> Iterator[Finding]:
+    """Report how long each stage of a pipeline computes, and whether one keeps the others waiting."""
+    stages = facts.agent.stages
+    if not stages:
+        return
+    if min(each.busy_s + each.waiting_s for each in stages) < STAGES_S:
+        yield info("too little work since the model was loaded to judge them")
+        return
+    shares = [
+        f"rank {each.rank} with {each.layers} layers computes "
+        f"{each.busy_s / (each.busy_s + each.waiting_s):.0%}"
+        for each in stages
+    ]
+    words = f"of the time with requests, {', '.join(shares)}"
+    mean_s = sum(each.busy_s for each in stages) / len(stages)
+    busiest = max(stages, key=lambda each: each.busy_s)
+    if busiest.busy_s > TOO_BUSY * mean_s:
+        yield warning(
+            f"{words}: the others wait for rank {busiest.rank}",
+            f"`mlxtp serve {facts.model.wanted or 'MODEL'} --split auto`, or fewer layers for it",
+        )
+    else:
+        yield ok(words)
+
+
 def of_identity(facts: MachineFacts) -> Iterator[Finding]:
     """Report this machine's certificates and keys, and whether the cluster can admit new members."""
     identity = facts.identity

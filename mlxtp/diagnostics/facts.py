@@ -14,6 +14,16 @@ from ..wire.cluster_messages import Machine
 
 
 @dataclass(frozen=True, slots=True)
+class StageFacts:
+    """Layers of one rank of a pipeline, and the seconds in which it computed and waited for the others."""
+
+    rank: int
+    layers: int
+    busy_s: float
+    waiting_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class AgentFacts:
     """The agent that collected the facts. `problem`: an agent holds this home and could not be queried.
 
@@ -37,6 +47,7 @@ class AgentFacts:
     keep_awake: bool = True
     failures: int = 0
     left_wired: str = ""
+    stages: tuple[StageFacts, ...] = ()  #: Of the shown group, if it is a pipeline with rank 0 here.
 
 
 @dataclass(frozen=True, slots=True)

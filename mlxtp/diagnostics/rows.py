@@ -52,6 +52,13 @@ ROWS: tuple[CheckRow, ...] = (
         checks.of_serving,
     ),
     CheckRow(
+        "stages", "Stages",
+        "of a pipeline with rank 0 here: how long each stage computes, and waits for the others",
+        "all go as fast as the slowest stage",
+        "`--split auto`, or by hand fewer layers for that Mac",
+        checks.of_stages,
+    ),
+    CheckRow(
         "settings", "Settings",
         "config.toml, and variables that begin with `MLXTP_`, as they are now",
         "an agent does not start with a setting that is wrong",

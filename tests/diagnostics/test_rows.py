@@ -30,6 +30,7 @@ from mlxtp.diagnostics.facts import (
     Package,
     PortFacts,
     PowerFacts,
+    StageFacts,
 )
 from mlxtp.diagnostics.rows import ROWS, Examined, examine, to_json
 from mlxtp.placement.probe_macos import Output
@@ -56,7 +57,10 @@ def well(**changed: Any) -> MachineFacts:
     facts = replace(
         found,
         now=NOW,
-        agent=AgentFacts(True, "", "http://127.0.0.1:52415", 4711, "ready", model="tiny", has_rank=True),
+        agent=AgentFacts(
+            True, "", "http://127.0.0.1:52415", 4711, "ready", model="tiny", has_rank=True,
+            stages=(StageFacts(0, 2, 50.0, 50.0), StageFacts(1, 2, 48.0, 52.0)),
+        ),
         software=replace(found.software, architecture="arm64", program="/opt/python"),
         network=replace(
             found.network, multicast=0, listened=True, heard=("mini",),
@@ -137,6 +141,10 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
     ("serving", _of("agent", state="idle", waiting="too big"), Level.WARNING,
      "tiny is not served: too big", ""),
     ("serving", _of("agent", failures=2), Level.INFO, "something is kept: 2", "--postmortem"),
+    ("stages", _of("agent", stages=(StageFacts(0, 3, 9.0, 1.0), StageFacts(1, 1, 3.0, 7.0))), Level.INFO,
+     "too little work", ""),
+    ("stages", _of("agent", stages=(StageFacts(0, 6, 90.0, 10.0), StageFacts(1, 2, 28.0, 72.0))),
+     Level.WARNING, "rank 1 with 2 layers computes 28%: the others wait for rank 0", "--split auto"),
     ("python", _of("software", python="3.10.1"), Level.ERROR, "3.10.1 is too old; mlxtp needs 3.11",
      "make setup"),
     ("python", _of("software", architecture="x86_64"), Level.ERROR, "made for Intel", "Apple silicon"),

@@ -409,6 +409,8 @@ class StageTimes:
             self._prompt = frame.uid if frame.offset + len(frame.tokens) < frame.total else 0
         if idle and goes_on:
             self.waiting_s += now - self._ended
+        if idle:
+            self._ended = now  # what came before is counted
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:

@@ -37,6 +37,18 @@ def test_a_stage_waits_for_hidden_states_and_between_steps() -> None:
     assert times.busy_s + times.waiting_s == pytest.approx(4.0), "every second is one of the two"
 
 
+def test_time_before_a_frame_and_before_its_tokens_counts_once() -> None:
+    times = StageTimes()
+    times.began(chunk(1, 0, 4, 4), 100.0, idle=True)
+    times.submitted()
+    times.ended(2.0, 102.0)
+    times.began(STEP, 103.0, idle=True)
+    times.tokens_came(103.5)
+    times.submitted()
+    times.ended(1.0, 104.0)
+    assert (times.busy_s, times.waiting_s) == (2.5, 1.5)
+
+
 def test_only_the_next_tokens_of_a_prompt_were_waited_for() -> None:
     times = StageTimes()
     times.began(chunk(1, 0, 4, 12), 1.0, idle=True)

@@ -1,7 +1,7 @@
 """A rank that errs while a file says so: `engine_member.py FOLDER <arguments of mlxtp.engine.worker>`.
 
 While FOLDER/<name of a fault> exists, rank 1 has it; every other rank is as it should be. Faults of messages,
-but for late ones, come once for each file.
+but for late ones, and of choices come once for each file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mlxtp.engine import executor, worker
 from mlxtp.engine.executor import Forward, RankExecutor
 from mlxtp.engine.group import RingGroup
 from mlxtp.engine.loader import ModelShare
-from mlxtp.engine.pipeline import Border
+from mlxtp.engine.pipeline import Border, LateTokens
 from mlxtp.engine.sampler import Sampler
 from mlxtp.wire.messages import PromptTokens, StepToken
 
@@ -27,6 +28,7 @@ from ..mlx_errors import OUT_OF_MEMORY
 
 FAULTS = ("another draw", "another position", "another token")
 MESSAGES = ("no message", "two messages", "messages exchanged", "a late message")
+CHOICES = ("another choice", "a choice skipped")
 LATE_S = 1.0
 
 
@@ -52,11 +54,7 @@ def err_at_a_border(folder: Path) -> None:
     """Put the faults of MESSAGES around what this process sends to the next stage."""
     hand_on = Border.hand_on
     kept: list[tuple[mx.array, int]] = []
-
-    def once(fault: str) -> bool:
-        there = (folder / fault).exists()
-        (folder / fault).unlink(missing_ok=True)
-        return there
+    once = partial(_once, folder)
 
     def hand_on_else(border: Border, hidden: mx.array, number: int) -> mx.array:
         if (folder / "a late message").exists():
@@ -74,6 +72,30 @@ def err_at_a_border(folder: Path) -> None:
         return sent
 
     Border.hand_on = hand_on_else  # type: ignore[method-assign]
+
+
+def err_at_a_choice(folder: Path) -> None:
+    """Put the faults of CHOICES around what this process takes for the tokens that rank 0 chose.
+
+    "another choice" lasts until the process ends.
+    """
+    supply = LateTokens.supply
+    wrong = False
+
+    def supply_else(late: LateTokens, forward: int, tokens: tuple[int, ...]) -> None:
+        nonlocal wrong
+        if _once(folder, "a choice skipped"):
+            return
+        wrong = wrong or _once(folder, "another choice")
+        supply(late, forward, tuple(token ^ 1 for token in tokens) if wrong else tokens)
+
+    LateTokens.supply = supply_else  # type: ignore[method-assign]
+
+
+def _once(folder: Path, fault: str) -> bool:
+    there = (folder / fault).exists()
+    (folder / fault).unlink(missing_ok=True)
+    return there
 
 
 def run_out_of_memory(folder: Path) -> None:
@@ -113,6 +135,7 @@ def main() -> None:
     if arguments[arguments.index("--rank") + 1] == "1":
         err(lambda fault: (Path(folder) / fault).exists())
         err_at_a_border(Path(folder))
+        err_at_a_choice(Path(folder))
         run_out_of_memory(Path(folder))
     if (Path(folder) / "one shape").exists():
         send_one_shape()

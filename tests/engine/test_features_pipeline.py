@@ -1,4 +1,4 @@
-"""Requests of any kind over the stages of a pipeline, and wrong messages between stages."""
+"""Requests of any kind over the stages of a pipeline, wrong messages between stages, and wrong choices."""
 
 from __future__ import annotations
 
@@ -139,6 +139,25 @@ def erring(
         yield cluster
 
 
+def assert_found(cluster: Cluster, folder: Path, order: Path) -> None:
+    """Have rank 1 err while it serves, and assert that the epoch ends and that all answers are right."""
+    wanted = [
+        Wanted((7, 8, 9, seed), 60, Sampling(9.0, seed=seed), ignore_eos=True) for seed in range(10, 16)
+    ]
+    right = [expected(each, folder).tokens for each in wanted]
+    epoch = cluster.epoch
+    requests = [cluster.ask(each) for each in wanted]
+    for request in requests:
+        request.take(2)
+    order.touch()
+    until(lambda: cluster.supervisor.status.state is not ServingState.READY, "it was found")
+    reason = cluster.supervisor.status.reason
+    assert reason is not None
+    assert reason.code is Code.DESYNC
+    assert [request.finish()[0] for request in requests] == right
+    assert cluster.epoch == epoch + 1
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -149,21 +168,19 @@ def erring(
 def test_a_message_that_is_not_the_forwards_own_is_found_before_a_token_leaves(
     erring: Cluster, orders: Path, folders: dict[str, Path], fault: str
 ) -> None:
-    wanted = [
-        Wanted((7, 8, 9, seed), 60, Sampling(9.0, seed=seed), ignore_eos=True) for seed in range(10, 16)
-    ]
-    right = [expected(each, folders["llama"]).tokens for each in wanted]
-    epoch = erring.epoch
-    requests = [erring.ask(each) for each in wanted]
-    for request in requests:
-        request.take(2)
-    (orders / fault).touch()
-    until(lambda: erring.supervisor.status.state is not ServingState.READY, "it was found")
-    reason = erring.supervisor.status.reason
-    assert reason is not None
-    assert reason.code is Code.DESYNC
-    assert [request.finish()[0] for request in requests] == right
-    assert erring.epoch == epoch + 1
+    assert_found(erring, folders["llama"], orders / fault)
+
+
+@pytest.mark.parametrize(
+    "fault", ["another choice", pytest.param("a choice skipped", marks=pytest.mark.chaos)]
+)
+def test_tokens_that_rank_0_did_not_choose_are_found_before_one_leaves(
+    folders: dict[str, Path], tmp_path: Path, fault: str
+) -> None:
+    settings = {"parallel": "pipeline", "split": "3,1", "speculation": False}  # drafts come with their frame
+    worker = (sys.executable, "-m", "tests.engine.engine_member", str(tmp_path))
+    with Cluster(tmp_path / "home", worker=worker, model=folders["llama"], **settings) as cluster:
+        assert_found(cluster, folders["llama"], tmp_path / fault)
 
 
 @pytest.mark.chaos

@@ -90,7 +90,7 @@ async def pictures(browser: Browser, agents: tuple[Agent, ...]) -> None:
     for question in QUESTIONS:
         await ask(desk, question)
     kept = await desk.context.storage_state()
-    phone = await visit(browser, f"{leader.url}/#cluster", PHONE, "dark")
+    phone = await visit(browser, f"{leader.url}/#desk", PHONE, "dark")
     await fail(agents)
     await phone.wait_for_selector("#picture:not(:has([data-state=ready]))")
     await save(phone, "recovery")
@@ -108,7 +108,7 @@ async def views(page: Page, ending: str) -> None:
     await save(page, f"chat{ending}")
     await page.click("#new-conversation")
     await save(page, f"start{ending}")
-    await page.click("nav a[href='#cluster']")
+    await page.click("nav a[href='#desk']")
     await page.wait_for_selector("#history li:nth-child(2)")
     await page.wait_for_selector("#nodes li:nth-child(2) meter")
     await save(page, f"cluster{ending}")

@@ -132,7 +132,7 @@ def test_speed_stands_under_every_answer_the_first_and_shortest_included(site: S
 def test_the_end_of_an_answer_is_never_under_the_composer(
     site: Site, visiting: Any, size: dict[str, int]
 ) -> None:
-    visit: Visit = visiting(viewport=size, has_touch=size is not DESK)
+    visit: Visit = visiting("#chat", viewport=size, has_touch=size is not DESK)
     paragraphs = "\n\n".join(f"Paragraph {number} of a long answer." for number in range(30))
     site.says(paragraphs, "\n\nThe last line.", step=64)
     visit.send("Go")
@@ -146,12 +146,13 @@ def test_the_end_of_an_answer_is_never_under_the_composer(
     visit.page.wait_for_selector("#parameters[open] .fields")
     visit.page.evaluate(TWO_FRAMES)
     assert above_the_composer(visit, ".end")
-    visit.page.evaluate("scrollTo(0, 0)")
+    visit.page.evaluate("document.getElementById('chat').scrollTop = 0")
     visit.page.evaluate(TWO_FRAMES)
     visit.page.click("#parameters summary")
     visit.page.wait_for_selector("#parameters:not([open])")
     visit.page.evaluate(TWO_FRAMES)
-    assert visit.page.evaluate("scrollY") == 0, "a reader further up stays there"
+    top = visit.page.evaluate("document.getElementById('chat').scrollTop")
+    assert top == 0, "a reader further up stays there"
 
 
 #: Resolves once the page has laid out and drawn what changed, and its observers have run.
@@ -180,7 +181,7 @@ def test_the_buttons_of_an_answer_appear_with_pointer_and_focus_and_stay_on_touc
     visit.page.mouse.move(5, 5)
     visit.page.focus(f"{LAST} .again")
     assert visit.page.evaluate(opacity) == 1
-    touch: Visit = visiting(viewport=PHONE, has_touch=True, is_mobile=True)
+    touch: Visit = visiting("#chat", viewport=PHONE, has_touch=True, is_mobile=True)
     touch.send("Go")
     touch.answered()
     assert touch.page.evaluate(opacity) == 1
@@ -217,7 +218,7 @@ def test_bubbles_hug_their_text(site: Site, visit: Visit) -> None:
 
 def test_a_phone_is_told_of_no_keys(site: Site, visiting: Any, visit: Visit) -> None:
     assert visit.page.is_visible("#say-hint")
-    phone: Visit = visiting(viewport=PHONE, has_touch=True, is_mobile=True)
+    phone: Visit = visiting("#chat", viewport=PHONE, has_touch=True, is_mobile=True)
     phone.state("Ready")
     assert not phone.page.is_visible("#say-hint")
 
@@ -473,6 +474,7 @@ def test_an_answer_that_a_reload_cut_off_says_so(site: Site, visit: Visit) -> No
 
 
 def test_conversations_are_listed_renamed_exported_and_deleted(site: Site, visit: Visit) -> None:
+    visit.open("chat")
     page = visit.page
     site.says("an answer")
     visit.send("The first one")

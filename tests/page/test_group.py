@@ -70,7 +70,7 @@ def test_a_rank_is_killed_and_the_answer_goes_on(browser: Browser, cluster: Faul
     heard = page.evaluate("heard")
     assert any(line.startswith(("restarting: ", "starting: ")) and "rank 1" in line for line in heard), heard
     assert heard[-1] == "ready: Ready: tiny in 2 processes"
-    page.click("header nav a[href='#cluster']")
+    page.click("header nav a[href='#desk']")
     page.wait_for_selector("#history li:nth-child(2)")
     newest, before = page.locator("#history li").all_inner_texts()[:2]
     assert re.match(r"Start 2 · since .*, ready after ", newest)

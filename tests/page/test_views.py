@@ -16,9 +16,10 @@ from mlxtp.errors import Code, UserError
 from ..api.test_admin import KEY
 from .conftest import DESK, FORMING, MOMENT, NODE, PHONE, RANK, SMALL, FakeObserved, Running, Site, Visit
 
-VIEWS = ("chat", "cluster", "models")
+SIDEWAYS = "all => all.filter(each => each.scrollWidth > each.clientWidth).map(each => each.id)"
+VIEWS = ("chat", "desk", "models")
 WIDE = """() => [...document.querySelectorAll('main *')]
-    .filter(each => each.getBoundingClientRect().right > innerWidth)
+    .filter(each => each.getBoundingClientRect().right > each.closest('.pane')?.getBoundingClientRect().right)
     .map(each => `${each.tagName} ${each.id} ${each.className}`)"""
 """Elements that reach beyond the window."""
 
@@ -47,7 +48,7 @@ def nodes(count: int) -> dict[str, Any]:
 
 
 def test_the_cluster_in_words(visit: Visit) -> None:
-    visit.open("cluster")
+    visit.open("desk")
     facts = visit.text("#facts")
     assert "Ready" in facts
     assert "org/tiny" in facts
@@ -64,7 +65,7 @@ def test_the_cluster_in_words(visit: Visit) -> None:
     assert visit.text("#links li") == (
         "studio – mini · Thunderbolt, RDMA\n195 µs for each exchange, 412 µs round trip between the agents"
     )
-    shown = visit.text("#cluster")
+    shown = visit.text("#desk")
     ours = ("Epoch", "Rank", "rank 0", "collective", "backend", "proof")
     assert [word for word in ours if word in shown] == []
 
@@ -75,7 +76,7 @@ def test_a_stage_of_a_pipeline_says_how_busy_it_is(site: Site, visit: Visit) -> 
         rank | {"stage_busy_us": busy, "stage_waiting_us": waiting}
         for rank, (busy, waiting) in zip(MOMENT["ranks"], stages, strict=True)
     ]
-    visit.open("cluster")
+    visit.open("desk")
     assert "busy" not in visit.text("#nodes")
     site.show(ranks=ranks)
     visit.shows("idle, busy 75 % of the time", "#nodes")
@@ -90,7 +91,7 @@ NOT_USED = KEPT | {"group": "org/tiny#1", "reused": 0, "kept_bytes": 0, "disk_by
 
 
 def test_what_groups_keep_of_earlier_prompts(site: Site, visit: Visit) -> None:
-    visit.open("cluster")
+    visit.open("desk")
     assert not visit.page.is_visible("#caches-card"), "no group of this Mac has a rank 0"
     site.show(caches=[KEPT, NOT_USED], deployments=DEPLOYMENTS)
     visit.page.wait_for_selector("#caches li")
@@ -113,7 +114,7 @@ def test_what_groups_keep_of_earlier_prompts(site: Site, visit: Visit) -> None:
 
 
 def test_memory_is_a_share_of_what_the_mac_has(visit: Visit) -> None:
-    visit.open("cluster")
+    visit.open("desk")
     share = visit.page.locator("#nodes meter").evaluate("meter => meter.value / meter.max")
     assert share == pytest.approx(14_200_000 / (512 * 10**9))
     assert visit.page.locator("#nodes meter").count() == 1, "nothing is drawn of what is not known"
@@ -121,7 +122,7 @@ def test_memory_is_a_share_of_what_the_mac_has(visit: Visit) -> None:
 
 def test_one_mac_fills_its_column(site: Site, visiting: Any) -> None:
     site.show(**nodes(1), cluster=None)
-    visit: Visit = visiting("#cluster")
+    visit: Visit = visiting("#desk")
     visit.page.wait_for_selector("#picture .machine")
     column = visit.page.locator("#picture").bounding_box()
     case = visit.page.locator("#picture .case").bounding_box()
@@ -130,7 +131,7 @@ def test_one_mac_fills_its_column(site: Site, visiting: Any) -> None:
 
 
 def test_the_last_starts_newest_first_with_their_reasons(visit: Visit) -> None:
-    visit.open("cluster")
+    visit.open("desk")
     third, second, first = visit.page.locator("#history li").all_inner_texts()
     assert re.match(r"Start 3 · since .*, ready after 2.5 s", third)
     assert third.endswith("org/tiny · JACCL mesh · processes started 400 ms")
@@ -141,7 +142,7 @@ def test_the_last_starts_newest_first_with_their_reasons(visit: Visit) -> None:
 
 
 def test_the_picture_shows_macs_ranks_and_what_joins_them(site: Site, visit: Visit) -> None:
-    visit.open("cluster")
+    visit.open("desk")
     picture = visit.page.locator("#picture svg")
     assert picture.get_attribute("role") == "img"
     assert "2 Macs, 2 present. Ready" in (picture.get_attribute("aria-label") or "")
@@ -162,8 +163,8 @@ def test_no_mac_lies_on_another_or_outside(
     site: Site, visiting: Any, count: int, size: dict[str, int]
 ) -> None:
     site.show(**nodes(count))
-    visit: Visit = visiting("#cluster", viewport=size)
-    visit.page.wait_for_selector("#picture .machine")
+    visit: Visit = visiting("#desk", viewport=size)
+    visit.page.wait_for_selector(f"#picture .machine >> nth={count - 1}")
     boxes = [box.bounding_box() for box in visit.page.locator("#picture .case").all()]
     frame = visit.page.locator("#picture svg").bounding_box()
     assert len(boxes) == count
@@ -271,7 +272,7 @@ def test_several_deployments_with_their_macs_and_a_button_to_unload_each(site: S
     visit.page.click("#deployed button[aria-label='Unload org/big']")
     visit.page.wait_for_selector("#models-said:has-text('org/big is unloaded.')")
     assert site.admin.asked[-1] == ("unload", "org/big", "")
-    visit.open("cluster")
+    visit.open("desk")
     assert "Works for tiny (replica 1)" in visit.text("#nodes")
 
 
@@ -284,10 +285,10 @@ def test_the_keys_button_stands_beside_its_field(visiting: Any) -> None:
 
 
 def test_the_header_stays_on_a_phone_in_one_line(visiting: Any) -> None:
-    visit: Visit = visiting("#cluster", viewport=PHONE)
+    visit: Visit = visiting("#desk", viewport=PHONE)
     visit.state("Ready")
     visit.page.wait_for_selector("#facts dd")
-    visit.page.evaluate("scrollTo(0, 500)")
+    visit.page.evaluate("document.getElementById('desk').scrollTop = 500")
     box = visit.page.locator("header").bounding_box()
     assert box["y"] == 0  # type: ignore[index]
     assert box["height"] < 60  # type: ignore[index]
@@ -371,12 +372,9 @@ def test_nothing_is_wider_than_the_window(site: Site, visiting: Any, size: dict[
     visit.page.click("#parameters summary")
     for view in VIEWS:
         visit.open(view)
-        wide = visit.page.evaluate(WIDE) if scrolls(visit, size["width"]) else []
-        assert not scrolls(visit, size["width"]), (view, wide)
-
-
-def scrolls(visit: Visit, width: int) -> bool:
-    return int(visit.page.evaluate("document.documentElement.scrollWidth")) > width
+        scroll = visit.page.locator(".pane:visible").evaluate_all(SIDEWAYS)
+        assert scroll == [], (view, visit.page.evaluate(WIDE))
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
 
 
 def test_by_keys_alone(site: Site, visit: Visit) -> None:
@@ -392,6 +390,8 @@ def test_by_keys_alone(site: Site, visit: Visit) -> None:
     assert page.locator("#skip").bounding_box()["y"] >= 0  # type: ignore[index]
     page.keyboard.press("Enter")
     assert focus() == "main"
+    page.keyboard.press("2")
+    page.wait_for_selector("#desk", state="hidden")
     seen = []
     for _ in range(12):
         page.keyboard.press("Tab")
@@ -419,10 +419,57 @@ def test_by_keys_alone(site: Site, visit: Visit) -> None:
     page.keyboard.press("Escape")
     assert not page.is_visible("#asking")
     assert focus() == "rename"
-    page.focus("header nav a[href='#cluster']")
+    page.focus("header nav a[href='#desk']")
     page.keyboard.press("Enter")
-    page.wait_for_selector("#cluster:not([hidden])")
-    assert page.get_attribute("header nav a[href='#cluster']", "aria-current") == "page"
+    page.wait_for_selector("#desk:not([hidden])")
+    assert page.get_attribute("header nav a[href='#desk']", "aria-current") == "page"
+
+
+def test_the_chat_stands_beside_the_desk_and_both_are_remembered(visiting: Any) -> None:
+    visit: Visit = visiting()
+    page = visit.page
+    shown = [each for each in VIEWS if page.is_visible(f"#{each}")]
+    assert shown == ["chat", "desk"]
+    width = page.locator("#chat").bounding_box()["width"]  # type: ignore[index]
+    page.focus("#divider")
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#chat").bounding_box()["width"] == width + 32  # type: ignore[index]
+    page.reload()
+    visit.state("Ready")
+    assert page.locator("#chat").bounding_box()["width"] == width + 32  # type: ignore[index]
+    page.click("#beside")
+    assert not page.is_visible("#chat")
+    visit.open("models")
+    page.goto(visit.page.url.split("#")[0])
+    visit.state("Ready")
+    assert [each for each in VIEWS if page.is_visible(f"#{each}")] == ["models"]
+    page.keyboard.press("b")
+    assert page.is_visible("#chat")
+    page.keyboard.press("2")
+    page.wait_for_selector("#models", state="hidden")
+    assert not page.is_visible("#beside")
+    page.keyboard.press("?")
+    assert "Write a message" in visit.text("#keys")
+    page.keyboard.press("Escape")
+    page.keyboard.press("/")
+    page.keyboard.type("1?")
+    assert page.input_value("#say") == "1?"
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("?")
+    page.uncheck("#keys-on")
+    page.click("#keys-close")
+    page.keyboard.press("1")
+    assert not page.is_visible("#desk")
+
+
+def test_one_view_at_a_time_on_a_narrow_screen(visiting: Any) -> None:
+    visit: Visit = visiting("", viewport=PHONE)
+    for view in VIEWS:
+        visit.open(view)
+        assert [each for each in VIEWS if visit.page.is_visible(f"#{each}")] == [view]
+    bar = visit.page.locator("nav").bounding_box()
+    assert bar["y"] + bar["height"] == PHONE["height"]  # type: ignore[index]
+    assert not visit.page.is_visible("#divider")
 
 
 def test_a_finished_answer_is_told_to_those_who_listen(site: Site, visit: Visit) -> None:
@@ -442,7 +489,9 @@ def test_everything_has_a_name_and_a_place(site: Site, visiting: Any, view: str)
     visit: Visit = visiting("#key=" + KEY.replace(" ", "%20"))
     visit.page.wait_for_selector("#disk li")
     visit.open(view)
-    assert visit.page.locator("h1:visible").count() == 1
+    panes = visit.page.locator(".pane:visible")
+    assert panes.count() == (1 if view == "chat" else 2), "the chat is beside the others on a wide screen"
+    assert visit.page.locator(".pane h1:visible").count() == panes.count()
     assert visit.page.locator("main").count() == visit.page.locator("header").count() == 1
     nameless = visit.page.evaluate(
         """() => {
@@ -472,7 +521,7 @@ def contrast(one: str, other: str) -> float:
 def test_light_and_dark(site: Site, visiting: Any, scheme: str) -> None:
     """Each has its own ground, and text stands out from it by 4.5 to 1 at least."""
     site.show(problem="a problem")
-    visit: Visit = visiting("#cluster", color_scheme=scheme)
+    visit: Visit = visiting("#desk", color_scheme=scheme)
     visit.page.wait_for_selector("#facts dd")
     ground = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (luminance(ground) > 0.5) == (scheme == "light")

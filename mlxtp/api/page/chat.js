@@ -48,12 +48,13 @@ export function startChat() {
   by("delete").addEventListener("click", removeTalk);
   talks.onChange(drawList);
   onMoment(drawEmpty);
-  addEventListener("scroll", () => by("chat").hidden || (atEnd = isNear()));
-  addEventListener("resize", () => atEnd && toEnd());
-  new ResizeObserver(([{ contentRect }]) => {
+  by("chat").addEventListener("scroll", () => (atEnd = isNear()));
+  const sizes = new ResizeObserver(([{ contentRect }]) => {
     atEnd ||= contentRect.height === 0; // hidden: show the end when the view returns
     if (atEnd) toEnd();
-  }).observe(by("composer"));
+  });
+  sizes.observe(by("chat"));
+  sizes.observe(by("composer"));
   addEventListener("pagehide", () => running && talks.keep(running.talk));
   draw();
   toEnd();
@@ -147,11 +148,14 @@ function follow(change) {
   if (atEnd) toEnd();
 }
 
-const isNear = () => innerHeight + scrollY >= document.documentElement.scrollHeight - NEAR_PX;
+function isNear() {
+  const { clientHeight, scrollTop, scrollHeight } = by("chat");
+  return clientHeight + scrollTop >= scrollHeight - NEAR_PX;
+}
 
 function toEnd() {
   atEnd = true;
-  if (!by("chat").hidden) scrollTo({ top: document.documentElement.scrollHeight });
+  by("chat").scrollTop = by("chat").scrollHeight;
 }
 
 // --- parameters -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// The view of the cluster: a picture, and the same facts as text.
+// The desk: a picture, and the same facts as text.
 
 import { by, define, el } from "./dom.js";
 import { draw } from "./picture.js";
@@ -8,8 +8,8 @@ let shown = ""; // last drawn state: it is redrawn only on changes
 
 export function showCluster({ now, connected }) {
   const alone = now.nodes.length === 1;
-  by("cluster").classList.toggle("old", !connected);
-  by("cluster").classList.toggle("alone", alone);
+  by("desk").classList.toggle("old", !connected);
+  by("desk").classList.toggle("alone", alone);
   by("links-card").hidden = alone;
   const width = by("picture").clientWidth;
   const key = JSON.stringify([now, connected, width]);

@@ -1,32 +1,17 @@
-// The page as a whole: the choice of the view, the status line, and the keys.
+// The page as a whole: its parts, and the line about the state.
 
 import { startChat } from "./chat.js";
 import { showCluster } from "./cluster.js";
 import { by, icon, say } from "./dom.js";
-import { takeFromAddress } from "./keys.js";
 import { showModels, startModels } from "./models.js";
+import { onShow, shows, startShell } from "./shell.js";
 import { cluster, onMoment, watch } from "./watch.js";
 import { count, rate, stateWords } from "./words.js";
 
-const VIEWS = { chat: "Chat", cluster: "Cluster", models: "Models" };
-
-function show() {
-  takeFromAddress();
-  const asked = location.hash.slice(1);
-  const view = Object.hasOwn(VIEWS, asked) ? asked : "chat";
-  for (const name of Object.keys(VIEWS)) {
-    by(name).hidden = name !== view;
-    const link = document.querySelector(`nav a[href="#${name}"]`);
-    if (name === view) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-  }
-  document.title = `${VIEWS[view]} – mlxtp`;
-  if (cluster.now) showAll();
-}
-
 function showAll() {
-  if (!by("cluster").hidden) showCluster(cluster);
-  if (!by("models").hidden) showModels(cluster);
+  if (!cluster.now) return;
+  if (shows("desk")) showCluster(cluster);
+  if (shows("models")) showModels(cluster);
 }
 
 function showState({ now, connected, problem }) {
@@ -46,17 +31,13 @@ function showState({ now, connected, problem }) {
 }
 
 for (const each of document.querySelectorAll("[data-icon]")) each.prepend(icon(each.dataset.icon));
-by("skip").addEventListener("click", (event) => {
-  event.preventDefault();
-  by("main").focus();
-});
-addEventListener("hashchange", show);
-addEventListener("resize", () => cluster.now && showAll());
+onShow(showAll);
+new ResizeObserver(showAll).observe(by("desk"));
+startShell();
 startChat();
 startModels();
-show();
 onMoment((moment) => {
   showState(moment);
-  if (moment.now) showAll();
+  showAll();
 });
 watch();

@@ -470,6 +470,7 @@ PURE = (
     "mlxtp.engine.sequence",
     "mlxtp.engine.kv_cache",
     "mlxtp.engine.disk_index",
+    "mlxtp.engine.lookup",
     "mlxtp.engine.speculation",
     "mlxtp.api.key_limits",
     "mlxtp.api.request_context",

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from mlxtp.engine.disk_index import MAX_FETCHES
 from mlxtp.engine.kv_cache import Hit, PrefixCache, capacity
-from mlxtp.engine.scheduler import DRAFTED_ROWS, MAX_PREFILLING, Scheduler
+from mlxtp.engine.scheduler import MAX_PREFILLING, Scheduler
 from mlxtp.engine.sequence import Lanes, SequenceState
+from mlxtp.engine.speculation import DRAFTED_ROWS
 from mlxtp.engine.steps import (
     Arrangement,
     Decode,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.engine import speculation
-from mlxtp.engine.speculation import (
+from mlxtp.engine import lookup as drafts
+from mlxtp.engine.lookup import (
     CANDIDATES,
     LEAST_STEPS,
     LONGEST_MATCH,
@@ -259,7 +259,7 @@ def test_text_copied_with_changes_takes_half_of_the_steps() -> None:
 def test_text_with_nothing_to_copy_is_left_alone(text: list[int], use_match: bool) -> None:
     """At most 3 steps of 100 carry a wrong draft that no right one has paid for."""
     run = decode(says(text, text[:500]), text[:500], 5_500, use_match=use_match)
-    assert run.wrong <= 0.03 * run.steps + speculation.CREDIT_PER_TOKEN * run.accepted
+    assert run.wrong <= 0.03 * run.steps + drafts.CREDIT_PER_TOKEN * run.accepted
 
 
 # --- the policy ------------------------------------------------------------------------------------------

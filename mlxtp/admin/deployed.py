@@ -26,7 +26,8 @@ class GroupSnapshot:
     `why` is the reason why it is not ready. `running` of its `requests` have a first token. The speed is in
     tokens per second. Counts are None where no owner reports them. `room` is that of its KV caches in
     tokens, and 0 on other Macs than its owner. `split` has the layers of each rank of a pipeline.
-    `exposed` says that its tensors cross a network of others in the clear, if they do.
+    `exposed` says that its tensors cross a network of others in the clear, if they do. `loaded` is the part
+    of the weights that ranks of this agent's epoch have loaded, in percent, None while none of them loads.
     """
 
     id: str
@@ -44,6 +45,7 @@ class GroupSnapshot:
     room: int = 0
     split: tuple[int, ...] = ()
     exposed: str = ""
+    loaded: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,8 @@ def _group(group: Group, servings: Iterable[Serving], alone: str, topology: Topo
         why = serving.reason if serving is not None else ""
         state = serving.state if serving is not None else str(status.state)
         own = status.reason.detail if status.reason is not None else ""
-        return GroupSnapshot(scope.group, state, why or own or group.waiting, owner, epoch=status.epoch)
+        why = why or own or group.waiting
+        return GroupSnapshot(scope.group, state, why, owner, epoch=status.epoch, loaded=status.loaded)
     return GroupSnapshot(
         scope.group,
         serving.state,
@@ -117,6 +120,7 @@ def _group(group: Group, servings: Iterable[Serving], alone: str, topology: Topo
         group.supervisor.kv.tokens if scope.owned or alone else 0,
         serving.split,
         exposed(serving.kind, serving.participants, topology),
+        status.loaded,
     )
 
 
@@ -160,4 +164,5 @@ def _rendered(group: GroupSnapshot, names: Mapping[str, str]) -> Json:
         "tokens_per_second": group.speed,
         "cached_tokens": group.cached,
         "exposed": group.exposed or None,
+        "loaded_percent": group.loaded,
     }

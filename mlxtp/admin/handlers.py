@@ -37,7 +37,7 @@ from ..models.inspect import full_name, is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
 from ..short_names import stands_for
 from ..wire.cluster_messages import Deployment
-from . import snapshot
+from . import running, snapshot
 from .caches import CacheHandlers
 from .parts import AgentParts
 from .snapshot import Observer
@@ -76,8 +76,9 @@ class Admin:
         return await self.draining.drain_progress()
 
     def keys(self) -> Json:
-        """Return the use of each API key, see `KeyUse.summary`."""
-        return {"keys": self.api_keys.reports() if self.api_keys is not None else []}
+        """Return the use of each API key, see `KeyUse.summary`, and the senders of open requests."""
+        used = self.api_keys.reports() if self.api_keys is not None else []
+        return {"keys": used, "requests": running.senders(self._parts.gateway.deployments)}
 
     def settings(self) -> Json:
         """Return the settings this agent was started with, and the source of each."""

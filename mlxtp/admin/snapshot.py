@@ -21,16 +21,17 @@ from ..cluster.introduction import versions_here
 from ..gateway.dispatcher import OpenRequests
 from ..groups import sleep
 from ..groups.health import SERVES, ServingState
-from ..groups.history import EpochStory, RateMeter, to_json
+from ..groups.history import MOST, EpochStory, RateMeter
 from ..groups.process_group import EpochGroup
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import Deployment, FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
-from . import caches, deployed
+from . import caches, deployed, running
 from .caches import GroupCaches
 from .deployed import DeploymentSnapshot
 from .parts import AgentParts
+from .running import RunningRequest
 
 # --- the snapshot ----------------------------------------------------------------------------------------
 
@@ -56,13 +57,14 @@ class AgentSnapshot:
     kv_room: int
     in_epoch: bool
     proof: str
+    running: tuple[RunningRequest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MemberSnapshot:
     """One member. `rank` is its rank in a group that is ready; `address` is its link's, "" without a link.
 
-    `called`: it opened a link to this Mac.
+    `called`: it opened a link to this Mac. `held_bytes` of its memory are held by ranks.
     """
 
     node_id: str
@@ -80,6 +82,7 @@ class MemberSnapshot:
     model_progress: str
     entry: RosterEntry
     admitted_by: str  #: Name of the member that admitted it, if one did.
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,8 @@ class Snapshot:
     `shown` is the id of the group that this agent shows. `participants` are its node ids, in rank order; ()
     without a group. `serving` is the report of it, `measured` the measurement of its fabric. `hosted`: a rank
     of another Mac's group is here. `model_bytes` is the disk size of the weights that are served, or about to
-    be.
+    be. `transfers` are the models on their way to a member, see `TransferCoordinator.under_way_anywhere`.
+    `history` has the epochs of all groups, each with the id of its group, the newest first.
     """
 
     node_id: str
@@ -137,7 +141,8 @@ class Snapshot:
     model_bytes: int | None
     left_wired: str
     caches: tuple[GroupCaches, ...]
-    history: tuple[EpochStory, ...]
+    history: tuple[tuple[str, EpochStory], ...]
+    transfers: tuple[Json, ...] = ()
 
 
 # --- gathering -------------------------------------------------------------------------------------------
@@ -167,8 +172,17 @@ def gather(parts: AgentParts) -> Snapshot:
         model_bytes=group.scope.model.weight_bytes or None,
         left_wired=sleep.HERE.summary(),
         caches=caches.gather(parts),
-        history=deepcopy(group.supervisor.status.history.stories),
+        history=_history(parts),
+        transfers=tuple(parts.transfers.under_way_anywhere()),
     )
+
+
+def _history(parts: AgentParts) -> tuple[tuple[str, EpochStory], ...]:
+    groups = {each.scope.group: each for each in (*parts.groups.by_id.values(), parts.groups.shown)}
+    stories = [
+        (name, story) for name, group in groups.items() for story in group.supervisor.status.history.stories
+    ]
+    return tuple(deepcopy(sorted(stories, key=lambda each: -each[1].began)[:MOST]))
 
 
 def gather_agent(parts: AgentParts) -> AgentSnapshot:
@@ -188,6 +202,7 @@ def gather_agent(parts: AgentParts) -> AgentSnapshot:
         kv_room=supervisor.kv.tokens,
         in_epoch=parts.groups.in_epoch,
         proof=supervisor.loader.proof,
+        running=running.gather(gateway.deployments),
     )
 
 
@@ -239,6 +254,7 @@ def _member(parts: AgentParts, entry: RosterEntry, rank: int | None) -> MemberSn
         model_progress=parts.transfers.progress_text(desired.name, node_id),
         entry=entry,
         admitted_by=node.name_of(entry.admitted_by) if entry.admitted_by else "",
+        held_bytes=parts.groups.held_bytes(node_id),
     )
 
 
@@ -419,7 +435,9 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
         "ranks": _ranks(now),
         "tokens_per_second": {"value": tokens_per_second, "of": of},
         "requests": {"open": health.open_requests, **agent.phases},
-        "history": to_json(now.history),
+        "running": [asdict(each) for each in agent.running],
+        "shown": now.shown,
+        "history": [{"group": group, **asdict(story)} for group, story in now.history],
         "cluster": None if cluster.alone else cluster.cluster_id,
         "coordinator": None if cluster.alone else cluster.claim.node_id or None,
         "problem": cluster.problem or None,
@@ -428,6 +446,7 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
         "deployments": _deployments(now),
         "caches": [asdict(each) for each in now.caches],
         "coming": list(cluster.coming),
+        "transfers": list(now.transfers),
         "nodes": [
             {**_node(each), "works_for": _works_for(cluster, each.node_id)} for each in cluster.members
         ],
@@ -496,7 +515,14 @@ def _node(member: MemberSnapshot) -> Json:
         "address": member.address or None,
         "chip": machine.chip or None if machine is not None else None,
         "memory_bytes": machine.memory_bytes or None if machine is not None else None,
+        "free_bytes": _in_steps(machine.free_bytes) or None if machine is not None else None,
+        "held_bytes": member.held_bytes,
         "notes": list(machine.notes) if machine is not None else [],
         "model_problem": member.model.problem or None if member.model is not None else None,
         "model_progress": member.model_progress or None,
     }
+
+
+def _in_steps(count: int) -> int:
+    """Return bytes in steps of 256 MiB, so that an idle Mac is no news every ten seconds."""
+    return count >> 28 << 28

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 HEADER = b"x-request-id"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_APP = re.compile(rb"[A-Za-z][\w.-]{0,39}")
 _SHOWN_PATH = 200
 _NO_READER = 499
 #: Paths that programs poll every few seconds. Their log lines are at DEBUG.
@@ -51,6 +52,7 @@ class AccessLog:
         began = clock()
         origin = f"address {address_of(scope.get('client'))}"
         account = RequestContext(request_id(scope["headers"]), began, origin)
+        account.app = app_of(scope["headers"])
         exchange = _Exchange(account, clock, receive, send)
         with answering(account):
             try:
@@ -127,6 +129,14 @@ def request_id(headers: list[tuple[bytes, bytes]]) -> str:
     if len(given) == 1 and _ID.fullmatch(given[0]):
         return given[0].decode()
     return uuid.uuid4().hex
+
+
+def app_of(headers: list[tuple[bytes, bytes]]) -> str:
+    """Return the first name in the client's User-Agent, such as "python-httpx"; empty without one."""
+    given = next((value for name, value in headers if name == b"user-agent"), b"")
+    found = _APP.match(given)
+    name = found[0].decode() if found is not None else ""
+    return "a browser" if name == "Mozilla" else name
 
 
 def described(account: RequestContext) -> dict[str, object]:

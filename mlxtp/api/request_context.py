@@ -31,15 +31,18 @@ class SequenceProgress(Protocol):
 class RequestContext:
     """One HTTP request. `arrived` is the time at which all of it was here, by the metrics' clock.
 
-    `origin` describes its sender where no key does.
+    `origin` describes its sender where no key does, `app` is the name that its program gives itself.
     """
 
-    __slots__ = ("answers", "arrived", "code", "id", "key", "key_hash", "loads", "models", "origin")
+    __slots__ = (
+        "answers", "app", "arrived", "code", "id", "key", "key_hash", "loads", "models", "origin",
+    )  # fmt: skip
 
     def __init__(self, id: str, arrived: float, origin: str = "") -> None:
         self.id = id
         self.arrived = arrived
         self.origin = origin
+        self.app = ""
         self.key = ""  # name of the client's key, for servers that require one
         self.key_hash = ""  # SHA-256 of that key, equal on all servers that know it
         self.models: tuple[str, ...] = ()  # names of models that it may use; empty for all

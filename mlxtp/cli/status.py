@@ -282,7 +282,7 @@ def picture(
         for name, style in (("model_problem", "red"), ("model_progress", "cyan"))
         if node.get(name)
     ]
-    if (before := _ended(snapshot["history"])) is not None:
+    if (before := _ended(_shown_history(snapshot))) is not None:
         parts += ["", before]
     return Group(*parts)
 
@@ -297,7 +297,7 @@ def _state(snapshot: Moment, now: float) -> Text:
         line.append(f" on {count} {'rank' if count == 1 else 'ranks'}")
         line.append(joined(group))
     line.append(f"   epoch {snapshot['epoch']}" if snapshot["epoch"] else "")
-    running = next((each for each in snapshot["history"] if each["lasted_s"] is None), None)
+    running = next((each for each in _shown_history(snapshot) if each["lasted_s"] is None), None)
     if running is not None:
         line.append(f" for {_duration(now - running['began'])}")
     return line
@@ -339,6 +339,12 @@ def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...
         for rank in ranks
         if rank["node"] == node
     ] or [("", "", "", "")]
+
+
+def _shown_history(snapshot: Moment) -> list[Mapping[str, Any]]:
+    """Return the epochs of the shown group. Earlier agents report no others."""
+    shown = snapshot.get("shown")
+    return [each for each in snapshot["history"] if each.get("group", shown) == shown]
 
 
 def _ended(history: Sequence[Mapping[str, Any]]) -> Text | None:

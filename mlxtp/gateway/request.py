@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -104,11 +105,15 @@ class RequestBackend(Protocol):
         """Send Generate or Cancel. Raises MlxtpError if the backend is gone."""
 
 
+_numbers = itertools.count(1)
+
+
 class RoutedRequest:
     """The place of an open request: the group that works on it, and the part of the prefill that is left."""
 
     def __init__(self, generate: Generate) -> None:
         self.generate = generate
+        self.number = next(_numbers)  #: Names it as long as this agent runs.
         self.uid = 0  #: Its uid at the backend; 0 while no backend has it.
         self.group = ""  #: Id of the group that has it; empty while none has it, and for a self-test.
         self.backend: RequestBackend | None = None

@@ -6,9 +6,7 @@ This agent notes each step of the epochs that it forms. Of those on other Macs i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from prometheus_client import Counter, Histogram
 
@@ -120,11 +118,6 @@ class History:
 _OVER = ("restarting", "failed", "idle", "stopped")  #: States in which another Mac has no group.
 #: States in which it reports why there is no group yet; later, its reasons are about other things.
 _BEFORE = ("starting", "forming")
-
-
-def to_json(stories: Iterable[EpochStory]) -> list[Mapping[str, Any]]:
-    """Return the epochs for JSON."""
-    return [asdict(story) for story in stories]
 
 
 class RateMeter:

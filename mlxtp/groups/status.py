@@ -171,12 +171,17 @@ class GroupStatus:
         return reason if self.wanted in reason else f"{self.wanted} is about to load"
 
     @property
-    def _loaded_percent(self) -> str:
-        """Loaded part of the weights, such as "40 %"; empty while no rank of this agent's epoch loads."""
+    def loaded(self) -> int | None:
+        """Loaded part of the weights in percent; None while no rank of this agent's epoch loads."""
         if self.ranks is None or self._own is not ServingState.LOADING or not self.weight_bytes:
-            return ""
+            return None
         held = sum(pong.memory_bytes for pong in self.pongs.values())
-        return f"{min(held * 100 // self.weight_bytes, 99)} %"
+        return min(held * 100 // self.weight_bytes, 99)
+
+    @property
+    def _loaded_percent(self) -> str:
+        """The same as text, such as "40 %", or empty."""
+        return "" if self.loaded is None else f"{self.loaded} %"
 
     def rows(self) -> tuple[Mapping[str, object], ...]:
         """Return the newest heartbeat of each rank, as `/health` shows it."""

@@ -485,6 +485,11 @@ class TransferCoordinator:
         coming = rows and not rows[0]["complete"] and not rows[0]["problem"]
         return f"{model} is on its way: {described(rows[0])}" if coming else ""
 
+    def under_way_anywhere(self) -> list[dict[str, Any]]:
+        """Return the progress of each model to each member that it is on its way to, with its `model`."""
+        rows = [{"model": job.model, **row} for job in self.table for row in self.progress(job.model)]
+        return [row for row in rows if not row["complete"] and not row["problem"]]
+
     def under_way(self) -> list[str]:
         """Return the models that come to this Mac now, by the names that `progress` knows."""
         return [job.model for job in self.table if job.runs and job.own is not None and job.own.wants]

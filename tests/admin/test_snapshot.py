@@ -96,7 +96,7 @@ NOW = Snapshot(
     model_bytes=1000,
     left_wired="2 GB stay wired",
     caches=(use_of("tiny#0", {0: KEPT, 1: KEPT}, (A, B)),),
-    history=(EpochStory(9, 1.0, True, 2, "ring", GROUP.kind, "tiny"),),
+    history=(("tiny#0", EpochStory(9, 1.0, True, 2, "ring", GROUP.kind, "tiny")),),
 )
 ALONE = replace(NOW, cluster=replace(CLUSTER, alone=True, members=(HERE,), links=()))
 FOLLOWER = replace(NOW, agent=replace(AGENT, pongs=None, pids={}))
@@ -296,7 +296,7 @@ def test_a_snapshot_stays_as_it_was(tmp_path: Path, change: Callable[[Snapshot],
         parts.groups.shown.supervisor.status.follow(ServingState.READY, 3, "", GROUP)
         now = gather(parts)
         parts.groups.shown.supervisor.status.follow(ServingState.RESTARTING, 3, "a rank is gone", GROUP)
-        assert [(each.epoch, each.lasted_s) for each in now.history] == [(3, None)]
+        assert [(each.epoch, each.lasted_s) for _, each in now.history] == [(3, None)]
         assert (now.agent.health.state, now.agent.state) == ("ready", ServingState.READY)
         with pytest.raises(AttributeError):
             change(now)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from mlxtp.groups.history import MOST, History, Instant, RateMeter, to_json
+from mlxtp.groups.history import MOST, History, Instant, RateMeter
 
 
 class Told:
@@ -58,10 +57,6 @@ def test_a_failure_and_the_epoch_after_it() -> None:
         (1, 1000.0, 2.0, 32.0, "rank_lost", "rank 1 is gone"),
     ]
     assert told.history.stories[1].stages == [("spawned", 0.4), ("formed", 1.5)]
-    assert json.loads(json.dumps(to_json(told.history.stories)))[1]["stages"] == [
-        ["spawned", 0.4],
-        ["formed", 1.5],
-    ]
 
 
 def test_what_was_said_first_holds() -> None:

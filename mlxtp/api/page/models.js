@@ -179,7 +179,7 @@ const spread = (nodes) => (nodes === "auto" ? "as many Macs as are fastest" : no
 
 /** Show the progress of loading: the memory of all ranks grows to about the weights' size on disk. */
 function progress(now) {
-  const story = now.history[0];
+  const story = now.history.find((each) => each.group === now.shown);
   const held = now.ranks.map((each) => (each.phase === "loading" ? each.memory_bytes : null));
   const sum = held.reduce((all, each) => all + (each ?? 0), 0);
   const reads = now.model_bytes && sum >= SHARE * now.model_bytes;

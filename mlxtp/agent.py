@@ -35,6 +35,7 @@ from .cluster.deployments import NO_DEPLOYMENTS, PINNED, YIELDS
 from .cluster.dialer import Dialer
 from .cluster.node import ClusterNode
 from .cluster.peer_reports import MachineReports, RoundTripTimes
+from .cluster.renewal import Renewal
 from .cluster.state_file import forget
 from .config import Settings, told
 from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError
@@ -233,7 +234,7 @@ async def _running(
         requests = partial(serve_requests, gateway=parts.gateway)
         control_port = ControlPort(entered.sock, store.credentials, node, parts.tokens, requests)
         dialer = Dialer(node, store.credentials, port, parts.readings.rewired)
-        work += [control_port.run(), dialer.run()]
+        work += [control_port.run(), dialer.run(), Renewal(node, store, control_port.renewed).run()]
     _deploy_first(node, entered)
     stop = asyncio.Event()
     admin = Admin(parts, store)

@@ -78,6 +78,8 @@ class Code(StrEnum):
     RATE_LIMITED = "rate_limit_exceeded"
     QUOTA = "insufficient_quota"
     NOT_PERMITTED = "insufficient_permissions"
+    # the user: at the end, because exit statuses count from the first code
+    CERTIFICATE_ENDED = "certificate_ended"
 
 
 class Exit(IntEnum):

@@ -15,12 +15,14 @@ from ..diagnostics.checkup import Checkup, attempts
 from ..diagnostics.facts import (
     AgentFacts,
     Attempt,
+    ClockFacts,
     IdentityFacts,
     MemberFacts,
     ModelFacts,
     PortFacts,
     StageFacts,
 )
+from ..identity.validity import own_time
 from ..wire.cluster_messages import Machine
 from .parts import AgentParts
 from .snapshot import ClusterSnapshot, MemberSnapshot, Snapshot, gather
@@ -62,6 +64,13 @@ class AgentCheckup(Checkup):
             authority=parts.node.name_of(founder) if founder else "",
             authority_linked=founder in parts.node.links.nodes(),
         )
+
+    async def _clock(self) -> ClockFacts:
+        found, clock = await super()._clock(), self._parts.node.peer_info.clock
+        of_cluster_s = own_time() - clock.now()
+        name_of = self._parts.node.name_of
+        others = {name_of(node_id): ahead_s + of_cluster_s for node_id, ahead_s in clock.ahead.items()}
+        return replace(found, of_cluster_s=of_cluster_s, members=others)
 
     def _ports(self) -> tuple[PortFacts, ...]:
         node = self._parts.node

@@ -84,6 +84,10 @@ class Roster:
         """Return the node id of the Mac that founded the cluster, by the authority's signature, or ""."""
         return next((entry.node_id for entry in self.entries if is_founder(entry)), "")
 
+    def holders(self) -> list[str]:
+        """Return the node ids of the members that hold the authority's key, by its signature."""
+        return [node_id for node_id, entry in self.members().items() if is_founder(entry)]
+
     def merged(self, entries: Iterable[RosterEntry]) -> Roster:
         """Merge another member's entries.
 

@@ -159,6 +159,7 @@ class ControlPort:
         self._node = node
         self._tokens = tokens
         self._serve_requests = serve_requests
+        self._credentials = credentials
         self._requests: dict[asyncio.StreamWriter, NodeIdentity] = {}
         node.enrolment.on_change(self._cut_removed)
         node.links.on_lost(self._cut_gone)
@@ -172,6 +173,10 @@ class ControlPort:
     async def run(self) -> None:
         """Run until cancelled."""
         await self._acceptor.run()
+
+    def renewed(self) -> None:
+        """Show callers this Mac's present certificate from now on."""
+        self._acceptor.context = member_context_server(self._credentials)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
         if peer.identity is None:
@@ -244,6 +249,7 @@ class ControlPort:
             nonce,
             members=members,
             peers=(*node.introduction.addresses(), *peers)[:MAX_PEERS],
+            at=node.peer_info.clock.now(),
             address=joiner_at,
         )
 

@@ -25,7 +25,7 @@ TICK_S = 0.25
 INTERFACES_S = 2.0  #: Seconds between two checks of this machine's addresses.
 TOLD_S = 60.0  #: Seconds for which the log does not repeat the same refusal by the same address.
 #: Refusals by another Mac that this Mac's user has to know about.
-_OURS_TO_MEND = (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH)
+_OURS_TO_MEND = (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH, Code.CERTIFICATE_ENDED)
 
 
 class Dialer:
@@ -42,7 +42,7 @@ class Dialer:
         self._node = node
         self._port = port
         self._rewired = rewired
-        self._context = member_context_client(credentials, ALPN_CONTROL)
+        self._credentials = credentials
         self._dialing = node.dialing
         self._discovery = Discovery(self._sighted, log.warning)
         self._dials = Background()
@@ -117,7 +117,8 @@ class Dialer:
         host, _, port = address.rpartition(":")
         now = time.monotonic
         try:
-            reader, writer = await open_tls(host, int(port), self._context, ALPN_CONTROL, DIAL_S)
+            context = member_context_client(self._credentials, ALPN_CONTROL)
+            reader, writer = await open_tls(host, int(port), context, ALPN_CONTROL, DIAL_S)
             try:
                 identity = peer_identity(writer.get_extra_info("ssl_object"))
                 node_id = await self._node.links.dialled(reader, writer, identity)

@@ -12,7 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from ..config import Settings
 from ..errors import Code, MlxtpError, ProtocolError
 from ..identity.store import Identity
-from ..wire.certificates import NodeIdentity
+from ..identity.validity import ClusterClock, accepts_ended, day, own_time
+from ..wire.certificates import NodeIdentity, read_node
 from ..wire.cluster_messages import AgentHello, Beat, Machine, ModelStatus, Serving
 from ..wire.codecs import printable
 from ..wire.messages import PROTOCOL_VERSION, Error
@@ -117,7 +118,8 @@ _BACK = "`mlxtp cluster leave` and `mlxtp node --join TOKEN` bring it back"
 class Introduction:
     """Hellos between this node and others.
 
-    `http` is the URL of this node's endpoint; `addresses` returns where others reach its agent now.
+    `http` is the URL of this node's endpoint; `addresses` returns where others reach its agent now; `clock`
+    has the cluster's time.
     """
 
     problem = ""  #: Problem that a user has to fix, such as a copied home folder.
@@ -129,12 +131,15 @@ class Introduction:
         http: str,
         addresses: Callable[[], tuple[str, ...]],
         roster: Callable[[], Roster],
+        *,
+        clock: ClusterClock,
     ) -> None:
+        self.clock = clock
         self.name = printable(settings.name)  # we cannot refuse the system's name of a Mac
         self.boot_id = secrets.token_hex(8)
         self.http = http
         self.addresses = addresses
-        self._identity = identity
+        self.identity = identity
         self._versions, self._flags = versions_here(), flags_of(settings)
         self._roster = roster
         #: By node id: the boot ids of two machines that had it at once, and the message about it.
@@ -144,20 +149,26 @@ class Introduction:
         """Return the hello by which this node introduces itself."""
         return AgentHello(
             PROTOCOL_VERSION,
-            self._identity.node_id,
-            self._identity.cluster_id,
+            self.identity.node_id,
+            self.identity.cluster_id,
             self.boot_id,
             self.name,
             self._versions,
             self._flags,
             self.addresses(),
             self.http,
-            self._identity.authority is not None,
+            self.identity.authority is not None,
+            int(own_time()),
         )
 
     def judge(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
         """Return the error for which a peer is refused; None when it is welcome."""
-        return self._not_a_member(identity, hello) or self._given_up(hello) or self._unlike(hello)
+        return (
+            self._not_a_member(identity, hello)
+            or self._ended(identity, hello)
+            or self._given_up(hello)
+            or self._unlike(hello)
+        )
 
     def met(self, node_id: str) -> None:
         """Note that a peer was taken in: this start of it counts."""
@@ -168,7 +179,7 @@ class Introduction:
     def doubled(self, node_id: str, boot_ids: tuple[str, ...], what: str) -> ProtocolError:
         """Return the error for both of two agents that have one identity. Neither is welcome again."""
         self._copied(what)
-        if node_id != self._identity.node_id:
+        if node_id != self.identity.node_id:
             self._doubles[node_id] = (boot_ids, self.problem)
         return ProtocolError(self.problem, Code.DUPLICATE_NODE)
 
@@ -181,7 +192,7 @@ class Introduction:
     def _not_a_member(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
         if (identity.node_id, identity.cluster_id) != (hello.node_id, hello.cluster_id):
             return ProtocolError("its certificate and its hello name different nodes", Code.NOT_AUTHENTIC)
-        if hello.node_id == self._identity.node_id:
+        if hello.node_id == self.identity.node_id:
             return self._our_own(hello)
         roster = self._roster()
         if roster.removed(identity.fingerprint):
@@ -191,6 +202,24 @@ class Introduction:
         if known is not None and known.fingerprint != identity.fingerprint:
             return ProtocolError(f"{hello.node_id[:8]} is known by another key", Code.NOT_AUTHENTIC)
         return None
+
+    def _ended(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
+        """Return the error for a certificate that has ended and that this link cannot begin by renewing."""
+        now, membership = self.clock.now(), self.identity.membership
+        if identity.ends > now or membership is None:
+            return None
+        entry = self._roster().by_key(identity.fingerprint)
+        can_renew = self.identity.authority is not None or hello.node_id in self._roster().holders()
+        own = read_node(membership.certificate).ends
+        if accepts_ended(now, own, listed=entry is not None, can_renew=can_renew):
+            return None
+        who = hello.name or hello.node_id[:8]
+        return ProtocolError(
+            f"the certificate of {who} ended on {day(identity.ends)}: by its own clock it is "
+            f"{day(hello.clock)}, by that of {self.name} {day(own_time())}. A Mac that holds the authority's "
+            f"key renews it once both Macs reach it; if one of the clocks is wrong, set it",
+            Code.CERTIFICATE_ENDED,
+        )
 
     def _given_up(self, hello: AgentHello) -> MlxtpError | None:
         boots, what = self._doubles.get(hello.node_id, ((), ""))
@@ -237,6 +266,7 @@ class PeerInfo:
     short: set[str] = field(default_factory=set)  #: Nodes with less free memory than new requests need.
     met_at: dict[str, float] = field(default_factory=dict)  #: Time at which a node's link came up.
     authority: str = ""  #: Node that can admit others, once this node has met it.
+    clock: ClusterClock = field(default_factory=ClusterClock)
 
     def met(self, hello: AgentHello, now: float, founder: str) -> None:
         """Take in the hello of a node. `founder`: node id of the founder that the roster proves."""
@@ -249,6 +279,7 @@ class PeerInfo:
 
     def beat(self, node_id: str, beat: Beat) -> None:
         """Take in the beat of a node."""
+        self.clock.told(node_id, beat.clock)
         if beat.short:
             self.short.add(node_id)
         else:
@@ -284,6 +315,7 @@ class PeerInfo:
     def drop(self, node_id: str) -> None:
         """Forget the models and groups of a node that has no link left: its reports are old."""
         self.models.pop(node_id, None)
+        self.clock.unlinked(node_id)
         self._drop_groups(node_id)
         self.short.discard(node_id)
         self.met_at.pop(node_id, None)

@@ -11,12 +11,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ..config import Settings
 from ..discovery.addresses import Dialing
 from ..errors import Code, MlxtpError, ProtocolError, UserError
 from ..identity.store import Identity
+from ..identity.validity import own_time
 from ..wire.cluster_messages import Beat, Machine, Members, RosterSaved
 from ..wire.messages import Error
 from .cluster_state import Replica
@@ -68,14 +70,17 @@ class Gossip:
 
     def beat(self) -> None:
         """Broadcast this node's beat."""
-        healthy = self._membership.health.healthy
-        self._links.broadcast(self._leadership.beat(healthy=healthy, short=self._short()))
+        self._links.broadcast(self._beat(short=self._short()))
 
     def greet(self, link: ControlLink) -> None:
         """Send all of it over a new link."""
         with contextlib.suppress(MlxtpError):
-            link.send(self._leadership.beat(healthy=self._membership.health.healthy))
+            link.send(self._beat())
         self._send(link, desired=True, roster=True)
+
+    def _beat(self, *, short: bool = False) -> Beat:
+        beat = self._leadership.beat(healthy=self._membership.health.healthy, short=short)
+        return replace(beat, clock=int(own_time()))
 
     def _received(self, link: ControlLink, beat: Beat) -> None:
         now = time.monotonic()
@@ -130,6 +135,7 @@ class ClusterNode:
             http,
             lambda: listens_at(self.peer_info.machines[self.node_id]),
             lambda: self.replica.roster,
+            clock=self.peer_info.clock,
         )
         proofs = RosterProofs(identity)
         calm = None if settings.cluster else AT_ONCE

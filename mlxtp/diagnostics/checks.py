@@ -306,6 +306,8 @@ def version(text: str) -> tuple[int, ...]:
 
 #: A certificate that ends within this time, and is not renewed, is worth a warning.
 SOON = timedelta(days=14)
+#: A member's certificate that still ends within this time could not be renewed for a quarter of a year.
+LATE = timedelta(days=91)
 #: First words of the remedy in the message that a disk has no room for a model.
 MAKE_ROOM = "make room"
 #: Digits of a hash: enough to distinguish two.
@@ -428,6 +430,13 @@ def of_identity(facts: MachineFacts) -> Iterator[Finding]:
 def _of_certificate(certificate: Certificate, facts: MachineFacts) -> Finding:
     until = f"{certificate.ends:%Y-%m-%d}"
     renew = "renew it, and restart mlxtp" if not certificate.renews else "restart mlxtp: it makes another one"
+    if certificate.over_links and certificate.ends - facts.now < LATE:
+        ended = "ended" if facts.now > certificate.ends else "ends"
+        return warning(
+            f"the certificate of {certificate.name} {ended} on {until}, and was not renewed",
+            "start a Mac that holds the authority's key, where this Mac reaches it; check the clock",
+            "a member whose certificate has ended is let in by such a Mac alone",
+        )
     if facts.now > certificate.ends:
         return error(f"the certificate of {certificate.name} ended on {until}", renew)
     if facts.now < certificate.begins:
@@ -435,7 +444,7 @@ def _of_certificate(certificate: Certificate, facts: MachineFacts) -> Finding:
             f"the certificate of {certificate.name} holds from {certificate.begins:%Y-%m-%d} on",
             "set this machine's clock, if that is behind",
         )
-    if certificate.ends - facts.now < SOON and not certificate.renews:
+    if certificate.ends - facts.now < SOON and not (certificate.renews or certificate.over_links):
         return warning(f"the certificate of {certificate.name} ends on {until}", renew)
     return ok(
         f"the certificate of {certificate.name} holds"
@@ -500,6 +509,7 @@ def of_models(facts: MachineFacts) -> Iterator[Finding]:
 PRIVACY = 65
 #: Seconds.
 CLOCK_S = 2.0
+_DAY_S = 86_400.0
 #: Seconds. New certificates of the Hub and of HTTPS are not valid yet on a clock an hour behind.
 FAR_S = 3600.0
 _FIREWALL = "sudo /usr/libexec/ApplicationFirewall/socketfilterfw"
@@ -703,6 +713,12 @@ def of_clock(facts: MachineFacts) -> Iterator[Finding]:
             yield warning(said, fix)
         else:
             yield ok(said)
+    if abs(clock.of_cluster_s) >= _DAY_S:
+        said = f"the clock is {_off(clock.of_cluster_s)} the cluster's time, which is that of most members"
+        yield error(said, fix, "certificates of members end by that time")
+    for name, ahead_s in clock.members.items():
+        if abs(ahead_s) >= _DAY_S:
+            yield warning(f"the clock of {name} is {_off(ahead_s)} the cluster's time", f"{fix}, on {name}")
     if clock.synchronised is False:
         yield info("the clock follows no time server", fix)
     elif clock.synchronised:
@@ -713,6 +729,8 @@ def _off(ahead_s: float) -> str:
     if abs(ahead_s) < 0.0005:
         return "the same as"
     amount = f"{abs(ahead_s):.3f} s" if abs(ahead_s) < 10 else f"{abs(ahead_s):.0f} s"
+    if abs(ahead_s) >= 2 * _DAY_S:
+        amount = f"{abs(ahead_s) / _DAY_S:.0f} days"
     return f"{amount} {'ahead of' if ahead_s > 0 else 'behind'}"
 
 

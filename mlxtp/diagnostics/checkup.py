@@ -217,8 +217,11 @@ def stored(home: Path) -> tuple[Identity | None, str]:
 
 
 def _of_membership(membership: MemberCertificates) -> list[Certificate]:
-    named = (("this member", membership.certificate), ("the cluster", membership.authority))
-    return [_certificate(name, x509.load_der_x509_certificate(der)) for name, der in named]
+    own, authority = map(x509.load_der_x509_certificate, (membership.certificate, membership.authority))
+    return [
+        replace(_certificate("this member", own), over_links=True),
+        _certificate("the cluster", authority),
+    ]
 
 
 def _https(settings: Settings) -> tuple[list[Certificate], str]:

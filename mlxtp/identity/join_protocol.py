@@ -53,6 +53,7 @@ from ..wire.peer_messages import (
     JoinRefusal,
     JoinRequest,
 )
+from .validity import CERTIFICATE_S
 
 # --- tokens: their text, and the issuer that knows the valid ones ----------------------------------------
 # A person carries a token from one Mac to the next. It names the cluster, and identifies the cluster's
@@ -395,7 +396,8 @@ class Host:
     """The Mac that has the authority's key, for one exchange. `nonce` is 32 fresh random bytes.
 
     `certificate` is the one it showed in TLS. `members` has the fingerprint of each member's key by its node
-    id. Admitted Macs get `peers`. The joiner is at `address`.
+    id. Certificates are made `at` this time, in seconds since 1970. Admitted Macs get `peers`. The joiner is
+    at `address`.
     """
 
     def __init__(
@@ -406,10 +408,12 @@ class Host:
         nonce: bytes,
         *,
         members: Mapping[str, str],
+        at: float,
         peers: tuple[str, ...] = (),
         address: str = "",
     ) -> None:
         self._authority = authority
+        self._at = at
         self.address = address
         self._certificate = certificate
         self._issuer = issuer
@@ -445,7 +449,7 @@ class Host:
         if asked_by == node_id:
             return self._refusal(transcript, "a member cannot join by a token that it requested itself")
         self._issuer.use(request.token_id, holder, now)
-        certificate = self._authority.certify(node_id, key)
+        certificate = self._authority.certify(node_id, key, self._at, CERTIFICATE_S)
         proof = _proof(_GRANT, token_key, transcript, certificate)
         return JoinReply(
             JoinGrant(certificate, proof, self._peers),

@@ -23,9 +23,11 @@ from ..wire.certificates import (
     Authority,
     MemberCertificates,
     PrivateKey,
+    authority_key,
     certificates_from_pem,
     certificates_to_pem,
     check_node,
+    cluster_of,
     fingerprint,
     found,
     key_from_pem,
@@ -35,6 +37,7 @@ from ..wire.certificates import (
 from ..wire.peer_messages import NODE_ID_BYTES
 from ..wire.tls import Credentials
 from .private_files import check_private_folder, make_private_folder, read_private, sync_folder, write_private
+from .validity import CERTIFICATE_S, own_time
 
 CLUSTER_ID_BYTES = 8
 FOLDER = "identity"
@@ -120,7 +123,9 @@ class Store:
             authority = found(secrets.token_hex(CLUSTER_ID_BYTES), new_key())
             pem = certificates_to_pem(authority.certificate) + key_to_pem(authority.key)
             write_private(self.folder / AUTHORITY, pem)
-        certificate = authority.certify(identity.node_id, identity.key.public_key())
+        certificate = authority.certify(
+            identity.node_id, identity.key.public_key(), own_time(), CERTIFICATE_S
+        )
         self._write_membership(MemberCertificates(certificate, authority.certificate))
         return self.load()
 
@@ -208,12 +213,14 @@ class Store:
         key = self._parsed(AUTHORITY, key_from_pem)
         if certificates is None or key is None:
             return None
-        authority = Authority(certificates[0], key)
         try:
-            check_node(authority.certify("0" * 2 * NODE_ID_BYTES, key.public_key()), authority.certificate)
+            cluster_of(certificates[0])
+            together = fingerprint(authority_key(certificates[0])) == fingerprint(key.public_key())
         except MlxtpError:
+            together = False
+        if not together:
             self._refuse(f"the certificate and the key in {AUTHORITY} do not belong together")
-        return authority
+        return Authority(certificates[0], key)
 
     def _check(self, identity: Identity) -> None:
         membership, authority = identity.membership, identity.authority

@@ -244,7 +244,7 @@ class PeerServer:
         """Listen on a free port of `host`. Raises OSError."""
         self._sock = listen(host)
         self.port: int = self._sock.getsockname()[1]
-        self._context = member_context_server(credentials, (ALPN_MODELS,))
+        self._credentials = credentials
         self._lent = lent
         self._may_copy = may_copy
         self._open: dict[socket.socket, str] = {}  #: The node id of each connection.
@@ -299,7 +299,7 @@ class PeerServer:
         hurry.start()
         try:
             copy = sock.dup()  # `close` can still cut `sock` when this one is closed
-            tls = self._context.wrap_socket(copy, server_side=True)
+            tls = member_context_server(self._credentials, (ALPN_MODELS,)).wrap_socket(copy, server_side=True)
         finally:
             hurry.cancel()
         identity = peer_identity(tls)

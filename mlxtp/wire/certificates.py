@@ -4,8 +4,8 @@ A cluster has one authority, whose key stays on the Mac that founded it. The aut
 member, that a P-256 key belongs to a node id. A certificate names its subject by one URI, the only name that
 is read: `mlxtp:cluster:CLUSTER` for the authority, `mlxtp:node:CLUSTER:NODE` for a member.
 
-Certificates are valid from 1970 to 9999, so that they do not depend on the clock. A membership ends by
-removal. A Mac whose clock is wrong by years, as after an empty battery, must not lose its cluster.
+A member's certificate has an end, which TLS does not look at: `identity/validity.py` judges it by the
+cluster's time. A Mac whose clock is wrong by years, as after an empty battery, must not lose its cluster.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _ECDSA = ec.ECDSA(hashes.SHA256())
 AUTHORITY_HASH_BYTES = 16
 VALID_FROM = datetime(1970, 1, 1, tzinfo=UTC)
 VALID_UNTIL = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  #: RFC 5280's value for "no end"
+#: Seconds by which a certificate begins before it is made, for an mlxtp that looks at the time by itself.
+_EARLIER_S = 86_400
 
 _CLUSTER_URI = re.compile(r"mlxtp:cluster:([0-9a-f]{16})")
 _NODE_URI = re.compile(r"mlxtp:node:([0-9a-f]{16}):([0-9a-f]{32})")
@@ -55,11 +57,15 @@ _UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Identity in a member's certificate. `fingerprint` is that of its key, as in `fingerprint`."""
+    """Identity in a member's certificate. `fingerprint` is that of its key, as in `fingerprint`.
+
+    The certificate `ends` at this time, in seconds since 1970.
+    """
 
     node_id: str
     cluster_id: str
     fingerprint: str
+    ends: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +91,15 @@ class Authority:
     certificate: bytes
     key: PrivateKey = field(repr=False)
 
-    def certify(
-        self,
-        node_id: str,
-        key: PublicKey,
-        valid_from: datetime = VALID_FROM,
-        valid_until: datetime = VALID_UNTIL,
-    ) -> bytes:
-        """Return a certificate (DER) of `key` for `node_id` in this cluster, for both ends of TLS."""
+    def certify(self, node_id: str, key: PublicKey, at: float, life_s: float) -> bytes:
+        """Return a certificate (DER) of `key` for `node_id` in this cluster, for both ends of TLS.
+
+        It is made `at` a time in seconds since 1970, and ends `life_s` seconds later.
+        """
         cluster_id = cluster_of(self.certificate)
         issuer = self.key.public_key()
         builder = (
-            _builder(f"mlxtp node {node_id}", key, valid_from, valid_until)
+            _builder(f"mlxtp node {node_id}", key, _time(at - _EARLIER_S), _time(at + life_s))
             .issuer_name(_name(f"mlxtp cluster {cluster_id}"))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(digital_signature=True), critical=True)
@@ -165,7 +168,7 @@ def read_node(certificate: bytes) -> NodeIdentity:
         names = None
     if names is None or not isinstance(key, PublicKey):
         raise _not_authentic("the certificate is not that of a node")
-    return NodeIdentity(names[2], names[1], fingerprint(key))
+    return NodeIdentity(names[2], names[1], fingerprint(key), parsed.not_valid_after_utc.timestamp())
 
 
 def cluster_of(authority: bytes) -> str:
@@ -277,6 +280,11 @@ def _builder(
         .not_valid_after(valid_until)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
+
+
+def _time(seconds: float) -> datetime:
+    """Return a time in seconds since 1970 as certificates have it: whole seconds, up to the year 9999."""
+    return datetime.fromtimestamp(min(max(int(seconds), 0), VALID_UNTIL.timestamp()), UTC)
 
 
 def _name(text: str) -> x509.Name:

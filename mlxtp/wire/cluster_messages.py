@@ -30,6 +30,7 @@ from .codecs import (
 )
 from .codecs import holding as _f
 from .messages import MAX_GROUP_ID, MAX_LAYERS, MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
+from .peer_messages import MAX_CERTIFICATE_BYTES, POINT_BYTES
 
 # --- a Mac: chip, memory, addresses, cables --------------------------------------------------------------
 # `placement/hardware.py` fills it in, `MachineReport` carries it, `placement/planner.py` judges it.
@@ -158,7 +159,7 @@ class AgentHello(Message):
 
     `boot_id` is new at each start of the agent. `versions` and `flags` ("mlx=0.32.4") must be compatible for
     ranks to compute alike. `addresses` are where this agent listens ("ip:port"), `http` is its endpoint.
-    `authority`: it can admit Macs.
+    `authority`: it can admit Macs. `clock` is its time, in seconds since 1970.
     """
 
     TYPE: ClassVar[int] = 0x30
@@ -172,6 +173,7 @@ class AgentHello(Message):
     addresses: tuple[str, ...] = _f(texts(16, 64))
     http: str = _f(text(120))
     authority: bool = _f(boolean())
+    clock: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ class Beat(Message):
     `term` and `coordinator` are its claim; `epoch` is the highest it has seen. `desired` and `roster` are the
     digests of its deployments and its roster. `pulse` is the highest it has received; the coordinator
     increments it with each Beat of its own. `draining`: it is about to stop, and must not be counted on.
-    `short`: it has less free memory than new requests need.
+    `short`: it has less free memory than new requests need. `clock` is its time, in seconds since 1970.
     """
 
     TYPE: ClassVar[int] = 0x31
@@ -194,6 +196,7 @@ class Beat(Message):
     pulse: int = _f(_count)
     draining: bool = _f(boolean(), default=False)
     short: bool = _f(boolean(), default=False)
+    clock: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,6 +520,28 @@ class TokenIssued(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class CertificateWanted(Message):
+    """Request to a Mac that holds the cluster's CA key: renew the sender's certificate.
+
+    `public_key` is the key that the sender showed in TLS. Reply: CertificateIssued.
+    """
+
+    TYPE: ClassVar[int] = 0x59
+    nonce: bytes = _f(binary(16, 16))
+    public_key: bytes = _f(binary(POINT_BYTES, POINT_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateIssued(Message):
+    """Reply: the certificate (DER), or in `problem` why there is none."""
+
+    TYPE: ClassVar[int] = 0x5A
+    nonce: bytes = _f(binary(16, 16))
+    certificate: bytes = _f(binary(0, MAX_CERTIFICATE_BYTES))
+    problem: str = _f(_detail)
+
+
+@dataclass(frozen=True, slots=True)
 class FabricWanted(Message):
     """Request to the agent of rank 0: measure the collectives of a group. Reply: FabricAnswer.
 
@@ -630,7 +655,7 @@ BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, Deployments, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
     RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving,
     ReplicaLoad, GroupAssignment, TokenWanted, TokenIssued, FabricWanted, FabricReport, FabricAnswer,
-    Echo, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,
+    Echo, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved, CertificateWanted, CertificateIssued,
 )  # fmt: skip
 
 CONTROL_MESSAGES: tuple[type[Message], ...] = (AgentHello, *BOTH_WAYS)

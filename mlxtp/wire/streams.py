@@ -129,6 +129,7 @@ class TlsAcceptor:
     handshake_s   time limit of a handshake, in seconds
     strangers     how many connections may be unauthenticated at one time; more are closed at once
     per_source    how many of them one address may have; loopback is exempt if `exempt_loopback`
+    context       the TLS context of the next connections; another one may take its place
     turned_away   how many connections were refused, for each reason
     """
 
@@ -146,8 +147,8 @@ class TlsAcceptor:
     ) -> None:
         sock.setblocking(False)
         self.turned_away: Counter[str] = Counter()
+        self.context = context
         self._sock = sock
-        self._context = context
         self._on_connection = on_connection
         self._handshake_s = handshake_s
         self._exempt_loopback = exempt_loopback
@@ -222,7 +223,7 @@ class TlsAcceptor:
         transport, _ = await loop.connect_accepted_socket(
             lambda: protocol,
             sock,
-            ssl=self._context,
+            ssl=self.context,
             ssl_handshake_timeout=self._handshake_s,
             ssl_shutdown_timeout=GOODBYE_S,
         )

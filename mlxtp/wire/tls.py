@@ -1,8 +1,9 @@
 """TLS 1.3 between the members of a cluster: contexts, identity of the peer, and TLS over blocking sockets.
 
 A member shows its certificate and accepts only peers whose certificate its own cluster's authority made. No
-other authority counts, and host names in certificates do not matter. ALPN selects the protocol of a
-connection. A Mac that wants to join has no certificate yet, and may speak `mlxtp-join` only.
+other authority counts, and neither host names nor times in certificates matter: a control link begins with a
+judgement of the time, and other connections need such a link. ALPN selects the protocol of a connection. A
+Mac that wants to join has no certificate yet, and may speak `mlxtp-join` only.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ AGENT_ALPNS = (ALPN_CONTROL, ALPN_REQUESTS, ALPN_JOIN)  #: protocols of an agent
 HANDSHAKE_S = 3.0  #: seconds from TCP connection to the end of the handshake
 GOODBYE_S = 1.0  #: seconds that closing a connection waits for the peer's TLS close message
 
+_NO_CHECK_TIME = 0x200000  #: X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python does not name
 _HEADER_BYTES = 5
 _RECORD_BYTES = 16 * 1024
 
@@ -95,7 +97,7 @@ def _context(side: int, alpns: Sequence[str]) -> ssl.SSLContext:
     context.check_hostname = False  # members are known by node id, not by address
     context.verify_mode = ssl.CERT_NONE
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    context.verify_flags |= ssl.VERIFY_X509_STRICT | _NO_CHECK_TIME
     context.options |= ssl.OP_NO_TICKET
     context.set_alpn_protocols(list(alpns))
     return context

@@ -3,6 +3,7 @@
 version    what it tells others that its mlxtp is
 token_life seconds for which its join tokens are good
 issues     what it answers other members that ask it for a join token
+clock      seconds by which its clock is ahead
 stuck      its event loop stands still once it runs; so many turns of half a second later it ends
 """
 
@@ -10,12 +11,15 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import mlxtp.admin.handlers
 import mlxtp.cluster.introduction
 import mlxtp.groups.lifecycle
 import mlxtp.identity.join_protocol
+import mlxtp.identity.validity
 import mlxtp.service.watchdog
 from mlxtp.cli.main import main
 from mlxtp.cluster.control_port import TokenIssuing
@@ -39,6 +43,11 @@ def change(thing: str, value: str) -> None:
             made = TokenIssuing._made
             TokenIssuing._made = (  # type: ignore[method-assign]
                 lambda issuing, issuer, asked_by: value if asked_by else made(issuing, issuer, asked_by)
+            )
+        case "clock":
+            now = time.time
+            mlxtp.identity.validity.time = SimpleNamespace(  # type: ignore[attr-defined]
+                time=lambda: now() + float(value), strftime=time.strftime, gmtime=time.gmtime
             )
         case "stuck":
             mlxtp.service.watchdog.TURNS, mlxtp.service.watchdog.TURN_S = int(value), 0.5

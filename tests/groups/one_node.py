@@ -122,8 +122,9 @@ class Node:
         """The group that stands for this node."""
         return self.parts.groups.shown
 
-    def meet(self, node_id: str, boot_id: str = "boot") -> FakeLink:
+    def meet(self, node_id: str, boot_id: str = "boot", fingerprint: str = "") -> FakeLink:
         link = FakeLink(next(self._numbers), node_id, boot_id, self.parts.node.identity.cluster_id, self)
+        link.fingerprint = fingerprint or link.fingerprint
         self.parts.node.links._links[link.number] = cast(Any, link)
         if not self.parts.node.links.up(cast(Any, link)):
             self.parts.node.links._links.pop(link.number, None)

@@ -12,6 +12,8 @@ from mlxtp.wire.cluster_messages import (
     MAX_TRIP_US,
     AgentHello,
     Beat,
+    CertificateIssued,
+    CertificateWanted,
     Deployment,
     Deployments,
     Echo,
@@ -133,8 +135,8 @@ _ETHERNET = Interface("en0", "10.0.0.1", 24, "ethernet", 10_000, True)
 _PORT = Port(1, "en5", "AAAA-BBBB", "CCCC-DDDD", False, 80, "rdma_en5", True)
 
 _CONTROL_EXAMPLES: tuple[Message, ...] = (
-    AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=1",), ("kv_bits=0",), ("10.0.0.1:52414",), "", True),
-    Beat(3, NODE, 2, 5, 17, True, 40, True, True),
+    AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=1",), (), ("10.0.0.1:52414",), "", True, 7),
+    Beat(3, NODE, 2, 5, 17, True, 40, True, True, 1_795_000_000),
     Deployments((_CHANGED, _REMOVED), 1, True),
     Members((_MEMBER,)),
     RosterSaved(7),
@@ -162,6 +164,8 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     ReplicaLoad("tiny#0", 9000, 3, 500, b"12345678" * 2),
     TokenWanted(b"n" * 16),
     TokenIssued(b"n" * 16, "ABCD", ""),
+    CertificateWanted(b"n" * 16, b"\4" * 65),
+    CertificateIssued(b"n" * 16, b"certificate", ""),
     FabricWanted(b"n" * 16, "tiny"),
     FabricReport(
         (NODE, "f" * 32), "ring", "ring over Ethernet", False, True, 1, 0.25, (1024, 4096), (0.5, 1.0),
@@ -540,6 +544,12 @@ _STRATEGIES |= {
     ReplicaLoad: st.builds(ReplicaLoad, _text, _count, _count, _u32, st.binary(max_size=8 * MAX_HASHES)),
     RosterSaved: st.builds(RosterSaved, _count),
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
+    CertificateWanted: st.builds(
+        CertificateWanted, st.binary(min_size=16, max_size=16), st.binary(min_size=65, max_size=65)
+    ),
+    CertificateIssued: st.builds(
+        CertificateIssued, st.binary(min_size=16, max_size=16), st.binary(max_size=600), _text
+    ),
     TokenIssued: st.builds(TokenIssued, st.binary(min_size=16, max_size=16), _short, _text),
     FabricWanted: st.builds(FabricWanted, st.binary(min_size=16, max_size=16), _text),
     FabricReport: st.builds(

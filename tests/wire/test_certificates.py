@@ -28,12 +28,14 @@ from mlxtp.wire.certificates import (
 )
 from mlxtp.wire.peer_messages import MAX_CERTIFICATE_BYTES
 
+from .members import LASTING
+
 CLUSTER, OTHER_CLUSTER = "c1" * 8, "c2" * 8
 NODE = "a1" * 16
 
 KEY = new_key()
 AUTHORITY = found(CLUSTER, new_key())
-CERTIFICATE = AUTHORITY.certify(NODE, KEY.public_key())
+CERTIFICATE = AUTHORITY.certify(NODE, KEY.public_key(), *LASTING)
 
 
 def refused(act: Callable[..., object], *arguments: object) -> str:
@@ -59,14 +61,14 @@ def test_certificates_fit_the_frames_they_travel_in() -> None:
 def test_another_authority_does_not_count_under_any_name(cluster_id: str) -> None:
     other = found(cluster_id, new_key())
     assert "was not made by the authority" in refused(check_node, CERTIFICATE, other.certificate)
-    stranger = other.certify(NODE, KEY.public_key())
+    stranger = other.certify(NODE, KEY.public_key(), *LASTING)
     assert "was not made by the authority" in refused(check_node, stranger, AUTHORITY.certificate)
 
 
 def test_one_key_for_two_clusters_does_not_join_them() -> None:
     twin = found(OTHER_CLUSTER, AUTHORITY.key)
     assert "authority of cluster c1" in refused(
-        check_node, twin.certify(NODE, KEY.public_key()), AUTHORITY.certificate
+        check_node, twin.certify(NODE, KEY.public_key(), *LASTING), AUTHORITY.certificate
     )
 
 
@@ -78,7 +80,7 @@ def test_roles_do_not_mix() -> None:
 
 def test_only_the_key_of_an_authority_certifies() -> None:
     forged = Authority(AUTHORITY.certificate, new_key())
-    certificate = forged.certify(NODE, KEY.public_key())
+    certificate = forged.certify(NODE, KEY.public_key(), *LASTING)
     assert "was not made by" in refused(check_node, certificate, AUTHORITY.certificate)
 
 

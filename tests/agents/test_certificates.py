@@ -1,0 +1,100 @@
+"""Certificates in the lives of real agents: clocks that are wrong by years, ends, renewal while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxtp.identity.store import Store
+from mlxtp.identity.validity import DAY_S, own_time
+from mlxtp.wire.certificates import MemberCertificates, read_node
+
+from .agents import Agent, wait
+from .test_one_machine import free_port
+
+TEN_YEARS = 3650 * DAY_S
+
+
+class Desk:
+    """Agents on this machine's loopback; the first one founds the cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.agents: list[Agent] = []
+        self._first = ""
+
+    def agent(self, name: str, *, ahead_s: float = 0.0) -> Agent:
+        """An agent whose clock is ahead by so many seconds."""
+        port = free_port()
+        self._first = self._first or f"127.0.0.1:{port}"
+        program = ("tests.agents.changed_node", f"clock={ahead_s}") if ahead_s else ("mlxtp",)
+        made = Agent(
+            self._folder, name, None, "--http", "127.0.0.1:0", "--control", f"127.0.0.1:{port}",
+            "--interface", "127.0.0.1", "--no-discovery", "--peer", self._first, program=program,
+        )  # fmt: skip
+        self.agents.append(made)
+        return made
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    for agent in made.agents:
+        agent.close()
+
+
+def ends(agent: Agent) -> float:
+    """The end of the certificate that is in its files now."""
+    membership = Store(agent.home).load().membership
+    assert membership is not None
+    return read_node(membership.certificate).ends
+
+
+def together(*agents: Agent) -> None:
+    """Wait until each of them has a link to each other one."""
+
+    def linked() -> bool:
+        return all(a.member(b).get("state") == "alive" for a in agents for b in agents if a is not b)
+
+    wait(linked, "all are linked", *agents)
+
+
+def ended(agent: Agent, holder: Agent, days: float) -> None:
+    """Give it, while it is off, a certificate that ended so many days ago."""
+    store, authority = Store(holder.home), Store(holder.home).load().authority
+    assert authority is not None
+    own = Store(agent.home)
+    identity, at = own.load(), own_time() - (days + 365) * DAY_S
+    old = authority.certify(identity.node_id, identity.key.public_key(), at, 365 * DAY_S)
+    own.save_membership(MemberCertificates(old, store.load().membership.authority))  # type: ignore[union-attr]
+    assert ends(agent) < own_time()
+
+
+@pytest.mark.slow
+def test_wrong_clocks_and_long_absence_cost_no_membership(desk: Desk) -> None:
+    """One clock is ten years ahead, one stands at 1970. One of them was off for two years."""
+    anna, ben = desk.agent("anna"), desk.agent("ben", ahead_s=TEN_YEARS)
+    carl = desk.agent("carl", ahead_s=60.0 - own_time())
+    anna.start()
+    ben.start("--join", anna.first_token())
+    together(anna, ben)
+    carl.start("--join", ben.token())
+    together(anna, ben, carl)
+    for agent in (anna, ben, carl):
+        assert own_time() + 364 * DAY_S < ends(agent) < own_time() + 366 * DAY_S
+        assert not agent.said("certificate", "ended")
+    ids = ben.status()["node_id"], anna.member(ben)["node_id"]
+    for agent in (ben, carl):
+        agent.kill()
+        ended(agent, anna, 730)
+        agent.start()
+    together(anna, ben, carl)
+    for agent in (ben, carl):
+        wait(lambda: ends(agent) > own_time() + 364 * DAY_S, "it is renewed", anna, agent)  # noqa: B023
+        assert anna.said("anna renews the certificate of", agent.name)
+    assert (ben.status()["node_id"], anna.member(ben)["node_id"]) == ids
+    rows = ben.command("doctor", "--json")
+    assert "3650 days ahead of the cluster's time" in rows.stdout

@@ -3,9 +3,9 @@
 Commands need a key that only this user can read. The endpoint's rules about Host and Origin apply to them
 too, so that no web page can use them.
 
-The page is read-only. It consists of the files in `page/`, unchanged: no build, nothing from elsewhere. Its
-data are at `/cluster` and `/cluster/events`. It shows output of models and names of other Macs, so its
-headers forbid the browser to run anything but these files.
+The page is read-only. It consists of the files in `page/`, unchanged: no build, nothing from elsewhere. Those
+in `page/vendor/` are libraries of other projects. Its data are at `/cluster` and `/cluster/events`. It shows
+output of models and names of other Macs, so its headers forbid the browser to run anything but these files.
 """
 
 from __future__ import annotations
@@ -246,7 +246,9 @@ _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
 }
 HEADERS = {
     "content-security-policy": (
@@ -286,7 +288,7 @@ def page_routes(observed: Observed) -> list[Route]:
     return [
         Route("/cluster", moment, methods=["GET"]),
         Route("/cluster/events", events, methods=["GET"]),
-        *(_file(path) for path in sorted(FOLDER.iterdir()) if path.suffix in _TYPES),
+        *(_file(path) for path in sorted(FOLDER.rglob("*")) if path.suffix in _TYPES),
     ]
 
 
@@ -323,7 +325,7 @@ async def _watch(shared: _Shared, over: asyncio.Event) -> AsyncGenerator[bytes]:
 
 
 def _file(path: Path) -> Route:
-    """Return the route of one file, read once. `index.html` is at `/`, the others are below `/page/`."""
+    """Return the route of one file, read once. `index.html` is at `/`, others below `/page/`."""
     content = path.read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {**HEADERS, "etag": etag, "content-type": _TYPES[path.suffix]}
@@ -333,4 +335,5 @@ def _file(path: Path) -> Route:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers)
 
-    return Route("/" if path.name == "index.html" else f"/page/{path.name}", answer, methods=["GET"])
+    name = path.relative_to(FOLDER).as_posix()
+    return Route("/" if name == "index.html" else f"/page/{name}", answer, methods=["GET"])

@@ -314,7 +314,9 @@ class Visit:
 
     def shows(self, words: str, within: str = "#turns") -> None:
         """Wait until this element has these words. (`wait_for_function` would need `eval` in the page.)"""
-        self.page.wait_for_selector(f"{within}:has-text({json.dumps(words)})", state="attached")
+        self.page.wait_for_selector(
+            f"{within}:has-text({json.dumps(words, ensure_ascii=False)})", state="attached"
+        )
 
     def send(self, text: str) -> None:
         self.page.fill("#say", text)

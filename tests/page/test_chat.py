@@ -9,6 +9,7 @@ import pytest
 
 from mlxtp.errors import Code, GroupError, RequestError
 
+from ..api.conftest import CONTEXT, SECOND
 from .conftest import DESK, FORMING, MOMENT, PHONE, SMALL, Site, Visit
 
 LAST = "#turns > li:last-child"
@@ -21,22 +22,6 @@ BAD = """() => {
     probe.remove();
     return found;
 }"""  # the colour of trouble
-HOSTILE = """<script>window.owned = 1</script>
-<img src=x onerror="window.owned = 2">
-
-[a link](javascript:window.owned=3) and [data](data:text/html,<script>1</script>) and
-[with tabs](java\tscript:window.owned=4) ![picture](https://example.com/track.png)
-
-<https://example.com/"onmouseover="window.owned=5>
-
-| <b>cell</b> | [x](vbscript:x) |
-|---|---|
-| `</code><script>window.owned = 6</script>` | <svg onload=window.owned=7> |
-
-```html
-<script>window.owned = 8</script>
-```
-"""
 
 
 def test_an_answer_is_shown_while_it_comes_and_with_its_numbers(site: Site, visit: Visit) -> None:
@@ -185,13 +170,15 @@ def test_the_buttons_of_an_answer_appear_with_pointer_and_focus_and_stay_on_touc
     touch.send("Go")
     touch.answered()
     assert touch.page.evaluate(opacity) == 1
-    labels = [each.get_attribute("aria-label") for each in touch.page.locator(f"{LAST} .end button").all()]
+    labels = [
+        each.get_attribute("aria-label") for each in touch.page.locator(f"{LAST} .end .icons button").all()
+    ]
     assert labels == ["Copy the answer", "Regenerate the answer"]
 
 
 def test_an_empty_conversation_names_the_model_and_has_examples(site: Site, visit: Visit) -> None:
     assert visit.text("#empty-model") == "tiny"
-    assert visit.text("#empty-context") == "4,096 tokens of context"
+    visit.shows(f"{CONTEXT} tokens of context", "#empty-context")
     assert visit.page.locator("#examples button").count() == 3
     assert not visit.page.is_visible("#rename")
     site.says("An answer.")
@@ -267,7 +254,7 @@ def test_a_refusal_is_shown_in_the_words_of_the_endpoint(site: Site, visiting: A
     assert not visit.page.is_visible(f"{LAST} .numbers")
     site.backend.refusal = None
     site.says("now it works")
-    visit.page.click(f"{LAST} .again")
+    visit.page.click(f"{LAST} .retry")
     visit.shows("now it works")
 
 
@@ -329,121 +316,149 @@ def test_thoughts_are_folded_away(site: Site, visit: Visit) -> None:
     assert not visit.page.is_visible(f"{LAST} .problem")
 
 
-# --- Markdown ---------------------------------------------------------------------------------------------
+# --- versions, models, files -------------------------------------------------------------------------------
+
+SHOWN = "#turns > li > .said"
 
 
-def rendered(visit: Visit, text: str) -> str:
-    """The HTML that the renderer makes of it, as elements say it."""
-    html: str = visit.page.evaluate(
-        """async text => {
-            const { render } = await import('/page/markdown.js');
-            const box = document.createElement('div');
-            render(box, text);
-            for (const figure of box.querySelectorAll('figcaption')) figure.remove();
-            const left = ['tabindex', 'aria-label', 'role', 'rel', 'target'];
-            for (const each of box.querySelectorAll('*')) left.forEach(name => each.removeAttribute(name));
-            return new XMLSerializer().serializeToString(box).replaceAll(/ xmlns="[^"]*"/g, '');
-        }""",
-        text,
-    )
-    return html.removeprefix("<div>").removesuffix("</div>")
+def test_changed_messages_and_regenerated_answers_are_versions(site: Site, visit: Visit) -> None:
+    page = visit.page
+
+    def asks(text: str, answer: str, act: Any) -> None:
+        site.says(answer)
+        act()
+        visit.shows(answer)
+        visit.answered()
+        assert page.locator(SHOWN).all_inner_texts()[-2:] == [text, answer]
+
+    def edit(text: str) -> None:
+        page.hover("#turns > li:nth-child(1)")
+        page.click("#turns > li:nth-child(1) .edit")
+        page.fill(".editing textarea", text)
+        page.press(".editing textarea", "Enter")
+
+    def sent() -> list[str]:
+        return [said["content"] for said in bodies[-1]["messages"]]
+
+    bodies: list[dict[str, Any]] = []
+    visit.hear("request", lambda r: bodies.append(r.post_data_json) if r.method == "POST" else None)
+    asks("One", "first", lambda: visit.send("One"))
+    asks("One", "second", lambda: page.click(f"{LAST} .again"))
+    asks("Two", "third", lambda: visit.send("Two"))
+    assert sent() == ["One", "second", "Two"]
+    answer = "#turns > li:nth-child(2) .versions"
+    assert visit.text(answer).split() == ["‹", "2", "/", "2", "›"]
+    assert page.get_attribute(answer, "aria-label") == "Version 2 of 2"
+    page.click(f"{answer} button:first-child")
+    assert page.locator(SHOWN).all_inner_texts() == ["One", "first"], "what followed the other version"
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Earlier version"
+    page.keyboard.press("Enter")  # there is none
+    assert page.locator(SHOWN).all_inner_texts() == ["One", "first"]
+    asks("One?", "fourth", lambda: edit("One?"))
+    assert sent() == ["One?"]
+    page.click("#turns > li:nth-child(1) .edit")
+    page.press(".editing textarea", "Escape")
+    assert page.locator(".editing").count() == 0
+    page.reload()
+    visit.state("Ready")
+    assert page.locator(SHOWN).all_inner_texts() == ["One?", "fourth"]
+    page.click("#turns > li:nth-child(1) .versions button:first-child")
+    page.click(f"{answer} button:last-child")
+    assert page.locator(SHOWN).all_inner_texts() == ["One", "second", "Two", "third"]
+    assert "## You\n\nTwo\n" in export(visit, "markdown", "One.md")
 
 
-@pytest.mark.parametrize(
-    ("text", "html"),
-    [
-        ("plain", "<p>plain</p>"),
-        ("one\n\ntwo", "<p>one</p><p>two</p>"),
-        ("*a* **b** ***c***", "<p><em>a</em> <strong>b</strong> <strong><em>c</em></strong></p>"),
-        ("_d_ __e__ ~~f~~", "<p><em>d</em> <strong>e</strong> <del>f</del></p>"),
-        ("snake_case_name and 2 * 3 * 4", "<p>snake_case_name and 2 * 3 * 4</p>"),
-        ("**bold with *both* in it**", "<p><strong>bold with <em>both</em> in it</strong></p>"),
-        ("**not closed and *neither this", "<p>**not closed and *neither this</p>"),
-        ("`a * b` and ``c ` d``", "<p><code>a * b</code> and <code>c ` d</code></p>"),
-        (r"\*no\* \`code\`", "<p>*no* `code`</p>"),
-        ("# One\n### Three", "<h3>One</h3><h5>Three</h5>"),
-        ("a\n***\nb", "<p>a</p><hr /><p>b</p>"),
-        ("> quoted\n> **more**", "<blockquote><p>quoted\n<strong>more</strong></p></blockquote>"),
-        ("- a\n- b\n  - c\n  - d\n- e",
-         "<ul><li>a</li><li>b<ul><li>c</li><li>d</li></ul></li><li>e</li></ul>"),
-        ("3. a\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
-        ("1. a\n\n   more\n2. b", "<ol><li>a<p>more</p></li><li>b</li></ol>"),
-        ("- [ ] a\n- [x] b", "<ul><li>☐ a</li><li>☑ b</li></ul>"),
-        ("```py\nx = '<b>'\n\ny\n```\nafter",
-         '<figure class="code"><pre><code>x = \'&lt;b&gt;\'\n\ny</code></pre></figure><p>after</p>'),
-        ("```\nnot closed", '<figure class="code"><pre><code>not closed</code></pre></figure>'),
-        ("| a | b |\n|:-:|--:|\n| 1 | `x\\|y` |",
-         '<div class="table"><table><thead><tr><th class="centre">a</th><th class="right">b</th></tr></thead>'
-         '<tbody><tr><td class="centre">1</td><td class="right"><code>x|y</code></td></tr></tbody>'
-         '</table></div>'),
-        ("[t](https://a.example/b_c_d?e=*f*)", '<p><a href="https://a.example/b_c_d?e=*f*">t</a></p>'),
-        ("see https://a.example/x_y.", '<p>see <a href="https://a.example/x_y">https://a.example/x_y</a>.</p>'),
-        ("<b>x</b> &amp;", "<p>&lt;b&gt;x&lt;/b&gt; &amp;amp;</p>"),
-        ("[t](javascript:alert(1))", "<p>[t](javascript:alert(1))</p>"),
-        ("[t](/admin)", "<p>[t](/admin)</p>"),
-        ("two  \nlines", "<p>two<br />lines</p>"),
-    ],
-)  # fmt: skip
-def test_markdown(reading: Visit, text: str, html: str) -> None:
-    assert rendered(reading, text) == html
-
-
-def test_hostile_words_stay_words(site: Site, visit: Visit) -> None:
-    site.says(HOSTILE, step=7)
-    visit.send("Attack")
+def test_a_conversation_without_versions_is_read_and_an_exported_one_is_read_back(
+    site: Site, visit: Visit
+) -> None:
+    page = visit.page
+    turns = [{"role": "user", "content": "Old"}, {"role": "assistant", "content": "kept", "phase": "over"}]
+    old = {"id": "x", "title": "Old one", "changed": 1, "turns": turns}
+    page.evaluate("talk => localStorage.setItem('mlxtp.conversation.x', JSON.stringify(talk))", old)
+    page.reload()
+    visit.state("Ready")
+    assert page.locator(SHOWN).all_inner_texts() == ["Old", "kept"]
+    site.says("again")
+    page.hover(LAST)
+    page.click(f"{LAST} .again")
+    visit.shows("again")
     visit.answered()
-    said = visit.page.locator(f"{LAST} > .said")
-    assert visit.page.evaluate("window.owned") is None
-    assert said.locator("script, img, svg:not(.icon), iframe, object, style, b").count() == 0
-    links = said.locator("a")
-    addresses = [links.nth(i).get_attribute("href") or "" for i in range(links.count())]
-    assert addresses
-    assert all(address.startswith("https://example.com/") for address in addresses)
-    assert {links.nth(i).get_attribute("rel") for i in range(links.count())} == {"noopener noreferrer"}
-    handlers = said.evaluate(
-        """box => [...box.querySelectorAll('*')].flatMap(each => each.getAttributeNames())
-            .filter(name => name.startsWith('on'))"""
-    )
-    assert handlers == []
-    assert "<script>window.owned = 1</script>" in said.inner_text()
+    exported = export(visit, "json", "Old-one.json")
+    page.click("#delete")
+    page.click("#asking-yes")
+    assert page.locator("#conversations button").count() == 0
+
+    def read(text: str) -> None:
+        file = {"name": "talk.json", "mimeType": "application/json", "buffer": text.encode()}
+        page.set_input_files("#import-file", file)  # type: ignore[arg-type]
+
+    read(exported)
+    visit.shows("again")
+    assert page.locator("#conversations button").all_inner_texts() == ["Old one"]
+    assert visit.text(f"{LAST} .versions").split() == ["‹", "2", "/", "2", "›"]
+    for bad, why in (
+        ("{", "it is not JSON."),
+        ('{"turns": []}', "it is not an exported conversation."),
+        (exported.replace('"user"', '"root"'), "it has no messages, or ones that cannot be read."),
+    ):
+        read(bad)
+        visit.shows(f"“talk.json” is not imported: {why}", "#chat-problem")
+    assert page.locator("#conversations button").count() == 1
 
 
-def test_the_browser_itself_would_refuse_what_slipped_through(visit: Visit) -> None:
-    """Trusted types: even our own script cannot make HTML of text."""
-    refused = visit.page.evaluate(
-        "() => { try { document.body.innerHTML = '<p>x</p>'; return false; } catch { return true; } }"
-    )
-    assert refused
-    visit.trouble.clear()  # the browser says that it refused
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["*" * 20_000, "[" * 20_000, "`" * 9_999 + "a", "_a " * 9_000, "> " * 3_000, "- " * 3_000,
-     "**a *b " * 5_000, "|" * 5_000 + "\n" + "|-" * 5_000, "![](" * 6_000, "<http://" * 4_000],
-    ids=lambda text: text[:6].strip() or "x",
-)  # fmt: skip
-def test_no_text_takes_long(reading: Visit, text: str) -> None:
-    took = reading.page.evaluate(
-        """async text => {
-            const { render } = await import('/page/markdown.js');
-            const began = performance.now();
-            render(document.createElement('div'), text);
-            return performance.now() - began;
-        }""",
-        text,
-    )
-    assert took < 2000
-
-
-def test_code_can_be_copied(site: Site, visiting: Any) -> None:
-    visit: Visit = visiting(permissions=["clipboard-read", "clipboard-write"])
-    site.says("```py\nprint('<b>')\n```")
-    visit.send("Code")
+def test_the_model_is_chosen_for_each_conversation(site: Site, visit: Visit) -> None:
+    page = visit.page
+    visit.open("chat")
+    site.backend.second_text = site.backend.loaded_text
+    third = {"name": "org/third", "model": "org/third@main", "state": "loading", "replicas": {}, "groups": []}
+    both = [third | {"name": name, "model": name, "state": "ready"} for name in ("org/tiny", SECOND)]
+    site.show(deployments=[*both, third])
+    visit.shows("third · loading", "#chat-model")
+    assert page.locator("#chat-model option").all_inner_texts() == ["tiny", "second", "third · loading"]
+    assert page.input_value("#chat-model") == "org/tiny"
+    bodies: list[dict[str, Any]] = []
+    visit.hear("request", lambda r: bodies.append(r.post_data_json) if r.method == "POST" else None)
+    site.says("I am the second.")
+    page.select_option("#chat-model", SECOND)
+    assert visit.text("#empty-model") == "second"
+    visit.send("Who?")
     visit.answered()
-    visit.page.click(f"{LAST} figure button")
-    visit.page.wait_for_selector(f"{LAST} figure button:has-text('Copied')")
-    assert visit.page.evaluate("navigator.clipboard.readText()") == "print('<b>')"
+    assert bodies[-1]["model"] == SECOND
+    assert site.backend.request.model == SECOND
+    page.click("#new-conversation")
+    assert page.input_value("#chat-model") == SECOND, "a new conversation begins with the last choice"
+    page.select_option("#chat-model", "org/tiny")
+    page.click("#conversations button")
+    assert page.input_value("#chat-model") == SECOND
+    site.backend.second_text = None
+    site.show(deployments=[])
+    visit.shows("second · not served", "#chat-model")
+
+
+def test_files_are_pasted_as_text_or_refused_in_words(site: Site, visit: Visit) -> None:
+    def paste(name: str, kind: str, content: str, size: int = 1, how: str = "paste") -> None:
+        visit.page.evaluate(
+            """([name, type, content, size, how]) => {
+                const data = new DataTransfer();
+                data.items.add(new File([content.repeat(size)], name, { type }));
+                const given = { bubbles: true, cancelable: true };
+                const event = how === 'paste' ? new ClipboardEvent('paste', { clipboardData: data, ...given })
+                    : new DragEvent('drop', { dataTransfer: data, ...given });
+                document.getElementById('say').dispatchEvent(event);
+            }""",
+            [name, kind, content, size, how],
+        )
+
+    paste("photo.png", "image/png", "x")
+    visit.shows("photo.png is not sent: the model takes text only.", "#chat-problem")
+    paste("data.bin", "", "a\0b", how="drop")
+    visit.shows("data.bin is not sent: the model takes text only.", "#chat-problem")
+    paste("long.txt", "text/plain", "word ", 100_000)
+    visit.shows("long.txt is not sent: it has 500 kB; a text file may have 100 kB.", "#chat-problem")
+    assert visit.page.input_value("#say") == ""
+    paste("a.py", "text/x-python", "x = '```'\n\n", how="drop")
+    visit.page.wait_for_selector("#chat-problem", state="hidden")
+    assert visit.page.input_value("#say") == "a.py:\n\n````py\nx = '```'\n````\n"
 
 
 # --- what is kept -----------------------------------------------------------------------------------------
@@ -490,11 +505,10 @@ def test_conversations_are_listed_renamed_exported_and_deleted(site: Site, visit
     page.fill("#asking-value", "Another <b>name</b>")
     page.press("#asking-value", "Enter")
     assert visit.text("#chat-title") == "Another <b>name</b>"
-    with page.expect_download() as downloading:
-        page.click("#export")
-    exported = json.loads(downloading.value.path().read_text())
-    assert downloading.value.suggested_filename == "Another-b-name-b.json"
+    exported = json.loads(export(visit, "json", "Another-b-name-b.json"))
     assert [turn["content"] for turn in exported["turns"]] == ["The first one", "an answer"]
+    said = "# Another <b>name</b>\n\n## You\n\nThe first one\n\n## tiny\n\nan answer\n"
+    assert export(visit, "markdown", "Another-b-name-b.md") == said
     page.click("#delete")
     page.click("#asking-no")
     assert listed.count() == 2
@@ -504,6 +518,15 @@ def test_conversations_are_listed_renamed_exported_and_deleted(site: Site, visit
     page.reload()
     visit.state("Ready")
     assert listed.all_inner_texts() == ["The second one"]
+
+
+def export(visit: Visit, kind: str, name: str) -> str:
+    """The file that the browser stores."""
+    visit.page.click("#export")
+    with visit.page.expect_download() as downloading:
+        visit.page.click(f"#export-{kind}")
+    assert downloading.value.suggested_filename == name
+    return downloading.value.path().read_text()
 
 
 def test_the_endpoints_key_is_asked_for_and_sent(site: Site, visit: Visit) -> None:

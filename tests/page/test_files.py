@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import tomllib
 from pathlib import Path
 
 import httpx
@@ -13,7 +15,9 @@ from mlxtp.api.admin import FOLDER
 from ..live_cluster import WAIT_S
 from .conftest import Site
 
-FILES = sorted(FOLDER.iterdir())
+FILES = sorted(path for path in FOLDER.iterdir() if path.is_file())
+VENDOR = FOLDER / "vendor"
+LIBRARIES = sorted(path for path in VENDOR.iterdir() if path.is_dir())
 OUTSIDE = re.compile(r"""(?:https?:|wss?:|^|["'(\s=])//[\w.-]+\.\w+""", re.MULTILINE)
 NAMESPACE = "http://www.w3.org/2000/svg"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -88,8 +92,44 @@ def test_no_text_is_ever_read_as_html_and_no_script_stands_in_the_page(path: Pat
 @pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".js"], ids=lambda path: path.name)
 def test_each_module_imports_what_is_there(path: Path) -> None:
     names = {each.name for each in FILES}
-    imported = re.findall(r'from "\./([^"]+)"', path.read_text())
-    assert set(imported) <= names
+    imported = re.findall(r'(?:from|import\() ?"\./([^"]+)"', path.read_text())
+    assert {name for name in imported if not name.startswith("vendor/")} <= names
+    assert [name for name in imported if not (FOLDER / name).is_file()] == []
+
+
+# --- libraries of other projects --------------------------------------------------------------------------
+
+
+def test_libraries_are_unchanged_and_none_is_unlisted() -> None:
+    lines = (VENDOR / "SHA256SUMS").read_text().splitlines()
+    listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
+    there = {path.relative_to(VENDOR).as_posix(): path for path in VENDOR.glob("*/*")}
+    assert {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in there.items()} == listed
+
+
+@pytest.mark.parametrize("folder", LIBRARIES, ids=lambda path: path.name)
+def test_each_library_has_its_version_source_and_licence(folder: Path) -> None:
+    rows = [line.split("|") for line in (VENDOR / "README.md").read_text().splitlines()]
+    row = next(row for row in rows if len(row) > 4 and f"`{folder.name}`" in row[1])
+    assert re.fullmatch(r"\d+\.\d+\.\d+", row[2].strip())
+    assert re.search(r"\b(MIT|BSD-3-Clause)\b", row[3])
+    assert "https://github.com/" in row[4]
+    for path in folder.glob("LICENSE*"):
+        assert re.search(r"Permission is hereby granted|Redistribution and use", path.read_text())
+    assert (folder / "LICENSE").is_file()
+
+
+def test_libraries_are_served_without_their_papers(site: Site) -> None:
+    kinds = {".mjs": "text/javascript", ".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2"}
+    with httpx.Client(base_url=site.url) as client:
+        for path in (VENDOR / "README.md", VENDOR / "SHA256SUMS", *VENDOR.glob("*/*")):
+            response = client.get(f"/page/{path.relative_to(FOLDER).as_posix()}")
+            served = not path.name.startswith("LICENSE") and path.suffix in kinds
+            assert response.status_code == (200 if served else 404), path
+            if served:
+                assert response.headers["content-type"].startswith(kinds[path.suffix])
+                assert response.content == path.read_bytes()
+                assert "script-src" not in response.headers["content-security-policy"]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +158,10 @@ def test_pages_from_elsewhere_may_not_look(site: Site) -> None:
 
 def test_it_is_packaged() -> None:
     """The files that setuptools takes along are all of them."""
-    listed = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert '"api/page/*"' in listed
-    assert all(path.is_file() for path in FILES)
+    root = Path(__file__).parents[2]
+    setup = tomllib.loads((root / "pyproject.toml").read_text())
+    patterns = setup["tool"]["setuptools"]["package-data"]["mlxtp"]
+    taken = {path for pattern in patterns for path in (root / "mlxtp").glob(pattern)}
+    assert {path for path in FOLDER.rglob("*") if path.is_file()} <= taken
+    licences = {path for pattern in setup["project"]["license-files"] for path in root.glob(pattern)}
+    assert set(VENDOR.glob("*/LICENSE*")) <= licences

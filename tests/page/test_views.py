@@ -407,6 +407,8 @@ def test_by_keys_alone(site: Site, visit: Visit) -> None:
     assert visit.text("#turns > li:last-child > .said") == "typed"
     assert focus() == "say"
     page.keyboard.press("Tab")
+    assert focus() == "chat-model"
+    page.keyboard.press("Tab")
     assert focus() == "send"
     page.keyboard.press("Tab")
     assert focus() == "Parameters"

@@ -13,6 +13,8 @@ const FRESH_MS = 700; // a group that has just sent a token serves, even if the 
  * Request an answer. `turn` is filled as it arrives, `changed` is called each time; `signal` stops it.
  *
  * turn.phase    "asking", "first token", "group", "generating", then "over"
+ * turn.progress how far the model or the prompt is, in words, before the first token
+ * turn.calls    the calls of tools, each with its name and arguments
  * turn.problem  the reason that it is incomplete, as text
  * turn.stopped  true if the user stopped it
  */
@@ -77,14 +79,28 @@ async function whenStarted(send) {
 function take(chunk, turn, meter) {
   if (chunk.error) throw new Refused(chunk.error.message ?? String(chunk.error));
   if (chunk.usage) meter.usage = chunk.usage;
+  turn.progress = progressWords(chunk);
   turn.model = chunk.model ?? turn.model;
   const [choice] = chunk.choices ?? [];
   if (!choice) return;
-  const { content, reasoning_content: reasoning } = choice.delta ?? {};
-  if (content || reasoning) meter.token();
+  const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta ?? {};
+  if (content || reasoning || calls) meter.token();
+  for (const call of calls ?? []) takeCall(call, (turn.calls ??= []));
   turn.content += content ?? "";
   turn.reasoning += reasoning ?? "";
   if (choice.finish_reason) turn.finish = choice.finish_reason;
+}
+
+function takeCall({ index = 0, function: { name, arguments: given } = {} }, calls) {
+  calls[index] ??= { name: "", arguments: "" };
+  calls[index].name += name ?? "";
+  calls[index].arguments += given ?? "";
+}
+
+/** Return what the agent tells before the first token: the state of the model, or how much of the prompt is read. Pure. */
+export function progressWords({ state, prompt_progress: read }) {
+  if (!read) return state ? `The model: ${state}` : "";
+  return `Reading the prompt: ${read.processed.toLocaleString("en")} of ${read.total.toLocaleString("en")} tokens`;
 }
 
 /** Update the phase. Return true if it has changed. */

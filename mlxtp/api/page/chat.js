@@ -1,15 +1,18 @@
 // The shown conversation, and the list of stored ones.
 
 import { answer } from "./answer.js";
-import { by, el, icon, question, say, speak } from "./dom.js";
-import { copyButton, render } from "./markdown.js";
+import * as composer from "./composer.js";
+import { by, el, question, say, speak } from "./dom.js";
 import * as talks from "./talks.js";
-import { cluster, onMoment } from "./watch.js";
-import { count, seconds, shortName } from "./words.js";
+import * as transfer from "./transfer.js";
+import { add, before, choose, shownTurns } from "./tree.js";
+import { Turns } from "./turns.js";
+import { cluster } from "./watch.js";
+import { shortName } from "./words.js";
 
-const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const KEEP_MS = 1000; // between stores of an answer while it arrives
-const NEAR_PX = 120; // distance from the end within which the page follows the answer
+const NEAR_PX = 80; // distance from the end within which the page follows the answer
+const REST = 3; // the part of the time that is left to the rest of the page while an answer is drawn
 const EXAMPLES = [
   "Explain in three sentences how a transistor works.",
   "Write a Python function that tells whether a word is a palindrome.",
@@ -21,13 +24,17 @@ let talk = talks.begin();
 let running = null; // { turn, talk, stop, gone }
 let keptAt = 0;
 let drawing = 0;
+let drawnAt = 0; // when the next drawing of an answer may begin
 let atEnd = true;
-const rows = new Map(); // turn -> its elements
+const turns = new Turns(by("turns"), { regenerate, edit, choose: chooseVersion });
 
 export function startChat() {
   [talk = talk] = talks.all();
   closeBroken(talk);
-  restoreParameters();
+  composer.startParameters();
+  composer.startFiles();
+  composer.chooseModel(talk.model ?? "");
+  composer.startModelChoice(rememberModel, drawEmpty);
   by("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     send(by("say").value);
@@ -39,22 +46,16 @@ export function startChat() {
   });
   by("stop").addEventListener("click", () => running?.stop.abort());
   addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !event.isComposing && !by("asking").open) running?.stop.abort();
+    if (event.key !== "Escape" || event.isComposing || document.querySelector("dialog[open], :popover-open")) return;
+    running?.stop.abort();
   });
-  by("new-conversation").addEventListener("click", () => open(talks.begin()));
+  by("new-conversation").addEventListener("click", () => open(fresh()));
   by("show-conversations").addEventListener("click", () => showList(by("show-conversations").ariaExpanded !== "true"));
   by("rename").addEventListener("click", rename);
-  by("export").addEventListener("click", exportTalk);
   by("delete").addEventListener("click", removeTalk);
+  startTransfer();
   talks.onChange(drawList);
-  onMoment(drawEmpty);
-  by("chat").addEventListener("scroll", () => (atEnd = isNear()));
-  const sizes = new ResizeObserver(([{ contentRect }]) => {
-    atEnd ||= contentRect.height === 0; // hidden: show the end when the view returns
-    if (atEnd) toEnd();
-  });
-  sizes.observe(by("chat"));
-  sizes.observe(by("composer"));
+  startFollowing();
   addEventListener("pagehide", () => running && talks.keep(running.talk));
   draw();
   toEnd();
@@ -62,9 +63,13 @@ export function startChat() {
 
 // --- one conversation -------------------------------------------------------------------------------------
 
+const fresh = () => ({ ...talks.begin(), model: talk.model });
+
 function open(other) {
   talk = running?.talk.id === other.id ? running.talk : other;
   if (talk !== running?.talk) closeBroken(talk);
+  composer.chooseModel(talk.model ?? "");
+  say(by("chat-problem"), "");
   showList(false);
   draw();
   toEnd();
@@ -81,59 +86,93 @@ function closeBroken(found) {
   }
 }
 
+function rememberModel(id) {
+  talk.model = id;
+  if (talk.turns.length) keepNow(talk);
+}
+
 function send(words) {
   const text = words.trim();
   if (!text || running) return;
   by("say").value = "";
-  talk.turns.push({ role: "user", content: text });
-  if (!talk.named && talk.turns.length === 1) talk.title = talks.titleOf(text);
-  go();
+  say(by("chat-problem"), "");
+  if (!talk.named && talk.turns.length === 0) talk.title = talks.titleOf(text);
+  ask(text, shownTurns(talk).at(-1));
 }
 
-function regenerate() {
-  if (running || talk.turns.at(-1)?.role !== "assistant") return;
-  talk.turns.pop();
-  go();
+/** Send another version of a message of the user. */
+function edit(turn, text) {
+  if (!running) ask(text, before(talk, turn));
+}
+
+function ask(text, after) {
+  const turn = { role: "user", content: text };
+  add(talk, turn, after);
+  go(turn);
+}
+
+/** Ask for another version of an answer. One without content gives way to it. */
+function regenerate(turn) {
+  if (running) return;
+  const asked = before(talk, turn);
+  if (!turn.content && turn === talk.turns.at(-1)) talk.turns.pop();
+  go(asked);
   by("stop").focus(); // the pressed button is gone
 }
 
-async function go() {
-  const turn = { role: "assistant", content: "", reasoning: "", phase: "asking", model: cluster.now?.model };
-  const asked = { ...body(), messages: messages(talk) };
+function chooseVersion(turn) {
+  choose(talk, turn);
+  keepNow(talk);
+  atEnd = false;
+  draw();
+}
+
+async function go(asked) {
+  const model = composer.model();
+  const turn = { role: "assistant", content: "", reasoning: "", phase: "asking", model: model.id ?? cluster.now?.model };
   const own = { turn, talk, stop: new AbortController(), gone: false };
-  talk.turns.push(turn);
+  add(talk, turn, asked);
+  const body = { model: talk.model || "default", ...composer.parameters(), messages: messages(talk) };
   running = own;
   keepNow(talk);
   draw();
   toEnd();
   speak("Sent.");
-  await answer(asked, turn, () => changed(own), own.stop.signal);
+  await answer(body, turn, () => changed(own), own.stop.signal);
   running = null;
   cancelAnimationFrame(drawing);
   drawing = 0;
   if (!own.gone) keepNow(own.talk);
-  if (talk === own.talk) follow(draw);
-  else drawList();
-  speak((rows.get(turn)?.said.textContent || turn.content).slice(0, 2000));
+  if (talk === own.talk) {
+    turns.draw(turn);
+    draw();
+  } else drawList();
+  speak((turns.textOf(turn) || turn.content).slice(0, 2000));
   if (!turn.content) speak(turn.problem ?? (turn.stopped ? "Stopped." : ""));
 }
 
 /** Return the messages to send, without thoughts and empty answers. */
 function messages(of) {
-  const system = by("system").value.trim();
-  const said = of.turns
+  const system = composer.systemPrompt();
+  const said = shownTurns(of)
     .filter((turn) => turn.content)
     .map((turn) => ({ role: turn.role, content: turn.content }));
   return system ? [{ role: "system", content: system }, ...said] : said;
 }
 
+/** Draw an answer that has grown, before the next frame; more seldom where that takes long. */
 function changed(own) {
   if (performance.now() - keptAt > KEEP_MS && !own.gone) keepNow(own.talk);
   if (talk !== own.talk || drawing) return;
-  drawing = requestAnimationFrame(() => {
+  const draws = (now) => {
+    if (now < drawnAt) return (drawing = requestAnimationFrame(draws));
     drawing = 0;
-    follow(() => drawTurn(own.turn));
-  });
+    const began = performance.now();
+    turns.draw(own.turn);
+    const ended = performance.now();
+    drawnAt = ended + REST * (ended - began);
+  };
+  drawing = requestAnimationFrame(draws);
 }
 
 function keepNow(of) {
@@ -142,10 +181,16 @@ function keepNow(of) {
   if (!talks.keep(of)) say(by("chat-problem"), "The browser's storage is full. Delete a conversation, or export this one.");
 }
 
-/** Draw, and stay at the end if the user was there. */
-function follow(change) {
-  change();
-  if (atEnd) toEnd();
+// --- the place in a conversation --------------------------------------------------------------------------
+
+/** Stay at the end while the conversation grows, unless the user has scrolled up. */
+function startFollowing() {
+  by("chat").addEventListener("scroll", () => (atEnd = isNear()));
+  const sizes = new ResizeObserver(() => {
+    atEnd ||= by("chat").clientHeight === 0; // hidden: show the end when the view returns
+    if (atEnd) toEnd();
+  });
+  for (const name of ["chat", "composer", "turns"]) sizes.observe(by(name));
 }
 
 function isNear() {
@@ -158,33 +203,15 @@ function toEnd() {
   by("chat").scrollTop = by("chat").scrollHeight;
 }
 
-// --- parameters -------------------------------------------------------------------------------------------
-
-function restoreParameters() {
-  const kept = talks.parameters();
-  for (const name of [...NUMBERS, "system"]) {
-    by(name).value = kept[name] ?? "";
-    by(name).addEventListener("change", () => {
-      talks.keepParameters(Object.fromEntries([...NUMBERS, "system"].map((each) => [each, by(each).value])));
-    });
-  }
-}
-
-/** Return the settings of a request. Empty ones are not sent. */
-function body() {
-  const given = NUMBERS.filter((name) => by(name).value.trim() !== "");
-  return { model: "default", ...Object.fromEntries(given.map((name) => [name, Number(by(name).value)])) };
-}
-
 // --- display -----------------------------------------------------------------------------------------
 
 function draw() {
   say(by("chat-title"), talk.title);
-  rows.clear();
-  by("turns").replaceChildren(...talk.turns.map(row));
+  turns.show(talk, shownTurns(talk));
   if (!running && document.activeElement === by("stop")) by("say").focus();
   by("stop").hidden = !running;
   by("send").hidden = Boolean(running);
+  by("turns").classList.toggle("busy", Boolean(running));
   drawEmpty();
   drawList();
 }
@@ -195,90 +222,14 @@ function drawEmpty() {
   by("empty").hidden = !empty;
   by("bar").hidden = empty;
   by("new-conversation").disabled = empty;
-  const { model, context } = cluster.now ?? {};
-  say(by("empty-model"), model ? shortName(model) : "No model is ready yet");
+  const { now } = cluster;
+  const { id = now?.model, context = now?.context } = composer.model();
+  say(by("empty-model"), id ? shortName(id) : "No model is ready yet");
   say(by("empty-context"), context ? `${context.toLocaleString("en")} tokens of context` : "");
-  const words = model === "tiny" ? TOY_EXAMPLES : EXAMPLES;
+  const words = id === "tiny" ? TOY_EXAMPLES : EXAMPLES;
   if (by("examples").textContent === words.join("")) return;
   const example = (text) => el("li", {}, el("button", { type: "button", click: () => send(text) }, text));
   by("examples").replaceChildren(...words.map(example));
-}
-
-function row(turn) {
-  const mine = turn.role === "user";
-  const parts = {
-    who: el("h2", { class: mine ? "unseen" : "who" }, mine ? "You" : ""),
-    thinking: el("details", { class: "thinking" }, el("summary", {}, "Thinking"), el("div", { class: "said" })),
-    said: el("div", { class: mine ? "said plain-text" : "said" }),
-    waits: el("p", { class: "waits" }),
-    problem: el("p", { class: "problem", role: "alert" }),
-    end: el("div", { class: "end" }, el("p", { class: "numbers" }), el("p", { class: "icons" })),
-  };
-  rows.set(turn, parts);
-  const made = el("li", { class: `turn ${turn.role}` }, ...Object.values(parts));
-  drawTurn(turn);
-  return made;
-}
-
-function drawTurn(turn) {
-  const parts = rows.get(turn);
-  if (!parts) return;
-  if (turn.role === "user") say(parts.said, turn.content);
-  else {
-    render(parts.said, turn.content);
-    say(parts.who, turn.model ? shortName(turn.model) : "Model");
-    parts.who.title = turn.model ?? "";
-  }
-  parts.thinking.hidden = !turn.reasoning;
-  if (turn.reasoning) render(parts.thinking.lastElementChild, turn.reasoning);
-  say(parts.waits, waitWords(turn));
-  parts.waits.hidden = !parts.waits.textContent;
-  say(parts.problem, turn.problem ?? "");
-  parts.problem.hidden = !turn.problem;
-  const [numbers, buttons] = parts.end.children;
-  say(numbers, turn.numbers ? numberWords(turn) : "");
-  numbers.hidden = !numbers.textContent;
-  const over = turn.phase === "over";
-  parts.end.hidden = !over;
-  if (over && !buttons.childElementCount) {
-    if (turn.content) buttons.append(copyButton(() => turn.content, "Copy the answer"));
-    if (turn === talk.turns.at(-1)) {
-      const label = "Regenerate the answer";
-      const again = { type: "button", class: "quiet again", "aria-label": label, title: label, click: regenerate };
-      buttons.append(el("button", again, icon("again")));
-    }
-  }
-}
-
-function waitWords(turn) {
-  switch (turn.phase) {
-    case "asking":
-      return "Sending…";
-    case "first token":
-      return "Reading the prompt…";
-    case "group":
-      return "Waiting for the model to start again. The answer goes on then…";
-    default:
-      return "";
-  }
-}
-
-/** Return the figures of a finished answer. */
-function numberWords({ numbers, finish, stopped }) {
-  const { first_token_s: first, tokens_per_second: speed, tokens, prompt_tokens: prompt, cached_tokens: cached } = numbers;
-  const [about, overall] = numbers.speed_of ?? [];
-  const known = (value, words) => (value === null ? "" : words(value));
-  return [
-    stopped ? "stopped" : "",
-    finish === "length" ? "cut off at the token limit" : "",
-    known(speed, (value) => [about, value.toFixed(1), "tokens/s", overall].filter(Boolean).join(" ")),
-    known(tokens, (value) => count(value, "token")),
-    known(first, (value) => `${seconds(value)} to first token`),
-    known(prompt, (value) => `prompt ${value}${cached ? ` (${cached} cached)` : ""}`),
-    numbers.waited_s ? `paused ${seconds(numbers.waited_s)} for a restart` : "",
-  ]
-    .filter(Boolean)
-    .join(" · ");
 }
 
 // --- the list ---------------------------------------------------------------------------------------------
@@ -296,7 +247,6 @@ function drawList() {
       ),
     );
   by("conversations").replaceChildren(...kept.map(item));
-  by("show-conversations").disabled = kept.length === 0;
 }
 
 function showList(shown) {
@@ -326,13 +276,40 @@ async function removeTalk() {
     running.stop.abort();
   }
   talks.remove(of.id);
-  open(talks.all()[0] ?? talks.begin());
+  open(talks.all()[0] ?? fresh());
 }
 
-function exportTalk() {
-  const text = JSON.stringify({ format: "mlxtp conversation 1", ...talk }, null, 2);
-  const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
-  const name = talk.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "") || "conversation";
-  el("a", { href: url, download: `${name}.json` }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+// --- files of conversations -------------------------------------------------------------------------------
+
+function startTransfer() {
+  const menu = by("export-menu");
+  menu.addEventListener("toggle", ({ newState }) => {
+    const { bottom, right } = by("export").getBoundingClientRect();
+    if (newState === "open") Object.assign(menu.style, { top: `${bottom + 4}px`, left: `${right - menu.offsetWidth}px` });
+  });
+  const exports = {
+    "export-markdown": () => transfer.download(transfer.toMarkdown(talk), "text/markdown", talk.title, "md"),
+    "export-json": () => transfer.download(transfer.toJson(talk), "application/json", talk.title, "json"),
+  };
+  for (const [name, act] of Object.entries(exports)) {
+    by(name).addEventListener("click", () => {
+      menu.hidePopover();
+      act();
+    });
+  }
+  by("import").addEventListener("click", () => by("import-file").click());
+  by("import-file").addEventListener("change", importTalk);
+}
+
+async function importTalk() {
+  const [file] = by("import-file").files;
+  by("import-file").value = "";
+  try {
+    if (file.size > transfer.LARGEST_BYTES) throw new Error("it is too large.");
+    const found = transfer.fromJson(await file.text());
+    if (!talks.keep(found)) throw new Error("the browser's storage is full.");
+    open(found);
+  } catch (error) {
+    say(by("chat-problem"), `“${file.name}” is not imported: ${error.message}`);
+  }
 }

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
+from . import sandbox
 from .admin.checkup import AgentCheckup
 from .admin.handlers import Admin, announce, announced
 from .admin.metrics import observed
@@ -140,9 +141,11 @@ async def running_agent(
 
     Raises ConfigError and ModelError before anything is started.
     """
+    sandbox.check(settings.sandbox_ranks, dict(settings.origins).get(sandbox.SETTING, ""))
     heard = log_lines if settings.log_file or settings.log_format == "json" else None
     with watched_loop(), _own_home(settings.home), open_endpoint(settings) as endpoint:
-        wanted = settings.ranks if settings.spare else 0
+        # A warm process has no model yet, and so no sandbox that admits it.
+        wanted = settings.ranks if settings.spare and not settings.sandbox_ranks else 0
         async with (
             WarmPool(worker, settings.home / "run", wanted, heard) as warm_pool,
             _entered(settings) as entered,

@@ -337,6 +337,12 @@ SETTINGS: tuple[Setting, ...] = (
         "spare", SWITCH, parse_switch, True,
         "Keep a warm process ready to replace a rank that dies.", TUNING,
     ),
+    Setting(
+        "sandbox_ranks", SWITCH, parse_switch, False,
+        "Run ranks in a sandbox of macOS, without a warm process: they read their model and their software, "
+        "write their caches, and reach no other files. Not run on a Mac yet.",
+        TUNING,
+    ),
     # --- limits ---
     Setting(
         "limits.deadline", SECONDS, parse_limit, 3600,

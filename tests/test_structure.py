@@ -200,6 +200,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "errors": frozenset(),
     "values": frozenset({"errors"}),
     "background": frozenset(),
+    "sandbox": frozenset({"errors"}),
     "settings": frozenset({"values"}),
     "config": frozenset({"errors", "settings", "values"}),
     "tokenizer_file": frozenset({"errors"}),
@@ -257,7 +258,18 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     ),
     "gateway": frozenset({"api", "background", "cluster", "discovery", "errors", "models", "text", "wire"}),
     "diagnostics": frozenset(
-        {"api", "cluster", "config", "discovery", "errors", "gateway", "identity", "placement", "wire"}
+        {
+            "api",
+            "cluster",
+            "config",
+            "discovery",
+            "errors",
+            "gateway",
+            "identity",
+            "placement",
+            "sandbox",
+            "wire",
+        }
     ),
     "groups": frozenset(
         {
@@ -272,6 +284,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "identity",
             "models",
             "placement",
+            "sandbox",
             "short_names",
             "values",
             "wire",
@@ -312,6 +325,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "identity",
             "models",
             "placement",
+            "sandbox",
             "service",
             "wire",
         }

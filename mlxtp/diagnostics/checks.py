@@ -34,6 +34,19 @@ def of_settings(facts: MachineFacts) -> Iterator[Finding]:
         yield ok("nothing is wrong in config.toml or in variables")
 
 
+def of_sandbox(facts: MachineFacts) -> Iterator[Finding]:
+    """Report whether MLX computes in the sandbox of ranks, if they have one."""
+    if (said := facts.sandbox) is None:
+        return
+    if said.problem:
+        yield error(
+            f"MLX does not compute in it: sandbox-exec {said.problem}",
+            "`mlxtp node --no-sandbox-ranks`, or sandbox_ranks = false in config.toml",
+        )
+    else:
+        yield ok(f"MLX computes in it, on {said.text.strip()}")
+
+
 def of_checks(facts: MachineFacts) -> Iterator[Finding]:
     """Report failed lookups, which leave other rows unknown."""
     for problem in facts.crashed:

@@ -41,6 +41,7 @@ from ..placement import hardware
 from ..placement import probe_macos as probes
 from ..placement.hardware import RunProbe, run_as_self, run_command
 from ..placement.probe_macos import NOT_INSTALLED, Output, Reading, ipv4, self_assigned
+from ..sandbox import Sandbox
 from ..wire.blocking import listen
 from ..wire.certificates import MemberCertificates
 from ..wire.cluster_messages import Machine
@@ -411,6 +412,9 @@ def shared(tries: Iterable[Attempt], machine: Machine) -> tuple[Attempt, ...]:
 #: Seconds for which a command listens for other agents. They reply within half a second.
 LISTEN_S = 1.5
 _MANY = 1 << 20
+#: Seconds for a computation in the sandbox of ranks, which also imports MLX.
+SANDBOX_S = 20.0
+_COMPUTE = "import mlx.core as mx; mx.eval(mx.ones(1) + 1); print(mx.default_device())"
 
 Json = Mapping[str, Any]
 
@@ -473,6 +477,7 @@ class Checkup:
             alone=_alone(settings),
             wrong_settings=wrong,
             crashed=tuple(self._crashed),
+            sandbox=await self._sandbox(),
         )
 
     # --- what an agent knows better -----------------------------------------------------------------------
@@ -604,6 +609,12 @@ class Checkup:
         offset = probes.parse_sntp(answer.text)
         ahead_s = None if offset.value is None else -offset.value
         return ClockFacts(ahead_s, server, problem=problem_of(f"sntp {server}", answer, offset))
+
+    async def _sandbox(self) -> Output | None:
+        if not self._settings.sandbox_ranks:
+            return None
+        program, *arguments = Sandbox(self._settings.home / "run").command()
+        return await self._run(program, (*arguments, sys.executable, "-c", _COMPUTE), SANDBOX_S)
 
     async def _in_time(self, look: Callable[[], T], otherwise: T) -> T:
         return await in_time(look, otherwise, self._crashed.append)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from ..placement.probe_macos import Output
 from ..wire.cluster_messages import Machine
 
 
@@ -260,6 +261,8 @@ class MachineFacts:
     alone: bool = False
     wrong_settings: tuple[str, ...] = ()
     crashed: tuple[str, ...] = ()
+    #: Of a computation in the sandbox of ranks; None where ranks have none.
+    sandbox: Output | None = None
 
     @property
     def among_others(self) -> bool:

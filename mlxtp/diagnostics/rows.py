@@ -66,6 +66,13 @@ ROWS: tuple[CheckRow, ...] = (
         checks.of_settings,
     ),
     CheckRow(
+        "sandbox", "Sandbox",
+        "with `sandbox_ranks`: whether MLX computes in the sandbox that ranks have",
+        "a rank that is refused what it needs ends, and no group is formed",
+        "`mlxtp node --no-sandbox-ranks`",
+        checks.of_sandbox,
+    ),
+    CheckRow(
         "checks", "Checks",
         "whether all lookups of the doctor succeeded",
         "the result of a failed lookup is not known",

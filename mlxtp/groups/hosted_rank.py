@@ -39,6 +39,7 @@ from .ranks import (
     free_port,
     keep_failure,
     make_epoch_folder,
+    sandbox_of,
 )
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,10 @@ class HostedRank:
         self.model, self._folder = model, epoch_folder(home, order.epoch, self.host)
         async with asyncio.timeout(self._settings.limits.spawn_s):
             make_epoch_folder(self._folder, needed=True)
-            self.process = RankProcess(order.rank, order.epoch, self._folder, self, worker=worker)
+            around = sandbox_of(self._settings, self._folder, [model], "network", jaccl=not order.fabric)
+            self.process = RankProcess(
+                order.rank, order.epoch, self._folder, self, worker=worker, sandbox=around
+            )
             await self.process.spawn(identity=home / "identity")
             await self.process.greet()
         ring = f"{order.fabric}:{free_port(order.fabric)}" if order.fabric else ""

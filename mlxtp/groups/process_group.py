@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..background import Background
@@ -18,6 +19,7 @@ from ..diagnostics import failure_store
 from ..errors import Code, FailureReport, GroupError, MlxtpError, is_consequence
 from ..models.disk_cache import room_in
 from ..placement.formation import explain, explain_crash
+from ..sandbox import Reach
 from ..wire.blocking import listen
 from ..wire.messages import (
     Bootstrap,
@@ -50,6 +52,7 @@ from .ranks import (
     free_port,
     keep_failure,
     make_epoch_folder,
+    sandbox_of,
 )
 from .side_channel import RoundReplies, SideChannelHub
 
@@ -103,6 +106,11 @@ class EpochGroup:
     def fabric_kind(self) -> str:
         """MLX's way to sum: the backend, and for JACCL its ring or mesh."""
         return self.backend if self.backend != "jaccl" else "jaccl ring" if self.jaccl_ring else "jaccl mesh"
+
+    @property
+    def reach(self) -> Reach:
+        """Connections of its ranks."""
+        return "none" if self.world_size == 1 else "loopback" if self.local == self.world_size else "network"
 
     @property
     def about(self) -> dict[str, object]:
@@ -249,7 +257,10 @@ class EpochWatch:
 
 
 class ProcessGroup:
-    """One epoch. `failed` resolves to the reason of its failure; `on_event` gets the events of rank 0."""
+    """One epoch. `failed` resolves to the reason of its failure; `on_event` gets the events of rank 0.
+
+    `models` are the folders that ranks in a sandbox may read.
+    """
 
     def __init__(
         self,
@@ -260,6 +271,7 @@ class ProcessGroup:
         *,
         worker: Worker = WORKER,
         group: EpochGroup | None = None,
+        models: Sequence[Path] = (),
     ) -> None:
         self.epoch = epoch
         self.group = group or EpochGroup(settings.ranks, settings.ranks, settings.local_backend)
@@ -273,8 +285,10 @@ class ProcessGroup:
         grace_s = CAUSE_GRACE_S if self.group.world_size > 1 else 0.0  # one rank has no witness
         self.watch = EpochWatch(epoch, on_event, self._explained, self._rounds, grace_s)
         self.failed = self.watch.failed
+        jaccl = self.group.backend == "jaccl"
+        around = sandbox_of(settings, self._folder, models, self.group.reach, jaccl=jaccl)
         self.processes = [
-            RankProcess(rank, epoch, self._folder, self.watch, worker=worker)
+            RankProcess(rank, epoch, self._folder, self.watch, worker=worker, sandbox=around)
             for rank in range(self.group.local)
         ]
         self.endpoints = self.group.endpoints(self.watch)

@@ -11,11 +11,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ..background import Background
+from ..config import Settings
 from ..diagnostics import failure_store
 from ..diagnostics.failure_store import FailedEpoch, RankEnd, read_recording, recorder_memory
 from ..errors import (
@@ -29,7 +30,8 @@ from ..errors import (
     is_disk_full,
     why_not_written,
 )
-from ..models.disk_cache import DiskRoom
+from ..models.disk_cache import DiskRoom, folder_in
+from ..sandbox import HINT, Reach, Sandbox
 from ..wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
@@ -68,6 +70,7 @@ from ..wire.recording import decode
 from ..wire.session import LinkKind, LinkState, Side
 from ..wire.session import Session as LinkProtocol
 from ..wire.streams import StreamLink
+from ..wire.tls import Credentials
 from .health import exit_report
 from .sleep import HERE
 from .warm_pool import WarmPool
@@ -78,6 +81,7 @@ WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
 END_GRACE_S = 4.0  #: Seconds that another agent may take to end its rank before this one stops waiting.
 EXIT_S = 1.0  #: seconds from the end of a pipe to that of its process
 _CLOSED = -1
+_REFUSED = "not permitted"  # in the texts of errors for what a sandbox refuses
 
 Worker = Sequence[str] | WarmPool  #: Source of rank processes: a command, or a pool of warm processes.
 
@@ -111,10 +115,11 @@ class RankProcess:
         watcher: Watcher,
         *,
         worker: Worker = WORKER,
+        sandbox: Sandbox | None = None,
     ) -> None:
         self.rank = rank
+        self._sandbox = sandbox
         self._epoch = epoch
-        self._folder = folder
         self._watcher = watcher
         self._warm_pool = worker if isinstance(worker, WarmPool) else WarmPool(worker)
         self._process: asyncio.subprocess.Process | None = None
@@ -135,13 +140,20 @@ class RankProcess:
 
     async def spawn(self, listener: socket.socket | None = None, identity: Path | None = None) -> None:
         """Start the process. `listener` is for decode links, `identity` has this node's certificate."""
-        args = ["--rank", str(self.rank), "--epoch", str(self._epoch), "--folder", str(self._folder)]
+        folder = self._recording.parent
+        args = ["--rank", str(self.rank), "--epoch", str(self._epoch), "--folder", str(folder)]
         if memory := recorder_memory(self._recording):
             self.recorder, self._recording = memory
             args += ["--recorder", str(self._recording)]
         if identity is not None:
             args += ["--identity", str(identity)]
-        started = await self._warm_pool.start(args, listener)
+        sandbox = self._sandbox
+        if sandbox is not None:
+            # The folder of an identity may hold the authority's key, too.
+            files = astuple(Credentials.of(identity)) if identity is not None else ()
+            writes = (*sandbox.writes, self._recording)
+            sandbox = replace(sandbox, reads=(*sandbox.reads, *files), writes=writes)
+        started = await self._warm_pool.start(args, listener, sandbox)
         self._process = started.process
         HERE.began()
         self._counted = True
@@ -180,7 +192,8 @@ class RankProcess:
         reply = await self._replies.get()
         if isinstance(reply, Error):
             code = Code(reply.code)
-            raise (ModelError if code.startswith("model_") else GroupError)(reply.detail, code)
+            kind = ModelError if code.startswith("model_") else GroupError
+            raise kind(self._advised(reply.detail) if _REFUSED in reply.detail else reply.detail, code)
         if not isinstance(reply, expected):
             raise GroupError(f"rank {self.rank} replied with {type(reply).__name__}", Code.OUT_OF_ORDER)
         return reply
@@ -301,7 +314,14 @@ class RankProcess:
 
     def _report(self, report: FailureReport) -> None:
         if not self._ending:
+            error, pong = report.error, self._end.pong
+            if _REFUSED in error.detail or pong is None or not pong.model:
+                report = replace(report, error=type(error)(self._advised(error.detail), error.code))
             self._watcher.report(report)
+
+    def _advised(self, detail: str) -> str:
+        """Add that a sandbox may be the cause, if this rank has one."""
+        return detail if self._sandbox is None else f"{detail.rstrip('.')}. {HINT}"
 
     def _bug(self, _task: asyncio.Task[None], error: BaseException) -> None:
         """Report a bug in a task of ours: it must not leave a rank unwatched."""
@@ -415,6 +435,15 @@ class RemoteRank:
     def link_lost(self, why: str) -> None:
         """Note that the last control link to its agent has ended."""
         self.lost(f"rank {self.rank}: {self.name} is gone: {why}")
+
+
+def sandbox_of(
+    settings: Settings, folder: Path, models: Iterable[Path], reach: Reach, *, jaccl: bool
+) -> Sandbox | None:
+    """Return the sandbox of a rank here, if the setting wants one. `folder` is that of its epoch."""
+    if not settings.sandbox_ranks:
+        return None
+    return Sandbox(folder, tuple(models), (folder_in(settings.home),), reach, jaccl)
 
 
 def free_port(host: str) -> int:

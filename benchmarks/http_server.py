@@ -83,7 +83,7 @@ async def main() -> None:
         identity = store.found_cluster()
         settings = Settings(Path(home), "", 0, 1, str(folder), name="bench")
         node = ClusterNode(settings, identity, await hardware.probe(settings.interface))
-        parts = build_parts(node, store.credentials)
+        parts = build_parts(node, store)
     gateway = parts.gateway
     says = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(SAYS, add_special_tokens=False).ids
     pace = Pace(rate, tuple(says), gateway.on_event)

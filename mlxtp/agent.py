@@ -31,6 +31,7 @@ from .api.backend import Health
 from .api.endpoint import Endpoint, open_endpoint
 from .api.server import serve
 from .background import Background
+from .cluster.authority import AuthorityKeeping
 from .cluster.control_port import ControlPort, TokenIssuing, bind_control, check_interface
 from .cluster.deployments import NO_DEPLOYMENTS, PINNED, YIELDS
 from .cluster.dialer import Dialer
@@ -80,7 +81,6 @@ from .models.transfers import TransferCoordinator
 from .placement import hardware
 from .service.watchdog import watched_loop
 from .wire.cluster_messages import Machine
-from .wire.tls import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ async def _running(
         listens_at=partial(_control_addresses, settings, port),
         short=lambda: parts.gateway.admission.short,
     )
-    parts = build_parts(node, store.credentials, warm_pool, on_stage)
+    parts = build_parts(node, store, warm_pool, on_stage)
     dialer: Dialer | None = None
     work = [node.live()]
     if entered.sock is not None:
@@ -307,13 +307,13 @@ def make_gateway(settings: Settings, health: Callable[[str], Health]) -> Gateway
 
 def build_parts(
     node: ClusterNode,
-    credentials: Credentials,
+    store: Store,
     worker: Worker = WORKER,
     on_stage: StageListener = lambda _stage, _seconds: None,
 ) -> AgentParts:
     """Build every part of an agent in a cluster. Each registers with the node for what it handles."""
     gateway = make_gateway(node.settings, lambda model: overview.health(node, groups, gateway, model))
-    readings, round_trips, tokens = MachineReports(node), RoundTripTimes(node), TokenIssuing(node)
+    readings, round_trips, credentials = MachineReports(node), RoundTripTimes(node), store.credentials
     transfers = TransferCoordinator(node, credentials, StoredModels(node))
     models = LocalModels(node, transfers)
     hosted = HostedRanks(node, models.folder, node.replica.epoch, worker)
@@ -346,7 +346,8 @@ def build_parts(
         node,
         readings,
         round_trips,
-        tokens,
+        AuthorityKeeping(node, store),
+        TokenIssuing(node),
         transfers,
         models,
         gateway,

@@ -58,11 +58,14 @@ class AgentCheckup(Checkup):
         parts = self._parts
         if parts.node.alone:
             return replace(found, cluster_id="")
-        founder = parts.node.peer_info.authority
+        roster, self_id = parts.node.replica.roster, parts.node.node_id
+        others = [each for each in roster.holders() if each != self_id]
         return replace(
             found,
-            authority=parts.node.name_of(founder) if founder else "",
-            authority_linked=founder in parts.node.links.nodes(),
+            holders=tuple(map(parts.node.name_of, others)),
+            holders_here=tuple(map(parts.node.name_of, parts.node.links.nodes().intersection(others))),
+            authority_lost=not found.authority_here and self_id in roster.holders(),
+            alone=len(roster.members()) == 1,
         )
 
     async def _clock(self) -> ClockFacts:

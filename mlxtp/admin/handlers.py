@@ -44,6 +44,10 @@ from .snapshot import Observer
 
 FILE = "agent.json"  # In the home, readable only by this user: the agent's address and key.
 
+LAST_HOLDER = (
+    "only this Mac holds the cluster's authority: once it leaves, no other Mac can join. `mlxtp cluster "
+    "authority move NODE` hands it to another first; `mlxtp cluster leave --force` leaves all the same"
+)
 COMING = "it is being copied or downloaded; try again when that has finished"
 
 
@@ -349,7 +353,9 @@ class MemberHandlers:
         self._check_cluster()
         parts, node_id = self._parts, self._other(node)
         name, let_in = parts.node.name_of(node_id), self._admitted(node_id)
-        parts.node.enrolment.remove(node_id, *(each["node_id"] for each in let_in if with_admitted))
+        gone = [node_id, *(each["node_id"] for each in let_in if with_admitted)]
+        held = [parts.node.name_of(each) for each in parts.node.replica.roster.holders() if each in gone]
+        parts.node.enrolment.remove(*gone)
         others = parts.node.replica.roster.members().keys() - {parts.node.node_id}
         there = others & parts.node.links.nodes()
         saved_by = await parts.node.saved_elsewhere() if there else []
@@ -358,25 +364,45 @@ class MemberHandlers:
             "node_id": node_id,
             "let_in": let_in,
             "with_admitted": bool(with_admitted),
+            "held_authority": held,
             "others": len(others),
             "saved_by": [parts.node.name_of(each) for each in saved_by],
         }
 
     def leave(self, force: str) -> Json:
-        """Leave the cluster; the agent ends. The founder's leaving requires `force`."""
+        """Leave the cluster; the agent ends. The last holder of the authority requires `force` for that."""
         self._check_cluster()
         parts = self._parts
-        others = [each for each in parts.node.replica.roster.members() if each != parts.node.node_id]
-        if others and parts.node.identity.authority is not None and not force:
-            raise UserError(
-                "this Mac founded the cluster and alone can let others in: once it leaves, no other Mac can "
-                "join. `mlxtp cluster leave --force` leaves all the same"
-            )
+        roster, self_id = parts.node.replica.roster, parts.node.node_id
+        others = [each for each in roster.members() if each != self_id]
+        last = parts.node.identity.authority is not None and not set(roster.holders()) - {self_id}
+        if others and last and not force:
+            raise UserError(LAST_HOLDER)
         if others:
-            parts.node.enrolment.remove(parts.node.node_id)
+            parts.node.enrolment.remove(self_id)
         self._store.leave()
         parts.node.end()
         return {"left": parts.node.identity.cluster_id, "members": len(others)}
+
+    async def hand_over(self, node: str, move: str, sure: str) -> Json:
+        """Hand the authority's key to another member; `move`: then forget it here.
+
+        Unless `sure`, only check that this is possible.
+        """
+        self._check_cluster()
+        parts, node_id = self._parts, self._other(node)
+        parts.authority.check_hand_over(node_id)
+        if sure:
+            await parts.authority.hand_over(node_id)
+        if sure and move:
+            await parts.authority.give_up()
+        names = [parts.node.name_of(each) for each in parts.node.replica.roster.holders()]
+        return {
+            "name": parts.node.name_of(node_id),
+            "node_id": node_id,
+            "moved": bool(move),
+            "holders": names,
+        }
 
     def _admitted(self, node_id: str) -> list[dict[str, str]]:
         parts = self._parts

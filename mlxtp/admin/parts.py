@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from ..cluster.authority import AuthorityKeeping
 from ..cluster.control_port import TokenIssuing
 from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports, RoundTripTimes
@@ -27,6 +28,7 @@ class AgentParts:
     node: ClusterNode
     readings: MachineReports
     round_trips: RoundTripTimes
+    authority: AuthorityKeeping
     tokens: TokenIssuing
     transfers: TransferCoordinator
     models: LocalModels

@@ -16,7 +16,7 @@ from itertools import combinations
 
 from ..api.admin import Json
 from ..api.backend import Health, ModelInfo
-from ..cluster.cluster_state import LeaderClaim
+from ..cluster.cluster_state import LeaderClaim, is_holder
 from ..cluster.introduction import versions_here
 from ..gateway.dispatcher import OpenRequests
 from ..groups import sleep
@@ -373,6 +373,7 @@ def members(cluster: ClusterSnapshot) -> list[Json]:
             "admitted_by_name": each.admitted_by,
             "joined_from": each.entry.address,
             "joined_at": each.entry.at,
+            "holds_authority": is_holder(each.entry),
             "model_problem": each.model.problem if each.model is not None else "",
             "model_progress": each.model_progress,
         }

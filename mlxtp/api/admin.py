@@ -74,6 +74,8 @@ class MemberCommands(Protocol):
 
     def leave(self, force: str) -> Json: ...
 
+    async def hand_over(self, node: str, move: str, sure: str) -> Json: ...
+
 
 class CacheCommands(Protocol):
     """Operations on caches of earlier prompts."""
@@ -185,6 +187,13 @@ def admin_routes(admin: Administration) -> list[Route]:
             lambda body: admin.members.remove(_text(body, "node"), _text(body, "with_admitted", "")),
         ),
         route("leave", "POST", lambda body: admin.members.leave(_text(body, "force", ""))),
+        route(
+            "authority",
+            "POST",
+            lambda body: admin.members.hand_over(
+                _text(body, "node"), _text(body, "move", ""), _text(body, "sure", "")
+            ),
+        ),
     ]
 
 

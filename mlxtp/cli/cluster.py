@@ -33,6 +33,8 @@ from .status import admissions_shown, members_shown
 
 #: Seconds that an agent may take to look up a model on the Hub.
 _HUB_S = 60.0
+#: Seconds that an agent may take to hand over a key and have others note that.
+_HAND_OVER_S = 30.0
 #: Fields of `serve` with the function that parses each, and the option of its name.
 _SERVE_OPTIONS: Mapping[str, tuple[Callable[[object, str], object], str]] = {
     "nodes": (parse_nodes, "--nodes"),
@@ -48,6 +50,12 @@ _BACKENDS = "auto|jaccl|ring"
 commands = typer.Typer(
     name="cluster", no_args_is_help=True, help="Members of the cluster: list them, remove one, or leave."
 )
+authority = typer.Typer(
+    name="authority",
+    no_args_is_help=True,
+    help="The key that lets Macs in: the Macs that hold it. `mlxtp cluster members` lists them.",
+)
+commands.add_typer(authority)
 
 
 def serve(
@@ -287,7 +295,7 @@ def leave(
         bool,
         typer.Option(
             "--force",
-            help="Also if this Mac founded a cluster of several: no Mac can join it afterwards.",
+            help="Also if no other Mac holds the cluster's authority: no Mac can join it afterwards.",
         ),
     ] = False,
     home: Home = None,
@@ -306,15 +314,64 @@ def leave(
         identity = Store(folder).load() if Store(folder).folder.exists() else None
         if identity is None or identity.membership is None:
             raise UserError(f"{folder} belongs to no cluster") from None
-        alone = set(state_file.load(folder)[0].beliefs.roster.members()) == {identity.node_id}
-        if identity.authority is not None and not alone and not force:
+        roster = state_file.load(folder)[0].beliefs.roster
+        alone = set(roster.members()) == {identity.node_id}
+        last = identity.authority is not None and not set(roster.holders()) - {identity.node_id}
+        if last and not alone and not force:
             raise UserError(
-                "this Mac founded its cluster and alone can let others in; `mlxtp cluster leave --force` "
-                "leaves anyway"
+                "only this Mac holds its cluster's authority, so no other can let Macs in. Start `mlxtp "
+                "node` and run `mlxtp cluster authority move NODE`, or `mlxtp cluster leave --force`"
             ) from None
         Store(folder).leave()
         answer = {"left": identity.cluster_id, "members": 0 if alone else None}
     print_answer(answer, as_json, _farewell)
+
+
+_Holder = Annotated[
+    str,
+    typer.Argument(
+        help="Its name, or the beginning of its node id: see `mlxtp cluster members`.",
+        autocompletion=shell_completion.members,
+    ),
+]
+_Sure = Annotated[bool, typer.Option("--yes", help="Do it without a question.")]
+
+
+@authority.command()
+def add(node: _Holder, sure: _Sure = False, home: Home = None, as_json: AsJson = False) -> None:
+    """Hand the key to another member too, so that both Macs can let others in.
+
+    Run it on a Mac that holds the key. It returns once the key is on the other Mac's disk.
+    """
+    _hand_over(node, sure, home, as_json, move=False)
+
+
+@authority.command()
+def move(node: _Holder, sure: _Sure = False, home: Home = None, as_json: AsJson = False) -> None:
+    """Hand the key to another member, and forget it here. Join tokens of this Mac end.
+
+    Run it on a Mac that holds the key. If the other one holds it already, this Mac only forgets it.
+    """
+    _hand_over(node, sure, home, as_json, move=True)
+
+
+def _hand_over(node: str, sure: bool, home: Path | None, as_json: bool, *, move: bool) -> None:
+    if not node.strip():
+        raise UserError("to which member? Its name, or the beginning of its id: see `mlxtp cluster members`")
+    client, ask = AgentClient(home_of(home), _HAND_OVER_S), {"node": node, "move": "yes" if move else ""}
+    name = client.post("authority", **ask)["name"]
+    if not sure:
+        if as_json or not sys.stdin.isatty():
+            raise UserError(f"{name} would be able to make and remove members; --yes confirms that")
+        typer.confirm(f"{name} will be able to make and remove members. Hand over the key?", abort=True)
+    print_answer(client.post("authority", **ask, sure="yes"), as_json, _handed_over)
+
+
+def _handed_over(answer: Mapping[str, Any]) -> list[str]:
+    lines = [f"{answer['name']} has the key on its disk; {' and '.join(answer['holders'])} can let Macs in"]
+    if answer["moved"]:
+        lines.append("this Mac has forgotten it; backups of this Mac still have it")
+    return [escape(line) for line in lines]
 
 
 def _names(answer: Mapping[str, Any]) -> str:
@@ -327,6 +384,11 @@ def _removed(answer: Mapping[str, Any]) -> list[str]:
         lines.append(f"nor are the Macs that it admitted: {_names(answer)}")
     elif answer["let_in"]:
         lines.append(f"it admitted {_names(answer)}, still members: `mlxtp cluster remove` removes them")
+    if held := " and ".join(answer["held_authority"]):
+        lines.append(
+            f"{held} held the cluster's authority and may still have its key: with that it can let Macs in, "
+            "itself too. Unless you trust that Mac, found a new cluster (docs/operations.md)"
+        )
     if answer["others"] and not answer["saved_by"]:
         lines.append("no other Mac has this on its disk yet; keep this one on until `mlxtp status` shows one")
     return [escape(line) for line in lines]

@@ -197,7 +197,8 @@ def _work(member: Mapping[str, Any], several: bool) -> str:
 
 def _roles(member: Mapping[str, Any]) -> str:
     roles = {"self": "this Mac", "coordinator": "coordinator", "draining": "about to stop"}
-    return ", ".join(words for name, words in roles.items() if member[name])
+    roles |= {"holds_authority": "can let Macs in"}
+    return ", ".join(words for name, words in roles.items() if member.get(name))
 
 
 # --- --watch: `picture` is pure, the others poll -----------------------------------------------------------

@@ -6,11 +6,13 @@ Merging needs no order: members that received the same messages, in any order an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import Code, RemoteProtocolError, UserError
-from ..wire.cluster_messages import MAX_MEMBERS, MAX_TOLD, Beat, Members, RosterEntry
+from ..wire.certificates import fingerprint, key_at
+from ..wire.cluster_messages import MAX_ENTERED, MAX_MEMBERS, Beat, Members, RosterEntry
 from .deployments import NO_DEPLOYMENTS, DeploymentTable
 
 #: Members and removed members. Removals are never forgotten, because a forgotten key would be admitted again.
@@ -49,13 +51,18 @@ class Roster:
 
     def members(self) -> dict[str, RosterEntry]:
         """Return up to 64 members by node id, the oldest first. Of one node's keys the latest counts."""
-        by_age = sorted(
-            (entry for entry in self.entries if not entry.removed),
-            key=_age,
-        )
-        latest = {entry.node_id: entry for entry in by_age}
-        oldest = sorted(latest.values(), key=_age)
-        return {entry.node_id: entry for entry in oldest[:MAX_MEMBERS]}
+        return {entry.node_id: entry for entry in self._by_age()[:MAX_MEMBERS]}
+
+    def surplus(self) -> list[str]:
+        """Return the node ids of the latest members, for which there is no room.
+
+        Two Macs that each admit the 64th member at one time cause that. All leave out the same one.
+        """
+        return [entry.node_id for entry in self._by_age()[MAX_MEMBERS:]]
+
+    def holders(self) -> list[str]:
+        """Return the node ids of the members that hold the authority's key, by its signature."""
+        return [node_id for node_id, entry in self.members().items() if is_holder(entry)]
 
     def removed(self, fingerprint: str) -> bool:
         """Return True when this key was removed from the cluster, or its node has a later key."""
@@ -68,6 +75,11 @@ class Roster:
             )
         )
 
+    @property
+    def orphaned(self) -> bool:
+        """True once each Mac that held the authority's key has left or was removed."""
+        return not self.holders() and any(map(is_holder, self.entries))
+
     def by_key(self, fingerprint: str) -> RosterEntry | None:
         """Return the entry of a key."""
         return next((entry for entry in self.entries if entry.fingerprint == fingerprint), None)
@@ -79,14 +91,6 @@ class Roster:
             if entry.admitted_by in found and node_id not in found:
                 found.append(node_id)
         return found[len(node_ids) :]
-
-    def founder(self) -> str:
-        """Return the node id of the Mac that founded the cluster, by the authority's signature, or ""."""
-        return next((entry.node_id for entry in self.entries if is_founder(entry)), "")
-
-    def holders(self) -> list[str]:
-        """Return the node ids of the members that hold the authority's key, by its signature."""
-        return [node_id for node_id, entry in self.members().items() if is_founder(entry)]
 
     def merged(self, entries: Iterable[RosterEntry]) -> Roster:
         """Merge another member's entries.
@@ -124,22 +128,10 @@ class Roster:
             )
         return self.merged([entry])
 
-    def fitting(self, entries: Iterable[RosterEntry], self_id: str) -> tuple[RosterEntry, ...]:
-        """Return those of another member's `entries` for which this roster of node `self_id` has room.
-
-        The latest members are left out when there are too many. Removals, and entries of keys or nodes known
-        here, always have room; `merged` bounds the list as a whole.
-        """
-        keys = {entry.fingerprint for entry in self.entries}
-        nodes = {self_id, *(entry.node_id for entry in self.entries if not entry.removed)}
-        fit = []
-        for entry in sorted(entries, key=_age):
-            if not entry.removed and entry.fingerprint not in keys:
-                if len(nodes | {entry.node_id}) > MAX_MEMBERS:
-                    continue
-                nodes.add(entry.node_id)
-            fit.append(entry)
-        return tuple(fit)
+    def stating(self, node_id: str, seal: Seal, *, holds: bool) -> Roster:
+        """State that this member holds the authority's key, or no longer does."""
+        entry = self.members()[node_id]
+        return self.merged([seal(replace(entry, holds=holds, holds_in=self._next_version()))])
 
     def removing(self, node_id: str, seal: Seal) -> Roster:
         """Remove this member. Raises UserError when there is none."""
@@ -161,20 +153,41 @@ class Roster:
 
     def messages(self) -> tuple[Members, ...]:
         """Split the roster into as many messages as it takes."""
-        starts = range(0, max(len(self.entries), 1), MAX_TOLD)
-        return tuple(Members(self.entries[start : start + MAX_TOLD]) for start in starts)
+        starts = range(0, max(len(self.entries), 1), MAX_ENTERED)
+        return tuple(Members(self.entries[start : start + MAX_ENTERED]) for start in starts)
 
     def newest(self) -> int:
-        """Return the highest version of an entry or a removal; 0 for an empty roster."""
-        return max((max(entry.version, entry.removed_in) for entry in self.entries), default=0)
+        """Return the highest version of anything in it; 0 for an empty roster."""
+        return max(map(_newest, self.entries), default=0)
 
     def _next_version(self) -> int:
         return 1 + self.newest()
+
+    def _by_age(self) -> list[RosterEntry]:
+        """Return the entry that counts of each node that was not removed, the oldest first."""
+        latest = {
+            entry.node_id: entry
+            for entry in sorted((each for each in self.entries if not each.removed), key=_age)
+        }
+        return sorted(latest.values(), key=_age)
 
 
 def is_founder(entry: RosterEntry) -> bool:
     """Return True for the Mac that founded the cluster: the authority signed that it admitted itself."""
     return bool(entry.admission) and entry.admitted_by == entry.node_id
+
+
+def is_holder(entry: RosterEntry) -> bool:
+    """Return True for a member that holds the authority's key. At first the founder does."""
+    return entry.holds if entry.holding else is_founder(entry)
+
+
+def remover_of(entry: RosterEntry) -> str:
+    """Return the fingerprint of the key that signed an entry's removal; empty for none."""
+    try:
+        return fingerprint(key_at(bytes.fromhex(entry.remover)))
+    except ValueError:
+        return ""
 
 
 def admission_of(entry: RosterEntry) -> tuple[str | int, ...]:
@@ -184,23 +197,60 @@ def admission_of(entry: RosterEntry) -> tuple[str | int, ...]:
 
 
 def removal_of(entry: RosterEntry) -> tuple[str | int, ...]:
-    """Return the removal of an entry; the remover signs the first two."""
-    return (entry.fingerprint, entry.removed_in, entry.remover, entry.removal)
+    """Return the removal of an entry; the remover signs the first two, the authority the first three."""
+    return (entry.fingerprint, entry.removed_in, entry.remover, entry.removal, entry.authorized)
+
+
+def holding_of(entry: RosterEntry) -> tuple[str | int, ...]:
+    """Return the part of an entry that says whether the member holds the authority's key, and its proof."""
+    return (entry.fingerprint, entry.holds_in, entry.holds, entry.holding)
 
 
 def _joined(one: RosterEntry, other: RosterEntry) -> RosterEntry:
-    """Merge two entries of one key. A signed admission beats an unsigned one; then the later one wins."""
+    """Merge two entries of one key. What is signed beats what is not; then the later one wins.
+
+    A member that has no authority removes no holder of its key, whichever of the two came first.
+    """
+    if one == other and not (one.removed and is_holder(one)):
+        return one
     later = max(
         one, other, key=lambda each: (bool(each.admission), each.version, admission_of(each), each.admission)
     )
-    gone = max(one, other, key=lambda each: (bool(each.removal), each.removed_in, each.remover, each.removal))
-    return replace(
+    gone = max(
+        one,
+        other,
+        key=lambda each: (bool(each.removal), _binds_holders(each), each.removed_in, removal_of(each)),
+    )
+    held = max(one, other, key=lambda each: (bool(each.holding), holding_of(each)[1:]))
+    merged = replace(
         later,
         removed=one.removed or other.removed,
         removed_in=gone.removed_in,
         remover=gone.remover,
         removal=gone.removal,
+        authorized=gone.authorized,
+        holds=held.holds,
+        holds_in=held.holds_in,
+        holding=held.holding,
     )
+    if merged.removed and is_holder(merged) and not _binds_holders(merged):
+        return replace(merged, **NOT_REMOVED)
+    return merged
+
+
+def _binds_holders(entry: RosterEntry) -> bool:
+    """Return True for a removal by the authority, or by the removed member itself."""
+    return bool(entry.authorized) or (bool(entry.removal) and remover_of(entry) == entry.fingerprint)
+
+
+#: Fields of an entry without a removal.
+NOT_REMOVED: Mapping[str, Any] = {
+    "removed": False, "removed_in": 0, "remover": "", "removal": "", "authorized": ""
+}  # fmt: skip
+
+
+def _newest(entry: RosterEntry) -> int:
+    return max(entry.version, entry.removed_in, entry.holds_in)
 
 
 def _age(entry: RosterEntry) -> tuple[int, str]:
@@ -208,7 +258,7 @@ def _age(entry: RosterEntry) -> tuple[int, str]:
 
 
 def _parts(entry: RosterEntry) -> tuple[object, ...]:
-    return (*admission_of(entry), entry.admission, entry.removed, *removal_of(entry))
+    return (*admission_of(entry), entry.admission, entry.removed, *removal_of(entry), *holding_of(entry))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +282,6 @@ class Replica:
         self.self_id = self_id
         self.deployments = kept.deployments
         self.epoch = kept.epoch
-        self.overfull = False  #: True once a node has reported more members than a cluster can have.
         self._hold(kept.roster)
 
     def lacks(self, beat: Beat) -> tuple[bool, bool]:
@@ -249,16 +298,11 @@ class Replica:
         return self.deployments != before
 
     def enrols(self, entries: Iterable[RosterEntry]) -> bool:
-        """Take in a member's roster. True when it changes this node's: keep it, and send it on.
-
-        Members without room are left out, see `overfull`.
-        """
+        """Take in a member's roster. True when it changes this node's: keep it, and send it on."""
         before, entries = self.roster, tuple(entries)
         youngest = before.newest()
-        check_leaps(*((max(entry.version, entry.removed_in), youngest) for entry in entries))
-        fitting = before.fitting(entries, self.self_id)
-        self.overfull |= len(fitting) < len(entries)
-        self._hold(before.merged(fitting))
+        check_leaps(*((_newest(entry), youngest) for entry in entries))
+        self._hold(before.merged(entries))
         return self.roster != before
 
     def saw_epoch(self, number: int) -> None:
@@ -271,6 +315,10 @@ class Replica:
     def admit(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> None:
         """Add a member that joined through this node. Raises UserError as `Roster.admitting` does."""
         self._hold(self.roster.admitting(node_id, name, fingerprint, seal))
+
+    def state_holder(self, node_id: str, seal: Seal, *, holds: bool) -> None:
+        """State that a member holds the authority's key, or no longer does."""
+        self._hold(self.roster.stating(node_id, seal, holds=holds))
 
     def remove(self, node_id: str, seal: Seal) -> None:
         """Remove a member, as a user at this node requested. Raises UserError when there is none."""

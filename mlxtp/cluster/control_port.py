@@ -1,4 +1,7 @@
-"""The control port: it accepts members and joiners. Join tokens, which any Mac requests and one issues."""
+"""The control port: it accepts members and joiners. Join tokens, which any Mac requests.
+
+Macs that hold the authority's key issue them. Each keeps its own in memory: a joiner has to reach that Mac.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import errno
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import zip_longest
 
 from .. import audit
 from ..discovery.addresses import host_and_port
@@ -27,45 +31,55 @@ from .node import ClusterNode
 
 ANSWER_S = 5.0
 SECRET_BYTES = 16
+UNKNOWN = "the Mac that founded this cluster"  #: The holder of the authority, before a roster has come.
 
 
 class TokenIssuing:
-    """Requests and issues join tokens. `issuer` is None on Macs that cannot issue them."""
+    """Requests join tokens, and issues them by `issuer` where the authority's key is."""
 
     def __init__(self, node: ClusterNode) -> None:
-        self.issuer: TokenIssuer | None = None
+        membership = node.identity.membership
+        assert membership is not None
+        self.issuer = TokenIssuer(membership.cluster_id, authority_hash(membership.authority))
         self._node = node
-        identity = node.identity
-        if identity.authority is not None and identity.membership is not None:
-            self.issuer = TokenIssuer(identity.cluster_id, authority_hash(identity.membership.authority))
-            node.enrolment.on_change(self._void)
+        node.enrolment.on_change(self._void)
         node.links.on(self._issue, TokenWanted)
 
     async def token(self) -> str:
-        """Return a new join token, from the Mac that can issue one. Raises UserError when none can now."""
-        if self.issuer is not None:
-            return self._made(self.issuer, "")
+        """Return a new join token, from a Mac that can issue one. Raises UserError when none can now."""
         node = self._node
-        founder = node.peer_info.authority
-        if founder and founder not in node.replica.roster.members():
+        if node.identity.authority is not None:
+            return self._made("")
+        roster, names = node.replica.roster, _names(node, node.replica.roster.holders())
+        if roster.orphaned:
             raise UserError(
-                "the Mac that founded this cluster has left it, so no Mac can join it; found a new cluster"
+                "no Mac that holds this cluster's authority belongs to it any longer, so no Mac can join it; "
+                "found a new cluster"
             )
-        if founder not in node.links.nodes():
-            who = node.name_of(founder) if founder else "the Mac that founded this cluster"
-            raise UserError(
-                f"only {who} can issue join tokens, and it is away; start it, or run this command there"
-            )
+        refusal = UserError(
+            f"only {names or UNKNOWN} can issue join tokens, but is out of reach; start it, or run this "
+            "command there"
+        )
+        for holder in roster.holders():
+            if holder in node.links.nodes():
+                try:
+                    return await self._asked(holder)
+                except UserError as error:
+                    refusal = error
+        raise refusal
+
+    async def _asked(self, holder: str) -> str:
+        """Return a join token of that Mac. Raises UserError when it issues none."""
         wanted = TokenWanted(secrets.token_bytes(16))
         try:
-            issued = await node.links.ask(founder, wanted, TokenIssued, ANSWER_S)
+            issued = await self._node.links.ask(holder, wanted, TokenIssued, ANSWER_S)
         except LinkError:
-            raise UserError(f"{node.name_of(founder)} did not reply; try again") from None
+            raise UserError(f"{self._node.name_of(holder)} did not reply; try again") from None
         if not issued.token:
             raise UserError(issued.problem)
-        return self._checked(issued.token, founder)
+        return self._checked(issued.token, holder)
 
-    def _checked(self, text: str, founder: str) -> str:
+    def _checked(self, text: str, holder: str) -> str:
         """Return the token as it is written here. Raises UserError for one that is not of this cluster."""
         membership = self._node.identity.membership
         assert membership is not None
@@ -76,18 +90,18 @@ class TokenIssuing:
                 authority_hash(membership.authority),
             ):
                 return token.text()
-        name = self._node.name_of(founder)
+        name = self._node.name_of(holder)
         raise UserError(
             f"{name} replied with something else than a join token of this cluster; do not trust that Mac"
         )
 
-    def _made(self, issuer: TokenIssuer, asked_by: str) -> str:
+    def _made(self, asked_by: str) -> str:
         """Return a new join token. `asked_by` is the member that requested it; empty for this one.
 
         Raises UserError when too many tokens are open.
         """
         node, member = self._node, asked_by or self._node.node_id
-        token = issuer.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic(), member)
+        token = self.issuer.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic(), member)
         about = {"token": token_name(token.id), "member": node.name_of(member), "node_id": member}
         about |= {"by": about["member"]} if asked_by else {}
         audit.record("token_made", f"join token {about['token']} is made for {about['member']}", about)
@@ -95,14 +109,13 @@ class TokenIssuing:
 
     def _void(self) -> None:
         """Void the tokens that removed members requested."""
-        if self.issuer is not None:
-            self.issuer.keep(self._node.replica.roster.members())
+        self.issuer.keep(self._node.replica.roster.members())
 
     def _issue(self, link: ControlLink, wanted: TokenWanted) -> None:
         token, problem = "", "this Mac cannot issue join tokens"
-        if self.issuer is not None:
+        if self._node.identity.authority is not None:
             try:
-                token, problem = self._made(self.issuer, link.node_id), ""
+                token, problem = self._made(link.node_id), ""
             except UserError as error:
                 problem = error.detail
         with contextlib.suppress(MlxtpError):
@@ -233,13 +246,9 @@ class ControlPort:
         node, nonce = self._node, secrets.token_bytes(NONCE_BYTES)
         authority, membership = node.identity.authority, node.identity.membership
         assert membership is not None
-        if authority is None or self._tokens.issuer is None:
-            founder = node.peer_info.authority
-            link = node.links.to(founder)
-            near = link.remote if link is not None else ""
-            at = sorted(_sendable(node, founder), key=lambda address: not address.startswith(f"{near}:"))
-            name = node.name_of(founder) if founder else "the Mac that founded this cluster"
-            return redirect(membership.authority, nonce, name, tuple(at[:MAX_ADDRESSES]))
+        names, at = self._other_holders()
+        if authority is None:
+            return redirect(membership.authority, nonce, names or UNKNOWN, at)
         members = {node_id: entry.fingerprint for node_id, entry in node.replica.roster.members().items()}
         peers = tuple(address for each in members for address in _sendable(node, each))
         return Host(
@@ -251,7 +260,25 @@ class ControlPort:
             peers=(*node.introduction.addresses(), *peers)[:MAX_PEERS],
             at=node.peer_info.clock.now(),
             address=joiner_at,
+            others=(names, at),
         )
+
+    def _other_holders(self) -> tuple[str, tuple[str, ...]]:
+        """Return the names of the other Macs that issue tokens, and addresses: of each, the nearest first."""
+        node, found = self._node, []
+        holders = [each for each in node.replica.roster.holders() if each != node.node_id]
+        for holder in sorted(holders, key=lambda each: each not in node.links.nodes()):
+            link = node.links.to(holder)
+            near = link.remote if link is not None else ""
+            found.append(
+                sorted(_sendable(node, holder), key=lambda address: not address.startswith(f"{near}:"))
+            )
+        at = [each for row in zip_longest(*found) for each in row if each is not None]
+        return _names(node, holders), tuple(at[:MAX_ADDRESSES])
+
+
+def _names(node: ClusterNode, node_ids: Iterable[str]) -> str:
+    return " or ".join(map(node.name_of, node_ids))
 
 
 def _sendable(node: ClusterNode, node_id: str) -> tuple[str, ...]:

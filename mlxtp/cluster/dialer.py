@@ -38,7 +38,6 @@ class Dialer:
         self, node: ClusterNode, credentials: Credentials, port: int, rewired: Callable[[], None]
     ) -> None:
         self._settings = node.settings
-        self._identity = node.identity
         self._node = node
         self._port = port
         self._rewired = rewired
@@ -99,7 +98,7 @@ class Dialer:
         self._addresses = addresses
 
     def _advert(self) -> Advert:
-        identity = self._identity
+        identity = self._node.identity
         return Advert(
             identity.node_id,
             identity.cluster_id,

@@ -157,7 +157,6 @@ class Introduction:
             self._flags,
             self.addresses(),
             self.http,
-            self.identity.authority is not None,
             int(own_time()),
         )
 
@@ -265,17 +264,14 @@ class PeerInfo:
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
     short: set[str] = field(default_factory=set)  #: Nodes with less free memory than new requests need.
     met_at: dict[str, float] = field(default_factory=dict)  #: Time at which a node's link came up.
-    authority: str = ""  #: Node that can admit others, once this node has met it.
     clock: ClusterClock = field(default_factory=ClusterClock)
 
-    def met(self, hello: AgentHello, now: float, founder: str) -> None:
-        """Take in the hello of a node. `founder`: node id of the founder that the roster proves."""
+    def met(self, hello: AgentHello, now: float) -> None:
+        """Take in the hello of a node."""
         self.names[hello.node_id] = hello.name
         self.met_at.setdefault(hello.node_id, now)
         self.https[hello.node_id] = hello.http
         self.addresses[hello.node_id] = hello.addresses
-        if hello.authority and founder in ("", hello.node_id):
-            self.authority = hello.node_id
 
     def beat(self, node_id: str, beat: Beat) -> None:
         """Take in the beat of a node."""

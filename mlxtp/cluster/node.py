@@ -19,7 +19,7 @@ from ..discovery.addresses import Dialing
 from ..errors import Code, MlxtpError, ProtocolError, UserError
 from ..identity.store import Identity
 from ..identity.validity import own_time
-from ..wire.cluster_messages import Beat, Machine, Members, RosterSaved
+from ..wire.cluster_messages import MAX_MEMBERS, Beat, Machine, Members, RosterSaved
 from ..wire.messages import Error
 from .cluster_state import Replica
 from .desired import DesiredDeployments
@@ -40,6 +40,10 @@ AT_ONCE = Debounce(settle_s=0.0, settle_most_s=0.0, start_s=0.0)
 REMOVED = (
     "this Mac was removed from its cluster; "
     "`mlxtp cluster leave`, then `mlxtp node --join TOKEN` bring it back"
+)
+CROWDED = (
+    f"this Mac was let in while another became the last of {MAX_MEMBERS} members, so it has no room; once a "
+    "member is removed, `mlxtp cluster leave`, then `mlxtp node --join TOKEN` bring it back"
 )
 
 
@@ -140,8 +144,8 @@ class ClusterNode:
         proofs = RosterProofs(identity)
         calm = None if settings.cluster else AT_ONCE
         self.replica = restored(proofs, identity, self.name, kept.beliefs)
-        is_founder = identity.authority is not None
-        self.leadership = Leadership(self.replica, kept.beliefs.claim.term, now, calm, founder=is_founder)
+        founder = identity.authority is not None
+        self.leadership = Leadership(self.replica, kept.beliefs.claim.term, now, calm, founder=founder)
         others = [node for node in self.replica.roster.members() if node != self.node_id]
         self.membership = Membership(self.node_id, self.boot_id, others, now)
         introduction = self.introduction
@@ -259,7 +263,7 @@ class ClusterNode:
                 link.refuse(ProtocolError(f"{what}; if it persists, restart it", Code.DUPLICATE_NODE))
             return False
         self.introduction.met(link.node_id)
-        self.peer_info.met(hello, now, self.replica.roster.founder())
+        self.peer_info.met(hello, now)
         self.gossip.greet(link)
         self.changed()
         return True
@@ -286,6 +290,11 @@ class ClusterNode:
         roster = self.replica.roster
         for message in roster.messages():
             self.links.broadcast(message)
+        surplus = self.node_id in roster.surplus()
+        if surplus or roster.removed(self.identity.fingerprint):
+            self.introduction.problem = CROWDED if surplus else REMOVED
+            self.end()
+            return
         members = roster.members()
         for node_id in list(self.membership.statuses()):
             if node_id not in members and node_id != self.node_id:
@@ -293,9 +302,6 @@ class ClusterNode:
         for node_id in members:
             if node_id != self.node_id:
                 self.membership.admitted(node_id)
-        if roster.removed(self.identity.fingerprint):
-            self.introduction.problem = REMOVED
-            self.end()
         self.changed()
 
     # --- rounds --------------------------------------------------------------------------------------

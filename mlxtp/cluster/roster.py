@@ -16,59 +16,86 @@ from functools import partial
 from .. import audit
 from ..errors import UserError
 from ..identity.store import Identity
-from ..wire.certificates import PublicKey, authority_key, fingerprint, is_signed, key_at, point_of, sign
+from ..wire.certificates import PublicKey, authority_key, is_signed, key_at, point_of, sign
 from ..wire.cluster_messages import MAX_MEMBERS, Members, RosterEntry
-from .cluster_state import ClusterState, Replica, Roster, admission_of, is_founder, removal_of
+from .cluster_state import (
+    NOT_REMOVED,
+    ClusterState,
+    Replica,
+    Roster,
+    admission_of,
+    holding_of,
+    is_founder,
+    removal_of,
+    remover_of,
+)
 from .links import ControlLink
 
 log = logging.getLogger(__name__)
 
 _ADMISSION = b"mlxtp roster admission\0"
 _REMOVAL = b"mlxtp roster removal\0"
+_AUTHORIZED = b"mlxtp roster authorized removal\0"
+_HOLDING = b"mlxtp roster holder\0"
 
 
 class RosterProofs:
-    """Signatures that this node makes, and checks of those that it receives."""
+    """Signatures that this node makes, and checks of those that it receives.
+
+    `identity` changes when this node gets the authority's key, or gives it up.
+    """
 
     def __init__(self, identity: Identity) -> None:
         assert identity.membership is not None
-        self._identity = identity
+        self.identity = identity
         self._authority = authority_key(identity.membership.authority)
 
     def admission(
         self, entry: RosterEntry, admitted_by: str = "", address: str = "", at: int = 0
     ) -> RosterEntry:
-        """Sign an admission, on the Mac that has the authority; elsewhere add no signature.
+        """Sign an admission, on a Mac that has the authority; elsewhere add no signature.
 
         The signature names a Mac as admitted by itself only for this Mac's own key: that marks the founder.
         """
-        if admitted_by == entry.node_id and entry.fingerprint != self._identity.fingerprint:
+        if admitted_by == entry.node_id and entry.fingerprint != self.identity.fingerprint:
             admitted_by = ""
         entry = replace(entry, admitted_by=admitted_by, address=address, at=at)
-        authority = self._identity.authority
+        authority = self.identity.authority
         if authority is None:
             return entry
         return replace(entry, admission=sign(authority.key, _ADMISSION, *self._admission(entry)).hex())
 
     def own(self, entry: RosterEntry) -> RosterEntry:
         """Sign this node's own admission, as `admission` does: the founder admitted itself."""
-        return self.admission(entry, self._identity.node_id if self._identity.authority else "")
+        return self.admission(entry, self.identity.node_id if self.identity.authority else "")
 
     def removal(self, entry: RosterEntry) -> RosterEntry:
-        """Sign the removal that the entry records, in this node's name."""
-        key = self._identity.key
+        """Sign the removal that the entry records, in this node's name, and by the authority if it is here.
+
+        The rights of a removal by the authority do not depend on who held it later.
+        """
+        key, authority = self.identity.key, self.identity.authority
         entry = replace(entry, remover=point_of(key.public_key()).hex())
-        return replace(entry, removal=sign(key, _REMOVAL, *self._removal(entry)).hex())
+        entry = replace(entry, removal=sign(key, _REMOVAL, *self._removal(entry)).hex())
+        if authority is None:
+            return entry
+        return replace(entry, authorized=sign(authority.key, _AUTHORIZED, *self._authorized(entry)).hex())
+
+    def holding(self, entry: RosterEntry) -> RosterEntry:
+        """Sign whether the member holds the authority's key, on a Mac that has it."""
+        authority = self.identity.authority
+        assert authority is not None
+        return replace(entry, holding=sign(authority.key, _HOLDING, *self._holding(entry)).hex())
 
     def completed(self, roster: Roster) -> Roster:
         """Sign entries that an earlier version kept without signatures, on the Mac that has the authority."""
-        if self._identity.authority is None:
+        if self.identity.authority is None:
             return roster
         return Roster(tuple(self._completed(entry) for entry in roster.entries))
 
     def _completed(self, entry: RosterEntry) -> RosterEntry:
         if not entry.admission:
-            ours = entry.fingerprint == self._identity.fingerprint
+            ours = entry.fingerprint == self.identity.fingerprint
             entry = self.own(entry) if ours else self.admission(entry)
         if entry.removed and not entry.removal:
             entry = self.removal(replace(entry, removed_in=entry.version))
@@ -83,10 +110,10 @@ class RosterProofs:
             if self._is_admitted(told, had):
                 entry = told
             elif had is not None:
-                entry = _with_removal(had, told)  # the held entry stays, signed or not
+                entry = _with_admission(told, had)  # the held admission stays, signed or not
             else:
                 continue
-            if entry != had:
+            if entry != had and self._is_holding_proven(entry, had):
                 known.setdefault(entry.fingerprint, entry)
                 admitted.append(entry)
         return tuple(each for each in admitted if self._is_proven(each, mine.get(each.fingerprint), known))
@@ -101,53 +128,68 @@ class RosterProofs:
     ) -> bool:
         """Return True when an entry has no removal, or proves it."""
         if not entry.removed:
-            return not (entry.removed_in or entry.remover or entry.removal)
+            return all(getattr(entry, name) == empty for name, empty in NOT_REMOVED.items())
         if mine is not None and mine.removal and removal_of(entry) == removal_of(mine):
             return True
-        key = _key(entry.remover)
-        remover = known.get(fingerprint(key)) if key is not None else None
-        if key is None or remover is None or not _may_remove(remover, entry, known):
+        key, remover = _key(entry.remover), known.get(remover_of(entry))
+        if key is None or not _holds(key, entry.removal, _REMOVAL, self._removal(entry)):
             return False
-        return _holds(key, entry.removal, _REMOVAL, self._removal(entry))
+        if entry.authorized:
+            return _holds(self._authority, entry.authorized, _AUTHORIZED, self._authorized(entry))
+        return remover is not None and _may_remove(remover, entry, known)
+
+    def _is_holding_proven(self, entry: RosterEntry, mine: RosterEntry | None) -> bool:
+        """Return True when an entry has no statement on the authority's key, or proves it."""
+        if mine is not None and holding_of(entry) == holding_of(mine):
+            return True
+        if not entry.holding:
+            return not (entry.holds or entry.holds_in)
+        return _holds(self._authority, entry.holding, _HOLDING, self._holding(entry))
 
     def _admission(self, entry: RosterEntry) -> list[bytes]:
-        return [str(part).encode() for part in (self._identity.cluster_id, *admission_of(entry))]
+        return self._parts(*admission_of(entry))
 
     def _removal(self, entry: RosterEntry) -> list[bytes]:
-        parts = (self._identity.cluster_id, entry.fingerprint, entry.removed_in)
-        return [str(part).encode() for part in parts]
+        return self._parts(entry.fingerprint, entry.removed_in)
 
+    def _authorized(self, entry: RosterEntry) -> list[bytes]:
+        return self._parts(*removal_of(entry)[:3])
 
-def remover_of(entry: RosterEntry) -> str:
-    """Return the fingerprint of the key that signed an entry's removal; empty for none."""
-    key = _key(entry.remover)
-    return fingerprint(key) if key is not None else ""
+    def _holding(self, entry: RosterEntry) -> list[bytes]:
+        return self._parts(*holding_of(entry)[:3])
+
+    def _parts(self, *parts: str | int) -> list[bytes]:
+        return [str(part).encode() for part in (self.identity.cluster_id, *parts)]
 
 
 def _may_remove(remover: RosterEntry, entry: RosterEntry, known: Mapping[str, RosterEntry]) -> bool:
-    """Return True when the rules let one member remove another.
+    """Return True when the rules let one member without the authority remove another.
 
-    A member may leave. No other Mac removes the founder. A member removes no other after a removal of its own
-    that the founder or itself signed. Removals by others do not end that right: their versions prove nothing.
+    A member may leave. A member removes no other after a removal of its own that the authority, the founder
+    or itself signed. Removals by others do not end that right: their versions prove nothing. Holders of the
+    authority's key are exempt when rosters are merged.
     """
     if remover.fingerprint == entry.fingerprint:
         return True
-    if is_founder(entry):
-        return False
     if not remover.removed or entry.removed_in <= remover.removed_in:
         return True
     by = known.get(remover_of(remover))
+    if remover.authorized:
+        return False
     return by is None or not (is_founder(by) or by.fingerprint == remover.fingerprint)
 
 
-def _with_removal(entry: RosterEntry, removed: RosterEntry) -> RosterEntry:
-    """Return an entry with the removal of another entry of the same key."""
+def _with_admission(entry: RosterEntry, held: RosterEntry) -> RosterEntry:
+    """Return an entry with the admission of another entry of the same key."""
     return replace(
         entry,
-        removed=removed.removed,
-        removed_in=removed.removed_in,
-        remover=removed.remover,
-        removal=removed.removal,
+        node_id=held.node_id,
+        name=held.name,
+        version=held.version,
+        admitted_by=held.admitted_by,
+        address=held.address,
+        at=held.at,
+        admission=held.admission,
     )
 
 
@@ -173,10 +215,15 @@ def _holds(key: PublicKey, signature: str, label: bytes, parts: list[bytes]) -> 
 
 
 def restored(proofs: RosterProofs, identity: Identity, name: str, kept: ClusterState) -> Replica:
-    """Restore the kept state, signed where this node can sign, and with this node as a member."""
+    """Restore the kept state, signed where this node can sign, and with this node as a member.
+
+    If the authority's key is here, the roster says so.
+    """
     found = Replica(identity.node_id, replace(kept, roster=proofs.completed(kept.roster)))
     if identity.node_id not in found.roster.members():
         found.admit(identity.node_id, name, identity.fingerprint, proofs.own)
+    if identity.authority is not None and identity.node_id not in found.roster.holders():
+        found.state_holder(identity.node_id, proofs.holding, holds=True)
     return found
 
 
@@ -206,12 +253,20 @@ class Enrolment:
         audit.record("member_joined", words, about)
 
     def remove(self, *node_ids: str) -> None:
-        """Remove members. Raises UserError for a node that is no member, or a founder on another Mac."""
+        """Remove members.
+
+        Raises UserError for a node that is no member, and for one that holds the authority's key, if this Mac
+        does not.
+        """
         replica, name_of = self._replica, self._name_of
-        if (founder := replica.roster.founder()) in node_ids and founder != replica.self_id:
+        holders = replica.roster.holders()
+        held = [each for each in holders if each in node_ids and each != replica.self_id]
+        if held and self._proofs.identity.authority is None:
+            others = " or ".join(name_of(each) for each in holders if each not in held)
             raise UserError(
-                f"{name_of(founder)} founded this cluster, and no other Mac can remove it; run "
-                "`mlxtp cluster leave --force` there"
+                f"{name_of(held[0])} holds the cluster's authority, so only another Mac that holds it can "
+                f"remove it: {f'run this command on {others}' if others else 'and there is none'}. "
+                "`mlxtp cluster leave` works on it"
             )
         for node_id in node_ids:
             words = f"{name_of(replica.self_id)} removes {name_of(node_id)} from the cluster"
@@ -221,8 +276,7 @@ class Enrolment:
 
     def received(self, link: ControlLink, members: Members) -> None:
         """Take in another member's roster."""
-        replica = self._replica
-        full, before = replica.overfull, replica.roster
+        replica, before = self._replica, self._replica.roster
         if replica.enrols(self._proofs.proven(members.entries, before)):
             for entry in replica.roster.entries:
                 if entry.removed and not before.removed(entry.fingerprint):
@@ -232,9 +286,19 @@ class Enrolment:
                     about = {"member": entry.name, "node_id": node_id, "by": who}
                     audit.record("member_removed", words, about)
             self._changed()
-        if replica.overfull and not full:
-            words = "%s reports more than %d members; those beyond are left out"
-            log.warning(words, self._name_of(link.node_id), MAX_MEMBERS)
+        if (surplus := replica.roster.surplus()) and not before.surplus():
+            words = "%s reports more than %d members; the latest are left out: %s"
+            latest = ", ".join(map(self._name_of, surplus))
+            log.warning(words, self._name_of(link.node_id), MAX_MEMBERS, latest)
+
+    def hold(self, identity: Identity) -> None:
+        """Go on as a node that has the authority's key, or no longer has it, and state that to all."""
+        proofs, holds = self._proofs, identity.authority is not None
+        if holds:
+            proofs.identity = identity
+        self._replica.state_holder(identity.node_id, proofs.holding, holds=holds)
+        proofs.identity = identity
+        self._changed()
 
     def _changed(self) -> None:
         for handler in self._on_change:

@@ -29,8 +29,7 @@ log = logging.getLogger(__name__)
 
 FILE = "state.json"
 #: Format of the file. A later version wrote a file of a later format; this version does not read it. In
-#: format 1 only users chose the model, requests did not. Up to format 2 no entry of the roster had a
-#: signature. Up to format 3 there was one desired model.
+#: format 1 only users chose the model, requests did not. Up to format 3 there was one desired model.
 FORMAT = 4
 MAX_ADDRESSES = 16  #: Addresses kept of each peer.
 _MAX_BYTES = 32 << 20
@@ -45,7 +44,7 @@ _FIELDS: Mapping[str, FieldCodec] = {
 }
 _ADDRESSES = texts(MAX_ADDRESSES, 300)  # a host name has up to 253 characters
 _NODE_ID = text(32)
-_NO_SIGNATURE = {each.name: each.default for each in fields(RosterEntry) if each.default is not MISSING}
+_DEFAULTS = {each.name: each.default for each in fields(RosterEntry) if each.default is not MISSING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,7 @@ def from_text(text: str) -> SavedState:
         raise ValueError("it has no format number")
     if not 1 <= table["format"] <= FORMAT:
         raise ValueError(f"it has format {table['format']}; this version reads formats 1 to {FORMAT}")
-    if table["format"] < 3:
-        table["roster"] = _unsigned(table.get("roster"))
+    table["roster"] = _completed(table.get("roster"))
     if table["format"] == 1:
         table["desired"] = _said(table.get("desired"))
     if table["format"] < 4:
@@ -153,11 +151,11 @@ def _placed(rows: Any) -> Any:
     return [{"since": 0, "parallel": "", "split": "auto"} | row for row in rows]
 
 
-def _unsigned(roster: Any) -> Any:
-    """Give each entry of an earlier format the fields of today."""
+def _completed(roster: Any) -> Any:
+    """Give entries that were written without fields of today their defaults."""
     if type(roster) is not list or any(type(entry) is not dict for entry in roster):
         return roster  # not a roster of any format
-    return [_NO_SIGNATURE | entry for entry in roster]
+    return [_DEFAULTS | entry for entry in roster]
 
 
 def _peers(value: Any) -> dict[str, tuple[str, ...]]:

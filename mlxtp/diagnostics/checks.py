@@ -429,15 +429,34 @@ def of_identity(facts: MachineFacts) -> Iterator[Finding]:
         yield info(
             "this machine belongs to no cluster", "mlxtp node founds one, mlxtp node --join TOKEN joins one"
         )
-    elif identity.authority_here:
-        yield ok("join tokens are issued here: `mlxtp token`")
-    elif not facts.agent.runs_here:
-        yield info("not known whether a Mac can join: only an agent knows which Mac issues join tokens")
-    elif identity.authority_linked:
-        yield ok(f"join tokens are issued by {identity.authority}: `mlxtp token`")
     else:
-        who = identity.authority or "the Mac that founded the cluster"
-        yield info(f"no Mac can join now: only {who} issues join tokens, and it cannot be reached")
+        yield from _of_authority(facts)
+
+
+def _of_authority(facts: MachineFacts) -> Iterator[Finding]:
+    """Yield which Macs can let others in."""
+    identity = facts.identity
+    others = " and ".join(identity.holders)
+    if identity.authority_lost:
+        yield warning(
+            "this Mac should hold the cluster's authority, but authority.pem is missing",
+            "restore the folder identity from a backup"
+            + (f", or on {others}: mlxtp cluster authority add {facts.name}" if others else ""),
+        )
+    if identity.authority_here:
+        yield ok(f"join tokens are issued {f'here and by {others}' if others else 'here'}: `mlxtp token`")
+        if facts.agent.runs_here and not others and not identity.alone:
+            yield info(
+                "only this Mac can let others in: without it and without a backup no Mac can ever join",
+                "mlxtp cluster authority add NODE",
+            )
+    elif not facts.agent.runs_here:
+        yield info("not known whether a Mac can join: only an agent knows which Macs issue join tokens")
+    elif identity.holders_here:
+        yield ok(f"join tokens are issued by {' and '.join(identity.holders_here)}: `mlxtp token`")
+    else:
+        who = others or "the Mac that founded the cluster"
+        yield info(f"no Mac can join now: only {who} issues join tokens, and cannot be reached")
 
 
 def _of_certificate(certificate: Certificate, facts: MachineFacts) -> Finding:

@@ -210,17 +210,20 @@ class Certificate:
 class IdentityFacts:
     """`problem`: why the identity of this home cannot be used; `keys_problem`: the same for its API keys.
 
-    `authority` is the name of the Mac that admits others, empty if this Mac does not know it.
-    `authority_here`: it is this Mac; `authority_linked`: there is a link to it.
+    `authority_here`: this Mac holds the authority's key and can let others in. `authority_lost`: the cluster
+    counts on that, and the key is not here. `holders` has the names of the other Macs that can, and
+    `holders_here` of those with a link. `alone`: there are no other members.
     """
 
     cluster_id: str = ""
     problem: str = ""
     certificates: tuple[Certificate, ...] = ()
     https_problem: str = ""
-    authority: str = ""
     authority_here: bool = False
-    authority_linked: bool = False
+    authority_lost: bool = False
+    holders: tuple[str, ...] = ()
+    holders_here: tuple[str, ...] = ()
+    alone: bool = True
     keys: int = 0
     keys_problem: str = ""
     #: The endpoint requires a key from other machines.

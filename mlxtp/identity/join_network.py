@@ -89,8 +89,8 @@ async def answer_joiner(
 ) -> Admitted | None:
     """Run the exchange with one joiner. Return the joiner that it admitted, if any.
 
-    `host` is a Host on the Mac that has the authority's key; elsewhere it is the offer in which
-    `join_protocol.redirect` names that Mac. `clock` is the issuer's. Raises RemoteProtocolError for a joiner
+    `host` is a Host on a Mac that has the authority's key; elsewhere it is the offer in which
+    `join_protocol.redirect` names such Macs. `clock` is the issuer's. Raises RemoteProtocolError for a joiner
     that breaks the rules, LinkError for one that is gone or takes longer than `deadline_s` seconds.
     """
     connection = StreamLink(reader, writer, Session(LinkKind.JOIN, Side.UPPER, _EPOCH))
@@ -103,7 +103,7 @@ async def answer_joiner(
                 raise RemoteProtocolError("the joiner sent its request here, but the offer named another Mac")
             answer = host.on_request(request, clock())
             connection.send(answer.message)
-            if isinstance(answer.message, JoinRefusal):
+            if isinstance(answer.message, JoinRefusal) and not answer.message.ask:
                 name, why = spoken(request.name), answer.message.detail
                 words = f"{name} at {host.address} may not join: {why}"
                 about = {"member": name, "address": host.address, "token": token_name(request.token_id)}

@@ -267,20 +267,16 @@ _SIGNATURE = b"mlxtp join signature\0"
 
 _ECDSA = ec.ECDSA(hashes.SHA256())
 _NEW_TOKEN = "make a new one with `mlxtp token`"
-_UNKNOWN = (
-    f"this join token is not known here, or its proof is wrong; {_NEW_TOKEN} on this cluster's first Mac"
-)
+_UNKNOWN = f"this join token is not known here, or its proof is wrong; {_NEW_TOKEN} on a Mac of this cluster"
 
 
 class AskElsewhere(UserError):
-    """A member of the right cluster answered, but another Mac admits joiners: `name`, at `addresses`."""
+    """A member of the right cluster answered, but another Mac can admit this one: `name`, at `addresses`."""
 
     code = Code.JOIN_REFUSED
 
-    def __init__(self, name: str, addresses: tuple[str, ...]) -> None:
-        super().__init__(
-            f"this Mac cannot let others in; {name} can, at {' or '.join(addresses) or 'its address'}"
-        )
+    def __init__(self, why: str, name: str, addresses: tuple[str, ...], can: str = "can") -> None:
+        super().__init__(f"{why}; {name} {can}, at {' or '.join(addresses) or 'its address'}")
         self.name = name
         self.addresses = addresses
 
@@ -328,7 +324,8 @@ class Joiner:
             raise ProtocolError("the join token contradicts itself: wrong cluster id", Code.NOT_AUTHENTIC)
         check_node(server_certificate, offer.authority)
         if offer.ask:
-            raise AskElsewhere(spoken(offer.ask), tuple(map(spoken, offer.at)))
+            why = "this Mac cannot let others in"
+            raise AskElsewhere(why, spoken(offer.ask), tuple(map(spoken, offer.at)))
         self._authority = offer.authority
         request = JoinRequest(
             self._token.id,
@@ -357,16 +354,19 @@ class Joiner:
         membership = MemberCertificates(grant.certificate, self._authority)
         return Granted(membership, tuple(map(spoken, grant.peers)))
 
-    def on_refusal(self, refusal: JoinRefusal) -> Denied:
-        """Return the error to raise when the authority's holder refused this request.
+    def on_refusal(self, refusal: JoinRefusal) -> Denied | AskElsewhere:
+        """Return the error to raise when a holder of the authority refused this request.
 
         Raises ProtocolError (NOT_AUTHENTIC) for a refusal by another Mac, a removed member for example.
         """
-        parts = (self._transcript, refusal.detail.encode())
+        parts = _refused(self._transcript, refusal)
         if not self._transcript or not is_signed(
             authority_key(self._authority), refusal.signature, _REFUSAL, *parts
         ):
             raise ProtocolError("a Mac without the cluster's authority refused this one", Code.NOT_AUTHENTIC)
+        if refusal.ask:
+            why, can = "the Mac there does not know this join token", "may have made it"
+            return AskElsewhere(why, spoken(refusal.ask), tuple(map(spoken, refusal.at)), can)
         return Denied(f"the cluster did not let this Mac in: {spoken(refusal.detail, 1000)}")
 
 
@@ -393,11 +393,12 @@ class JoinReply:
 
 
 class Host:
-    """The Mac that has the authority's key, for one exchange. `nonce` is 32 fresh random bytes.
+    """A Mac that has the authority's key, for one exchange. `nonce` is 32 fresh random bytes.
 
     `certificate` is the one it showed in TLS. `members` has the fingerprint of each member's key by its node
     id. Certificates are made `at` this time, in seconds since 1970. Admitted Macs get `peers`. The joiner is
-    at `address`.
+    at `address`. `others` has the names of the other Macs that admit joiners, and addresses of theirs: their
+    tokens are not known here.
     """
 
     def __init__(
@@ -411,9 +412,11 @@ class Host:
         at: float,
         peers: tuple[str, ...] = (),
         address: str = "",
+        others: tuple[str, tuple[str, ...]] = ("", ()),
     ) -> None:
         self._authority = authority
         self._at = at
+        self._others = others
         self.address = address
         self._certificate = certificate
         self._issuer = issuer
@@ -431,7 +434,7 @@ class Host:
         proven = hmac.compare_digest(_proof(_REQUEST, token_key, transcript), request.proof)
         if not proven or not self._issuer.knows(request.token_id):
             self._issuer.count_wrong_proof(request.token_id, self.address)
-            return self._refusal(transcript, _UNKNOWN)
+            return self._refusal(transcript, _UNKNOWN, *self._others)
         key = _signer(request, transcript)
         if key is None:
             self._issuer.count_wrong_proof(request.token_id, self.address)
@@ -456,9 +459,15 @@ class Host:
             Admitted(node_id, spoken(request.name), holder, asked_by, token_name(request.token_id)),
         )
 
-    def _refusal(self, transcript: bytes, reason: str) -> JoinReply:
-        signature = sign(self._authority.key, _REFUSAL, transcript, reason.encode())
-        return JoinReply(JoinRefusal(reason, signature))
+    def _refusal(self, transcript: bytes, reason: str, ask: str = "", at: tuple[str, ...] = ()) -> JoinReply:
+        refusal = JoinRefusal(reason, b"", spoken(ask), at)
+        signature = sign(self._authority.key, _REFUSAL, *_refused(transcript, refusal))
+        return JoinReply(replace(refusal, signature=signature))
+
+
+def _refused(transcript: bytes, refusal: JoinRefusal) -> tuple[bytes, ...]:
+    """Return the parts of a refusal that the authority signs."""
+    return (transcript, *(part.encode() for part in (refusal.detail, refusal.ask, *refusal.at)))
 
 
 def token_name(token_id: bytes) -> str:
@@ -467,7 +476,7 @@ def token_name(token_id: bytes) -> str:
 
 
 def redirect(authority: bytes, nonce: bytes, ask: str, at: tuple[str, ...]) -> JoinOffer:
-    """Return the offer of a member without the authority's key, which names the Mac that admits joiners."""
+    """Return the offer of a member without the authority's key, which names the Macs that admit joiners."""
     return JoinOffer(authority, nonce, spoken(ask), at)
 
 

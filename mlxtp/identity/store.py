@@ -3,7 +3,7 @@
     node_id         32 hex digits, drawn once
     node.key        its private key (PEM)
     member.pem      its certificate and that of its cluster's authority, as long as it is a member
-    authority.pem   the authority's certificate and private key, on the Mac that founded the cluster only
+    authority.pem   the authority's certificate and private key, on Macs that hold it; at first the founder
     next.key        while it leaves: the private key that replaces node.key
 
 All are closed to other users. `load` refuses them when they are not, or when they do not belong together.
@@ -18,16 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from ..errors import ConfigError, MlxtpError, UserError
+from ..errors import ConfigError, MlxtpError, ProtocolError, UserError
 from ..wire.certificates import (
     Authority,
     MemberCertificates,
     PrivateKey,
-    authority_key,
+    authority_of,
     certificates_from_pem,
     certificates_to_pem,
     check_node,
-    cluster_of,
     fingerprint,
     found,
     key_from_pem,
@@ -56,7 +55,7 @@ T = TypeVar("T")
 class Identity:
     """Identity of this Mac.
 
-    Without a `membership` it belongs to no cluster; only a founder has an `authority`.
+    Without a `membership` it belongs to no cluster; with an `authority` it can let others in.
     """
 
     node_id: str
@@ -121,8 +120,7 @@ class Store:
         authority = identity.authority
         if authority is None:
             authority = found(secrets.token_hex(CLUSTER_ID_BYTES), new_key())
-            pem = certificates_to_pem(authority.certificate) + key_to_pem(authority.key)
-            write_private(self.folder / AUTHORITY, pem)
+            self._write_authority(authority)
         certificate = authority.certify(
             identity.node_id, identity.key.public_key(), own_time(), CERTIFICATE_S
         )
@@ -146,8 +144,25 @@ class Store:
         self._write_membership(membership)
         return self.load()
 
+    def save_authority(self, authority: Authority) -> Identity:
+        """Keep the authority of this Mac's cluster, which another Mac handed over.
+
+        Raises UserError when it is that of another one, ConfigError when it cannot be written.
+        """
+        identity = self.load()
+        if identity.membership is None or authority.certificate != identity.membership.authority:
+            raise UserError("this is the authority of another cluster")
+        self._write_authority(authority)
+        return self.load()
+
+    def drop_authority(self) -> Identity:
+        """Forget the authority's key. Raises OSError when the file cannot be removed."""
+        (self.folder / AUTHORITY).unlink(missing_ok=True)
+        sync_folder(self.folder)
+        return self.load()
+
     def leave(self) -> Identity:
-        """Forget the cluster; the node id stays. If this Mac founded it, no Mac can join it afterwards.
+        """Forget the cluster; the node id stays. If no other Mac holds its authority, none can join it then.
 
         The key is replaced, because the old one never counts again in that cluster. Raises OSError when the
         files cannot be removed.
@@ -188,6 +203,10 @@ class Store:
     def _write_membership(self, membership: MemberCertificates) -> None:
         write_private(self.folder / MEMBER, certificates_to_pem(membership.certificate, membership.authority))
 
+    def _write_authority(self, authority: Authority) -> None:
+        pem = certificates_to_pem(authority.certificate) + key_to_pem(authority.key)
+        write_private(self.folder / AUTHORITY, pem)
+
     def _node_id(self) -> str:
         data = read_private(self.folder / NODE_ID)
         if data is None:
@@ -214,13 +233,9 @@ class Store:
         if certificates is None or key is None:
             return None
         try:
-            cluster_of(certificates[0])
-            together = fingerprint(authority_key(certificates[0])) == fingerprint(key.public_key())
-        except MlxtpError:
-            together = False
-        if not together:
+            return authority_of(certificates[0], key)
+        except ProtocolError:
             self._refuse(f"the certificate and the key in {AUTHORITY} do not belong together")
-        return Authority(certificates[0], key)
 
     def _check(self, identity: Identity) -> None:
         membership, authority = identity.membership, identity.authority

@@ -1,8 +1,9 @@
 """Certificates of a cluster: made, read and judged. Bytes in, bytes out; no file, no clock.
 
-A cluster has one authority, whose key stays on the Mac that founded it. The authority certifies, for each
-member, that a P-256 key belongs to a node id. A certificate names its subject by one URI, the only name that
-is read: `mlxtp:cluster:CLUSTER` for the authority, `mlxtp:node:CLUSTER:NODE` for a member.
+A cluster has one authority. The Mac that founded the cluster holds its key, and may hand it to others.
+The authority certifies, for each member, that a P-256 key belongs to a node id. A certificate names its
+subject by one URI, the only name that is read: `mlxtp:cluster:CLUSTER` for the authority,
+`mlxtp:node:CLUSTER:NODE` for a member.
 
 A member's certificate has an end, which TLS does not look at: `identity/validity.py` judges it by the
 cluster's time. A Mac whose clock is wrong by years, as after an empty battery, must not lose its cluster.
@@ -86,7 +87,7 @@ class MemberCertificates:
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Certificate (DER) and key of a cluster's authority. Only the founding Mac has them."""
+    """Certificate (DER) and key of a cluster's authority."""
 
     certificate: bytes
     key: PrivateKey = field(repr=False)
@@ -124,6 +125,18 @@ def found(cluster_id: str, key: PrivateKey) -> Authority:
         .add_extension(_uri(f"mlxtp:cluster:{cluster_id}"), critical=False)
     )
     return Authority(builder.sign(key, hashes.SHA256()).public_bytes(Encoding.DER), key)
+
+
+def authority_of(certificate: bytes, key: PrivateKey) -> Authority:
+    """Return the authority with this certificate (DER) and key.
+
+    Raises ProtocolError (NOT_AUTHENTIC) for another certificate than an authority's, and when the two do not
+    belong together.
+    """
+    cluster_of(certificate)
+    if fingerprint(authority_key(certificate)) != fingerprint(key.public_key()):
+        raise _not_authentic("the authority's certificate and key do not belong together")
+    return Authority(certificate, key)
 
 
 def new_key() -> PrivateKey:

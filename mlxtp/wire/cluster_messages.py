@@ -138,7 +138,8 @@ class FabricResult:
 
 
 MAX_MEMBERS = 64
-MAX_TOLD = 32  #: Entries of the roster, or deployments, in one message: what one frame may hold in objects.
+MAX_TOLD = 32  #: Deployments in one message: what one frame may hold in objects.
+MAX_ENTERED = 24  #: Entries of the roster in one message, for the same reason.
 MAX_MODEL = 1000
 MAX_HASHES = 512  #: Hashes of beginnings that one group reports.
 MAX_TRIP_US = 60_000_000
@@ -159,7 +160,7 @@ class AgentHello(Message):
 
     `boot_id` is new at each start of the agent. `versions` and `flags` ("mlx=0.32.4") must be compatible for
     ranks to compute alike. `addresses` are where this agent listens ("ip:port"), `http` is its endpoint.
-    `authority`: it can admit Macs. `clock` is its time, in seconds since 1970.
+    `clock` is its time, in seconds since 1970.
     """
 
     TYPE: ClassVar[int] = 0x30
@@ -172,7 +173,6 @@ class AgentHello(Message):
     flags: tuple[str, ...] = _f(texts(32, 120))
     addresses: tuple[str, ...] = _f(texts(16, 64))
     http: str = _f(text(120))
-    authority: bool = _f(boolean())
     clock: int = _f(_count, default=0)
 
 
@@ -250,6 +250,8 @@ class RosterEntry:
     `admitted_by` is the member that requested its token; the founder names itself. It joined from `address`,
     at `at` (seconds since 1970). `admission` is the authority's signature over all that, in hex. The member
     with the key `remover` (hex) removed it in version `removed_in`; `removal` is that key's signature.
+    `authorized` is the authority's signature over the same, if the remover held its key. `holds`: this member
+    holds the authority's key, as written in version `holds_in`; `holding` is the authority's signature.
     """
 
     node_id: str = _f(_id)
@@ -264,6 +266,10 @@ class RosterEntry:
     removed_in: int = _f(_count, default=0)
     remover: str = _f(text(130), default="")
     removal: str = _f(text(160), default="")
+    authorized: str = _f(text(160), default="")
+    holds: bool = _f(boolean(), default=False)
+    holds_in: int = _f(_count, default=0)
+    holding: str = _f(text(160), default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +277,7 @@ class Members(Message):
     """Part of the roster: members, present or not, and those that were removed."""
 
     TYPE: ClassVar[int] = 0x06
-    entries: tuple[RosterEntry, ...] = _f(records(RosterEntry, 0, MAX_TOLD))
+    entries: tuple[RosterEntry, ...] = _f(records(RosterEntry, 0, MAX_ENTERED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,7 +509,7 @@ class GroupAssignment(Message):
 
 @dataclass(frozen=True, slots=True)
 class TokenWanted(Message):
-    """Request to the Mac that holds the cluster's CA key: issue a join token. Reply: TokenIssued."""
+    """Request to a Mac that holds the authority's key: issue a join token. Reply: TokenIssued."""
 
     TYPE: ClassVar[int] = 0x46
     nonce: bytes = _f(binary(16, 16))
@@ -520,8 +526,31 @@ class TokenIssued(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class AuthorityHandover(Message):
+    """From a Mac that holds the authority's key: hold it, too. Reply: AuthorityKept.
+
+    `certificate` (DER) and `key` (PEM) are the authority's. This message goes over the link of the two Macs
+    only.
+    """
+
+    TYPE: ClassVar[int] = 0x57
+    nonce: bytes = _f(binary(16, 16))
+    certificate: bytes = _f(binary(1, MAX_CERTIFICATE_BYTES))
+    key: bytes = _f(binary(1, 1000), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AuthorityKept(Message):
+    """Reply: the key is on the sender's disk, or in `problem` why it is not."""
+
+    TYPE: ClassVar[int] = 0x58
+    nonce: bytes = _f(binary(16, 16))
+    problem: str = _f(_detail)
+
+
+@dataclass(frozen=True, slots=True)
 class CertificateWanted(Message):
-    """Request to a Mac that holds the cluster's CA key: renew the sender's certificate.
+    """Request to a Mac that holds the authority's key: renew the sender's certificate.
 
     `public_key` is the key that the sender showed in TLS. Reply: CertificateIssued.
     """
@@ -654,8 +683,9 @@ class ModelsHere(Message):
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, Deployments, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
     RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving,
-    ReplicaLoad, GroupAssignment, TokenWanted, TokenIssued, FabricWanted, FabricReport, FabricAnswer,
-    Echo, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved, CertificateWanted, CertificateIssued,
+    ReplicaLoad, GroupAssignment, TokenWanted, TokenIssued, AuthorityHandover, AuthorityKept,
+    FabricWanted, FabricReport, FabricAnswer, Echo, ModelHeld, ModelLender, ModelPull, ModelsHere,
+    RosterSaved, CertificateWanted, CertificateIssued,
 )  # fmt: skip
 
 CONTROL_MESSAGES: tuple[type[Message], ...] = (AgentHello, *BOTH_WAYS)

@@ -24,7 +24,7 @@ from .codecs import binary, boolean, choice, integer, integers, number, numbers,
 from .codecs import holding as _f
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_RANKS = 8
 MAX_LAYERS = 1024  #: of a model
 MAX_ROWS = 1024  #: sequences in one step

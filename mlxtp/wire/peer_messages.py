@@ -32,8 +32,8 @@ _proof = binary(PROOF_BYTES, PROOF_BYTES)
 class JoinOffer(Message):
     """First frame of the link, from the member that was dialled: the certificate of its cluster's authority.
 
-    If `ask` is not empty, this member cannot admit Macs. `ask` is then the name of the Mac that can, and `at`
-    has that Mac's control addresses ("ip:port").
+    If `ask` is not empty, this member cannot admit Macs. `ask` then names the Macs that can, and `at` has
+    control addresses of theirs ("ip:port").
     """
 
     TYPE: ClassVar[int] = 0x38
@@ -75,11 +75,17 @@ class JoinGrant(Message):
 
 @dataclass(frozen=True, slots=True)
 class JoinRefusal(Message):
-    """Reply: the joiner is not admitted. `signature` is the authority's, over the exchange and `detail`."""
+    """Reply: the joiner is not admitted. `signature` is the authority's, over the exchange and the rest.
+
+    If `ask` is not empty, this Mac does not know the token. Another Mac that admits joiners may have made it:
+    `ask` and `at` are as in JoinOffer.
+    """
 
     TYPE: ClassVar[int] = 0x3B
     detail: str = _f(text(1000, cut=True))
     signature: bytes = _f(binary(8, 80))
+    ask: str = _f(text(MAX_NAME), default="")
+    at: tuple[str, ...] = _f(texts(MAX_ADDRESSES, MAX_ADDRESS), default=())
 
 
 JOIN_MESSAGES: tuple[type[Message], ...] = (JoinOffer, JoinRequest, JoinGrant, JoinRefusal)

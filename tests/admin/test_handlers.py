@@ -339,13 +339,13 @@ def test_leaving_is_told_to_the_others_and_ends_the_agent(tmp_path: Path) -> Non
     play(tmp_path, second, story)
 
 
-def test_a_founder_leaves_only_by_force_unless_it_is_alone(tmp_path: Path) -> None:
+def test_the_last_holder_of_the_authority_leaves_only_by_force(tmp_path: Path) -> None:
     first = members.founder(tmp_path)
 
     async def story(node: Node) -> None:
         admin = Admin(node.parts, first.store)
         node.meet(A)
-        with pytest.raises(UserError, match="founded the cluster and alone can let others in"):
+        with pytest.raises(UserError, match="only this Mac holds the cluster's authority"):
             admin.members.leave("")
         assert not node.parts.node.over.done()
         assert first.store.load().authority is not None

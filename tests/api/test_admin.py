@@ -44,6 +44,7 @@ ROUTES = {
     "let_in": "POST",
     "remove": "POST",
     "leave": "POST",
+    "authority": "POST",
 }
 
 
@@ -151,6 +152,9 @@ class FakeAdmin:
     def leave(self, force: str) -> Any:
         return self._do("leave", force)
 
+    async def hand_over(self, node: str, move: str, sure: str) -> Any:
+        return self._do("authority", node, move, sure)
+
 
 @pytest.fixture
 def admin() -> FakeAdmin:
@@ -225,6 +229,7 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         ("stored",),
         ("removable", "tiny", ""), ("removed", "tiny"),
         ("drain", ""), ("progress",), ("let_in", "mini"), ("remove", "mini", "yes"), ("leave", "yes"),
+        ("authority", "mini", "", ""),
     ]  # fmt: skip
 
 

@@ -165,7 +165,7 @@ def test_a_key_for_the_page_loads_models_and_makes_no_join_tokens(shop: tuple[Sh
 
     assert [admin(page, each) for each in ("models", "keys")] == [200, 200]
     assert [admin(page, each, model="org/x") for each in ("serve", "unload", "pull", "pulling")] == [200] * 4
-    for forbidden in ("token", "remove", "leave", "drain", "caches/clear", "let_in", "removed"):
+    for forbidden in ("token", "remove", "leave", "drain", "caches/clear", "let_in", "removed", "authority"):
         assert admin(page, forbidden, node="x", model="x") == 401, forbidden
     assert [admin(page, each) for each in ("status", "members", "settings", "plan")] == [401] * 4
     assert [admin(plain, "models"), admin(plain, "serve", model="x")] == [403, 403]

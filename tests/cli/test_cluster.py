@@ -15,6 +15,7 @@ from typing import Any, cast
 from urllib.parse import quote
 
 import pytest
+import typer
 from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
@@ -196,8 +197,15 @@ class Admin(FakeAdmin):
                 "node_id": "cd" * 16,
                 "let_in": [],
                 "with_admitted": False,
+                "held_authority": [],
                 "others": 1,
                 "saved_by": ["air"],
+            },
+            "authority": {
+                "name": "mini [x]",
+                "node_id": "cd" * 16,
+                "moved": what[2:] == ("yes", "yes"),
+                "holders": ["studio", "mini [x]"],
             },
             "leave": {"left": "c" * 16, "members": 1},
             "caches": {
@@ -602,7 +610,7 @@ def test_each_command_asks_and_says_what_became_of_it(
 def test_whom_a_removed_mac_let_in_is_named(agent: Agent) -> None:
     answer = {
         "removed": "mini", "node_id": "cd" * 16, "let_in": [{"node_id": "ef" * 16, "name": "air [x]"}],
-        "with_admitted": False, "others": 2, "saved_by": [],
+        "with_admitted": False, "held_authority": [], "others": 2, "saved_by": [],
     }  # fmt: skip
     agent.admin.answers["remove"] = answer
     try:
@@ -612,6 +620,9 @@ def test_whom_a_removed_mac_let_in_is_named(agent: Agent) -> None:
         answer |= {"with_admitted": True, "saved_by": ["studio"]}
         lines = mlxtp(agent.home, "cluster", "remove", "mini", "--with-admitted").output.splitlines()
         assert lines[1:] == ["nor are the Macs that it admitted: air [x] (efefefef)"]
+        answer["held_authority"] = ["mini", "air [x]"]
+        lines = mlxtp(agent.home, "cluster", "remove", "mini", "--with-admitted").output.splitlines()
+        assert lines[2].startswith("mini and air [x] held the cluster's authority and may still have its key")
     finally:
         del agent.admin.answers["remove"]
 
@@ -626,6 +637,33 @@ def test_in_a_terminal_it_is_asked_about_them(
     mlxtp(agent.home, "cluster", "remove", "mini")
     assert asked == ["mini admitted air [x] (efefefef). Remove them too?"]
     assert agent.admin.asked == [("let_in", "mini"), ("remove", "mini", "yes" if yes else "")]
+
+
+def test_the_authority_is_handed_over_once_a_person_confirmed(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = mlxtp(agent.home, "cluster", "authority", "add", "mini")
+    assert (refused.exit_code, agent.admin.asked) == (1, [("authority", "mini", "", "")])
+    assert "mini [x] would be able to make and remove members; --yes confirms that" in refused.output
+    assert "to which member?" in refusal(agent.home, "cluster", "authority", "move", " ")
+    added = mlxtp(agent.home, "cluster", "authority", "add", "mini", "--yes").output
+    assert added == "mini [x] has the key on its disk; studio and mini [x] can let Macs in\n"
+    moved = mlxtp(agent.home, "cluster", "authority", "move", "mini", "--yes").output.splitlines()
+    assert moved[1:] == ["this Mac has forgotten it; backups of this Mac still have it"]
+    assert agent.admin.asked[-1] == ("authority", "mini", "yes", "yes")
+    monkeypatch.setattr(cluster, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    before, asked = len(agent.admin.asked), []
+    for yes in (False, True):
+
+        def confirm(words: str, abort: bool, yes: bool = yes) -> None:
+            asked.append(words)
+            if not yes:
+                raise typer.Abort
+
+        monkeypatch.setattr("typer.confirm", confirm)
+        mlxtp(agent.home, "cluster", "authority", "add", "mini")
+    assert set(asked) == {"mini [x] will be able to make and remove members. Hand over the key?"}
+    assert [each[3] for each in agent.admin.asked[before:]] == ["", "", "yes"]
 
 
 def test_who_let_each_member_in_is_listed(agent: Agent) -> None:
@@ -908,7 +946,7 @@ def test_an_error_in_a_form_of_its_own(tmp_path: Path) -> None:
 def test_leaving_while_no_agent_runs(tmp_path: Path) -> None:
     store = Store(tmp_path / "home")
     store.found_cluster()
-    assert "alone can let others in" in refusal(tmp_path / "home", "cluster", "leave")
+    assert "only this Mac holds its cluster's authority" in refusal(tmp_path / "home", "cluster", "leave")
     assert store.load().membership is not None
     left = mlxtp(tmp_path / "home", "cluster", "leave", "--force")
     assert "run `mlxtp cluster remove`" in " ".join(left.output.split())
@@ -916,24 +954,31 @@ def test_leaving_while_no_agent_runs(tmp_path: Path) -> None:
     assert "belongs to no cluster" in refusal(tmp_path / "home", "cluster", "leave")
 
 
-def test_the_founder_leaves_a_cluster_of_one_without_force(tmp_path: Path) -> None:
-    """No other Mac belongs to it, so none has to be told."""
+def test_the_authority_s_holder_leaves_without_force_if_none_needs_it(tmp_path: Path) -> None:
+    """No other Mac belongs to it, or another one has the key, too."""
     home = tmp_path / "home"
     store = Store(home)
 
-    def remember(*others: str) -> None:
-        entries = [RosterEntry(each, "mini", each, False, 1) for each in (store.load().node_id, *others)]
+    def remember(*others: str, holds: bool = False) -> None:
+        entries = [RosterEntry(store.load().node_id, "mini", "key", False, 1)]
+        entries += [
+            RosterEntry(each, "air", each, False, 1, holds=holds, holds_in=2, holding="signed")
+            for each in others
+        ]
         save(home, SavedState(ClusterState(roster=Roster().merged(entries))))
 
     store.found_cluster()
     remember("ab" * 16)
-    assert "alone can let others in" in refusal(home, "cluster", "leave")
+    assert "only this Mac holds its cluster's authority" in refusal(home, "cluster", "leave")
     remember()
     left = mlxtp(home, "cluster", "leave")
     assert (left.exit_code, left.stderr) == (0, "")
     assert left.output.startswith("this Mac left cluster ")
     assert "cluster remove" not in left.output
     assert store.load().membership is None
+    store.found_cluster()
+    remember("ab" * 16, holds=True)
+    assert "also run `mlxtp cluster remove`" in mlxtp(home, "cluster", "leave").output
 
 
 def test_a_home_that_was_none_is_none_afterwards(tmp_path: Path) -> None:

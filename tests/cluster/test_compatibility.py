@@ -13,7 +13,7 @@ from mlxtp.wire.cluster_messages import AgentHello
 
 OURS = AgentHello(
     1, "1" * 32, "c" * 16, "2" * 32, "mini", ("mlxtp=0.4.1", "mlx=0.32.4", "mlx-lm=0.32.2"),
-    ("agreement=auto", "compiled=true"), (), "", False,
+    ("agreement=auto", "compiled=true"), (), "",
 )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from mlxtp.wire.streams import open_tls
 from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS, member_context_client
 
 from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks
-from ..groups.one_node import CLOCK, A, Node, by_hand
+from ..groups.one_node import CLOCK, A, B, Node, by_hand
 from ..groups.scenes import run, sees, within
 from ..wire.members import Member, founder, member_of
 
@@ -98,13 +98,14 @@ def play(folder: Path, story: Callable[[House], Awaitable[None]], *, founders: b
         run(scene())
 
 
-def test_who_knocks_at_another_door_is_sent_to_the_founder_s(tmp_path: Path) -> None:
-    """With all of its addresses that could be told; the one at which it is known to answer comes first."""
+def test_who_knocks_at_another_door_is_sent_to_the_holders_of_the_authority(tmp_path: Path) -> None:
+    """With all addresses that could be told; that at which a Mac is known to answer is its first."""
 
     async def story(house: House) -> None:
         with pytest.raises(AskElsewhere, match="the Mac that founded this cluster can"):
             await house.join(house.token())
-        a = house.node.meet(A)
+        a, b = house.node.meet(A), house.node.meet(B)
+        house.node.holds(A, house.first)
         a.remote = "10.0.5.1"
         house.node.parts.node.peer_info.addresses[A] = (
             "nonsense", "10.0.0.1:99999", "x" * MAX_ADDRESS + ":1", *(f"10.0.{i}.1:4711" for i in range(8))
@@ -112,8 +113,41 @@ def test_who_knocks_at_another_door_is_sent_to_the_founder_s(tmp_path: Path) -> 
         with pytest.raises(AskElsewhere, match="mac-a can, at") as elsewhere:
             await house.join(house.token())
         assert elsewhere.value.addresses == tuple(f"10.0.{i}.1:4711" for i in (5, 0, 1, 2))
+        house.node.holds(B, house.first)
+        with pytest.raises(AskElsewhere, match="mac-a or mac-f can, at") as elsewhere:
+            await house.join(house.token())
+        assert elsewhere.value.addresses == (
+            "10.0.5.1:4711",
+            "10.0.0.9:4711",
+            "10.0.0.1:4711",
+            "10.0.1.1:4711",
+        )
+        a.close()
+        with pytest.raises(AskElsewhere) as elsewhere:  # who is here comes first
+            await house.join(house.token())
+        assert elsewhere.value.addresses[0] == "10.0.0.9:4711"
+        b.close()
 
     play(tmp_path, story)
+
+
+def test_a_token_of_another_holder_is_no_end_of_the_search(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        with pytest.raises(Denied, match="not known here"):
+            await house.join(house.token())
+        house.node.meet(A)
+        house.node.holds(A, house.first)
+        with pytest.raises(
+            AskElsewhere, match="does not know this join token; mac-a may have made it, at"
+        ) as at:
+            await house.join(house.token())
+        assert at.value.addresses == ("10.0.0.9:4711",)
+        used = read_token(await house.node.parts.tokens.token())
+        await house.join(used)
+        with pytest.raises(Denied, match="was used before"):
+            await house.join(used)
+
+    play(tmp_path, story, founders=True)
 
 
 def test_a_newcomer_is_told_where_the_others_are(tmp_path: Path) -> None:

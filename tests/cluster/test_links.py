@@ -17,6 +17,7 @@ from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
 from mlxtp.wire.blocking import listen
 from mlxtp.wire.certificates import NodeIdentity
 from mlxtp.wire.cluster_messages import (
+    MAX_ENTERED,
     AgentHello,
     Beat,
     Deployment,
@@ -69,7 +70,7 @@ class Agent:
         self.member = member
         self.node_id = member.identity.node_id
         self.hello = AgentHello(
-            1, self.node_id, member.identity.cluster_id, "boot", self.node_id[:4], (), (), (), "", False
+            1, self.node_id, member.identity.cluster_id, "boot", self.node_id[:4], (), (), (), ""
         )
         self.events = Events()
         self.refusal: MlxtpError | None = None
@@ -222,7 +223,7 @@ def test_a_link_that_is_not_wanted_after_all_ends_without_a_goodbye(tmp_path: Pa
     play(tmp_path, story)
 
 
-HELLO = AgentHello(1, "", "", "boot", "mini", (), (), (), "", False)
+HELLO = AgentHello(1, "", "", "boot", "mini", (), (), (), "")
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,7 @@ def test_a_full_hand_of_large_messages_arrives_in_order(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         a, b = stage.a, stage.b
         await a.dial(b)
-        entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(32))
+        entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(MAX_ENTERED))
         sent: list[Message] = []
         for number in range(1, 200):
             sent += [Members(entries), Prepare(number, 1, "", "tiny")]
@@ -315,7 +316,7 @@ def test_an_agent_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pyt
         link.send(stage.a.hello)
         await link.receive()
         link._writer.transport.pause_reading()  # type: ignore[attr-defined]
-        entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(32))
+        entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(MAX_ENTERED))
         while not stage.b.events.ends:
             stage.b.neighbours.broadcast(Members(entries))
             await asyncio.sleep(0)

@@ -25,8 +25,8 @@ from mlxtp.models.inspect import ModelSource
 from mlxtp.placement import hardware
 from mlxtp.wire.certificates import authority_hash
 from mlxtp.wire.cluster_messages import (
+    MAX_ENTERED,
     MAX_MEMBERS,
-    MAX_TOLD,
     Beat,
     Deployment,
     Deployments,
@@ -58,7 +58,7 @@ from mlxtp.wire.messages import Pong
 from ..groups.one_node import FINGERPRINT, GROUP, MACHINE, A, B, Node, by_hand, play, report
 from ..groups.scenes import run, sees
 from ..live_cluster import WAIT_S
-from ..wire.members import Member
+from ..wire.members import Member, founder
 from .deployed import only
 
 
@@ -336,26 +336,27 @@ def test_a_node_that_was_removed_ends_and_says_what_brings_it_back(
     play(tmp_path, member, story)
 
 
-def test_more_members_than_there_can_be_displace_no_member(
+def crowd(first: Member, start: int, version: int) -> Members:
+    """Return a message with members that the authority admitted in this version."""
+    proofs = RosterProofs(first.identity)
+    ghosts = (
+        RosterEntry(f"{i:032x}", "ghost", f"{i:064x}", False, version)
+        for i in range(start, start + MAX_ENTERED)
+    )
+    return Members(tuple(map(proofs.admission, ghosts)))
+
+
+def test_of_more_members_than_there_can_be_the_latest_are_left_out(
     tmp_path: Path, member: Member, first: Member, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It holds for members of any age, and though the authority signed them. It is logged once."""
-    proofs = RosterProofs(first.identity)
-
-    def told(start: int, version: int) -> Members:
-        return Members(
-            tuple(
-                proofs.admission(RosterEntry(f"{i:032x}", "ghost", f"{i:064x}", False, version))
-                for i in range(start, start + MAX_TOLD)
-            )
-        )
+    """On each Mac the same ones, and it is logged once."""
 
     async def story(node: Node) -> None:
         me = node.parts
         a, b = node.meet(A), node.meet(B)
         before = set(me.node.replica.roster.members())
-        for start in range(1, 300, MAX_TOLD):
-            node.hear(a, told(start, version=0), told(start, version=50))
+        for start in range(1, 300, MAX_ENTERED):
+            node.hear(a, crowd(first, start, version=50))
             node.live_once(a, b)
         members = me.node.replica.roster.members()
         assert before == {me.node.node_id, A, B}
@@ -366,9 +367,24 @@ def test_more_members_than_there_can_be_displace_no_member(
         ghost = next(node_id for node_id in members if node_id not in before)
         node.hear(b, removed_by(first, members[ghost]))
         assert ghost not in me.node.replica.roster.members()
-        me.node.enrolment.admit("e" * 32, "newcomer", "e" * 64)
-        node.hear(a, removed_by(first, members[me.node.node_id]), told(400, version=70))
+        assert len(me.node.replica.roster.members()) == MAX_MEMBERS
+        node.hear(a, removed_by(first, members[me.node.node_id]), crowd(first, 400, version=70))
         assert me.node.over.done()
+        node.tick()
+
+    play(tmp_path, member, story)
+
+
+def test_a_mac_for_which_there_is_no_room_ends_and_says_why(
+    tmp_path: Path, member: Member, first: Member
+) -> None:
+    async def story(node: Node) -> None:
+        a, me = node.meet(A), node.parts.node
+        for start in range(1, 64, MAX_ENTERED):
+            assert not me.over.done()
+            node.hear(a, crowd(first, start, version=0))
+        assert me.over.done()
+        assert "while another became the last of 64 members" in me.introduction.problem
         node.tick()
 
     play(tmp_path, member, story)
@@ -407,12 +423,15 @@ def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new
 # --- tokens -----------------------------------------------------------------------------------------------
 
 
-def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> None:
+def test_tokens_come_from_a_holder_of_the_authority_only(
+    tmp_path: Path, member: Member, first: Member
+) -> None:
     async def story(node: Node) -> None:
         me = node.parts
         with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
             await me.tokens.token()
         a, b = node.meet(A), node.meet(B)
+        node.holds(A, first)
         asking = asyncio.ensure_future(me.tokens.token())
         await asyncio.sleep(0)
         [wanted] = a.heard(TokenWanted)
@@ -430,8 +449,18 @@ def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> No
         node.hear(a, TokenIssued(a.heard(TokenWanted)[1].nonce, "", "16 tokens are open"))
         with pytest.raises(UserError, match="16 tokens are open"):
             await refused
-        a.close()
-        with pytest.raises(UserError, match=r"only mac-a can issue join tokens, and it is away"):
+        node.holds(B, first)
+        asking = asyncio.ensure_future(me.tokens.token())
+        await asyncio.sleep(0)
+        node.hear(a, TokenIssued(a.heard(TokenWanted)[2].nonce, "", "16 tokens are open"))
+        await asyncio.sleep(0)
+        node.hear(b, TokenIssued(b.heard(TokenWanted)[0].nonce, second, ""))
+        assert await asking == second, "the other one had room"
+        for link in cast(Any, me.node.links.links()):
+            link.close()
+        with pytest.raises(
+            UserError, match=r"only mac-a or mac-f can issue join tokens, but is out of reach"
+        ):
             await me.tokens.token()
         assert me.node.links._open == {}
 
@@ -439,7 +468,9 @@ def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> No
 
 
 @pytest.mark.parametrize("of", ["a shell", "another cluster", "another authority"])
-def test_what_is_no_token_of_this_cluster_is_not_printed(tmp_path: Path, member: Member, of: str) -> None:
+def test_what_is_no_token_of_this_cluster_is_not_printed(
+    tmp_path: Path, member: Member, first: Member, of: str
+) -> None:
     """A person hands it to a shell: `ssh mini "mlxtp node --join $(mlxtp token)"`."""
     cluster_id = member.identity.cluster_id
     said = {
@@ -450,6 +481,7 @@ def test_what_is_no_token_of_this_cluster_is_not_printed(tmp_path: Path, member:
 
     async def story(node: Node) -> None:
         a = node.meet(A)
+        node.holds(A, first)
         asking = asyncio.ensure_future(node.parts.tokens.token())
         await asyncio.sleep(0)
         node.hear(a, TokenIssued(a.heard(TokenWanted)[0].nonce, said[of], ""))
@@ -461,17 +493,22 @@ def test_what_is_no_token_of_this_cluster_is_not_printed(tmp_path: Path, member:
     play(tmp_path, member, story)
 
 
-def test_who_founded_the_cluster_is_the_authority_s_word(
+def test_who_holds_the_authority_is_the_authority_s_word(
     tmp_path: Path, member: Member, first: Member
 ) -> None:
     async def story(node: Node) -> None:
         own = removed_by(first)
         node.hear(node.meet(B), own)
-        assert node.parts.node.replica.roster.founder() == first.identity.node_id
-        node.meet(A)  # which says that it has the authority
-        with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
+        assert node.parts.node.replica.roster.holders() == [first.identity.node_id]
+        a = node.meet(A)
+        node.holds(A, founder(tmp_path))  # as the authority of another cluster has signed
+        node.hear(
+            a, Members((replace(node.parts.node.replica.roster.members()[A], holds=True, holds_in=50),))
+        )
+        assert node.parts.node.replica.roster.holders() == [first.identity.node_id]
+        with pytest.raises(UserError, match="only first can issue join tokens, but is out of reach"):
             await node.parts.tokens.token()
-        with pytest.raises(UserError, match="first founded this cluster, and no other Mac can remove it"):
+        with pytest.raises(UserError, match=r"first holds the cluster's authority.* and there is none"):
             node.parts.node.enrolment.remove(A, first.identity.node_id)
         assert {A, first.identity.node_id} <= node.parts.node.replica.roster.members().keys()
 

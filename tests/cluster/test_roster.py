@@ -22,7 +22,7 @@ class Desk:
     """A founder and three members that the founder admitted; all hold the same roster."""
 
     def __init__(self, folder: Path) -> None:
-        first = founder(folder)
+        first, self.folder = founder(folder), folder
         self.macs = [first, *(member_of(first, folder) for _ in range(3))]
         self.first, self.rogue, self.mini, self.air = self.macs
         self.stranger = founder(folder)
@@ -42,6 +42,22 @@ class Desk:
     def removed(self, roster: Roster, mac: Member, by: Member) -> Roster:
         return roster.removing(mac.identity.node_id, self.proofs[by.identity.node_id].removal)
 
+    def stated(self, roster: Roster, mac: Member, *, holds: bool = True) -> Roster:
+        """Return the roster in which the founder has stated who holds the authority."""
+        seal = self.proofs[self.first.identity.node_id].holding
+        return roster.stating(mac.identity.node_id, seal, holds=holds)
+
+    def give(self, mac: Member) -> None:
+        """From now on this Mac has the authority's key."""
+        proofs = self.proofs[mac.identity.node_id]
+        proofs.identity = replace(proofs.identity, authority=self.first.authority)
+
+    def joining(self) -> Member:
+        """Return a Mac that no roster has yet."""
+        mac = member_of(self.first, self.folder)
+        self.proofs[mac.identity.node_id] = RosterProofs(mac.identity)
+        return mac
+
     def hears(self, held: Roster, told: Roster) -> Roster:
         """Return the roster that the mini holds after it got another one."""
         return held.merged(self.proofs[self.mini.identity.node_id].proven(told.entries, held))
@@ -60,7 +76,7 @@ def test_what_the_authority_and_members_signed_is_taken_by_a_mac_that_knows_noth
     told = desk.removed(desk.roster, desk.air, desk.rogue)
     held = desk.hears(Roster(), told)
     assert held == told
-    assert held.founder() == desk.first.identity.node_id
+    assert held.holders() == [desk.first.identity.node_id]
     assert desk.proofs[desk.mini.identity.node_id].proven(told.entries, held) == ()
 
 
@@ -96,8 +112,92 @@ def test_a_member_removes_another_and_leaves(desk: Desk) -> None:
     assert desk.removes(desk.roster, desk.first, desk.first)
 
 
-def test_no_member_removes_the_founder(desk: Desk) -> None:
-    assert not desk.removes(desk.roster, desk.first, desk.rogue)
+def test_no_member_removes_a_holder_of_the_authority_but_another_holder_does(desk: Desk) -> None:
+    def removes(held: Roster, mac: Member, by: Member) -> bool:
+        entry = held.by_key(mac.identity.fingerprint)
+        assert entry is not None
+        proofs = desk.proofs[by.identity.node_id]
+        gone = proofs.removal(replace(entry, removed=True, removed_in=held.newest() + 1))
+        return desk.hears(held, Roster((gone,))).removed(mac.identity.fingerprint)
+
+    assert not removes(desk.roster, desk.first, desk.rogue)
+    held = desk.stated(desk.roster, desk.air)
+    assert not removes(held, desk.air, desk.rogue)
+    assert removes(held, desk.air, desk.air), "it may leave"
+    desk.give(desk.air)
+    assert removes(held, desk.first, desk.air)
+    assert removes(held, desk.air, desk.first)
+    moved = desk.stated(held, desk.first, holds=False)
+    assert moved.holders() == [desk.air.identity.node_id]
+    assert removes(moved, desk.first, desk.rogue)
+
+
+def test_who_holds_the_authority_is_what_the_authority_signed_last(desk: Desk) -> None:
+    air, rogue = desk.air.identity, desk.rogue.identity
+    held = desk.stated(desk.roster, desk.air)
+    assert desk.hears(desk.roster, held) == desk.hears(Roster(), held) == held
+    assert held.holders() == [desk.first.identity.node_id, air.node_id]
+    dropped = desk.stated(held, desk.air, holds=False)
+    assert desk.hears(dropped, held) == dropped, "what was stated earlier does not come back"
+    assert dropped.holders() == [desk.first.identity.node_id]
+    entry, proven = held.by_key(rogue.fingerprint), held.by_key(air.fingerprint)
+    assert entry is not None
+    assert proven is not None
+    stranger = desk.proofs[desk.stranger.identity.node_id]
+    for claim in (
+        replace(entry, holds=True, holds_in=90),
+        replace(entry, holds=True, holds_in=proven.holds_in, holding=proven.holding),
+        stranger.holding(replace(entry, holds=True, holds_in=90)),
+        replace(proven, holds_in=91),
+        replace(proven, holds=False),
+    ):
+        assert desk.hears(held, Roster((claim,))) == held
+    assert desk.removed(held, desk.air, desk.first).holders() == [desk.first.identity.node_id]
+
+
+def test_a_holder_is_no_longer_removed_by_what_a_member_signed_before(desk: Desk) -> None:
+    """A member removed it while another Mac handed it the authority: all agree, in any order."""
+    removed = desk.removed(desk.roster, desk.air, desk.rogue)
+    held = desk.stated(desk.roster, desk.air)
+    assert removed.removed(desk.air.identity.fingerprint)
+    assert desk.hears(removed, held).entries == desk.hears(held, removed).entries == held.entries
+    both = desk.removed(held, desk.air, desk.first)
+    for start in (removed, held):
+        assert desk.hears(desk.hears(start, both), removed).removed(desk.air.identity.fingerprint)
+
+
+def test_two_holders_admit_and_remove_at_one_time(desk: Desk) -> None:
+    held = desk.stated(desk.roster, desk.air)
+    desk.give(desk.air)
+    one, other = desk.joining(), desk.joining()
+    here, there = desk.admitted(held, one), desk.admitted(held, other, by=desk.air)
+    assert here.newest() == there.newest()
+    both = desk.hears(here, there)
+    assert both == desk.hears(there, here)
+    assert {one.identity.node_id, other.identity.node_id} < set(both.members())
+    gone, kept = desk.removed(both, one, desk.first), desk.removed(both, one, desk.air)
+    assert desk.hears(gone, kept) == desk.hears(kept, gone)
+    once, again = desk.admitted(held, one), desk.admitted(held, one, by=desk.air)
+    assert desk.hears(once, again) == desk.hears(again, once)
+
+
+def test_what_a_holder_removed_holds_when_it_is_none_any_longer(desk: Desk) -> None:
+    held = desk.stated(desk.roster, desk.air)
+    desk.give(desk.air)
+    removed = desk.removed(held, desk.rogue, desk.air)
+    later = desk.stated(removed, desk.air, holds=False)
+    for knows in (Roster(), desk.roster, held):
+        assert desk.hears(knows, later) == later
+    assert not desk.removes(later, desk.mini, desk.rogue), "a removed member removes no other"
+
+
+def test_a_removal_in_the_name_of_the_authority_takes_its_signature(desk: Desk) -> None:
+    gone = desk.removed(desk.roster, desk.air, desk.rogue).by_key(desk.air.identity.fingerprint)
+    by_first = desk.removed(desk.roster, desk.mini, desk.first).by_key(desk.mini.identity.fingerprint)
+    assert gone is not None
+    assert by_first is not None
+    for forged in ("no hex", by_first.authorized, gone.removal):
+        assert desk.hears(desk.roster, Roster((replace(gone, authorized=forged),))) == desk.roster
 
 
 def test_a_member_that_joins_by_its_own_token_becomes_no_founder(desk: Desk) -> None:
@@ -167,7 +267,7 @@ def test_what_an_earlier_version_kept_is_signed_by_the_founder_and_then_taken(de
     completed = desk.proofs[desk.first.identity.node_id].completed(old)
     held = desk.hears(Roster(), completed)
     assert held == completed
-    assert held.founder() == desk.first.identity.node_id
+    assert held.holders() == [desk.first.identity.node_id]
     assert held.removed(desk.air.identity.fingerprint)
     assert desk.hears(old, completed) == completed
 

@@ -16,6 +16,7 @@ from mlxtp.cluster import node as cluster_module
 from mlxtp.cluster import roster
 from mlxtp.cluster.deployments import PINNED
 from mlxtp.cluster.node import ClusterNode
+from mlxtp.cluster.roster import RosterProofs
 from mlxtp.config import Settings
 from mlxtp.errors import Code, MlxtpError, ModelError
 from mlxtp.groups.group import Group
@@ -29,6 +30,7 @@ from mlxtp.wire.cluster_messages import (
     Interface,
     Machine,
     MachineReport,
+    Members,
     ModelStatus,
 )
 from mlxtp.wire.codecs import Message
@@ -59,7 +61,7 @@ class FakeLink:
         self.number = number
         self.node_id = node_id
         self.hello = AgentHello(
-            1, node_id, cluster_id, boot_id, f"mac-{node_id[0]}", (), (), ("10.0.0.9:4711",), "", node_id == A
+            1, node_id, cluster_id, boot_id, f"mac-{node_id[0]}", (), (), ("10.0.0.9:4711",), ""
         )
         self.fingerprint = node_id * 2
         self.dialled, self.local, self.remote = False, "127.0.0.1", "127.0.0.1"
@@ -111,7 +113,7 @@ class Node:
                 machine or MACHINE,
                 short=lambda: self.parts.gateway.admission.short,
             ),
-            member.store.credentials,
+            member.store,
         )
         self.orders: list[tuple[str, Message]] = []
         self.parts.hosted.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
@@ -138,6 +140,12 @@ class Node:
                 self.parts.node.links.received(cast(Any, link), message)
             except MlxtpError:
                 link.close()
+
+    def holds(self, node_id: str, first: Member) -> None:
+        """A member that it has met tells it that it holds the authority, as `first` has signed."""
+        entry, proofs = self.parts.node.replica.roster.members()[node_id], RosterProofs(first.identity)
+        stated = proofs.holding(replace(entry, holds=True, holds_in=50))
+        self.hear(cast(FakeLink, self.parts.node.links.to(node_id)), Members((stated,)))
 
     def tick(self, seconds: float = 0.5) -> None:
         """Do what `live` does, twice a second, but for writing to the disk."""
@@ -217,7 +225,7 @@ def alone(home: Path) -> AgentParts:
     member = founder(home / "member")
     settings = Settings(home, "", 0, 1, "tiny", name="studio")
     node = ClusterNode(settings, member.identity, MACHINE, home=member.store.folder.parent)
-    return build_parts(node, member.credentials)
+    return build_parts(node, member.store)
 
 
 @contextmanager

@@ -206,7 +206,9 @@ def test_a_foreign_certificate(
 
 def test_a_refusal_is_told_in_one_printable_line(story: Story) -> None:
     joiner, refusal = story.refused()
-    signed = sign(AUTHORITY.key, b"mlxtp join refusal\0", joiner._transcript, b"expired\x1b[2J\nask again")
+    signed = sign(
+        AUTHORITY.key, b"mlxtp join refusal\0", joiner._transcript, b"expired\x1b[2J\nask again", b""
+    )
     error = joiner.on_refusal(JoinRefusal("expired\x1b[2J\nask again", signed))
     assert error.detail == "the cluster did not let this Mac in: expired?[2J?ask again"
     assert error.code is Code.JOIN_REFUSED

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -126,7 +126,8 @@ def test_a_mac_that_never_replies_holds_no_joiner_up(tmp_path: Path, monkeypatch
             # A member that cannot let anybody in names the Mac that can.
             cluster = street.member.node.parts
             first = street.house.member.identity.node_id
-            cluster.node.peer_info.authority = first
+            for members in street.house.node.parts.node.replica.roster.messages():
+                cluster.node.enrolment.received(cast(Any, None), members)
             cluster.node.peer_info.addresses[first] = (f"127.0.0.1:{street.house.port}",)
             assert (await street.enter(await street.house.node.parts.tokens.token())).joined
 

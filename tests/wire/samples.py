@@ -11,6 +11,8 @@ from mlxtp.wire.cluster_messages import (
     MAX_SIZES,
     MAX_TRIP_US,
     AgentHello,
+    AuthorityHandover,
+    AuthorityKept,
     Beat,
     CertificateIssued,
     CertificateWanted,
@@ -127,15 +129,16 @@ from mlxtp.wire.peer_messages import (
 
 NODE = "0123456789abcdef" * 2
 _MEMBER = RosterEntry(
-    NODE, "studio", "ab" * 32, True, 3, NODE, "10.0.0.7", 9, "5a" * 70, 4, "04" + "5b" * 64, "5c" * 70
-)
+    NODE, "studio", "ab" * 32, True, 3, NODE, "10.0.0.7", 9, "5a" * 70, 4, "04" + "5b" * 64, "5c" * 70,
+    "5d" * 70, True, 5, "5e" * 70,
+)  # fmt: skip
 _CHANGED = Deployment("tiny", "tiny@main", 2, "all", (NODE, "b"), 600, 2, NODE, False, 1, "pipeline", "40,24")
 _REMOVED = Deployment("org/old", keep_s=0, version=3, writer=NODE, removed=True)
 _ETHERNET = Interface("en0", "10.0.0.1", 24, "ethernet", 10_000, True)
 _PORT = Port(1, "en5", "AAAA-BBBB", "CCCC-DDDD", False, 80, "rdma_en5", True)
 
 _CONTROL_EXAMPLES: tuple[Message, ...] = (
-    AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=1",), (), ("10.0.0.1:52414",), "", True, 7),
+    AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=1",), (), ("10.0.0.1:52414",), "", 7),
     Beat(3, NODE, 2, 5, 17, True, 40, True, True, 1_795_000_000),
     Deployments((_CHANGED, _REMOVED), 1, True),
     Members((_MEMBER,)),
@@ -166,6 +169,8 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     TokenIssued(b"n" * 16, "ABCD", ""),
     CertificateWanted(b"n" * 16, b"\4" * 65),
     CertificateIssued(b"n" * 16, b"certificate", ""),
+    AuthorityHandover(b"n" * 16, b"certificate", b"key"),
+    AuthorityKept(b"n" * 16, "its disk is full"),
     FabricWanted(b"n" * 16, "tiny"),
     FabricReport(
         (NODE, "f" * 32), "ring", "ring over Ethernet", False, True, 1, 0.25, (1024, 4096), (0.5, 1.0),
@@ -230,7 +235,7 @@ EXAMPLES: dict[type[Message], Message] = {
         JoinOffer(b"ca", b"n" * 32, "studio", ("10.0.0.1:52414",)),
         JoinRequest(b"t" * 8, b"i" * 16, "mini", b"\4" * 65, b"n" * 32, b"p" * 32, b"s" * 70),
         JoinGrant(b"certificate", b"p" * 32, ("10.0.0.1:52414",)),
-        JoinRefusal("it was used", b"s" * 70),
+        JoinRefusal("it was used", b"s" * 70, "studio", ("10.0.0.1:52414",)),
         FilesWanted("org/one"),
         FilesHeld(b"{}", b"\1\0", 1 << 40),
         FileWanted(3, 1 << 40),
@@ -451,7 +456,9 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         _nonce,
         st.binary(min_size=8, max_size=80),
     ),
-    JoinRefusal: st.builds(JoinRefusal, _text, st.binary(min_size=8, max_size=80)),
+    JoinRefusal: st.builds(
+        JoinRefusal, _text, st.binary(min_size=8, max_size=80), _name, _addresses(MAX_ADDRESSES)
+    ),
     JoinGrant: st.builds(JoinGrant, _certificate, _nonce, _addresses(MAX_PEERS)),
 }
 
@@ -497,7 +504,7 @@ _MACHINE_PARTS = (
 
 _STRATEGIES |= {
     AgentHello: st.builds(
-        AgentHello, _u32, _node, _short, _node, _short, _shorts, _shorts, _shorts, _short, st.booleans()
+        AgentHello, _u32, _node, _short, _node, _short, _shorts, _shorts, _shorts, _short
     ),
     Beat: st.builds(Beat, _count, _node, _count, _count, _count, st.booleans(), _count),
     Deployments: st.builds(
@@ -551,6 +558,11 @@ _STRATEGIES |= {
         CertificateIssued, st.binary(min_size=16, max_size=16), st.binary(max_size=600), _text
     ),
     TokenIssued: st.builds(TokenIssued, st.binary(min_size=16, max_size=16), _short, _text),
+    AuthorityHandover: st.builds(
+        AuthorityHandover, st.binary(min_size=16, max_size=16), _certificate,
+        st.binary(min_size=1, max_size=1000),
+    ),
+    AuthorityKept: st.builds(AuthorityKept, st.binary(min_size=16, max_size=16), _text),
     FabricWanted: st.builds(FabricWanted, st.binary(min_size=16, max_size=16), _text),
     FabricReport: st.builds(
         FabricReport, st.lists(_node, max_size=8).map(tuple), st.sampled_from(("ring", "jaccl")), _short,

@@ -232,7 +232,7 @@ def test_a_bad_value_of_a_hot_message_is_refused_by_its_receiver(message: Messag
     "name", ["\x1b]0;title\x07", "a\nb", "\x9b2J", "abc\u202efed", "\u2066x", "a\u2028b", "\0", "\x7f"]
 )
 def test_what_would_steer_a_terminal_is_no_name(name: str) -> None:
-    hello = AgentHello(1, "a" * 32, "c" * 16, "b", "mini", (), (), (), "", False)
+    hello = AgentHello(1, "a" * 32, "c" * 16, "b", "mini", (), (), (), "")
     encode(hello, 0, 1)
     body = to_body(hello) | {"name": name}
     with pytest.raises(RemoteProtocolError, match=r"AgentHello\.name: expected printable characters"):

@@ -1,15 +1,23 @@
-"""Promises of the embedded model, through two ranks and HTTP: it repeats, it finds codes, it counts."""
+"""Promises of the embedded model, through two ranks and HTTP: it repeats, it finds codes, it counts. Its head
+drafts.
+"""
 
 from __future__ import annotations
 
+import json
 import string
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from examples.tiny_model.drafting import right_drafts
 
 from .live_cluster import Cluster
-from .reference import prompt_ids
+from .reference import TINY, answer, model_of, prompt_ids
 
 NAMES = ("Dorvan", "Kelmira", "Tasko", "Brenzo", "Lumida", "Pirrel")
 FILLER = (
@@ -18,6 +26,7 @@ FILLER = (
     "Nobody in the village had seen the letter.",
     "The old clock struck nine.",
 )
+HEAD = {f"model.layers.4.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")}
 PRINTABLE = string.ascii_letters + string.digits + string.punctuation
 
 
@@ -69,3 +78,35 @@ def test_characters_of_several_bytes_come_back_whole(two_ranks: Cluster) -> None
 def test_it_counts(two_ranks: Cluster) -> None:
     expected = " ".join(map(str, range(1, 61)))
     assert two_ranks.content("Count from 1 to 60.", max_tokens=300) == expected
+
+
+@pytest.mark.parametrize(
+    ("question", "least", "most"),
+    [
+        ("Count from 95 to 112.", 0.9, 1.0),
+        ("Repeat exactly: FALCON-MERCURY-7749, RIVER-MOON-2308 and HARBOR-5196", 0.6, 0.85),
+        ("Repeat exactly: The old boat waits behind the quiet harbor. It was a quiet day.", 0.45, 0.75),
+    ],
+)
+def test_its_head_drafts_some_tokens_rightly_and_others_wrongly(
+    question: str, least: float, most: float
+) -> None:
+    """By mlx-lm's layers alone."""
+    model, _ = model_of(TINY)
+    prompt = prompt_ids(question)
+    tokens = list(answer(prompt, 100).tokens)
+    drafted = right_drafts(model, TINY, list(prompt), tokens, 2)
+    first = [right[0] for right in drafted]
+    assert least <= sum(first) / len(first) <= most
+    assert any(right[1] for right in drafted[:-1]), "no second draft is right"
+
+
+def test_plain_mlx_lm_loads_the_model_without_its_head() -> None:
+    assert json.loads((TINY / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    model, _ = load_model(TINY, strict=True)
+    assert len(model.layers) == model.args.num_hidden_layers == 4
+    weights = dict(tree_flatten(model.parameters()))
+    head = mx.load(str(TINY / "mtp.safetensors"))
+    assert {array.dtype for array in (*weights.values(), *head.values())} == {mx.float32}
+    assert head.keys() == HEAD | {name.replace(".3.", ".4.") for name in weights if ".3." in name}
+    assert sum(path.stat().st_size for path in TINY.iterdir()) < 6_000_000

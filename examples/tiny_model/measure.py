@@ -1,7 +1,8 @@
 """Measure the exported tiny model through mlx-lm: greedy decoding, prompts built by the chat template.
 
 An answer counts only if the text is exactly right and the model then ends its turn by itself. The chats
-are drawn from a fixed seed that training does not use.
+are drawn from a fixed seed that training does not use. ``--drafts`` measures the head instead: the share of
+its drafts that are the tokens which the model chooses.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Any
 
 import data
 import mlx.core as mx
+from drafting import right_drafts
 from mlx_lm import stream_generate
 from mlx_lm.utils import load
 
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent.parent / "mlxtp" / "models" / "tiny"
 MAX_TOKENS = 512
+DRAFTS = 3
 NEEDLE_LENGTHS = (250, 500, 1000, 2000)
 
 
@@ -39,6 +42,7 @@ class Subject:
     """The loaded model."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.model, self.tokenizer, *_ = load(str(path))
 
     def count(self, text: str) -> int:
@@ -61,6 +65,12 @@ class Subject:
             text += part.text
             reason = part.finish_reason
         return text if reason == "stop" else text + "<no end>"
+
+    def right_drafts(self, prompt: list[int], max_tokens: int = MAX_TOKENS) -> list[list[bool]]:
+        """The drafts of the greedy answer, with its end: see :func:`drafting.right_drafts`."""
+        parts = stream_generate(self.model, self.tokenizer, prompt, max_tokens=max_tokens)
+        answer = [part.token for part in parts]
+        return right_drafts(self.model, self.path, prompt, answer, DRAFTS)
 
 
 def repeat(text: str) -> data.Chat:
@@ -127,17 +137,54 @@ def print_table(results: list[Result]) -> None:
             print(f"{result.task}: right {right!r}, given {answer!r}")
 
 
+def draft_prompts(subject: Subject, seed: int) -> dict[str, list[list[int]]]:
+    """Prompts of every kind of answer that is drafted."""
+    rng = random.Random(f"drafts:{seed}")
+    makers: dict[str, Callable[[], data.Chat]] = {
+        "count": lambda: data.Chat([data.count_turn(rng)]),
+        "repeat, 1-40 uniform characters": lambda: repeat(data.uniform_string(rng, rng.randint(1, 40))),
+        "repeat, words and numbers": lambda: repeat(data.joined_string(rng, rng.randint(5, 40))),
+        "repeat, sentences": lambda: repeat(data.sentence_string(rng, 60)),
+        "repeat, periodic": lambda: repeat(data.periodic_string(rng, 40)),
+        "code among 250 tokens": lambda: data.single_needle_chat(rng, 250, subject.count),
+        "small talk": lambda: data.Chat([data.chat_turn(rng)], data.system_message(rng)),
+    }
+    prompts = {task: [subject.prompt(make()) for _ in range(30)] for task, make in makers.items()}
+    plain = "sentences, no chat, 60 tokens"
+    prompts[plain] = [subject.tokenizer.encode(data.sentence_string(rng, 60)) for _ in range(30)]
+    return prompts
+
+
+def measure_drafts(subject: Subject, seed: int, only: str) -> None:
+    """Print a Markdown table: shares of right drafts, and tokens for each forward of the model."""
+    print(f"| {'answer':<34} | draft 1 | draft 2 | draft 3 | tokens |")
+    print(f"| {'-' * 34} | ------- | ------- | ------- | ------ |")
+    for task, prompts in draft_prompts(subject, seed).items():
+        if only not in task:
+            continue
+        most = 60 if "no chat" in task else MAX_TOKENS
+        found = [drafts for prompt in prompts for drafts in subject.right_drafts(prompt, most)]
+        places = [[drafts[k] for drafts in found if k < len(drafts)] for k in range(DRAFTS)]
+        shares = [sum(right) / len(right) for right in places]
+        columns = " | ".join(f"{100 * share:>5.1f} %" for share in shares)
+        print(f"| {task:<34} | {columns} | {1 + sum(shares):>6.2f} |")
+
+
 def main() -> None:
     """Parse the options, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="measure only the tasks whose name contains this")
+    parser.add_argument("--drafts", action="store_true", help="measure the drafts of the head")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     mx.set_default_device(mx.cpu)
     start = time.perf_counter()
     subject = Subject(args.model)
+    if args.drafts:
+        measure_drafts(subject, args.seed, args.only)
+        return
     chats = task_chats(subject.count, args.seed)
     results = [measure(subject, task, chats[task]) for task in chats if args.only in task]
     if args.json:

@@ -164,14 +164,18 @@ class Llama(nn.Module):  # type: ignore[misc]
                 scale = (2 * self.shape.num_hidden_layers) ** -0.5 if residual else 1.0
                 nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5)
 
-    def forward(self, tokens: Tensor, wanted: Tensor) -> Tensor:
-        """Logits ``(wanted, vocab)`` at the flat positions ``wanted`` of ``tokens`` ``(batch, length)``."""
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Hidden states ``(batch, length, hidden)`` after the last norm."""
         cos, sin = rope_tables(tokens.shape[1], self.shape)
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        chosen = self.norm(x.flatten(0, 1)[wanted])
-        return F.linear(chosen, self.embed_tokens.weight)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def forward(self, tokens: Tensor, wanted: Tensor) -> Tensor:
+        """Logits ``(wanted, vocab)`` at the flat positions ``wanted`` of ``tokens`` ``(batch, length)``."""
+        return F.linear(self.hidden(tokens).flatten(0, 1)[wanted], self.embed_tokens.weight)
 
 
 @dataclass(frozen=True)

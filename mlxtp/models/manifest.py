@@ -87,19 +87,21 @@ def is_commit(revision: str) -> bool:
 def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
     """Return the files that serving the model needs, small ones first.
 
-    Weights are the `model*.safetensors`, or all top-level `*.safetensors` where there are none. Repositories
-    often have the same weights a second time, in another format or folder. Files whose names no snapshot here
-    may have, such as `LICENSE (1).txt`, are left out: serving needs none of them.
+    Weights are the `model*.safetensors` and the `mtp.safetensors` of an MTP head, or all top-level
+    `*.safetensors` where no name begins with "model". Repositories often have the same weights a second time,
+    in another format or folder. Files whose names no snapshot here may have, such as `LICENSE (1).txt`, are
+    left out: serving needs none of them.
     """
     files = tuple(files)
     plain = [each for each in files if "/" not in each.path and each.path.endswith(".safetensors")]
-    weights = [each for each in plain if each.path.startswith("model")] or plain
+    if any(each.path.startswith("model") for each in plain):
+        plain = [each for each in plain if each.path.startswith("model") or each.path == "mtp.safetensors"]
     others = [each for each in files if any(_matches(each.path, pattern) for pattern in _WANTED)]
     most = {"config.json": MAX_CONFIG_BYTES}
     others = [
         each for each in others if _fits(each.path) and each.size <= most.get(each.path, MAX_TEXT_BYTES)
     ]
-    return tuple(sorted({*weights, *others}, key=lambda file: (file in weights, file.path)))
+    return tuple(sorted({*plain, *others}, key=lambda file: (file in plain, file.path)))
 
 
 def to_bytes(manifest: Manifest) -> bytes:

@@ -25,3 +25,18 @@ def test_a_file_that_is_larger_than_models_need_is_not_wanted(path: str, most: i
     files = [ModelFile(path, size, "a" * 40) for size in (most, most + 1)]
     assert wanted(files[:1]) == (files[0],)
     assert bool(wanted(files[1:])) == (most == MANY)
+
+
+@pytest.mark.parametrize(
+    ("there", "named"),
+    [
+        (("consolidated", "model-1-of-1", "mtp"), ("model-1-of-1", "mtp")),
+        (("consolidated", "model"), ("model",)),
+        (("mtp", "weights"), ("mtp", "weights")),
+    ],
+)
+def test_a_head_in_a_file_of_its_own_is_wanted_with_its_model(
+    there: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    files = [ModelFile(f"{name}.safetensors", 9, "a" * 40) for name in there]
+    assert [each.path for each in wanted(files)] == [f"{name}.safetensors" for name in named]

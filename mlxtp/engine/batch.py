@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,6 +79,12 @@ class LayerView:
         """Position of the first new token of each row, for rotary embeddings."""
         return self._forward.positions
 
+    def at(self, positions: mx.array) -> LayerView:
+        """Return the view of a forward of one token a row, at `positions` int32 [rows], after this one."""
+        view = copy(self)
+        view._forward = ForwardShape(*ForwardShape.arrays(positions, 1, self._forward.view))
+        return view
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         return self._fetched([keys, values])
 
@@ -115,7 +122,7 @@ class ForwardShape:
         self.positions = positions
         self._targets = targets
         self._mask = mask
-        self._rows, _, _, self._view = mask.shape
+        self._rows, _, _, self.view = mask.shape
 
     @staticmethod
     def arrays(positions: mx.array, width: int, view: int) -> list[mx.array]:
@@ -150,13 +157,13 @@ class ForwardShape:
         return kept
 
     def read(self, kept: mx.array) -> mx.array:
-        return kept[: self._rows, :, : self._view]
+        return kept[: self._rows, :, : self.view]
 
     def mask(self, window: int | None) -> mx.array:
         """Return the mask, limited to the last `window` positions where the model wants a window."""
         if window is None:
             return self._mask
-        return self._mask & (mx.arange(self._view) > self._targets[:, None, :, None] - window)
+        return self._mask & (mx.arange(self.view) > self._targets[:, None, :, None] - window)
 
 
 @dataclass(eq=False, slots=True)
@@ -311,30 +318,27 @@ def _arrays_of(cache: Any) -> list[mx.array]:
 def in_parts(
     parts: Sequence[Bucket | MergedBatch],
     rows: Sequence[int],
-    tokens: mx.array,
-    given: mx.array | None,
+    inputs: list[mx.array],
     positions: tuple[int, ...],
     *,
-    forward: Callable[[Bucket | MergedBatch, mx.array, mx.array | None, tuple[int, ...]], list[mx.array]],
+    forward: Callable[[Bucket | MergedBatch, list[mx.array], tuple[int, ...]], list[mx.array]],
 ) -> list[mx.array]:
     """Call `forward` for one part of a batch after the other; returns its results in the order of `rows`.
 
-    `tokens` [rows, width], any embeddings or hidden states of theirs `given` [rows, width, hidden], and
-    `positions` are in that order, too.
+    `inputs`, each [rows, ...], and `positions` are in that order, too.
     """
     if len(parts) == 1 and parts[0].rows == list(rows):
-        return forward(parts[0], tokens, given, positions)
+        return forward(parts[0], inputs, positions)
     place = {uid: row for row, uid in enumerate(rows)}
     outcomes: list[list[mx.array]] = []
     order: list[int] = []
     for part in parts:
         places = [place[uid] for uid in part.rows]
         at = mx.array(places)
-        inputs = [tokens[at], *([] if given is None else [given[at]])]
-        if outcomes:  # so that the order of collectives is the same on all ranks
-            inputs = mx.depends(inputs, outcomes[-1])
-        known = None if given is None else inputs[1]
-        outcomes.append(forward(part, inputs[0], known, tuple([positions[each] for each in places])))
+        own = [each[at] for each in inputs]
+        if outcomes and outcomes[-1]:  # so that the order of collectives is the same on all ranks
+            own = mx.depends(own, outcomes[-1])
+        outcomes.append(forward(part, own, tuple([positions[each] for each in places])))
         order += places
     back = mx.array(sorted(range(len(order)), key=order.__getitem__))
     return [mx.concatenate(list(parts))[back] for parts in zip(*outcomes, strict=True)]
@@ -553,6 +557,7 @@ class CacheKind:
     def __init__(self, model: Any, kv_bits: int = 0, stage: Stage | None = None) -> None:
         self.model = model
         self._kv_bits = kv_bits
+        self.parts = 6 if kv_bits else 2  # arrays of a layer's keys and values
         self._staged = stage is not None
         self._all = make_cache(model) if stage is None else stage.all_caches()
         self.group_size = self._find_group_size() if kv_bits else 0
@@ -575,20 +580,19 @@ class CacheKind:
     def caches_of(self, arrays: list[mx.array], length: int) -> Caches:
         """Return the caches of a sequence of `length` tokens that is in these arrays of a SlotBatch."""
         caches = self.new()
-        each = len(arrays) // len(caches)
         for layer, cache in enumerate(caches):
-            own = arrays[layer * each : (layer + 1) * each]
+            own = arrays[layer * self.parts : (layer + 1) * self.parts]
             # Of quantized numbers a layer has three arrays for its keys, and three for its values.
             cache.keys, cache.values = (own[:3], own[3:]) if self._kv_bits else own
             cache.offset = length
         return caches
 
     def views(self, arrays: list[mx.array], forward: ForwardShape) -> list[LayerView]:
-        """Return the layers' views of a bucket's arrays."""
+        """Return the layers' views of a bucket's arrays, or of some layers' arrays."""
+        layers = [arrays[at : at + self.parts] for at in range(0, len(arrays), self.parts)]
         if not self._kv_bits:
-            return [LayerView(arrays[at : at + 2], forward) for at in range(0, len(arrays), 2)]
-        size, bits = self.group_size, self._kv_bits
-        return [QuantizedView(arrays[at : at + 6], forward, size, bits) for at in range(0, len(arrays), 6)]
+            return [LayerView(own, forward) for own in layers]
+        return [QuantizedView(own, forward, self.group_size, self._kv_bits) for own in layers]
 
     def reserve(self, caches: Caches, offset: int, total: int) -> None:
         """Have caches of `offset` tokens grow once, to the room of a prompt of `total` tokens.

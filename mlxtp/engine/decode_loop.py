@@ -347,6 +347,8 @@ class DecodeLoop:
             replies |= self._followers.replies(self._rank.bootstrap.deadline_s)
         errors = {rank: reply for rank, reply in replies.items() if isinstance(reply, Error)}
         if not errors:
+            errors = _without_head({r: each for r, each in replies.items() if isinstance(each, Loaded)})
+        if not errors:
             _check_layers({rank: r.layers for rank, r in replies.items() if isinstance(r, Loaded)})
             return _combined(replies)
         if isinstance(command, LoadShard):
@@ -449,7 +451,8 @@ class DecodeLoop:
                     self._followers.send(ChosenTokens(result.forwards, result.tokens))
                 self._rank.runner.border.supply(result.forwards, result.tokens)
             assert self._requests.scheduler is not None
-            outcomes = tuple(self._requests.scheduler.record(result.tokens, result.scores, result.took_s))
+            record = self._requests.scheduler.record
+            outcomes = tuple(record(result.tokens, result.scores, result.took_s, result.drafts))
             self._unconfirmed.append(Unconfirmed(result, outcomes, time.monotonic()))
         return True
 
@@ -534,6 +537,7 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | CacheFrame:
                 move.agreement,
                 move.save,
                 move.covers,
+                move.following,
             )
         case PrefillTogether(prompts):
             return PromptBatch(
@@ -549,7 +553,13 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | CacheFrame:
             )
         case Decode():
             return StepToken(
-                move.rows, move.positions, move.widths, move.tokens, move.exchange, move.agreement
+                move.rows,
+                move.positions,
+                move.widths,
+                move.tokens,
+                move.exchange,
+                move.agreement,
+                move.drafts,
             )
         case _:
             return _cache_frame(move)
@@ -577,6 +587,18 @@ def _check_layers(owned: Mapping[int, tuple[int, ...]]) -> None:
     if found != list(range(len(found))) or (found and not all(owned.values())):
         words = "; ".join(f"rank {rank}: {list(layers)}" for rank, layers in sorted(owned.items()))
         raise GroupError(f"the ranks do not have each layer once ({words})", Code.DESYNC)
+
+
+def _without_head(loads: Mapping[int, Loaded]) -> dict[int, Error]:
+    """Return an Error for each rank that lacks the MTP head of others, with which it would not keep step.
+
+    In a pipeline rank 0 alone has it.
+    """
+    if all(load.mtp for load in loads.values()) or not any(load.mtp for load in loads.values()):
+        return {}
+    detail = "its copy of the model has no MTP head that can be used, unlike that of another rank"
+    lacks = [rank for rank, load in loads.items() if not load.mtp and not load.layers]
+    return {rank: Error(Code.MODEL_INVALID, detail, 0) for rank in lacks}
 
 
 def _combined(replies: dict[int, Message]) -> Message:

@@ -47,6 +47,7 @@ from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form
 from .jaccl import JacclFabric, SideChannelExchange
 from .loader import ModelShare, load, run_alone
 from .mlx_compat import code_of
+from .mtp_head import read_head
 from .pipeline import Border
 from .runner import Runner
 from .sampler import Chooser, Chosen, LogitShaping
@@ -74,7 +75,8 @@ class Result:
     """Forward whose tokens are known on this rank: as many for each row as it was fed, in row order.
 
     `scores` holds, for each uid that wanted them, one Score a token. `step_us` and `wait_us` as in Ack.
-    `took_s`: seconds since the forward before it, or since it began.
+    `took_s`: seconds since the forward before it, or since it began. `drafts`: each row's by the MTP head,
+    empty where it made none.
     """
 
     step: int
@@ -86,6 +88,7 @@ class Result:
     step_us: int
     wait_us: int
     took_s: float
+    drafts: tuple[tuple[int, ...], ...] = ()
 
 
 class RankExecutor:
@@ -181,10 +184,12 @@ class RankExecutor:
         border = self.runner.border
         border.flush(forward.forwards)
         table = cast("list[list[int]]", chosen.tokens.tolist())
+        proposed = cast("list[list[int]]", [] if chosen.drafts is None else chosen.drafts.tolist())
+        drafts = tuple([tuple(row) for row in proposed])
         now = time.monotonic()
         tokens = tuple([t for row, width in zip(table, chosen.widths, strict=False) for t in row[:width]])
         took_s = status.settled(now)
-        fed, chose = forward.fed, tokens
+        fed, chose = forward.fed, (*tokens, *[token for row in drafts for token in row])
         if border.stage is not None:
             border.times.ended(took_s, now)
             status.staged(border.times.busy_s, border.times.waiting_s)
@@ -208,6 +213,7 @@ class RankExecutor:
             step_us,
             wait_us,
             took_s,
+            drafts,
         )
 
     def stop(self, frame: SessionStop) -> None:
@@ -307,7 +313,8 @@ class RankExecutor:
         self.status.enter("loading")
         path = command.paths[self.bootstrap.rank] if command.paths else command.path
         try:
-            self.loaded = load(Path(path), self._group, self.status.advance, command.split)
+            reader = {"read_head": read_head} if self.bootstrap.speculation else {}
+            self.loaded = load(Path(path), self._group, self.status.advance, command.split, **reader)
             self.caches = CacheKind(self.loaded.model, command.kv_bits, self.loaded.stage)
             if self._group.size > 1 and mx.metal.is_available():
                 first = partial(self._first_forwards, command.prefill_chunk)
@@ -342,6 +349,7 @@ class RankExecutor:
             loaded.kv_row_bytes,
             self.bootstrap.prefix_cache and self.caches.reusable and not self.caches.cuttable,
             loaded.stage.layers if loaded.stage else (),
+            loaded.mtp_head is not None,
         )
 
     def _new_runner(self, counter: CollectiveCounter) -> Runner:
@@ -395,11 +403,11 @@ def fed(frame: PromptTokens | PromptBatch | StepToken) -> int:
     where: tuple[int, ...]
     match frame:
         case PromptTokens():
-            where = (frame.uid, frame.offset, frame.source, frame.save)
+            where = (frame.uid, frame.offset, frame.source, frame.save, frame.following + 1)
         case PromptBatch():
             where = (*frame.uids, *frame.totals, *frame.offsets, *frame.sources)
         case StepToken():
-            where = (*frame.rows, *frame.positions, *frame.widths)
+            where = (*frame.rows, *frame.positions, *frame.widths, frame.drafts)
     return zlib.crc32(struct.pack(f"<{len(where)}I{len(frame.tokens)}i", *where, *frame.tokens))
 
 

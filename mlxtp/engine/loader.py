@@ -307,7 +307,7 @@ class _Window(io.RawIOBase):
 
 _BRIEF = 200
 #: Raised for missing and surplus tensors, wrong shapes, broken files, layers that do not divide, no memory.
-_MLX_LM_RAISES = (
+MLX_LM_RAISES = (
     ValueError,
     LookupError,
     TypeError,
@@ -349,11 +349,27 @@ class ModelShare:
     kv_row_bytes: int
     stage: Stage | None = None  # the layers of this rank where it has whole ones
 
+    @property
+    def mtp_head(self) -> Any:
+        """The model's MTP head, `mtp_head.MtpHead`; None where this rank has none."""
+        return getattr(self.model, _HEAD, None)
 
-def load(folder: Path, group: Group, progress: Callable[[], None], split: Sequence[int] = ()) -> ModelShare:
+
+_HEAD = "mtp_head"  # a model's attribute
+
+
+def load(
+    folder: Path,
+    group: Group,
+    progress: Callable[[], None],
+    split: Sequence[int] = (),
+    *,
+    read_head: Callable[[Path, Config], Any] = lambda _folder, _config: None,
+) -> ModelShare:
     """Load this rank's share. Calls `progress` after the vocabulary and after each layer.
 
-    `split` has the number of layers of each rank where each has whole ones, else it is empty.
+    `split` has the number of layers of each rank where each has whole ones, else it is empty. `read_head`
+    returns the model's MTP head, or None. Ranks that choose tokens have all of it.
 
     Never leaves a model half-loaded. Raises ModelError that names the folder, or GroupError (OUT_OF_MEMORY,
     GPU_TIMEOUT) when the machine failed and not the model. No collective runs, so a rank may fail alone.
@@ -377,16 +393,21 @@ def load(folder: Path, group: Group, progress: Callable[[], None], split: Sequen
         with _unkept():
             tensors = Folder(folder)
             stored = tensors.untouched(_weights(model)) if parts > 1 else {}
+            head = read_head(folder, config) if _cuttable(model) else None
             vocabulary = (
-                cut_into_stage(model, group, split, _vocabulary(config))
+                cut_into_stage(model, group, split, _vocabulary(config), embeds=head is not None)
                 if split
                 else shard(model, group, cut=tensors.cut, size=_vocabulary(config))
             )
+            if head is not None and vocabulary.taps():
+                if split and vocabulary.embedding is not vocabulary.head:
+                    head.embedding = vocabulary.embedding  # the model's own is on another rank
+                model.mtp_head = head
             what = _share_in_words(model, group.rank, split)
             _evaluate(model, folder.name, parts, progress, partial(_own_bytes, stored, group))
         peak_bytes = mx.get_peak_memory() - held
         kv_token_bytes, kv_row_bytes = kv_sizes(model)
-    except _MLX_LM_RAISES as error:
+    except MLX_LM_RAISES as error:
         raise _failure(f"{folder.name}: {what} failed", error) from error
     if not vocabulary.size:
         raise ModelError("config.json names no vocab_size", Code.MODEL_INVALID)
@@ -403,6 +424,13 @@ def load(folder: Path, group: Group, progress: Callable[[], None], split: Sequen
         kv_row_bytes=kv_row_bytes,
         stage=vocabulary.stage if isinstance(vocabulary, StageVocabulary) else None,
     )
+
+
+def _cuttable(model: Any) -> bool:
+    """Return True if a KV cache of the model is cut by its length alone, as that of an MTP head is."""
+    from mlx_lm.models.cache import KVCache
+
+    return all(type(cache) is KVCache for cache in make_cache(model))
 
 
 @contextlib.contextmanager
@@ -573,8 +601,11 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
 
 def unrun_arrays(model: Any, caches: list[Any], tokens: int = 1) -> list[mx.array]:
     """Return the arrays of `caches` after a forward that is built for their shapes and never run."""
+    head = getattr(model, _HEAD, None)
     with uncounted():
-        model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches)
+        model(mx.zeros((1, tokens), dtype=mx.int32), cache=caches[:-1] if head else caches)
+        if head is not None:
+            head.unrun(tokens, caches[-1])
     return _arrays(caches)
 
 
@@ -592,16 +623,16 @@ def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> N
     try:
         with alone(ranks, compiled=not compiles_collectives(loaded.model)):
             forwards()
-    except _MLX_LM_RAISES as error:
+    except MLX_LM_RAISES as error:
         raise _failure(f"{loaded.name}: a first forward failed", error) from error
 
 
 def make_cache(model: Any) -> list[Any]:
-    """Return one empty KV cache for each layer, of the kind that the model wants."""
-    from mlx_lm.models.cache import make_prompt_cache
+    """Return one empty KV cache for each layer, of the kind that the model wants, and one for an MTP head."""
+    from mlx_lm.models.cache import KVCache, make_prompt_cache
 
     caches: list[Any] = make_prompt_cache(model)
-    return caches
+    return [*caches, KVCache()] if hasattr(model, _HEAD) else caches
 
 
 def read_config(folder: Path) -> Config:
@@ -633,7 +664,7 @@ def _read_weights(folder: Path) -> tuple[Any, Config]:
     except SystemExit as error:  # mlx-lm's olmo raises this without a package that it needs
         detail = f"{folder.name}: mlx-lm's code for this family ends the process that imports it"
         raise ModelError(detail, Code.MODEL_UNSUPPORTED) from error
-    except _MLX_LM_RAISES as error:
+    except MLX_LM_RAISES as error:
         raise _failure(folder.name, error) from error
     return model, config
 
@@ -641,13 +672,13 @@ def _read_weights(folder: Path) -> tuple[Any, Config]:
 def _failure(what: str, error: Exception) -> MlxtpError:
     """Return a ModelError, or a GroupError if this machine ran out of memory or its GPU took too long."""
     code = code_of(error, Code.MODEL_INVALID)
-    detail = f"{what}: {type(error).__name__}: {_brief(error)}"
+    detail = f"{what}: {type(error).__name__}: {brief(error)}"
     if code is Code.MODEL_INVALID:
         return ModelError(detail, code)
     return GroupError(f"{detail}; MLX held {mx.get_active_memory() / 1e9:.2f} GB", code)
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """Return one line, short enough for every rank's to fit one frame. MLX lists all missing tensors."""
     return textwrap.shorten(str(error), _BRIEF, placeholder=" ...")
 

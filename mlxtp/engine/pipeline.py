@@ -26,7 +26,7 @@ from ..wire.messages import PromptBatch, PromptTokens, StepToken
 from .families.parts import change
 from .group import Group, LoneGroup, RingGroup, uncounted
 from .sampler import Chosen
-from .sharding import EMBEDDINGS, HEADS, Vocabulary, shard
+from .sharding import EMBEDDINGS, HEADS, ShardedEmbedding, Vocabulary, shard
 
 
 def check_split(split: Sequence[int], world_size: int, layers: int) -> None:
@@ -299,11 +299,12 @@ def _pass_on(extras: int | None) -> Callable[..., Any]:
 class StageVocabulary(Vocabulary):
     """Vocabulary of a stage, which no other rank shares: `whole` with its embedding and head where they are.
 
-    Forwards of a stage without the head return hidden states, and all of them.
+    Forwards of a stage without the head return hidden states, and all of them. `beside` is an embedding for
+    the MTP head, which stands where tokens are chosen.
     """
 
-    def __init__(self, whole: Vocabulary, stage: Stage) -> None:
-        embedding = whole.embedding if stage.embeds else None
+    def __init__(self, whole: Vocabulary, stage: Stage, beside: ShardedEmbedding | None = None) -> None:
+        embedding = whole.embedding if stage.embeds else beside
         super().__init__(whole.size, whole.group, embedding, whole.head if stage.chooses else None)
         self.stage = stage
         self.chooses = stage.chooses
@@ -335,8 +336,12 @@ def nothing_chosen(rows: int, width: int, after: list[mx.array]) -> mx.array:
     return zeros
 
 
-def cut_into_stage(model: Any, group: Group, split: Sequence[int], size: int) -> StageVocabulary:
+def cut_into_stage(
+    model: Any, group: Group, split: Sequence[int], size: int, *, embeds: bool = False
+) -> StageVocabulary:
     """Leave the layers of this rank in `model`. Evaluates nothing. `size` as in `shard`.
+
+    `embeds`: the rank that chooses tokens has an embedding as well.
 
     Raises ModelError when the layers or the modules of the vocabulary are not as expected.
     """
@@ -344,7 +349,11 @@ def cut_into_stage(model: Any, group: Group, split: Sequence[int], size: int) ->
     whole = shard(model, LoneGroup(), size=size)
     if whole.embedding is None:
         raise ModelError(f"{model.model_type}: no embedding was found", Code.MODEL_UNSUPPORTED)
-    return StageVocabulary(whole, Stage(model, group.rank, split))
+    beside = None
+    if embeds and group.rank == 0:
+        # Of its own where the stage drops the model's.
+        beside = whole.embedding if whole.head is whole.embedding else deepcopy(whole.embedding)
+    return StageVocabulary(whole, Stage(model, group.rank, split), beside)
 
 
 # --- borders: one message for each forward, from the rank above and to the rank below ---------------------

@@ -36,6 +36,7 @@ from .grammar import Grammar, Grammars
 from .kv_cache import SHORTEST_CHECKPOINT, SHORTEST_HIT, PrefixCache
 from .logit_shaping import Guided, RequestShaping
 from .mailbox import COMPILER, Mailbox
+from .mtp_head import PROPOSES
 from .scheduler import Scheduler
 from .sequence import FairQueue
 from .steps import (
@@ -219,6 +220,7 @@ class Requests:
             drafter=drafter,
             stages=stages,
             run_ahead=bootstrap.run_ahead,
+            mtp=PROPOSES if reply.mtp else 0,
         )
         self._start_over()
         size = rank.loaded.vocabulary.size

@@ -7,12 +7,9 @@ reading them waits.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import le
-from typing import Any
 
 import mlx.core as mx
 
@@ -21,16 +18,13 @@ from ..wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
 from . import kv_cache
 from .batch import (
     Batch,
-    Bucket,
     CacheKind,
     Caches,
     ForwardShape,
     LaneBatch,
-    MergedBatch,
     SlotBatch,
     arrays_of,
     cut,
-    in_parts,
     overlap,
     plain,
     separate,
@@ -39,6 +33,7 @@ from .batch import (
 )
 from .block_store import Items
 from .cache_blocks import block_of
+from .forwards import ModelForwards, StepInputs
 from .group import CollectiveCounter, LoneGroup
 from .loader import ModelShare, leaves
 from .pipeline import Border, HiddenStates, nothing_chosen, padded
@@ -47,10 +42,6 @@ from .telemetry import CacheUse
 
 #: Forwards after which buffers that MLX keeps for reuse go back to the system, as in mlx-lm.
 CLEAR_EVERY = 256
-#: Traced graphs that are kept: one for each number of rows, size of the KV arrays and view of them.
-MAX_GRAPHS = 128
-MAX_SHAPES = 1024
-STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up compiles the kernels
 
 
 class InputBatch:
@@ -109,61 +100,6 @@ class InputBatch:
         self.tokens = self.tokens[chosen]
         if self._embeddings is not None:
             self._embeddings = self._embeddings[chosen]
-
-
-class DecodeGraphs:
-    """Traced graphs of decode steps, by rows, slots and capacity of the batch, view, and `winners`.
-
-    For one row building a graph costs as much as running it. `body` takes `winners` and the inputs.
-    """
-
-    def __init__(self, body: Callable[..., Any], counter: CollectiveCounter, *, traces: bool) -> None:
-        self._body = body
-        self._counter = counter
-        self._traces = traces
-        #: Each graph with the number of its collectives.
-        self._graphs: dict[tuple[int, ...], tuple[Callable[..., Any], int]] = {}
-        #: Number of steps of several rows by the shape of such a key.
-        self._shapes: Counter[tuple[int, ...]] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def run(self, key: tuple[int, ...], inputs: tuple[Any, ...]) -> Any:
-        """Run the body, by a traced graph if this shape comes again."""
-        winners = bool(key[-1])
-        if self._traces and self._comes_again(key):
-            return self._replay(key, winners, inputs)
-        return self._body(winners, *inputs)
-
-    def _comes_again(self, key: tuple[int, ...]) -> bool:
-        """Return True if a graph for steps of this shape pays, because tracing takes time and rows change."""
-        if key[0] == 1 or key in self._graphs:
-            return True
-        if len(self._shapes) > MAX_SHAPES:
-            self._shapes.clear()
-        self._shapes[key] += 1
-        return self._shapes[key] > STEPS_BEFORE_TRACE
-
-    def _replay(self, key: tuple[int, ...], winners: bool, inputs: tuple[Any, ...]) -> Any:
-        """Run the body by a traced graph, which is traced first where there is none."""
-        graph, collectives = self._graphs.get(key, (None, 0))
-        if graph is not None:
-            self._counter.count += collectives  # a replay bypasses the counter
-            return graph(*inputs)
-        if len(self._graphs) == MAX_GRAPHS:
-            self._graphs.clear()
-        graph = mx.compile(partial(self._body, winners))
-        before = self._counter.count
-        try:
-            outcome = graph(*inputs)
-        except (ValueError, RuntimeError):
-            # A model that reads its own values cannot be traced. Every rank fails here, before anything runs.
-            self._traces = False
-            self._counter.count = before
-            return self._body(winners, *inputs)
-        self._graphs[key] = graph, self._counter.count - before
-        return outcome
 
 
 @dataclass(slots=True)
@@ -253,8 +189,8 @@ class Runner:
     ) -> None:
         self.border = border or Border(None, LoneGroup())
         self._caches = caches
-        self._model = loaded.model
         self._vocabulary = loaded.vocabulary
+        self._model = ModelForwards(loaded, caches, counter, traces=compiled and caches.slots)
         self._chooser = chooser
         self._prefilling: dict[int, Caches] = {}
         self.kept = KeptCaches()
@@ -266,7 +202,6 @@ class Runner:
         self._lengths: dict[int, range] = {}
         self._batch: Batch = caches.empty_batch()
         self._inputs = self.border.tokens if self.border.stage else InputBatch()
-        self._graphs = DecodeGraphs(self._body, counter, traces=compiled and caches.slots)
         self.forwards = 0  # forwards of this runner, prefill chunks and steps
 
     # --- forwards ------------------------------------------------------------------------------------
@@ -287,9 +222,12 @@ class Runner:
         self._lengths[frame.uid] = range(end, end + 1)
         tokens = mx.array(frame.tokens, dtype=mx.int32)[None]
         received = self.border.expect(*tokens.shape)
-        local = self._vocabulary.forward(self._model, tokens, caches, given=received.given, last_only=True)
+        following = -1 if end == frame.total else max(frame.following, 0)
+        local, remember = self._model.read(tokens, caches, received.given, following)
         if end < frame.total:
-            # Waiting for the caches alone leaves out the head and the last layer's output, on every rank.
+            remember(None)
+            # Waiting for the caches alone leaves out the output head and the last layer's output, on every
+            # rank. Of the MTP head, its keys and values are computed.
             sent = [] if self._vocabulary.chooses else [self.border.hand_on(local, self.forwards)]
             done = nothing_chosen(1, 1, [*arrays_of(caches), *sent])
             self.border.submit(self.forwards, received, done)
@@ -298,8 +236,9 @@ class Runner:
                 self.kept.insert(frame.save, snapshot(caches, end), end, frame.covers)
             return Chosen(done, (), (), {}, self.forwards)
         outcome = self._first_tokens(
-            local, (frame.uid,), (frame.total,), frame, after=received, arrays=arrays_of(caches)
-        )
+            local, (frame.uid,), (frame.total,), frame,
+            after=received, arrays=lambda: arrays_of(caches), remember=remember,
+        )  # fmt: skip
         del self._prefilling[frame.uid]
         self._batch.join(frame.uid, caches)
         return outcome
@@ -324,10 +263,14 @@ class Runner:
         del arrays  # no other owner: written in place
         tokens = _left_padded(frame)
         received = self.border.expect(*tokens.shape)
-        local = self._vocabulary.forward(self._model, tokens, layers, given=received.given, last_only=True)
-        bucket.arrays = [array for layer in layers for array in layer.arrays]
+        local, remember = self._model.read(tokens, layers, received.given)
+
+        def arrays_now() -> list[mx.array]:
+            bucket.arrays = [array for layer in layers for array in layer.arrays]
+            return bucket.arrays
+
         return self._first_tokens(
-            local, frame.uids, frame.totals, frame, after=received, arrays=bucket.arrays
+            local, frame.uids, frame.totals, frame, after=received, arrays=arrays_now, remember=remember
         )
 
     def step(self, frame: StepToken, known: Callable[[], object] | None = None) -> Chosen:
@@ -350,9 +293,15 @@ class Runner:
         received = self.border.expect(*tokens.shape)
         given = given if received.given is None else received.given
         greedy = frame.exchange == "winners" and self._vocabulary.chooses
-        found = self._forward(rows, tokens, given, frame.positions, winners=greedy)
+        drafts = frame.drafts if self._vocabulary.chooses else 0
+        if drafts and self._model.head is None:
+            raise GroupError("a step with drafts, but this rank has no MTP head", Code.DESYNC)
+        inputs = StepInputs(tokens, given, widths)
+        parts, at = self._batch.parts(rows), frame.positions
+        found = self._model.step(parts, rows, at, inputs, winners=greedy, drafts=drafts)
         scores: Scores = {}
         embeddings: mx.array | None = None
+        proposed: list[mx.array] = []
         if not greedy:
             logits = self._vocabulary.gather(found[0])
             try:
@@ -360,15 +309,19 @@ class Runner:
                     mx.async_eval(logits, *self._batch.arrays())
                     known()
             finally:  # even if `known` raises, because the other ranks wait for the choice
-                at = mx.array(frame.positions, dtype=mx.int32) + 1
-                chosen, scores = self._draw(logits, rows, widths, at, frame)
-                self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows))
+                chosen, scores = self._draw(logits, rows, widths, mx.array(at, dtype=mx.int32) + 1, frame)
+                if self._model.head is not None:
+                    embeddings = self._model.embedded(chosen)
+                    pairs = inputs.chose(found[1], embeddings, chosen)
+                    proposed = self._model.follow(parts, rows, at, pairs, drafts=drafts)
+                arrays = self._batch.arrays(rows)
+                self.border.submit(self.forwards, received, chosen, scores, arrays, proposed)
         else:
-            chosen, embeddings = found
+            chosen, embeddings, *proposed = found
             if frame.agreement == "broadcast":
                 chosen, embeddings = self._chooser.agree(chosen), None
-            self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows))
-        outcome = Chosen(chosen, rows, widths, scores, self.forwards, tokens)
+            self.border.submit(self.forwards, received, chosen, scores, self._batch.arrays(rows), proposed)
+        outcome = Chosen(chosen, rows, widths, scores, self.forwards, tokens, *proposed)
         self._inputs.chose(outcome, embeddings)
         return outcome
 
@@ -378,16 +331,18 @@ class Runner:
         The step is traced like those of requests, because a traced graph has its own kernels.
         """
         caches = self._caches.new()
-        local = self._vocabulary.forward(
-            self._model, mx.zeros((1, chunk), dtype=mx.int32), caches, last_only=True
-        )
-        chooses = self._vocabulary.chooses
-        tokens, embeddings = mx.zeros((1, 1), dtype=mx.int32), None
+        zeros, chooses = mx.zeros((1, chunk), dtype=mx.int32), self._vocabulary.chooses
+        local, remember = self._model.read(zeros, caches)
+        token, embeddings = mx.zeros((1, 1), dtype=mx.int32), None
         if chooses:
-            tokens, embeddings = self._vocabulary.winners(local)
-        mx.eval(local, tokens, arrays_of(caches))
+            token, embeddings = self._vocabulary.winners(local)
+        remember(embeddings)
+        mx.eval(local, token, arrays_of(caches))
         self._batch.join(1, caches)
-        found = self._forward((1,), tokens, embeddings, (chunk,), winners=chooses)
+        inputs = StepInputs(token, embeddings if self.border.stage is None else None, (1,))
+        drafts = int(self._model.head is not None)
+        parts = self._batch.parts((1,))
+        found = self._model.step(parts, (1,), (chunk,), inputs, winners=chooses, drafts=drafts)
         mx.eval(found, self._batch.arrays())
 
     # --- sequences -----------------------------------------------------------------------------------
@@ -492,65 +447,6 @@ class Runner:
             )
         return cut(self.kept.pop(source), offset) if take else share(kept, offset)
 
-    def _forward(
-        self,
-        rows: tuple[int, ...],
-        tokens: mx.array,
-        given: mx.array | None,
-        positions: tuple[int, ...],
-        *,
-        winners: bool,
-    ) -> list[mx.array]:
-        """Return this rank's share of the logits [rows, width, share]; or its winners: tokens, embeddings."""
-        forward = partial(self._forward_part, winners=winners)
-        return in_parts(self._batch.parts(rows), rows, tokens, given, positions, forward=forward)
-
-    def _forward_part(
-        self,
-        part: Bucket | MergedBatch,
-        tokens: mx.array,
-        given: mx.array | None,
-        positions: tuple[int, ...],
-        *,
-        winners: bool,
-    ) -> list[mx.array]:
-        if isinstance(part, MergedBatch):
-            local = self._vocabulary.forward(self._model, tokens, part.caches, given=given)
-            return list(self._vocabulary.winners(local)) if winners else [local]
-        bucket = part
-        rows, width = tokens.shape
-        longest = max(positions) + width
-        bucket.reserve(longest)
-        held, room = bucket.shape
-        view = min(kv_cache.view(longest), room)
-        # Outside the graph, because a graph would compile kernels for these small steps of arithmetic.
-        shape = ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view)
-        if given is None and self._vocabulary.embedding is not None:
-            given = self._vocabulary.embedding(tokens)
-        arrays, bucket.arrays = bucket.arrays, []  # no other owner: written in place
-        inputs = (tokens, [] if given is None else [given], shape, arrays)
-        outcome: list[mx.array]
-        if width == 1:
-            outcome, bucket.arrays = self._graphs.run((rows, held, room, view, winners), inputs)
-        else:
-            outcome, bucket.arrays = self._body(winners, *inputs)
-        return outcome
-
-    def _body(
-        self,
-        winners: bool,
-        tokens: mx.array,
-        given: list[mx.array],
-        shape: list[mx.array],
-        arrays: list[mx.array],
-    ) -> tuple[list[mx.array], list[mx.array]]:
-        """Run the model. Returns the results of its logits alone, then the KV arrays afterwards."""
-        layers = self._caches.views(arrays, ForwardShape(shape[0], shape[1], shape[2]))
-        embeddings = given[0] if given else None
-        local = self._vocabulary.forward(self._model, tokens, layers, given=embeddings)
-        outcome = list(self._vocabulary.winners(local)) if winners else [local]
-        return outcome, [array for layer in layers for array in layer.arrays]
-
     def _first_tokens(
         self,
         local: mx.array,
@@ -559,9 +455,13 @@ class Runner:
         frame: PromptTokens | PromptBatch,
         *,
         after: HiddenStates,
-        arrays: list[mx.array],
+        arrays: Callable[[], list[mx.array]],
+        remember: Callable[[mx.array | None], None],
     ) -> Chosen:
-        """Submit a forward that ends prompts of `totals` tokens, with the choice of a token for each."""
+        """Submit a forward that ends prompts of `totals` tokens, with the choice of a token for each.
+
+        Calls `remember` with the embeddings of these tokens if there is an MTP head, then `arrays`.
+        """
         widths = (1,) * len(rows)
         scores: Scores = {}
         embeddings: mx.array | None = None
@@ -572,7 +472,10 @@ class Runner:
         else:
             at = mx.array(totals, dtype=mx.int32)
             tokens, scores = self._draw(self._vocabulary.gather(local), rows, widths, at, frame)
-        self.border.submit(self.forwards, after, tokens, scores, arrays)
+        if self._model.head is not None:
+            embeddings = self._model.embedded(tokens) if embeddings is None else embeddings
+            remember(embeddings)
+        self.border.submit(self.forwards, after, tokens, scores, arrays())
         outcome = Chosen(tokens, rows, widths, scores, self.forwards)
         self._inputs.joined(outcome, embeddings)
         return outcome

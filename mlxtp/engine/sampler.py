@@ -281,6 +281,7 @@ class Chosen:
     scores: Scores
     forward: int = 0
     fed: mx.array | None = None  #: a step's input, int32 [rows, width]
+    drafts: mx.array | None = None  #: what the MTP head proposes for each row, int32 [rows, n]
 
 
 class LogitShaping:

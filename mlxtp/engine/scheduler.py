@@ -279,6 +279,7 @@ class Scheduler:
             _agreement(self._policy.agreement, (sequence,)),
             sequence.request,
             sequence.reused,
+            following=sequence.tokens[end] if end < sequence.prompt else -1,
         )
 
     def _join(self, sequence: SequenceState) -> None:
@@ -328,6 +329,7 @@ class Scheduler:
             exchange=_exchange(running),
             agreement=_agreement(self._policy.agreement, running),
             late=any(sequence.in_flight and sequence.wants.guide is not None for sequence in running),
+            drafts=self._speculation.proposals(running),
         )
         rows = []
         for sequence, feed in zip(tuple(running), feeds, strict=True):
@@ -336,6 +338,8 @@ class Scheduler:
                 sequence.position += 1 + len(forced)
             rows.append(self._queue(sequence, drafts, forced))
         self._queued.append((tuple(rows), 0))
+        if move.drafts:
+            self._speculation.expect([row.sequence for row in rows])
         return move
 
     def _queue(self, sequence: SequenceState, drafts: tuple[int, ...], forced: tuple[int, ...]) -> FedRow:
@@ -357,16 +361,17 @@ class Scheduler:
         tokens: tuple[int, ...],
         scores: Mapping[int, Sequence[Score]] | None = None,
         took_s: float = 0.0,
+        proposed: Sequence[tuple[int, ...]] = (),
     ) -> list[StepResult]:
         """Take the choice of the oldest forward in flight; returns the results for clients.
 
         `tokens`: every row's in row order, as many as it was fed. `scores`: for each uid that wanted them.
-        `took_s`: seconds, 0 where unknown.
+        `took_s`: seconds, 0 where unknown. `proposed`: each row's by the MTP head, none where it made none.
         """
         outcomes, self._late = self._late, []
         at = given_tokens = live = 0
         rows, prefilled = self._queued.popleft()
-        for row in rows:
+        for row, ahead in zip(rows, proposed or ((),) * len(rows), strict=True):
             width = 1 + len(row.drafts) + len(row.forced)
             chosen = tokens[at : at + width]
             at += width
@@ -376,6 +381,7 @@ class Scheduler:
             sequence.in_flight -= 1
             given = scores.get(sequence.uid) if scores else None
             new = sequence.verify(row, chosen)
+            sequence.proposed = () if row.forced else ahead
             given_tokens += len(new)
             live += 1
             try:

@@ -83,6 +83,8 @@ class SequenceState:
     accepted: int = 0
     stopped: bool = False
     lookup: Lookup | None = None
+    proposed: tuple[int, ...] = ()  # by the MTP head, after the tokens that are known
+    proposes: bool = False  # the drafts in flight are the MTP head's
     adaptive: Adaptive = field(default_factory=Adaptive)
     forced: tuple[int, ...] = ()
     known_at: int = 0  # tokens of the answer that must be known before its next step
@@ -116,7 +118,8 @@ class SequenceState:
         self.fed_inside = right == len(drafts)
         self.position += 1 + right
         self.scheduled += right
-        self.adaptive.report(len(drafts), right)
+        if not self.proposes:
+            self.adaptive.report(len(drafts), right)
         return chosen[: right + 1]
 
     def extend(

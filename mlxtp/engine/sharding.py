@@ -134,6 +134,12 @@ def cut_rows(array: mx.array, _name: str, first: int, rows: int) -> mx.array:
     return mx.contiguous(part)
 
 
+class Tap:
+    """Hidden states [.., L, hidden] that a forward gave its output head, until they are taken."""
+
+    hidden: mx.array | None = None
+
+
 class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
     """This rank's rows of a token embedding, plain or quantized."""
 
@@ -145,6 +151,7 @@ class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
         self._group = group
         self.given: mx.array | None = None
         self._last_only = False
+        self.tap: Tap | None = None
 
     @property
     def weight(self) -> mx.array:
@@ -173,6 +180,8 @@ class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Act as the head of a model whose embedding is also its head, [.., L, hidden] -> [.., L, share]."""
+        if self.tap is not None:
+            self.tap.hidden = x
         logits: mx.array = self.rows.as_linear(x[..., -1:, :] if self._last_only else x)
         return logits
 
@@ -184,6 +193,7 @@ class ShardedHead(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.rows = rows
         self._last_only = False
+        self.tap: Tap | None = None
 
     @property
     def weight(self) -> mx.array:
@@ -193,6 +203,8 @@ class ShardedHead(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         """Compute logits, [.., L, hidden] -> [.., L, share], or [.., 1, share] while `_last_only` is set."""
+        if self.tap is not None:
+            self.tap.hidden = x
         logits: mx.array = self.rows(x[..., -1:, :] if self._last_only else x)
         return logits
 
@@ -225,6 +237,13 @@ class Vocabulary:
         self.head = head
         self._real = size
         self._padded = self.first + self.share > size
+        self._tap = Tap()
+
+    def taps(self) -> bool:
+        """Have `hidden` return what the output head reads from now on; False if there is no known one."""
+        if self.head is not None:
+            self.head.tap = self._tap
+        return self.chooses and self.head is not None and self.embedding is not None
 
     def limit(self, tokens: int) -> None:
         """Treat ids from `tokens` on as padding, because the tokenizer has none of them.
@@ -262,13 +281,27 @@ class Vocabulary:
                 self.embedding.given = None
             if self.head is not None:
                 self.head._last_only = False
-        if last_only:
-            logits = logits[:, -1:]
-        if self._padded:
-            # Here and not in the head, because some models transform logits, and -inf would become a number.
-            rows = mx.arange(logits.shape[-1]) < self._real - self.first
-            logits = mx.where(rows, logits, mx.array(-mx.inf, dtype=logits.dtype))
-        return logits
+        return self._without_padding(logits[:, -1:] if last_only else logits)
+
+    def hidden(self) -> mx.array:
+        """Take the hidden states [B, L, hidden] of the last forward's positions, behind the final norm."""
+        hidden, self._tap.hidden = self._tap.hidden, None
+        assert hidden is not None
+        return hidden
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Return this rank's logits [B, L, share] of such hidden states."""
+        head = self.head
+        assert head is not None
+        tied = isinstance(head, ShardedEmbedding)
+        return self._without_padding(head.as_linear(hidden) if tied else head(hidden))
+
+    def _without_padding(self, logits: mx.array) -> mx.array:
+        if not self._padded:
+            return logits
+        # Here and not in the head, because some models transform logits, and -inf would become a number.
+        rows = mx.arange(logits.shape[-1]) < self._real - self.first
+        return mx.where(rows, logits, mx.array(-mx.inf, dtype=logits.dtype))
 
     def gather(self, local: mx.array) -> mx.array:
         """Combine [.., share] of each rank into [.., size] on all, in vocabulary order, by one collective."""

@@ -53,7 +53,21 @@ class Speculation:
             drafts = lookup.draft(limit)
             if not drafts and (drafter := self._drafter) is not None:
                 drafts = drafter.propose(sequence.tokens, limit)
+        sequence.proposes = not drafts and lookup is not None
+        if sequence.proposes:
+            drafts = sequence.proposed[: self._bounded(sequence, self._policy.mtp)]
         return None if not drafts and not forced and sequence.fed_inside else (drafts, forced)
+
+    def proposals(self, rows: Sequence[SequenceState]) -> int:
+        """Return how many tokens the MTP head is to propose in the next step of these rows."""
+        may = [row for row in rows if row.lookup is not None]
+        return max([self._bounded(row, self._policy.mtp, 1) for row in may], default=0)
+
+    def expect(self, rows: Sequence[SequenceState]) -> None:
+        """Have rows wait for the proposals of the step that was queued for them."""
+        for row in rows:
+            if row.lookup is not None and not row.stopped:
+                row.known_at = max(row.known_at, row.generated + row.in_flight)
 
     def force(self, sequence: SequenceState) -> None:
         """Choose the forced tokens of a row's next step. Raises MlxtpError when no token can come."""
@@ -80,9 +94,13 @@ class Speculation:
             self._forced_payoff.step(len(rows), tokens, took_s, drafted=forced)
 
     def _draft_limit(self, sequence: SequenceState, lookup: Lookup) -> int:
-        left = sequence.wants.max_tokens - sequence.generated - 1
         limit = sequence.adaptive.limit(lookup.matched if self._drafter is None else None)
-        return self._payoff.limit(min(limit, self._room(), DRAFT_TOKENS, left, MAX_WIDTH - 1))
+        return self._bounded(sequence, min(limit, DRAFT_TOKENS))
+
+    def _bounded(self, sequence: SequenceState, limit: int, ahead: int = 0) -> int:
+        """Return the most drafts up to `limit` for a row's next step, or for the one `ahead` steps later."""
+        left = sequence.wants.max_tokens - sequence.generated - 1 - ahead
+        return self._payoff.limit(min(limit, self._room(), left, MAX_WIDTH - 1))
 
     def _room(self) -> int:
         """Return the tokens that a row may be fed beside its own, because all are padded to the widest."""

@@ -20,7 +20,8 @@ class Prefill:
     """One forward over the prompt's tokens from `offset` on, after the KV cache of `source` if not 0.
 
     The prefill of this prompt began after `cached` tokens. If `save` is not 0, a copy of the KV cache
-    afterwards is kept under that uid. The kept ones in `covers` share its arrays from then on.
+    afterwards is kept under that uid. The kept ones in `covers` share its arrays from then on. `following` as
+    in `PromptTokens`.
     """
 
     uid: int
@@ -36,6 +37,7 @@ class Prefill:
     cached: int = 0
     save: int = 0
     covers: tuple[int, ...] = ()
+    following: int = -1
 
     @property
     def last(self) -> bool:
@@ -66,6 +68,7 @@ class Decode:
     exchange: ExchangeKind = "winners"
     agreement: Agreement = "verify"
     late: bool = False
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +244,8 @@ class Policy:
     several tokens at once. `drafts`: these may be guesses. `draft_room`: most tokens of such a step, all
     rows padded to the widest. `late`: a row with a grammar runs ahead beside others. `timed`: measured
     times may influence the moves. `stages`: of a pipeline, in which at most `run_ahead` steps of a row are
-    queued before the tokens of the one before.
+    queued before the tokens of the one before. `mtp`: most tokens that the model's MTP head proposes in a
+    step; 0 without a head.
     """
 
     eos: frozenset[int]
@@ -261,6 +265,7 @@ class Policy:
     drafter: Drafter | None = None
     stages: int = 1
     run_ahead: int = 1
+    mtp: int = 0
 
 
 # --- sizes of a prompt's chunks: large alone, about a quarter of a second's work beside decoding rows ----

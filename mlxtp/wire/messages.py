@@ -32,6 +32,7 @@ MAX_CONTEXT = 1 << 24  #: tokens of prompt and answer; a model's own context is 
 MAX_PROMPTS = 16  #: prompts in one forward
 MAX_PLACES = 2  #: positions of a prompt that a request names
 MAX_WIDTH = 64  #: tokens that one row may feed in one step
+MAX_DRAFTS = 16  #: tokens that an MTP head proposes for a row in one step
 DIGEST_BYTES = 16  #: of the tokens that a block on disk and all before it hold
 MAX_BLOCKS = 1 << 16  #: blocks on disk that one sequence starts from
 MAX_ROOM = 2 * MAX_CONTEXT  #: tokens for which one row has room
@@ -260,7 +261,8 @@ class PromptTokens(Message):
     the KV cache before it is then that of `source`, a running or kept sequence. With `take`, `source` ends
     with it. Later chunks have source 0. With `save`, each rank keeps a copy of the KV cache after this chunk
     under that uid; only a chunk that does not end the prompt has one. The kept caches in `covers` begin it.
-    They share its arrays from then on.
+    They share its arrays from then on. `following` is the prompt's token after this chunk, for an MTP head;
+    -1 for the last chunk.
     """
 
     TYPE: ClassVar[int] = 0x08
@@ -275,6 +277,7 @@ class PromptTokens(Message):
     agreement: str = _f(_agreement, default="verify")
     save: int = _f(integer(0, U32), default=0)
     covers: tuple[int, ...] = _f(integers(1, U32, 0, MAX_ROWS), default=())
+    following: int = _f(integer(-1, 2**31 - 1), default=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +314,8 @@ class StepToken(Message):
     `exchange`: "winners" when every row is greedy and ranks only exchange the best of their share of the
     vocabulary, "logits" when they gather the whole. `agreement`: "verify" when every rank chooses alike and
     digests are compared, "broadcast" when rank 0's choice is summed into every rank's graph.
+
+    `drafts`: tokens that the model's MTP head proposes after each row's last right token.
     """
 
     TYPE: ClassVar[int] = 0x09
@@ -320,6 +325,7 @@ class StepToken(Message):
     tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_FRAME_TOKENS), default=())
     exchange: str = _f(_exchange, default="winners")
     agreement: str = _f(_agreement, default="verify")
+    drafts: int = _f(integer(0, MAX_DRAFTS), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,7 +563,8 @@ class Loaded(Message):
     memory that it has for all caches together. From rank 0 to the agent, `kv_bytes` is the bound that is in
     force on all ranks, and `kv_token_bytes` the largest of them. `kv_row_bytes` is the part that is worth
     most tokens, in these. `context` is the most that a sequence has room for. `checkpoints`: KV caches are
-    kept, and cannot be cut. `layers`: numbers of the layers whose weights a rank of a pipeline has.
+    kept, and cannot be cut. `layers`: numbers of the layers whose weights a rank of a pipeline has. `mtp`: it
+    has the model's MTP head.
     """
 
     TYPE: ClassVar[int] = 0x1B
@@ -571,6 +578,7 @@ class Loaded(Message):
     kv_row_bytes: int = _f(_count, default=0)
     checkpoints: bool = _f(boolean(), default=False)
     layers: tuple[int, ...] = _f(integers(0, MAX_LAYERS, 0, MAX_LAYERS), default=())
+    mtp: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,12 @@ import msgpack
 from mlxtp.engine import block_store, decode_links, decode_loop, worker
 from mlxtp.engine import executor as rank_module
 from mlxtp.engine.executor import Forward, RankExecutor
+from mlxtp.engine.forwards import DecodeGraphs
 from mlxtp.engine.grammar import GrammarSandbox
 from mlxtp.engine.group import Proof, RingGroup
 from mlxtp.engine.loader import ModelShare
 from mlxtp.engine.mailbox import Mailbox
-from mlxtp.engine.runner import DecodeGraphs, Runner
+from mlxtp.engine.runner import Runner
 from mlxtp.engine.sampler import Chooser, Chosen, Sampler, Scores
 from mlxtp.engine.scheduler import Scheduler
 from mlxtp.engine.sharding import Vocabulary
@@ -333,11 +334,11 @@ def flipped(logits: mx.array) -> mx.array:
 
 
 @around(DecodeGraphs, "_replay")
-def see_every_forward(original: Wrapped, graphs: DecodeGraphs, key: Any, winners: bool, inputs: Any) -> Any:
+def see_every_forward(original: Wrapped, graphs: DecodeGraphs, key: Any, inputs: Any) -> Any:
     """A graph that is replayed passes by the functions here; while a logit is to be flipped, none is."""
     if orders.order("flip_logit_bit"):
-        return graphs._body(winners, *inputs)
-    return original(graphs, key, winners, inputs)
+        return graphs._body(*key[1], *inputs)
+    return original(graphs, key, inputs)
 
 
 @around(Vocabulary, "winners")

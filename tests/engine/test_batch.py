@@ -71,8 +71,8 @@ def forward(kind: CacheKind, batch: SlotBatch, rows: list[list[int]], positions:
     """Logits [rows, width, V] as a runner has them; shorter rows are padded."""
     width = max(map(len, rows))
 
-    def one(bucket: Bucket, tokens: mx.array, given: mx.array | None, at: tuple[int, ...]) -> list[mx.array]:
-        assert given is None
+    def one(bucket: Bucket, inputs: list[mx.array], at: tuple[int, ...]) -> list[mx.array]:
+        (tokens,) = inputs
         bucket.reserve(max(at) + width)
         view = min(kv_cache.view(max(at) + width), bucket.shape[1])
         shape = ForwardShape(*ForwardShape.arrays(mx.array(at, dtype=mx.int32), width, view))
@@ -83,7 +83,7 @@ def forward(kind: CacheKind, batch: SlotBatch, rows: list[list[int]], positions:
         return [logits]
 
     tokens = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
-    (every,) = in_parts(batch.parts(batch.rows), batch.rows, tokens, None, tuple(positions), forward=one)
+    (every,) = in_parts(batch.parts(batch.rows), batch.rows, [tokens], tuple(positions), forward=one)
     mx.async_eval(every, batch.arrays())
     return every
 

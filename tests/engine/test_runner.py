@@ -12,10 +12,11 @@ import mlx.core as mx
 import pytest
 
 from mlxtp.engine.batch import CacheKind, arrays_of
+from mlxtp.engine.forwards import STEPS_BEFORE_TRACE
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.kv_cache import capacity
 from mlxtp.engine.loader import load
-from mlxtp.engine.runner import STEPS_BEFORE_TRACE, Runner
+from mlxtp.engine.runner import Runner
 from mlxtp.engine.sampler import Chooser, Chosen, LogitShaping
 from mlxtp.engine.telemetry import CacheUse
 from mlxtp.errors import Code, GroupError
@@ -111,7 +112,7 @@ def test_steps_of_several_rows_are_traced_once_they_come_again(folder: Path, run
     prefill(runner, 2, OTHER)
     runner.arrange((64, 64))
     for i in range(STEPS_BEFORE_TRACE + 2):
-        assert len(runner._graphs) == (i > STEPS_BEFORE_TRACE)
+        assert len(runner._model.graphs) == (i > STEPS_BEFORE_TRACE)
         step(runner, {1: 8 + i, 2: 5 + i})
 
 

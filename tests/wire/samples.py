@@ -197,6 +197,8 @@ EXAMPLES: dict[type[Message], Message] = {
         PromptTokens(1, 0, 3, (5, 6, 7)),
         PromptBatch((1, 2), (3, 1), (0, 0), (0, 0), (0, 0), (5, 6, 7, 8), (Sampling(), Sampling(0.5))),
         StepToken((1,), (2,)),
+        StepToken((1, 2), (2, 5), (2, 1), (7, 8, 9), drafts=3),
+        PromptTokens(1, 0, 3, (5, 6), following=7),
         ChosenTokens(1, (7,)),
         SessionStop(1, "stop", 3),
         Evict((1,)),

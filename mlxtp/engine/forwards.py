@@ -1,0 +1,269 @@
+"""Forwards of one loaded model over KV caches that are given to it, with those of its MTP head behind them.
+
+Nothing here knows of sequences, frames or other ranks' work. Graphs of steps are traced and replayed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from . import kv_cache
+from .batch import Bucket, CacheKind, ForwardShape, MergedBatch, in_parts
+from .group import CollectiveCounter
+from .loader import ModelShare
+from .mtp_head import ChosenStep, MtpHead, follow
+
+#: Traced graphs that are kept: one for each number of rows, size of the KV arrays and view of them.
+MAX_GRAPHS = 128
+MAX_SHAPES = 1024
+STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up compiles the kernels
+
+#: Rows, slots and capacity of their arrays, view, and width.
+ShapeKey = tuple[int, int, int, int, int]
+Key = tuple[ShapeKey, tuple[int, ...]]
+
+
+class DecodeGraphs:
+    """Traced graphs of decode steps by shape and kind. `body` takes the numbers of a kind and the inputs.
+
+    The last number of a kind is that of drafts. For one row building a graph costs as much as running it.
+    """
+
+    def __init__(self, body: Callable[..., Any], counter: CollectiveCounter, *, traces: bool) -> None:
+        self._body = body
+        self._counter = counter
+        self._traces = traces
+        #: Each graph with the number of its collectives.
+        self._graphs: dict[Key, tuple[Callable[..., Any], int]] = {}
+        #: Number of steps of several rows or tokens by the shape of such a key.
+        self._shapes: Counter[Key] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, shape: ShapeKey, kind: tuple[int, ...], inputs: tuple[Any, ...]) -> Any:
+        """Run the body, by a traced graph if this shape comes again.
+
+        Drafts of an MTP head have few lengths. Others have many, for which no graph pays.
+        """
+        is_regular = shape[-1] == 1 or kind[-1] > 0
+        if self._traces and is_regular and self._comes_again((shape, kind)):
+            return self._replay((shape, kind), inputs)
+        return self._body(*kind, *inputs)
+
+    def _comes_again(self, key: Key) -> bool:
+        """Return True if a graph for steps of this shape pays, because tracing takes time and rows change."""
+        rows, *_, width = key[0]
+        if rows == width == 1 or key in self._graphs:
+            return True
+        if len(self._shapes) > MAX_SHAPES:
+            self._shapes.clear()
+        self._shapes[key] += 1
+        return self._shapes[key] > STEPS_BEFORE_TRACE
+
+    def _replay(self, key: Key, inputs: tuple[Any, ...]) -> Any:
+        """Run the body by a traced graph, which is traced first where there is none."""
+        graph, collectives = self._graphs.get(key, (None, 0))
+        if graph is not None:
+            self._counter.count += collectives  # a replay bypasses the counter
+            return graph(*inputs)
+        if len(self._graphs) == MAX_GRAPHS:
+            self._graphs.clear()
+        graph = mx.compile(partial(self._body, *key[1]))
+        before = self._counter.count
+        try:
+            outcome = graph(*inputs)
+        except (ValueError, RuntimeError):
+            # A model that reads its own values cannot be traced. Every rank fails here, before anything runs.
+            self._traces = False
+            self._counter.count = before
+            return self._body(*key[1], *inputs)
+        self._graphs[key] = graph, self._counter.count - before
+        return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Input of a step: `tokens` int32 [rows, width], of which the first `widths` of each row count.
+
+    `given`: their embeddings, or hidden states of the stage before, [rows, width, hidden], where these are
+    known.
+    """
+
+    tokens: mx.array
+    given: mx.array | None
+    widths: tuple[int, ...]
+
+    @property
+    def counts(self) -> mx.array:
+        return mx.array(self.widths, dtype=mx.int32)
+
+    def chose(self, hidden: mx.array, following: mx.array, chosen: mx.array) -> ChosenStep:
+        """Return the step behind a choice, with its fields as there."""
+        return ChosenStep(hidden, following, chosen, self.tokens, self.counts)
+
+
+class ModelForwards:
+    """Forwards of a model. `head`: its MTP head, or None."""
+
+    def __init__(
+        self, loaded: ModelShare, caches: CacheKind, counter: CollectiveCounter, *, traces: bool
+    ) -> None:
+        self.head: MtpHead | None = loaded.mtp_head
+        self._model = loaded.model
+        self._vocabulary = loaded.vocabulary
+        self._caches = caches
+        self._layers = slice(None, None if self.head is None else -1)  # caches of the model's own layers
+        self.graphs = DecodeGraphs(self._body, counter, traces=traces)
+        self._head_graphs = DecodeGraphs(self._head_body, counter, traces=traces)
+
+    def read(
+        self, tokens: mx.array, caches: Sequence[Any], given: mx.array | None = None, following: int = -1
+    ) -> tuple[mx.array, Callable[[mx.array | None], None]]:
+        """Queue a forward over prompts' `tokens` int32 [rows, length]; returns the logits of the last ones.
+
+        `given`: hidden states of the stage before. Also returns what puts the prompts into the MTP head's
+        cache. It takes the embeddings [rows, 1, hidden] of the tokens behind them, or None where all have
+        `following` there.
+        """
+        head, forward = self.head, partial(self._vocabulary.forward, self._model, last_only=True)
+        if head is None:
+            return forward(tokens, list(caches), given=given), lambda _: None
+        known = tokens if following < 0 else mx.concatenate([tokens, mx.array([[following]])], axis=1)
+        embeddings = self.embedded(known)
+        own = embeddings[:, : tokens.shape[1]] if given is None else given
+        local = forward(tokens, list(caches[self._layers]), given=own)
+        hidden, behind = self._vocabulary.hidden(), embeddings[:, 1:]
+
+        def remember(last: mx.array | None) -> None:
+            head(hidden, behind if last is None else mx.concatenate([behind, last], axis=1), caches[-1])
+
+        return local, remember
+
+    def embedded(self, tokens: mx.array) -> mx.array:
+        """Return embeddings [rows, length, hidden] of int32 [rows, length]."""
+        assert self._vocabulary.embedding is not None, "ranks with an MTP head have one"
+        return self._vocabulary.embedding(tokens)
+
+    def step(
+        self,
+        parts: Sequence[Bucket | MergedBatch],
+        rows: tuple[int, ...],
+        positions: tuple[int, ...],
+        inputs: StepInputs,
+        *,
+        winners: bool,
+        drafts: int,
+    ) -> list[mx.array]:
+        """Return this rank's share of the logits [rows, width, share]; or its winners: tokens, embeddings.
+
+        With an MTP head, hidden states [rows, width, hidden] come behind the logits. Behind winners come the
+        head's proposals, int32 [rows, drafts], if it is to make any.
+        """
+        given = [] if inputs.given is None else [inputs.given]
+        arrays = [inputs.tokens, *given, *([] if self.head is None else [inputs.counts])]
+        forward = partial(self._step, winners=winners, drafts=drafts)
+        return in_parts(parts, rows, arrays, positions, forward=forward)
+
+    def follow(
+        self,
+        parts: Sequence[Bucket | MergedBatch],
+        rows: tuple[int, ...],
+        positions: tuple[int, ...],
+        step: ChosenStep,
+        *,
+        drafts: int,
+    ) -> list[mx.array]:
+        """Run the MTP head after a choice from all logits; returns its proposals, if it is to make any."""
+        arrays = [step.hidden, step.following, step.chosen, step.fed, step.counts]
+        return in_parts(parts, rows, arrays, positions, forward=partial(self._follow, drafts=drafts))
+
+    def _step(
+        self,
+        part: Bucket | MergedBatch,
+        inputs: list[mx.array],
+        positions: tuple[int, ...],
+        *,
+        winners: bool,
+        drafts: int,
+    ) -> list[mx.array]:
+        tokens, given = inputs[0], inputs[1:]
+        counts = [] if self.head is None else [given.pop()]
+        if isinstance(part, MergedBatch):
+            known = given[0] if given else None
+            local = self._vocabulary.forward(self._model, tokens, part.caches, given=known)
+            return list(self._vocabulary.winners(local)) if winners else [local]
+        key, shape = _shape(part, positions, tokens.shape[1], drafts)
+        if not given and self._vocabulary.embedding is not None:
+            given = [self._vocabulary.embedding(tokens)]
+        arrays, part.arrays = part.arrays, []  # no other owner: written in place
+        values = ((tokens, given, counts), shape, arrays)
+        outcome: list[mx.array]
+        outcome, part.arrays = self.graphs.run(key, (int(winners), drafts), values)
+        return outcome
+
+    def _follow(
+        self, part: Bucket | MergedBatch, step: list[mx.array], positions: tuple[int, ...], *, drafts: int
+    ) -> list[mx.array]:
+        assert isinstance(part, Bucket)
+        key, shape = _shape(part, positions, step[0].shape[1], drafts)
+        rest, own = part.arrays[: -self._caches.parts], part.arrays[-self._caches.parts :]
+        part.arrays = rest
+        outcome: list[mx.array]
+        outcome, own = self._head_graphs.run(key, (drafts,), (step, shape, own))
+        part.arrays = [*rest, *own]
+        return outcome
+
+    def _body(
+        self,
+        winners: int,
+        drafts: int,
+        inputs: tuple[mx.array, list[mx.array], list[mx.array]],
+        shape: list[mx.array],
+        arrays: list[mx.array],
+    ) -> tuple[list[mx.array], list[mx.array]]:
+        """Run the model. Returns what `step` does, and the KV arrays after it."""
+        tokens, given, counts = inputs
+        layers = self._caches.views(arrays, ForwardShape(shape[0], shape[1], shape[2]))
+        embeddings = given[0] if given else None
+        local = self._vocabulary.forward(self._model, tokens, layers[self._layers], given=embeddings)
+        outcome = list(self._vocabulary.winners(local)) if winners else [local]
+        if self.head is not None:
+            hidden = self._vocabulary.hidden()
+            if winners:
+                chosen, following = outcome
+                step = ChosenStep(hidden, following, chosen, tokens, counts[0])
+                outcome += follow(self.head, self._vocabulary, step, layers[-1], drafts)
+            else:
+                outcome.append(hidden)
+        return outcome, [array for layer in layers for array in layer.arrays]
+
+    def _head_body(
+        self, drafts: int, step: list[mx.array], shape: list[mx.array], arrays: list[mx.array]
+    ) -> tuple[list[mx.array], list[mx.array]]:
+        """Run the MTP head alone. Returns its proposals, and its KV arrays after it."""
+        assert self.head is not None
+        (view,) = self._caches.views(arrays, ForwardShape(shape[0], shape[1], shape[2]))
+        return follow(self.head, self._vocabulary, ChosenStep(*step), view, drafts), view.arrays
+
+
+def _shape(
+    bucket: Bucket, positions: tuple[int, ...], width: int, drafts: int
+) -> tuple[ShapeKey, list[mx.array]]:
+    """Make room for a step that feeds `width` tokens a row, and for the MTP head's further proposals.
+
+    Returns the step's key, and the arrays of its ForwardShape. These are made outside of graphs, which would
+    compile kernels for such small steps of arithmetic.
+    """
+    longest = max(positions) + width + max(drafts - 1, 0)
+    bucket.reserve(longest)
+    held, room = bucket.shape
+    view = min(kv_cache.view(longest), room)
+    shape = ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view)
+    return (len(positions), held, room, view, width), shape

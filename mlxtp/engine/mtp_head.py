@@ -1,0 +1,242 @@
+"""MTP head of a model: one more layer behind its own ones, which predicts the token after the next one.
+
+The head reads the hidden state of a position and the embedding of the token that follows it. From its own
+output and the token that it proposed, it goes on to the token after that. Its KV cache has an entry for each
+position of the model's caches, so that all of them are cut, kept and copied together. After a cut, the last
+entry may be of another token than the one that now follows. It costs acceptance, and changes no text.
+
+Embedding and output head are the model's own. All ranks have the whole head and compute it alike.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx import nn
+
+from ..model_config import Config, family
+from .batch import LayerView
+from .loader import MLX_LM_RAISES, brief, read_header
+from .sharding import Vocabulary
+
+HEAD_FILE = "mtp.safetensors"  #: in a model folder, for a head that is not in the model's own files
+PROPOSES = 3  #: most tokens that a head is asked for in one step
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of a family's head in its files. `place` comes before all of them, `{}` stands for the layers."""
+
+    place: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    hidden_first: bool = False  # in the input of the projection; else the embedding comes first
+
+
+_NEXT_N = Names("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+#: Heads by mlx-lm's name of the family. Their projection's input is ordered as in vLLM (`deepseek_mtp.py`,
+#: `glm4_moe_mtp.py`, `mimo_mtp.py`) and transformers (`modular_glm4_moe.py`). All heads get hidden states
+#: behind the final norm, and their own output behind theirs, as in vLLM. More drafts were right with that for
+#: DeepSeek R1 (ROCm/ATOM #1764), GLM-5 (vLLM #46075, #47448) and Qwen3.5 (llama.cpp #24025).
+FAMILIES: Mapping[str, Names] = {
+    "deepseek_v3": _NEXT_N,
+    "glm4_moe": _NEXT_N,
+    "glm4_moe_lite": _NEXT_N,
+    "llama": _NEXT_N,
+    "mimo": Names(
+        "model.mtp_layers.0.",
+        "token_layernorm",
+        "hidden_layernorm",
+        "input_proj",
+        "final_layernorm",
+        hidden_first=True,
+    ),
+}
+#: Makes a family's model one with the layer of the head as its only one.
+_ONE_LAYER: Config = {
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "layer_types": ["full_attention"],
+}
+_ONLY_LAYER = "model.layers.0."
+_NOT_USED = ("embed_tokens.", "shared_head.head.")  # copies of the model's own
+
+
+class MtpHead(nn.Module):  # type: ignore[misc]  # mlx is untyped here
+    """Layer of mlx-lm's family with what leads into it. `hidden_first` as in `Names`."""
+
+    def __init__(self, layer: Any, size: int, eps: float, *, hidden_first: bool) -> None:
+        super().__init__()
+        self.embedding_norm, self.hidden_norm = nn.RMSNorm(size, eps), nn.RMSNorm(size, eps)
+        self.projection = nn.Linear(2 * size, size, bias=False)
+        self.layer = layer
+        self.norm = nn.RMSNorm(size, eps)
+        self._hidden_first = hidden_first
+
+    def __call__(self, hidden: mx.array, following: mx.array, cache: Any) -> mx.array:
+        """Compute positions from hidden states and embeddings of the tokens after each, all [B, L, hidden].
+
+        Returns hidden states of the same shape, from which the output head reads the tokens after those.
+        """
+        from mlx_lm.models.base import create_attention_mask
+
+        kind = self.hidden_norm.weight.dtype
+        pair = [self.embedding_norm(following.astype(kind)), self.hidden_norm(hidden.astype(kind))]
+        x = self.projection(mx.concatenate(pair[::-1] if self._hidden_first else pair, axis=-1))
+        mask = create_attention_mask(x, cache, return_array=True)
+        found: mx.array = self.norm(self.layer(x, mask, cache))
+        return found
+
+    def unrun(self, tokens: int, cache: Any) -> None:
+        """Build, but do not compute, a forward over `tokens` positions."""
+        zeros = mx.zeros((1, tokens, self.norm.weight.shape[0]))
+        self(zeros, zeros, cache)
+
+    def propose(
+        self, vocabulary: Vocabulary, found: mx.array, ends: mx.array, view: LayerView, count: int
+    ) -> mx.array:
+        """Return the next `count` tokens of each row, int32 [rows, count], by one collective for each.
+
+        `found` [rows, 1, hidden] is the head's output at each row's last token, and `ends` int32 [rows] the
+        position of the next one. Entries from there on are overwritten by later steps.
+        """
+        tokens, embeddings = vocabulary.winners(vocabulary.logits(found))
+        drafts = [tokens]
+        for number in range(count - 1):
+            view = view.at(ends + number)
+            found = self(found, embeddings, view)
+            tokens, embeddings = vocabulary.winners(vocabulary.logits(found))
+            drafts.append(tokens)
+        return mx.concatenate(drafts, axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenStep:
+    """Forward of rows behind the choice of tokens.
+
+    hidden     hidden states [rows, width, hidden]
+    following  embeddings of the chosen tokens, of the same shape
+    chosen     these tokens, int32 [rows, width]
+    fed        the tokens that the model was fed, int32 [rows, width]
+    counts     how many of each row's count, int32 [rows]
+    """
+
+    hidden: mx.array
+    following: mx.array
+    chosen: mx.array
+    fed: mx.array
+    counts: mx.array
+
+
+def follow(
+    head: MtpHead, vocabulary: Vocabulary, step: ChosenStep, view: LayerView, drafts: int
+) -> list[mx.array]:
+    """Put a step into the head's cache; returns `drafts` proposals, int32 [rows, drafts], if there are any.
+
+    Without drafts only keys and values will be computed, because nothing reads the rest.
+    """
+    found = head(step.hidden, step.following, view)
+    if not drafts:
+        return []
+    last = accepted(step.fed, step.chosen, step.counts)
+    newest = mx.take_along_axis(found, last[:, None, None], axis=1)
+    return [head.propose(vocabulary, newest, view.offset + last + 1, view, drafts)]
+
+
+def accepted(fed: mx.array, chosen: mx.array, counts: mx.array) -> mx.array:
+    """Return how many tokens behind the first of each row are the ones chosen before them, int32 [rows].
+
+    `fed` and `chosen` are int32 [rows, width], of which the first `counts` (int32 [rows]) of a row count.
+    """
+    if fed.shape[1] == 1:
+        return mx.zeros_like(counts)
+    right = (fed[:, 1:] == chosen[:, :-1]) & (mx.arange(1, fed.shape[1]) < counts[:, None])
+    return mx.cumprod(right.astype(mx.int32), axis=1).sum(axis=1)
+
+
+def read_head(folder: Path, config: Config) -> MtpHead | None:
+    """Return the model's MTP head, whose weights are not read yet; None for a model without one.
+
+    A head that is not complete, or has other shapes than its model, gives a line on standard error and None.
+    """
+    names = FAMILIES.get(family(config))
+    if names is None or not config.get("num_nextn_predict_layers"):
+        return None
+    place = names.place.format(config.get("num_hidden_layers"))
+    try:
+        if not _has_head(folder, place):
+            return None
+        head = _read(folder, names, place)
+    except MLX_LM_RAISES as error:
+        sys.stderr.write(f"{folder.name} is served without its MTP head: {brief(error)}\n")
+        sys.stderr.flush()
+        return None
+    return head
+
+
+def _has_head(folder: Path, place: str) -> bool:
+    files = [*folder.glob("model*.safetensors"), *folder.glob(HEAD_FILE)]
+    return any(tensor.name.startswith(place) for path in files for tensor in read_header(path))
+
+
+def _read(folder: Path, names: Names, place: str) -> MtpHead:
+    """Load the head by mlx-lm, which quantizes it and turns its tensors into those of its layer."""
+    from mlx_lm.utils import load_model
+
+    def classes(config: Config) -> tuple[Any, Any]:
+        module: Any = import_module(f"mlx_lm.models.{family(config)}")
+
+        def make(args: Any) -> MtpHead:
+            model = module.Model(args)
+            head = MtpHead(
+                model.layers[0], args.hidden_size, args.rms_norm_eps, hidden_first=names.hidden_first
+            )
+            head.sanitize = lambda weights: _own_weights(weights, folder, names, place, model)
+            return head
+
+        return make, module.ModelArgs
+
+    head: MtpHead
+    head, _ = load_model(
+        folder,
+        lazy=True,
+        strict=True,
+        model_config=_ONE_LAYER,
+        get_model_classes=classes,
+        trust_remote_code=False,
+    )
+    del head.sanitize
+    return head
+
+
+def _own_weights(
+    weights: Mapping[str, mx.array], folder: Path, names: Names, place: str, model: Any
+) -> dict[str, mx.array]:
+    """Return the weights of the head among those of a folder, by their names in MtpHead."""
+    if (beside := folder / HEAD_FILE).is_file():
+        weights = {**weights, **cast("dict[str, mx.array]", mx.load(str(beside)))}
+    own = {
+        _ONLY_LAYER + name.removeprefix(place): weight
+        for name, weight in weights.items()
+        if name.startswith(place) and not name.removeprefix(place).startswith(_NOT_USED)
+    }
+    known = {
+        names.embedding_norm: "embedding_norm",
+        names.hidden_norm: "hidden_norm",
+        names.projection: "projection",
+        names.norm: "norm",
+    }
+    found = {}
+    for name, weight in model.sanitize(own).items():
+        module, _, kind = name.removeprefix(_ONLY_LAYER).rpartition(".")
+        found[f"{known.get(module, f'layer.{module}')}.{kind}"] = weight
+    return found

@@ -1,0 +1,93 @@
+"""Text with drafts of the model's own MTP head, on real ranks, against one process without drafts.
+
+Its proposals are right about as often as wrong, so that steps of all outcomes are among them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlxtp.api.backend import Request as Wanted
+
+from ..live_cluster import Cluster
+from ..reference import expected
+from .mtp_heads import add_head
+from .small_models import change_weights, write_model
+from .test_features_choice import GREEDY, SAMPLED, SCORED, SHAPED, assert_right, prompt
+
+pytestmark = pytest.mark.group
+
+SETTINGS = {
+    "two ranks": {},
+    "pipeline": {"parallel": "pipeline", "split": "1,1"},
+    "alone": {"ranks": 1},
+    "lockstep": {"run_ahead": 0, "compiled": False, "agreement": "broadcast"},
+}
+LONG = [Wanted(prompt(seed, 1 + 7 * seed), 60, ignore_eos=True) for seed in range(8)]
+
+
+def model(folder: Path) -> Path:
+    write_model(folder, attentive=True, tie_word_embeddings=False)
+    head = mx.load(str(folder / "model.safetensors"))["lm_head.weight"]
+    change_weights(folder, lm_head__weight=head / 3)  # logits at which penalties matter
+    return add_head(folder, *(each.prompt for each in LONG[:3]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "two ranks",
+        *(pytest.param(name, marks=pytest.mark.chaos) for name in ("pipeline", "alone", "lockstep")),
+    ],
+)
+def cluster(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("home"), model=folder, **SETTINGS[request.param]) as cluster:
+        yield cluster
+
+
+def assert_drafted(cluster: Cluster, folder: Path, at_once: int) -> None:
+    before = cluster.idle()
+    outcomes = cluster.ask_all(LONG, at_once)
+    assert_right(outcomes, LONG, folder)
+    ends = [outcome.whole() for outcome in outcomes]
+    accepted = [end.accepted for end in ends]
+    assert min(accepted[:3]) > 15, "the head was fitted to these"
+    assert max(accepted[3:]) < 15
+    if at_once == 1:
+        work = cluster.idle() - before
+        assert work.forwards[0] <= sum(end.generated for end in ends) - sum(accepted) + 2 * len(ends)
+
+
+def test_greedy_text_is_that_without_drafts(cluster: Cluster, folder: Path) -> None:
+    assert_drafted(cluster, folder, 1)
+
+
+def test_eight_rows_of_mixed_acceptance_are_as_alone(cluster: Cluster, folder: Path) -> None:
+    assert_drafted(cluster, folder, 8)
+
+
+def test_drawn_shaped_and_scored_rows_are_as_without_drafts(cluster: Cluster, folder: Path) -> None:
+    mixed = [*GREEDY[:3], *SAMPLED[::3], *SHAPED[::3], *SCORED, *LONG[:2]]
+    assert_right(cluster.ask_all(mixed, 6), mixed, folder)
+
+
+def test_a_kill_in_mid_answer_changes_no_token(cluster: Cluster, folder: Path) -> None:
+    running = [cluster.ask(wanted) for wanted in LONG[:3]]
+    for each in running:
+        each.take(9)
+    os.kill(cluster.pids()[-1], signal.SIGKILL)
+    for each, wanted in zip(running, LONG, strict=False):
+        assert each.finish()[0] == expected(wanted, folder).tokens

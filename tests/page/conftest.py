@@ -65,9 +65,23 @@ NODE = {
     "address": None,
     "chip": "Apple M3 Ultra",
     "memory_bytes": 512 * 10**9,
+    "free_bytes": 300 * 10**9,
+    "held_bytes": 150 * 10**9,
     "notes": [],
     "model_problem": None,
+    "works_for": [],
 }
+GROUP = {
+    "id": "org/tiny#0", "backend": "jaccl", "kind": "JACCL mesh", "split": [], "owner": "a" * 32,
+    "owner_name": "studio",
+    "members": [{"node_id": "a" * 32, "name": "studio"}, {"node_id": "b" * 32, "name": "mini"}],
+    "state": "ready", "why": None, "epoch": 3, "requests": {"running": 0, "waiting": 0},
+    "tokens_per_second": None, "cached_tokens": None, "exposed": None, "loaded_percent": None,
+}  # fmt: skip
+DEPLOYMENT = {
+    "name": "org/tiny", "model": "org/tiny", "state": "ready", "replicas": {"ready": 1, "wanted": 1},
+    "why": None, "groups": [GROUP],
+}  # fmt: skip
 MOMENT: dict[str, Any] = {
     "versions": ["mlxtp=0"],
     "self": "a" * 32,
@@ -92,11 +106,13 @@ MOMENT: dict[str, Any] = {
     },
     "ranks": [RANK | {"rank": 0}, RANK | {"rank": 1, "node": "b" * 32, "memory_bytes": None}],
     "nodes": [NODE, NODE | {"node_id": "b" * 32, "name": "mini", "self": False, "coordinator": False,
-                            "chip": None, "memory_bytes": None, "notes": ["RDMA is disabled"]}],
+                            "chip": None, "memory_bytes": None, "free_bytes": None, "held_bytes": 0,
+                            "notes": ["RDMA is disabled"]}],
     "links": [{"a": "a" * 32, "b": "b" * 32, "network": "thunderbolt", "rdma": True, "mbps": None,
                "trip_us": 412}],
     "tokens_per_second": {"value": None, "of": "group"},
     "requests": {"open": 0, "generating": 0, "first_token": 0, "group": 0, "held_back": 0},
+    "deployments": [DEPLOYMENT],
     "shown": "org/tiny#0",
     "running": [],
     "transfers": [],
@@ -146,10 +162,11 @@ class Admin(FakeAdmin):
     """Has two models on its disk."""
 
     used: Sequence[Mapping[str, Any]] = ()
+    senders: Sequence[Mapping[str, Any]] = ()
 
     def keys(self) -> Any:
         """What keys have used, about which the page asks again and again."""
-        return {"keys": self.used}
+        return {"keys": self.used, "requests": self.senders}
 
     def _do(self, *what: str) -> dict[str, object]:
         super()._do(*what)
@@ -175,7 +192,7 @@ class Site:
         self.backend.__init__(self.backend.loaded_text)  # type: ignore[misc]
         self.observed.shown, self.observed.looks = MOMENT, 0
         self.admin.asked.clear()
-        self.admin.error, self.admin.used = None, ()
+        self.admin.error, self.admin.used, self.admin.senders = None, (), ()
         self.go_on.clear()
 
     def show(self, /, **changes: Any) -> None:

@@ -27,6 +27,45 @@ function fill(made, attributes, children) {
   return made;
 }
 
+/**
+ * Return a bar: parts of a whole, each `[class, amount]`, beside each other. `words` are its text equivalent; without
+ * them the text beside it says the same.
+ */
+export function bar(whole, parts, words = "") {
+  let x = 0;
+  const rects = parts.map(([name, amount]) => {
+    const width = whole > 0 ? Math.min((100 * amount) / whole, 100 - x) : 0;
+    const made = svg("rect", { class: name, x: `${x}%`, width: `${Math.max(width, 0)}%`, height: "100%" });
+    x += Math.max(width, 0);
+    return made;
+  });
+  return svg("svg", { class: "bar-of", ...(words ? { role: "img", "aria-label": words } : { "aria-hidden": "true" }) }, ...rects);
+}
+
+/**
+ * Bring a list to these items by changing only what differs: users may be reading, or have the focus there. Listeners of
+ * an item stay, so those of one entry have to fit any state of it; `data-key` tells entries apart.
+ */
+export function update(list, items) {
+  items.forEach((item, i) => {
+    const present = list.childNodes[i];
+    if (!present) list.append(item);
+    else if (!present.isEqualNode(item)) become(present, item);
+  });
+  while (list.childNodes.length > items.length) list.lastChild.remove();
+}
+
+function become(present, item) {
+  const same = present.nodeName === item.nodeName && present.dataset?.key === item.dataset?.key;
+  if (!same) present.replaceWith(item);
+  else if (present.nodeType === Node.TEXT_NODE) present.data = item.data;
+  else {
+    for (const { name } of [...present.attributes]) if (!item.hasAttribute(name)) present.removeAttribute(name);
+    for (const { name, value } of item.attributes) if (present.getAttribute(name) !== value) present.setAttribute(name, value);
+    update(present, [...item.childNodes]);
+  }
+}
+
 /** Set an element's text if it differs, since a live region announces each change. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;

@@ -1,17 +1,24 @@
 // The page as a whole: its parts, and the line about the state.
 
 import { startChat } from "./chat.js";
-import { showCluster } from "./cluster.js";
+import { check, onRights, startAdmin } from "./admin.js";
+import { redraw, showDesk } from "./desk.js";
 import { by, icon, say } from "./dom.js";
 import { showModels, startModels } from "./models.js";
 import { onShow, shows, startShell } from "./shell.js";
+import { showUsage, startUsage } from "./usage.js";
 import { cluster, onMoment, watch } from "./watch.js";
 import { count, rate, stateWords } from "./words.js";
 
-function showAll() {
-  if (!cluster.now) return;
-  if (shows("desk")) showCluster(cluster);
-  if (shows("models")) showModels(cluster);
+function showAll(news = false) {
+  const { now, connected } = cluster;
+  if (!now) return;
+  if (connected) {
+    check(now.state !== "ready" || now.transfers.length > 0);
+    if (shows("models") || now.running.length) showUsage();
+  }
+  if (shows("desk")) showDesk(cluster, news);
+  if (shows("models")) showModels();
 }
 
 function showState({ now, connected, problem }) {
@@ -31,13 +38,19 @@ function showState({ now, connected, problem }) {
 }
 
 for (const each of document.querySelectorAll("[data-icon]")) each.prepend(icon(each.dataset.icon));
-onShow(showAll);
-new ResizeObserver(showAll).observe(by("desk"));
+onShow(() => showAll());
+new ResizeObserver(() => showAll()).observe(by("desk"));
+onRights(() => {
+  redraw();
+  showAll();
+});
 startShell();
 startChat();
+startAdmin();
+startUsage();
 startModels();
 onMoment((moment) => {
   showState(moment);
-  showAll();
+  showAll(true);
 });
 watch();

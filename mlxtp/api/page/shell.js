@@ -59,7 +59,7 @@ function show() {
   }
   by("main").classList.toggle("beside", beside);
   by("divider").hidden = !beside;
-  by("beside").hidden = !wide.matches || view === "chat";
+  by("beside").disabled = view === "chat";
   by("beside").setAttribute("aria-pressed", String(beside));
   if (view !== layout.view) store({ view });
   listeners.forEach((tell) => tell());

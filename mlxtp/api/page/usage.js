@@ -8,15 +8,20 @@ import { count } from "./words.js";
 const AGAIN_MS = 5000;
 let lookedAt = -Infinity;
 let refused = false;
+let senders = new Map(); // number of an open request -> its key and program
 let shown = ""; // the last rows, which are redrawn only on changes
 
 export function startUsage() {
   keys.onKeys(() => {
     lookedAt = -Infinity;
     refused = false;
+    senders = new Map();
     show([]);
   });
 }
+
+/** Return the name of the key and the program of an open request, where the key of this page may see them. */
+export const senderOf = (number) => senders.get(number);
 
 export async function showUsage() {
   const key = keys.admin();
@@ -24,7 +29,9 @@ export async function showUsage() {
   lookedAt = performance.now();
   try {
     const used = await administer("GET", "keys", key);
-    if (key === keys.admin()) show(used.keys ?? []);
+    if (key !== keys.admin()) return;
+    show(used.keys ?? []);
+    senders = new Map((used.requests ?? []).map((each) => [each.number, each]));
   } catch (error) {
     if (key === keys.admin()) refused = error.status === 401 || error.status === 403;
   }

@@ -36,6 +36,12 @@ export function speed(mbps) {
   return mbps >= 1000 ? `${mbps / 1000} Gbit/s` : `${mbps} Mbit/s`;
 }
 
+/** Return an amount and the whole that it is of: "205 of 512 GB". */
+export function ofWhole(part, whole) {
+  const [[figure, unit], sum] = [bytes(part).split(" "), bytes(whole)];
+  return `${sum.endsWith(unit) ? figure : `${figure} ${unit}`} of ${sum}`;
+}
+
 export function clock(at) {
   const then = new Date(at * 1000);
   const today = new Date().toDateString() === then.toDateString();
@@ -84,17 +90,22 @@ export function place(now) {
   return size > 1 ? `in ${size} processes` : "";
 }
 
-/** Return where a group runs, its state, and its work. */
-export function groupWords(group) {
-  const macs = group.members.map(({ name }) => name).join(" and ");
+/** Return names as one phrase: "studio, mini and book". */
+export const all = (names) => [names.slice(0, -1).join(", "), ...names.slice(-1)].filter(Boolean).join(" and ");
+
+/** Return where a group runs, how, and its work; its state and speed too if it is one of `several`. */
+export function groupWords(group, several) {
   const { running, waiting } = group.requests;
-  const work = [
-    running ? `${running} writing` : "",
-    waiting ? `${waiting} waiting` : "",
-    group.tokens_per_second ? rate(group.tokens_per_second) : "",
+  const work = [running ? `${running} writing` : "", waiting ? `${waiting} waiting` : ""];
+  const parts = [
+    `On ${all(group.members.map(({ name }) => name))}`,
+    several ? groupWord(group.state) : "",
+    several && group.tokens_per_second ? rate(group.tokens_per_second) : "",
+    [group.kind, stages(group)].filter(Boolean).join(", "),
+    work.filter(Boolean).join(", "),
     group.cached_tokens ? `${group.cached_tokens.toLocaleString("en")} tokens cached` : "",
   ];
-  return [`${macs}: ${group.state}`, group.kind, stages(group), ...work].filter(Boolean).join(", ");
+  return parts.filter(Boolean).join(" · ");
 }
 
 /** Return the layers of each Mac of a pipeline, in the order of its ranks. */
@@ -142,9 +153,29 @@ const STAGES = { spawned: "processes started", linked: "processes ready", formed
 const word = (table) => (term) => (Object.hasOwn(table, term) ? table[term] : term);
 export const [phaseWord, macWord, stageWord] = [PHASES, STATES, STAGES].map(word);
 
-const NETWORKS = { thunderbolt: "Thunderbolt", ethernet: "Ethernet", wifi: "Wi-Fi", loopback: "loopback" };
+export const NETWORKS = { thunderbolt: "Thunderbolt", ethernet: "Ethernet", wifi: "Wi-Fi", loopback: "loopback" };
 
 export function linkWords(link) {
   const how = [NETWORKS[link.network] ?? link.network, link.rdma ? "RDMA" : "", speed(link.mbps)];
   return how.filter(Boolean).join(", ");
+}
+
+/** Return what a group does on one Mac: the phase of its ranks there, where known, else that of the group. */
+export function phaseOf(group, node, now) {
+  if (group.state !== "ready") return groupWord(group.state) + (group.loaded_percent === null || group.loaded_percent === undefined ? "" : ` ${group.loaded_percent} %`);
+  const ranks = group.id === now.shown ? now.ranks.filter((rank) => rank.node === node.node_id && rank.phase) : [];
+  if (ranks.length) return [...new Set(ranks.map(({ phase }) => phaseWord(phase)))].join(" and ");
+  const { running, waiting } = group.requests;
+  return running ? "writing" : waiting ? "reading a prompt" : "idle";
+}
+
+const OF_GROUPS = { ready: "ready", starting: "starting", forming: "connecting", loading: "loading", restarting: "starting again", idle: "not running", draining: "about to stop", failed: "failed", stopped: "stopped" };
+export const groupWord = word(OF_GROUPS);
+
+/** Return the seconds that are left, in coarse words. */
+export function left(count) {
+  if (count === null || count === undefined) return "";
+  if (count < 60) return `about ${Math.max(Math.ceil(count / 5) * 5, 5)} s left`;
+  if (count < 5400) return `about ${Math.round(count / 60)} min left`;
+  return `about ${Math.round(count / 3600)} h left`;
 }

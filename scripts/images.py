@@ -103,14 +103,15 @@ async def pictures(browser: Browser, agents: tuple[Agent, ...]) -> None:
 
 
 async def views(page: Page, ending: str) -> None:
-    """Chat, a new conversation, and the cluster."""
+    """Chat, a new conversation, and the desk."""
+    await page.click("nav a[href='#chat']")
     await page.hover(LAST)
     await save(page, f"chat{ending}")
     await page.click("#new-conversation")
     await save(page, f"start{ending}")
     await page.click("nav a[href='#desk']")
     await page.wait_for_selector("#history li:nth-child(2)")
-    await page.wait_for_selector("#nodes li:nth-child(2) meter")
+    await page.wait_for_selector("#picture .mac >> nth=1")
     await save(page, f"cluster{ending}")
 
 

@@ -62,6 +62,6 @@ export const told = ({ at, kind, what, why, code, then }) =>
     { "data-kind": kind },
     el("time", { datetime: new Date(at * 1000).toISOString() }, clock(at)),
     el("b", {}, what),
-    why ? el("span", { class: kind === "failed" ? "trouble" : "about" }, code && kind === "failed" ? `${why} (${code})` : why) : null,
+    why ? el("span", { class: kind === "failed" ? "trouble" : "about" }, why, kind === "failed" && code ? el("code", {}, code) : null) : null,
     then ? el("span", { class: "about" }, `${then[0].toUpperCase()}${then.slice(1)}.`) : null,
   );

@@ -365,8 +365,8 @@ class Joiner:
         ):
             raise ProtocolError("a Mac without the cluster's authority refused this one", Code.NOT_AUTHENTIC)
         if refusal.ask:
-            why, can = "the Mac there does not know this join token", "may have made it"
-            return AskElsewhere(why, spoken(refusal.ask), tuple(map(spoken, refusal.at)), can)
+            why = f"the Mac there does not know this join token, so {_NEW_TOKEN}"
+            return AskElsewhere(why, spoken(refusal.ask), tuple(map(spoken, refusal.at)), "may have made it")
         return Denied(f"the cluster did not let this Mac in: {spoken(refusal.detail, 1000)}")
 
 

@@ -14,10 +14,11 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.admin.checkup import AgentCheckup
+from mlxtp.cluster.roster import RosterProofs
 from mlxtp.diagnostics.checkup import attempts, shared
 from mlxtp.diagnostics.facts import Attempt
 from mlxtp.discovery.addresses import DiscoveredPeer
-from mlxtp.wire.cluster_messages import Interface, ModelStatus
+from mlxtp.wire.cluster_messages import Interface, Members, ModelStatus
 
 from ..groups.one_node import MACHINE, A, B, Node, alone, by_hand, play, report
 from ..wire.members import Member
@@ -55,6 +56,27 @@ def test_a_member_is_seen_by_tries_and_links(tmp_path: Path, member: Member) -> 
         assert (first.fingerprint, second.fingerprint) == ("ab" * 32, "")
         assert (second.name, second.linked, second.heard, second.called) == ("mac-f", False, False, False)
         assert second.ours == (Attempt("127.0.0.1:1", "Connection refused", 111),)
+
+    play(tmp_path, member, story)
+
+
+def test_the_doctor_knows_which_macs_let_others_in(tmp_path: Path, member: Member, first: Member) -> None:
+    async def story(node: Node) -> None:
+        endpoint = cast(Any, SimpleNamespace(url="http://127.0.0.1:52415"))
+        agent = AgentCheckup(node.parts.node.settings, endpoint, node.parts, None)
+        a, _ = node.meet(A), node.meet(B)
+        node.holds(A, first)
+        node.holds(B, first)
+        a.close()
+        found = await agent._identity()
+        assert (found.holders, found.holders_here) == (("mac-a", "mac-f"), ("mac-f",))
+        assert (found.authority_lost, found.alone) == (False, False)
+        own = node.parts.node.node_id
+        entry = RosterProofs(first.identity).holding(
+            replace(node.parts.node.replica.roster.members()[own], holds=True, holds_in=60)
+        )
+        node.hear(node.meet(A), Members((entry,)))
+        assert (await agent._identity()).authority_lost
 
     play(tmp_path, member, story)
 

@@ -42,7 +42,7 @@ def change(thing: str, value: str) -> None:
         case "issues":
             made = TokenIssuing._made
             TokenIssuing._made = (  # type: ignore[method-assign]
-                lambda issuing, issuer, asked_by: value if asked_by else made(issuing, issuer, asked_by)
+                lambda issuing, asked_by: value if asked_by else made(issuing, asked_by)
             )
         case "clock":
             now = time.time

@@ -138,7 +138,7 @@ def test_a_token_of_another_holder_is_no_end_of_the_search(tmp_path: Path) -> No
         house.node.meet(A)
         house.node.holds(A, house.first)
         with pytest.raises(
-            AskElsewhere, match="does not know this join token; mac-a may have made it, at"
+            AskElsewhere, match=r"does not know this join token.*; mac-a may have made it, at"
         ) as at:
             await house.join(house.token())
         assert at.value.addresses == ("10.0.0.9:4711",)

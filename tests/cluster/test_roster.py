@@ -161,9 +161,14 @@ def test_a_holder_is_no_longer_removed_by_what_a_member_signed_before(desk: Desk
     held = desk.stated(desk.roster, desk.air)
     assert removed.removed(desk.air.identity.fingerprint)
     assert desk.hears(removed, held).entries == desk.hears(held, removed).entries == held.entries
-    both = desk.removed(held, desk.air, desk.first)
+    by_first = desk.removed(held, desk.air, desk.first)
+    entry = held.by_key(desk.air.identity.fingerprint)
+    assert entry is not None
+    rogue = desk.proofs[desk.rogue.identity.node_id]
+    later = Roster((rogue.removal(replace(entry, removed=True, removed_in=99)),))
     for start in (removed, held):
-        assert desk.hears(desk.hears(start, both), removed).removed(desk.air.identity.fingerprint)
+        for told in (removed, later):
+            assert desk.hears(desk.hears(start, by_first), told).removed(desk.air.identity.fingerprint)
 
 
 def test_two_holders_admit_and_remove_at_one_time(desk: Desk) -> None:

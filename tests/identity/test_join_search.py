@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -132,6 +133,29 @@ def test_a_mac_that_never_replies_holds_no_joiner_up(tmp_path: Path, monkeypatch
             assert (await street.enter(await street.house.node.parts.tokens.token())).joined
 
     monkeypatch.setattr(join_network, "PATIENCE_S", (1000.0,))
+    play(tmp_path, monkeypatch, story)
+
+
+def test_a_token_is_brought_to_the_holder_that_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(street: Street) -> None:
+        """Only the first Mac announces itself. Another one holds the authority, too, and made the token."""
+        first, second = street.house.node.parts.node, street.member.node.parts.node
+        second.identity = second.introduction.identity = replace(
+            second.identity, authority=first.identity.authority
+        )
+        second.enrolment.hold(second.identity)
+        first.enrolment.admit(second.node_id, "second", second.identity.fingerprint)
+        for here, there in ((first, second), (second, first)):
+            for members in there.replica.roster.messages():
+                here.enrolment.received(cast(Any, None), members)
+        first.peer_info.addresses[second.node_id] = (f"127.0.0.1:{street.member.port}",)
+        street.announce(street.house.port)
+        entered = await street.enter(await street.member.node.parts.tokens.token())
+        assert entered.joined
+        await sees(lambda: entered.identity.node_id in second.replica.roster.members())
+
     play(tmp_path, monkeypatch, story)
 
 

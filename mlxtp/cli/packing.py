@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ..cluster.assign import AssignView, WantedDeployment, assign
+from ..cluster.assign import AssignView, WantedDeployment, assign, without_rdma
 from ..placement.cost_model import LONG_PROMPT, usable_bytes
 from ..placement.model_shape import ModelShape
 from ..placement.planner import Placement, PlacementOptions, plan
@@ -60,6 +60,7 @@ def pack(
     # A model's place in the command is the name of its deployment.
     rows = [WantedDeployment(Deployment(str(i)), options, shape) for i, (shape, options) in enumerate(wanted)]
     taken = {member.node_id: 0 for member in members}
+    busy: set[str] = set()  # with a rank of a group over several Macs
     packed = []
     for given in assign(AssignView(members, rows)).assignments:
         shape, options = wanted[int(given.deployment)]
@@ -67,13 +68,17 @@ def pack(
             packed.append(Packed(shape, None, given.why))
             continue
         there = [
-            replace(member, taken_bytes=taken[member.node_id])
+            replace(
+                without_rdma(member) if member.node_id in busy else member,
+                taken_bytes=taken[member.node_id],
+            )
             for member in members
             if member.node_id in given.nodes
         ]
         made = plan(there, shape, given.owner, options)
         for rank in made.chosen.memory if made.chosen else ():
             taken[rank.node_id] += rank.needed
+        busy.update(made.ranks if len(made.ranks) > 1 else ())
         packed.append(Packed(shape, made, "" if made.chosen else made.reason))
     return tuple(packed)
 

@@ -25,7 +25,7 @@ from ..wire.cluster_messages import Deployment
 
 #: Macs among which a group is searched, the fastest ones: the time of a search grows with the square.
 MOST_PLANNED = 12
-IN_USE = "in use by another group"  #: State of RDMA on a Mac whose devices serve a group: one each.
+_IN_USE = "in use by another group"  #: State of RDMA on a Mac.
 
 
 @dataclass(frozen=True)
@@ -452,7 +452,7 @@ class _Packing:
         for node in nodes:
             member = replace(self.facts.members[node], taken_bytes=seats.usable[node] - seats.left(node))
             if any(len(seats.of[group].ranks) > 1 for group in seats.on[node]):
-                member = replace(member, jaccl=None, machine=replace(member.machine, rdma=IN_USE))
+                member = without_rdma(member)
             lack = wanted.lacks.get(node, "")
             members.append(replace(member, model_ok=not lack, reason=lack))
         return plan(members, wanted.planned, must, wanted.options)
@@ -571,6 +571,11 @@ class _Packing:
         if max(ranks for ranks, _ in shares) == (len(seat.ranks) if self.seats.shared else 1):
             return 0
         return max(1, seat.kv + min(spare for _, spare in shares) >> 20)
+
+
+def without_rdma(member: MemberMachine) -> MemberMachine:
+    """Return a Mac whose RDMA devices serve another group. A device serves one."""
+    return replace(member, jaccl=None, machine=replace(member.machine, rdma=_IN_USE))
 
 
 def _name(group: str) -> str:

@@ -146,7 +146,7 @@ def _changed(
     row = table.get(name_of(model)) or Deployment(name_of(model))
     if split and split != "auto":
         row = dataclasses.replace(row, nodes="auto", parallel="")
-    elif parallel == "tensor" or nodes not in ("", "auto", "all", str(row.split.count(",") + 1)):
+    elif parallel in ("tensor", "auto") or nodes not in ("", "auto", "all", str(row.split.count(",") + 1)):
         row = dataclasses.replace(row, split="auto")
     if nodes == "1" and row.parallel == "pipeline":
         row = dataclasses.replace(row, parallel="")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..cluster.assign import IN_USE
+from ..cluster.assign import without_rdma
 from ..cluster.node import ClusterNode
 from ..errors import Code, GroupError, MlxtpError
 from ..placement.candidates import Candidate
@@ -61,9 +61,7 @@ class Placer:
             for node_id in each.participants
         }
         members = [
-            replace(member, jaccl=None, machine=replace(member.machine, rdma=IN_USE))
-            if member.node_id in busy  # its RDMA devices serve another group: one each
-            else member
+            without_rdma(member) if member.node_id in busy else member
             for member in self._machines.members(self._lack, self._held_bytes)
             if member.node_id in allowed
         ]

@@ -120,14 +120,15 @@ def test_a_split_holds_until_something_contradicts_it(tmp_path: Path, member: me
         for asked in (
             {"nodes": "2", "parallel": "tensor"}, {"split": "2,1,1"}, {"nodes": "3"}, {"nodes": "2"},
             {"split": "3,1"}, {"parallel": "tensor"}, {"nodes": "1"}, {"parallel": "pipeline"},
-            {"nodes": "1"},
+            {"nodes": "1"}, {"split": "3,1"}, {"parallel": "auto"},
         ):  # fmt: skip
             row = desired.serve("tiny", **asked)
             found.append((row.parallel, row.split, row.nodes))
         assert found == [
             ("tensor", "auto", "2"), ("", "2,1,1", "auto"), ("", "2,1,1", "3"), ("", "auto", "2"),
             ("", "3,1", "auto"), ("tensor", "auto", "auto"), ("tensor", "auto", "1"),
-            ("pipeline", "auto", "auto"), ("", "auto", "1"),
+            ("pipeline", "auto", "auto"), ("", "auto", "1"), ("", "3,1", "auto"),
+            ("auto", "auto", "auto"),
         ]  # fmt: skip
 
     play(tmp_path, member, story)

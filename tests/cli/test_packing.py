@@ -14,7 +14,7 @@ from mlxtp.cli.planning import read_shape
 from mlxtp.placement.cost_model import usable_bytes
 from mlxtp.placement.planner import PlacementOptions
 
-from ..placement.made_up_macs import mac, on_lan
+from ..placement.made_up_macs import cabled, mac, on_lan
 
 DESK = str(Path(__file__).parents[2] / "examples" / "desk.toml")
 BIG, SMALL = "llama-3.3-70b-4bit", "llama-3.1-8b-4bit"
@@ -44,6 +44,15 @@ def test_each_is_a_pipeline_where_that_is_wanted_and_several_macs_can() -> None:
     for packed in (pack(on_lan([mac(i, memory=128) for i in range(count)]), wanted) for count in (2, 3)):
         assert [one.plan.chosen.is_pipeline for one in packed] == [True, True]
     assert [len(one.ranks) for one in pack([mac(0, memory=128)], wanted)] == [1, 1]
+
+
+def test_rdma_devices_serve_one_group_of_a_packing() -> None:
+    members = cabled([mac(i, memory=128) for i in range(2)], [(0, 1)])
+    options = PlacementOptions(nodes=2, parallel="tensor")
+    first, second = pack(members, [(read_shape(SMALL), options)] * 2)
+    assert first.plan.chosen.backend == "jaccl"
+    assert second.plan.chosen.backend == "ring"
+    assert len(second.ranks) == 2
 
 
 def test_a_model_without_room_has_its_reason() -> None:

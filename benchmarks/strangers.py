@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 from mlxtp.agent import Agent
 from mlxtp.api.backend import Request, Tokens
-from mlxtp.groups.ranks import free_port
 
 from . import child, prompts
 from .errors import Unmeasured
 from .measures import Row, absolute, compare
+from .ring import free_ports
 from .stage import Stage, in_turn, text_of
 
 PER_SECOND = 200
@@ -25,7 +25,7 @@ async def measure(stage: Stage) -> list[Row]:
     flooded: list[float] = []
     turned_away: list[float] = []
     length = stage.pick(full=1500, quick=400)
-    port = free_port("127.0.0.1")
+    (port,) = free_ports(1)
     alone = {
         "cluster": True,
         "ranks": 1,

@@ -34,9 +34,9 @@ from ..wire.messages import Pong, RequestEvent, SideChannel
 from .ranks import (
     WORKER,
     RankProcess,
+    RankReady,
     Worker,
     epoch_folder,
-    free_port,
     keep_failure,
     make_epoch_folder,
     sandbox_of,
@@ -75,6 +75,7 @@ class HostedRank:
         self._settings = settings
         self._send = send
         self._folder: Path | None = None
+        self._ready = RankReady()
         self._heart: asyncio.Task[None] | None = None
         self._reports: list[FailureReport] = []
 
@@ -104,9 +105,9 @@ class HostedRank:
             )
             await self.process.spawn(identity=home / "identity")
             await self.process.greet()
-        ring = f"{order.fabric}:{free_port(order.fabric)}" if order.fabric else ""
+        self._ready = RankReady.with_port(order.fabric)
         if not self.silenced:
-            self.reply(Prepared(order.epoch, ring, str(model)))
+            self.reply(Prepared(order.epoch, self._ready.ring, str(model)))
 
     async def start(self, order: StartRank) -> None:
         """Have the process join its group. Raises MlxtpError or TimeoutError."""
@@ -147,6 +148,7 @@ class HostedRank:
             await asyncio.wait({self._heart})
         if self.process is not None:
             await self._keep(await self.process.kill())
+        self._ready.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

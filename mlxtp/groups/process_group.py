@@ -49,7 +49,6 @@ from .ranks import (
     Watcher,
     Worker,
     epoch_folder,
-    free_port,
     keep_failure,
     make_epoch_folder,
     sandbox_of,
@@ -337,15 +336,16 @@ class ProcessGroup:
             if listener is not None:
                 listener.close()
 
-        async def greeted(process: RankProcess) -> RankReady:
+        async def greeted(process: RankProcess, ready: RankReady) -> RankReady:
             await process.greet()
-            if self.group.world_size == 1:
-                return RankReady()
-            return RankReady(f"{self.group.fabric}:{free_port(self.group.fabric)}")
+            return ready
 
+        fabric = self.group.fabric if self.group.world_size > 1 else ""
+        own = tuple(RankReady.with_port(fabric) for _ in self.processes)
+        self._ready = own
         self._ready = tuple(
             await self.unless_failed(
-                _all(*map(greeted, self.processes), *(endpoint.prepare() for endpoint in self.endpoints)),
+                _all(*map(greeted, self.processes, own), *(each.prepare() for each in self.endpoints)),
                 self._limits.spawn_s,
                 "say hello",
             )
@@ -533,6 +533,8 @@ class ProcessGroup:
         endpoints = asyncio.gather(*(endpoint.kill() for endpoint in self.endpoints))
         ends = await asyncio.gather(*(process.kill() for process in self.processes))
         await endpoints
+        for ready in self._ready:
+            ready.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         return ends
 

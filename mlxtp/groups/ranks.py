@@ -333,10 +333,37 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """Rank process after its Hello: its address on MLX's ring ("ip:port") and the model's folder there."""
+    """Rank process after its Hello: its address on MLX's ring ("ip:port") and the model's folder there.
+
+    `held` is bound to that port on this Mac, and does not listen.
+    """
 
     ring: str = ""
     path: str = ""
+    held: socket.socket | None = None
+
+    @classmethod
+    def with_port(cls, host: str) -> RankReady:
+        """Return one with a free port of `host`, if there is a ring. Raises OSError.
+
+        No other program gets this port. MLX's ring does, because its socket has SO_REUSEPORT as well.
+        """
+        if not host:
+            return cls()
+        sock = socket.socket()
+        try:
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                sock.setsockopt(socket.SOL_SOCKET, option, 1)
+            sock.bind((host, 0))
+        except OSError as error:
+            sock.close()
+            raise OSError(error.errno, f"{error.strerror}: {host}") from None
+        return cls(f"{host}:{sock.getsockname()[1]}", held=sock)
+
+    def close(self) -> None:
+        """Release the port."""
+        if self.held is not None:
+            self.held.close()
 
 
 class RemoteRank:
@@ -444,16 +471,6 @@ def sandbox_of(
     if not settings.sandbox_ranks:
         return None
     return Sandbox(folder, tuple(models), (folder_in(settings.home),), reach, jaccl)
-
-
-def free_port(host: str) -> int:
-    """Return a free port of `host`. Raises OSError.
-
-    Another process may take it before the ring does; then the epoch fails and the next one has other ports.
-    """
-    with contextlib.closing(socket.create_server((host, 0))) as sock:
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def epoch_folder(home: Path, epoch: int, host: str = "") -> Path:

@@ -19,9 +19,9 @@ from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
 from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.telemetry import RankTelemetry
-from mlxtp.groups.ranks import free_port
 from mlxtp.wire.messages import Bootstrap, Init, Loaded, LoadShard
 
+from ..agents.test_one_machine import free_port
 from ..live_cluster import WAIT_S
 from .small_models import write_model
 
@@ -85,7 +85,7 @@ os._exit(7)
 @pytest.mark.chaos
 def test_a_rank_gives_its_memory_back_although_a_message_never_comes(tmp_path: Path) -> None:
     """The stage that was to send it stands still."""
-    hosts = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
+    hosts = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     how: Any = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}}
     command = [sys.executable, "-c", WAITS]
     with subprocess.Popen([*command, "1", *hosts], stdin=subprocess.PIPE, **how) as other:

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,25 @@ def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Pat
         assert not (stage.home / failure_store.FOLDER).exists(), "an end in order is no failure"
 
     play(tmp_path, story, pins=("a", "b"))
+
+
+def test_no_other_program_gets_the_port_of_a_ring_before_mlx_binds_it(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        host, _, port = stage.orders.notes("bootstrap")[-1]["hosts"][0].partition(":")
+        address = host, int(port)
+        with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+            other.bind(address)
+        with socket.socket() as ring:  # as MLX makes it
+            ring.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            ring.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            ring.bind(address)
+            ring.listen(0)
+        await stage.ranks.kill()
+        with socket.socket() as other:
+            other.bind(address)
+
+    play(tmp_path, story)
 
 
 @pytest.mark.parametrize(

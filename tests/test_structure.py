@@ -200,6 +200,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "errors": frozenset(),
     "values": frozenset({"errors"}),
     "background": frozenset(),
+    "chunks": frozenset(),
     "sandbox": frozenset({"errors"}),
     "settings": frozenset({"values"}),
     "config": frozenset({"errors", "settings", "values"}),
@@ -212,6 +213,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "engine": frozenset(
         {
             "admission_counter",
+            "chunks",
             "errors",
             "model_config",
             "model_families",
@@ -220,7 +222,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "wire",
         }
     ),
-    "placement": frozenset({"errors", "model_config", "model_families", "wire"}),
+    "placement": frozenset({"chunks", "errors", "model_config", "model_families", "wire"}),
     "discovery": frozenset({"background", "config", "errors", "wire"}),
     "identity": frozenset({"audit", "background", "config", "discovery", "errors", "wire"}),
     "text": frozenset({"errors", "tokenizer_file"}),
@@ -469,6 +471,7 @@ def test_a_circle_is_found() -> None:
 
 PURE = (
     "mlxtp.admission_counter",
+    "mlxtp.chunks",
     "mlxtp.model_config",
     "mlxtp.model_families",
     "mlxtp.short_names",

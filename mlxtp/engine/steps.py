@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from ..chunks import BESIDE, USUAL, chunk_of
 from ..errors import Code
 from ..wire.messages import GREEDY, PLAIN, Sampling, Shaping
 
@@ -271,9 +272,7 @@ class Policy:
 # --- sizes of a prompt's chunks: large alone, about a quarter of a second's work beside decoding rows ----
 
 LEAST, MOST = 64, 2048  #: tokens of a chunk beside others; times of smaller ones do not count
-USUAL = 2048  #: tokens of a chunk without others; a GPU reads the weights once for all of them
 ON_CPU = 512  #: the same without a GPU, where attention over a larger chunk costs more than it saves
-BESIDE = 256  #: tokens of a chunk beside others while no time is known
 TARGET_S = 0.25  #: seconds that such a chunk may take
 NEWEST = 0.5  #: weight of the newest chunk in the average
 
@@ -281,14 +280,11 @@ NEWEST = 0.5  #: weight of the newest chunk in the average
 def chunk_sizes(wanted: int, *, gpu: bool, stages: int = 1) -> tuple[int, int, float]:
     """Return `prefill_chunk`, `chunk_beside` and `chunk_s` of a Policy for chunks of at most `wanted` tokens.
 
-    More than USUAL means that the pauses of other requests do not matter. Chunks follow each other through
-    the `stages` of a pipeline, and smaller ones fill it sooner.
+    More than USUAL means that the pauses of other requests do not matter. `stages`: those of a pipeline.
     """
     if wanted > USUAL:
         return wanted, wanted, 0.0
-    alone = wanted if gpu else min(wanted, ON_CPU)
-    if stages > 1:
-        alone = min(max(1 << (alone // (2 * stages)).bit_length() - 1, BESIDE if gpu else LEAST), alone)
+    alone = chunk_of(wanted if gpu else min(wanted, ON_CPU), stages, BESIDE if gpu else LEAST)
     return alone, min(alone, BESIDE), TARGET_S
 
 

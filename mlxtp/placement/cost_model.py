@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from ..chunks import USUAL, chunk_of
 from .model_shape import ModelShape
 from .tables import Chip
 from .topology import MemberMachine
@@ -35,8 +36,6 @@ FENCE_S = 165e-6
 FAST_FENCE_S = 10e-6  #: The same with MLX_METAL_FAST_SYNCH=1: 4 to 16 us.
 PROMPT = 1000  #: Tokens of the prompt after which the decode speed is given.
 LONG_PROMPT = 10_000  #: Tokens of the prompt for which the time to the first token is given.
-CHUNK = 2048  #: Tokens of a prompt that the engine computes at once.
-LEAST_CHUNK = 256  #: The same in a pipeline, whose stages smaller chunks fill sooner, at least.
 #: Share of a GPU's arithmetic that long prompts reach on dense models: 91 tokens/s for 123 B weights on an M3
 #: Ultra (ml-explore/mlx #3094) is 79 % of its 28 TFLOPS.
 PREFILL_EFFICIENCY = 0.75
@@ -159,7 +158,7 @@ class StageCosts:
         """Return the seconds that it computes for the requests of a workload at once, as one of `stages`."""
         context = workload.prompt + workload.answer / 2
         tokens = max(1, workload.prompt - workload.cached)
-        prompts_s = workload.at_once * self.prompt_s(tokens, chunk_of(stages))
+        prompts_s = workload.at_once * self.prompt_s(tokens, chunk_of(USUAL, stages))
         return prompts_s + workload.answer * self.step_s(workload.at_once, context)
 
 
@@ -193,7 +192,7 @@ class SpeedEstimate:
 
     def prompts_s(self, tokens: int, at_once: int) -> float:
         """Return the same for so many prompts, of which so many tokens are computed."""
-        chunk = chunk_of(len(self.stages))
+        chunk = chunk_of(USUAL, len(self.stages))
         chunks = -(-tokens // chunk)
         borders = len(self.stages) - 1
         hop_s = self.hop_s + tokens / chunks * self.row_s
@@ -226,13 +225,6 @@ class SpeedEstimate:
     def requests_per_second(self, workload: Workload) -> float:
         """Return the requests of a workload that are answered a second."""
         return workload.at_once / self.request_seconds(workload)
-
-
-def chunk_of(stages: int) -> int:
-    """Return the tokens of a prompt that each of so many stages computes at once, as the engine has it."""
-    if stages == 1:
-        return CHUNK
-    return max(LEAST_CHUNK, 1 << (CHUNK // (2 * stages)).bit_length() - 1)
 
 
 def speed(

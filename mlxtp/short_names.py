@@ -69,6 +69,11 @@ def stands_for(name: str | None) -> str:
     return SHORT_NAMES.get((name or "").lower().removesuffix(":latest"), "")
 
 
+def short_for(name: str) -> str:
+    """Return the first short name of an OWNER/NAME; empty where it has none."""
+    return next((short for short, whole in SHORT_NAMES.items() if whole == name), "")
+
+
 def near(name: str) -> str:
     """Return up to three short names that are spelled much like this one, with commas; else empty."""
     return ", ".join(get_close_matches(name.lower()[:100], SHORT_NAMES))

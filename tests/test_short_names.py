@@ -12,7 +12,7 @@ from mlxtp.api import catalog
 from mlxtp.api.backend import DeploymentHealth, ModelInfo
 from mlxtp.errors import ModelError
 from mlxtp.models.inspect import find_model, full_name
-from mlxtp.short_names import _NAMES, SHORT_NAMES, near, stands_for
+from mlxtp.short_names import _NAMES, SHORT_NAMES, near, short_for, stands_for
 
 LLAMA = "mlx-community/Llama-3.2-3B-Instruct-4bit"
 
@@ -26,6 +26,7 @@ def test_each_short_name_stands_for_one_repository() -> None:
     for name in bare:  # a name without a size is one of the names with it
         sized = [SHORT_NAMES[each] for each in names if each.startswith(f"{name}:")]
         assert SHORT_NAMES[name] in sized, name
+    assert {stands_for(short_for(full)) == full for full in SHORT_NAMES.values()} == {True}
 
 
 @pytest.mark.parametrize(

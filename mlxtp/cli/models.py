@@ -41,7 +41,7 @@ from ..errors import (
 )
 from ..models.hub_cache import Repo, cache_folder, hash_of, hub_name
 from ..models.manifest import Manifest, gigabytes
-from ..short_names import near
+from ..short_names import near, short_for
 from . import shell_completion
 from .options import AsJson, Home
 from .printing import home_of, print_answer, print_json, table_of
@@ -91,7 +91,7 @@ def pull(
 
 
 def list_(home: Home = None, as_json: AsJson = False) -> None:
-    """List the models of the Hub on this Mac: size, how much is complete, and which other Macs have each."""
+    """List the models of the Hub on this Mac: short name, size, how much is here, other Macs with each."""
     from ..models.inspect import revisions_here
 
     cache, elsewhere = _stored(home)
@@ -391,6 +391,7 @@ def _stored(home: Path | None) -> tuple[Path, list[Mapping[str, Any]]]:
 def _row(here: Revision, elsewhere: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "name": here.name,
+        "short": short_for(here.name),
         "revision": here.revision,
         "refs": list(here.refs),
         "size_bytes": here.total,
@@ -411,7 +412,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         share = "all" if row["complete"] else f"[yellow]{gigabytes(row['held_bytes'])}[/]"
         named = ", ".join(row["refs"])
         table.add_row(
-            escape(row["name"]),
+            escape(row["name"]) + (f" ({row['short']})" if row["short"] else ""),
             f"{row['revision'][:12]}{f' ({escape(named)})' if named else ''}",
             gigabytes(row["size_bytes"]),
             share,

@@ -80,10 +80,12 @@ def test_without_an_agent_the_command_does_it_itself(hub: Hub, tmp_path: Path, t
     (row,) = told(home, "list")["models"]
     size = sum(map(len, with_weights(EXTRA).values()))
     assert row == {
-        "name": name, "revision": COMMIT, "refs": ["main"], "size_bytes": size, "held_bytes": size,
-        "complete": True, "elsewhere": [],
+        "name": name, "short": typed if typed != name else "", "revision": COMMIT, "refs": ["main"],
+        "size_bytes": size, "held_bytes": size, "complete": True, "elsewhere": [],
     }  # fmt: skip
-    assert "main" in mlxtp(home, "list").stdout
+    shown = mlxtp(home, "list").stdout
+    assert "main" in shown
+    assert ("(llama3.2:1b)" in shown) == (typed != name)
     assert mlxtp(home, "verify", typed).stdout.endswith("all correct\n")
     assert told(home, "remove", typed)["freed_bytes"] >= size
     assert "is not on this Mac" in refusal(home, "remove", typed)

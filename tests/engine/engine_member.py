@@ -102,13 +102,13 @@ def run_out_of_memory(folder: Path) -> None:
     """Have this process find no memory, while "no memory" is ordered, once it has one layer of a model."""
     load = executor.load
 
-    def load_else(path: Path, group: Any, progress: Callable[[], None], *how: Any) -> ModelShare:
+    def load_else(path: Path, group: Any, progress: Callable[[], None], *how: Any, **more: Any) -> ModelShare:
         def advance() -> None:
             progress()
             if (folder / "no memory").exists():
                 raise RuntimeError(OUT_OF_MEMORY[0])
 
-        return load(path, group, advance, *how)
+        return load(path, group, advance, *how, **more)
 
     executor.load = load_else  # type: ignore[attr-defined]
 

@@ -195,7 +195,7 @@ def test_bubbles_hug_their_text(site: Site, visit: Visit) -> None:
     site.says("An answer.")
     visit.send("Go")
     visit.answered()
-    bubble = visit.page.locator("#turns > li.user").bounding_box()
+    bubble = visit.page.locator("#turns > li.user > .said").bounding_box()
     composer = visit.page.locator("#composer").bounding_box()
     assert bubble is not None
     assert composer is not None
@@ -552,3 +552,81 @@ def test_the_endpoints_key_is_asked_for_and_sent(site: Site, visit: Visit) -> No
     assert given == [None, "Bearer secret"]
     assert "secret" not in visit.page.evaluate("JSON.stringify(localStorage)")
     assert MOMENT["ready"]
+
+
+# --- long conversations -----------------------------------------------------------------------------------
+
+ANSWER = """\
+The **root** of $b^2 - 4ac$:
+
+| kind | roots |
+|---|--:|
+| real | 2 |
+
+```py
+def root(a: float, b: float) -> float:
+    return a ** 2 - b  # it may be negative
+```
+
+1. one
+2. two, with `code` and a long paragraph of plain words that goes on for a while and a [link](https://a.example)
+"""
+
+
+def long_conversation(visit: Visit, messages: int) -> None:
+    turns = [
+        {"role": "assistant", "content": f"{ANSWER}\nAnswer {number}", "phase": "over"}
+        if number % 2
+        else {"role": "user", "content": f"Question {number}"}
+        for number in range(messages)
+    ]
+    talk = {"id": "long", "title": "Long", "changed": 1, "turns": turns}
+    visit.page.evaluate("talk => localStorage.setItem('mlxtp.conversation.long', JSON.stringify(talk))", talk)
+    visit.open("chat")
+    visit.page.reload()
+    visit.page.wait_for_selector("#turns > li:first-child > .said")
+    visit.page.wait_for_selector("#turns > li:nth-child(2) .hljs-keyword", state="attached")
+    visit.page.wait_for_selector("#turns > li:nth-child(2) math", state="attached")
+
+
+def test_a_long_conversation_is_drawn_from_its_end_and_shows_it(visit: Visit) -> None:
+    long_conversation(visit, 40)
+    assert visit.page.locator("#turns > li > .said").count() == 40
+    assert above_the_composer(visit, ".end")
+    lengths = "[document.documentElement.scrollHeight, document.getElementById('chat').scrollHeight]"
+    page, chat = visit.page.evaluate(lengths)
+    assert page == DESK["height"], "only the pane scrolls"
+    assert chat > 3 * DESK["height"]
+    visit.page.evaluate("document.getElementById('chat').scrollTop = 0")
+    visit.page.evaluate(TWO_FRAMES)
+    assert visit.page.evaluate("document.getElementById('chat').scrollTop") == 0
+    assert "Question 0" in visit.text("#turns > li:first-child")
+
+
+@pytest.mark.chaos
+def test_two_hundred_messages_scroll_smoothly(visit: Visit) -> None:
+    """In time of the processor, which other work of the machine does not change: 16 ms are one frame."""
+    long_conversation(visit, 200)
+    cdp = visit.page.context.new_cdp_session(visit.page)
+    cdp.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def used() -> float:
+        found = {each["name"]: each["value"] for each in cdp.send("Performance.getMetrics")["metrics"]}
+        return float(found["TaskDuration"]) * 1000
+
+    for step in (-120, 120):  # pixels a frame: twenty lines of text in four frames
+        before = used()
+        frames = visit.page.evaluate(
+            """async step => {
+                const pane = document.getElementById('chat');
+                for (let frames = 1; ; frames += 1) {
+                    pane.scrollTop += step;
+                    await new Promise(requestAnimationFrame);
+                    const end = pane.scrollTop + pane.clientHeight >= pane.scrollHeight - 1;
+                    if (step < 0 ? pane.scrollTop <= 0 : end) return frames;
+                }
+            }""",
+            step,
+        )
+        assert frames > 200
+        assert (used() - before) / frames < 8

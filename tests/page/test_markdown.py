@@ -300,7 +300,7 @@ def test_each_language_has_its_colours(reading: Visit, language: str, code: str,
     reading.page.evaluate(
         """async ([language, code]) => {
             const { codeBlock } = await import('/page/code.js');
-            document.body.append(codeBlock(code, language));
+            document.body.append(codeBlock(`${code}\n`, language));
         }""",
         [language, code],
     )

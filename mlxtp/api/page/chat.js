@@ -284,8 +284,9 @@ async function removeTalk() {
 function startTransfer() {
   const menu = by("export-menu");
   menu.addEventListener("toggle", ({ newState }) => {
+    if (newState !== "open") return;
     const { bottom, right } = by("export").getBoundingClientRect();
-    if (newState === "open") Object.assign(menu.style, { top: `${bottom + 4}px`, left: `${right - menu.offsetWidth}px` });
+    Object.assign(menu.style, { top: `${bottom + 4}px`, left: `${Math.max(8, right - menu.offsetWidth)}px` });
   });
   const exports = {
     "export-markdown": () => transfer.download(transfer.toMarkdown(talk), "text/markdown", talk.title, "md"),

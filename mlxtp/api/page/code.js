@@ -3,7 +3,8 @@
 // Its output has a fixed form: `<span class="…">`, `</span>` and escaped text. `pieces` reads it; HTML is never made of it.
 
 import { copyButton } from "./copy.js";
-import { el, say } from "./dom.js";
+import { el } from "./dom.js";
+import { soon } from "./slices.js";
 
 const LONGEST = 30_000; // characters; longer code stays plain
 const NAMES = {
@@ -29,59 +30,69 @@ const GRAMMARS = new Map(Object.entries(NAMES).flatMap(([file, names]) => names.
 const WITHIN = { xml: ["css", "javascript"], markdown: ["xml"] }; // languages inside others
 const ESCAPES = { "&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&#x27;": "'" };
 
-const blocks = new WeakMap(); // figure -> { text, language, code, pieces, waits }
+const blocks = new WeakMap(); // figure -> what it shows
 const coming = new Map(); // name of a grammar -> the promise of it
 const ready = new Set(); // names of grammars that the library has
 let library = null;
 
-/** Return a block of code as a figure. `language` is what its author wrote. */
-export function codeBlock(text, language) {
+/** Return a block of code as a figure. Whole lines of `content` end with a line break; `language` is what its author wrote. */
+export function codeBlock(content, language) {
   const code = el("code", {});
   const said = language || "text";
   const figure = el(
     "figure",
     { class: "code" },
-    el("figcaption", {}, el("span", {}, said), copyButton(() => blocks.get(figure).text, "Copy the code")),
+    el("figcaption", {}, el("span", {}, said), copyButton(() => blocks.get(figure).content.replace(/\n$/, ""), "Copy the code")),
     el("pre", { tabindex: 0, "aria-label": `Code, ${said}` }, code),
   );
-  blocks.set(figure, { text: "", language, code, pieces: [] });
-  setCode(figure, text);
+  blocks.set(figure, { content: "", language, code, shown: [], lines: null, coloured: [], waits: false });
+  setCode(figure, content);
   return figure;
 }
 
-/** Show another text in a figure of `codeBlock`. What is the same as before stays, and with it a selection. */
-export function setCode(figure, text) {
+/**
+ * Show another content in a figure of `codeBlock`.
+ *
+ * What is the same as before stays, and with it a selection. A line gets its colours when it is whole.
+ */
+export function setCode(figure, content) {
   const block = blocks.get(figure);
-  block.text = text;
-  const grammar = text.length > LONGEST ? undefined : GRAMMARS.get(block.language.toLowerCase());
-  if (grammar && ready.has(grammar)) {
-    const { value } = library.highlight(text, { language: grammar, ignoreIllegals: true });
-    return show(block, pieces(value));
+  block.content = content;
+  const grammar = content.length > LONGEST ? undefined : GRAMMARS.get(block.language.toLowerCase());
+  if (!grammar || !ready.has(grammar)) {
+    show(block, [], content.replace(/\n$/, ""));
+    if (grammar && !block.waits) colourLater(figure, grammar);
+    return;
   }
-  show(block, [{ text, kind: "" }]);
-  if (!grammar || block.waits) return;
+  const end = content.lastIndexOf("\n");
+  const lines = content.slice(0, Math.max(end, 0));
+  if (block.lines !== lines) {
+    block.lines = lines;
+    block.coloured = pieces(library.highlight(lines, { language: grammar, ignoreIllegals: true }).value);
+  }
+  show(block, block.coloured, end === content.length - 1 ? "" : content.slice(Math.max(end, 0)));
+}
+
+function colourLater(figure, grammar) {
+  const block = blocks.get(figure);
   block.waits = true;
   fetchGrammar(grammar).then(
-    () => setCode(figure, block.text),
+    () => soon(() => setCode(figure, block.content)),
     () => (block.waits = false), // without it the code stays plain
   );
 }
 
 export const languageOf = (figure) => blocks.get(figure)?.language;
 
-function show(block, wanted) {
-  const { code, pieces: before } = block;
+/** Show coloured pieces, and the rest of a text after them. */
+function show(block, coloured, rest) {
+  const wanted = rest ? [...coloured, { text: rest, kind: "" }] : coloured;
+  const { code, shown } = block;
   let same = 0;
-  while (same < wanted.length && wanted[same].kind === before[same]?.kind && wanted[same].text === before[same].text) same += 1;
-  const next = code.childNodes[same];
-  if (same === wanted.length - 1 && same === before.length - 1 && wanted[same].kind === before[same].kind) {
-    if (next.nodeType === Node.TEXT_NODE) next.data = wanted[same].text;
-    else say(next, wanted[same].text);
-  } else {
-    while (code.childNodes.length > same) code.lastChild.remove();
-    code.append(...wanted.slice(same).map(({ text, kind }) => (kind ? el("span", { class: kind }, text) : text)));
-  }
-  block.pieces = wanted;
+  while (same < wanted.length && wanted[same].kind === shown[same]?.kind && wanted[same].text === shown[same].text) same += 1;
+  while (code.childNodes.length > same) code.lastChild.remove();
+  code.append(...wanted.slice(same).map(({ text, kind }) => (kind ? el("span", { class: kind }, text) : text)));
+  block.shown = wanted;
 }
 
 /** Return highlight.js's output as pieces: a text, and the classes of the innermost span around it. Pure. */

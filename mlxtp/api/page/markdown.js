@@ -1,7 +1,6 @@
 // Conversion of models' Markdown to elements, from the tokens of markdown-it. HTML stays text.
 //
-// A text grows while it arrives. Blocks before its last whole line are finished: they are kept, and only the rest is
-// parsed again.
+// A text grows while it arrives. Blocks before the last one are finished: they are kept, and only the rest is parsed again.
 
 import { codeBlock, languageOf, setCode } from "./code.js";
 import { el } from "./dom.js";
@@ -52,7 +51,7 @@ function update(container, known) {
   }
   while (container.children.length > known.finished + nodes.length) container.lastElementChild.remove();
   known.linked = Object.keys(environment.references).length > 0; // definitions also apply to blocks before them
-  const done = finished(blocks, text);
+  const done = Math.max(blocks.length - 1, 0); // no further text can change those before the last
   known.rest = blocks.map((block, i) => ({ ...block, node: nodes[i] })).slice(done);
   if (!done) return;
   known.finished += done;
@@ -96,20 +95,12 @@ export function split(text, tokens) {
   return blocks;
 }
 
-/** Return how many blocks no further text can change: those before the last one that begins with a whole line. Pure. */
-function finished(blocks, text) {
-  const whole = text.lastIndexOf("\n");
-  let last = blocks.length - 1;
-  while (last > 0 && blocks[last].from > whole) last -= 1;
-  return Math.max(last, 0);
-}
-
 function made({ source, tokens, deep }, before) {
   if (before?.source === source) return before.node;
   if (deep) return el("p", { class: "plain-text" }, source);
   const [token] = tokens;
   if (token.type === "fence" && before && languageOf(before.node) === language(token)) {
-    setCode(before.node, codeOf(token));
+    setCode(before.node, token.content);
     return before.node;
   }
   const box = el("div");
@@ -119,7 +110,6 @@ function made({ source, tokens, deep }, before) {
 
 // --- tokens -----------------------------------------------------------------------------------------------
 
-const codeOf = ({ content }) => content.replace(/\n$/, "");
 const language = ({ info }) => info.trim().split(/\s+/)[0].slice(0, 30);
 const tagged = ({ tag }) => el(tag);
 const side = (token) => /center|right/.exec(token.attrGet("style") ?? "")?.[0] ?? "left";
@@ -142,8 +132,8 @@ const ALONE = {
   hardbreak: () => el("br"),
   hr: () => el("hr"),
   code_inline: ({ content }) => el("code", {}, content),
-  fence: (token) => codeBlock(codeOf(token), language(token)),
-  code_block: (token) => codeBlock(codeOf(token), ""),
+  fence: (token) => codeBlock(token.content, language(token)),
+  code_block: (token) => codeBlock(token.content, ""),
   formula: ({ content, markup, meta }) => formula(content, markup, meta.display),
   image: picture,
 };

@@ -1,6 +1,7 @@
 // Mathematics, as MathML by Temml, which is fetched with the first formula.
 
 import { el } from "./dom.js";
+import { soon } from "./slices.js";
 
 const LONGEST = 5000; // characters of TeX; a longer formula stays text
 const OPTIONS = { throwOnError: true, trust: false, strict: false, maxSize: [50, 500], maxExpand: 500 };
@@ -13,7 +14,7 @@ export function formula(tex, source, display) {
   const box = el("span", { class: display ? "math display" : "math" }, source);
   if (tex.length > LONGEST) return box;
   if (temml) typeset(box, tex, display);
-  else fetchTemml().then(() => typeset(box, tex, display), () => {});
+  else fetchTemml().then(() => soon(() => typeset(box, tex, display)), () => {});
   return box;
 }
 

@@ -29,10 +29,10 @@ export function shownTurns(talk) {
   return found;
 }
 
-/** Return all versions of a turn, itself among them. */
-export function versions(talk, turn) {
-  const index = talk.turns.indexOf(turn);
-  return index < 0 ? [turn] : followers(talk).get(parentOf(talk.turns, index)).map((each) => talk.turns[each]);
+/** Return all versions of each turn, itself among them. */
+export function versions(talk) {
+  const groups = [...followers(talk).values()].map((indices) => indices.map((index) => talk.turns[index]));
+  return new Map(groups.flatMap((group) => group.map((turn) => [turn, group])));
 }
 
 /** Return the turn that a turn follows; undefined for a first one. */

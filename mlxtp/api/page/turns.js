@@ -3,19 +3,18 @@
 import { copyButton } from "./copy.js";
 import { el, icon, say } from "./dom.js";
 import { render } from "./markdown.js";
+import { soon } from "./slices.js";
 import { versions } from "./tree.js";
 import { count, seconds, shortName } from "./words.js";
 
 const AT_ONCE = 6; // messages at the end that are drawn before the next frame
-const SLICE_MS = 8; // of a frame, for messages further up
 
 /** The list of messages. `acts` has what its buttons do: regenerate(turn), edit(turn, text) and choose(turn). */
 export class Turns {
   #list;
   #acts;
-  #talk = null;
-  #rows = new Map(); // turn -> its elements
-  #later = []; // turns that are yet to be drawn, the lowest last
+  #rows = new Map(); // turn -> its elements: its row, and the parts of it once they are drawn
+  #versions = new Map(); // turn -> all versions of it
 
   constructor(list, acts) {
     this.#list = list;
@@ -24,8 +23,7 @@ export class Turns {
 
   /** Show these turns of a conversation. Those that are shown already keep their elements. */
   show(talk, turns) {
-    this.#talk = talk;
-    const idle = this.#later.length === 0;
+    this.#versions = versions(talk);
     const before = [...this.#rows.keys()];
     let same = 0;
     while (same < turns.length && turns[same] === before[same]) same += 1;
@@ -33,17 +31,21 @@ export class Turns {
       this.#rows.get(turn).row.remove();
       this.#rows.delete(turn);
     }
-    this.#list.append(...turns.slice(same).map((turn) => this.#made(turn)));
+    for (const turn of turns.slice(same)) this.#rows.set(turn, { row: el("li", { class: `turn ${turn.role}` }) });
+    this.#list.append(...turns.slice(same).map((turn) => this.#rows.get(turn).row));
     for (const turn of turns.slice(0, same)) this.#frame(turn);
-    this.#later = [...this.#later.filter((turn) => this.#rows.has(turn)), ...turns.slice(same)];
-    for (const turn of this.#later.splice(-AT_ONCE)) this.draw(turn);
-    if (idle && this.#later.length) requestAnimationFrame(() => this.#drawSome());
+    for (const [i, turn] of turns.entries()) {
+      if (i < same) continue;
+      if (i >= turns.length - AT_ONCE) this.draw(turn);
+      else soon(() => this.draw(turn));
+    }
   }
 
   /** Draw a turn that has changed, if it is shown. */
   draw(turn) {
     const parts = this.#rows.get(turn);
     if (!parts) return;
+    if (!parts.said) this.#furnish(turn, parts);
     if (turn.role === "user") say(parts.said, turn.content);
     else {
       const over = turn.phase === "over";
@@ -55,7 +57,7 @@ export class Turns {
 
   /** Return an answer as it is read, without marks. */
   textOf(turn) {
-    return this.#rows.get(turn)?.said.textContent || turn.content;
+    return this.#rows.get(turn)?.said?.textContent || turn.content;
   }
 
   /** Have the user change a message of theirs. */
@@ -99,16 +101,11 @@ export class Turns {
     field.focus();
   }
 
-  #drawSome() {
-    const until = performance.now() + SLICE_MS;
-    while (this.#later.length && performance.now() < until) this.draw(this.#later.pop());
-    if (this.#later.length) requestAnimationFrame(() => this.#drawSome());
-  }
-
-  #made(turn) {
+  /** Put all parts into the row of a turn. */
+  #furnish(turn, parts) {
     const mine = turn.role === "user";
     const thoughts = el("div", { class: "said" });
-    const parts = {
+    const inner = {
       who: el("h2", { class: mine ? "unseen" : "who" }, mine ? "You" : ""),
       thinking: el("details", { class: "thinking" }, el("summary", {}, "Thinking"), thoughts),
       said: el("div", { class: mine ? "said plain-text" : "said" }),
@@ -116,12 +113,10 @@ export class Turns {
       waits: el("p", { class: "waits" }),
       problem: el("p", { class: "problem", role: "alert" }),
       retry: el("button", { type: "button", class: "retry", click: () => this.#acts.regenerate(turn) }, "Try again"),
-      end: el("div", { class: "end" }, this.#versions(turn), el("p", { class: "numbers" }), this.#icons(turn, mine)),
+      end: el("div", { class: "end" }, this.#steps(turn), el("p", { class: "numbers" }), this.#icons(turn, mine)),
     };
-    const row = el("li", { class: `turn ${turn.role}` }, ...Object.values(parts));
-    this.#rows.set(turn, { ...parts, thoughts, row });
-    this.#frame(turn);
-    return row;
+    parts.row.append(...Object.values(inner));
+    Object.assign(parts, inner, { thoughts });
   }
 
   #icons(turn, mine) {
@@ -136,10 +131,10 @@ export class Turns {
     return el("p", { class: "icons" }, ...what);
   }
 
-  #versions(turn) {
+  #steps(turn) {
     const step = (by, label, face) => {
       const go = () => {
-        const all = versions(this.#talk, turn);
+        const all = this.#versions.get(turn);
         const next = all[all.indexOf(turn) + by];
         if (next) this.#acts.choose(next);
         this.#rows.get(next)?.end.querySelector(`[aria-label="${label}"]`).focus({ preventScroll: true });
@@ -152,6 +147,7 @@ export class Turns {
   /** Draw what is around the text of a turn. */
   #frame(turn) {
     const parts = this.#rows.get(turn);
+    if (!parts.said) return; // it is drawn later
     if (turn.role !== "user") {
       say(parts.who, turn.model ? shortName(turn.model) : "Model");
       parts.who.title = turn.model ?? "";
@@ -174,7 +170,7 @@ export class Turns {
   }
 
   #countVersions(between, turn) {
-    const all = versions(this.#talk, turn);
+    const all = this.#versions.get(turn);
     const index = all.indexOf(turn);
     const [earlier, place, later] = between.children;
     between.hidden = all.length < 2;

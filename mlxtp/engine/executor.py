@@ -313,8 +313,8 @@ class RankExecutor:
         self.status.enter("loading")
         path = command.paths[self.bootstrap.rank] if command.paths else command.path
         try:
-            reader = {"read_head": read_head} if self.bootstrap.speculation else {}
-            self.loaded = load(Path(path), self._group, self.status.advance, command.split, **reader)
+            how = (command.split, read_head) if self.bootstrap.speculation else (command.split,)
+            self.loaded = load(Path(path), self._group, self.status.advance, *how)
             self.caches = CacheKind(self.loaded.model, command.kv_bits, self.loaded.stage)
             if self._group.size > 1 and mx.metal.is_available():
                 first = partial(self._first_forwards, command.prefill_chunk)

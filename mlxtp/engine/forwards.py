@@ -41,7 +41,7 @@ class DecodeGraphs:
         self._traces = traces
         #: Each graph with the number of its collectives.
         self._graphs: dict[Key, tuple[Callable[..., Any], int]] = {}
-        #: Number of steps of several rows or tokens by the shape of such a key.
+        #: Number of steps of several rows by such a key.
         self._shapes: Counter[Key] = Counter()
 
     def __len__(self) -> int:
@@ -50,17 +50,18 @@ class DecodeGraphs:
     def run(self, shape: ShapeKey, kind: tuple[int, ...], inputs: tuple[Any, ...]) -> Any:
         """Run the body, by a traced graph if this shape comes again.
 
-        Drafts of an MTP head have few lengths. Others have many, for which no graph pays.
+        A row alone gets drafts of an MTP head in few lengths. Other steps of several tokens have many shapes,
+        for which no graph pays.
         """
-        is_regular = shape[-1] == 1 or kind[-1] > 0
+        rows, *_, width = shape
+        is_regular = width == 1 or (rows == 1 and kind[-1] > 0)
         if self._traces and is_regular and self._comes_again((shape, kind)):
             return self._replay((shape, kind), inputs)
         return self._body(*kind, *inputs)
 
     def _comes_again(self, key: Key) -> bool:
         """Return True if a graph for steps of this shape pays, because tracing takes time and rows change."""
-        rows, *_, width = key[0]
-        if rows == width == 1 or key in self._graphs:
+        if key[0][0] == 1 or key in self._graphs:
             return True
         if len(self._shapes) > MAX_SHAPES:
             self._shapes.clear()

@@ -363,7 +363,6 @@ def load(
     group: Group,
     progress: Callable[[], None],
     split: Sequence[int] = (),
-    *,
     read_head: Callable[[Path, Config], Any] = lambda _folder, _config: None,
 ) -> ModelShare:
     """Load this rank's share. Calls `progress` after the vocabulary and after each layer.

@@ -5,8 +5,9 @@ load, as if two machines held different files.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from mlxtp.engine import executor as rank_module
 from mlxtp.engine import worker
@@ -19,10 +20,8 @@ def main() -> None:
     signpost = Path(folder) / f"rank-{arguments[arguments.index('--rank') + 1]}"
     load = rank_module.load
 
-    def load_elsewhere(
-        path: Path, group: Group, progress: Callable[[], None], split: Sequence[int] = ()
-    ) -> ModelShare:
-        return load(Path(signpost.read_text()) if signpost.exists() else path, group, progress, split)
+    def load_elsewhere(path: Path, group: Group, progress: Callable[[], None], *how: Any) -> ModelShare:
+        return load(Path(signpost.read_text()) if signpost.exists() else path, group, progress, *how)
 
     rank_module.load = load_elsewhere
     worker.main(arguments)

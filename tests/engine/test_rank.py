@@ -35,7 +35,7 @@ def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
     monkeypatch.setattr(rank_module, "form", lambda *_, **__: SimpleNamespace(rank=0, size=ranks))
     monkeypatch.setattr(
-        rank_module, "load", lambda path, _, progress, split: load(path, LoneGroup(), progress, split)
+        rank_module, "load", lambda path, _, progress, *how: load(path, LoneGroup(), progress, *how)
     )
     monkeypatch.setattr(rank_module, "run_alone", lambda _, size, forwards: ran.append(size))
     monkeypatch.setattr(rank_module, "kv_room_bytes", lambda _: 1 << 20)

@@ -194,6 +194,7 @@ def cluster_of(authority: bytes) -> str:
         names = _CLUSTER_URI.fullmatch(_uri_of(parsed))
         parsed.verify_directly_issued_by(parsed)
         signs = parsed.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        signs &= isinstance(parsed.public_key(), PublicKey)
     except (InvalidSignature, *_UNREADABLE):
         names, signs = None, False
     if names is None or not signs:

@@ -9,9 +9,10 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from mlxtp import audit
 from mlxtp.admin.handlers import Admin
@@ -20,7 +21,7 @@ from mlxtp.identity import private_files
 from mlxtp.identity.store import AUTHORITY
 from mlxtp.logs import keep_audit
 from mlxtp.settings import AUDIT_LOG
-from mlxtp.wire.certificates import key_to_pem, new_key
+from mlxtp.wire.certificates import found, key_to_pem, new_key
 from mlxtp.wire.cluster_messages import AuthorityHandover, AuthorityKept, Members, RosterSaved
 
 from ..groups.one_node import A, B, FakeLink, Node, play
@@ -89,7 +90,7 @@ def test_a_member_takes_the_authority_from_a_holder_and_lets_macs_in(
 def test_what_no_holder_sends_or_does_not_belong_together_is_not_kept(
     tmp_path: Path, first: Member, member: Member, events: Callable[[], list[dict[str, Any]]]
 ) -> None:
-    other = founder(tmp_path)
+    other, rsa_key = founder(tmp_path), cast(Any, rsa.generate_private_key(65537, 2048))
 
     async def story(node: Node) -> None:
         a = node.meet(A)
@@ -101,6 +102,7 @@ def test_what_no_holder_sends_or_does_not_belong_together_is_not_kept(
             ({"key": b"no key"}, "no private key"),
             ({"certificate": b"nonsense"}, "not that of a cluster's authority"),
             ({"certificate": first.membership.certificate}, "not that of a cluster's authority"),
+            ({"certificate": found("c1" * 8, rsa_key).certificate}, "not that of a cluster's authority"),
         ):
             node.hear(a, handover(first, **changes))
             assert why in problem(a)

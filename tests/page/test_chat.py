@@ -210,6 +210,29 @@ def test_a_phone_is_told_of_no_keys(site: Site, visiting: Any, visit: Visit) -> 
     assert not phone.page.is_visible("#say-hint")
 
 
+@pytest.mark.parametrize(
+    ("chunk", "words"),
+    [
+        ({}, "Reading the prompt…"),
+        ({"state": "loading 40 %"}, "The model: loading 40 %…"),
+        (
+            {"prompt_progress": {"total": 3892, "processed": 1536}},
+            "Reading the prompt: 1,536 of 3,892 tokens…",
+        ),
+    ],
+)
+def test_a_wait_says_how_far_it_is(reading: Visit, chunk: dict[str, Any], words: str) -> None:
+    said = reading.page.evaluate(
+        """async chunk => {
+            const [{ progressWords }, { waitWords }] =
+                await Promise.all(['answer', 'turns'].map(name => import(`/page/${name}.js`)));
+            return waitWords({ phase: 'first token', progress: progressWords(chunk) });
+        }""",
+        chunk,
+    )
+    assert said == words
+
+
 def test_regenerating_asks_the_same_again(site: Site, visit: Visit) -> None:
     site.says("first")
     visit.send("Go")
@@ -291,8 +314,8 @@ def test_a_pause_for_recovery_says_what_it_waits_for(site: Site, visit: Visit) -
     assert "for a restart" in visit.text(f"{LAST} .numbers")
 
 
-def test_thoughts_are_folded_away(site: Site, visit: Visit) -> None:
-    def event(delta: dict[str, str], reason: str | None = None) -> str:
+def test_thoughts_and_calls_are_folded_away(site: Site, visit: Visit) -> None:
+    def event(delta: dict[str, Any], reason: str | None = None) -> str:
         return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': reason}]})}\n\n"
 
     body = (
@@ -300,6 +323,8 @@ def test_thoughts_are_folded_away(site: Site, visit: Visit) -> None:
         + event({"reasoning_content": "Let me **think**."})
         + ": a comment\n\n"
         + event({"content": "Done."})
+        + event({"tool_calls": [{"index": 0, "function": {"name": "look", "arguments": '{"at":'}}]})
+        + event({"tool_calls": [{"index": 0, "function": {"arguments": ' "it"}'}}]})
         + event({}, "stop")
         + "data: [DONE]\n\n"
     )
@@ -313,6 +338,10 @@ def test_thoughts_are_folded_away(site: Site, visit: Visit) -> None:
     assert not visit.page.is_visible(f"{LAST} .thinking .said")
     visit.page.click(f"{LAST} .thinking summary")
     assert visit.page.locator(f"{LAST} .thinking strong").inner_text() == "think"
+    assert not visit.page.is_visible(f"{LAST} .call code")
+    assert visit.text(f"{LAST} .call summary") == "Call of look"
+    visit.page.click(f"{LAST} .call summary")
+    assert visit.text(f"{LAST} .call code") == '{"at": "it"}'
     assert not visit.page.is_visible(f"{LAST} .problem")
 
 
@@ -421,6 +450,9 @@ def test_the_model_is_chosen_for_each_conversation(site: Site, visit: Visit) -> 
     site.says("I am the second.")
     page.select_option("#chat-model", SECOND)
     assert visit.text("#empty-model") == "second"
+    page.select_option("#chat-model", "org/third")
+    assert visit.text("#empty-context") == "loading"
+    page.select_option("#chat-model", SECOND)
     visit.send("Who?")
     visit.answered()
     assert bodies[-1]["model"] == SECOND

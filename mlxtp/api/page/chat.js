@@ -223,9 +223,11 @@ function drawEmpty() {
   by("bar").hidden = empty;
   by("new-conversation").disabled = empty;
   const { now } = cluster;
-  const { id = now?.model, context = now?.context } = composer.model();
+  const model = composer.model();
+  const { id, context, state } = model.id ? model : { id: now?.model, context: now?.context };
+  const about = [state, context ? `${context.toLocaleString("en")} tokens of context` : ""];
   say(by("empty-model"), id ? shortName(id) : "No model is ready yet");
-  say(by("empty-context"), context ? `${context.toLocaleString("en")} tokens of context` : "");
+  say(by("empty-context"), about.filter(Boolean).join(" · "));
   const words = id === "tiny" ? TOY_EXAMPLES : EXAMPLES;
   if (by("examples").textContent === words.join("")) return;
   const example = (text) => el("li", {}, el("button", { type: "button", click: () => send(text) }, text));

@@ -42,6 +42,10 @@ export function startModelChoice(changed, drawn) {
     changed(chosen);
     drawn();
   });
+  by("chat-model").addEventListener("focus", async () => {
+    await look(); // models on the disk that load when asked may be others by now
+    drawChoice();
+  });
   onMoment(async ({ now, connected }) => {
     const state = JSON.stringify([now?.model, (now?.deployments ?? []).map(({ name, state }) => [name, state])]);
     const again = failedAt !== null && performance.now() - failedAt > AGAIN_MS;

@@ -154,7 +154,7 @@ export class Turns {
     }
     parts.thinking.hidden = !turn.reasoning;
     const calls = turn.calls ?? [];
-    if (calls.length) parts.calls.replaceChildren(...calls.map(call));
+    if (calls.length) parts.calls.replaceChildren(...calls.filter(Boolean).map(call));
     parts.calls.hidden = !calls.length;
     say(parts.waits, waitWords(turn));
     parts.waits.hidden = !parts.waits.textContent;

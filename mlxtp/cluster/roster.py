@@ -265,7 +265,7 @@ class Enrolment:
             others = " or ".join(name_of(each) for each in holders if each not in held)
             raise UserError(
                 f"{name_of(held[0])} holds the cluster's authority, so only another Mac that holds it can "
-                f"remove it: {f'run this command on {others}' if others else 'and there is none'}. "
+                f"remove it: {f'run this command on {others}' if others else 'there is none'}. "
                 "`mlxtp cluster leave` works on it"
             )
         for node_id in node_ids:

@@ -75,7 +75,7 @@ async def _second_turns(
         stage.say(f"a first turn of {tokens:,} tokens, {size} model, {number + 1} of {documents}")
         document, _ = prompts.haystack(number, lambda ask: len(prompts.ids(text, ask)) <= tokens)
         home = stage.folder / f"{model.name}-home-{number}"
-        served = Served(home, model, RANKS, speculation=False, cache_disk=_DISK_BYTES)
+        served = Served(home, model, RANKS, speculation="off", cache_disk=_DISK_BYTES)
         chat = _Chat(client, document)
         try:
             there = await served.start()
@@ -152,7 +152,7 @@ def _forget_files(home: Path) -> None:
 
 async def _spilling(stage: Stage, model: Path) -> list[Row]:
     names = ("token of a stream", "median decode step", "95th percentile of decode steps")
-    settings = {"ranks": 1, "speculation": False}
+    settings = {"ranks": 1, "speculation": "off"}
     found: tuple[list[tuple[float, ...]], list[tuple[float, ...]]] = ([], [])
     async with (
         stage.own_agent({**settings, "cache_disk": _DISK_BYTES}, model=model) as spilling,
@@ -220,7 +220,7 @@ async def _lost_rank(stage: Stage, model: Path) -> Row:
     long, short = [], []
     for number in stage.rounds("a lost rank in a long and a short stream", full=5, quick=2):
         for tokens in in_turn(number, LONG, _SHORT):
-            settings = {"speculation": False, "spare": True, "cache_disk": _DISK_BYTES}
+            settings = {"speculation": "off", "spare": True, "cache_disk": _DISK_BYTES}
             async with stage.own_agent(settings, model=model) as agent:
                 gap_s = await _gap_s(agent, Request(models.walk_tokens(tokens, number), _GOES_ON))
                 if number:

@@ -30,7 +30,7 @@ async def _at_once(stage: Stage) -> list[Row]:
     tokens = stage.pick(full=100, quick=64)
     numbers = itertools.count()  # a prompt is asked once at each server: no cache knows it whole
     rows = []
-    agent = await stage.agent(speculation=False)
+    agent = await stage.agent(speculation="off")
     for streams in AT_ONCE:
         pairs, at_pipe = [], []
         for number in stage.rounds(f"{streams} streams at once", full=5, quick=2):
@@ -85,7 +85,7 @@ Pair = tuple[list[Answer], list[Answer]]
 
 
 async def _both(stage: Stage, asks: list[Ask]) -> Pair:
-    agent, server, client = await stage.agent(speculation=False), await stage.server(), await stage.client()
+    agent, server, client = await stage.agent(speculation="off"), await stage.server(), await stage.client()
     ours = await client.ask(endpoint(agent), asks)
     async with server.awake() as there:
         theirs = await client.ask(there, asks)

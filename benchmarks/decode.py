@@ -20,7 +20,7 @@ PROMPT = prompts.count(0)
 
 
 async def measure(stage: Stage) -> list[Row]:
-    agent = await stage.agent(speculation=False)
+    agent = await stage.agent(speculation="off")
     bare, server, client = await stage.bare(), await stage.server(), await stage.client()
     tokens = stage.pick(full=170, quick=120)
     prompt = prompts.ids(text_of(agent), PROMPT)

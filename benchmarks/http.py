@@ -88,7 +88,7 @@ async def _decode_loop(stage: Stage) -> Row:
         client = Client()
         await client.start()
         try:
-            async with stage.own_agent({"ranks": 1, "speculation": False}) as agent:
+            async with stage.own_agent({"ranks": 1, "speculation": "off"}) as agent:
                 text = text_of(agent)
                 requests = [
                     Request(prompts.ids(text, ask.messages[0]["content"]), tokens, ignore_eos=True)

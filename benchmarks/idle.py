@@ -15,7 +15,7 @@ _REST_S = 1.0
 
 
 async def measure(stage: Stage) -> list[Row]:
-    agent, server = await stage.agent(speculation=False), await stage.server()
+    agent, server = await stage.agent(speculation="off"), await stage.server()
     long_s, short_s = stage.pick(full=20, quick=5), stage.pick(full=5, quick=2)
     stage.say(f"idle: {long_s} s")
     await asyncio.sleep(_REST_S)

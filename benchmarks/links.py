@@ -43,7 +43,7 @@ async def measure(stage: Stage) -> list[Row]:
     worker = (sys.executable, "-m", "benchmarks.delayed_worker", "frames", str(file))
     settings = {
         "limits": dataclasses.replace(Limits(), heartbeat_s=_HEARTBEAT_S),
-        "speculation": False,
+        "speculation": "off",
     }
     async with stage.own_agent(settings, model=model, worker=worker) as agent:
         request = Request(prompts.ids(text_of(agent), prompts.count(0)), stage.pick(full=150, quick=60))

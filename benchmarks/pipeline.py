@@ -36,7 +36,7 @@ async def measure(stage: Stage) -> list[Row]:
     async with AsyncExitStack() as stack:
 
         async def start(ranks: int, *worker: str, stages: bool = True) -> Agent:
-            changes: dict[str, object] = {"ranks": ranks, "speculation": False}
+            changes: dict[str, object] = {"ranks": ranks, "speculation": "off"}
             if ranks > 1:
                 changes["parallel"] = "pipeline" if stages else "tensor"
             if ranks > 1 and stages:

@@ -30,7 +30,7 @@ async def measure(stage: Stage) -> list[Row]:
 
 
 async def _second_turn(stage: Stage) -> Row:
-    agent, client = await stage.agent(speculation=False), await stage.client()
+    agent, client = await stage.agent(speculation="off"), await stage.client()
     firsts, seconds = [], []
     for number in stage.rounds("second turn", full=7, quick=3):
         text, question = _text(agent, number, CHAT_TOKENS)
@@ -49,8 +49,8 @@ async def _gap(stage: Stage) -> Row:
     thin = models.write_walk(stage.folder / "thin", **models.THIN)
     ours, theirs = [], []
     async with (
-        stage.own_agent({"speculation": False, "prefill_chunk": _ONE_PIECE}, model=thin) as whole,
-        stage.own_agent({"speculation": False}, model=thin) as chunked,
+        stage.own_agent({"speculation": "off", "prefill_chunk": _ONE_PIECE}, model=thin) as whole,
+        stage.own_agent({"speculation": "off"}, model=thin) as chunked,
     ):
         for number in stage.rounds("a long prompt beside a stream", full=7, quick=2):
             running = Request(models.walk_tokens(8, seed=2 * number), _RUNNING_TOKENS, ignore_eos=True)

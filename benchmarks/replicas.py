@@ -68,7 +68,7 @@ async def _two(stage: Stage, model: Path) -> AsyncIterator[tuple[Agent, Agent]]:
         return Settings(
             stage.folder / f"{model.name}-{name}", "127.0.0.1", 0, 1, str(model), cluster=True, name=name,
             interface="127.0.0.1", control_host="127.0.0.1", control_port=0, discovery=False,
-            nodes="1", spare=False, model_given=True, speculation=False, **more,  # type: ignore[arg-type]
+            nodes="1", spare=False, model_given=True, speculation="off", **more,  # type: ignore[arg-type]
         )  # fmt: skip
 
     stage.say("starting two agents with a replica each")
@@ -88,7 +88,7 @@ async def _two(stage: Stage, model: Path) -> AsyncIterator[tuple[Agent, Agent]]:
 
 @asynccontextmanager
 async def _alone(stage: Stage, model: Path) -> AsyncIterator[Agent]:
-    async with stage.own_agent({"ranks": 1, "speculation": False}, model=model) as agent:
+    async with stage.own_agent({"ranks": 1, "speculation": "off"}, model=model) as agent:
         yield agent
 
 

@@ -17,7 +17,7 @@ _COPIED = 95  #: Characters; the embedded model learned to repeat up to 100.
 
 async def measure(stage: Stage) -> list[Row]:
     require("speculation")
-    agents = await stage.agent(speculation=True), await stage.agent(speculation=False)
+    agents = await stage.agent(speculation="auto"), await stage.agent(speculation="off")
 
     def ask(question: str, tokens: int) -> Request:
         return Request(prompts.ids(text_of(agents[0]), question), tokens)
@@ -26,8 +26,8 @@ async def measure(stage: Stage) -> list[Row]:
     count = await _race(stage, agents, "counting", lambda i: ask(prompts.count(20 * i), 150))
     walking = models.write_walk(stage.folder / "walk")
     async with (
-        stage.own_agent({"speculation": True}, model=walking) as drafts,
-        stage.own_agent({"speculation": False}, model=walking) as none,
+        stage.own_agent({"speculation": "auto"}, model=walking) as drafts,
+        stage.own_agent({"speculation": "off"}, model=walking) as none,
     ):
         walk = await _race(
             stage,

@@ -31,7 +31,7 @@ async def measure(stage: Stage) -> list[Row]:
         "ranks": 1,
         "control_host": "127.0.0.1",
         "control_port": port,
-        "speculation": False,
+        "speculation": "off",
     }
     async with stage.own_agent(alone | {"interface": "127.0.0.1", "discovery": False}) as agent:
         prompt = prompts.ids(text_of(agent), prompts.count(0))

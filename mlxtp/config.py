@@ -89,7 +89,7 @@ class Settings:
     agreement: str = "auto"
     repeatable: bool = False
     compiled: bool = True
-    speculation: bool = True
+    speculation: str = "auto"
     prefix_cache: bool = True
     max_context: int = 0
     kv_bits: int = 0
@@ -213,6 +213,14 @@ def resolve_settings(
     except ConfigError as error:
         refuse(error)
         values |= {"http_cert": "", "http_key": ""}
+    if values["speculation"] == "draft" and not values["draft_model"]:
+        refuse(
+            ConfigError(
+                f"{chosen['speculation'].where}: draft needs a model that proposes tokens; name it with "
+                "--draft-model, or draft_model in config.toml"
+            )
+        )
+        values |= {"speculation": "auto"}
     try:
         split_layers(values["split"], values["parallel"], values["nodes"])
     except ConfigError as error:

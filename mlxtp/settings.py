@@ -31,6 +31,7 @@ from .values import (
     parse_ranks,
     parse_rdma,
     parse_seconds,
+    parse_speculation,
     parse_split,
     parse_switch,
     parse_text,
@@ -322,7 +323,11 @@ SETTINGS: tuple[Setting, ...] = (
         TUNING, "MODEL",
     ),
     Setting(
-        "speculation", SWITCH, parse_switch, True, "Check several likely tokens at once.", TUNING,
+        "speculation", SettingKind((str, bool), 'a string such as "auto", or true or false'),
+        parse_speculation, "auto",
+        "Who proposes tokens, several of which one step then checks: a search in prompt and reply (lookup), "
+        "the model's own MTP head, or --draft-model (draft).",
+        TUNING, "auto|off|lookup|mtp|draft", "auto, whichever saves time by measurement, if any does",
         same_on_all=True,
     ),
     Setting(

@@ -181,7 +181,11 @@ def test_what_cannot_be_is_told_before_anything_is_served(
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("MLXTP_SPECULATION", "sometimes", "MLXTP_SPECULATION: 'sometimes' is neither true nor false"),
+        (
+            "MLXTP_SPECULATION",
+            "sometimes",
+            "MLXTP_SPECULATION: 'sometimes' is not one of auto, off, lookup, mtp, draft",
+        ),
         ("MLXTP_KV_BITS", "3", "MLXTP_KV_BITS: '3' is not one of 0, 4, 8"),
     ],
 )

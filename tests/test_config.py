@@ -82,7 +82,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("agreement", "verify", "broadcast", "agreement", ("verify", "broadcast")),
         ("repeatable", "no", "yes", "repeatable", (False, True)),
         ("compiled", "no", "yes", "compiled", (False, True)),
-        ("speculation", "no", "yes", "speculation", (False, True)),
+        ("speculation", "lookup", "mtp", "speculation", ("lookup", "mtp")),
         ("prefix_cache", "no", "yes", "prefix_cache", (False, True)),
         ("spare", "no", "yes", "spare", (False, True)),
         ("max_context", "1000", "2_000", "max_context", (1000, 2000)),
@@ -211,8 +211,18 @@ def test_addresses(tmp_path: Path, value: str, host: str, port: int) -> None:
 @pytest.mark.parametrize("words", [("1", "0"), ("true", "false"), ("YES", "No"), ("on", "off")])
 def test_switches(tmp_path: Path, words: tuple[str, str]) -> None:
     on, off = words
-    assert resolve(tmp_path, MLXTP_SPECULATION=on).speculation
-    assert not resolve(tmp_path, MLXTP_SPECULATION=off).speculation
+    assert resolve(tmp_path, MLXTP_COMPILED=on).compiled
+    assert not resolve(tmp_path, MLXTP_COMPILED=off).compiled
+    assert resolve(tmp_path, MLXTP_SPECULATION=on).speculation == "auto"
+    assert resolve(tmp_path, MLXTP_SPECULATION=off).speculation == "off"
+
+
+def test_speculation_was_a_switch_and_may_need_a_draft_model(tmp_path: Path) -> None:
+    assert resolve(tmp_path, "speculation = false").speculation == "off"
+    assert resolve(tmp_path, "speculation = true").speculation == "auto"
+    assert resolve(tmp_path, 'speculation = "draft"\ndraft_model = "tiny"').speculation == "draft"
+    assert "config.toml" in refusal(tmp_path, 'speculation = "draft"')
+    assert "--draft-model" in refusal(tmp_path, 'speculation = "draft"')
 
 
 def test_a_switch_in_the_file_is_true_or_false(tmp_path: Path) -> None:
@@ -494,7 +504,7 @@ STRINGS = (
     "fabric_networks", "log_format", "log_file", "api_keys", "http_cert", "http_key",
 )  # fmt: skip
 SWITCHES = (
-    "compiled", "speculation", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",
+    "compiled", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",
     "load_on_request", "http_tls", "repeatable", "share_cache", "sandbox_ranks",
 )  # fmt: skip
 TIMES = ("deadline", "queue", "recovery", "client_stall", "load_stall")
@@ -526,6 +536,7 @@ WRONG_TYPES = [
         for key in ("parallel", "split")
         for value in ("5", "true", "[1, 2]")
     ),
+    *(("speculation", value, 'a string such as "auto", or true or false') for value in ("1", '["auto"]')),
     *(("nodes", value, '"auto", "all", or a whole number') for value in ("2.0", "true", '["all"]')),
     *(
         (key, value, "a list of strings")

@@ -15,7 +15,7 @@ import typer
 from typer._click.exceptions import BadOptionUsage, MissingParameter, NoArgsIsHelpError
 from typer.main import get_command
 
-from mlxtp.cli.main import _with_join_value, app
+from mlxtp.cli.main import _with_values, app
 from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError
 from mlxtp.settings import BY_KEY
@@ -128,7 +128,7 @@ READERS: Mapping[str, str] = {
 def understand(words: Sequence[str], home: Path) -> None:
     """Parse an `mlxtp` command without running it. A word of capitals stands for anything."""
     command, name, context = MLXTP, "mlxtp", None
-    rest = _with_join_value(["2" if re.fullmatch("[A-Z]+", word) else word for word in words[1:]])
+    rest = _with_values(["2" if re.fullmatch("[A-Z]+", word) else word for word in words[1:]])
     while True:
         context = command.make_context(name, rest, parent=context)
         if not hasattr(command, "resolve_command"):

@@ -27,7 +27,7 @@ CHUNK = 16
 def step_by_step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two ranks that feed one token a step and keep nothing, so that forwards can be counted."""
     home = tmp_path_factory.mktemp("step-by-step")
-    with Cluster(home, speculation=False, prefix_cache=False) as cluster:
+    with Cluster(home, speculation="off", prefix_cache=False) as cluster:
         yield cluster
 
 
@@ -35,7 +35,7 @@ def step_by_step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def lockstep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two ranks that know each token before they begin the next forward."""
     home = tmp_path_factory.mktemp("lockstep")
-    with Cluster(home, run_ahead=0, speculation=False, prefix_cache=False) as cluster:
+    with Cluster(home, run_ahead=0, speculation="off", prefix_cache=False) as cluster:
         yield cluster
 
 
@@ -43,7 +43,7 @@ def lockstep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def chunked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two ranks that take a prompt 16 tokens at a time."""
     home = tmp_path_factory.mktemp("chunked")
-    with Cluster(home, prefill_chunk=CHUNK, speculation=False, prefix_cache=False) as cluster:
+    with Cluster(home, prefill_chunk=CHUNK, speculation="off", prefix_cache=False) as cluster:
         yield cluster
 
 

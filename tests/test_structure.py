@@ -488,6 +488,7 @@ PURE = (
     "mlxtp.engine.kv_cache",
     "mlxtp.engine.disk_index",
     "mlxtp.engine.lookup",
+    "mlxtp.engine.payoff",
     "mlxtp.engine.speculation",
     "mlxtp.api.key_limits",
     "mlxtp.api.request_context",

@@ -298,7 +298,7 @@ def main() -> None:
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without UTF-8
     try:
         try:
-            app(args=_with_join_value(sys.argv[1:]))
+            app(args=_with_values(sys.argv[1:]))
         finally:
             sys.stdout.flush()  # when Python ends, it is too late to report an error
     except OSError as error:
@@ -329,10 +329,15 @@ def _problem_of_stdout(error: OSError) -> str | None:
     return "" if isinstance(error, BrokenPipeError) else None
 
 
-def _with_join_value(arguments: list[str]) -> list[str]:
-    """Give a bare `--join` an empty value. click wants each option to have a value always, or never."""
+#: Options without a value, and with the one that they stand for. `--speculation` was a switch.
+_BARE = {"--join": "--join=", "--speculation": "--speculation=auto"}
+
+
+def _with_values(arguments: list[str]) -> list[str]:
+    """Give bare options their value. click wants each option to have a value always, or never."""
     given = []
     for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
         alone = following.startswith("-") and following != "-"  # "-" is standard input
-        given.append("--join=" if argument == "--join" and alone else argument)
+        whole = _BARE.get(argument, argument) if alone else argument
+        given.append("--speculation=off" if argument == "--no-speculation" else whole)
     return given

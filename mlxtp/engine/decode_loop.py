@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from ..errors import Code, GroupError, LinkError, ModelError
@@ -50,6 +51,7 @@ from .executor import Forward, RankExecutor, Result
 from .logit_shaping import RequestShaping
 from .mailbox import AGENT, COMPILER, DISK, Mailbox
 from .requests import Emitter, Requests
+from .scheduler import Scheduler
 from .steps import (
     Arrangement,
     CacheMove,
@@ -294,7 +296,11 @@ class DecodeLoop:
                 return Error(error.code, error.detail, 0)
             self._loaded, self._drafter = reply, drafter
             reply = self._bounded(command.kv_bytes)
-            return _fitting(reply, self._requests.open(command, reply, drafter))
+            reply = _fitting(reply, self._requests.open(command, reply, drafter))
+            assert self._requests.scheduler is not None
+            _rehearse(self._requests.scheduler, self._run, self._settle, self._rank.bootstrap.run_ahead)
+            self._drain()
+            self._rank.status.enter("idle")
         return reply
 
     def _close(self) -> None:
@@ -320,7 +326,7 @@ class DecodeLoop:
 
     def _load_drafter(self, command: LoadShard) -> DraftModel | None:
         """Load the draft model, on this rank alone: it enters no collective."""
-        if not command.draft_path:
+        if not command.draft_path or self._rank.bootstrap.speculation not in ("auto", "draft"):
             return None
         assert self._rank.loaded is not None
         status, size = self._rank.status, self._rank.loaded.vocabulary.size
@@ -452,7 +458,7 @@ class DecodeLoop:
                 self._rank.runner.border.supply(result.forwards, result.tokens)
             assert self._requests.scheduler is not None
             record = self._requests.scheduler.record
-            outcomes = tuple(record(result.tokens, result.scores, result.took_s, result.drafts))
+            outcomes = tuple(record(result.tokens, result.scores, result.took_s, result.at_s, result.drafts))
             self._unconfirmed.append(Unconfirmed(result, outcomes, time.monotonic()))
         return True
 
@@ -503,6 +509,28 @@ class DecodeLoop:
         while self._unconfirmed:
             self._mail.wait(max(self._ack_time_left_s(), 0.0))
             self._confirm()
+
+
+def _rehearse(
+    scheduler: Scheduler, run: Callable[[Move], None], settle: Callable[[int], bool], run_ahead: int
+) -> None:
+    """Measure what steps of one row cost by their width, on all ranks, before any request.
+
+    The first step of each width does not count, because it may compile kernels.
+    """
+    took_s: defaultdict[int, list[float]] = defaultdict(list)
+    began = time.monotonic()
+    scheduler.last_uid += 1
+    for width, move in scheduler.speculation.rehearsal(scheduler.last_uid):
+        run(move)
+        settle(0 if width else run_ahead)
+        now = time.monotonic()
+        took_s[width].append(now - began)
+        began = now
+    if took_s:
+        least = {width: min(each[1:]) for width, each in took_s.items()}
+        least[0] = min((one + other) / 2 for one, other in pairwise(took_s[0][1:]))  # one may wait for two
+        scheduler.speculation.rehearsed(least)
 
 
 def _beside(drafter: DraftModel | None, reply: Loaded) -> Loaded:

@@ -6,32 +6,37 @@ proposals are checked like any draft, so they can change an answer's speed, neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
 from ..errors import Code, ModelError
-from .batch import KVCACHE_STEP, Caches, cut
+from . import kv_cache
+from .batch import CacheKind, Caches, ForwardShape, SlotBatch, arrays_of, cut
 from .group import LoneGroup
 from .loader import load, make_cache
 
-MAX_CACHES = 4  # sequences whose caches it keeps
+MAX_KEPT = 4  # ended sequences whose caches it keeps
 CACHES_SHARE = 8  # one part in so many of the room for KV caches
 CHUNK = 512
+#: Tokens that a row may be fed together with others, all padded to the widest. More are read apart.
+FEW = 32
 
 
 class DraftModel:
-    """Greedy implementation of `scheduler.Drafter`."""
+    """Greedy implementation of `steps.Drafter`: one forward of all rows for each place of a draft.
+
+    A row's wrong drafts are rolled back by its length alone.
+    """
 
     def __init__(self, folder: Path, vocabulary: int, progress: Callable[[], None] = lambda: None) -> None:
         """Load the model, calling `progress` as `load` does.
 
         Raises ModelError when the folder holds no model, or one whose vocabulary has another size.
         """
-        from mlx_lm.models.cache import can_trim_prompt_cache
-
         loaded = load(folder, LoneGroup(), progress)
         if loaded.vocabulary.size != vocabulary:
             raise ModelError(
@@ -41,69 +46,152 @@ class DraftModel:
             )
         self.weight_bytes = loaded.weight_bytes
         self._room_bytes = 1 << 62  # bytes that its caches may take
-        self._token_bytes = max(loaded.kv_token_bytes, 1)
         self._model = loaded.model
-        if not can_trim_prompt_cache(make_cache(self._model)):
-            raise ModelError(
-                f"draft model {folder.name}: its caches cannot be rolled back, so it cannot draft",
-                Code.MODEL_UNSUPPORTED,
-            )
-        #: Tokens and caches of the sequences it drafted for, latest last.
-        self._fed: list[tuple[list[int], Caches]] = []
+        self._kinds = _kinds(self._model, folder.name)
+        self._token_bytes = max(loaded.kv_token_bytes, 1)
+        #: By row, the tokens in its cache: that of a row of the batch, or one that is still reading a prompt.
+        self._fed: dict[int, list[int]] = {}
+        self._reading: dict[int, Caches] = {}
+        self._batch = cast("SlotBatch", self._kinds.empty_batch())
+        #: Tokens and caches of rows that have ended, latest last.
+        self._kept: list[tuple[list[int], Caches]] = []
 
-    def propose(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
-        """Return the most likely `limit` tokens after `tokens`; none while it still reads a long prompt.
+    def propose(
+        self, rows: Mapping[int, Sequence[int]], limit: int
+    ) -> tuple[dict[int, tuple[int, ...]], float]:
+        """Return the most likely `limit` tokens after those of each row, and the seconds that it took.
 
-        Each call reads one chunk, so that other requests do not wait for a whole prompt.
+        A row that still reads a long prompt has none: each call reads one chunk, so that other requests do
+        not wait for a whole prompt. Rows without room for their caches have none either. Rows that are not
+        named have ended.
         """
-        if self._bytes(len(tokens) + limit) > self._room_bytes:
-            return ()
-        fed, caches = self._resume(tokens)
-        todo = list(tokens[len(fed) :])
-        drafts: list[int] = []
-        if len(todo) > CHUNK:
-            self._model(mx.array([todo[:CHUNK]]), cache=caches)
-            mx.eval([cache.state for cache in caches])
-            fed += todo[:CHUNK]
-            limit = 0
-        while len(drafts) < limit:
-            logits = self._model(mx.array([todo]), cache=caches)
-            fed += todo
-            todo = [cast(int, mx.argmax(logits[0, -1]).item())]
-            drafts += todo
-        self._fed = [*self._fed[-MAX_CACHES + 1 :], (fed, caches)]
+        began = time.monotonic()
+        fitting = self._fitting(rows, limit)
+        for row in [row for row in self._fed if row not in fitting]:
+            self._retire(row)
+        ready = [row for row, tokens in fitting.items() if self._has_read(row, tokens)]
+        drafts = self._drafts(fitting, limit) if ready else {}
         self.bound(self._room_bytes)
-        return tuple(drafts)
+        return drafts, time.monotonic() - began
 
     def bound(self, room_bytes: int) -> None:
-        """Keep the caches within `room_bytes` from now on; the oldest make way."""
+        """Keep the caches within `room_bytes` from now on; the oldest of ended rows make way first."""
         self._room_bytes = room_bytes
-        while sum(self._bytes(len(tokens)) for tokens, _ in self._fed) > room_bytes:
-            self._fed.pop(0)
+        while self._kept and self._held() > room_bytes:
+            self._kept.pop(0)
+        if self._held() > room_bytes:
+            self._fed.clear()
+            self._reading.clear()
+            self._batch = cast("SlotBatch", self._kinds.empty_batch())
 
-    def _bytes(self, tokens: int) -> int:
-        """Return the bytes of one sequence's caches."""
-        return -(-tokens // KVCACHE_STEP) * KVCACHE_STEP * self._token_bytes
+    def _held(self) -> int:
+        """Return the bytes of all caches."""
+        own = [*self._reading.values(), *[caches for _, caches in self._kept]]
+        arrays = [*self._batch.arrays(), *[array for caches in own for array in arrays_of(caches)]]
+        return sum(array.nbytes for array in arrays)
+
+    def _fitting(self, rows: Mapping[int, Sequence[int]], limit: int) -> dict[int, Sequence[int]]:
+        """Return the rows that there is room for, the shortest first: all get arrays of the longest."""
+        fitting: dict[int, Sequence[int]] = {}
+        for row, tokens in sorted(rows.items(), key=lambda item: len(item[1])):
+            size = kv_cache.roomy(len(tokens) + limit + 1)
+            if (len(fitting) + 1) * size * self._token_bytes > self._room_bytes:
+                break
+            fitting[row] = tokens
+        return fitting
+
+    def _retire(self, row: int) -> None:
+        """Keep the caches of a row that has ended, since another may begin with its tokens."""
+        fed = self._fed.pop(row)
+        caches = self._reading.pop(row, None) or self._batch.leave(row, len(fed))
+        if caches is not None:
+            self._kept = [*self._kept[-MAX_KEPT + 1 :], (fed, caches)]
+
+    def _has_read(self, row: int, tokens: Sequence[int]) -> bool:
+        """Cut a row to the part of `tokens` that it has, and read a chunk if that is much less.
+
+        Returns True if the row is in the batch then.
+        """
+        if row not in self._fed:
+            self._fed[row], self._reading[row] = self._resume(tokens)
+        fed = self._fed[row]
+        del fed[min(_shared(fed, tokens), len(tokens) - 1) :]  # at least one token is left to feed
+        if row not in self._reading:
+            if len(tokens) - len(fed) <= FEW:
+                return True
+            self._reading[row] = self._batch.leave(row, len(fed)) or self._kinds.new()
+        caches = cut(self._reading[row], len(fed))
+        if chunk := list(tokens[len(fed) : -1][:CHUNK]):
+            self._model(mx.array([chunk]), cache=caches)
+            mx.eval(arrays_of(caches))
+            fed += chunk
+        if len(fed) < len(tokens) - 1:
+            return False
+        self._batch.join(row, self._reading.pop(row))
+        return True
+
+    def _drafts(self, rows: Mapping[int, Sequence[int]], limit: int) -> dict[int, tuple[int, ...]]:
+        """Return the drafts of all rows of the batch."""
+        batch = self._batch
+        longest = max([len(rows[row]) for row in batch.rows]) + limit
+        size = kv_cache.roomy(longest + 1)  # and a place for padding
+        if len(batch.buckets) > 1 or batch.buckets[0].shape != (len(batch.rows), size):
+            batch.arrange([size] * len(batch.rows))
+        (bucket,) = batch.buckets
+        ends = [len(rows[row]) for row in bucket.rows]
+        todo = [list(rows[row][len(self._fed[row]) :]) for row in bucket.rows]
+        width, view = max(map(len, todo)), min(kv_cache.view(longest), size)
+        starts = [end - len(new) for end, new in zip(ends, todo, strict=True)]
+        shape = ForwardShape.of_prompts(starts, ends, size, view)
+        tokens = mx.array([[0] * (width - len(new)) + new for new in todo])
+        places = []
+        for place in range(limit):
+            arrays, bucket.arrays = bucket.arrays, []
+            layers = self._kinds.views(arrays, shape)
+            del arrays  # no other owner: written in place
+            tokens = mx.argmax(self._model(tokens, cache=layers)[:, -1:], axis=-1)
+            bucket.arrays = [array for layer in layers for array in layer.arrays]
+            places.append(tokens)
+            at = mx.array([end + place for end in ends])
+            shape = ForwardShape(*ForwardShape.arrays(at, 1, view))
+        mx.eval(places, bucket.arrays)
+        found = cast("list[list[int]]", mx.concatenate(places, axis=1).tolist())
+        for row, drafts in zip(bucket.rows, found, strict=True):
+            self._fed[row] = [*rows[row], *drafts[:-1]]
+        return {row: tuple(drafts) for row, drafts in zip(bucket.rows, found, strict=True)}
 
     def _resume(self, tokens: Sequence[int]) -> tuple[list[int], Caches]:
-        """Take the sequence that shares most with `tokens`, cut to the shared part.
+        """Take over the ended row that shares most with `tokens`, if that is at least half of it."""
+        shared = [_shared(fed, tokens) for fed, _ in self._kept]
+        best = max(range(len(shared)), key=shared.__getitem__, default=-1)
+        if best < 0 or not shared[best] or 2 * shared[best] < len(self._kept[best][0]):
+            return [], self._kinds.new()
+        return self._kept.pop(best)
 
-        At least one of `tokens` is left to feed.
-        """
-        best, length = -1, 0
-        for i, (fed, _) in enumerate(self._fed):
-            shared = _shared(fed, tokens)
-            if shared > length:
-                best, length = i, shared
-        if best < 0 or 2 * length < len(self._fed[best][0]):
-            return [], make_cache(self._model)  # mostly another sequence, whose caches may be used again
-        fed, caches = self._fed.pop(best)
-        length = min(length, len(tokens) - 1)
-        return fed[:length], cut(caches, length)
+
+def _kinds(model: Any, name: str) -> CacheKind:
+    """Return the kind of a draft model's caches. Windows keep all tokens, so that they can be rolled back.
+
+    Raises ModelError when others cannot.
+    """
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+    caches = make_cache(model)
+    if any(type(cache) is RotatingKVCache for cache in caches):
+        plain = all(type(cache) in (KVCache, RotatingKVCache) for cache in caches)
+        model.make_cache = lambda: [KVCache() for _ in caches] if plain else caches
+    kinds = CacheKind(model)
+    if not kinds.slots:
+        raise ModelError(
+            f"draft model {name}: its caches cannot be rolled back, so it cannot draft",
+            Code.MODEL_UNSUPPORTED,
+        )
+    return kinds
 
 
 def _shared(fed: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return how many tokens both begin with."""
     length = min(len(fed), len(tokens))
-    if fed[:length] == tokens[:length]:
+    if list(fed[:length]) == list(tokens[:length]):
         return length
     return next(i for i in range(length) if fed[i] != tokens[i])

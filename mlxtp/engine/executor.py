@@ -75,8 +75,8 @@ class Result:
     """Forward whose tokens are known on this rank: as many for each row as it was fed, in row order.
 
     `scores` holds, for each uid that wanted them, one Score a token. `step_us` and `wait_us` as in Ack.
-    `took_s`: seconds since the forward before it, or since it began. `drafts`: each row's by the MTP head,
-    empty where it made none.
+    `took_s`: seconds since the forward before it, or since it began. `at_s`: when the tokens were known
+    (monotonic). `drafts`: each row's by the MTP head, empty where it made none.
     """
 
     step: int
@@ -88,6 +88,7 @@ class Result:
     step_us: int
     wait_us: int
     took_s: float
+    at_s: float
     drafts: tuple[tuple[int, ...], ...] = ()
 
 
@@ -213,6 +214,7 @@ class RankExecutor:
             step_us,
             wait_us,
             took_s,
+            now,
             drafts,
         )
 
@@ -313,7 +315,8 @@ class RankExecutor:
         self.status.enter("loading")
         path = command.paths[self.bootstrap.rank] if command.paths else command.path
         try:
-            how = (command.split, read_head) if self.bootstrap.speculation else (command.split,)
+            headed = self.bootstrap.speculation in ("auto", "mtp")
+            how = (command.split, read_head) if headed else (command.split,)
             self.loaded = load(Path(path), self._group, self.status.advance, *how)
             self.caches = CacheKind(self.loaded.model, command.kv_bits, self.loaded.stage)
             if self._group.size > 1 and mx.metal.is_available():

@@ -1,16 +1,13 @@
 """Drafts: likely next tokens, found in the sequence so far.
 
 One forward over all tokens of a draft checks it. Right tokens save forwards, wrong ones cost the width of
-one. `Lookup` finds drafts, `Adaptive` limits their length, `Payoff` pauses lengths that do not pay. None
-touches logits, so a wrong draft changes no token.
+one. No draft touches logits, so a wrong one changes no token.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 SHORTEST_MATCH = 3  # tokens that must have occurred before, in this order, for a draft
 LONGEST_MATCH = 64  # most tokens of a match that count
@@ -95,113 +92,3 @@ class Lookup:
         ):
             matched += 1
         return matched
-
-
-MOST_DRAFTED = 16  # tokens of the longest draft
-CREDIT_PER_STEP = 0.02  # credit that a step earns; a wrong draft costs 1
-CREDIT_PER_TOKEN = 0.25  # credit that a draft's right token earns
-FIRST_CREDIT = 2.0
-MOST_CREDIT = 4.0
-#: Tokens that must match, by whole credits. A sequence with little credit risks it on likely drafts only.
-LEAST_MATCH = (LONGEST_MATCH + 1, 12, 6, SHORTEST_MATCH, SHORTEST_MATCH)
-
-
-class Adaptive:
-    """Limit of one sequence's drafts, from the success of earlier ones.
-
-    A draft of which less than a quarter was right is wrong and costs a credit. Right tokens earn some, and
-    each step earns a little. So there are never more wrong drafts than 2 + 0.02 * steps + 0.25 * right
-    tokens.
-    """
-
-    def __init__(self, most: int = MOST_DRAFTED) -> None:
-        self._most = most
-        self._credit = FIRST_CREDIT
-
-    def limit(self, matched: int | None = None) -> int:
-        """Return how many tokens the next step may draft, 0 for none. Changes nothing.
-
-        `matched` is the lookup's. A draft is no longer than its match, so that it doubles while drafts are
-        right. Without `matched`, the length follows the credit.
-        """
-        credits = int(self._credit)
-        if not credits:
-            return 0
-        if matched is None:
-            return min(4 * credits, self._most)
-        return min(matched, self._most) if matched >= LEAST_MATCH[credits] else 0
-
-    def report(self, drafted: int, accepted: int) -> None:
-        """Record a step that carried `drafted` tokens, of which the first `accepted` were right.
-
-        Every step counts, one without a draft as (0, 0).
-        """
-        self._credit += CREDIT_PER_STEP + CREDIT_PER_TOKEN * accepted
-        if is_wrong(drafted, accepted):
-            self._credit -= 1.0
-        self._credit = min(self._credit, MOST_CREDIT)
-
-
-RECENT = 0.2  #: weight of the newest step in the averages
-LEAST_STEPS = 16  #: with drafts, before they are judged
-PAUSE_STEPS = 256  #: without drafts of a length, before it is tried again
-
-
-@dataclass(slots=True)
-class _Width:
-    """Averages of recent steps with drafts of one length: a row's tokens, and time in plain steps."""
-
-    gain: float = 0.0
-    cost: float = 0.0
-    seen: int = 0
-    pause: int = 0
-
-
-class Payoff:
-    """Comparison of steps with drafts or forced tokens to steps without, in tokens a second.
-
-    A wide step may cost many times as much. All rows are padded to the widest, and models with a compressed
-    cache unpack all of it then. Steps are compared with plain ones of equally many rows, by the
-    length of their longest draft, rounded up to a power of two. Forced tokens are drafts that are right, and
-    are judged by a `Payoff` of their own. `most_cost`: of one step, in plain steps.
-    """
-
-    def __init__(self, most_cost: int = MOST_DRAFTED) -> None:
-        self._most_cost = most_cost
-        self._plain_s: dict[int, float] = {}
-        self._widths: defaultdict[int, _Width] = defaultdict(_Width)
-
-    def limit(self, most: int) -> int:
-        """Return the longest length of drafts, up to `most`, that is not paused; 0 for none."""
-        while most > 0 and self._widths[_bucket(most)].pause:
-            most = _bucket(most) // 2
-        return max(most, 0)
-
-    def step(self, rows: int, tokens: int, seconds: float, *, drafted: int) -> None:
-        """Record a step of `rows` rows that gave `tokens` tokens in all. `drafted`: its longest draft."""
-        for width in self._widths.values():
-            width.pause = max(width.pause - 1, 0)
-        if not drafted:
-            usual = self._plain_s.get(rows, seconds)
-            self._plain_s[rows] = usual + RECENT * (seconds - usual)
-            return
-        if rows not in self._plain_s:
-            return
-        width = self._widths[_bucket(drafted)]
-        weight = RECENT if width.seen else 1.0
-        width.gain += weight * (tokens / rows - width.gain)
-        # Bounded, because a step that compiled kernels is no measure.
-        width.cost += weight * (min(seconds / self._plain_s[rows], self._most_cost) - width.cost)
-        width.seen += 1
-        if width.seen >= LEAST_STEPS and width.cost > width.gain:
-            width.seen, width.pause = 0, PAUSE_STEPS
-
-
-def _bucket(length: int) -> int:
-    """Return `length`, at least 1, rounded up to a power of two."""
-    return 1 << (length - 1).bit_length()
-
-
-def is_wrong(drafted: int, accepted: int) -> bool:
-    """Return True if a draft cost more than it saved: less than a quarter of it was right."""
-    return 4 * accepted < drafted

@@ -212,7 +212,7 @@ class Requests:
             kv_tokens=_room(reply),
             row_tokens=-(-reply.kv_row_bytes // max(reply.kv_token_bytes, 1)),
             wide=kinds.slots,
-            drafts=bootstrap.speculation,
+            drafts=bootstrap.speculation,  # type: ignore[arg-type]
             draft_room=DRAFTS_ON_GPU if gpu else DRAFTS_ON_CPU,
             late=gpu and stages == 1,
             timed=not bootstrap.repeatable,

@@ -42,6 +42,7 @@ from .steps import (
 
 #: Prompts that are partly computed at once. Long ones alternate, and those of one chunk do not count.
 MAX_PREFILLING = 4
+REHEARSED: tuple[tuple[FedRow, ...], int] = (), 1  #: entry of a forward that was not queued here
 
 
 class Scheduler:
@@ -73,7 +74,7 @@ class Scheduler:
         self.disk = self._kv.disk
         #: Moves that end sequences or free KV caches. They come before any other.
         self.moves = self._kv.moves
-        self._speculation = Speculation(policy, self._running)
+        self.speculation = Speculation(policy, self._running)
         #: Rows of each forward in flight, and the tokens of a prompt's chunk; 0 for a decode step.
         self._queued: deque[tuple[tuple[FedRow, ...], int]] = deque()
         self._lanes = Lanes(self._running, policy.stages)
@@ -291,10 +292,10 @@ class Scheduler:
             self._kv.line_up(sequence)
         else:  # what is not on disk by now has to wait until it ends
             sequence.disk.spilled = 0
-        self._speculation.join(sequence)
+        self.speculation.join(sequence)
 
     def _next_decode(self) -> Decode | None:
-        must_wait, policy = self._speculation.must_wait, self._policy
+        must_wait, policy = self.speculation.must_wait, self._policy
 
         def may_step(row: SequenceState) -> bool:
             if policy.stages > 1 and row.in_flight > policy.run_ahead:
@@ -310,8 +311,7 @@ class Scheduler:
         if self.moves:
             return None  # room is made first
         self._budget = self._chunks.beside
-        feed_of = self._speculation.feed
-        feeds = [None if sequence.in_flight else feed_of(sequence) for sequence in running]
+        feeds = self.speculation.feeds(running)
         widths: tuple[int, ...] = ()
         tokens: tuple[int, ...] = ()
         if any(feed is not None for feed in feeds):
@@ -329,7 +329,7 @@ class Scheduler:
             exchange=_exchange(running),
             agreement=_agreement(self._policy.agreement, running),
             late=any(sequence.in_flight and sequence.wants.guide is not None for sequence in running),
-            drafts=self._speculation.proposals(running),
+            drafts=self.speculation.asked,
         )
         rows = []
         for sequence, feed in zip(tuple(running), feeds, strict=True):
@@ -338,8 +338,6 @@ class Scheduler:
                 sequence.position += 1 + len(forced)
             rows.append(self._queue(sequence, drafts, forced))
         self._queued.append((tuple(rows), 0))
-        if move.drafts:
-            self._speculation.expect([row.sequence for row in rows])
         return move
 
     def _queue(self, sequence: SequenceState, drafts: tuple[int, ...], forced: tuple[int, ...]) -> FedRow:
@@ -361,17 +359,19 @@ class Scheduler:
         tokens: tuple[int, ...],
         scores: Mapping[int, Sequence[Score]] | None = None,
         took_s: float = 0.0,
+        at_s: float = 0.0,
         proposed: Sequence[tuple[int, ...]] = (),
     ) -> list[StepResult]:
         """Take the choice of the oldest forward in flight; returns the results for clients.
 
         `tokens`: every row's in row order, as many as it was fed. `scores`: for each uid that wanted them.
-        `took_s`: seconds, 0 where unknown. `proposed`: each row's by the MTP head, none where it made none.
+        `took_s`: seconds, 0 where unknown. `at_s`: when they were known, by the same clock. `proposed`: each
+        row's by the MTP head, none where it made none.
         """
         outcomes, self._late = self._late, []
         at = given_tokens = live = 0
-        rows, prefilled = self._queued.popleft()
-        for row, ahead in zip(rows, proposed or ((),) * len(rows), strict=True):
+        rows, prefilled = self._queued.popleft() if self._queued else REHEARSED
+        for row, ahead in zip(rows, proposed or ((),) * len(rows), strict=bool(rows)):
             width = 1 + len(row.drafts) + len(row.forced)
             chosen = tokens[at : at + width]
             at += width
@@ -382,6 +382,7 @@ class Scheduler:
             given = scores.get(sequence.uid) if scores else None
             new = sequence.verify(row, chosen)
             sequence.proposed = () if row.forced else ahead
+            self.speculation.checked(row, len(new))
             given_tokens += len(new)
             live += 1
             try:
@@ -391,14 +392,15 @@ class Scheduler:
                     self._finish(sequence, reason)
                     outcomes.append(sequence.end(reason))
                 elif sequence.wants.guide is not None:
-                    self._speculation.force(sequence)
+                    self.speculation.force(sequence)
             except MlxtpError as error:
                 outcomes.append(self._fail(sequence, error))
-        timed = took_s and self._policy.timed
-        if timed and prefilled:
-            self._chunks.took(prefilled, took_s)
-        elif timed and live == len(rows):
-            self._speculation.record(rows, given_tokens, took_s)
+        if prefilled:
+            self.speculation.prompted()
+            if took_s and self._policy.timed:
+                self._chunks.took(prefilled, took_s)
+        else:
+            self.speculation.record(rows, given_tokens, at_s, complete=live == len(rows))
         return outcomes
 
     def late(self) -> list[StepResult]:

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .lookup import Adaptive, Lookup
+from .lookup import Lookup
+from .payoff import Acceptance, Choice, Source
 from .steps import EndReason, ExchangeKind, SampledToken, Score, SequenceEnd, SequenceParams, StepResult
 
 
@@ -84,8 +85,11 @@ class SequenceState:
     stopped: bool = False
     lookup: Lookup | None = None
     proposed: tuple[int, ...] = ()  # by the MTP head, after the tokens that are known
-    proposes: bool = False  # the drafts in flight are the MTP head's
-    adaptive: Adaptive = field(default_factory=Adaptive)
+    success: dict[Source, Acceptance] = field(default_factory=dict)  # of its drafts
+    choice: Choice | None = None  # where it has one of its own
+    source: Source | None = None  # of its last drafts
+    awaited: Source | None = None  # for whose drafts its next step waits
+    foretold: tuple[int, ...] = ()  # token that a lookup expects meanwhile
     forced: tuple[int, ...] = ()
     known_at: int = 0  # tokens of the answer that must be known before its next step
     client: int = 0
@@ -109,7 +113,6 @@ class SequenceState:
         """Return the new tokens of a forward that was fed `fed` and chose `chosen`: up to a wrong draft."""
         drafts = fed.drafts
         if not drafts:
-            self.adaptive.report(0, 0)
             return (*fed.forced, chosen[-1])
         right = 0
         while right < len(drafts) and drafts[right] == chosen[right]:
@@ -118,8 +121,6 @@ class SequenceState:
         self.fed_inside = right == len(drafts)
         self.position += 1 + right
         self.scheduled += right
-        if not self.proposes:
-            self.adaptive.report(len(drafts), right)
         return chosen[: right + 1]
 
     def extend(

@@ -2,31 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..wire.messages import MAX_WIDTH
-from .lookup import Lookup, Payoff
+from .lookup import Lookup
+from .payoff import HELD, Choice, Options, Source, bucket, source_of_match
 from .sequence import FedRow, SequenceState
-from .steps import Drafter, Policy
+from .steps import Agreement, Decode, Move, Policy, Prefill, StopSequence
 
+REHEARSED = 32  #: tokens of the prompt in the rehearsal
+REHEARSED_WIDTHS = (1, 2, 4, 8)  #: tokens of its steps
+WITH_HEAD, NO_STEP = -1, -2
+REHEARSALS, AHEAD = 4, 6  #: steps of each width, and of those that run ahead
 LOOKED_UP = 32_768  # tokens of a prompt, from its end, that are searched for drafts
-DRAFT_TOKENS = 16  # most tokens drafted for one row
-DRAFTED_ROWS = 2  #: most rows for which a draft model proposes
+
+Feed = tuple[tuple[int, ...], tuple[int, ...]]  # drafts and forced tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Step in flight.
+
+    `ahead`: it ran ahead. `waited`: for the tokens before it, because of drafts. `proposing_s`: seconds that
+    its drafts took. `asked`: drafts that the MTP head computes in it, for the next step.
+    """
+
+    ahead: bool
+    waited: bool
+    proposing_s: float
+    asked: int
 
 
 class Speculation:
-    """Drafts and forced tokens of the `running` rows, as many as measured steps have paid for."""
+    """Drafts and forced tokens of the `running` rows, as many as pay.
+
+    Where times may decide, one `Choice` counts for all rows. Elsewhere each row has its own, so that the
+    drafts of a request depend on no other one.
+    """
 
     def __init__(self, policy: Policy, running: Sequence[SequenceState]) -> None:
+        self.choice = Choice()
         self._policy = policy
         self._running = running
-        self._payoff, self._forced_payoff = Payoff(), Payoff(MAX_WIDTH)
+        #: By request, until the next results: the source and the number of its drafts.
+        self._plans: dict[int, tuple[Source, int]] | None = None
+        self._steps: deque[_Step] = deque()
+        self._last: tuple[int, float] | None = None  # rows and time of the last result
+
+    def rehearsal(self, uid: int) -> Iterator[tuple[int, Move]]:
+        """Return moves of one row that measure steps before any request, each with the tokens that it feeds.
+
+        Those of 0 tokens run ahead, those of WITH_HEAD have the MTP head compute drafts, and those of NO_STEP
+        are not steps. Nothing is returned where no measure is wanted, or where there is no room.
+        """
+        policy = self._policy
+        if not (
+            policy.wide and policy.timed and policy.kv_tokens >= 2 * REHEARSED and policy.drafts != "off"
+        ):
+            return
+        agreement: Agreement = "broadcast" if policy.agreement == "broadcast" else "verify"
+        yield NO_STEP, Prefill(uid, (0,) * REHEARSED, 0, REHEARSED, agreement=agreement)
+        kinds = (*REHEARSED_WIDTHS, WITH_HEAD) if policy.mtp else REHEARSED_WIDTHS
+        steps = [0] * AHEAD + [kind for kind in kinds for _ in range(REHEARSALS)]
+        for at, kind in enumerate(steps, REHEARSED):
+            widths, tokens = ((kind,), (0,) * kind) if kind > 1 else ((), ())
+            asked = policy.mtp if kind == WITH_HEAD else 0
+            yield kind, Decode((uid,), (at,), widths, tokens, agreement=agreement, drafts=asked)
+        yield NO_STEP, StopSequence(uid, "cancel", 1 + len(steps))
+
+    def rehearsed(self, seconds: Mapping[int, float]) -> None:
+        """Take the seconds of steps, as `rehearsal` names them."""
+        costs, drafter = self.choice.costs, self._policy.drafter
+        costs.rehearsed(seconds[0], {width: each for width, each in seconds.items() if width > 0})
+        if WITH_HEAD in seconds:
+            costs.proposed("mtp", max(seconds[WITH_HEAD] - seconds[1], 0.0) / self._policy.mtp)
+        if drafter is not None:
+            drafter.propose({0: (0,) * REHEARSED}, 4)  # compiles kernels
+            _, took_s = drafter.propose({0: (0,) * REHEARSED}, 4)
+            costs.proposed("draft", took_s / 4)
 
     def join(self, sequence: SequenceState) -> None:
         """Prepare for a row whose prompt is complete."""
-        may_draft = self._policy.wide and self._policy.drafts and not sequence.shaped
+        self._plans = None
+        may_draft = self._policy.wide and self._policy.drafts != "off" and not sequence.shaped
         if may_draft and sequence.lookup is None:
             sequence.lookup = Lookup(sequence.tokens[-LOOKED_UP:])
+            sequence.choice = None if self._policy.timed else Choice()
 
     def must_wait(self, sequence: SequenceState) -> bool:
         """Return True if this row's tokens in flight must be known before its next step."""
@@ -35,39 +98,55 @@ class Speculation:
         if sequence.wants.guide is not None:
             # Forced tokens save more than run-ahead does, unless others would wait.
             return not self._policy.late or all(other.wants.guide is not None for other in self._running)
-        lookup = sequence.lookup
-        if lookup is None or self._draft_limit(sequence, lookup) <= 0:
+        if (planned := self._planned().get(sequence.request)) is None:
             return False
         # With a likely continuation, waiting for the token in flight gains more than run-ahead.
         sequence.known_at = sequence.generated + 1
+        sequence.awaited = planned[0]
+        if sequence.lookup is not None and planned[0][0] == "lookup":
+            sequence.foretold = sequence.lookup.draft(1)
         return True
 
-    def feed(self, sequence: SequenceState) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return drafts and forced tokens of a row whose tokens are all known.
-
-        Returns None for a row that feeds only the token in the graph.
+    def feeds(self, rows: Sequence[SequenceState]) -> list[Feed | None]:
+        """Return drafts and forced tokens of the next step's rows; None for one that feeds only the token in
+        the graph. Tokens of a row in flight are not known.
         """
-        forced, lookup = sequence.forced, sequence.lookup
-        drafts: tuple[int, ...] = ()
-        if lookup is not None and (limit := self._draft_limit(sequence, lookup)) > 0:
-            drafts = lookup.draft(limit)
-            if not drafts and (drafter := self._drafter) is not None:
-                drafts = drafter.propose(sequence.tokens, limit)
-        sequence.proposes = not drafts and lookup is not None
-        if sequence.proposes:
-            drafts = sequence.proposed[: self._bounded(sequence, self._policy.mtp)]
-        return None if not drafts and not forced and sequence.fed_inside else (drafts, forced)
+        known = [row for row in rows if not row.in_flight]
+        waited = [row for row in known if row.awaited is not None]
+        for row in waited:
+            self._arrived(row)
+        plans = self._planned() if known else {}
+        drafts: dict[int, tuple[int, ...]] = {}
+        asked: dict[int, Sequence[int]] = {}
+        most = of_head = 0
+        for row in known:
+            if (planned := plans.get(row.request)) is None or row.lookup is None:
+                continue
+            (proposer, _), number = row.source, _ = planned
+            if proposer == "lookup":
+                drafts[row.request] = row.lookup.draft(number)
+            elif proposer == "mtp":
+                drafts[row.request] = row.proposed[:number]
+                of_head = max(of_head, min(number, row.wants.max_tokens - row.generated - 2))
+            else:
+                asked[row.request], most = row.tokens, max(most, number)
+        proposing_s = 0.0
+        if asked and self._policy.drafter is not None:
+            found, proposing_s = self._policy.drafter.propose(asked, most)
+            drafts |= {request: proposed[: plans[request][1]] for request, proposed in found.items()}
+        self._steps.append(_Step(not known, bool(waited), proposing_s, of_head))
+        return [None if row.in_flight else _feed(row, drafts.get(row.request, ())) for row in rows]
 
-    def proposals(self, rows: Sequence[SequenceState]) -> int:
-        """Return how many tokens the MTP head is to propose in the next step of these rows."""
-        may = [row for row in rows if row.lookup is not None]
-        return max([self._bounded(row, self._policy.mtp, 1) for row in may], default=0)
+    @property
+    def asked(self) -> int:
+        """Number of drafts that the MTP head is to compute in the newest step."""
+        return self._steps[-1].asked
 
-    def expect(self, rows: Sequence[SequenceState]) -> None:
-        """Have rows wait for the proposals of the step that was queued for them."""
-        for row in rows:
-            if row.lookup is not None and not row.stopped:
-                row.known_at = max(row.known_at, row.generated + row.in_flight)
+    def _arrived(self, row: SequenceState) -> None:
+        """Compare the token for which a row waited with the one that a lookup foretold."""
+        if row.foretold and row.awaited is not None:
+            self._choice_of(row).checked(row.success, row.awaited, 1, int(row.tokens[-1] == row.foretold[0]))
+        row.awaited, row.foretold = None, ()
 
     def force(self, sequence: SequenceState) -> None:
         """Choose the forced tokens of a row's next step. Raises MlxtpError when no token can come."""
@@ -78,35 +157,98 @@ class Speculation:
         wide = self._policy.wide and not wants.scored
         # A late step in flight has its input, and chooses the first of forced tokens itself.
         sequence.forced = guide.forced(most if wide and not sequence.in_flight else 0)
-        pays = self._forced_payoff.limit(len(sequence.forced))
+        pays = self.choice.forced(self._rows(), len(sequence.forced))
         if pays < len(sequence.forced):
             sequence.forced = guide.forced(pays)
-        foretold = wide and sequence.in_flight and self._forced_payoff.limit(2) > 1
+        foretold = wide and sequence.in_flight and self.choice.forced(self._rows(), 2) > 1
         if foretold and guide.foretells:
             sequence.known_at = sequence.generated + 1
 
-    def record(self, rows: Sequence[FedRow], tokens: int, took_s: float) -> None:
-        """Record a step of these rows that gave `tokens` tokens in all."""
+    def checked(self, row: FedRow, new: int) -> None:
+        """Record that a row got `new` tokens of a step."""
+        sequence, drafted = row.sequence, len(row.drafts)
+        choice = self._choice_of(sequence)
+        if drafted and sequence.source is not None:
+            choice.checked(sequence.success, sequence.source, drafted, new - 1)
+        if choice is not self.choice:
+            choice.step(1, new, drafted)
+
+    def record(self, rows: Sequence[FedRow], tokens: int, at_s: float, *, complete: bool) -> None:
+        """Record a step of these rows, known at `at_s` (0 without a clock), that gave `tokens` tokens in all.
+
+        `complete`: no row had ended meanwhile.
+        """
+        step, last = self._steps.popleft(), self._last
+        self._plans, self._last = None, (len(rows), at_s) if complete and at_s else None
+        if not complete or not self._policy.timed:
+            return
         drafted, forced = max([len(row.drafts) for row in rows]), max([len(row.forced) for row in rows])
-        if not forced:
-            self._payoff.step(len(rows), tokens, took_s, drafted=drafted)
-        if not drafted:
-            self._forced_payoff.step(len(rows), tokens, took_s, drafted=forced)
+        width = max(drafted, forced) or (HELD if step.waited else 0)
+        proposing_s = step.proposing_s + step.asked * self.choice.costs.proposing_s("mtp", len(rows))
+        if (
+            last
+            and self._last
+            and last[0] == len(rows)
+            and (width or step.ahead or not self._policy.run_ahead)
+        ):
+            took_s = at_s - last[1]  # with what the host did between the steps
+            self.choice.costs.took(len(rows), bucket(width), max(took_s - proposing_s, took_s / 2))
+        if step.proposing_s and drafted:
+            self.choice.costs.proposed("draft", step.proposing_s / drafted)
+        self.choice.step(len(rows), tokens, 0 if forced else width, proposing_s)
 
-    def _draft_limit(self, sequence: SequenceState, lookup: Lookup) -> int:
-        limit = sequence.adaptive.limit(lookup.matched if self._drafter is None else None)
-        return self._bounded(sequence, min(limit, DRAFT_TOKENS))
+    def prompted(self) -> None:
+        """Record a forward over a prompt between two steps."""
+        self._plans = self._last = None
 
-    def _bounded(self, sequence: SequenceState, limit: int, ahead: int = 0) -> int:
-        """Return the most drafts up to `limit` for a row's next step, or for the one `ahead` steps later."""
-        left = sequence.wants.max_tokens - sequence.generated - 1 - ahead
-        return self._payoff.limit(min(limit, self._room(), left, MAX_WIDTH - 1))
+    def _planned(self) -> Mapping[int, tuple[Source, int]]:
+        """Return the source and the number of drafts of each row that is to have some, by request."""
+        if self._plans is not None:
+            return self._plans
+        self._plans = {}
+        if (room := self._room()) < 1:
+            return self._plans
+        options = [self._options(row) for row in self._running]
+        if self._policy.timed:
+            found = self.choice.plan(options, self._rows(), room).rows
+        else:
+            found = tuple(
+                [
+                    planned
+                    for row, each in zip(self._running, options, strict=True)
+                    for planned in self._choice_of(row).plan([each], 1, room).rows or (None,)
+                ]
+            )
+        for row, planned in zip(self._running, found, strict=False):
+            if planned is not None:
+                self._plans[row.request] = planned
+        return self._plans
+
+    def _options(self, row: SequenceState) -> Options:
+        limit = min(row.wants.max_tokens - row.generated - 1, MAX_WIDTH - 1)
+        sources: dict[Source, int] = {}
+        if row.lookup is not None and limit > 0:
+            mode = self._policy.drafts
+            if row.lookup.matched and mode in ("auto", "lookup"):
+                sources[source_of_match(row.lookup.matched)] = limit
+            if self._policy.mtp and mode in ("auto", "mtp"):
+                sources["mtp", 0] = min(limit, self._policy.mtp)
+            if self._policy.drafter is not None and mode in ("auto", "draft"):
+                sources["draft", 0] = limit
+        return Options(sources, row.success, bool(row.in_flight))
+
+    def _choice_of(self, row: SequenceState) -> Choice:
+        return row.choice or self.choice
+
+    def _rows(self) -> int:
+        """Return the rows of a step: in a pipeline, those of a lane."""
+        running = max(len(self._running), 1)
+        return -(-running // min(self._policy.stages, running))
 
     def _room(self) -> int:
         """Return the tokens that a row may be fed beside its own, because all are padded to the widest."""
-        return self._policy.draft_room // max(len(self._running), 1) - 1
+        return self._policy.draft_room // self._rows() - 1
 
-    @property
-    def _drafter(self) -> Drafter | None:
-        """Draft model, for few rows only, because proposing row by row soon takes longer than it saves."""
-        return self._policy.drafter if len(self._running) <= DRAFTED_ROWS else None
+
+def _feed(row: SequenceState, drafts: tuple[int, ...]) -> Feed | None:
+    return None if not drafts and not row.forced and row.fed_inside else (drafts, row.forced)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -14,6 +14,7 @@ EndReason = Literal["stop", "length", "cancel"]
 StopReason = Literal["stop", "length", "cancel", "preempt", "error"]
 Agreement = Literal["verify", "broadcast"]
 ExchangeKind = Literal["winners", "logits"]
+DraftKind = Literal["auto", "off", "lookup", "mtp", "draft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +207,16 @@ class Guide(Protocol):
 
 
 class Drafter(Protocol):
-    """Source of drafts where `Lookup` finds none."""
+    """Draft model, which proposes for several rows together."""
 
-    def propose(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]: ...
+    def propose(
+        self, rows: Mapping[int, Sequence[int]], limit: int
+    ) -> tuple[dict[int, tuple[int, ...]], float]:
+        """Return the next `limit` tokens of requests after those in `rows`, and the seconds that it took.
+
+        A request whose prompt is still being read has none.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +250,7 @@ class Policy:
     `max_rows`: most sequences in the running batch. `together`: most tokens of a forward over several
     prompts. `kv_tokens`: room of the KV caches in tokens, on the rank with the least. `row_tokens`: the part
     of each sequence's cache that does not grow with it, as so many tokens. `wide`: rows may be fed
-    several tokens at once. `drafts`: these may be guesses. `draft_room`: most tokens of such a step, all
+    several tokens at once. `drafts`: who may guess these. `draft_room`: most tokens of such a step, all
     rows padded to the widest. `late`: a row with a grammar runs ahead beside others. `timed`: measured
     times may influence the moves. `stages`: of a pipeline, in which at most `run_ahead` steps of a row are
     queued before the tokens of the one before. `mtp`: most tokens that the model's MTP head proposes in a
@@ -258,7 +266,7 @@ class Policy:
     kv_tokens: int = 1 << 40
     row_tokens: int = 0
     wide: bool = True
-    drafts: bool = True
+    drafts: DraftKind = "auto"
     draft_room: int = 64
     late: bool = True
     timed: bool = True

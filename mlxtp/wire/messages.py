@@ -20,7 +20,20 @@ from ..errors import Code
 from .codecs import U32 as U32
 from .codecs import U63 as U63
 from .codecs import Message as Message
-from .codecs import binary, boolean, choice, integer, integers, number, numbers, record, records, text, texts
+from .codecs import (
+    binary,
+    boolean,
+    choice,
+    integer,
+    integers,
+    number,
+    numbers,
+    record,
+    records,
+    switch_or,
+    text,
+    texts,
+)  # fmt: skip
 from .codecs import holding as _f
 from .rdma import MAX_ENTRY
 
@@ -212,7 +225,7 @@ class Bootstrap(Message):
     canary_s: float = _f(_seconds, default=60.0)
     agreement: str = _f(choice("auto", "broadcast", "broadcast-draws", "verify"), default="auto")
     compiled: bool = _f(boolean(), default=True)
-    speculation: bool = _f(boolean(), default=True)
+    speculation: str = _f(switch_or("auto", "off", "lookup", "mtp", "draft"), default="auto")
     prefix_cache: bool = _f(boolean(), default=True)
     rdma: tuple[str, ...] = _f(texts(MAX_RANKS * MAX_RANKS, MAX_ENTRY), default=())
     jaccl_ring: bool = _f(boolean(), default=False)

@@ -95,7 +95,7 @@ class FaultyCluster(Cluster):
         self.book.give(*self.first_orders)
         worker = (sys.executable, "-m", "tests.chaos.worker", str(orders))
         wait = settings.pop("wait", True)
-        plain = {"prefill_chunk": 32, "speculation": False, "prefix_cache": False}
+        plain = {"prefill_chunk": 32, "speculation": "off", "prefix_cache": False}
         super().__init__(folder / "home", worker=worker, limits=limits, wait=False, **plain | settings)
         self._observe()
         if wait:

@@ -31,7 +31,7 @@ def whole_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCl
     """Room for about a thousand tokens: after a few requests, kept caches must go."""
     folder = tmp_path_factory.mktemp("whole")
     with FaultyCluster(
-        folder, speculation=True, prefix_cache=True, prefill_chunk=512, kv_bytes=1024 * TOKEN_BYTES
+        folder, speculation="auto", prefix_cache=True, prefill_chunk=512, kv_bytes=1024 * TOKEN_BYTES
     ) as cluster:
         yield cluster
     assert cluster.all_pids() == set()

@@ -25,7 +25,7 @@ from mlxtp.agent import _own_home
 from mlxtp.api.app import create_app
 from mlxtp.api.server import bind, serve
 from mlxtp.cli import bench, cluster
-from mlxtp.cli.main import _with_join_value, app
+from mlxtp.cli.main import _with_values, app
 from mlxtp.client import agent_runs
 from mlxtp.cluster.cluster_state import ClusterState, Roster
 from mlxtp.cluster.state_file import SavedState, save
@@ -1030,7 +1030,10 @@ def test_a_home_that_takes_no_file_is_named(tmp_path: Path) -> None:
         ("node --join=TOKEN --home x", "node --join=TOKEN --home x"),
         ("node --home x --join", "node --home x --join="),
         ("node", "node"),
+        ("node --no-speculation --home x", "node --speculation=off --home x"),
+        ("node --speculation --home x", "node --speculation=auto --home x"),
+        ("node --speculation draft --home x", "node --speculation draft --home x"),
     ],
 )
-def test_join_with_and_without_a_token(typed: str, understood: str) -> None:
-    assert _with_join_value(typed.split()) == understood.split()
+def test_options_with_and_without_a_value(typed: str, understood: str) -> None:
+    assert _with_values(typed.split()) == understood.split()

@@ -530,8 +530,9 @@ class Simulation:
             frozenset([EOS]),
             kv_tokens=kv_tokens,
             row_tokens=row_tokens,
-            drafts=drafts,
+            drafts="auto" if drafts else "off",
             together=together,
+            run_ahead=run_ahead,
             **policy | ({"wide": False} if whole else {}),
         )
         shortest = SHORTEST_CHECKPOINT if whole else SHORTEST_HIT
@@ -550,6 +551,7 @@ class Simulation:
         self.moves: list[Move] = []
         self._run_ahead = run_ahead
         self._slow_when_wide = slow_when_wide
+        self._now_s = 0.0
         self._running: deque[tuple[tuple[int, int], ...]] = deque()
 
     def add(
@@ -667,7 +669,8 @@ class Simulation:
                     scores.setdefault(uid, []).append((-float(token), ()))
             tokens = tuple(token for _, token in chosen)
             took_s = len(tokens) ** 2.0 if self._slow_when_wide else 0.0
-            for outcome in self.scheduler.record(tokens, scores or None, took_s):
+            self._now_s += took_s
+            for outcome in self.scheduler.record(tokens, scores or None, took_s, self._now_s):
                 self._take(outcome)
 
     def _take(self, outcome: StepResult) -> None:

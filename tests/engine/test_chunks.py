@@ -79,7 +79,7 @@ def test_without_a_target_nothing_is_adapted() -> None:
 
 def lengths(**policy: Any) -> list[int]:
     """Chunks of a long prompt, the first of which has no decoding row beside it; each token takes 2 ms."""
-    scheduler = Scheduler(Policy(frozenset(), prefill_chunk=512, drafts=False, **QUARTER, **policy))
+    scheduler = Scheduler(Policy(frozenset(), prefill_chunk=512, drafts="off", **QUARTER, **policy))
     scheduler.add(1, tuple(range(600)), SequenceParams(999))
     scheduler.add(2, (1, 2, 3), SequenceParams(999))
     found = []

@@ -46,7 +46,7 @@ from ..reference import spoken
 from .families import FAMILIES
 from .small_models import write_model
 
-ALONE = Bootstrap(0, 1, "none", (), "", bytes(32), 5.0, 5.0, 1)
+ALONE = Bootstrap(0, 1, "none", (), "", bytes(32), 5.0, 5.0, 1, repeatable=True)  # no rehearsal
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,8 @@ def test_a_token_leaves_before_the_next_forward_is_queued_when_its_last_ack_is_t
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Acks for a forward arrive while the frame after it is sent, once rank 0 has settled it."""
-    story = Story(tmp_path, LoadShard(str(folder), 512, ()), Generate(1, PROMPT, 6, ignore_eos=True))
+    orders = LoadShard(str(folder), 512, ()), Generate(1, PROMPT, 6, ignore_eos=True)
+    story = Story(tmp_path, *orders, speculation="off")
     settled, acknowledged, left = list[int](), set[int](), list[int]()
     send, settle, launch, wait = (
         story.followers.send,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlxtp.engine import decode_loop
@@ -28,28 +30,81 @@ def drafter(folder: Path) -> DraftModel:
     return DraftModel(folder, 512)
 
 
+def proposed(drafter: DraftModel, tokens: list[int], limit: int) -> tuple[int, ...]:
+    return drafter.propose({1: tokens}, limit)[0].get(1, ())
+
+
 def test_it_proposes_what_it_would_say(drafter: DraftModel, folder: Path) -> None:
     said = reference(tuple(SHORT), 6, folder)
-    assert drafter.propose(SHORT, 4) == said[:4]
-    assert drafter.propose([*SHORT, *said[:2]], 4) == said[2:6]
+    assert proposed(drafter, SHORT, 4) == said[:4]
+    assert proposed(drafter, [*SHORT, *said[:2]], 4) == said[2:6]
 
 
 def test_it_reads_one_chunk_of_a_long_prompt_each_time(drafter: DraftModel, folder: Path) -> None:
-    assert drafter.propose(PROMPT, 3) == ()
-    assert drafter.propose(PROMPT, 3) == ()
-    assert drafter.propose(PROMPT, 3) == reference(tuple(PROMPT), 3, folder)
+    assert proposed(drafter, PROMPT, 3) == ()
+    assert proposed(drafter, PROMPT, 3) == ()
+    assert proposed(drafter, PROMPT, 3) == reference(tuple(PROMPT), 3, folder)
+
+
+def test_rows_together_get_what_each_would_get_alone(folder: Path) -> None:
+    """Rows join, leave and come back; some drafts were right, some answers have outrun the drafts."""
+    rng = random.Random(5)
+    together, alone = DraftModel(folder, 512), DraftModel(folder, 512)
+    rows = {row: [rng.randrange(512) for _ in range(rng.choice([1, 3, 40, 90]))] for row in range(5)}
+    forwards = count_forwards(together)
+    for _ in range(15):
+        running = {row: rows[row] for row in rows if rng.random() < 0.9}
+        drafts, seconds = together.propose(running, 3)
+        assert seconds > 0
+        assert drafts == {row: proposed(alone, tokens, 3) for row, tokens in running.items()}
+        for row, draft in drafts.items():
+            right = rng.randrange(4)
+            rows[row] += draft[:right]
+            rows[row] += [rng.randrange(512) for _ in range(rng.choice([1, 1, 1, 6, 40]))]
+    assert all(len(tokens) < CHUNK for tokens in rows.values())
+    assert forwards.count(3) >= 3, "one for each place where no row has much to read"
+
+
+def count_forwards(drafter: DraftModel) -> list[int]:
+    """Count the forwards of each proposal from now on."""
+    counted: list[int] = []
+    model, propose = drafter._model, drafter.propose
+
+    class Counting:
+        def __call__(self, *args: mx.array, **given: object) -> mx.array:
+            counted[-1] += 1
+            return model(*args, **given)
+
+    def counting(*args: object) -> object:
+        counted.append(0)
+        return propose(*args)  # type: ignore[arg-type]
+
+    drafter._model, drafter.propose = Counting(), counting  # type: ignore[method-assign, assignment]
+    return counted
+
+
+def test_another_turn_of_a_conversation_is_not_read_from_its_beginning(drafter: DraftModel) -> None:
+    drafter.propose({1: PROMPT[:400]}, 2)
+    drafter.propose({}, 2)
+    (kept,) = drafter._kept
+    assert len(kept[0]) == 401, "with the draft that was fed"
+    drafter.propose({2: [*PROMPT[:390], 7, 7]}, 2)
+    assert drafter._kept == []
 
 
 def test_it_keeps_at_most_what_it_may(drafter: DraftModel) -> None:
-    one = drafter._bytes(len(SHORT))
+    drafter.propose({1: SHORT}, 2)
+    one = drafter._held()
     drafter.bound(2 * one)
     for first in range(4):
-        assert drafter.propose([first, *SHORT[1:]], 2)
-    assert len(drafter._fed) == 2
-    assert drafter.propose(PROMPT, 2) == (), "it has no room for so long a prompt"
-    drafter.bound(one - 1)
-    assert drafter._fed == [], "its caches are freed at once"
-    assert drafter.propose(SHORT, 2) == ()
+        assert drafter.propose({first: [first, *SHORT[1:]]}, 2)[0]
+    assert drafter._held() == 2 * one
+    rows = {row: [row, *SHORT] for row in range(4)}
+    assert len(drafter.propose(rows, 2)[0]) == 2, "as many rows as there is room for"
+    assert drafter.propose({1: PROMPT}, 2)[0] == {}, "it has no room for so long a prompt"
+    drafter.bound(1)
+    assert drafter._held() == 0, "its caches are freed at once"
+    assert drafter.propose({1: SHORT}, 2)[0] == {}
 
 
 def test_its_memory_is_taken_from_the_room_for_kv_caches(drafter: DraftModel) -> None:

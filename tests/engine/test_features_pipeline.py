@@ -177,7 +177,7 @@ def test_a_message_that_is_not_the_forwards_own_is_found_before_a_token_leaves(
 def test_tokens_that_rank_0_did_not_choose_are_found_before_one_leaves(
     folders: dict[str, Path], tmp_path: Path, fault: str
 ) -> None:
-    settings = {"parallel": "pipeline", "split": "3,1", "speculation": False}  # drafts come with their frame
+    settings = {"parallel": "pipeline", "split": "3,1", "speculation": "off"}  # drafts come with their frame
     worker = (sys.executable, "-m", "tests.engine.engine_member", str(tmp_path))
     with Cluster(tmp_path / "home", worker=worker, model=folders["llama"], **settings) as cluster:
         assert_found(cluster, folders["llama"], tmp_path / fault)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from random import Random
 from types import FrameType
@@ -17,7 +17,6 @@ from mlxtp.engine.disk_index import MAX_FETCHES
 from mlxtp.engine.kv_cache import Hit, PrefixCache, capacity
 from mlxtp.engine.scheduler import MAX_PREFILLING, Scheduler
 from mlxtp.engine.sequence import Lanes, SequenceState
-from mlxtp.engine.speculation import DRAFTED_ROWS
 from mlxtp.engine.steps import (
     Arrangement,
     Decode,
@@ -574,9 +573,10 @@ class Parrot:
     def __init__(self, says: tuple[int, ...]) -> None:
         self._says = says
 
-    def propose(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
-        at = len(tokens) - 3
-        return self._says[at : at + limit]
+    def propose(
+        self, rows: Mapping[int, Sequence[int]], limit: int
+    ) -> tuple[dict[int, tuple[int, ...]], float]:
+        return {row: self._says[len(tokens) - 3 :][:limit] for row, tokens in rows.items()}, 0.0
 
 
 @RUN_AHEAD
@@ -589,15 +589,19 @@ def test_a_drafter_proposes_where_nothing_is_found(run_ahead: int) -> None:
     assert request.ends[0].accepted > 20
 
 
-@pytest.mark.parametrize(("rows", "drafts"), [(DRAFTED_ROWS, True), (DRAFTED_ROWS + 1, False)])
-def test_a_drafter_proposes_for_few_rows(rows: int, drafts: bool) -> None:
+def test_a_drafter_proposes_for_all_rows_together() -> None:
     says = tuple(range(2000, 2040))
-    simulation = Simulation(drafts=True, drafter=Parrot(says))
-    requests = [simulation.add(3, 40, says) for _ in range(rows)]
+    drafter = Parrot(says)
+    asked: list[int] = []
+    propose = drafter.propose
+    drafter.propose = lambda rows, limit: (asked.append(len(rows)), propose(rows, limit))[1]  # type: ignore[func-returns-value, method-assign]
+    simulation = Simulation(drafts=True, drafter=drafter)
+    requests = [simulation.add(3, 40, says) for _ in range(6)]
     simulation.drain()
     for request in requests:
         check_answer(request)
-        assert (request.ends[0].accepted > 0) == drafts
+        assert request.ends[0].accepted > 10
+    assert asked.count(6) > len(asked) / 2
 
 
 def test_a_drafter_that_is_always_wrong_is_soon_left_alone() -> None:

@@ -331,7 +331,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         _seconds,
         st.sampled_from(("auto", "broadcast", "verify")),
         st.booleans(),
-        st.booleans(),
+        st.sampled_from(("auto", "off", "lookup", "mtp", "draft")),
         st.booleans(),
         st.lists(st.sampled_from(("", "rdma_en5", "rdma_en3,rdma_en4")), max_size=MAX_RANKS**2).map(tuple),
         st.booleans(),

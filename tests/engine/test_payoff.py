@@ -1,0 +1,266 @@
+"""The choice of proposers and widths, in played worlds: costs, successes and texts that change."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtp.engine.payoff import (
+    AUDIT_STEPS,
+    HELD,
+    LENGTHS,
+    PLACES,
+    Choice,
+    Options,
+    Plan,
+    Proposer,
+    Source,
+    StepCosts,
+    bucket,
+)
+
+HEAD: Source = ("mtp", 0)
+MODEL: Source = ("draft", 0)
+WELL, BADLY = (0.85, 0.8, 0.7, 0.7, 0.6), (0.05,) * PLACES
+Cost = Callable[[int, int], float]  # seconds of a step by rows and drafts, as in `StepCosts`
+
+
+def costs(a_token: float, waiting: float = 0.1) -> Cost:
+    """A step of one row takes 10 ms. Each further token and waiting take these parts of it."""
+
+    def seconds(rows: int, drafts: int) -> float:
+        wider = a_token * (rows * (1 + max(drafts, 0)) - 1)
+        return 0.01 * (1 + wider + (waiting if drafts else 0))
+
+    return seconds
+
+
+@dataclass
+class World:
+    """Rows that decode, with the success of each source's drafts by their place."""
+
+    cost: Cost
+    proposing_s: Mapping[Proposer, float]
+    rows: list[dict[Source, Sequence[float]]]
+    noise: float = 0.0
+    most: int = 16
+    choice: Choice = field(default_factory=Choice)
+    seconds: float = 0.0
+    tokens: int = 0
+    plans: list[Plan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(3)
+        waiting = {width: self.cost(1, width - 1 or HELD) for width in (1, 2, 4, 8)}
+        self.choice.costs.rehearsed(self.cost(1, 0), waiting)
+        for proposer, seconds in self.proposing_s.items():
+            self.choice.costs.proposed(proposer, seconds)
+        self.options = [Options({}, {}) for _ in self.rows]
+
+    def run(self, steps: int) -> World:
+        for _ in range(steps):
+            self.step()
+        return self
+
+    def step(self) -> None:
+        count = len(self.rows)
+        for options, success in zip(self.options, self.rows, strict=True):
+            options.sources = dict.fromkeys(success, self.most)
+        plan = self.choice.plan(self.options, count, self.most)
+        tokens = count
+        for options, planned, success in zip(self.options, plan.rows, self.rows, strict=False):
+            if planned is not None:
+                source, fed = planned
+                right = 0
+                while right < fed and self.random.random() < rate(success[source], right):
+                    right += 1
+                self.choice.checked(options.success, source, fed, right)
+                tokens += right
+        took_s = self.cost(count, plan.drafts)
+        proposing_s = plan.drafts * sum(self.costs_of(each) for each in plan.asks)
+        self.choice.costs.took(count, bucket(plan.drafts), took_s * self.random.lognormvariate(0, self.noise))
+        self.choice.step(count, tokens, plan.drafts, proposing_s)
+        self.seconds += took_s + proposing_s
+        self.tokens += tokens
+        self.plans.append(plan)
+
+    def costs_of(self, proposer: Proposer) -> float:
+        """Seconds of a draft of every row."""
+        rows = len(self.rows)
+        scale = self.cost(1, rows - 1 or HELD) / self.cost(1, HELD) if proposer == "mtp" else 1.0
+        return scale * self.proposing_s[proposer]
+
+    def rate(self, steps: int) -> float:
+        """Tokens a second of so many further steps."""
+        tokens, seconds = self.tokens, self.seconds
+        self.run(steps)
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+    def best(self) -> float:
+        """Tokens a second of the best fixed choice, on average."""
+        count = len(self.rows)
+        found = [count / self.cost(count, 0)]
+        for length in [length for length in LENGTHS if length <= self.most]:
+            for source in {source for row in self.rows for source in row}:
+                tokens = float(count)
+                for row in self.rows:
+                    chance = 1.0
+                    for place in range(length if source in row else 0):
+                        chance *= rate(row[source], place)
+                        tokens += chance
+                proposing_s = length * self.costs_of(source[0])
+                found.append(tokens / (self.cost(count, length) + proposing_s))
+        return max(found)
+
+    def switches(self) -> int:
+        return sum(bool(one.drafts) != bool(other.drafts) for one, other in pairwise(self.plans))
+
+
+def rate(success: Sequence[float], place: int) -> float:
+    return success[min(place.bit_length(), PLACES - 1)]
+
+
+SO_SO = (0.6, 0.3, 0.1, 0.1, 0.1)
+BOTH_S: Mapping[Proposer, float] = {"mtp": 0.001, "draft": 0.005}
+BOTH_BADLY = {HEAD: BADLY, MODEL: BADLY}
+CHEAP, DEAR = costs(0.03), costs(0.6)
+WORLDS = {
+    "a useless head": (CHEAP, {"mtp": 0.001}, [{HEAD: BADLY}]),
+    "a useless head where width is dear": (DEAR, {"mtp": 0.001}, [{HEAD: BADLY}]),
+    "useless drafts of two, eight rows": (CHEAP, {"mtp": 0.001, "draft": 0.004}, [BOTH_BADLY] * 8),
+    "a good head": (CHEAP, {"mtp": 0.001}, [{HEAD: WELL}]),
+    "a head that is right for one token": (costs(0.1), {"mtp": 0.001}, [{HEAD: (0.9, 0.2, 0.1, 0.1, 0.1)}]),
+    "a slow draft model and a worse head": (CHEAP, BOTH_S, [{HEAD: SO_SO, MODEL: WELL}]),
+    "a draft model that takes too long": (CHEAP, {"draft": 0.012}, [{MODEL: WELL}]),
+    "four of eight with a good head": (costs(0.01), {"mtp": 0.001}, [{HEAD: WELL}, {HEAD: BADLY}] * 4),
+    "width for nothing": (costs(0.0, 0.0), {"mtp": 0.0005}, [{HEAD: BADLY}]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_hardly_slower_than_the_best_fixed_choice_and_than_none(world: str) -> None:
+    cost, proposing_s, rows = WORLDS[world]
+    played = World(cost, proposing_s, rows, noise=0.1, most=16 // len(rows))  # type: ignore[arg-type]
+    assert played.run(300).rate(1000) > 0.97 * played.best()
+    assert played.switches() < 60, "it does not switch to and fro"
+
+
+@given(
+    st.floats(0.0, 0.8),
+    st.floats(0.0, 0.3),
+    st.lists(st.floats(0.0, 0.95), min_size=PLACES, max_size=PLACES),
+    st.sampled_from((1, 2, 8)),
+    st.integers(0, 1000),
+)
+@settings(max_examples=10, deadline=None)
+def test_never_much_slower_than_none(
+    a_token: float, waiting: float, success: list[float], rows: int, seed: int
+) -> None:
+    """Whatever width costs and however often drafts are right, from the first step on."""
+    played = World(costs(a_token, waiting), {"mtp": 0.001}, [{HEAD: success}] * rows, most=16 // rows)
+    played.random.seed(seed)
+    none = rows / played.cost(rows, 0)
+    assert played.rate(400) > 0.97 * none
+
+
+def test_a_text_that_changes_is_followed() -> None:
+    played = World(CHEAP, {"mtp": 0.001}, [{HEAD: WELL}]).run(300)
+    assert sum(bool(plan.drafts) for plan in played.plans[-100:]) > 90
+    played.rows = [{HEAD: BADLY}]
+    played.run(60)
+    assert played.rate(600) > 0.97 * played.best()
+    played.rows = [{HEAD: WELL}]
+    played.run(600)
+    assert played.rate(600) > 0.97 * played.best()
+
+
+def test_costs_that_change_are_followed() -> None:
+    """Another program takes the GPU, say: width is dear suddenly, and cheap again."""
+    played = World(CHEAP, {"mtp": 0.001}, [{HEAD: (0.5,) * PLACES}]).run(300)
+    played.cost = DEAR
+    played.run(100)
+    assert played.rate(600) > 0.97 * played.best()
+    played.cost = CHEAP
+    played.run(1500)
+    assert played.rate(600) > 0.97 * played.best()
+
+
+def test_rows_that_accept_little_draft_less() -> None:
+    played = World(costs(0.01), {"mtp": 0.0001}, [{HEAD: WELL}, {HEAD: BADLY}], most=8).run(400)
+    numbers = [Counter[int](), Counter[int]()]
+    for plan in played.plans[-100:]:
+        for number, planned in zip(numbers, plan.rows, strict=False):
+            number[planned[1] if planned else 0] += 1
+    assert max(numbers[0], key=numbers[0].__getitem__) >= 4
+    assert max(numbers[1], key=numbers[1].__getitem__) <= 1
+
+
+def test_what_is_off_is_tried_rarely_and_again() -> None:
+    played = World(CHEAP, {"mtp": 0.001}, [{HEAD: BADLY}]).run(3000)
+    tried = [at for at, plan in enumerate(played.plans) if plan.drafts]
+    assert 0 < len(tried) < 0.02 * 3000
+    assert tried[-1] > 2400
+
+
+def test_it_decides_alike_when_it_is_told_the_same() -> None:
+    one, other = (World(CHEAP, {"mtp": 0.001}, [{HEAD: WELL}] * 3, noise=0.2, most=8) for _ in range(2))
+    assert one.run(200).plans == other.run(200).plans
+
+
+def test_the_cost_without_drafts_is_measured_again_now_and_then() -> None:
+    played = World(CHEAP, {"mtp": 0.001}, [{HEAD: WELL}]).run(2 * AUDIT_STEPS)
+    assert sum(not plan.drafts for plan in played.plans[-AUDIT_STEPS:]) == 3
+
+
+# --- costs -----------------------------------------------------------------------------------------------
+
+
+def test_costs_of_more_rows_are_guessed_by_tokens_and_then_measured() -> None:
+    known = StepCosts()
+    known.rehearsed(1.0, {1: 1.2, 2: 1.4, 4: 1.8, 8: 2.6})
+    assert [known.seconds(1, drafts) for drafts in (0, HELD, 1, 3, 7)] == pytest.approx(
+        [1, 1.2, 1.4, 1.8, 2.6]
+    )
+    assert known.seconds(1, 15) == pytest.approx(4.2), "as far beyond as before"
+    assert known.seconds(4, 1) / known.seconds(4, HELD) == pytest.approx(2.6 / 1.8)
+    for _ in range(50):
+        known.took(4, 0, 3.0)
+        known.took(4, 1, 3.3)
+    assert known.seconds(4, 0) == pytest.approx(3.0, rel=0.01)
+    assert known.seconds(4, 1) == pytest.approx(3.3, rel=0.05)
+
+
+def test_one_slow_step_is_no_measure() -> None:
+    """Its kernels were compiled, say."""
+    known = StepCosts()
+    known.rehearsed(1.0, {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3})
+    for _ in range(20):
+        known.took(1, 1, 1.1)
+    known.took(1, 1, 100.0)
+    assert known.seconds(1, 1) < 1.5
+
+
+def test_widths_that_are_not_used_go_back_to_the_guess() -> None:
+    known = StepCosts()
+    known.rehearsed(1.0, {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3})
+    for _ in range(20):
+        known.took(1, 8, 9.0)
+    assert known.seconds(1, 8) > 7
+    for _ in range(2000):
+        known.took(1, 0, 1.0)
+    assert known.seconds(1, 8) < 2
+
+
+def test_forced_tokens_are_fed_as_many_as_save_time() -> None:
+    choice = Choice()
+    assert choice.forced(1, 10) == 10, "without a measure, all"
+    choice.costs.rehearsed(1.0, {1: 1.0, 2: 1.2, 4: 2.0, 8: 8.0})
+    assert choice.forced(1, 10) == 2
+    assert choice.forced(1, 0) == 0

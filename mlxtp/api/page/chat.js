@@ -238,16 +238,11 @@ function drawEmpty() {
 
 function drawList() {
   const kept = talks.all();
-  const item = (each) =>
-    el(
-      "li",
-      {},
-      el(
-        "button",
-        { type: "button", "aria-current": each.id === talk.id ? "true" : null, click: () => open(talks.get(each.id) ?? each) },
-        each.title,
-      ),
-    );
+  const item = (each) => {
+    const here = each.id === talk.id ? "true" : null;
+    const show = () => open(talks.get(each.id) ?? each);
+    return el("li", {}, el("button", { type: "button", "aria-current": here, title: each.title, click: show }, each.title));
+  };
   by("conversations").replaceChildren(...kept.map(item));
 }
 

@@ -30,7 +30,7 @@ from .cost_model import (
 from .formation import FailedGroup, links_of
 from .model_shape import MAX_RANKS, ModelShape
 from .pipelines import Cut, StageCutter, StageRank
-from .tables import Chip, chip
+from .tables import chip
 from .topology import ETHERNET, LOOPBACK, NETWORKS, THUNDERBOLT, WIFI, MemberMachine, TcpLink, Topology
 from .workload import CHAT, Workload
 
@@ -395,15 +395,16 @@ class CandidateFinder:
         }
 
     @cached_property
+    def _usable(self) -> dict[str, int]:
+        return {node: usable_bytes(member) for node, member in self.members.items()}
+
+    @cached_property
     def _order(self) -> list[str]:
         def key(node: str) -> tuple[float, float, int, str]:
-            has = self._chip(node)
-            return -has.reading, -has.flops, -usable_bytes(self.members[node]), node
+            has = self._ranks[node].chip
+            return -has.reading, -has.flops, -self._usable[node], node
 
         return sorted(self.members, key=key)
-
-    def _chip(self, node: str) -> Chip:
-        return self._ranks[node].chip
 
     def _of_size(self, size: int, pool: Sequence[str], must: str) -> list[Candidate]:
         if obstacles := self.shape.obstacles(size):
@@ -425,7 +426,7 @@ class CandidateFinder:
 
     def _no_room(self, size: int, pool: Sequence[str], must: str) -> str:
         """Return which rank has too little memory, in the group with the most."""
-        most = sorted(pool, key=lambda n: (n != must, -usable_bytes(self.members[n]), n))[:size]
+        most = sorted(pool, key=lambda n: (n != must, -self._usable[n], n))[:size]
         memories = enumerate(self._memory(node, size) for node in most)
         return next(_no_room(rank, memory) for rank, memory in memories if not memory.fits)
 
@@ -470,7 +471,7 @@ class CandidateFinder:
         search = clique if kind == JACCL_MESH else circle
         networks = (RINGS[kind],) if kind in RINGS else () if kind else NETWORKS
         graph = self.fabrics.graph(kind) if kind else self.fabrics.any_network
-        orders = [pool, sorted(pool, key=lambda node: -usable_bytes(self.members[node]))]
+        orders = [pool, sorted(pool, key=lambda node: -self._usable[node])]
         if self.failed:
             orders += [[node for node in pool if node != out] for out in reversed(pool) if out != must]
         found: Candidate | None = None
@@ -532,12 +533,12 @@ class CandidateFinder:
         Of all whose slowest member computes prompts at a certain speed, that is the one whose slowest member
         reads memory the fastest. Most desks have one group that is best in both.
         """
-        slowest = self._chip(must).flops if must else float("inf")
+        slowest = self._ranks[must].chip.flops if must else float("inf")
         found: list[tuple[str, ...]] = []
-        for flops in sorted({min(self._chip(node).flops, slowest) for node in fits}):
-            if found and min(self._chip(node).flops for node in found[-1]) >= flops:
+        for flops in sorted({min(self._ranks[node].chip.flops, slowest) for node in fits}):
+            if found and min(self._ranks[node].chip.flops for node in found[-1]) >= flops:
                 continue  # the last one is the best of these, too
-            fast = [node for node in fits if self._chip(node).flops >= flops]
+            fast = [node for node in fits if self._ranks[node].chip.flops >= flops]
             group = self._group(size, fast, must, graph, search)
             if not group:
                 break
@@ -549,12 +550,12 @@ class CandidateFinder:
     ) -> tuple[str, ...]:
         """Return the group whose slowest member reads memory the fastest; () if there is none."""
         group = search(fits, size, graph, must)
-        slowest = self._chip(must).reading if must else float("inf")
-        speeds = sorted({min(self._chip(node).reading, slowest) for node in fits}, reverse=True)
+        slowest = self._ranks[must].chip.reading if must else float("inf")
+        speeds = sorted({min(self._ranks[node].chip.reading, slowest) for node in fits}, reverse=True)
         low, high = 0, len(speeds) - 1
         while group and low < high:
             middle = (low + high) // 2
-            fast = [node for node in fits if self._chip(node).reading >= speeds[middle]]
+            fast = [node for node in fits if self._ranks[node].chip.reading >= speeds[middle]]
             if better := search(fast, size, graph, must):
                 group, high = better, middle
             else:

@@ -395,10 +395,20 @@ def rank_memory(
         name=member.name,
         weights=weights,
         kv=shape.rank_kv(ranks, context),
-        headroom=HEADROOM_BYTES + int(HEADROOM_SHARE * weights),
+        headroom=_headroom(weights),
         available=usable_bytes(member) // sharing,
         total=member.machine.memory_bytes,
     )
+
+
+def rank_needs(shape: ModelShape, ranks: int, context: int) -> int:
+    """Return the bytes that one of `ranks` ranks needs on any machine."""
+    weights = shape.rank_weights(ranks)
+    return weights + shape.rank_kv(ranks, context) + _headroom(weights)
+
+
+def _headroom(weights: int) -> int:
+    return HEADROOM_BYTES + int(HEADROOM_SHARE * weights)
 
 
 def fits_beside(memory: Iterable[RankMemory], held: Mapping[str, int]) -> bool:

@@ -6,16 +6,29 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 
-from .cost_model import RankHardware, RankMemory, StageCosts, rank_memory, stage_costs, stages
+from .cost_model import (
+    RankHardware,
+    RankMemory,
+    StageCosts,
+    rank_memory,
+    rank_needs,
+    stage_costs,
+    stages,
+    usable_bytes,
+)
 from .model_shape import ModelShape
 from .stage_rules import StageRules
+from .tables import Chip
 from .topology import MemberMachine
 from .workload import Workload
 
 _NEAR = 0.999  #: The search ends where the slowest stage cannot be faster than this part of what was found.
+
+#: Models of which sizes of stages are kept, with up to 2 MB for each.
+_MODELS_KEPT = 32
 
 Seconds = Callable[[int, int, int], float]  #: Of a stage: its number, its first layer, and the next stage's.
 
@@ -38,6 +51,28 @@ class Cut:
     costs: tuple[StageCosts, ...]
 
 
+class _StageSizes:
+    """Memory and time of all stages of a model, which many plans need. Layers: from one to before another."""
+
+    def __init__(self, shape: ModelShape, context: int, workload: Workload) -> None:
+        self.stage = cache(shape.stage)
+        self.needed = cache(lambda begin, end: rank_needs(self.stage(begin, end), 1, context))  #: Bytes.
+        #: Returns the seconds of layers on a chip, as one of so many stages.
+        self.seconds_of = cache(self._seconds_of)
+        self._costs_on = cache(lambda chip: cache(partial(self._costs, RankHardware("", chip))))
+        self._workload = workload
+
+    def _seconds_of(self, chip: Chip, count: int) -> Callable[[int, int], float]:
+        costs = self._costs_on(chip)
+        return cache(lambda begin, end: costs(begin, end).request_s(self._workload, count))
+
+    def _costs(self, rank: RankHardware, begin: int, end: int) -> StageCosts:
+        return stage_costs(self.stage(begin, end), rank)
+
+
+_stage_sizes = lru_cache(_MODELS_KEPT)(_StageSizes)
+
+
 class StageCutter:
     """Search for the layers of each rank, with KV caches of `context` tokens. Ranks are in rank order.
 
@@ -49,8 +84,8 @@ class StageCutter:
         self._layers = shape.layers
         self._rules = shape.rules
         self._context = context
-        self._workload = workload
-        self._stage = cache(shape.stage)
+        self._sizes = _stage_sizes(shape, context, workload)
+        self._latest = cache(partial(shape.rules.latest, shape.layers))
         self._cuts: dict[object, Cut | None] = {}  #: A group has one for all its fabrics.
 
     def split(self, ranks: Sequence[StageRank]) -> tuple[int, ...]:
@@ -82,7 +117,7 @@ class StageCutter:
         return Cut(
             split,
             tuple(self._memory(rank, *layers) for rank, layers in pairs),
-            tuple(stage_costs(self._stage(*layers), rank.hardware) for rank, layers in pairs),
+            tuple(stage_costs(self._sizes.stage(*layers), rank.hardware) for rank, layers in pairs),
         )
 
     def room(self, ranks: Sequence[StageRank]) -> tuple[int, ...]:
@@ -97,20 +132,21 @@ class StageCutter:
         return last, *_counts(borders)
 
     def _memory(self, rank: StageRank, begin: int, end: int) -> RankMemory:
-        return rank_memory(rank.member, self._stage(begin, end), 1, self._context, sharing=rank.sharing)
+        return rank_memory(rank.member, self._sizes.stage(begin, end), 1, self._context, sharing=rank.sharing)
 
     # --- the search: stages are in the order of layers, and end at ascending borders ------------------
 
     def _seconds(self, ranks: Sequence[StageRank]) -> Seconds:
         """Return a function of the seconds of a stage, which are infinite where it has no room."""
+        order = ranks[::-1]
+        available = [usable_bytes(rank.member) // rank.sharing for rank in order]
+        costs = [self._sizes.seconds_of(rank.hardware.chip, len(ranks)) for rank in order]
 
         @cache
         def seconds(at: int, begin: int, end: int) -> float:
-            rank = ranks[-1 - at]
-            if begin == end or not self._memory(rank, begin, end).fits:
+            if begin == end or self._sizes.needed(begin, end) > available[at]:
                 return math.inf
-            costs = stage_costs(self._stage(begin, end), rank.hardware)
-            return costs.request_s(self._workload, len(ranks))
+            return costs[at](begin, end)
 
         return seconds
 
@@ -123,7 +159,7 @@ class StageCutter:
         """Return the borders of `count` such stages, each the longest that leaves `least` to later ones."""
         borders, latest = [0], [self._layers] * count
         if least:
-            latest = self._rules.latest(self._layers, count) or [0] * count
+            latest = self._latest(count) or [0] * count
         for at in range(count):
             begin = borders[-1]
             ends = range(begin + 1, latest[at] + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from ipaddress import IPv4Address, IPv4Network
 from operator import itemgetter
 
@@ -233,7 +233,7 @@ class Topology:
         if first.address == second.address:
             return False
         cables = self._cables.get(frozenset((one.node_id, other.node_id)), [])
-        local = IPv4Address(first.address) in _LINK_LOCAL
+        local = _address(first.address) in _LINK_LOCAL
         if kind != THUNDERBOLT:
             return not local
         if first.kind == "bridge" or second.kind == "bridge":
@@ -258,6 +258,9 @@ class Topology:
         if _strays(one.machine, first, second.address) or _strays(other.machine, second, first.address):
             return "any"
         return "thunderbolt" if cabled else "private"
+
+
+_address = lru_cache(1024)(IPv4Address)  # each pair of Macs needs those of both
 
 
 def _machine_trouble(member: MemberMachine) -> str:
@@ -314,5 +317,5 @@ def _preference(
     """Return a sort key, smaller is better: no bridge, the address known to work, speed, any fixed order."""
     known = (one.control_address == first.address) + (other.control_address == second.address)
     bridges = (first.kind == "bridge") + (second.kind == "bridge")
-    addresses = sorted((IPv4Address(first.address), IPv4Address(second.address)))
+    addresses = sorted((_address(first.address), _address(second.address)))
     return (bridges, -known, -min(first.mbps, second.mbps), *addresses)

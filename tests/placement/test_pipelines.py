@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxtp.placement import cost_model
+from mlxtp.placement import pipelines as pipelines_of
 from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import (
     FABRICS,
@@ -248,6 +250,20 @@ def test_equal_macs_have_equal_stages_and_memory_bounds_what_speed_wants() -> No
 
 
 # --- the speed --------------------------------------------------------------------------------------------
+
+
+def test_the_next_plan_of_a_model_measures_none_of_its_stages_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, measured = layered(vocab_size=101_120), []
+    needs = cost_model.rank_needs
+    monkeypatch.setattr(pipelines_of, "rank_needs", lambda *args: measured.append(args) or needs(*args))
+    made = [plan(desk(64, 64), model, options=PlacementOptions(parallel="pipeline"))]
+    first = len(measured)
+    made.append(plan(desk(64, 64), model, options=PlacementOptions(parallel="pipeline")))
+    assert first > 0
+    assert len(measured) == first
+    assert made[0] == made[1]
+    smaller = plan(desk(64, 8), model, options=PlacementOptions(parallel="pipeline"))
+    assert smaller.chosen.split != made[0].chosen.split
 
 
 def test_a_token_goes_through_all_stages_and_once_around() -> None:

@@ -1,0 +1,272 @@
+"""MTP heads on one rank: their proposals, beside the same computed whole, and folders whose head is amiss."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model
+
+from mlxtp.engine.batch import CacheKind
+from mlxtp.engine.executor import fed
+from mlxtp.engine.group import CollectiveCounter, LoneGroup
+from mlxtp.engine.loader import ModelShare, load
+from mlxtp.engine.mtp_head import HEAD_FILE, MtpHead, accepted, read_head
+from mlxtp.engine.runner import Runner
+from mlxtp.engine.sampler import Chooser, LogitShaping
+from mlxtp.errors import Code, GroupError
+from mlxtp.wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
+
+from . import families
+from .mtp_heads import add_head
+from .small_models import write_model
+
+PROMPT = (7, 8, 9, 10, 11, 12, 13, 14)
+OTHER = tuple(Random(3).randrange(6, 500) for _ in range(21))
+PLACES = {"mimo": "model.safetensors", "glm4_moe": "model.safetensors"}
+"""Files of heads that are published in the model's own ones, and that mlx-lm drops whatever the layers."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp("models") / family
+            write_model(made[family], model_type=family, attentive=True, **families.FAMILIES.get(family, {}))
+            add_head(made[family], PROMPT, OTHER, file=PLACES.get(family, HEAD_FILE))
+        return made[family]
+
+    return folder
+
+
+def loaded_from(folder: Path) -> ModelShare:
+    return load(folder, LoneGroup(), lambda: None, (), read_head)
+
+
+def runner_of(folder: Path, kv_bits: int = 0) -> Runner:
+    loaded = loaded_from(folder)
+    kind = CacheKind(loaded.model, kv_bits)
+    return Runner(loaded, kind, CollectiveCounter(), Chooser(LoneGroup(), LogitShaping()), compiled=True)
+
+
+def whole_proposals(folder: Path, text: Sequence[int], count: int) -> list[int]:
+    """Return what the head proposes after `text`, from one forward over all of it, without any cache."""
+    model, _ = load_model(folder)
+    head = loaded_from(folder).mtp_head
+    output = model.lm_head if hasattr(model, "lm_head") else model.model.embed_tokens.as_linear
+    hidden = model.model(mx.array([text]))[:, :-1]
+    known = list(text)
+    for _ in range(count):
+        following = model.model.embed_tokens(mx.array([known[1:]]))
+        found = head(hidden, following, None)
+        known.append(mx.argmax(output(found[:, -1])).item())
+        hidden = mx.concatenate([hidden, found[:, -1:]], axis=1)
+    return known[len(text) :]
+
+
+def drafted(
+    runner: Runner, uid: int, text: list[int], drafts: Sequence[int], **fields: Any
+) -> tuple[list[int], list[int]]:
+    """Feed the last token of `text` with drafts; returns the text with what was chosen, and proposals."""
+    feed = (text[-1], *drafts)
+    chosen = runner.step(StepToken((uid,), (len(text) - 1,), (len(feed),), feed, drafts=3, **fields))
+    (row,) = chosen.tokens.tolist()
+    right = 0
+    while right < len(drafts) and drafts[right] == row[right]:
+        right += 1
+    assert chosen.drafts is not None
+    return [*text, *row[: right + 1]], chosen.drafts.tolist()[0]
+
+
+def plain(
+    text: Sequence[int], widths: tuple[int, ...] = (), fed: Sequence[int] = (), **how: Any
+) -> StepToken:
+    return StepToken((1,), (len(text) - 1,), widths, tuple(fed), **how)
+
+
+@pytest.mark.parametrize(
+    ("family", "exchange"),
+    [
+        ("llama", "winners"),
+        ("llama", "logits"),
+        *((family, "winners") for family in ("deepseek_v3", "mimo")),
+        *(pytest.param(family, "logits", marks=pytest.mark.chaos) for family in ("deepseek_v3", "mimo")),
+        *(pytest.param("glm4_moe", how, marks=pytest.mark.chaos) for how in ("winners", "logits")),
+        *(pytest.param("glm4_moe_lite", how, marks=pytest.mark.chaos) for how in ("winners", "logits")),
+    ],
+)
+def test_proposals_are_those_of_the_whole_text(folders: Any, family: str, exchange: str) -> None:
+    """A prompt in chunks, steps with drafts and without, right and wrong ones: no entry is missing."""
+    folder = folders(family)
+    runner, how = runner_of(folder), {"exchange": exchange}
+    runner.prefill(PromptTokens(1, 0, 21, OTHER[:9], following=OTHER[9]))
+    chosen = runner.prefill(PromptTokens(1, 9, 21, OTHER[9:], **how))
+    text, proposals = [*OTHER, chosen.tokens.item()], list[int]()
+    for turn in range(9):
+        if turn % 4 == 2:  # steps that propose nothing, the second of which feeds what is in the graph
+            text, proposals = [*text, runner.step(plain(text, (1,), text[-1:], **how)).tokens.item()], []
+            text.append(runner.step(plain(text, **how)).tokens.item())
+        text, proposals = drafted(runner, 1, text, proposals, **how)
+        assert proposals == whole_proposals(folder, text, 3)
+        if turn % 5 == 4:
+            proposals = [proposals[0], 499, 498]
+
+
+def test_rows_of_unlike_lengths_get_their_own_proposals(folders: Any) -> None:
+    folder = folders("llama")
+    runner = runner_of(folder)
+    chosen = runner.prefill_together(
+        PromptBatch((1, 2), (8, 21), (0, 0), (0, 0), (0, 0), (*PROMPT, *OTHER), (Sampling(), Sampling()))
+    )
+    texts = [
+        [*prompt, token] for prompt, (token,) in zip((PROMPT, OTHER), chosen.tokens.tolist(), strict=True)
+    ]
+    feeds: list[list[int]] = [[], []]
+    for turn in range(8):
+        if turn == 3:
+            runner.arrange((64, 64))
+        feed_all = [[text[-1], *feed] for text, feed in zip(texts, feeds, strict=True)]
+        frame = StepToken(
+            (1, 2),
+            tuple(len(text) - 1 for text in texts),
+            tuple(map(len, feed_all)),
+            tuple(token for row in feed_all for token in row),
+            drafts=2,
+        )
+        chosen = runner.step(frame)
+        assert chosen.drafts is not None
+        for text, feed, row in zip(texts, feeds, chosen.tokens.tolist(), strict=True):
+            right = 0
+            while right < len(feed) and feed[right] == row[right]:
+                right += 1
+            text.extend(row[: right + 1])
+        feeds = chosen.drafts.tolist()
+        assert feeds == [whole_proposals(folder, text, 2) for text in texts]
+        if turn % 2:
+            feeds[turn % 4 // 2] = []
+
+
+def test_a_kept_cache_has_the_head_s_entries(folders: Any) -> None:
+    folder = folders("llama")
+    runner = runner_of(folder)
+    first = runner.prefill(PromptTokens(1, 0, 8, PROMPT)).tokens.item()
+    runner.step(StepToken((1,), (8,)))
+    runner.stop(1, 8)
+    longer = (*PROMPT, first, 33, 44)
+    token = runner.prefill(PromptTokens(2, 8, 11, longer[8:], source=1, take=True)).tokens.item()
+    text, proposals = drafted(runner, 2, [*longer, token], ())
+    assert proposals == whole_proposals(folder, text, 3)
+
+
+def test_quantized_caches_hold_the_head_s_entries(folders: Any, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64}
+    folder = add_head(write_model(tmp_path / "wide", attentive=True, **sizes), PROMPT)
+    runner = runner_of(folder, kv_bits=8)
+    token = runner.prefill(PromptTokens(1, 0, 8, PROMPT)).tokens.item()
+    text, proposals = drafted(runner, 1, [*PROMPT, token], ())
+    assert len(proposals) == 3
+    text, _ = drafted(runner, 1, text, proposals)
+
+
+def test_a_rank_without_the_head_finds_a_step_with_drafts_wrong(folders: Any) -> None:
+    loaded = load(folders("llama"), LoneGroup(), lambda: None)
+    chooser = Chooser(LoneGroup(), LogitShaping())
+    runner = Runner(loaded, CacheKind(loaded.model), CollectiveCounter(), chooser, compiled=True)
+    runner.prefill(PromptTokens(1, 0, 8, PROMPT))
+    with pytest.raises(GroupError) as error:
+        runner.step(StepToken((1,), (8,), drafts=1))
+    assert error.value.code is Code.DESYNC
+
+
+def test_right_drafts_are_counted_up_to_the_first_wrong_one_and_within_the_row() -> None:
+    given = mx.array([[5, 6, 7, 8], [5, 6, 9, 8], [5, 6, 7, 8], [5, 4, 7, 8]])
+    chosen = mx.array([[6, 7, 8, 1]] * 4)
+    counts = mx.array([4, 4, 2, 4], dtype=mx.int32)
+    assert accepted(given, chosen, counts).tolist() == [3, 1, 1, 0]
+    assert accepted(given[:, :1], chosen[:, :1], mx.ones(4, dtype=mx.int32)).tolist() == [0, 0, 0, 0]
+
+
+def test_ranks_that_propose_more_or_read_another_next_token_have_other_digests() -> None:
+    step, prompt = StepToken((1,), (8,), drafts=1), PromptTokens(1, 0, 8, PROMPT[:4], following=PROMPT[4])
+    assert fed(step) != fed(replace(step, drafts=2))
+    assert fed(prompt) != fed(replace(prompt, following=PROMPT[5]))
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def with_tensors(source: Path, folder: Path, **changes: mx.array | None) -> Path:
+    """Return a copy of a folder, some tensors of whose head are others; None leaves one out."""
+    shutil.copytree(source, folder)
+    tensors = dict(mx.load(str(folder / HEAD_FILE)))
+    mx.eval(tensors)
+    for name, array in changes.items():
+        tensors[f"model.layers.2.{name.replace('__', '.')}"] = array
+    mx.save_safetensors(str(folder / HEAD_FILE), {n: a for n, a in tensors.items() if a is not None})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"eh_proj__weight": None}, "projection.weight"),
+        ({"hnorm__weight": mx.ones(32)}, "hidden_norm.weight"),
+        ({"strange__weight": mx.ones(3)}, "strange"),
+    ],
+)
+def test_a_model_with_a_head_that_does_not_fit_is_served_without_it(
+    folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], says: str
+) -> None:
+    folder = with_tensors(folders("llama"), tmp_path / "bad", **changes)
+    assert loaded_from(folder).mtp_head is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bad is served without its MTP head: ")
+    assert says in line
+
+
+def test_a_damaged_head_file_costs_the_head_alone(
+    folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folders("llama"), folder := tmp_path / "torn")
+    (folder / HEAD_FILE).write_bytes((folder / HEAD_FILE).read_bytes()[:-7])
+    assert loaded_from(folder).mtp_head is None
+    assert "torn is served without its MTP head" in capsys.readouterr().err
+
+
+def test_a_conversion_that_dropped_the_head_has_none_without_a_word(
+    folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folders("llama"), folder := tmp_path / "less")
+    (folder / HEAD_FILE).unlink()
+    assert loaded_from(folder).mtp_head is None
+    assert capsys.readouterr().err == ""
+
+
+def test_a_head_counts_as_weights_and_in_the_caches(folders: Any) -> None:
+    with_head, without = loaded_from(folders("llama")), load(folders("llama"), LoneGroup(), lambda: None)
+    size = (folders("llama") / HEAD_FILE).stat().st_size
+    assert 0 <= size - (with_head.weight_bytes - without.weight_bytes) < 4096  # the header
+    assert with_head.kv_token_bytes == without.kv_token_bytes * 3 // 2
+
+
+def test_a_quantized_head_is_read_as_its_model_is(folders: Any, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "quantized", attentive=True, quantize=32)
+    add_head(folder, PROMPT)
+    tensors = dict(mx.load(str(folder / HEAD_FILE)))
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        packed, scales, biases = mx.quantize(tensors.pop(name), group_size=32, bits=8)
+        stem = name.removesuffix("weight")
+        tensors |= {name: packed, f"{stem}scales": scales, f"{stem}biases": biases}
+    mx.eval(tensors)
+    mx.save_safetensors(str(folder / HEAD_FILE), tensors)
+    head = loaded_from(folder).mtp_head
+    assert isinstance(head, MtpHead)
+    assert (head.projection.bits, head.layer.self_attn.q_proj.bits) == (8, 8)

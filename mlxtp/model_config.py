@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import Code, ModelError
-from .model_families import ALSO_CALLED, COPIES_KV_HEADS, KEEPS_MLP_WHOLE
+from .model_families import ALSO_CALLED, COPIES_KV_HEADS, KEEPS_MLP_WHOLE, MTP_PLACES
 
 Config = Mapping[str, Any]
 
@@ -36,6 +36,13 @@ def family(config: Config) -> str:
     """Return mlx-lm's name of the family; empty if the configuration has none."""
     name = str(config.get("model_type", ""))
     return ALSO_CALLED.get(name, name)
+
+
+def mtp_place(config: Config) -> str:
+    """Return what names of an MTP head's tensors begin with; empty for a model without a head."""
+    if not number(config, "num_nextn_predict_layers"):
+        return ""
+    return MTP_PLACES.get(family(config), "").format(number(config, "num_hidden_layers"))
 
 
 def text_config(config: Config) -> Config:

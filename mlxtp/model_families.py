@@ -47,3 +47,10 @@ PIPELINE_FAMILIES = frozenset(
      "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3",
      "solar_open", "stablelm", "starcoder2", "step3p5", "telechat3", "youtu_llm")
 )  # fmt: skip
+
+_NEXT_N = "model.layers.{}."  # behind the model's own layers, whose number it has
+#: Where the tensors of an MTP head begin, by the family. Only the first head of several is used.
+MTP_PLACES = {
+    "deepseek_v3": _NEXT_N, "glm4_moe": _NEXT_N, "glm4_moe_lite": _NEXT_N, "llama": _NEXT_N,
+    "mimo": "model.mtp_layers.0.",
+}  # fmt: skip

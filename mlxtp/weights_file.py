@@ -1,13 +1,38 @@
-"""Identity of a model's weights, from parts of its files. Reads them without MLX."""
+"""Facts of a model's weights, from parts of its files: their identity, and if an MTP head is among them.
+
+Reads them without MLX.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
-from .tokenizer_file import MAX_CONFIG_BYTES
+from .model_config import Config, mtp_place
+from .tokenizer_file import MAX_CONFIG_BYTES, MAX_TEXT_BYTES, text_of
 
 _SAMPLE_BYTES = 1 << 20
+MTP_FILE = "mtp.safetensors"  #: for an MTP head that is not in the model's own files
+
+
+def has_mtp_head(folder: Path, config: Config) -> bool:
+    """Return True if the folder's files name tensors of an MTP head. Raises OSError, ValueError."""
+    place = mtp_place(config)
+    if not place:
+        return False
+    if (folder / MTP_FILE).is_file():
+        return True
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return any(name.startswith(place) for name in json.loads(text_of(index))["weight_map"])
+    whole = folder / "model.safetensors"
+    if not whole.is_file():
+        return False
+    with whole.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = file.read(min(size, MAX_TEXT_BYTES))
+    return f'"{place}'.encode() in header
 
 
 def fingerprint(folder: Path) -> str:

@@ -205,7 +205,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "settings": frozenset({"values"}),
     "config": frozenset({"errors", "settings", "values"}),
     "tokenizer_file": frozenset({"errors"}),
-    "weights_file": frozenset({"tokenizer_file"}),
+    "weights_file": frozenset({"model_config", "tokenizer_file"}),
     "wire": frozenset({"admission_counter", "errors"}),
     "model_families": frozenset(),
     "short_names": frozenset(),
@@ -356,6 +356,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "short_names",
             "terminal",
             "values",
+            "weights_file",
             "wire",
         }
     ),

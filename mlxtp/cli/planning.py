@@ -23,6 +23,7 @@ from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.tables import KNOWN
 from ..placement.topology import MemberMachine
 from ..placement.workload import Workload
+from ..weights_file import MTP_FILE, has_mtp_head
 from ..wire.cluster_messages import FabricResult
 from .printing import table_of
 
@@ -170,7 +171,9 @@ def read_shape(model: str | Path) -> ModelShape:
             f"{', '.join(sorted(KNOWN))}",
             Code.MODEL_NOT_FOUND,
         )
-    return shape_of(_read_object(config), name=path.name, weight_bytes=_weight_bytes(path))
+    found = _read_object(config)
+    mtp = path.is_dir() and _has_head(path, found)
+    return shape_of(found, name=path.name, weight_bytes=_weight_bytes(path), mtp=mtp)
 
 
 def read_machines_file(path: Path) -> tuple[MemberMachine, ...]:
@@ -195,17 +198,26 @@ def _read_object(path: Path) -> dict[str, Any]:
     return found
 
 
+def _has_head(path: Path, config: dict[str, Any]) -> bool:
+    """Return True for an MTP head among the weights; False where a folder has a configuration alone."""
+    try:
+        return has_mtp_head(path, config)
+    except (OSError, ValueError, LookupError, AttributeError):
+        return False
+
+
 def _weight_bytes(path: Path) -> int:
     """Return the bytes of the weights in a folder, from their index if there is one; 0 without either."""
     if not path.is_dir():
         return 0
     index = path / "model.safetensors.index.json"
+    beside = sum(file.stat().st_size for file in path.glob(MTP_FILE))
     if index.is_file():
         metadata = _read_object(index).get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if isinstance(total, int) and total > 0:
-            return total
-    return sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+            return total + beside
+    return sum(file.stat().st_size for file in path.glob("model*.safetensors")) + beside
 
 
 def to_json(made: Placement, shape: ModelShape) -> dict[str, Any]:

@@ -20,20 +20,20 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 
-from ..model_config import Config, family
+from ..errors import ModelError
+from ..model_config import Config, family, mtp_place
+from ..weights_file import MTP_FILE
 from .batch import LayerView
 from .loader import MLX_LM_RAISES, brief, read_header
 from .sharding import Vocabulary
 
-HEAD_FILE = "mtp.safetensors"  #: in a model folder, for a head that is not in the model's own files
 PROPOSES = 3  #: most tokens that a head is asked for in one step
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of a family's head in its files. `place` comes before all of them, `{}` stands for the layers."""
+    """Names of the parts of a family's head in its files, behind those of `MTP_PLACES`."""
 
-    place: str
     embedding_norm: str
     hidden_norm: str
     projection: str
@@ -41,7 +41,7 @@ class Names:
     hidden_first: bool = False  # in the input of the projection; else the embedding comes first
 
 
-_NEXT_N = Names("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+_NEXT_N = Names("enorm", "hnorm", "eh_proj", "shared_head.norm")
 #: Heads by mlx-lm's name of the family. Their projection's input is ordered as in vLLM (`deepseek_mtp.py`,
 #: `glm4_moe_mtp.py`, `mimo_mtp.py`) and transformers (`modular_glm4_moe.py`). All heads get hidden states
 #: behind the final norm, and their own output behind theirs, as in vLLM. More drafts were right with that for
@@ -52,7 +52,6 @@ FAMILIES: Mapping[str, Names] = {
     "glm4_moe_lite": _NEXT_N,
     "llama": _NEXT_N,
     "mimo": Names(
-        "model.mtp_layers.0.",
         "token_layernorm",
         "hidden_layernorm",
         "input_proj",
@@ -168,15 +167,12 @@ def read_head(folder: Path, config: Config) -> MtpHead | None:
 
     A head that is not complete, or has other shapes than its model, gives a line on standard error and None.
     """
-    names = FAMILIES.get(family(config))
-    if names is None or not config.get("num_nextn_predict_layers"):
-        return None
-    place = names.place.format(config.get("num_hidden_layers"))
     try:
-        if not _has_head(folder, place):
+        place = mtp_place(config)
+        if not place or not _has_head(folder, place):
             return None
-        head = _read(folder, names, place)
-    except MLX_LM_RAISES as error:
+        head = _read(folder, FAMILIES[family(config)], place)
+    except (*MLX_LM_RAISES, ModelError) as error:
         sys.stderr.write(f"{folder.name} is served without its MTP head: {brief(error)}\n")
         sys.stderr.flush()
         return None
@@ -184,7 +180,7 @@ def read_head(folder: Path, config: Config) -> MtpHead | None:
 
 
 def _has_head(folder: Path, place: str) -> bool:
-    files = [*folder.glob("model*.safetensors"), *folder.glob(HEAD_FILE)]
+    files = [*folder.glob("model*.safetensors"), *folder.glob(MTP_FILE)]
     return any(tensor.name.startswith(place) for path in files for tensor in read_header(path))
 
 
@@ -222,7 +218,7 @@ def _own_weights(
     weights: Mapping[str, mx.array], folder: Path, names: Names, place: str, model: Any
 ) -> dict[str, mx.array]:
     """Return the weights of the head among those of a folder, by their names in MtpHead."""
-    if (beside := folder / HEAD_FILE).is_file():
+    if (beside := folder / MTP_FILE).is_file():
         weights = {**weights, **cast("dict[str, mx.array]", mx.load(str(beside)))}
     own = {
         _ONLY_LAYER + name.removeprefix(place): weight

@@ -27,6 +27,7 @@ from ..placement.model_shape import ModelShape, shape_of
 from ..short_names import near, stands_for
 from ..text.tokenizer import Text
 from ..tokenizer_file import MAX_CONFIG_BYTES, chat_refusal, text_of, tokenizer_settings
+from ..weights_file import MTP_FILE, has_mtp_head
 from ..wire.cluster_messages import MAX_MODEL
 from . import hub_client
 from .hub_cache import Repo, folder_bytes, hub_name, lacks, repos_here
@@ -213,7 +214,9 @@ def inspect(name: str, kv_bits: int = 0, *, ask_hub: bool = False) -> Servable:
         check_servable(config)
         _check_chats(config, lambda: hub_client.fetch_some(manifest, _TEMPLATE_FILES))
         weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
-        shape = shape_of(config, name=name, weight_bytes=weights, kv_bits=kv_bits)
+        # A head in the model's own files is seen once they are here.
+        mtp = any(file.path == MTP_FILE for file in manifest.files)
+        shape = shape_of(config, name=name, weight_bytes=weights, kv_bits=kv_bits, mtp=mtp)
         return Servable(name, shape, None, manifest)
     folder = folder_of(name)
     if missing := lacks(folder):
@@ -283,9 +286,10 @@ def shape_in(folder: Path, config: Config, name: str, kv_bits: int) -> ModelShap
     """Return the shape of the model in this folder. Raises ModelError. Reads the disk."""
     try:
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    except OSError as error:
+        mtp = has_mtp_head(folder, config)
+    except (OSError, ValueError, LookupError, AttributeError) as error:
         raise ModelError(f"{folder} cannot be read any more: {error}") from None
-    return shape_of(config, name=name, weight_bytes=weights, kv_bits=kv_bits)
+    return shape_of(config, name=name, weight_bytes=weights, kv_bits=kv_bits, mtp=mtp)
 
 
 def check_servable(config: Config) -> None:

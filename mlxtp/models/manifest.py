@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from ..tokenizer_file import MAX_CONFIG_BYTES, MAX_TEXT_BYTES
+from ..weights_file import MTP_FILE
 
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 43
@@ -95,7 +96,7 @@ def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
     files = tuple(files)
     plain = [each for each in files if "/" not in each.path and each.path.endswith(".safetensors")]
     if any(each.path.startswith("model") for each in plain):
-        plain = [each for each in plain if each.path.startswith("model") or each.path == "mtp.safetensors"]
+        plain = [each for each in plain if each.path.startswith("model") or each.path == MTP_FILE]
     others = [each for each in files if any(_matches(each.path, pattern) for pattern in _WANTED)]
     most = {"config.json": MAX_CONFIG_BYTES}
     others = [

@@ -22,6 +22,7 @@ from .model_weights import (
     kv_heads,
     layers,
     mixers_of,
+    mtp_head,
     parts_of,
     sliding_layers,
 )
@@ -100,6 +101,7 @@ class ModelShape:
     shardable         whether its family can be divided at all
     dimensions        sizes that ranks divide
     caches            kind of its KV caches
+    mtp_kv_bytes      bytes of one more token in the cache of an MTP head, which each rank has whole
     before            sizes of all layers before each one, and of all
     ends              sizes of what first and last stages have beside layers: the embedding; norm and head
     cuttable          whether its layers can be cut into stages
@@ -136,6 +138,7 @@ class ModelShape:
     caches: CacheTraits = PLAIN
     kv_window_bytes: int = 0
     window: int = 0
+    mtp_kv_bytes: int = 0
     before: tuple[PartShape, ...] = field(default=(), repr=False)
     ends: tuple[PartShape, PartShape] = field(default=(PartShape(), PartShape()), repr=False)
     cuttable: bool = False
@@ -150,7 +153,9 @@ class ModelShape:
             sizes += self.ends[0]
         if end == self.layers:
             sizes += self.ends[1]
-        return replace(self, layers=end - begin, **{name: getattr(sizes, name) for name in sizes.__slots__})
+        own = self.mtp_kv_bytes if end == self.layers else 0
+        fields = {name: getattr(sizes, name) for name in sizes.__slots__}
+        return replace(self, layers=end - begin, mtp_kv_bytes=own, **fields)
 
     def rank_weights(self, ranks: int) -> int:
         """Return the bytes of weights on each of `ranks` ranks."""
@@ -170,7 +175,8 @@ class ModelShape:
         """Return the bytes of the KV caches of `tokens` tokens on each rank."""
         beyond = max(tokens - self.window, 0)
         size = self.kv_token_bytes * tokens - self.kv_window_bytes * beyond
-        return -(-size // (min(ranks, self.kv_heads) if self.kv_divides else 1))
+        own = -(-size // (min(ranks, self.kv_heads) if self.kv_divides else 1))
+        return own + self.mtp_kv_bytes * tokens
 
     def uncuttable(self, ranks: int, split: Sequence[int] = ()) -> str:
         """Return why it cannot be cut into so many stages, or as `split` has it; empty if it can."""
@@ -200,16 +206,18 @@ def _shared_out(total: int, whole: int, ranks: int) -> int:
     return total if ranks == 1 else -(-(total - whole) // ranks) + whole
 
 
-def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: int = 0) -> ModelShape:
+def shape_of(
+    config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: int = 0, mtp: bool = False
+) -> ModelShape:
     """Return the shape of the model with this config.json.
 
     `weight_bytes` is the size of its weights on disk; if it is unknown (0), the configuration implies the
     size. If both are known, the disk counts, and reading is scaled with it: configurations of mixed
-    quantizations are rarely complete. `kv_bits` quantizes the KV cache (4 or 8). Raises ModelError
-    (MODEL_INVALID) with the field that is missing or no number.
+    quantizations are rarely complete. `kv_bits` quantizes the KV cache (4 or 8). `mtp`: its files have an MTP
+    head. Raises ModelError (MODEL_INVALID) with the field that is missing or no number.
     """
     text = text_config(config)
-    parts = parts_of(text)
+    parts = (*parts_of(text), *([mtp_head(text)] if mtp else []))
     plain = _DTYPE_BYTES.get(str(text.get("dtype") or text.get("torch_dtype")), 2.0)
     stored = _Quantization(config, plain)
     implied = sum(part.count * stored.bytes_each(part.role) for part in parts)
@@ -259,6 +267,7 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
         caches=caches,
         kv_window_bytes=int(sum(cached[layer] for layer in sliding)),
         window=window,
+        mtp_kv_bytes=int(cached[-1]) if mtp else 0,
         before=tuple(accumulate(each_layer, initial=PartShape())),
         cuttable=known in PIPELINE_FAMILIES,
         rules=stage_rules(text),
@@ -269,6 +278,8 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
     # What the layers leave is the last stage's, so that all stages together have all bytes.
     all_of_it = PartShape(*(getattr(made, name) for name in PartShape.__slots__))
     last = all_of_it - PartShape(0 if tied else table_bytes) - made.before[-1]
+    if mtp and not tied:  # an embedding for the head, beside that of the first stage
+        last += PartShape(table_bytes)
     return replace(made, ends=(PartShape(table_bytes), last))
 
 

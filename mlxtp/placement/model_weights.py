@@ -221,6 +221,16 @@ def parts_of(config: Config) -> tuple[WeightKind, ...]:
     return tuple(part for part in (*ends, *_attention(config), *_mlp(config)) if part.count)
 
 
+def mtp_head(config: Config) -> WeightKind:
+    """Return the weights of an MTP head: a layer like the last one, behind a projection of two inputs.
+
+    Each rank has all of it. A token meets it only where it drafts.
+    """
+    last = layers(config) - 1
+    layer = sum(part.count // len(part.layers) for part in parts_of(config) if last in part.layers)
+    return WeightKind("mtp", layer + 2 * hidden(config) ** 2, 0, divides=False)
+
+
 def _attention(config: Config) -> list[WeightKind]:
     if is_gemma4(config):
         return [*_gemma4_attention(config), *_gemma4_inputs(config)]

@@ -12,7 +12,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
-from mlxtp.engine.mtp_head import _ONE_LAYER, FAMILIES, HEAD_FILE
+from mlxtp.engine.mtp_head import _ONE_LAYER, FAMILIES
+from mlxtp.model_config import mtp_place
+from mlxtp.weights_file import MTP_FILE
 
 from .small_models import write_config
 
@@ -20,7 +22,7 @@ MILD = 0.05
 """Factor of the layer's results, beside what the fitted projection gives."""
 
 
-def add_head(folder: Path, *prompts: Sequence[int], file: str = HEAD_FILE, length: int = 48) -> Path:
+def add_head(folder: Path, *prompts: Sequence[int], file: str = MTP_FILE, length: int = 48) -> Path:
     """Write a head beside the model of a folder, or into its own file; returns `folder`.
 
     The projection is fitted to the model's own answers to `prompts`. Longer ones leave more proposals wrong.
@@ -43,14 +45,14 @@ def add_head(folder: Path, *prompts: Sequence[int], file: str = HEAD_FILE, lengt
         f"{names.projection}.weight": mx.array(fitted.T.astype(np.float32)),
         **_layer(config),
     }
-    place = names.place.format(config["num_hidden_layers"])
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    place = mtp_place(config)
     head = {place + name: weight for name, weight in tensors.items()}
     path = folder / file
     held = mx.load(str(path)) if path.exists() else {}
     mx.eval(held)
     mx.save_safetensors(str(path), {**held, **head}, metadata={"format": "mlx"})
-    config = json.loads((folder / "config.json").read_text())
-    write_config(folder, {**config, "num_nextn_predict_layers": 1})
+    write_config(folder, config)
     return folder
 
 

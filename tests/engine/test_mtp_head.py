@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,10 +18,12 @@ from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.executor import fed
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import ModelShare, load
-from mlxtp.engine.mtp_head import HEAD_FILE, MtpHead, accepted, read_head
+from mlxtp.engine.mtp_head import FAMILIES, MtpHead, accepted, read_head
 from mlxtp.engine.runner import Runner
 from mlxtp.engine.sampler import Chooser, LogitShaping
 from mlxtp.errors import Code, GroupError
+from mlxtp.model_families import MTP_PLACES
+from mlxtp.weights_file import MTP_FILE, has_mtp_head
 from mlxtp.wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
 
 from . import families
@@ -41,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if family not in made:
             made[family] = tmp_path_factory.mktemp("models") / family
             write_model(made[family], model_type=family, attentive=True, **families.FAMILIES.get(family, {}))
-            add_head(made[family], PROMPT, OTHER, file=PLACES.get(family, HEAD_FILE))
+            add_head(made[family], PROMPT, OTHER, file=PLACES.get(family, MTP_FILE))
         return made[family]
 
     return folder
@@ -200,17 +203,30 @@ def test_ranks_that_propose_more_or_read_another_next_token_have_other_digests()
     assert fed(prompt) != fed(replace(prompt, following=PROMPT[5]))
 
 
+def test_each_family_has_names_and_a_place() -> None:
+    assert FAMILIES.keys() == MTP_PLACES.keys()
+
+
+@pytest.mark.parametrize("family", ["llama", "mimo"])
+def test_a_head_is_seen_without_mlx(folders: Any, tmp_path: Path, family: str) -> None:
+    folder = folders(family)
+    config = json.loads((folder / "config.json").read_text())
+    assert has_mtp_head(folder, config)
+    assert not has_mtp_head(folder, config | {"num_nextn_predict_layers": 0})
+    assert not has_mtp_head(write_model(tmp_path / "none", model_type=family), config)
+
+
 # --- files ------------------------------------------------------------------------------------------------
 
 
 def with_tensors(source: Path, folder: Path, **changes: mx.array | None) -> Path:
     """Return a copy of a folder, some tensors of whose head are others; None leaves one out."""
     shutil.copytree(source, folder)
-    tensors = dict(mx.load(str(folder / HEAD_FILE)))
+    tensors = dict(mx.load(str(folder / MTP_FILE)))
     mx.eval(tensors)
     for name, array in changes.items():
         tensors[f"model.layers.2.{name.replace('__', '.')}"] = array
-    mx.save_safetensors(str(folder / HEAD_FILE), {n: a for n, a in tensors.items() if a is not None})
+    mx.save_safetensors(str(folder / MTP_FILE), {n: a for n, a in tensors.items() if a is not None})
     return folder
 
 
@@ -236,7 +252,7 @@ def test_a_damaged_head_file_costs_the_head_alone(
     folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(folders("llama"), folder := tmp_path / "torn")
-    (folder / HEAD_FILE).write_bytes((folder / HEAD_FILE).read_bytes()[:-7])
+    (folder / MTP_FILE).write_bytes((folder / MTP_FILE).read_bytes()[:-7])
     assert loaded_from(folder).mtp_head is None
     assert "torn is served without its MTP head" in capsys.readouterr().err
 
@@ -245,14 +261,14 @@ def test_a_conversion_that_dropped_the_head_has_none_without_a_word(
     folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(folders("llama"), folder := tmp_path / "less")
-    (folder / HEAD_FILE).unlink()
+    (folder / MTP_FILE).unlink()
     assert loaded_from(folder).mtp_head is None
     assert capsys.readouterr().err == ""
 
 
 def test_a_head_counts_as_weights_and_in_the_caches(folders: Any) -> None:
     with_head, without = loaded_from(folders("llama")), load(folders("llama"), LoneGroup(), lambda: None)
-    size = (folders("llama") / HEAD_FILE).stat().st_size
+    size = (folders("llama") / MTP_FILE).stat().st_size
     assert 0 <= size - (with_head.weight_bytes - without.weight_bytes) < 4096  # the header
     assert with_head.kv_token_bytes == without.kv_token_bytes * 3 // 2
 
@@ -260,13 +276,13 @@ def test_a_head_counts_as_weights_and_in_the_caches(folders: Any) -> None:
 def test_a_quantized_head_is_read_as_its_model_is(folders: Any, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "quantized", attentive=True, quantize=32)
     add_head(folder, PROMPT)
-    tensors = dict(mx.load(str(folder / HEAD_FILE)))
+    tensors = dict(mx.load(str(folder / MTP_FILE)))
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         packed, scales, biases = mx.quantize(tensors.pop(name), group_size=32, bits=8)
         stem = name.removesuffix("weight")
         tensors |= {name: packed, f"{stem}scales": scales, f"{stem}biases": biases}
     mx.eval(tensors)
-    mx.save_safetensors(str(folder / HEAD_FILE), tensors)
+    mx.save_safetensors(str(folder / MTP_FILE), tensors)
     head = loaded_from(folder).mtp_head
     assert isinstance(head, MtpHead)
     assert (head.projection.bits, head.layer.self_attn.q_proj.bits) == (8, 8)

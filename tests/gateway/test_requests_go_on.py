@@ -103,7 +103,8 @@ def test_answers_go_on_after_any_end_of_their_group(tmp_path: Path, faults: tupl
             pair = Pair(first, second) if owned else Pair(second, first)
             clients = [(agent, request) for agent in (first, second) for request in (GREEDY, DRAWN)]
             right = [await Client(*client).read() for client in clients]
-            assert right[:2] == right[2:]
+            texts = [tokens for tokens, _ in right]  # how many were drafts depends on times
+            assert texts[:2] == texts[2:]
             assert min(len(tokens) for tokens, _ in right) > 100
             for name in faults:
                 await interrupted(pair, FAULTS[name], clients, right, name)

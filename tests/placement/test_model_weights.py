@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,14 +13,17 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
-from mlxtp.engine.loader import kv_sizes
+from mlxtp.engine.group import LoneGroup
+from mlxtp.engine.loader import kv_sizes, load
+from mlxtp.engine.mtp_head import read_head
 from mlxtp.errors import ModelError
 from mlxtp.model_config import text_config
 from mlxtp.placement import model_weights
 from mlxtp.placement.model_shape import shape_of
 
 from ..engine.families import FAMILIES, OWN, VARIANTS
-from ..engine.small_models import CONFIG
+from ..engine.mtp_heads import add_head
+from ..engine.small_models import CONFIG, write_model
 
 UNCOUNTED = {"longcat_flash_ngram": "its embeddings of runs of tokens"}
 """Families of which something is left out."""
@@ -112,3 +117,20 @@ def test_a_tied_embedding_is_read_whole_and_a_separate_one_by_the_row() -> None:
 def test_a_configuration_that_says_too_little_is_refused(change: Mapping[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says):
         shape_of({**CONFIG, **change})
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "glm4_moe", "mimo"])
+def test_an_mtp_head_is_one_more_layer_that_every_rank_has_whole(tmp_path: Path, family: str) -> None:
+    folder = add_head(write_model(tmp_path, model_type=family, **MODELS.get(family, {})), (7, 8, 9), length=8)
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
+    loaded = load(folder, LoneGroup(), lambda: None, (), read_head)
+    weights = sum(weight.nbytes for _, weight in tree_flatten(loaded.mtp_head.parameters()))
+    with_head, without = shape_of(config, mtp=True), shape_of(config)
+    assert with_head.whole_bytes - without.whole_bytes == pytest.approx(weights, rel=0.02)
+    assert with_head.rank_kv(1, 100) == 100 * loaded.kv_token_bytes
+    assert with_head.rank_kv(2, 100) - without.rank_kv(2, 100) == 100 * with_head.mtp_kv_bytes
+    assert with_head.token_bytes == without.token_bytes
+    last, first = with_head.stage(1, 2), with_head.stage(0, 1)
+    assert (first.weight_bytes, first.mtp_kv_bytes) == (without.stage(0, 1).weight_bytes, 0)
+    assert last.weight_bytes - without.stage(1, 2).weight_bytes >= weights * 0.98
+    assert last.mtp_kv_bytes == with_head.mtp_kv_bytes

@@ -136,22 +136,27 @@ def test_no_text_takes_long(reading: Visit, text: str) -> None:
 
 
 HUGE = {
-    "one line of words": "word " * 200_000,
-    "one line of marks": "**a* [b](c $d `e" * 60_000,
-    "quotes within each other": "> " * 500_000 + "x",
-    "lists within each other": "".join(f"{'  ' * depth}- a\n" for depth in range(700)),
-    "rows of a table": "| a | b |\n|---|---|\n" + "| $1 | *2* |\n" * 60_000,
-    "lines of code": "```py\n" + "print('x')\n" * 90_000,
-    "formulas": "\\( " * 10_000 + "\n\n" + "$x" * 10_000 + "\n\n" + "\\[\n" * 10_000,
+    "a megabyte in one line": "word " * 200_000,
+    "one line of marks": "**a* [b](c $d `e" * 12_000,
+    "quotes within each other": "> " * 95_000 + "x",
+    "lists within each other": "".join(f"{'  ' * depth}- a\n" for depth in range(400)),
+    "rows of a table": "| a | b |\n|---|---|\n" + "| $1 | *2* |\n" * 15_000,
+    "lines of code": "```py\n" + "print('x')\n" * 18_000,
+    "formulas": ("$x_1$ " * 4000 + "\n\n") * 8,
+    "blocks of code": "```py\nx = 1\n```\n" * 11_000,
+    "blocks of code in a list": "- ```py\n  x = 1\n  ```\n" * 9_000,
+    "beginnings of formulas": "\\( " * 10_000 + "\n\n" + "$x" * 10_000 + "\n\n" + "\\[\n" * 10_000,
 }
 
 
 @pytest.mark.parametrize("text", HUGE.values(), ids=HUGE)
-def test_a_megabyte_does_not_hang_the_page(reading: Visit, text: str) -> None:
+def test_no_size_hangs_the_page(reading: Visit, text: str) -> None:
     took, said = reading.page.evaluate(
         """async text => {
             const { render } = await import('/page/markdown.js');
             const box = document.createElement('div');
+            render(document.createElement('div'), '$x$\\n```py\\nx\\n```');
+            await new Promise(go => setTimeout(go, 300)); // the libraries are here
             const began = performance.now();
             for (const part of [text.slice(0, -100), text]) render(box, part, part === text);
             return [performance.now() - began, box.textContent.length];
@@ -187,6 +192,7 @@ def f(x):
 
 \\[
 x = 1
+- 2
 \\]
 
 1. a
@@ -200,7 +206,10 @@ The [late] one.
 """
 
 
-def test_a_growing_answer_ends_as_if_it_had_come_at_once_and_keeps_what_is_finished(reading: Visit) -> None:
+@pytest.mark.parametrize("text", [ANSWER, ANSWER.partition("[late]")[0]], ids=["", "no definitions"])
+def test_a_growing_answer_ends_as_if_it_had_come_at_once_and_keeps_what_is_finished(
+    reading: Visit, text: str
+) -> None:
     grown, whole, kept, shown = reading.page.evaluate(
         """async text => {
             const { render } = await import('/page/markdown.js');
@@ -218,11 +227,46 @@ def test_a_growing_answer_ends_as_if_it_had_come_at_once_and_keeps_what_is_finis
             render(once, text, true);
             return [text_(box), text_(once), firsts.size, [...shown]];
         }""",
-        ANSWER,
+        text,
     )
     assert grown == whole
     assert kept == 1, "the first paragraph was built again"
     assert [each for each in shown if each.startswith(("H4 Intro", "P | a", "P -", "P `", "P *"))] == []
+
+
+ATOMS = [
+    *("a", "word ", "**", "*", "_", "`", "```", "```js\n", "\n", "\n\n", "- ", "1. ", "2) ", "> ", "+ "),
+    *("| a | b |\n", "|--|--|\n", "|", "# ", "---", "===", "\n---\n", "    ", "  ", "\t", "\r\n", "[ ] "),
+    *("$", "$$", "\n$$\n", "x^2", "\\(", "\\)", "\\[", "\\]", "\n\\[\n", "\n\\]\n", "5 ", "<b>"),
+    *("[a]", "(https://a.example)", "[a]: https://b.example\n", "![", "](", "https://c.example/ "),
+]
+
+
+@pytest.mark.chaos
+def test_any_growing_text_ends_as_if_it_had_come_at_once(reading: Visit) -> None:
+    wrong = reading.page.evaluate(
+        """async atoms => {
+            const { render } = await import('/page/markdown.js');
+            const html = each => new XMLSerializer().serializeToString(each);
+            let seed = 1;
+            const any = below => (seed = (seed * 1103515245 + 12345) & 0x7fffffff) % below;
+            const wrong = [];
+            const some = () => Array.from({ length: 3 + any(28) }, () => atoms[any(atoms.length)]).join('');
+            for (let number = 0; number < 1000; number += 1) {
+                const text = some();
+                const [grown, once] = [document.createElement('div'), document.createElement('div')];
+                for (let end = 0; end <= text.length; end += 1 + any(4)) {
+                    render(grown, text.slice(0, end), false);
+                }
+                render(grown, text, true);
+                render(once, text, true);
+                if (html(grown) !== html(once)) wrong.push(text);
+            }
+            return wrong;
+        }""",
+        ATOMS,
+    )
+    assert wrong == []
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 // Conversion of models' Markdown to elements, from the tokens of markdown-it. HTML stays text.
 //
-// A text grows while it arrives. Blocks before the last one are finished: they are kept, and only the rest is parsed again.
+// A text grows while it arrives. Blocks before the last one are finished, since no further text can change them: they are
+// kept, and only the rest is parsed again.
 
 import { codeBlock, languageOf, setCode } from "./code.js";
 import { el } from "./dom.js";
 import { addFormulas, formula } from "./maths.js";
 import markdownIt from "./vendor/markdown-it/markdown-it.esm.min.mjs";
 
-const LONGEST = 600_000; // characters of a text; a longer one stays plain
+const LONGEST = 200_000; // characters of a text; a longer one stays plain
+const LONGEST_MS = 500; // for one text; what is not made by then stays plain
 const LONGEST_BLOCK = 30_000; // characters of one paragraph, cell or heading that are searched for marks
 const DEEPEST = 60; // levels of quotes, lists and their items within each other
 const LINKS = /^(?:https?:\/\/|mailto:)/i;
@@ -21,6 +23,8 @@ parser.core.ruler.before("inline", "bound", ({ tokens }) => {
 addFormulas(parser);
 
 const shown = new WeakMap(); // container -> what it shows
+let until = 0; // performance.now() at the end of the time for the present text
+const late = () => performance.now() > until;
 
 /** Show a text in `container`, which has no other content. `over`: no more of it will come. */
 export function render(container, written, over = true) {
@@ -29,32 +33,33 @@ export function render(container, written, over = true) {
   if (known && known.text === text && known.over === over) return;
   const fresh = !known || !text.startsWith(known.text) || text.length > LONGEST;
   if (fresh || (over && known.linked)) {
-    known = { offset: 0, finished: 0, rest: [], references: {}, linked: false };
+    known = { offset: 0, rest: [], references: {}, linked: false };
     container.replaceChildren();
     shown.set(container, known);
   }
   Object.assign(known, { text, over });
-  if (text.length > LONGEST) container.replaceChildren(el("p", { class: "plain-text" }, text));
+  if (text.length > LONGEST) container.replaceChildren(plain(text));
   else update(container, known);
 }
 
 function update(container, known) {
   const rest = known.text.slice(known.offset);
   const text = known.over ? rest : withoutBeginning(rest);
-  const environment = { references: { ...known.references } };
+  const environment = { references: { ...known.references }, growing: !known.over };
+  until = performance.now() + LONGEST_MS;
   const blocks = split(text, parser.parse(text, environment));
   const nodes = blocks.map((block, i) => made(block, known.rest[i]));
   for (const [i, node] of nodes.entries()) {
-    const there = container.children[known.finished + i];
+    const there = known.rest[i]?.node;
     if (!there) container.append(node);
     else if (there !== node) there.replaceWith(node);
   }
-  while (container.children.length > known.finished + nodes.length) container.lastElementChild.remove();
+  for (const { node } of known.rest.slice(nodes.length)) node.remove();
   known.linked = Object.keys(environment.references).length > 0; // definitions also apply to blocks before them
-  const done = Math.max(blocks.length - 1, 0); // no further text can change those before the last
+  const last = blocks.at(-1)?.tokens[0].meta?.open ? 2 : 1; // an open formula may turn out to belong to the block before it
+  const done = Math.max(blocks.length - last, 0);
   known.rest = blocks.map((block, i) => ({ ...block, node: nodes[i] })).slice(done);
   if (!done) return;
-  known.finished += done;
   known.offset += blocks[done].from;
   known.references = environment.references;
 }
@@ -96,8 +101,8 @@ export function split(text, tokens) {
 }
 
 function made({ source, tokens, deep }, before) {
-  if (before?.source === source) return before.node;
-  if (deep) return el("p", { class: "plain-text" }, source);
+  if (before?.source === source && !before.tokens[0].meta?.open) return before.node;
+  if (deep || late()) return plain(source);
   const [token] = tokens;
   if (token.type === "fence" && before && languageOf(before.node) === language(token)) {
     setCode(before.node, token.content);
@@ -110,6 +115,7 @@ function made({ source, tokens, deep }, before) {
 
 // --- tokens -----------------------------------------------------------------------------------------------
 
+const plain = (text) => el("p", { class: "plain-text" }, text);
 const language = ({ info }) => info.trim().split(/\s+/)[0].slice(0, 30);
 const tagged = ({ tag }) => el(tag);
 const side = (token) => /center|right/.exec(token.attrGet("style") ?? "")?.[0] ?? "left";
@@ -132,9 +138,12 @@ const ALONE = {
   hardbreak: () => el("br"),
   hr: () => el("hr"),
   code_inline: ({ content }) => el("code", {}, content),
-  fence: (token) => codeBlock(token.content, language(token)),
-  code_block: (token) => codeBlock(token.content, ""),
-  formula: ({ content, markup, meta }) => formula(content, markup, meta.display),
+  fence: (token) => (late() ? plain(token.content) : codeBlock(token.content, language(token))),
+  code_block: (token) => (late() ? plain(token.content) : codeBlock(token.content, "")),
+  formula: ({ content, markup, meta }) => {
+    if (meta.open) return plain(markup);
+    return late() ? markup : formula(content, markup, meta.display);
+  },
   image: picture,
 };
 

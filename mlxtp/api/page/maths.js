@@ -101,7 +101,11 @@ export function formulaAt(text, before) {
 /** Return true for what follows a sum of money: "5 or 10" between two dollar signs, but not "5x" or "5 + 3". Pure. */
 export const isPrice = (tex) => /^\d[\d.,]*[kKmMbB]?[^\p{L}\d]*\s/u.test(tex) && !/[\\^_=+<>{}*]/.test(tex);
 
-/** Take lines from one that begins with `$$` or `\[` to one that ends with its counterpart. */
+/**
+ * Take lines from one that begins with `$$` or `\[` to one that ends with its counterpart.
+ *
+ * Where a growing text has no such line yet, all of it is an open formula, so that a line of it does not begin a list.
+ */
 function blockRule(state, from, to, silent) {
   const lineAt = (line) => state.src.slice(state.bMarks[line] + state.tShift[line], state.eMarks[line]);
   const begin = lineAt(from);
@@ -109,21 +113,25 @@ function blockRule(state, from, to, silent) {
   if (!mark || state.sCount[from] - state.blkIndent >= 4) return false;
   const [open, close] = mark;
   const lines = [];
+  const take = (line, meta) => {
+    const content = lines.join("\n");
+    if (!content.trim()) return false;
+    if (silent) return true;
+    const token = state.push("formula", "", 0);
+    const markup = `${open}${content}${meta.open ? "" : close}`;
+    Object.assign(token, { block: true, content: content.trim(), markup, meta, map: [from, line] });
+    state.line = line;
+    return true;
+  };
   for (let line = from; line < Math.min(to, from + LINES); line += 1) {
     if (line > from && state.sCount[line] < state.blkIndent) return false;
     const text = (line === from ? begin.slice(open.length) : lineAt(line)).trimEnd();
     const end = text.indexOf(close);
     if (end >= 0 && end !== text.length - close.length) return false; // more follows: it is within a paragraph
-    lines.push(end < 0 ? text : text.slice(0, end));
-    if (end < 0) continue;
-    const tex = lines.join("\n").trim();
-    if (!tex) return false;
-    if (silent) return true;
-    const token = state.push("formula", "", 0);
-    Object.assign(token, { block: true, content: tex, markup: `${open}${lines.join("\n")}${close}`, meta: { display: true } });
-    token.map = [from, line + 1];
-    state.line = line + 1;
-    return true;
+    const more = state.env.growing && state.eMarks[line] === state.src.length; // the line may go on
+    lines.push(end < 0 || more ? text : text.slice(0, end));
+    if (end < 0 || more) continue;
+    return take(line + 1, { display: true });
   }
-  return false;
+  return Boolean(state.env.growing) && to - from < LINES && take(to, { open: true });
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxtp.placement.cost_model import (
@@ -16,6 +16,7 @@ from mlxtp.placement.cost_model import (
     JACCL_MESH,
     RING_THUNDERBOLT,
     RankHardware,
+    drafted,
     speed,
     stage_costs,
     stages,
@@ -29,6 +30,7 @@ END = "<!-- end of backtest -->"
 
 M3_ULTRA = "Apple M3 Ultra"
 EXO = "exo-explore/exo #1781"
+MLX_LM_MTP = "ml-explore/mlx-lm #990"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Published:
     assumed   assumptions where the source leaves something open
     split     layers of each rank of a pipeline, of which rank 0 has the last ones
     fabric    of several machines
+    drafts    of an MTP head, in each step
+    accepted  share of first drafts that were right
     """
 
     model: str
@@ -51,6 +55,8 @@ class Published:
     assumed: str = ""
     split: tuple[int, ...] = ()
     fabric: str = JACCL_MESH
+    drafts: int = 0
+    accepted: float = 0.0
 
 
 def _scaling(model: str, source: str, figures: dict[int, float], assumed: str = "") -> list[Published]:
@@ -58,6 +64,11 @@ def _scaling(model: str, source: str, figures: dict[int, float], assumed: str = 
     return [
         Published(model, (M3_ULTRA,) * n, figure, source, assumed=assumed) for n, figure in figures.items()
     ]
+
+
+def _with_drafts(row: Published, measured: float, accepted: float, assumed: str = "") -> list[Published]:
+    """A row, and the same with one draft of the MTP head a step."""
+    return [row, replace(row, measured=measured, drafts=1, accepted=accepted, assumed=assumed or row.assumed)]
 
 
 PUBLISHED: Sequence[Published] = (
@@ -84,13 +95,29 @@ PUBLISHED: Sequence[Published] = (
         fast=False,
         assumed="default fences",
     ),
-    Published(
-        "qwen3.6-27b-4bit",
-        ("Apple M4 Pro",) * 2,
-        17.0,
-        "ml-explore/mlx-lm #990",
-        fast=False,
-        assumed="default fences",
+    *_with_drafts(
+        Published(
+            "qwen3.6-27b-4bit", ("Apple M4 Pro",) * 2, 17.0, MLX_LM_MTP, fast=False, assumed="default fences"
+        ),
+        25.0,
+        0.8,
+        "default fences; acceptance 0.8",
+    ),
+    *_with_drafts(Published("qwen3.6-27b-4bit", ("Apple M4 Pro",), 15.3, MLX_LM_MTP), 23.3, 0.806),
+    *_with_drafts(
+        Published("qwen3.6-27b-4bit", ("Apple M5 Pro",), 17.7, MLX_LM_MTP),
+        23.25,
+        0.795,
+        "acceptance of 44.3 % is one of all tokens: 0.795 of drafts",
+    ),
+    *_with_drafts(
+        Published("qwen3.6-35b-a3b-4bit", (M3_ULTRA,), 73.7, "waybarrios/vllm-mlx #245"), 85.9, 0.795
+    ),
+    *_with_drafts(
+        Published("glm-5-4bit", (M3_ULTRA,), 15.3, "jundot/omlx #2113", assumed="GLM-5.2 as GLM-5"),
+        19.0,
+        0.89,
+        "GLM-5.2 as GLM-5; 1 draft; acceptance of GLM-5 in vllm-project/vllm-ascend #9803",
     ),
     Published(
         "qwen3-235b-a22b-8bit",
@@ -138,7 +165,10 @@ def predicted(row: Published) -> float:
         cut = zip(stages(row.split), ranks, strict=True)
         costs = [stage_costs(shape.stage(*layers), rank) for layers, rank in cut]
         return speed(shape, ranks, kind, costs=costs, fast_fences=row.fast).tokens_per_second
-    return speed(shape, ranks, kind, fast_fences=row.fast).tokens_per_second
+    found = speed(shape, ranks, kind, fast_fences=row.fast)
+    if not row.drafts:
+        return found.tokens_per_second
+    return drafted(found, shape, ranks, row.drafts, row.accepted).tokens_per_second
 
 
 def error(row: Published) -> float:
@@ -158,21 +188,29 @@ def text() -> str:
         fences = ("fast" if row.fast else "default") if len(row.chips) > 1 else "–"
         figures = (f"{row.measured:.4g}", f"{predicted(row):.1f}", f"{error(row):+.0%}")
         split = f", layers {' + '.join(map(str, row.split))}" if row.split else ""
+        split += f", {row.drafts} MTP draft" if row.drafts else ""
         cells = (row.model, _machines(row.chips) + split, fences, *figures, row.source, row.assumed)
         lines.append(f"| {' | '.join(cells)} |")
-    alone = [row for row in PUBLISHED if len(row.chips) == 1]
-    groups = [row for row in PUBLISHED if len(row.chips) > 1 and not row.split]
+    plain = [row for row in PUBLISHED if not row.drafts]
+    alone = [row for row in plain if len(row.chips) == 1]
+    groups = [row for row in plain if len(row.chips) > 1 and not row.split]
+    drafts = [row for row in PUBLISHED if row.drafts]
     pipelines = [row for row in PUBLISHED if row.split]
     within = sum(abs(error(row)) <= 0.2 for row in PUBLISHED)
     lines += [
         "",
         f"Median error: {median_error():.1%} over {len(PUBLISHED)} rows; {median_error(alone):.1%} over the "
-        f"{len(alone)} of single Macs, to which three constants are fitted, and {median_error(groups):.1%} "
-        f"over the {len(groups)} of groups that divide each layer, to which none is. The {len(pipelines)} of "
-        f"pipelines are off by {min(map(error, pipelines)):+.0%} to {max(map(error, pipelines)):+.0%}. "
+        f"{len(alone)} of single Macs, to 12 of which three constants are fitted, and "
+        f"{median_error(groups):.1%} over the {len(groups)} of groups that divide each layer, to which none "
+        f"is. The {len(pipelines)} of pipelines are off by {_range(pipelines)}, and the {len(drafts)} with "
+        f"MTP drafts by {_range(drafts)}. "
         f"{within} rows are within 20 %.",
     ]
     return "\n".join(lines)
+
+
+def _range(rows: Sequence[Published]) -> str:
+    return f"{min(map(error, rows)):+.0%} to {max(map(error, rows)):+.0%}"
 
 
 def _machines(chips: Sequence[str]) -> str:

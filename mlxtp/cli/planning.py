@@ -15,7 +15,7 @@ from rich.markup import escape
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError, UserError
 from ..placement.candidates import Candidate
-from ..placement.cost_model import LONG_PROMPT, SpeedEstimate
+from ..placement.cost_model import LONG_PROMPT, DraftedSpeed, SpeedEstimate
 from ..placement.machines_file import read_machines
 from ..placement.measurements import measured
 from ..placement.model_shape import ModelShape, shape_of
@@ -272,6 +272,8 @@ def show(made: Placement, shape: ModelShape, console: Console) -> None:
         console.print("These Macs cannot serve it.", style="bold red")
     if made.chosen and made.chosen.speed:
         console.print(escape(_time_line(made.chosen.speed, shape)))
+        if made.chosen.speed.drafts:
+            console.print(escape(_drafts_line(made.chosen.speed, made.chosen.speed.drafts, shape)))
     caches = shape.caches
     if caches.off:
         kept = "" if caches.cuttable else "; kept whole at chosen places"
@@ -313,6 +315,19 @@ def _time_line(speed: SpeedEstimate, shape: ModelShape) -> str:
             f"{waiting * 1e3:.1f} on the links (assumed)",
         ]
     return f"{1e3 / speed.tokens_per_second:.1f} ms a token: {', '.join(parts)}"
+
+
+def _drafts_line(speed: SpeedEstimate, found: DraftedSpeed, shape: ModelShape) -> str:
+    """Return a line with the speed that drafts of the model's MTP head would give."""
+    source = "as published" if found.published else "an assumption: nothing is published of this family"
+    count = "1 draft" if found.count == 1 else f"{found.count} drafts"
+    pays = found.tokens_per_second > speed.tokens_per_second
+    told = "With MTP drafts" if pays else "MTP drafts would not pay"
+    told += f": {found.tokens_per_second:.1f} tokens/s, {count} a step "
+    told += f"(acceptance {found.accepted:.2f}, {source})"
+    if shape.mtp_head and not shape.mtp_kv_bytes:
+        told += f". Its files need the head for that, {_gb(shape.mtp_head.weight_bytes)} more on a rank"
+    return told
 
 
 def cells(one: Candidate, workload: Workload) -> tuple[str, ...]:

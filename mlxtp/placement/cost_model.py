@@ -10,6 +10,7 @@ One token takes
 and a prompt, chunk by chunk, the larger of its arithmetic and of reading all weights, with the same
 collectives. Both make the time of a request. In a pipeline, a token takes the time of all stages, one after
 the other, and a transfer for each; chunks of prompts and lanes of rows follow each other through the stages.
+With drafts of an MTP head, a step takes several tokens, of which those that were right count.
 `docs/placement.md` explains it and compares it with published figures. Every value that was not measured is
 an assumption with a name here.
 """
@@ -22,7 +23,7 @@ from itertools import pairwise
 
 from ..chunks import USUAL, chunk_of
 from .model_shape import ModelShape
-from .tables import Chip
+from .tables import ACCEPTED, ACCEPTED_LATER, ACCEPTED_UNKNOWN, Chip
 from .topology import MemberMachine
 from .workload import Workload
 
@@ -41,6 +42,10 @@ LONG_PROMPT = 10_000  #: Tokens of the prompt for which the time to the first to
 PREFILL_EFFICIENCY = 0.75
 #: The same where each token has experts of its own: 16 TFLOPS on an M3 Ultra, 11 on an M4 Max.
 EXPERT_EFFICIENCY = 0.55
+#: Share of a step's reading that each further token of a row adds, since kernels for a few rows are slower
+#: than for one. Fitted to one figure: 15.3 to 23.3 tokens/s on an M4 Pro (ml-explore/mlx-lm #990).
+WIDER = 0.12
+DRAFTS = 3  #: Most tokens that an MTP head proposes in a step.
 _ACTIVATION_BYTES = 2
 _MOST_TCP = 3e9  #: Bytes/s of one TCP connection on the fastest link; an assumption.
 
@@ -143,16 +148,18 @@ class StageCosts:
         computing_s = max(tokens * self.arithmetic_s, chunks * self.chunk_s)
         return computing_s + chunks * self.waiting_s + tokens * self.wire_s
 
-    def step_s(self, rows: float, context: float) -> float:
-        """Return the seconds of a forward over one token of each row, each behind `context` tokens.
+    def step_s(self, rows: float, context: float, width: int = 1) -> float:
+        """Return the seconds of a forward over `width` tokens of each row, each behind `context` tokens.
 
-        Each row has its KV cache, its part on the wire and its arithmetic; the rows meet more experts than
-        one.
+        Each row has its KV cache, each token its part on the wire and its arithmetic; the tokens meet more
+        experts than one.
         """
-        reading_s = self.reading_s + self.others_s * (1.0 - float(self.unmet ** (rows - 1)))
+        tokens = rows * width
+        reading_s = self.reading_s + self.others_s * (1.0 - float(self.unmet ** (tokens - 1)))
         reading_s += self.kv_s * (rows * context - PROMPT)
-        computing_s = max(reading_s, rows * self.arithmetic_s)
-        return computing_s + self.kernels_s + self.waiting_s + rows * self.wire_s
+        reading_s *= 1 + WIDER * (width - 1)
+        computing_s = max(reading_s, tokens * self.arithmetic_s)
+        return computing_s + self.kernels_s + self.waiting_s + tokens * self.wire_s
 
     def request_s(self, workload: Workload, stages: int) -> float:
         """Return the seconds that it computes for the requests of a workload at once, as one of `stages`."""
@@ -163,12 +170,26 @@ class StageCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftedSpeed:
+    """Estimated speed with drafts of the model's MTP head, `count` of them a step, the best number.
+
+    `accepted`: share of first drafts that are right. `published`: whether that is known of the family.
+    """
+
+    tokens_per_second: float
+    count: int
+    accepted: float
+    published: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class SpeedEstimate:
     """Estimated speed of a group, and the parts of one token's time, all in seconds.
 
     `ttft_s`: time to the first token of a prompt of `LONG_PROMPT` tokens. `measured`: the time of collectives
     is not assumed; the part of it that is fences may still be. `stages`, the first one first, hand the hidden
-    states of a forward on: `hop_s` for each, and `row_s` more for each of its tokens.
+    states of a forward on: `hop_s` for each, and `row_s` more for each of its tokens. `drafts`: None for a
+    model without an MTP head that can be used; the speed, and with it the choice, is one without them.
     """
 
     tokens_per_second: float
@@ -182,6 +203,7 @@ class SpeedEstimate:
     measured: bool = False
     hop_s: float = 0.0
     row_s: float = 0.0
+    drafts: DraftedSpeed | None = None
 
     def prompt_s(self, workload: Workload) -> float:
         """Return the seconds until the prompts of all requests of a workload at once are computed.
@@ -245,7 +267,7 @@ def speed(
     size = len(ranks)
     whole = _costs(shape, ranks, min(rank.chip.reading for rank in ranks))
     if size == 1:
-        return _estimate((whole,))
+        return _with_drafts(_estimate((whole,)), shape, ranks)
     fence_s, latency_s, link, known = _link(ranks, kind, fast_fences, measured, mbps)
     row_s = shape.hidden * _ACTIVATION_BYTES / link
     if costs:
@@ -256,9 +278,50 @@ def speed(
         share = 2 * (size - 1) / size  # how often each number of a sum crosses each link
         count, wire_s = shape.collectives, shape.collectives * row_s * share
         found = _estimate((replace(whole, waiting_s=count * (fence_s + latency_s), wire_s=wire_s),))
-    return replace(
+    found = replace(
         found, fences_s=count * fence_s, latency_s=count * latency_s, wire_s=wire_s, measured=known
     )
+    return _with_drafts(found, shape, ranks)
+
+
+def _with_drafts(found: SpeedEstimate, shape: ModelShape, ranks: Sequence[RankHardware]) -> SpeedEstimate:
+    """Return the same with the speed that the best number of drafts gives, if the model has a usable head."""
+    if not shape.drafts:
+        return found
+    accepted = ACCEPTED.get(shape.family, ACCEPTED_UNKNOWN)
+    each = [drafted(found, shape, ranks, count, accepted) for count in range(1, DRAFTS + 1)]
+    best = max(each, key=lambda one: one.tokens_per_second)
+    return replace(found, drafts=replace(best, published=shape.family in ACCEPTED))
+
+
+def drafted(
+    found: SpeedEstimate, shape: ModelShape, ranks: Sequence[RankHardware], count: int, accepted: float
+) -> DraftedSpeed:
+    """Return the speed with so many drafts a step, of which the first are right in a share of `accepted`.
+
+    A step reads the weights once for all its tokens, with as many collectives as without drafts. Each draft
+    reads the head, which the ranks that choose tokens have whole, and their part of the output head. It takes
+    one exchange between them. The head reads its layer once for all tokens of a step, too.
+    """
+    assert shape.mtp_head is not None
+    chosen = ranks if len(found.stages) == 1 else ranks[:1]
+    reading, head = min(rank.chip.reading for rank in chosen), shape.mtp_head
+    flops = min(rank.chip.flops for rank in chosen) * PREFILL_EFFICIENCY
+    output = shape.output_bytes / len(chosen)
+    draft = StageCosts(
+        reading_s=(head.token_bytes + output + head.kv_token_bytes * PROMPT) / reading,
+        kernels_s=head.kernels * KERNEL_S,
+        arithmetic_s=2 * (head.token_weights + shape.vocabulary * shape.hidden / len(chosen)) / flops,
+        chunk_s=0.0,
+        waiting_s=(found.fences_s + found.latency_s) / shape.collectives if len(chosen) > 1 else 0.0,
+        others_s=(head.weight_bytes - head.token_bytes) / reading,
+        unmet=found.stages[0].unmet,
+    )
+    width = count + 1
+    step_s = sum(stage.step_s(1, PROMPT, width) for stage in found.stages) + found.around_s(width)
+    step_s += draft.step_s(1, PROMPT, width) + (count - 1) * draft.step_s(1, PROMPT)
+    tokens = 1 + accepted * sum(ACCEPTED_LATER**later for later in range(count))
+    return DraftedSpeed(tokens / step_s, count, accepted)
 
 
 def stage_costs(shape: ModelShape, rank: RankHardware) -> StageCosts:
@@ -341,12 +404,14 @@ def _costs(shape: ModelShape, ranks: Sequence[RankHardware], reading: float) -> 
     efficiency = EXPERT_EFFICIENCY if shape.experts else PREFILL_EFFICIENCY
     flops = min(rank.chip.flops for rank in ranks) * efficiency
     unmet = 1 - shape.experts_per_token / shape.experts if shape.experts else 0.0
-    others = shape.rank_weights(size) - shape.rank_token_bytes(size) if unmet else 0
+    heads = shape.mtp_head.weight_bytes if shape.mtp_head and shape.mtp_kv_bytes else 0
+    own = shape.rank_weights(size) - heads
+    others = own - shape.rank_token_bytes(size) if unmet else 0
     return StageCosts(
         reading_s=(shape.rank_token_bytes(size) + shape.rank_kv(size, PROMPT)) / reading,
         kernels_s=shape.kernels * KERNEL_S,
         arithmetic_s=2 * shape.token_weights / size / flops,
-        chunk_s=shape.rank_weights(size) / reading,
+        chunk_s=own / reading,
         kv_s=(shape.rank_kv(size, shape.window + 1) - shape.rank_kv(size, shape.window)) / reading,
         others_s=others / reading,
         unmet=unmet,

@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from ..model_config import Config, Dimensions, dimensions_of, family, number, quantization, text_config
+from ..model_config import (
+    Config,
+    Dimensions,
+    dimensions_of,
+    family,
+    mtp_place,
+    number,
+    quantization,
+    text_config,
+)
 from ..model_families import KEEPS_MLP_WHOLE, PIPELINE_FAMILIES, TENSOR_FAMILIES
 from ..wire.messages import MAX_RANKS as MAX_RANKS
 from .cache_kinds import PLAIN, WINDOWS, CacheTraits, traits_of
@@ -53,10 +62,12 @@ _KERNELS = {
     "groups": 8,  # a router that scores groups of experts first
     "shared": 5,
     "once": 12,  # embedding, last norm, head, choice of a token
+    "draft": 12,  # of an MTP head beside its layer: two norms, their product, and the same as "once"
 }
 _QK_NORM = frozenset({"qwen3", "qwen3_moe", "glm4_moe", "minimax", "exaone_moe", "step3p5"})
 #: Families that sum over the ranks for the norms of queries and keys too.
 _NORM_SUMS = frozenset({"minimax", "olmo2", "olmo3"})
+_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +112,11 @@ class ModelShape:
     shardable         whether its family can be divided at all
     dimensions        sizes that ranks divide
     caches            kind of its KV caches
-    mtp_kv_bytes      bytes of one more token in the cache of an MTP head, which each rank has whole
+    mtp_kv_bytes      bytes of one more token in the cache of an MTP head, which each rank has whole; 0 where
+                      its files have none
+    mtp_head          sizes of the MTP head that its configuration names, in its files or not
+    drafts            whether such a head can be used
+    output_bytes      weights of the output head, which may be the embedding's
     before            sizes of all layers before each one, and of all
     ends              sizes of what first and last stages have beside layers: the embedding; norm and head
     cuttable          whether its layers can be cut into stages
@@ -139,6 +154,9 @@ class ModelShape:
     kv_window_bytes: int = 0
     window: int = 0
     mtp_kv_bytes: int = 0
+    mtp_head: PartShape | None = None
+    drafts: bool = False
+    output_bytes: int = 0
     before: tuple[PartShape, ...] = field(default=(), repr=False)
     ends: tuple[PartShape, PartShape] = field(default=(PartShape(), PartShape()), repr=False)
     cuttable: bool = False
@@ -268,6 +286,7 @@ def shape_of(
         kv_window_bytes=int(sum(cached[layer] for layer in sliding)),
         window=window,
         mtp_kv_bytes=int(cached[-1]) if mtp else 0,
+        drafts=bool(mtp_place(config)),
         before=tuple(accumulate(each_layer, initial=PartShape())),
         cuttable=known in PIPELINE_FAMILIES,
         rules=stage_rules(text),
@@ -280,7 +299,13 @@ def shape_of(
     last = all_of_it - PartShape(0 if tied else table_bytes) - made.before[-1]
     if mtp and not tied:  # an embedding for the head, beside that of the first stage
         last += PartShape(table_bytes)
-    return replace(made, ends=(PartShape(table_bytes), last))
+    output_bytes = int(scale * embedding.count * stored.bytes_each("embedding" if tied else "head"))
+    head = None
+    if number(text, *_MTP_LAYERS):
+        joins = 2 * hidden(text) ** 2
+        joining = int(scale * joins * stored.bytes_each("mtp"))
+        head = each_layer[-1] + PartShape(joining, joining, joins, _KERNELS["draft"])
+    return replace(made, ends=(PartShape(table_bytes), last), mtp_head=head, output_bytes=output_bytes)
 
 
 def _each_layer(

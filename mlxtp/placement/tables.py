@@ -1,4 +1,4 @@
-"""Tables of chips and of published models. Pure data; every number has its source.
+"""Tables of chips, of published models and of their MTP heads. Pure data; every number has its source.
 
 bandwidth    of the memory: Apple's technical specifications of the Macs with that chip. An M5 Ultra's is
              given as 1.2 TB/s, which is two M5 Max.
@@ -151,6 +151,23 @@ def _generation(key: str) -> int:
     return int(key[1:].partition(" ")[0])
 
 
+# --- MTP heads: the share of first drafts that are right, by `model_type` ---------------------------------
+# Where several figures are published, the lowest one counts.
+
+ACCEPTED: Mapping[str, float] = {
+    "deepseek_v3": 0.85,  # 85 to 90 %: DeepSeek-V3's report (arXiv 2412.19437), section 5.4.3
+    "glm4_moe": 0.84,  # 84 % with GLM-4.5-Air in ik_llama.cpp #1992, over 90 % by vLLM's recipe for GLM-4.X
+    "glm4_moe_lite": 0.9,  # over 90 %: the same recipe, which names GLM-4.7-Flash
+    "mimo": 0.9,  # about 90 %: XiaomiMiMo/MiMo, README
+    "qwen3_5": 0.65,  # Qwen3.8-27B, code, facts, prose: tenstorrent/vllm #442; 80 %: ml-explore/mlx-lm #990
+    "qwen3_5_moe": 0.75,  # 75 to 80 %: waybarrios/vllm-mlx #245
+}
+ACCEPTED_UNKNOWN = 0.6  #: The same of any other family; an assumption.
+#: Share of right drafts behind a right one, which the head makes from its own output. DeepSeek V3's gave 3.2
+#: tokens a step with seven drafts (nebius/MTP-DeepSeek-V3-0324), GLM-5's more.
+ACCEPTED_LATER = 0.6
+
+
 # --- models that can be planned for without their files: the published config.json of each ---------------
 # Only the fields that count are here. The quantizations are those of the usual MLX conversions. Where a
 # conversion quantizes module by module, one module of each kind is enough.
@@ -205,6 +222,7 @@ _QWEN_27B: Config = {
     "linear_num_key_heads": 16,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
+    "mtp_num_hidden_layers": 1,
     "vocab_size": 248320,
     "max_position_embeddings": 262144,
 }
@@ -225,6 +243,7 @@ _DEEPSEEK_V3: Config = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
     "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
     "n_group": 8,
     "vocab_size": 129280,
     "max_position_embeddings": 163840,
@@ -236,6 +255,7 @@ _KIMI_K2: Config = {
     "num_key_value_heads": 64,
     "n_routed_experts": 384,
     "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
     "n_group": 1,
     "vocab_size": 163840,
     "max_position_embeddings": 262144,
@@ -293,6 +313,7 @@ _GLM_46: Config = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
     "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
     "vocab_size": 151552,
     "max_position_embeddings": 202752,
 }
@@ -316,6 +337,7 @@ _GLM_5: Config = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
     "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
     "vocab_size": 154880,
     "max_position_embeddings": 202752,
 }
@@ -365,6 +387,7 @@ _QWEN36_35B: Config = {
     **_QWEN3_NEXT,
     "model_type": "qwen3_5_moe",
     "num_hidden_layers": 40,
+    "mtp_num_hidden_layers": 1,
     "num_experts": 256,
     "num_experts_per_tok": 8,
     "vocab_size": 248320,

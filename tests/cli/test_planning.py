@@ -283,6 +283,19 @@ def test_json_has_everything() -> None:
     assert {"title", "verdict", "reason"} <= made["alternatives"][1].keys()
 
 
+def test_a_plan_says_what_drafts_would_bring_where_the_model_has_a_head() -> None:
+    text = " ".join(printed("glm-4.6-4bit", desk(2, memory=256)).split())
+    made = json.loads(printed("glm-4.6-4bit", desk(2, memory=256), as_json=True))
+    drafts = made["chosen"]["speed"]["drafts"]
+    assert (drafts["count"], drafts["accepted"], drafts["published"]) == (1, 0.84, True)
+    told = f"With MTP drafts: {drafts['tokens_per_second']:.1f} tokens/s, 1 draft a step"
+    assert f"{told} (acceptance 0.84, as published). Its files need the head for that, 2.2 GB more on" in text
+    assert "drafts" not in printed("llama-3.3-70b-4bit", desk(2, memory=256))
+    tiny = printed("tiny", desk(1))
+    assert "0.60, an assumption: nothing is published of this family)\n" in tiny
+    assert "MTP drafts: " in tiny or "MTP drafts would not pay: " in tiny
+
+
 def test_json_of_a_refusal_has_no_choice() -> None:
     made = json.loads(printed("llama-3.3-70b-8bit", desk(1), as_json=True))
     assert made["chosen"] is None

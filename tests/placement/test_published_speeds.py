@@ -7,7 +7,15 @@ import pytest
 from benchmarks import backtest
 from mlxtp.placement.tables import chip
 
-MISSES = {48.0, 13.3, 68.0}
+MISSES = {
+    ("gpt-oss-120b", 48.0),
+    ("gpt-oss-120b", 68.0),
+    ("qwen3.6-27b-4bit", 13.3),
+    ("qwen3.6-35b-a3b-4bit", 73.7),
+    ("qwen3.6-35b-a3b-4bit", 85.9),
+    ("glm-5-4bit", 15.3),
+    ("glm-5-4bit", 19.0),
+}
 """Figures that are known not to be the machines': docs/placement.md says why."""
 
 
@@ -26,7 +34,9 @@ def test_groups_to_which_nothing_was_fitted_are_met_as_well() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in backtest.PUBLISHED if row.measured not in MISSES], ids=lambda row: row.model
+    "row",
+    [row for row in backtest.PUBLISHED if (row.model, row.measured) not in MISSES],
+    ids=lambda row: row.model,
 )
 def test_no_figure_is_missed_without_an_explanation(row: backtest.Published) -> None:
     assert abs(backtest.error(row)) <= 0.20

@@ -4,7 +4,7 @@ class Mlxtp < Formula
   url "@URL@"
   version "@VERSION@"
   sha256 "@SHA256@"
-  license "Apache-2.0"
+  license all_of: ["Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "MIT"]
 
   depends_on arch: :arm64
   depends_on :macos

@@ -27,6 +27,7 @@ from ..groups.health import ServingState
 from ..wire.messages import Pong
 from . import deployed
 from .deployed import DeploymentSnapshot, GroupSnapshot
+from .drafting import PROPOSERS
 from .parts import AgentParts
 from .snapshot import AgentSnapshot, gather_agent
 
@@ -196,7 +197,50 @@ def _ranks(found: Mapping[int, Pong] | None) -> Iterator[Metric]:
         yield _gauge(name, says, ("rank",), [((str(rank),), read(pong)) for rank, pong in pongs.items()])
     for name, says, count in _COUNTED_BY_A_RANK:
         yield _counter(name, says, ("rank",), [((str(rank),), count(pong)) for rank, pong in pongs.items()])
+    yield from _drafts([pong for rank, pong in pongs.items() if rank == 0])
 
+
+def _drafts(of_rank_0: Sequence[Pong]) -> Iterator[Metric]:
+    by_proposer, by_place = ("proposer",), ("position",)
+    yield _counter(
+        "mlxtp_drafted_tokens",
+        "Tokens that a lookup, the model's MTP head or a draft model proposed. Only where rank 0 is.",
+        by_proposer,
+        [each for pong in of_rank_0 for each in zip(_PROPOSERS, pong.drafted, strict=False)],
+    )
+    yield _counter(
+        "mlxtp_accepted_drafts",
+        "Proposed tokens that were right.",
+        by_proposer,
+        [each for pong in of_rank_0 for each in zip(_PROPOSERS, pong.accepted, strict=False)],
+    )
+    yield _counter(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Proposed tokens that were right, by their place in the draft, from 0.",
+        by_place,
+        [((str(place),), count) for pong in of_rank_0 for place, count in enumerate(pong.right_at)],
+    )
+    yield _counter(
+        "mlxtp_decode_steps",
+        "Steps that decoded tokens.",
+        (),
+        [((), pong.decode_steps) for pong in of_rank_0],
+    )
+    yield _counter(
+        "mlxtp_decode_step_tokens",
+        "Tokens that these steps fed their widest row.",
+        (),
+        [((), pong.decode_widths) for pong in of_rank_0],
+    )
+    yield _gauge(
+        "mlxtp_draft_gain",
+        "Speed of recent steps, in that of steps without drafts as they were measured.",
+        (),
+        [((), pong.draft_gain) for pong in of_rank_0 if pong.draft_gain],
+    )
+
+
+_PROPOSERS = tuple((proposer,) for proposer in PROPOSERS)
 
 #: Metrics of each API key: name, help, field of its report.
 _COUNTED_OF_A_KEY = (

@@ -27,9 +27,10 @@ from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import Deployment, FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
-from . import caches, deployed, running
+from . import caches, deployed, drafting, running
 from .caches import GroupCaches
 from .deployed import DeploymentSnapshot
+from .drafting import GroupDrafts
 from .parts import AgentParts
 from .running import RunningRequest
 
@@ -143,6 +144,7 @@ class Snapshot:
     caches: tuple[GroupCaches, ...]
     history: tuple[tuple[str, EpochStory], ...]
     transfers: tuple[Json, ...] = ()
+    drafts: tuple[GroupDrafts, ...] = ()
 
 
 # --- gathering -------------------------------------------------------------------------------------------
@@ -172,6 +174,7 @@ def gather(parts: AgentParts) -> Snapshot:
         model_bytes=group.scope.model.weight_bytes or None,
         left_wired=sleep.HERE.summary(),
         caches=caches.gather(parts),
+        drafts=tuple(drafting.gather(parts)),
         history=_history(parts),
         transfers=tuple(parts.transfers.under_way_anywhere()),
     )
@@ -311,6 +314,7 @@ def _here(now: Snapshot) -> Json:
         "left_wired": now.left_wired,
         "deployments": _deployments(now),
         "caches": [asdict(each) for each in now.caches],
+        "drafts": [asdict(each) for each in now.drafts],
         "ranks": [
             {"rank": rank, "pid": agent.pids.get(rank), **{name: getattr(pong, name) for name in _SHOWN}}
             for rank, pong in (agent.pongs or {}).items()
@@ -446,6 +450,7 @@ def page(now: Snapshot, tokens_per_second: float | None) -> Json:
         "desired": {key: value for key, value in _desired(cluster).items() if key in ("model", "nodes")},
         "deployments": _deployments(now),
         "caches": [asdict(each) for each in now.caches],
+        "drafts": [asdict(each) for each in now.drafts],
         "coming": list(cluster.coming),
         "transfers": list(now.transfers),
         "nodes": [

@@ -64,6 +64,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
     if answer.get("left_wired"):
         lines.append(_indented(answer["left_wired"], "yellow"))
     lines += [_indented(each) for each in _caches(answer["caches"])]
+    lines += [_indented(each) for each in drafts_shown(answer.get("drafts", ()))]
     lines += [_indented(each) for each in _stages(answer)]
     if "members" in answer or len(answer["deployments"]) > 1:
         lines += deployments_shown(answer["deployments"], Console().width)
@@ -100,6 +101,26 @@ def _caches(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"{room if each['disk_room_bytes'] else ''}, {size_of(each['evicted_bytes'])} evicted; "
             f"{each['reused']:,} prompts began with {each['reused_tokens']:,} of their tokens{disk}"
         )
+
+
+def drafts_shown(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence on the drafts of each group that had some, or a note on why it cannot."""
+    names = {"lookup": "lookup", "mtp": "MTP head", "draft": "draft model"}
+    for each in groups:
+        of = f" of {each['group']}" if len(groups) > 1 else ""
+        if each["note"]:
+            yield f"drafts{of}: {each['note']}"
+        if not any(each["drafted"].values()):
+            continue
+        shares = [
+            f"{names[name]} {each['accepted'][name] / drafted:.0%} of {drafted:,} right"
+            for name, drafted in each["drafted"].items()
+            if drafted
+        ]
+        gain = (
+            f"; recent steps gave {each['gain']:.2f} times the tokens of plain ones" if each["gain"] else ""
+        )
+        yield f"drafts{of}: {', '.join(shares)}; {each['width']:.1f} tokens a step and row at most{gain}"
 
 
 def _stages(answer: Mapping[str, Any]) -> Iterator[str]:

@@ -333,7 +333,7 @@ class RankExecutor:
         store = open_store(self.bootstrap, Path(path), command, self.caches, self._post)
         self.disk = DiskShare(self._runner, self.caches, store, self._post)
         self._count_caches()
-        self.status.model = loaded.name
+        self.status.model, self.status.drafts.mtp = loaded.name, loaded.mtp_head is not None
         self.status.weight_bytes, self.status.load_peak_bytes = loaded.weight_bytes, loaded.peak_bytes
         context = min(loaded.context, command.max_context or loaded.context)
         token_bytes = loaded.kv_token_bytes

@@ -21,6 +21,47 @@ PROPOSERS: tuple[Proposer, ...] = ("lookup", "mtp", "draft")
 MOST_DRAFTED = 16  # tokens of the longest draft of one row
 LENGTHS = (1, 2, 4, 8, MOST_DRAFTED)  #: numbers of drafts that are compared
 
+RECENT_STEPS = 1000  #: steps over which the gain is averaged
+
+
+@dataclass(slots=True)
+class DraftUse:
+    """Use of drafts in an epoch, for heartbeats.
+
+    drafted, accepted   tokens by PROPOSERS
+    right_at            drafts that were right, by their place in the draft
+    steps, widths       decode steps, and the sum of the most tokens that each fed one row
+    mtp                 the model's MTP head is loaded
+    """
+
+    drafted: list[int] = field(default_factory=lambda: [0] * len(PROPOSERS))
+    accepted: list[int] = field(default_factory=lambda: [0] * len(PROPOSERS))
+    right_at: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTED)
+    steps: int = 0
+    widths: int = 0
+    mtp: bool = False
+    _took_s: float = 0.0
+    _plain_s: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        """Tokens a second of recent steps, in those that plain steps would have given; 0 if unknown."""
+        return self._plain_s / self._took_s if self._took_s else 0.0
+
+    def checked(self, proposer: Proposer, drafted: int, right: int) -> None:
+        """Count a row's drafts, of which the first `right` were right."""
+        at = PROPOSERS.index(proposer)
+        self.drafted[at] += drafted
+        self.accepted[at] += right
+        for place in range(min(right, MOST_DRAFTED)):
+            self.right_at[place] += 1
+
+    def took(self, seconds: float, plain_s: float) -> None:
+        """Count the time of a step, and that of plain steps for as many tokens."""
+        self._took_s += seconds - self._took_s / RECENT_STEPS
+        self._plain_s += plain_s - self._plain_s / RECENT_STEPS
+
+
 # --- costs -----------------------------------------------------------------------------------------------
 
 HELD = -1  #: in place of a number of drafts: a step without any, which waited for the token before it

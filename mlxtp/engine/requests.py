@@ -282,6 +282,7 @@ class Requests:
         store = None if self._rank.disk is None else self._rank.disk.store
         disk = DiskIndex(store, whole=not kinds.cuttable)
         self.scheduler = Scheduler(self._policy, prefixes, self._last_uid, disk)
+        self.scheduler.speculation.use = self._rank.status.drafts
 
     # --- in ------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..wire.messages import MAX_WIDTH
 from .lookup import Lookup
-from .payoff import HELD, Choice, Options, Source, bucket, source_of_match
+from .payoff import HELD, Choice, DraftUse, Options, Source, bucket, source_of_match
 from .sequence import FedRow, SequenceState
 from .steps import Agreement, Decode, Move, Policy, Prefill, StopSequence
 
@@ -44,6 +44,7 @@ class Speculation:
 
     def __init__(self, policy: Policy, running: Sequence[SequenceState]) -> None:
         self.choice = Choice()
+        self.use = DraftUse()
         self._policy = policy
         self._running = running
         #: By request, until the next results: the source and the number of its drafts.
@@ -170,6 +171,7 @@ class Speculation:
         choice = self._choice_of(sequence)
         if drafted and sequence.source is not None:
             choice.checked(sequence.success, sequence.source, drafted, new - 1)
+            self.use.checked(sequence.source[0], drafted, new - 1)
         if choice is not self.choice:
             choice.step(1, new, drafted)
 
@@ -180,21 +182,22 @@ class Speculation:
         """
         step, last = self._steps.popleft(), self._last
         self._plans, self._last = None, (len(rows), at_s) if complete and at_s else None
+        drafted, forced = max([len(row.drafts) for row in rows]), max([len(row.forced) for row in rows])
+        width, costs = max(drafted, forced), self.choice.costs
+        self.use.steps += 1
+        self.use.widths += 1 + width
         if not complete or not self._policy.timed:
             return
-        drafted, forced = max([len(row.drafts) for row in rows]), max([len(row.forced) for row in rows])
-        width = max(drafted, forced) or (HELD if step.waited else 0)
-        proposing_s = step.proposing_s + step.asked * self.choice.costs.proposing_s("mtp", len(rows))
-        if (
-            last
-            and self._last
-            and last[0] == len(rows)
-            and (width or step.ahead or not self._policy.run_ahead)
-        ):
+        width = width or (HELD if step.waited else 0)
+        proposing_s = step.proposing_s + step.asked * costs.proposing_s("mtp", len(rows))
+        if self._last and last and last[0] == len(rows):
             took_s = at_s - last[1]  # with what the host did between the steps
-            self.choice.costs.took(len(rows), bucket(width), max(took_s - proposing_s, took_s / 2))
+            if width or step.ahead or not self._policy.run_ahead:
+                costs.took(len(rows), bucket(width), max(took_s - proposing_s, took_s / 2))
+            if not forced:
+                self.use.took(took_s, costs.seconds(len(rows), 0) * tokens / len(rows))
         if step.proposing_s and drafted:
-            self.choice.costs.proposed("draft", step.proposing_s / drafted)
+            costs.proposed("draft", step.proposing_s / drafted)
         self.choice.step(len(rows), tokens, 0 if forced else width, proposing_s)
 
     def prompted(self) -> None:

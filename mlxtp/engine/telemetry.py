@@ -31,6 +31,7 @@ from ..wire.recording import (
     WORDS,
     WORDS_AT,
 )
+from .payoff import DraftUse
 
 # --- flight recorder -------------------------------------------------------------------------------------
 # The memory belongs to a file that the agent created and reads after this process has ended. So a failing
@@ -138,6 +139,7 @@ class _ForwardTimes:
         self.step_us = 0.0
         self.wait_us = 0.0
         self.stage_busy_us = self.stage_waiting_us = 0
+        self.drafts = DraftUse()
         self._step_s: float | None = None  # time of a decode step with any number of rows
         self._token_s: dict[Phase, float] = {}  # time of a forward for each of its tokens
 
@@ -239,6 +241,11 @@ class RankTelemetry:
         self._times.stage_busy_us, self._times.stage_waiting_us = int(busy_s * 1e6), int(waiting_s * 1e6)
 
     @property
+    def drafts(self) -> DraftUse:
+        """Counts of drafts in this epoch."""
+        return self._times.drafts
+
+    @property
     def in_collective(self) -> bool:
         """True while the main thread may wait for other ranks and nothing else wakes it."""
         return self.in_flight > 0 or self.phase in ("forming", "proving", "measuring")
@@ -279,6 +286,13 @@ class RankTelemetry:
             expected_us=self.expected_us,
             stage_busy_us=self._times.stage_busy_us,
             stage_waiting_us=self._times.stage_waiting_us,
+            drafted=tuple(self.drafts.drafted),
+            accepted=tuple(self.drafts.accepted),
+            right_at=tuple(self.drafts.right_at),
+            decode_steps=self.drafts.steps,
+            decode_widths=self.drafts.widths,
+            draft_gain=self.drafts.gain,
+            mtp=self.drafts.mtp,
             **asdict(self.caches),
         )
 

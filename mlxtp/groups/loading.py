@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 #: Settings that may change a model's answers.
 _NUMBERS = ("compiled", "kv_bits", "draft_model", "speculation", "prefill_chunk", "agreement")
 _ACTIVATION_BYTES = 2
+NO_HEAD = "--speculation mtp: the model has no MTP head that can be used, so nothing is drafted"
 _RANK = re.compile(r"(?:^|; )rank (\d+): ")
 
 
@@ -124,6 +125,8 @@ class ModelLoader:
             loaded = await ranks.load(str(model.path), model.text.eos, str(model.draft_path or ""))
         except ModelError as error:
             raise refusal(model.id, model.path.name, ranks.group.world_size, error) from error
+        if self._settings.speculation == "mtp" and not loaded.mtp:
+            log.warning("%s: %s", model.id, NO_HEAD)
         reached("loaded")
         warm_up = self._warm_up(ranks, model.path, loaded.vocabulary)
         with ranks.watch.warming_up():

@@ -160,6 +160,11 @@ class Pong(Message):
     proof. `expected_us` is the expected time of the running forward, judged by those before it. MLX does not
     report how much of a step its collectives wait. A rank of a pipeline has computed its layers for
     `stage_busy_us` since the load, and has waited for other stages for `stage_waiting_us`; 0 on other ranks.
+
+    Rank 0 counts drafts in this epoch: tokens `drafted` and `accepted` by lookup, by the MTP head and by a
+    draft model. `right_at` counts the right ones by their place in a draft. In `decode_steps` the widest rows
+    were fed `decode_widths` tokens in all. `draft_gain` is the speed of recent steps, in that of steps
+    without drafts; 0 if it is not known. `mtp`: the model's MTP head is loaded.
     """
 
     TYPE: ClassVar[int] = 0x04
@@ -195,6 +200,13 @@ class Pong(Message):
     disk_room_bytes: int = _f(_count, default=0)
     stage_busy_us: int = _f(_count, default=0)
     stage_waiting_us: int = _f(_count, default=0)
+    drafted: tuple[int, ...] = _f(integers(0, U32, 0, 8), default=())
+    accepted: tuple[int, ...] = _f(integers(0, U32, 0, 8), default=())
+    right_at: tuple[int, ...] = _f(integers(0, U32, 0, MAX_WIDTH), default=())
+    decode_steps: int = _f(_count, default=0)
+    decode_widths: int = _f(_count, default=0)
+    draft_gain: float = _f(_seconds, default=0.0)
+    mtp: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from rich.console import Console
 from mlxtp.admin import checkup, metrics, snapshot
 from mlxtp.admin.caches import use_of
 from mlxtp.admin.deployed import DeploymentSnapshot, GroupSnapshot
+from mlxtp.admin.drafting import drafts_of
 from mlxtp.admin.snapshot import AgentSnapshot, ClusterSnapshot, MemberSnapshot, NodeLink, Snapshot, gather
 from mlxtp.api.backend import Health, ModelInfo
 from mlxtp.api.dialects import openai as answers
@@ -25,6 +26,7 @@ from mlxtp.diagnostics.facts import Attempt
 from mlxtp.gateway.dispatcher import OpenRequests
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.history import EpochStory
+from mlxtp.groups.loading import NO_HEAD
 from mlxtp.groups.process_group import EpochGroup
 from mlxtp.wire.cluster_messages import Deployment, FabricResult, ModelStatus, RosterEntry
 from mlxtp.wire.messages import Pong
@@ -51,6 +53,14 @@ AGENT = AgentSnapshot(
     kv_room=200,
     in_epoch=True,
     proof="",
+)
+DRAFTED = replace(
+    KEPT,
+    drafted=(10, 0, 30),
+    accepted=(8, 0, 12),
+    decode_steps=50,
+    decode_widths=110,
+    draft_gain=1.2649,
 )
 HERE = MemberSnapshot(
     A, "studio", True, "alive", True, False, 0, "", False, "http://127.0.0.1:52415", MACHINE,
@@ -96,10 +106,27 @@ NOW = Snapshot(
     model_bytes=1000,
     left_wired="2 GB stay wired",
     caches=(use_of("tiny#0", {0: KEPT, 1: KEPT}, (A, B)),),
+    drafts=(drafts_of("tiny#0", DRAFTED, "mtp"),),
     history=(("tiny#0", EpochStory(9, 1.0, True, 2, "ring", GROUP.kind, "tiny")),),
 )
 ALONE = replace(NOW, cluster=replace(CLUSTER, alone=True, members=(HERE,), links=()))
 FOLLOWER = replace(NOW, agent=replace(AGENT, pongs=None, pids={}))
+
+
+def test_drafts_of_a_group_are_those_that_its_rank_0_counted() -> None:
+    for found in (snapshot.status(NOW), snapshot.page(NOW, 30.0)):
+        assert found["drafts"] == [
+            {
+                "group": "tiny#0",
+                "drafted": {"lookup": 10, "mtp": 0, "draft": 30},
+                "accepted": {"lookup": 8, "mtp": 0, "draft": 12},
+                "width": 2.2,
+                "gain": 1.26,
+                "note": NO_HEAD,
+            }
+        ]
+    assert drafts_of("tiny#0", replace(DRAFTED, mtp=True), "mtp").note == ""
+    assert drafts_of("tiny#0", DRAFTED, "auto").note == ""
 
 
 def samples(now: AgentSnapshot) -> dict[str, list[tuple[dict[str, str], float]]]:

@@ -632,9 +632,17 @@ def test_each_rank_has_its_figures(stage: Stage) -> None:
         "disk_room_bytes": 23,
     }
     shares = {"stage_busy_us": 3_000_000, "stage_waiting_us": 1_500_000}
+    drafts = {
+        "drafted": (10, 0, 30),
+        "accepted": (8, 0, 12),
+        "right_at": (9, 7, 4),
+        "decode_steps": 50,
+        "decode_widths": 110,
+        "draft_gain": 1.25,
+    }
     pongs = {
         1: pong(memory_bytes=22, peak_memory_bytes=33, weight_bytes=4, forwards=6, **caches),
-        0: pong(memory_bytes=11, step_us=1500, wait_us=500, collective_us=40, **shares),
+        0: pong(memory_bytes=11, step_us=1500, wait_us=500, collective_us=40, **shares, **drafts),  # type: ignore[arg-type]
     }
     stage.supervisor.status.ranks = cast(
         Any, SimpleNamespace(watch=SimpleNamespace(pongs=pongs), processes=[])
@@ -661,6 +669,12 @@ def test_each_rank_has_its_figures(stage: Stage) -> None:
     assert found("mlxtp_rank_step_seconds", rank="0") == 0.0015
     assert found("mlxtp_rank_wait_seconds", rank="0") == 0.0005
     assert found("mlxtp_rank_collective_seconds", rank="0") == 0.00004
+    assert found("mlxtp_drafted_tokens_total", proposer="draft") == 30
+    assert found("mlxtp_accepted_drafts_total", proposer="lookup") == 8
+    assert found("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="1") == 7
+    assert found("mlxtp_decode_steps_total") == 50
+    assert found("mlxtp_decode_step_tokens_total") == 110
+    assert found("mlxtp_draft_gain") == 1.25
     assert found("mlxtp_rank_stage_busy_seconds_total", rank="0") == 3
     assert found("mlxtp_rank_stage_waiting_seconds_total", rank="0") == 1.5
     assert {name: httpx.get(f"{stage.url}/health").json()["ranks"][0][name] for name in shares} == shares

@@ -391,6 +391,25 @@ def test_a_status_that_is_not_well_says_why(agent: Agent, monkeypatch: pytest.Mo
     assert "two Macs are one" in shown
 
 
+def test_drafts_are_shown_once_there_are_any(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {
+        "drafted": {"lookup": 0, "mtp": 40, "draft": 1000},
+        "accepted": {"lookup": 0, "mtp": 30, "draft": 50},
+    }
+    some = {"group": "org/model#0", **counts, "width": 2.24, "gain": 1.31, "note": ""}
+    none = {**some, "drafted": dict.fromkeys(("lookup", "mtp", "draft"), 0), "note": "no head"}
+    shown = []
+    for drafts in ([], [none], [some], [{**some, "gain": 0.0}, none]):
+        monkeypatch.setattr(agent.admin, "status", lambda drafts=drafts: {**STATUS, "drafts": drafts})
+        shown.append(" ".join(mlxtp(agent.home, "status").output.split()))
+    said = "MTP head 75% of 40 right, draft model 5% of 1,000 right; 2.2 tokens a step and row at most"
+    assert "drafts" not in shown[0]
+    assert "drafts: no head" in shown[1]
+    assert f"drafts: {said}; recent steps gave 1.31 times the tokens of plain ones" in shown[2]
+    assert f"drafts of org/model#0: {said}" in shown[3]
+    assert "drafts of org/model#0: no head" in shown[3]
+
+
 def test_the_use_of_kept_caches_is_shown_once_there_is_any(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:

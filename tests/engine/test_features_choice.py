@@ -286,6 +286,30 @@ def test_a_seed_is_the_same_text_in_the_next_epoch(folder: Path, tmp_path: Path)
 # --- a model that means something -------------------------------------------------------------------------
 
 
+def test_measured_steps_decide_for_rows_together_and_change_no_text(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Lookups and the model itself as its draft propose, for one row and for several."""
+    random = Random(4)
+    prompts = [prompt_ids(f"Repeat exactly: {random_text(random, 40)}") for _ in range(6)]
+    wanted = [Wanted(each, 60) for each in prompts]
+    with Cluster(tmp_path_factory.mktemp("measured"), ranks=2, repeatable=False) as cluster:
+        cluster.load("tiny", draft="tiny")
+        outcomes = [*cluster.ask_all(wanted, 1), *cluster.ask_all(wanted, 6)]
+        cluster.idle()
+        pongs = cluster.supervisor.status.pongs
+    for outcome, each in zip(outcomes, wanted * 2, strict=True):
+        assert outcome.tokens == expected(each, TINY).tokens
+    assert pongs is not None
+    ends = [outcome.whole() for outcome in outcomes]
+    assert sum(pongs[0].drafted) >= sum(end.drafted for end in ends) > 0
+    assert sum(pongs[0].accepted) >= sum(end.accepted for end in ends) > 0
+    assert pongs[0].right_at[0] >= pongs[0].right_at[1] > 0
+    assert pongs[0].decode_widths > pongs[0].decode_steps > 0
+    assert pongs[0].draft_gain > 0
+    assert sum(pongs[1].drafted) == 0
+
+
 def test_speculation_pays_where_text_is_copied(two_ranks: Cluster) -> None:
     """Greedy answers of the embedded model: as one process gives them, in far fewer forwards."""
     random = Random(4)

@@ -315,7 +315,19 @@ SHAPING = st.builds(
 _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     Hello: st.builds(Hello, _u32, _rank, _count, st.binary(min_size=16, max_size=16), _proof),
     Welcome: st.builds(Welcome, _u32, _proof),
-    Pong: st.builds(Pong, _phase, _seconds, *(_count,) * 7, _text, *(_count,) * 16),
+    Pong: st.builds(
+        Pong,
+        _phase,
+        _seconds,
+        *(_count,) * 7,
+        _text,
+        *(_count,) * 18,
+        *(_ints(0, 2**32 - 1, 0, 8),) * 3,
+        _count,
+        _count,
+        _seconds,
+        st.booleans(),
+    ),
     Bootstrap: st.builds(
         Bootstrap,
         _rank,

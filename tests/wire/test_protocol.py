@@ -309,6 +309,8 @@ def legal(pair: Pair, kind: type[Message]) -> Message:
         return Generate(2, (5,), 10)
     if kind is PromptTokens:
         return PromptTokens(2, 0, 1, (5,))
+    if kind is StepToken:
+        return StepToken((1,), (2,))
     if kind is PromptBatch:
         return PromptBatch((2, 4), (1, 3), (0, 2), (0, 1), (0, 0), (5, 6), (Sampling(), Sampling()))
     if kind in (FetchedBlocks, Restore):

@@ -19,6 +19,7 @@ from mlxtp.model_families import (
     ALSO_CALLED,
     DIVIDED_BY_MLX_LM,
     DIVIDED_HERE,
+    MTP_PLACES,
     PIPELINE_FAMILIES,
     TENSOR_FAMILIES,
 )
@@ -214,7 +215,7 @@ A family is what a model's `config.json` calls `model_type`. These can be shared
   `mlxtp/engine/families/` has one. Sizes have to divide by the number of ranks ([placement.md](placement.md)).
 - **pipeline**: each rank has whole layers.
 - **caches**: the kind of its KV caches, in the second table. **reused**: where a later prompt can begin with them. **drafts**: whether
-  several tokens are guessed ahead (speculation).
+  several tokens are guessed ahead (speculation). `MTP head`: that of the model proposes some, where its files have one.
 - **tried**: how tests compare it with mlx-lm alone on the same weights, in models of a few layers with random weights. `parts`: on
   two ranks of a TCP ring, a batch of two rows, prompt and steps. `chunks`: on two, and some on four, prompts of unlike lengths in
   several chunks, then in one batch, plain and in 4 and 8 bits. `types`: bfloat16, 4 and 8 bits too. `stages`: cut into two and three
@@ -258,6 +259,8 @@ def _family(family: str) -> str:
     tried = ", ".join(way for way, families in ways.items() if family in families)
     pipeline = "yes" if family in PIPELINE_FAMILIES else "–"
     reused, drafts = _reused(kind), "–" if "drafts" in kind.off else "yes"
+    if family in MTP_PLACES:
+        drafts = "yes, MTP head"
     return f"| {name} | {tensor} | {pipeline} | {caches} | {reused} | {drafts} | {tried or '–'} |"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -170,11 +170,13 @@ class ForwardShape:
 class Bucket:
     """Rows in arrays of one size: those of the first layer, of the second, and so on.
 
-    Each is [slots, KV heads, capacity, ...], first of a layer's keys, then of its values.
+    Each is [slots, KV heads, capacity, ...], first of a layer's keys, then of its values. `behind` has what
+    the arrays of an MTP head lack: positions, hidden states and embeddings of each of the last steps.
     """
 
     rows: list[int]
     arrays: list[mx.array]
+    behind: list[tuple[tuple[int, ...], mx.array, mx.array]] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -22,6 +22,9 @@ from .mtp_head import ChosenStep, MtpHead, follow
 #: Traced graphs that are kept: one for each number of rows, size of the KV arrays and view of them.
 MAX_GRAPHS = 128
 MAX_SHAPES = 1024
+BEHIND = (
+    32  #: steps without drafts whose entries an MTP head gets together, because one by one they cost much
+)
 STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up compiles the kernels
 
 #: Rows, slots and capacity of their arrays, view, and width.
@@ -185,6 +188,27 @@ class ModelForwards:
         arrays = [step.hidden, step.following, step.chosen, step.fed, step.counts]
         return in_parts(parts, rows, arrays, positions, forward=partial(self._follow, drafts=drafts))
 
+    def catch_up(self, parts: Sequence[Bucket | MergedBatch]) -> None:
+        """Put the last steps without drafts into the MTP head's cache, before that is used or moved."""
+        for part in parts:
+            if not isinstance(part, Bucket) or self.head is None or not part.behind:
+                continue
+            positions, hidden = part.behind[0][0], [step[1] for step in part.behind]
+            following = [step[2] for step in part.behind]
+            _, shape = _shape(part, positions, len(hidden), 0)
+            (view,) = self._caches.views(part.arrays[-self._caches.parts :], ForwardShape(*shape))
+            part.arrays, part.behind = part.arrays[: -self._caches.parts], []
+            self.head(mx.concatenate(hidden, axis=1), mx.concatenate(following, axis=1), view)
+            part.arrays += view.arrays
+
+    def _lag(self, part: Bucket, positions: tuple[int, ...], hidden: mx.array, following: mx.array) -> None:
+        """Keep a step of one token a row for `catch_up`."""
+        if part.behind and positions != tuple([at + len(part.behind) for at in part.behind[0][0]]):
+            self.catch_up([part])
+        part.behind.append((positions, hidden, following))
+        if len(part.behind) == BEHIND:
+            self.catch_up([part])
+
     def _step(
         self,
         part: Bucket | MergedBatch,
@@ -200,6 +224,9 @@ class ModelForwards:
             known = given[0] if given else None
             local = self._vocabulary.forward(self._model, tokens, part.caches, given=known)
             return list(self._vocabulary.winners(local)) if winners else [local]
+        lags = self.head is not None and _lags(tokens, drafts)
+        if not lags:
+            self.catch_up([part])
         key, shape = _shape(part, positions, tokens.shape[1], drafts)
         if not given and self._vocabulary.embedding is not None:
             given = [self._vocabulary.embedding(tokens)]
@@ -207,12 +234,18 @@ class ModelForwards:
         values = ((tokens, given, counts), shape, arrays)
         outcome: list[mx.array]
         outcome, part.arrays = self.graphs.run(key, (int(winners), drafts), values)
+        if lags and winners:
+            self._lag(part, positions, outcome.pop(), outcome[1])
         return outcome
 
     def _follow(
         self, part: Bucket | MergedBatch, step: list[mx.array], positions: tuple[int, ...], *, drafts: int
     ) -> list[mx.array]:
         assert isinstance(part, Bucket)
+        hidden, following, chosen, *_ = step
+        if _lags(chosen, drafts):
+            self._lag(part, positions, hidden, following)
+            return []
         key, shape = _shape(part, positions, step[0].shape[1], drafts)
         rest, own = part.arrays[: -self._caches.parts], part.arrays[-self._caches.parts :]
         part.arrays = rest
@@ -237,7 +270,7 @@ class ModelForwards:
         outcome = list(self._vocabulary.winners(local)) if winners else [local]
         if self.head is not None:
             hidden = self._vocabulary.hidden()
-            if winners:
+            if winners and not _lags(tokens, drafts):
                 chosen, following = outcome
                 step = ChosenStep(hidden, following, chosen, tokens, counts[0])
                 outcome += follow(self.head, self._vocabulary, step, layers[-1], drafts)
@@ -252,6 +285,11 @@ class ModelForwards:
         assert self.head is not None
         (view,) = self._caches.views(arrays, ForwardShape(shape[0], shape[1], shape[2]))
         return follow(self.head, self._vocabulary, ChosenStep(*step), view, drafts), view.arrays
+
+
+def _lags(tokens: mx.array, drafts: int) -> bool:
+    """Return True for a step whose entries the MTP head may get later: one token a row, and no drafts."""
+    return tokens.shape[1] == 1 and not drafts
 
 
 def _shape(

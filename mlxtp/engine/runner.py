@@ -314,8 +314,8 @@ class Runner:
                     embeddings = self._model.embedded(chosen)
                     pairs = inputs.chose(found[1], embeddings, chosen)
                     proposed = self._model.follow(parts, rows, at, pairs, drafts=drafts)
-                arrays = self._batch.arrays(rows)
-                self.border.submit(self.forwards, received, chosen, scores, arrays, proposed)
+                results = [*self._batch.arrays(rows), *([] if embeddings is None else [embeddings])]
+                self.border.submit(self.forwards, received, chosen, scores, results, proposed)
         else:
             chosen, embeddings, *proposed = found
             if frame.agreement == "broadcast":
@@ -367,6 +367,7 @@ class Runner:
         if (caches := self._prefilling.pop(uid, None)) is not None:
             kept = cut(caches, keep) if keep else None
         elif uid in self._batch.rows:
+            self._model.catch_up(self._batch.parts((uid,)))
             self._inputs.left(uid, _order_without(self._batch.rows.index(uid), len(self._batch.rows)))
             kept = self._batch.leave(uid, keep)
         if kept is not None:
@@ -393,6 +394,7 @@ class Runner:
             fit = len(rooms) >= len(lengths) and all(map(le, lengths, rooms))
             if not isinstance(self._batch, SlotBatch) or not fit:
                 raise GroupError(f"room for {rooms} tokens, but this rank holds {lengths}", Code.DESYNC)
+            self._model.catch_up(self._batch.buckets)
             self._batch.arrange(rooms, lanes)
         elif lanes and isinstance(self._batch, LaneBatch):
             self._batch.arrange(lanes)
@@ -406,6 +408,7 @@ class Runner:
         cuttable = self._caches.cuttable
         caches = self._prefilling.get(uid) or self.kept.held(uid)[0]
         if not caches and isinstance(self._batch, SlotBatch) and uid in self._batch.rows:
+            self._model.catch_up(self._batch.parts((uid,)))
             caches, start, end = self._batch.between(uid, start, end), 0, end - start
         if not caches:
             raise GroupError(f"sequence {uid}: a block for the disk, but this rank has no cache", Code.DESYNC)
@@ -438,6 +441,7 @@ class Runner:
             fetched, tokens = use.fetched + 1, use.fetched_tokens + offset
             self._use = replace(self._use, fetched=fetched, fetched_tokens=tokens)
         if source in self._batch.rows:
+            self._model.catch_up(self._batch.parts((source,)))
             return self._batch.copy(source, offset)
         kept, held = self.kept.held(source)
         if held < offset or (held > offset and not self._caches.cuttable):

@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 
 from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.executor import fed
+from mlxtp.engine.forwards import BEHIND
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import ModelShare, load
 from mlxtp.engine.mtp_head import FAMILIES, MtpHead, accepted, read_head
@@ -155,6 +156,18 @@ def test_rows_of_unlike_lengths_get_their_own_proposals(folders: Any) -> None:
         assert feeds == [whole_proposals(folder, text, 2) for text in texts]
         if turn % 2:
             feeds[turn % 4 // 2] = []
+
+
+@pytest.mark.parametrize("exchange", ["winners", "logits"])
+def test_steps_without_drafts_leave_no_holes(folders: Any, exchange: str) -> None:
+    """More of them than the head gets together."""
+    folder, how = folders("llama"), {"exchange": exchange}
+    runner = runner_of(folder)
+    text = [*PROMPT, runner.prefill(PromptTokens(1, 0, 8, PROMPT, **how)).tokens.item()]
+    for _ in range(BEHIND + 5):
+        text.append(runner.step(plain(text, **how)).tokens.item())
+    text, proposals = drafted(runner, 1, text, (), **how)
+    assert proposals == whole_proposals(folder, text, 3)
 
 
 def test_a_kept_cache_has_the_head_s_entries(folders: Any) -> None:

@@ -38,6 +38,7 @@ from .cluster.dialer import Dialer
 from .cluster.node import ClusterNode
 from .cluster.peer_reports import MachineReports, RoundTripTimes
 from .cluster.renewal import Renewal
+from .cluster.rotation import Rotation
 from .cluster.state_file import forget
 from .config import Settings, told
 from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError
@@ -237,7 +238,8 @@ async def _running(
         requests = partial(serve_requests, gateway=parts.gateway)
         control_port = ControlPort(entered.sock, store.credentials, node, parts.tokens, requests)
         dialer = Dialer(node, store.credentials, port, parts.readings.rewired)
-        work += [control_port.run(), dialer.run(), Renewal(node, store, control_port.renewed).run()]
+        parts.renewal.on_renewed(control_port.renewed)
+        work += [control_port.run(), dialer.run(), parts.renewal.run()]
     _deploy_first(node, entered)
     stop = asyncio.Event()
     admin = Admin(parts, store)
@@ -314,6 +316,8 @@ def build_parts(
     """Build every part of an agent in a cluster. Each registers with the node for what it handles."""
     gateway = make_gateway(node.settings, lambda model: overview.health(node, groups, gateway, model))
     readings, round_trips, credentials = MachineReports(node), RoundTripTimes(node), store.credentials
+    keeping, renewal, tokens = AuthorityKeeping(node, store), Renewal(node, store), TokenIssuing(node)
+    renewal.on_renewed(tokens.renewed)
     transfers = TransferCoordinator(node, credentials, StoredModels(node))
     models = LocalModels(node, transfers)
     hosted = HostedRanks(node, models.folder, node.replica.epoch, worker)
@@ -346,8 +350,10 @@ def build_parts(
         node,
         readings,
         round_trips,
-        AuthorityKeeping(node, store),
-        TokenIssuing(node),
+        keeping,
+        renewal,
+        Rotation(node, store, renewal, keeping),
+        tokens,
         transfers,
         models,
         gateway,

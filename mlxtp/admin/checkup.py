@@ -60,11 +60,13 @@ class AgentCheckup(Checkup):
             return replace(found, cluster_id="")
         roster, self_id = parts.node.replica.roster, parts.node.node_id
         others = [each for each in roster.holders() if each != self_id]
+        membership = parts.node.identity.membership
+        rotates = membership is not None and bool(membership.former)  # the next key is on its way here
         return replace(
             found,
             holders=tuple(map(parts.node.name_of, others)),
             holders_here=tuple(map(parts.node.name_of, parts.node.links.nodes().intersection(others))),
-            authority_lost=not found.authority_here and self_id in roster.holders(),
+            authority_lost=not found.authority_here and self_id in roster.holders() and not rotates,
             alone=len(roster.members()) == 1,
         )
 

@@ -9,6 +9,8 @@ from ..cluster.authority import AuthorityKeeping
 from ..cluster.control_port import TokenIssuing
 from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports, RoundTripTimes
+from ..cluster.renewal import Renewal
+from ..cluster.rotation import Rotation
 from ..gateway.gateway import Gateway
 from ..groups.coordinator import Coordinator
 from ..groups.fabric import FabricBench, FabricResults
@@ -29,6 +31,8 @@ class AgentParts:
     readings: MachineReports
     round_trips: RoundTripTimes
     authority: AuthorityKeeping
+    renewal: Renewal
+    rotation: Rotation
     tokens: TokenIssuing
     transfers: TransferCoordinator
     models: LocalModels
@@ -46,6 +50,7 @@ class AgentParts:
         """Send a goodbye on each link, and end what runs here for others."""
         async with AsyncExitStack() as ending:  # in reverse; each part ends, even if another one fails to
             for part in (
+                self.rotation,
                 self.transfers,
                 self.models,
                 self.node,

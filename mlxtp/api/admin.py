@@ -76,6 +76,10 @@ class MemberCommands(Protocol):
 
     async def hand_over(self, node: str, move: str, sure: str) -> Json: ...
 
+    def rotation(self) -> Json: ...
+
+    async def rotate(self, at_once: str) -> Json: ...
+
 
 class CacheCommands(Protocol):
     """Operations on caches of earlier prompts."""
@@ -187,6 +191,8 @@ def admin_routes(admin: Administration) -> list[Route]:
             lambda body: admin.members.remove(_text(body, "node"), _text(body, "with_admitted", "")),
         ),
         route("leave", "POST", lambda body: admin.members.leave(_text(body, "force", ""))),
+        route("rotation", "GET", lambda _: admin.members.rotation()),
+        route("rotate", "POST", lambda body: admin.members.rotate(_text(body, "at_once", ""))),
         route(
             "authority",
             "POST",

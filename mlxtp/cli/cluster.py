@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import webbrowser
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,12 +30,14 @@ from . import shell_completion
 from .deployed import kept
 from .options import AsJson, Home, Within
 from .printing import home_of, print_answer, print_json, typed
-from .status import admissions_shown, members_shown
+from .status import admissions_shown, members_shown, rotation_shown
 
 #: Seconds that an agent may take to look up a model on the Hub.
 _HUB_S = 60.0
 #: Seconds that an agent may take to hand over a key and have others note that.
 _HAND_OVER_S = 30.0
+#: Seconds for which `rotate` waits for members that are here.
+_MOVE_S = 20.0
 #: Fields of `serve` with the function that parses each, and the option of its name.
 _SERVE_OPTIONS: Mapping[str, tuple[Callable[[object, str], object], str]] = {
     "nodes": (parse_nodes, "--nodes"),
@@ -227,7 +230,11 @@ def page(
 def members(home: Home = None, as_json: AsJson = False) -> None:
     """List every member of the cluster, present or not, and which Mac admitted it, from where and when."""
     answer = AgentClient(home_of(home)).get("members")
-    print_answer(answer, as_json, lambda a: [*members_shown(a), *admissions_shown(a)])
+    print_answer(
+        answer,
+        as_json,
+        lambda a: [*members_shown(a), *admissions_shown(a), *rotation_shown(a.get("rotation", {}))],
+    )
 
 
 @commands.command()
@@ -353,6 +360,52 @@ def move(node: _Holder, sure: _Sure = False, home: Home = None, as_json: AsJson 
     Run it on a Mac that holds the key. If the other one holds it already, this Mac only forgets it.
     """
     _hand_over(node, sure, home, as_json, move=True)
+
+
+@authority.command()
+def rotate(
+    at_once: Annotated[
+        bool,
+        typer.Option(
+            "--at-once",
+            help="For a key that was stolen: end the former one within seconds. Members that are away must "
+            "join again with a token.",
+        ),
+    ] = False,
+    sure: _Sure = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replace the key by another one. Members get certificates of the new one over their links.
+
+    The former one ends when all have them, or after 30 days. Run it on a Mac that holds the key.
+    """
+    client = AgentClient(home_of(home), _HAND_OVER_S)
+    if at_once and not sure:
+        away = client.get("rotation")["away"]
+        words = f"{' and '.join(away)} must join again with a token" if away else "all members are here"
+        if as_json or not sys.stdin.isatty():
+            raise UserError(f"the former key would end now: {words}. --yes confirms that")
+        typer.confirm(f"The former key ends now: {words}. Is each member one that you know?", abort=True)
+    found = client.post("rotate", at_once="yes" if at_once else "")
+    ends_at = time.monotonic() + _MOVE_S
+    with Console(stderr=True, highlight=False).status("members move") as shown:
+        while _is_moving(found, at_once=at_once) and time.monotonic() < ends_at:
+            time.sleep(0.5)
+            found = client.get("rotation")
+            shown.update(f"moved: {len(found['moved'])}, to come: {len(found['to_come'])}")
+    print_answer(found, as_json, _rotated)
+
+
+def _is_moving(found: Mapping[str, Any], *, at_once: bool) -> bool:
+    """Return True while members that are here have yet to move, or the former authority is about to end."""
+    to_come = set(found["to_come"])
+    return bool(found["until"]) and (at_once or not to_come or bool(to_come - set(found["away"])))
+
+
+def _rotated(answer: Mapping[str, Any]) -> list[Any]:
+    lines: list[Any] = ["the cluster has another authority; join tokens made before it are void"]
+    return lines + (rotation_shown(answer) or ["the former one has ended"])
 
 
 def _hand_over(node: str, sure: bool, home: Path | None, as_json: bool, *, move: bool) -> None:

@@ -111,5 +111,5 @@ class AuthorityKeeping:
     def _hold(self, authority: Authority | None) -> None:
         """Act as a Mac that has this key, or none, and state that to the other members."""
         node = self._node
-        node.identity = node.introduction.identity = replace(node.identity, authority=authority)
+        node.identity = replace(node.identity, authority=authority)
         node.enrolment.hold(node.identity)

@@ -107,6 +107,13 @@ class TokenIssuing:
         audit.record("token_made", f"join token {about['token']} is made for {about['member']}", about)
         return token.text()
 
+    def renewed(self) -> None:
+        """Issue tokens of the present authority. Those of another one end with it."""
+        membership = self._node.identity.membership
+        assert membership is not None
+        if self.issuer.authority_hash != (present := authority_hash(membership.authority)):
+            self.issuer = TokenIssuer(membership.cluster_id, present)
+
     def _void(self) -> None:
         """Void the tokens that removed members requested."""
         self.issuer.keep(self._node.replica.roster.members())
@@ -208,7 +215,7 @@ class ControlPort:
 
     def _may_ask(self, identity: NodeIdentity) -> bool:
         """Return True when a member may send requests. Only a control link shows that a member vanished."""
-        return not self._is_removed(identity) and identity.node_id in self._node.links.nodes()
+        return not self._is_removed(identity) and self._node.links.linked(identity)
 
     def _cut_removed(self) -> None:
         """End the requests of a removed node."""

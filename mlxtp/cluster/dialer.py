@@ -12,6 +12,7 @@ from ..background import Background
 from ..discovery.addresses import MAX_KNOWN, Advert, DiscoveredPeer, explain
 from ..discovery.mdns import Addresses, Discovery, addresses_up
 from ..errors import Code, MlxtpError
+from ..wire.certificates import NodeIdentity, key_id
 from ..wire.messages import PROTOCOL_VERSION
 from ..wire.streams import open_tls
 from ..wire.tls import ALPN_CONTROL, Credentials, member_context_client, peer_identity
@@ -24,6 +25,10 @@ DIAL_S = 3.0
 TICK_S = 0.25
 INTERFACES_S = 2.0  #: Seconds between two checks of this machine's addresses.
 TOLD_S = 60.0  #: Seconds for which the log does not repeat the same refusal by the same address.
+TOO_LATE = (
+    "the cluster has another authority since this Mac was here last, and the former one has ended: run "
+    "`mlxtp token` on a member, then `mlxtp node --join TOKEN` here"
+)
 #: Refusals by another Mac that this Mac's user has to know about.
 _OURS_TO_MEND = (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH, Code.CERTIFICATE_ENDED)
 
@@ -114,7 +119,7 @@ class Dialer:
 
     async def _dial(self, address: str) -> None:
         host, _, port = address.rpartition(":")
-        now = time.monotonic
+        now, identity = time.monotonic, None
         try:
             context = member_context_client(self._credentials, ALPN_CONTROL)
             reader, writer = await open_tls(host, int(port), context, ALPN_CONTROL, DIAL_S)
@@ -124,7 +129,10 @@ class Dialer:
             except BaseException:
                 writer.transport.abort()
                 raise
-        except MlxtpError as error:
+        except MlxtpError as failure:
+            error = failure
+            if error.code is Code.LINK_LOST and identity is not None and self._is_behind(identity):
+                error = Rejected(TOO_LATE, Code.CERTIFICATE_ENDED)
             if error.code is Code.SAME_NODE:
                 self._dialing.ourselves(address)
                 return
@@ -140,6 +148,12 @@ class Dialer:
             self._refusal = ""
             if self._node.introduction.problem == said:
                 self._node.introduction.problem = ""
+
+    def _is_behind(self, identity: NodeIdentity) -> bool:
+        """Return True for a certificate of an authority that took over while this Mac was away."""
+        membership = self._node.identity.membership
+        ours = (membership.authority, membership.former) if membership is not None else ()
+        return identity.signer not in [key_id(each) for each in ours if each]
 
     def _log_once(self, address: str, error: MlxtpError) -> None:
         """Log an error that the user can fix, but not repeatedly. The absence of a member is only debug

@@ -13,7 +13,7 @@ from ..config import Settings
 from ..errors import Code, MlxtpError, ProtocolError
 from ..identity.store import Identity
 from ..identity.validity import ClusterClock, accepts_ended, day, own_time
-from ..wire.certificates import NodeIdentity, read_node
+from ..wire.certificates import NodeIdentity, key_id, read_node
 from ..wire.cluster_messages import AgentHello, Beat, Machine, ModelStatus, Serving
 from ..wire.codecs import printable
 from ..wire.messages import PROTOCOL_VERSION, Error
@@ -127,7 +127,7 @@ class Introduction:
     def __init__(
         self,
         settings: Settings,
-        identity: Identity,
+        identity: Callable[[], Identity],
         http: str,
         addresses: Callable[[], tuple[str, ...]],
         roster: Callable[[], Roster],
@@ -139,7 +139,7 @@ class Introduction:
         self.boot_id = secrets.token_hex(8)
         self.http = http
         self.addresses = addresses
-        self.identity = identity
+        self._identity = identity
         self._versions, self._flags = versions_here(), flags_of(settings)
         self._roster = roster
         #: By node id: the boot ids of two machines that had it at once, and the message about it.
@@ -149,8 +149,8 @@ class Introduction:
         """Return the hello by which this node introduces itself."""
         return AgentHello(
             PROTOCOL_VERSION,
-            self.identity.node_id,
-            self.identity.cluster_id,
+            self._identity().node_id,
+            self._identity().cluster_id,
             self.boot_id,
             self.name,
             self._versions,
@@ -178,7 +178,7 @@ class Introduction:
     def doubled(self, node_id: str, boot_ids: tuple[str, ...], what: str) -> ProtocolError:
         """Return the error for both of two agents that have one identity. Neither is welcome again."""
         self._copied(what)
-        if node_id != self.identity.node_id:
+        if node_id != self._identity().node_id:
             self._doubles[node_id] = (boot_ids, self.problem)
         return ProtocolError(self.problem, Code.DUPLICATE_NODE)
 
@@ -191,24 +191,32 @@ class Introduction:
     def _not_a_member(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
         if (identity.node_id, identity.cluster_id) != (hello.node_id, hello.cluster_id):
             return ProtocolError("its certificate and its hello name different nodes", Code.NOT_AUTHENTIC)
-        if hello.node_id == self.identity.node_id:
+        if hello.node_id == self._identity().node_id:
             return self._our_own(hello)
         roster = self._roster()
         if roster.removed(identity.fingerprint):
             who = hello.name or hello.node_id[:8]
             return ProtocolError(f"{who} was removed from this cluster; on it, {_BACK}", Code.REMOVED_NODE)
         known = roster.members().get(hello.node_id)
+        if known is None and identity.signer == self._former():
+            words = "its certificate is of the former authority, and its key is not on the list of members"
+            return ProtocolError(f"{words}; on it, {_BACK}", Code.NOT_AUTHENTIC)
         if known is not None and known.fingerprint != identity.fingerprint:
             return ProtocolError(f"{hello.node_id[:8]} is known by another key", Code.NOT_AUTHENTIC)
         return None
 
+    def _former(self) -> str | None:
+        """Return the id of the former authority's key, while both count."""
+        membership = self._identity().membership
+        return key_id(membership.former) if membership is not None and membership.former else None
+
     def _ended(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
         """Return the error for a certificate that has ended and that this link cannot begin by renewing."""
-        now, membership = self.clock.now(), self.identity.membership
+        now, membership = self.clock.now(), self._identity().membership
         if identity.ends > now or membership is None:
             return None
         entry = self._roster().by_key(identity.fingerprint)
-        can_renew = self.identity.authority is not None or hello.node_id in self._roster().holders()
+        can_renew = self._identity().authority is not None or hello.node_id in self._roster().holders()
         own = read_node(membership.certificate).ends
         if accepts_ended(now, own, listed=entry is not None, can_renew=can_renew):
             return None

@@ -215,6 +215,11 @@ class PeerLinks:
         """Node ids with at least one open link."""
         return frozenset(link.node_id for link in self._links.values())
 
+    def linked(self, identity: NodeIdentity) -> bool:
+        """Return True if a node has a link under this very key: other connections of it need one."""
+        mine = (identity.node_id, identity.fingerprint)
+        return any((link.node_id, link.fingerprint) == mine for link in self.links())
+
     def send(self, node_id: str, message: Message) -> None:
         """Send a message to a node. Raises LinkError when there is no link to it."""
         link = self.to(node_id)

@@ -135,7 +135,7 @@ class ClusterNode:
         self.peer_info = PeerInfo(machines={identity.node_id: machine})
         self.introduction = Introduction(
             settings,
-            identity,
+            lambda: self.identity,
             http,
             lambda: listens_at(self.peer_info.machines[self.node_id]),
             lambda: self.replica.roster,

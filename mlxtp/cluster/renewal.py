@@ -11,10 +11,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from .. import audit
 from ..errors import MlxtpError, ProtocolError
-from ..identity.store import Store
+from ..identity.store import Identity, Store
 from ..identity.validity import CERTIFICATE_S, day, is_due
 from ..wire.certificates import (
     MemberCertificates,
@@ -36,19 +37,29 @@ ANSWER_S = 5.0
 
 
 class Renewal:
-    """Keeps this Mac's certificate valid, and renews those of others where the authority's key is.
+    """Keeps this Mac's certificate valid, and renews those of others where the authority's key is."""
 
-    `renewed` is called once another certificate is in the files that TLS reads.
-    """
-
-    def __init__(self, node: ClusterNode, store: Store, renewed: Callable[[], None]) -> None:
+    def __init__(self, node: ClusterNode, store: Store) -> None:
         self._node = node
         self._store = store
-        self._renewed = renewed
+        self._on_renewed: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
         self._rest_until = 0.0
         node.links.on(self._wanted, CertificateWanted)
         node.links.on_up(lambda _link: self._wake.set())
+
+    def on_renewed(self, handler: Callable[[], None]) -> None:
+        """Have `handler` called once other certificates are in the files that TLS reads."""
+        self._on_renewed.append(handler)
+
+    def hold(self, identity: Identity) -> None:
+        """Go on with other certificates of this Mac, which are in its files."""
+        self._node.identity = identity
+        self._node.enrolment.renewed(identity)
+        self._rest_until = 0.0
+        self._wake.set()
+        for handler in self._on_renewed:
+            handler()
 
     async def run(self) -> None:
         """Renew this Mac's certificate whenever it is due, until cancelled."""
@@ -61,11 +72,16 @@ class Renewal:
                     await self._wake.wait()
 
     def _is_due(self) -> bool:
-        return is_due(self._ends(), self._node.peer_info.clock.now())
+        return is_due(self._ends(), self._node.peer_info.clock.now()) or not self._membership.moved
+
+    @property
+    def _membership(self) -> MemberCertificates:
+        membership = self._node.identity.membership
+        assert membership is not None
+        return membership
 
     def _ends(self) -> float:
-        membership = self._node.identity.membership
-        return read_node(membership.certificate).ends if membership is not None else 0.0
+        return read_node(self._membership.certificate).ends
 
     async def _renew(self) -> None:
         node, key = self._node, self._node.identity.key.public_key()
@@ -87,12 +103,9 @@ class Renewal:
 
     async def _keep(self, certificate: bytes, holder: str) -> None:
         """Keep another certificate. Raises UserError for one that is not of this node, key and cluster."""
-        node, membership = self._node, self._node.identity.membership
-        assert membership is not None
-        fresh = MemberCertificates(certificate, membership.authority)
-        identity = await asyncio.to_thread(self._store.save_membership, fresh)
-        node.identity = node.introduction.identity = identity
-        self._renewed()
+        node = self._node
+        fresh = replace(self._membership, certificate=certificate, bridge=b"")
+        self.hold(await asyncio.to_thread(self._store.save_membership, fresh))
         ends = self._ends()
         if self._is_due():
             self._rest_until = time.monotonic() + AGAIN_S

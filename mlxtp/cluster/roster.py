@@ -16,7 +16,8 @@ from functools import partial
 from .. import audit
 from ..errors import UserError
 from ..identity.store import Identity
-from ..wire.certificates import PublicKey, authority_key, is_signed, key_at, point_of, sign
+from ..identity.succession import keys
+from ..wire.certificates import PublicKey, is_signed, key_at, point_of, sign
 from ..wire.cluster_messages import MAX_MEMBERS, Members, RosterEntry
 from .cluster_state import (
     NOT_REMOVED,
@@ -48,7 +49,6 @@ class RosterProofs:
     def __init__(self, identity: Identity) -> None:
         assert identity.membership is not None
         self.identity = identity
-        self._authority = authority_key(identity.membership.authority)
 
     def admission(
         self, entry: RosterEntry, admitted_by: str = "", address: str = "", at: int = 0
@@ -121,7 +121,7 @@ class RosterProofs:
     def _is_admitted(self, entry: RosterEntry, mine: RosterEntry | None) -> bool:
         if mine is not None and mine.admission and _admission(entry) == _admission(mine):
             return True
-        return _holds(self._authority, entry.admission, _ADMISSION, self._admission(entry))
+        return self._by_authority(entry.admission, _ADMISSION, self._admission(entry))
 
     def _is_proven(
         self, entry: RosterEntry, mine: RosterEntry | None, known: Mapping[str, RosterEntry]
@@ -135,7 +135,7 @@ class RosterProofs:
         if key is None or not _holds(key, entry.removal, _REMOVAL, self._removal(entry)):
             return False
         if entry.authorized:
-            return _holds(self._authority, entry.authorized, _AUTHORIZED, self._authorized(entry))
+            return self._by_authority(entry.authorized, _AUTHORIZED, self._authorized(entry))
         return remover is not None and _may_remove(remover, entry, known)
 
     def _is_holding_proven(self, entry: RosterEntry, mine: RosterEntry | None) -> bool:
@@ -144,7 +144,13 @@ class RosterProofs:
             return True
         if not entry.holding:
             return not (entry.holds or entry.holds_in)
-        return _holds(self._authority, entry.holding, _HOLDING, self._holding(entry))
+        return self._by_authority(entry.holding, _HOLDING, self._holding(entry))
+
+    def _by_authority(self, signature: str, label: bytes, parts: list[bytes]) -> bool:
+        """Return True if the cluster's authority made this signature, or one that it took over from."""
+        membership = self.identity.membership
+        assert membership is not None
+        return any(_holds(key, signature, label, parts) for key in keys(membership))
 
     def _admission(self, entry: RosterEntry) -> list[bytes]:
         return self._parts(*admission_of(entry))
@@ -299,6 +305,10 @@ class Enrolment:
         self._replica.state_holder(identity.node_id, proofs.holding, holds=holds)
         proofs.identity = identity
         self._changed()
+
+    def renewed(self, identity: Identity) -> None:
+        """Go on with other certificates of this node."""
+        self._proofs.identity = identity
 
     def _changed(self) -> None:
         for handler in self._on_change:

@@ -18,6 +18,7 @@ from ..config import Settings
 from ..discovery.addresses import Advert, DiscoveredPeer, host_and_port
 from ..discovery.mdns import Discovery
 from ..errors import Code, ConfigError, LinkError, ProtocolError, RemoteProtocolError, UserError
+from ..wire.certificates import authority_hash
 from ..wire.messages import PROTOCOL_VERSION, Error, Message
 from ..wire.peer_messages import NONCE_BYTES, JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from ..wire.session import LinkKind, Session, Side
@@ -158,15 +159,18 @@ async def enter(settings: Settings, store: Store, forget: Callable[[], None]) ->
         return JoinResult(store.found_cluster(), founded=True)
     token = read_token(settings.join)
     if identity.membership is not None:
-        if identity.cluster_id == token.cluster_id:
+        if token.authority_hash == authority_hash(identity.membership.authority):
             log.info("this Mac is a member of cluster %s already", identity.cluster_id)
             return JoinResult(identity)
-        raise ConfigError(
-            f"this Mac is a member of cluster {identity.cluster_id}, the token is for {token.cluster_id}; "
-            "run `mlxtp cluster leave`, then use the token"
-        )
+        if identity.cluster_id != token.cluster_id:
+            raise ConfigError(
+                f"this Mac is a member of cluster {identity.cluster_id}, the token is for "
+                f"{token.cluster_id}; run `mlxtp cluster leave`, then use the token"
+            )
+        log.info("this Mac joins cluster %s again, under its present authority", identity.cluster_id)
     joined = await _join(settings, identity, token)
-    forget()
+    if identity.membership is None:
+        forget()
     return JoinResult(
         store.save_membership(joined.membership),
         joined=True,

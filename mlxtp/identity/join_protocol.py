@@ -178,8 +178,8 @@ class TokenIssuer:
     """
 
     def __init__(self, cluster_id: str, authority_hash: bytes) -> None:
+        self.authority_hash = authority_hash
         self._cluster_id = cluster_id
-        self._authority_hash = authority_hash
         self._slips: dict[bytes, _Slip] = {}
 
     def issue(self, secret: bytes, now: float, asked_by: str = "") -> JoinToken:
@@ -195,7 +195,7 @@ class TokenIssuer:
                 f"{min(open_until) - now:.0f} s until the oldest expires",
                 Code.OVERLOADED,
             )
-        token = JoinToken(self._cluster_id, self._authority_hash, secret)
+        token = JoinToken(self._cluster_id, self.authority_hash, secret)
         self._slips[token.id] = _Slip(token.key, now + LIFE_S, asked_by)
         return token
 
@@ -316,8 +316,8 @@ class Joiner:
         """
         if not hmac.compare_digest(authority_hash(offer.authority), self._token.authority_hash):
             raise UserError(
-                f"the join token is for cluster {self._token.cluster_id}, and another cluster answered; use "
-                f"a token of that one, or the address of a Mac in this one",
+                f"the join token is for cluster {self._token.cluster_id}, and another cluster answered, or "
+                f"this one has another authority by now; {_NEW_TOKEN}, or use the address of a Mac here",
                 Code.JOIN_REFUSED,
             )
         if cluster_of(offer.authority) != self._token.cluster_id:

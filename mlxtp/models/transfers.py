@@ -95,7 +95,7 @@ class Lending:
     def _may_copy(self, identity: NodeIdentity) -> bool:
         """Return True for members with a control link, as with requests. Called from threads."""
         removed = self._node.replica.roster.removed(identity.fingerprint)
-        return not removed and identity.node_id in self._node.links.nodes()
+        return not removed and self._node.links.linked(identity)
 
     def close(self) -> None:
         """Stop serving, and cut all copies."""

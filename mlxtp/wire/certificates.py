@@ -38,6 +38,7 @@ _ECDSA = ec.ECDSA(hashes.SHA256())
 AUTHORITY_HASH_BYTES = 16
 VALID_FROM = datetime(1970, 1, 1, tzinfo=UTC)
 VALID_UNTIL = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  #: RFC 5280's value for "no end"
+_FOREVER = VALID_UNTIL.timestamp()
 #: Seconds by which a certificate begins before it is made, for an mlxtp that looks at the time by itself.
 _EARLIER_S = 86_400
 
@@ -60,21 +61,32 @@ _UNREADABLE = (
 class NodeIdentity:
     """Identity in a member's certificate. `fingerprint` is that of its key, as in `fingerprint`.
 
-    The certificate `ends` at this time, in seconds since 1970.
+    The certificate `ends` at this time, in seconds since 1970. `signer` is the `key_id` of the authority that
+    signed it, as the certificate says.
     """
 
     node_id: str
     cluster_id: str
     fingerprint: str
     ends: float = field(default=0.0, compare=False)
+    signer: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class MemberCertificates:
-    """Certificates of a member and of its cluster's authority (DER)."""
+    """Certificates of a member and of its cluster's authority (DER). `identity/succession.py` replaces them.
+
+    `former` is the authority before, as long as its certificates count. `cross` is a certificate of this
+    authority's key by that one, `bridge` one of the key that signed `certificate`, if neither of the two
+    did. `past` has certificates of the keys of earlier authorities, each by its successor, the latest first.
+    """
 
     certificate: bytes
     authority: bytes
+    former: bytes = b""
+    cross: bytes = b""
+    bridge: bytes = b""
+    past: tuple[bytes, ...] = ()
 
     @property
     def cluster_id(self) -> str:
@@ -83,6 +95,32 @@ class MemberCertificates:
         Raises ProtocolError (NOT_AUTHENTIC) where there is no such authority.
         """
         return cluster_of(self.authority)
+
+    @property
+    def moved(self) -> bool:
+        """True if the present authority signed the certificate."""
+        return read_node(self.certificate).signer == key_id(self.authority)
+
+    def to_pem(self) -> bytes:
+        """Return a member's file. TLS shows all of it; what leads to the former authority comes first."""
+        parts = (self.certificate, self.bridge, self.cross, self.authority, self.former, *self.past)
+        return certificates_to_pem(*filter(None, parts))
+
+    @classmethod
+    def from_pem(cls, pem: bytes) -> MemberCertificates:
+        """Return the content of such a file. Raises ValueError for anything else."""
+        certificate, *others = certificates_from_pem(pem)
+        roots = [each for each in others if _signed_itself(each)]
+        if not 1 <= len(roots) <= 2:
+            raise ValueError(f"it holds {len(roots)} certificates of authorities instead of 1 or 2")
+        leading, cross, bridge = others[: others.index(roots[0])], b"", b""
+        for each in leading:
+            if key_id(each) == key_id(roots[0]):
+                cross = each
+            else:
+                bridge = each
+        past = tuple(each for each in others[len(leading) :] if each not in roots)
+        return cls(certificate, roots[0], b"".join(roots[1:]), cross, bridge, past)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +151,21 @@ class Authority:
         )
         return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.DER)
 
+    def vouch(self, authority: bytes, at: float = 0.0, until: float = _FOREVER) -> bytes:
+        """Return a certificate (DER) by this authority for the key of another one of this cluster.
+
+        It holds from `at` to `until`, in seconds since 1970. Both have one name, so that TLS takes it for a
+        change of keys.
+        """
+        builder = _authority_builder(cluster_of(authority), authority_key(authority), _time(at), _time(until))
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
+        builder = builder.add_extension(issuer, critical=False)
+        return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.DER)
+
 
 def found(cluster_id: str, key: PrivateKey) -> Authority:
-    """Create a new cluster's authority, its certificate signed by itself."""
-    name = f"mlxtp cluster {cluster_id}"
-    builder = (
-        _builder(name, key.public_key(), VALID_FROM, VALID_UNTIL)
-        .issuer_name(_name(name))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(key_cert_sign=True), critical=True)
-        .add_extension(_uri(f"mlxtp:cluster:{cluster_id}"), critical=False)
-    )
+    """Create an authority of a cluster, its certificate signed by itself."""
+    builder = _authority_builder(cluster_id, key.public_key(), VALID_FROM, VALID_UNTIL)
     return Authority(builder.sign(key, hashes.SHA256()).public_bytes(Encoding.DER), key)
 
 
@@ -153,10 +195,25 @@ def check_node(certificate: bytes, authority: bytes) -> NodeIdentity:
     Raises ProtocolError (NOT_AUTHENTIC) when it is not of that cluster. Only the signature is read of a
     certificate that `authority` did not sign.
     """
-    cluster_id = cluster_of(authority)
+    return _signed(certificate, authority, cluster_of(authority))
+
+
+def check_member(held: MemberCertificates) -> NodeIdentity:
+    """Return the identity in a member's own certificate, signed by an authority that its file names.
+
+    Raises ProtocolError (NOT_AUTHENTIC) as `check_node` does.
+    """
+    signer = read_node(held.certificate).signer
+    by = next(
+        (each for each in (held.former, held.bridge) if each and key_id(each) == signer), held.authority
+    )
+    return _signed(held.certificate, by, held.cluster_id)
+
+
+def _signed(certificate: bytes, by: bytes, cluster_id: str) -> NodeIdentity:
     try:
         x509.load_der_x509_certificate(certificate).verify_directly_issued_by(
-            x509.load_der_x509_certificate(authority)
+            x509.load_der_x509_certificate(by)
         )
     except (InvalidSignature, *_UNREADABLE):
         raise _not_authentic(
@@ -177,11 +234,13 @@ def read_node(certificate: bytes) -> NodeIdentity:
         parsed = x509.load_der_x509_certificate(certificate)
         names = _NODE_URI.fullmatch(_uri_of(parsed))
         key = parsed.public_key()
+        signer = _signer_of(parsed)
     except _UNREADABLE:
         names = None
     if names is None or not isinstance(key, PublicKey):
         raise _not_authentic("the certificate is not that of a node")
-    return NodeIdentity(names[2], names[1], fingerprint(key), parsed.not_valid_after_utc.timestamp())
+    ends = parsed.not_valid_after_utc.timestamp()
+    return NodeIdentity(names[2], names[1], fingerprint(key), ends, signer)
 
 
 def cluster_of(authority: bytes) -> str:
@@ -200,6 +259,35 @@ def cluster_of(authority: bytes) -> str:
     if names is None or not signs:
         raise _not_authentic("the certificate is not that of a cluster's authority")
     return names[1]
+
+
+def vouched(certificate: bytes, by: bytes, cluster_id: str) -> tuple[float, float]:
+    """Return the times from and until which an authority `by` vouches for the key in `certificate` (all DER).
+
+    In seconds since 1970. Raises ProtocolError (NOT_AUTHENTIC) when it does not, or for another cluster.
+    """
+    try:
+        parsed = x509.load_der_x509_certificate(certificate)
+        names = _CLUSTER_URI.fullmatch(_uri_of(parsed))
+        signs = parsed.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        parsed.verify_directly_issued_by(x509.load_der_x509_certificate(by))
+        authority_key(certificate)
+    except (InvalidSignature, AssertionError, *_UNREADABLE):
+        names, signs = None, False
+    if names is None or not signs or names[1] != cluster_id:
+        raise _not_authentic("the former authority did not sign the certificate of this one")
+    return parsed.not_valid_before_utc.timestamp(), parsed.not_valid_after_utc.timestamp()
+
+
+def key_id(authority: bytes) -> str:
+    """Return the id of the key in an authority's certificate (DER). Certificates name their signer by it.
+
+    Raises ProtocolError (NOT_AUTHENTIC) for anything else.
+    """
+    try:
+        return x509.SubjectKeyIdentifier.from_public_key(authority_key(authority)).digest.hex()
+    except (AssertionError, *_UNREADABLE):
+        raise _not_authentic("the certificate is not that of a cluster's authority") from None
 
 
 def fingerprint(key: PublicKey) -> str:
@@ -280,6 +368,33 @@ def certificates_from_pem(pem: bytes) -> list[bytes]:
         return [parsed.public_bytes(Encoding.DER) for parsed in x509.load_pem_x509_certificates(pem)]
     except _UNREADABLE:
         raise ValueError("there is no certificate in it that can be read") from None
+
+
+def _signed_itself(certificate: bytes) -> bool:
+    parsed = x509.load_der_x509_certificate(certificate)
+    try:
+        parsed.verify_directly_issued_by(parsed)
+    except (InvalidSignature, *_UNREADABLE):
+        return False
+    return True
+
+
+def _signer_of(certificate: x509.Certificate) -> str:
+    found = certificate.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
+    return (found or b"").hex()
+
+
+def _authority_builder(
+    cluster_id: str, key: PublicKey, valid_from: datetime, valid_until: datetime
+) -> x509.CertificateBuilder:
+    name = f"mlxtp cluster {cluster_id}"
+    return (
+        _builder(name, key, valid_from, valid_until)
+        .issuer_name(_name(name))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(key_cert_sign=True), critical=True)
+        .add_extension(_uri(f"mlxtp:cluster:{cluster_id}"), critical=False)
+    )
 
 
 def _builder(

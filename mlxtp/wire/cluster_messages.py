@@ -18,6 +18,7 @@ from .codecs import (
     binary,
     boolean,
     choice,
+    hexes,
     integer,
     integers,
     joined,
@@ -140,6 +141,7 @@ class FabricResult:
 MAX_MEMBERS = 64
 MAX_TOLD = 32  #: Deployments in one message: what one frame may hold in objects.
 MAX_ENTERED = 24  #: Entries of the roster in one message, for the same reason.
+MAX_PAST = 8  #: Authorities before the present one whose signatures are believed.
 MAX_MODEL = 1000
 MAX_HASHES = 512  #: Hashes of beginnings that one group reports.
 MAX_TRIP_US = 60_000_000
@@ -571,6 +573,23 @@ class CertificateIssued(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class AuthorityChange(Message):
+    """The authority that the sender follows since a rotation, so that others can follow it.
+
+    `authority`, `cross` (DER) and `past` (hex) are those of `MemberCertificates`. `moved`: the sender has a
+    certificate of this authority; `holds`: it has its key; `ended`: it does, and the former one has ended.
+    """
+
+    TYPE: ClassVar[int] = 0x5B
+    authority: bytes = _f(binary(1, MAX_CERTIFICATE_BYTES))
+    cross: bytes = _f(binary(1, MAX_CERTIFICATE_BYTES))
+    past: tuple[str, ...] = _f(hexes(MAX_PAST, 2 * MAX_CERTIFICATE_BYTES))
+    moved: bool = _f(boolean())
+    holds: bool = _f(boolean())
+    ended: bool = _f(boolean())
+
+
+@dataclass(frozen=True, slots=True)
 class FabricWanted(Message):
     """Request to the agent of rank 0: measure the collectives of a group. Reply: FabricAnswer.
 
@@ -684,8 +703,8 @@ BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, Deployments, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
     RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving,
     ReplicaLoad, GroupAssignment, TokenWanted, TokenIssued, AuthorityHandover, AuthorityKept,
-    FabricWanted, FabricReport, FabricAnswer, Echo, ModelHeld, ModelLender, ModelPull, ModelsHere,
-    RosterSaved, CertificateWanted, CertificateIssued,
+    CertificateWanted, CertificateIssued, AuthorityChange, FabricWanted, FabricReport, FabricAnswer, Echo,
+    ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,
 )  # fmt: skip
 
 CONTROL_MESSAGES: tuple[type[Message], ...] = (AgentHello, *BOTH_WAYS)

@@ -208,6 +208,19 @@ def texts(max_items: int, max_chars: int, *, raw: bool = False) -> FieldCodec:
     return FieldCodec(list, check)
 
 
+def hexes(max_items: int, max_chars: int) -> FieldCodec:
+    """Tuple of bytes, each in hex."""
+    all_of = texts(max_items, max_chars)
+
+    def check(value: Wire) -> tuple[str, ...]:
+        found: tuple[str, ...] = all_of.from_wire(value)
+        for each in found:
+            bytes.fromhex(each)  # raises ValueError
+        return found
+
+    return FieldCodec(list, check)
+
+
 def joined(max_items: int, max_chars: int) -> FieldCodec:
     """Tuple of texts without commas, as one text: a list in a list of parts would be nested too deep."""
     whole, one = text(max_items * (max_chars + 1)), texts(max_items, max_chars)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
-from .certificates import NodeIdentity, certificates_from_pem, read_node
+from .certificates import MemberCertificates, NodeIdentity, read_node
 
 ALPN_CONTROL = "mlxtp-control"
 ALPN_REQUESTS = "mlxtp-requests"
@@ -37,7 +37,7 @@ _RECORD_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Files (PEM) of a member: its private key; its certificate, followed by its authority's."""
+    """Files (PEM) of a member: its private key; its certificate, followed by those of its authorities."""
 
     key: Path
     member: Path
@@ -105,8 +105,8 @@ def _context(side: int, alpns: Sequence[str]) -> ssl.SSLContext:
 
 def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
     try:
-        _, authority = certificates_from_pem(credentials.member.read_bytes())
-        context.load_verify_locations(cadata=authority)
+        shown = MemberCertificates.from_pem(credentials.member.read_bytes())
+        context.load_verify_locations(cadata=shown.authority + shown.former)
         # With an encrypted key, OpenSSL would prompt at the terminal; ours never is.
         context.load_cert_chain(credentials.member, credentials.key, password=b"")
     except (OSError, ValueError) as error:

@@ -73,9 +73,17 @@ def ended(agent: Agent, holder: Agent, days: float) -> None:
     assert ends(agent) < own_time()
 
 
+def authority(agent: Agent) -> bytes:
+    """The authority that it trusts, once no other one counts and its certificate is of it; else none."""
+    held = Store(agent.home).load().membership
+    return held.authority if held is not None and held.moved and not held.former else b""
+
+
 @pytest.mark.slow
-def test_wrong_clocks_and_long_absence_cost_no_membership(desk: Desk) -> None:
-    """One clock is ten years ahead, one stands at 1970. One of them was off for two years."""
+def test_neither_wrong_clocks_nor_absence_nor_another_authority_cost_a_membership(desk: Desk) -> None:
+    """Ben's clock is ten years ahead, Carl's stands at 1970. Carl was off for two years, and in a rotation.
+
+    When the former key ends at once meanwhile, he needs a token, and keeps his node id."""
     anna, ben = desk.agent("anna"), desk.agent("ben", ahead_s=TEN_YEARS)
     carl = desk.agent("carl", ahead_s=60.0 - own_time())
     anna.start()
@@ -86,15 +94,42 @@ def test_wrong_clocks_and_long_absence_cost_no_membership(desk: Desk) -> None:
     for agent in (anna, ben, carl):
         assert own_time() + 364 * DAY_S < ends(agent) < own_time() + 366 * DAY_S
         assert not agent.said("certificate", "ended")
-    ids = ben.status()["node_id"], anna.member(ben)["node_id"]
-    for agent in (ben, carl):
-        agent.kill()
-        ended(agent, anna, 730)
-        agent.start()
+    assert "3650 days ahead of the cluster's time" in ben.command("doctor", "--json").stdout
+    before, node_id = authority(anna), carl.status()["node_id"]
+
+    carl.kill()
+    ended(carl, anna, 730)
+    done = anna.command("cluster", "authority", "rotate")
+    assert done.returncode == 0, done.stderr
+    for words in ("the cluster has another authority", "moved: anna and ben; to come: carl"):
+        assert words in done.stdout
+    assert "to come: carl" in ben.command("cluster", "members").stdout
+    carl.start()
+    wait(lambda: authority(carl) not in (b"", before), "carl moves", anna, ben, carl)
+    wait(lambda: authority(anna) == authority(ben) == authority(carl), "all have moved", anna, ben, carl)
+    assert ends(carl) > own_time() + 364 * DAY_S
     together(anna, ben, carl)
-    for agent in (ben, carl):
-        wait(lambda: ends(agent) > own_time() + 364 * DAY_S, "it is renewed", anna, agent)  # noqa: B023
-        assert anna.said("anna renews the certificate of", agent.name)
-    assert (ben.status()["node_id"], anna.member(ben)["node_id"]) == ids
-    rows = ben.command("doctor", "--json")
-    assert "3650 days ahead of the cluster's time" in rows.stdout
+    assert anna.said("anna renews the certificate of carl")
+    assert anna.said("the former authority of the cluster has ended")
+
+    carl.kill()
+    asked = anna.command("cluster", "authority", "rotate", "--at-once")
+    assert asked.returncode == 1
+    assert "carl must join again with a token" in asked.stderr
+    done = anna.command("cluster", "authority", "rotate", "--at-once", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "the former one has ended" in done.stdout
+    wait(lambda: authority(anna) == authority(ben) != authority(carl), "two have moved", anna, ben)
+    carl.start()
+
+    def told() -> bool:
+        return "`mlxtp node --join TOKEN`" in carl.status().get("problem", "")
+
+    wait(told, "carl is told", anna, carl)
+    carl.kill()
+    carl.start("--join", ben.token())
+    together(anna, ben, carl)
+    assert (carl.status()["node_id"], carl.status()["problem"]) == (node_id, "")
+    audited = (anna.home / "audit.jsonl").read_text()
+    for event in ("authority_rotated", "authority_ended", "certificate_renewed"):
+        assert event in audited

@@ -240,8 +240,11 @@ def test_a_member_that_is_removed_has_no_requests_any_more(tmp_path: Path) -> No
         third = member_of(house.first, tmp_path)
         with pytest.raises(MlxtpError):  # who has no control link could vanish unnoticed
             await house.requests(third)
+        house.node.meet(third.identity.node_id)
+        with pytest.raises(MlxtpError):  # the node has a link, under another key
+            await house.requests(third)
         for each in (other, third):
-            house.node.meet(each.identity.node_id)
+            house.node.meet(each.identity.node_id, fingerprint=each.identity.fingerprint)
         desk, lost = await house.requests(other)
         stays, still = await house.requests(third)
         assert len(house.door._requests) == 2
@@ -274,7 +277,10 @@ def test_requests_of_a_member_that_vanished_end_at_rank_0(tmp_path: Path) -> Non
         gateway, ranks = house.node.parts.gateway, FakeRanks()
         gateway.serve(GROUP, DEPLOYMENT, cast(Any, ranks), MODEL, TEXT)
         vanishes, stays = (member_of(house.first, tmp_path) for _ in range(2))
-        links = [house.node.meet(each.identity.node_id) for each in (vanishes, vanishes, stays)]
+        links = [
+            house.node.meet(each.identity.node_id, fingerprint=each.identity.fingerprint)
+            for each in (vanishes, vanishes, stays)
+        ]
         desk, lost = await house.requests(vanishes)
         other, still = await house.requests(stays)
         for each in (desk, other):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster.renewal import Renewal
 from mlxtp.cluster.roster import RosterProofs
 from mlxtp.errors import Code
 from mlxtp.identity.validity import CERTIFICATE_S, DAY_S, own_time
@@ -45,7 +44,6 @@ def test_the_holder_renews_for_a_member_and_its_key_alone(tmp_path: Path) -> Non
     first = founder(tmp_path)
 
     async def story(node: Node) -> None:
-        Renewal(node.parts.node, first.store, lambda: None)
         link = node.meet(A, fingerprint=fingerprint(KEY))
         renewed = check_node(asked(node, link).certificate, first.membership.authority)
         assert (renewed.node_id, renewed.fingerprint) == (A, fingerprint(KEY))
@@ -62,7 +60,7 @@ def test_a_key_that_was_removed_or_replaced_gets_no_certificate(tmp_path: Path) 
     first = founder(tmp_path)
 
     async def story(node: Node) -> None:
-        renewal = Renewal(node.parts.node, first.store, lambda: None)
+        renewal = node.parts.renewal
         link = node.meet(A, fingerprint=fingerprint(KEY))
         enrolment = node.parts.node.enrolment
         enrolment.admit(A, "mac", fingerprint(new_key().public_key()))  # it joined again under another key
@@ -82,7 +80,6 @@ def test_only_a_mac_with_the_authority_s_key_renews(tmp_path: Path) -> None:
     member = member_of(founder(tmp_path), tmp_path)
 
     async def story(node: Node) -> None:
-        Renewal(node.parts.node, member.store, lambda: None)
         link = node.meet(A, fingerprint=fingerprint(KEY))
         assert "does not hold the authority's key" in asked(node, link).problem
 
@@ -108,7 +105,8 @@ def renews(tmp_path: Path, story: Callable[[Node, Member, FakeLink, Member], Awa
 
     async def scene(node: Node) -> None:
         renewed: list[None] = []
-        renewal = Renewal(node.parts.node, member.store, lambda: renewed.append(None))
+        renewal = node.parts.renewal
+        renewal.on_renewed(lambda: renewed.append(None))
         link = with_founder(node, first)
         running = asyncio.ensure_future(renewal.run())
         try:

@@ -291,7 +291,7 @@ def test_a_member_without_its_authority(tmp_path: Path) -> None:
     path = first.store.folder / MEMBER
     pem = path.read_bytes()
     path.write_bytes(pem[: pem.index(b"-----BEGIN", 10)])
-    assert "member.pem holds 1 certificates instead of 2" in refusal(first.store)
+    assert "it holds 0 certificates of authorities instead of 1 or 2" in refusal(first.store)
 
 
 def test_a_member_whose_authority_did_not_make_its_certificate(tmp_path: Path) -> None:

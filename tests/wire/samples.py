@@ -11,6 +11,7 @@ from mlxtp.wire.cluster_messages import (
     MAX_SIZES,
     MAX_TRIP_US,
     AgentHello,
+    AuthorityChange,
     AuthorityHandover,
     AuthorityKept,
     Beat,
@@ -169,6 +170,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     TokenIssued(b"n" * 16, "ABCD", ""),
     CertificateWanted(b"n" * 16, b"\4" * 65),
     CertificateIssued(b"n" * 16, b"certificate", ""),
+    AuthorityChange(b"authority", b"cross", ("ab" * 40, "cd"), True, False, True),
     AuthorityHandover(b"n" * 16, b"certificate", b"key"),
     AuthorityKept(b"n" * 16, "its disk is full"),
     FabricWanted(b"n" * 16, "tiny"),
@@ -567,6 +569,11 @@ _STRATEGIES |= {
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
     CertificateWanted: st.builds(
         CertificateWanted, st.binary(min_size=16, max_size=16), st.binary(min_size=65, max_size=65)
+    ),
+    AuthorityChange: st.builds(
+        AuthorityChange, _certificate, _certificate,
+        st.lists(st.binary(max_size=40).map(bytes.hex), max_size=8).map(tuple),
+        st.booleans(), st.booleans(), st.booleans(),
     ),
     CertificateIssued: st.builds(
         CertificateIssued, st.binary(min_size=16, max_size=16), st.binary(max_size=600), _text

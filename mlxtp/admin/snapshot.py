@@ -42,7 +42,8 @@ class AgentSnapshot:
     """One agent's own requests, epoch and ranks.
 
     `pongs` are the newest heartbeats by rank, None where rank 0 is on another Mac; `pids` are those of local
-    ranks. `phases` count open requests, as in `dispatcher.PHASES`; `tokens` are all that were ever confirmed.
+    ranks, `processes` those of all groups' ranks here by group. `phases` count open requests, as in
+    `dispatcher.PHASES`; `tokens` are all that were ever confirmed.
     `in_epoch` and `proof` are the supervisor's.
     """
 
@@ -52,6 +53,7 @@ class AgentSnapshot:
     group: EpochGroup | None
     pongs: Mapping[int, Pong] | None
     pids: Mapping[int, int]
+    processes: Mapping[str, Sequence[int]]
     requests: tuple[OpenRequests, ...]
     phases: Mapping[str, int]
     tokens: int
@@ -199,6 +201,7 @@ def gather_agent(parts: AgentParts) -> AgentSnapshot:
         group=status.group,
         pongs=dict(sorted(status.pongs.items())) if ranks is not None else None,
         pids={each.rank: each.pid for each in ranks.processes} if ranks is not None and status.pongs else {},
+        processes=_processes(parts),
         requests=gateway.deployments.count_open(),
         phases=gateway.deployments.phases,
         tokens=gateway.deployments.confirmed_tokens,
@@ -207,6 +210,16 @@ def gather_agent(parts: AgentParts) -> AgentSnapshot:
         proof=supervisor.loader.proof,
         running=running.gather(gateway.deployments),
     )
+
+
+def _processes(parts: AgentParts) -> dict[str, list[int]]:
+    """Return the processes of ranks on this Mac by group, also those of groups of other Macs."""
+    found = {rank.order.group: [rank.pid] for rank in parts.hosted.serving if rank.pid}
+    for each in (*parts.groups.by_id.values(), parts.groups.shown):
+        status = each.supervisor.status
+        if status.ranks is not None and status.pongs:
+            found[each.scope.group] = [process.pid for process in status.ranks.processes]
+    return found
 
 
 def _cluster(parts: AgentParts, servings: Sequence[Serving]) -> ClusterSnapshot:
@@ -319,6 +332,7 @@ def _here(now: Snapshot) -> Json:
             {"rank": rank, "pid": agent.pids.get(rank), **{name: getattr(pong, name) for name in _SHOWN}}
             for rank, pong in (agent.pongs or {}).items()
         ],
+        "processes": {group: list(pids) for group, pids in agent.processes.items()},
     }
 
 

@@ -301,7 +301,7 @@ def kill(bed: Bed) -> list[Row]:
     bed.say("streams while a rank is killed")
     before = psutil.virtual_memory().available
     epoch = group_of(bed)["epoch"]
-    pid = own_rank(bed.home)
+    pid = own_rank(bed)
     killed = threading.Timer(STREAM_S / 4, os.kill, (pid, signal.SIGKILL))
     killed.start()
     longest, wrong, count = counting(bed.agent, time.monotonic() + STREAM_S)
@@ -393,12 +393,12 @@ def group_of(bed: Bed) -> Mapping[str, Any]:
     return next((group for each in rows for group in each["groups"]), {})
 
 
-def own_rank(home: Path) -> int:
+def own_rank(bed: Bed) -> int:
     """Return the process of this Mac's rank of the embedded model. Raises UserError when it has none."""
-    for process in psutil.Process(agent_pid(home)).children():
-        if "--rank" in (words := process.cmdline()) and "mlxtp.engine.worker" in words:
-            return process.pid
-    raise UserError("this Mac has no rank of the embedded model; run this on one that has")
+    pids = bed.agent.get("status")["processes"].get(group_of(bed).get("id"))
+    if not pids:
+        raise UserError("this Mac has no rank of the embedded model; run this on one that has")
+    return int(pids[0])
 
 
 def agent_pid(home: Path) -> int:

@@ -84,6 +84,11 @@ class HostedRank:
         """Host and epoch, which no other rank here has."""
         return self.host, self.order.epoch
 
+    @property
+    def pid(self) -> int:
+        """Its process; 0 until it serves."""
+        return self.process.pid if self.process is not None and self._heart is not None else 0
+
     def gives_way_to(self, host: str, order: Prepare) -> bool:
         """Return True when this rank ends for another one of its group: a trial ends no rank that serves."""
         return (self.host, self.order.group) == (host, order.group) and (self.beside or not order.trial)

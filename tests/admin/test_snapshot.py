@@ -47,6 +47,7 @@ AGENT = AgentSnapshot(
     group=GROUP,
     pongs={0: PONG, 1: replace(PONG, phase="idle")},
     pids={0: 4711},
+    processes={"tiny#0": [4711]},
     requests=(OpenRequests("tiny", 2, 1, 50),),
     phases={"generating": 2, "first_token": 1, "group": 0, "held_back": 0},
     tokens=77,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ..hosts import Capture, Host, Hosts, requires_namespaces
-from ..live_cluster import SLOWNESS, WAIT_S
+from ..live_cluster import SLOWNESS, WAIT_S, rank_processes
 from .agents import PROMPT, SECRET, Agent, serving, wait
 
 pytestmark = requires_namespaces
@@ -63,6 +63,11 @@ def test_the_second_command_is_all_it_takes(pair: Pair) -> None:
     shown = pair.b.command("status").stdout
     assert "ready tiny on 2 Macs" in shown
     assert "anna" in shown
+
+
+def test_each_agent_names_the_processes_of_its_ranks(pair: Pair) -> None:
+    for agent in (pair.a, pair.b):
+        assert agent.status()["processes"] == {"tiny#0": rank_processes(agent.home)}
 
 
 def test_neither_token_nor_text_was_on_the_wire(pair: Pair) -> None:

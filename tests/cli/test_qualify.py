@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -60,3 +62,22 @@ def test_questions_have_one_right_answer() -> None:
     text, right = qualify.haystack()
     name = text.rpartition(" ")[2].rstrip("?")
     assert f"The code for {name} is {right}." in text
+
+
+def bed_with(processes: dict[str, list[int]]) -> qualify.Bed:
+    told = {
+        "deployments": [
+            {"name": "other", "groups": [{"id": "other#0"}]},
+            {"name": "tiny", "groups": [{"id": "tiny#0"}]},
+        ],
+        "processes": processes,
+    }
+    agent = cast(Any, SimpleNamespace(get=lambda _what: told))
+    return qualify.Bed(agent, Path("/nowhere"), ("a", "b"), lambda _words: None)
+
+
+def test_the_rank_that_is_killed_is_that_of_the_embedded_model() -> None:
+    """Whether it was a warm process before does not matter, and other models' ranks are left alone."""
+    assert qualify.own_rank(bed_with({"other#0": [11], "tiny#0": [12]})) == 12
+    with pytest.raises(UserError, match="this Mac has no rank of the embedded model"):
+        qualify.own_rank(bed_with({"other#0": [11]}))

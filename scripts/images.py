@@ -120,9 +120,8 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         async with running_agent(settings(folder, "left")) as first:
-            assert first.cluster is not None
-            token = await first.cluster.token_issuing.token()
-            more = {"join": token, "peers": first.cluster.addresses}
+            token = await first.parts.tokens.token()
+            more = {"join": token, "peers": first.parts.node.introduction.addresses()}
             async with (
                 running_agent(settings(folder, "right", **more)) as second,
                 async_playwright() as started,

@@ -278,12 +278,15 @@ def test_open_requests_with_their_speed_and_cached_share(site: Site, visit: Visi
         "all => all.map(each => each.ariaLabel)"
     )
     assert len(widths) == 8
-    visit.shows("2 writing, 2 reading", "#headline")
+    assert visit.text("#requests-more") == ""
     visit.page.wait_for_timeout(500)
     site.show(running=[request(1, "writing", tokens=1240)])
     visit.shows("tokens/s", "#requests .figures")
     site.show()
-    visit.page.wait_for_selector("#requests-none")
+    visit.shows("None is open.", "#requests-more")
+    site.show(deployments=[deployment("org/tiny", GROUP | {"requests": {"running": 2, "waiting": 1}})])
+    visit.shows("3 at other Macs", "#requests-more")
+    visit.shows("2 writing, 1 waiting", "#headline")
 
 
 def test_senders_are_shown_to_those_alone_who_may_see_the_use_of_keys(site: Site, visiting: Any) -> None:

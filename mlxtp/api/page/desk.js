@@ -5,7 +5,7 @@ import { showDeployments } from "./deployments.js";
 import { flow, written } from "./flow.js";
 import { mark } from "./marks.js";
 import { describe, draw, plan } from "./picture.js";
-import { showRequests } from "./requests.js";
+import { asked, showRequests } from "./requests.js";
 import { story, told } from "./story.js";
 import { bytes, count, diskWords, groupName, linkWords, macWord, micros, phaseWord, place, reuseWords, stages, stateAlone, UNKNOWN, works } from "./words.js";
 
@@ -61,13 +61,13 @@ function headline(now) {
   const known = groups.filter(({ tokens_per_second: each }) => each !== null && each !== undefined);
   const sum = known.reduce((all, each) => all + each.tokens_per_second, 0);
   const { value, of } = now.tokens_per_second;
-  const speed = known.length > 1 || (of === "here" && known.length) ? sum : value;
-  const { open, generating, first_token: reading } = now.requests;
+  const speed = known.length ? sum : value;
+  const { open, writing, waiting } = asked(now);
   const free = now.nodes.filter((node) => node.state === "alive" && node.free_bytes);
   const total = (field) => free.reduce((all, node) => all + node[field], 0);
   const found = [
-    [speed ? String(speed >= 10 ? Math.round(speed) : speed) : "0", "tokens/s", speed && of === "here" && speed === value ? "asked here" : ""],
-    [String(open), open === 1 ? "open request" : "open requests", [generating ? `${generating} writing` : "", reading ? `${reading} reading` : ""].filter(Boolean).join(", ")],
+    [speed ? String(speed >= 10 ? Math.round(speed) : speed) : "0", "tokens/s", speed && of === "here" && !known.length ? "asked here" : ""],
+    [String(open), open === 1 ? "open request" : "open requests", [writing ? `${writing} writing` : "", waiting ? `${waiting} waiting` : ""].filter(Boolean).join(", ")],
     free.length ? [bytes(total("free_bytes")), "of memory free", `of ${bytes(total("memory_bytes"))}`] : null,
   ];
   const items = found.filter(Boolean).map(([figure, words, more]) => el("div", {}, el("dt", {}, words), el("dd", {}, figure), more ? el("dd", { class: "about" }, more) : null));

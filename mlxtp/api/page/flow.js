@@ -50,7 +50,7 @@ function dot(layer, way, id, delay) {
       { transform: `translate(${to.x}px, ${to.y}px)`, offset: Math.min(gone / length, 1) },
     ];
   });
-  const made = svg("circle", { r: 3, class: "token", "data-mark": colourOf(id) });
+  const made = svg("circle", { r: 3.5, class: "token", "data-mark": colourOf(id) });
   layer.append(made);
   made.animate(frames, { duration: (1000 * length) / PX_PER_S, delay, fill: "backwards" }).finished.then(
     () => made.remove(),

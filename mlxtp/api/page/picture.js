@@ -97,9 +97,9 @@ function sizes(macs, bands, columns, width, { small, upright }) {
       band: (band) => ({ x: column(band), y: EDGE + band.row * step, width: TRACK - 6, height: tall }),
     };
   }
-  const least = small ? 12 : Math.min(104, Math.max(64, width * 0.1));
-  const wide = Math.min((width - 2 * EDGE - (columns - 1) * least) / columns, small ? 150 : 290);
-  const gap = columns > 1 ? Math.min((width - 2 * EDGE - columns * wide) / (columns - 1), small ? 12 : 190) : 0;
+  const least = small ? 12 : columns === 2 ? width * 0.2 : Math.min(104, Math.max(64, width * 0.1));
+  const wide = Math.min((width - 2 * EDGE - (columns - 1) * least) / columns, small ? 150 : 340);
+  const gap = columns > 1 ? Math.min((width - 2 * EDGE - columns * wide) / (columns - 1), small ? 12 : 240) : 0;
   const left = EDGE;
   const tops = [];
   let y = EDGE;
@@ -225,7 +225,8 @@ function cable({ link, group, path, at, room, way }, now) {
   const kind = link.network === "thunderbolt" ? (link.rdma ? "RDMA" : "TCP") : "";
   const took = group && now.ranks.length === 2 && group.id === now.shown ? now.group?.fabric?.collective_us : null;
   const timed = took && way !== "arc" ? `${micros(took)} a sum` : "";
-  const lines = way === "across" && room < 150 ? [[name], [[kind, speed(link.mbps)].filter(Boolean).join(", "), timed].filter(Boolean)] : [[linkWords(link) || name], [timed]];
+  const tight = way === "across" && widthOf(linkWords(link) || name, SMALL) > room - 10;
+  const lines = tight ? [[name], [[kind, speed(link.mbps)].filter(Boolean).join(", "), timed].filter(Boolean)] : [[linkWords(link) || name], [timed]];
   const words = at ? [...lines[0].filter(Boolean).map((line) => [line, -8]), ...lines[1].filter(Boolean).map((line, i) => [line, 18 + 15 * i])] : [];
   if (at && clear) words.push([clear, 18 + 15 * lines[1].filter(Boolean).length]);
   const shown = way.startsWith("down") ? words.map(([line], i) => [line, 5 + 15 * (i - (words.length - 1) / 2)]) : words;

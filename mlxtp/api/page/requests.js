@@ -1,10 +1,11 @@
 // The open requests: how far each is, how fast, and how much of its prompt was cached.
 
-import { bar, by, el, update } from "./dom.js";
+import { bar, by, el, say, update } from "./dom.js";
 import { mark } from "./marks.js";
 import { senderOf } from "./usage.js";
 import { shortName } from "./words.js";
 
+const MOST = 64; // of those that the agent tells
 const WINDOW_MS = 4000; // over which a speed is taken
 const LEAST_MS = 900;
 const PHASES = { waiting: "Waiting", restarting: "Waits for a restart", reading: "Reading", writing: "Writing" };
@@ -13,11 +14,18 @@ let seen = new Map(); // number of a request -> [[time in ms, tokens], ...]
 
 export function showRequests(now) {
   measure(now.running);
-  by("requests-none").hidden = now.running.length > 0;
   update(by("requests"), now.running.map(request));
-  const more = now.requests.open - now.running.filter(({ here }) => here).length;
-  by("requests-more").hidden = more <= 0 || now.running.length < 64;
-  by("requests-more").textContent = `and ${more} more`;
+  const more = Math.max(asked(now).open - now.running.length, 0);
+  const others = now.running.length < MOST ? " at other Macs" : "";
+  say(by("requests-more"), more ? `${more}${now.running.length ? " more" : ""}${others}` : now.running.length ? "" : "None is open.");
+}
+
+/** Return the open requests of the whole cluster: of all groups, and those here that no group has. */
+export function asked({ deployments, requests }) {
+  const groups = (deployments ?? []).flatMap((each) => each.groups);
+  const sum = (what) => groups.reduce((all, group) => all + group.requests[what], 0);
+  const [writing, waiting] = [sum("running"), sum("waiting") + requests.group + requests.held_back];
+  return { writing, waiting, open: Math.max(writing + waiting, requests.open) };
 }
 
 /** Keep the counts of the last seconds. */

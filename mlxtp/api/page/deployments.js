@@ -36,12 +36,12 @@ function deployment(each, groups, now) {
     { "data-state": each.state, "data-key": `${rights.may} ${each.name}` },
     el("h3", { title: each.model }, ...own.map(({ id }) => mark(id)), shortName(each.model)),
     el("p", { class: "state" }, `${state[0].toUpperCase()}${state.slice(1)}`),
-    rights.may ? actions(each) : null,
     ...own.filter((group) => group.members.length).map((group) => place(group, own.length > 1)),
     ...own.filter(({ exposed }) => exposed).map(({ exposed }) => el("p", { class: "trouble" }, exposed)),
     each.why ? el("p", { class: "trouble" }, each.why) : null,
     ...fetched.map(transfer),
     ...own.filter(({ state }) => state === "loading").map((group) => load(group, now)),
+    rights.may ? actions(each) : null,
   );
 }
 
@@ -109,6 +109,7 @@ function actions({ name, model, replicas }) {
       ? el(
           "span",
           { class: "stepper", role: "group", "aria-label": `Replicas of ${shown}` },
+          el("span", { "aria-hidden": "true" }, "Replicas"),
           el("button", { type: "button", disabled: wanted < 2, "aria-label": `One replica of ${shown} less`, title: "One replica less", click: () => change(-1) }, "−"),
           el("output", { "aria-live": "off" }, String(wanted)),
           el("button", { type: "button", "aria-label": `One more replica of ${shown}`, title: "One more replica", click: () => change(1) }, "+"),

@@ -184,9 +184,9 @@ def gather(parts: AgentParts) -> Snapshot:
 
 def _history(parts: AgentParts) -> tuple[tuple[str, EpochStory], ...]:
     groups = {each.scope.group: each for each in (*parts.groups.by_id.values(), parts.groups.shown)}
-    stories = [
-        (name, story) for name, group in groups.items() for story in group.supervisor.status.history.stories
-    ]
+    stories = [*parts.groups.past]
+    for name, group in groups.items():
+        stories += [(name, each) for each in group.supervisor.status.history.stories]
     return tuple(deepcopy(sorted(stories, key=lambda each: -each[1].began)[:MOST]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..background import Background
@@ -16,7 +17,7 @@ from ..wire.cluster_messages import GroupAssignment, Serving
 from .fabric import FabricResults
 from .group import Group
 from .health import COMING, SERVES, ServingState
-from .history import RecoveryMetrics
+from .history import MOST, EpochStory, RecoveryMetrics
 from .hosted_rank import HostedRanks
 from .other_owners import OtherOwners
 
@@ -39,6 +40,8 @@ class Groups:
         make: Callable[[str], Group],
     ) -> None:
         self.by_id: dict[str, Group] = {}
+        #: Epochs of groups that are over, each with the group's id, the newest last.
+        self.past: deque[tuple[str, EpochStory]] = deque(maxlen=MOST)
         self.recoveries = RecoveryMetrics()  #: Of all groups that this agent owned.
         self._node = node
         self._gateway = gateway
@@ -118,8 +121,11 @@ class Groups:
         for owner, group in self._node.peer_info.servings:
             if group and owner:
                 self.known(group)
-        for name in [name for name, group in self.by_id.items() if group.over]:
-            self._background.start(self.by_id.pop(name).close(), f"the end of group {name}")
+        for name in [name for name, each in self.by_id.items() if each.over]:
+            over = self.by_id.pop(name)
+            stories = over.supervisor.status.ended_history()
+            self.past.extend((name, each) for each in reversed(stories))
+            self._background.start(over.close(), f"the end of group {name}")
 
     def known(self, name: str) -> Group:
         """Return the group of an id, which need not run anywhere."""

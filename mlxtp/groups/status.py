@@ -11,7 +11,7 @@ from ..errors import GroupError, MlxtpError
 from ..gateway.gateway import Gateway
 from ..wire.messages import Pong
 from .health import ServingState, is_legal
-from .history import History, Instant, Recoveries
+from .history import EpochStory, History, Instant, Recoveries
 from .process_group import EpochGroup, ProcessGroup
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,11 @@ class GroupStatus:
         self.recoveries.over(error.code, time.monotonic())
         self.history.ended(_now(), error.code, error.detail)
         self.enter(ServingState.RESTARTING)
+
+    def ended_history(self) -> tuple[EpochStory, ...]:
+        """Return the epochs of a group that is over; the reports of one elsewhere may just have ceased."""
+        self.history.ended(_now(), None, None)
+        return self.history.stories
 
     def enter(self, state: ServingState) -> None:
         """Go to another state. A move that is not legal is logged as a bug, and made."""

@@ -305,13 +305,13 @@ def test_senders_are_shown_to_those_alone_who_may_see_the_use_of_keys(site: Site
 
 
 def test_failures_in_words_with_what_was_done_and_how_long_it_took(site: Site, visit: Visit) -> None:
-    again, failed, first = visit.page.locator("#history li").all_inner_texts()[:3]
+    again, ended, first = visit.page.locator("#history li").all_inner_texts()[:3]
     assert "tiny failed" in again
     assert "rank 1 was ended by signal 9rank_lost" in again
     assert "Served again after 69.5 s; it had run for 33.0 s." in again
     assert visit.page.locator("#history li").first.get_attribute("data-kind") == "failed"
-    assert "tiny failed" in failed
-    assert "why is not known" in failed
+    assert "tiny ended" in ended
+    assert "why is not known here" in ended
     assert "tiny was started" in first
     moved = MOMENT["history"][1] | {"code": "group_replanned", "reason": "mini came back"}
     before = MOMENT["history"][0] | {"ready_s": None, "world_size": 1}
@@ -322,6 +322,11 @@ def test_failures_in_words_with_what_was_done_and_how_long_it_took(site: Site, v
     assert "gone was loaded in 2 parts (JACCL mesh)" in gone
     assert "Ready after 2.5 s: processes started 400 ms." in gone
     assert "It starts again, in one part" in now
+    wished = moved | {"reason": "org/tiny was unloaded"}
+    site.show(history=[before, wished])
+    visit.shows("tiny ended", "#history")
+    assert "It had run for" in visit.text("#history li:nth-child(2)"), "what came next is no answer to that"
+    assert visit.text("#history li:first-child b") == "tiny is starting"
 
 
 def test_what_is_to_be_mended_stands_below_the_picture(site: Site, visit: Visit) -> None:

@@ -76,6 +76,6 @@ def test_a_rank_is_killed_and_the_answer_goes_on(browser: Browser, cluster: Faul
     assert "rank 1 was ended by signal 9" in failed
     assert "rank_lost" in failed
     assert re.search(r"Served again after .*; it had run for ", failed)
-    assert page.locator("#picture .mac .told").all_text_contents() == ["idle"]
+    page.wait_for_selector("#picture .mac .told:has-text('idle')")
     page.wait_for_selector("#nodes:has-text('2 processes, ')", state="attached")
     page.context.close()

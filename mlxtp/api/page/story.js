@@ -3,6 +3,7 @@
 import { el } from "./dom.js";
 import { clock, count, groupName, seconds, shortName, stageWord, UNKNOWN } from "./words.js";
 
+const WISHED = /( was unloaded|wanted no longer)$/; // as agents say it
 const MOVED = "group_replanned"; // it made room for another spread of the model: no failure
 
 /** Return the entries, the newest first: `{ at, kind, what, why, then }`. `kind`: "failed", "moved", "ended", "began", "coming". */
@@ -22,19 +23,21 @@ const name = (id, epoch, now) => {
 function entries(model, epoch, next, before) {
   const found = [];
   if (epoch.lasted_s !== null) found.push(end(model, epoch, next));
-  if (!before || before.lasted_s === null) found.push(beginning(model, epoch));
+  if (!before || before.lasted_s === null || wished(before)) found.push(beginning(model, epoch));
   return found;
 }
 
+/** Return true if it ended because it was to end: the next one, if any, is no answer to that. */
+const wished = ({ code, reason }) => code === "shutting_down" || WISHED.test(reason ?? "");
+
 function end(model, epoch, next) {
   const at = epoch.began + epoch.lasted_s;
-  const moved = epoch.code === MOVED;
-  const wished = epoch.code === "shutting_down" || (!epoch.reason && !next);
-  const kind = moved ? "moved" : wished ? "ended" : "failed";
+  const wanted = wished(epoch);
+  const kind = wanted || !epoch.reason ? "ended" : epoch.code === MOVED ? "moved" : "failed";
   const what = { moved: `${model} was moved`, ended: `${model} ended`, failed: `${model} failed` }[kind];
-  const why = epoch.reason ?? (kind === "failed" ? `why is ${UNKNOWN}` : "");
+  const why = epoch.reason ?? `why is ${UNKNOWN} here`;
   const lasted = epoch.ready_s === null ? "it had never been ready" : `it had run for ${seconds(epoch.lasted_s)}`;
-  return { at, kind, what, why, code: epoch.code, then: [again(at, epoch, next), lasted].filter(Boolean).join("; ") };
+  return { at, kind, what, why, code: epoch.code, then: [wanted ? "" : again(at, epoch, next), lasted].filter(Boolean).join("; ") };
 }
 
 /** Return what was done after an end. */

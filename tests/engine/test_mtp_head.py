@@ -12,9 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from mlxtp.engine.batch import CacheKind
+from mlxtp.engine.decode_loop import _without_head
 from mlxtp.engine.executor import fed
 from mlxtp.engine.forwards import BEHIND
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
@@ -25,11 +27,11 @@ from mlxtp.engine.sampler import Chooser, LogitShaping
 from mlxtp.errors import Code, GroupError
 from mlxtp.model_families import MTP_PLACES
 from mlxtp.weights_file import MTP_FILE, has_mtp_head
-from mlxtp.wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
+from mlxtp.wire.messages import Loaded, PromptBatch, PromptTokens, Sampling, StepToken
 
 from . import families
 from .mtp_heads import add_head
-from .small_models import write_model
+from .small_models import change_config, write_model
 
 PROMPT = (7, 8, 9, 10, 11, 12, 13, 14)
 OTHER = tuple(Random(3).randrange(6, 500) for _ in range(21))
@@ -299,3 +301,58 @@ def test_a_quantized_head_is_read_as_its_model_is(folders: Any, tmp_path: Path) 
     head = loaded_from(folder).mtp_head
     assert isinstance(head, MtpHead)
     assert (head.projection.bits, head.layer.self_attn.q_proj.bits) == (8, 8)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_head_is_read_as_it_is_published(folders: Any, tmp_path: Path, family: str) -> None:
+    """Experts one by one, compressed projections as one, copies of embedding and output head."""
+    shutil.copytree(folders(family), folder := tmp_path / family)
+    path = folder / PLACES.get(family, MTP_FILE)
+    stored = dict(mx.load(str(path)))
+    mx.eval(stored)
+    head = {name: stored.pop(name) for name in list(stored) if name.startswith("model.layers.2.")}
+    at = "model.layers.2.self_attn"
+    if f"{at}.embed_q.weight" in head:
+        keys, values = (head.pop(f"{at}.{name}.weight") for name in ("embed_q", "unembed_out"))
+        both = mx.concatenate([keys.swapaxes(1, 2), values], axis=1)
+        head[f"{at}.kv_b_proj.weight"] = both.reshape(-1, both.shape[-1])
+    for name in [name for name in head if ".switch_mlp." in name]:
+        for number, expert in enumerate(head.pop(name)):
+            head[name.replace("switch_mlp", f"experts.{number}")] = expert
+    head["model.layers.2.embed_tokens.weight"] = mx.zeros((512, 64))
+    head["model.layers.2.shared_head.head.weight"] = mx.zeros((512, 64))
+    published = {**stored, **{name: mx.contiguous(weight) for name, weight in head.items()}}
+    mx.save_safetensors(str(path), published, metadata={"format": "mlx"})
+    want, got = (
+        dict(tree_flatten(loaded_from(each).mtp_head.parameters())) for each in (folders(family), folder)
+    )
+    assert want.keys() == got.keys()
+    assert all(mx.allclose(want[name], got[name]).item() for name in want)
+
+
+def test_a_head_computes_in_its_model_s_types(folders: Any, tmp_path: Path) -> None:
+    """A head of another type than its model's, too."""
+    for kind in (mx.bfloat16, mx.float32):
+        folder = write_model(tmp_path / str(kind), attentive=True, dtype=mx.bfloat16)
+        shutil.copy(folders("llama") / MTP_FILE, folder / MTP_FILE)
+        change_config(folder, num_nextn_predict_layers=1)
+        with_tensors_of(folder, kind)
+        runner = runner_of(folder)
+        token = runner.prefill(PromptTokens(1, 0, 8, PROMPT)).tokens.item()
+        text, proposals = drafted(runner, 1, [*PROMPT, token], ())
+        drafted(runner, 1, text, proposals)
+        assert {array.dtype for array in runner._batch.buckets[0].arrays[-2:]} == {kind}  # type: ignore[union-attr]
+
+
+def with_tensors_of(folder: Path, kind: mx.Dtype) -> None:
+    tensors = {name: array.astype(kind) for name, array in mx.load(str(folder / MTP_FILE)).items()}
+    mx.eval(tensors)
+    mx.save_safetensors(str(folder / MTP_FILE), tensors)
+
+
+def test_ranks_of_which_some_lack_the_head_are_named() -> None:
+    loads = {rank: Loaded(100, 512, 1, (1,), mtp=rank != 1) for rank in range(3)}
+    assert list(_without_head(loads)) == [1]
+    assert _without_head({rank: replace(load, mtp=True) for rank, load in loads.items()}) == {}
+    stages = {rank: replace(load, layers=(rank,), mtp=rank == 0) for rank, load in loads.items()}
+    assert _without_head(stages) == {}

@@ -313,7 +313,7 @@ def parse_keep(value: object, where: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text)
     seconds = float(match[1]) * _TIMES[match[2]] if match is not None else MAX_KEEP_S + 1.0
     if seconds > MAX_KEEP_S:
-        raise ConfigError(f"{where}: {value!r} is not forever, or a time such as 10m, 2h or 90s")
+        raise ConfigError(f"{where}: {value!r} is not forever, or a time up to 365 days, such as 10m or 2h")
     return int(seconds)
 
 

@@ -402,7 +402,8 @@ class MemberHandlers:
         Unless `sure`, only check that this is possible.
         """
         self._check_cluster()
-        parts, node_id = self._parts, self._other(node)
+        parts = self._parts
+        node_id = self._other(node, "this Mac hands the key over; name another member")
         parts.authority.check_hand_over(node_id)
         if sure:
             await parts.authority.hand_over(node_id)
@@ -425,8 +426,11 @@ class MemberHandlers:
             if each != parts.node.node_id
         ]
 
-    def _other(self, node: str) -> str:
-        """Return the node id of another member, by name, or by the start of its id."""
+    def _other(self, node: str, itself: str = "this Mac itself leaves with `mlxtp cluster leave`") -> str:
+        """Return the node id of another member, by name, or by the start of its id.
+
+        Raises UserError, for this Mac with the words `itself`.
+        """
         parts = self._parts
         members = parts.node.replica.roster.members()
         found = [each for each in members if parts.node.name_of(each) == node]
@@ -436,7 +440,7 @@ class MemberHandlers:
             what = "more than one member is" if found else "no member is"
             raise UserError(f"{what} called {node!r}; there are {known}")
         if found[0] == parts.node.node_id:
-            raise UserError("this Mac itself leaves with `mlxtp cluster leave`")
+            raise UserError(itself)
         return found[0]
 
     def _check_cluster(self) -> None:

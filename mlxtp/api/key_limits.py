@@ -77,13 +77,21 @@ class ApiKey:
         return not scope or scope in self.scopes or (scope == ON_REQUEST and LOAD in self.scopes)
 
 
+REQUESTS, A_MINUTE, A_DAY, AT_ONCE = (
+    "requests a minute", "tokens a minute", "tokens a day", "requests at one time"
+)  # fmt: skip
 #: Fields that count something, the most of each, and what.
 COUNTS = (
-    ("per_minute", MAX_PER_MINUTE, "requests a minute"),
-    ("tokens_per_minute", MAX_COUNT, "tokens a minute"),
-    ("tokens_per_day", MAX_COUNT, "tokens a day"),
-    ("concurrent", MAX_PER_MINUTE, "requests at one time"),
+    ("per_minute", MAX_PER_MINUTE, REQUESTS),
+    ("tokens_per_minute", MAX_COUNT, A_MINUTE),
+    ("tokens_per_day", MAX_COUNT, A_DAY),
+    ("concurrent", MAX_PER_MINUTE, AT_ONCE),
 )
+
+
+def counted(count: int, what: str) -> str:
+    """Return a limit in words, such as "1 request a minute"."""
+    return f"{count:,} {what if count != 1 else what.replace('s ', ' ', 1)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +150,17 @@ class KeyCounts:
     day_tokens: int = 0
 
     def tokens_of(self, day: int) -> int:
-        """Return the tokens of that day. A clock that went back begins no new day."""
-        return self.day_tokens if day <= self.day else 0
+        """Return the tokens of that day. A clock that went back by less than two days begins no new day."""
+        return self.day_tokens if self._goes_on(day) else 0
+
+    def count(self, tokens: int, day: int) -> None:
+        """Add tokens of that day."""
+        self.day_tokens = self.tokens_of(day) + tokens
+        self.day = max(day, self.day) if self._goes_on(day) else day
+
+    def _goes_on(self, day: int) -> bool:
+        """Return True on the day that is counted. Were it further ahead, its clock was wrong."""
+        return 0 <= self.day - day <= 1
 
 
 class KeyUse:
@@ -162,7 +179,7 @@ class KeyUse:
         refused = outlived(self.key, now) or misplaced(self.key, scope)
         refused = refused or (self._too_much(clock, now) if scope == CHAT else None)
         if refused is None and self._requests is not None and (wait_s := self._requests.take(clock)):
-            refused = _too_fast(self.key, f"{self.key.per_minute} requests a minute", wait_s)
+            refused = _too_fast(self.key, counted(self.key.per_minute, REQUESTS), wait_s)
         self.counts.requests += refused is None
         self.counts.refused += refused is not None
         return refused
@@ -173,9 +190,7 @@ class KeyUse:
         counts, used = self.counts, _tokens(request)
         counts.prompt_tokens += request.prompt_tokens
         counts.generated_tokens += request.generated_tokens
-        day = _day(now)
-        counts.day_tokens = counts.tokens_of(day) + used
-        counts.day = max(day, counts.day)
+        counts.count(used, _day(now))
         if self._tokens is not None:
             self._tokens.spend(used)
 
@@ -198,7 +213,7 @@ class KeyUse:
     def _too_much(self, clock: float, now: float) -> Refusal | None:
         key = self.key
         if key.concurrent and len(self.open) >= key.concurrent:
-            detail = f"the key {key.name} allows {key.concurrent} requests at one time, and as many are open"
+            detail = f"the key {key.name} allows {counted(key.concurrent, AT_ONCE)}, and as many are open"
             return Refusal(
                 429, Code.RATE_LIMITED, f"{detail}; retry when one has ended", {"retry-after": "1"}
             )
@@ -206,13 +221,13 @@ class KeyUse:
             until = _next_day(now)
             return _too_fast(
                 key,
-                f"{key.tokens_per_day} tokens a day and has used {used} today",
+                f"{counted(key.tokens_per_day, A_DAY)} and has used {used} today",
                 until.timestamp() - now,
                 f"; the next day begins at {until.strftime(_TIME)}",
                 Code.QUOTA,
             )
         if self._tokens is not None and (wait_s := self._tokens.wait_s(clock, self._pending())):
-            return _too_fast(key, f"{key.tokens_per_minute} tokens a minute, which are used up", wait_s)
+            return _too_fast(key, f"{counted(key.tokens_per_minute, A_MINUTE)}, which are used up", wait_s)
         return None
 
 

@@ -15,7 +15,16 @@ from rich.table import Table
 
 from .. import audit
 from ..api.api_keys import KeyFile
-from ..api.key_limits import COUNTS, DEFAULT_SCOPES, MAX_PER_MINUTE, SCOPES, ApiKey, KeyCounts, KeyUse
+from ..api.key_limits import (
+    COUNTS,
+    DEFAULT_SCOPES,
+    MAX_PER_MINUTE,
+    SCOPES,
+    ApiKey,
+    KeyCounts,
+    KeyUse,
+    counted,
+)
 from ..api.key_ring import kept_use
 from ..client import AgentClient
 from ..config import parse_keep
@@ -96,9 +105,11 @@ def create(
     with typed():
         for field, _, what in COUNTS:
             if (count := counts[field]) is not None and count < 1:
-                one = what.replace("s ", " ", 1)
-                raise UserError(f"--{field.replace('_', '-')} {count}: a key needs at least one {one}")
+                one = counted(1, what).replace("1", "one", 1)
+                raise UserError(f"--{field.replace('_', '-')} {count}: a key needs at least {one}")
         life_s = -1 if expires is None else parse_keep(expires, "--expires")
+        if life_s == 0:
+            raise UserError(f"--expires {expires}: a key needs at least one second")
         more: dict[str, Any] = {field: count or 0 for field, count in counts.items()}
         more |= {"expires": int(now) + life_s if life_s >= 0 else 0}
         more |= {"models": tuple([stands_for(each) or each for each in model or ()])}
@@ -173,14 +184,16 @@ def _row(key: ApiKey, used: Mapping[str, Any] | None) -> dict[str, Any]:
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = table_of("name", "permits", "used", "ends", "last used", wrapped=("permits", "used"))
     for row in rows:
-        limits = [f"{row[field]:,} {what}" for field, _, what in COUNTS if row[field]]
+        limits = [counted(row[field], what) for field, _, what in COUNTS if row[field]]
         only = [f"only {each}" for each in row["models"]]
         tokens = row["prompt_tokens"] + row["generated_tokens"]
         table.add_row(
             row["name"],
             ", ".join((*row["scopes"], *only, *limits)),
             f"{row['requests']:,} requests, {tokens:,} tokens, {row['tokens_today']:,} today",
-            day_of(row["expires"]) if row["expires"] else "never",
+            ("expired " if row["expires"] <= time.time() else "") + day_of(row["expires"])
+            if row["expires"]
+            else "never",
             day_of(row["last_used"]) if row["last_used"] else "-",
         )
     return table

@@ -133,6 +133,7 @@ def over_all(
     fabric_networks: str = "any",
 ) -> Candidate:
     """Return the best way for all Macs to work together. Raises UserError with the reason."""
+    refused: dict[str, None] = {}
     for parallel in ("tensor", "pipeline"):
         options = PlacementOptions(
             nodes="all",
@@ -145,7 +146,8 @@ def over_all(
         chosen = made.chosen
         if chosen is not None and len(chosen.ranks) == len(members) > 1:
             return chosen
-    raise UserError(f"these Macs cannot work together: {made.reason}")
+        refused |= dict.fromkeys(each.reason for each in made.alternatives if each.verdict == "refused")
+    raise UserError(f"these Macs cannot work together: {'; '.join(filter(None, refused)) or made.reason}")
 
 
 def as_served(model: str, options: PlacementOptions) -> PlacementOptions:

@@ -249,14 +249,20 @@ class Enrolment:
     def admit(
         self, node_id: str, name: str, fingerprint: str, *, by: str = "", address: str = "", token: str = ""
     ) -> None:
-        """Admit a new member, by a `token` that `by` requested. Raises UserError when it cannot be one."""
+        """Admit a new member, by a `token` that `by` requested; without one another Mac let it in.
+
+        Raises UserError when it cannot be one.
+        """
         seal = partial(self._proofs.admission, admitted_by=by, address=address, at=int(time.time()))
         self._replica.admit(node_id, name, fingerprint, seal)
         self._changed()
         name, how = name or node_id[:8], f", by a token that {self._name_of(by)} requested" if by else ""
         words, by = f"{name} is a member now{how}", self._name_of(by or node_id)
         about = {"member": name, "node_id": node_id, "address": address, "token": token, "by": by}
-        audit.record("member_joined", words, about)
+        if token:
+            audit.record("member_joined", words, about)
+        else:
+            log.info("%s", words)
 
     def remove(self, *node_ids: str) -> None:
         """Remove members.

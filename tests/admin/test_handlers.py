@@ -273,6 +273,8 @@ def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
         ):
             with pytest.raises(UserError, match=words):
                 await admin.members.remove(wrong, "")
+        with pytest.raises(UserError, match="this Mac hands the key over; name another member"):
+            await admin.members.hand_over("studio", "", "")
         assert len(cluster.node.replica.roster.members()) == 6
         removed = [await admin.members.remove(each, "") for each in ("ff", "ff", "1111", "mini")]
         assert [each["removed"] for each in removed] == ["ff", "mac-f", "mini", "mini"]  # first by its name

@@ -135,6 +135,15 @@ def test_a_clock_that_goes_back_begins_no_new_day() -> None:
     assert used.refusal(CHAT, 0.0, NOON) is not None
 
 
+def test_a_clock_that_was_ahead_for_a_while_uses_up_no_later_day() -> None:
+    used = use(tokens_per_day=100)
+    spend(used, 100, NOON + 3650 * 24 * HOUR)
+    assert used.refusal(CHAT, 0.0, NOON) is None
+    spend(used, 100)
+    assert used.refusal(CHAT, 0.0, NOON) is not None
+    assert used.refusal(CHAT, 0.0, NOON + 24 * HOUR) is None
+
+
 def test_requests_at_one_time() -> None:
     used, first = use(concurrent=2), request()
     for each in (first, request()):
@@ -158,7 +167,7 @@ def test_what_is_refused_takes_no_request_of_the_minute() -> None:
         assert refused(used.refusal("load", 0.0, NOON))[0] == 403
     assert used.refusal(CHAT, 0.0, NOON) is None
     assert refused(used.refusal(CHAT, 0.0, NOON))[2] == (
-        "the key guest allows 1 requests a minute; retry in 60 s"
+        "the key guest allows 1 request a minute; retry in 60 s"
     )
 
 

@@ -107,7 +107,7 @@ def test_an_open_request_counts_until_its_client_leaves(shop: tuple[Shop, Stage]
     with httpx.stream("POST", f"{stage.url}/v1/chat/completions", json=body, headers=guest, timeout=WAIT_S):
         refused = stage.ask(headers=guest)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert "allows 1 requests at one time" in refused.json()["error"]["message"]
+        assert "allows 1 request at one time" in refused.json()["error"]["message"]
         assert metrics(stage, watcher)("mlxtp_key_open_requests", key="guest") == 1
     stage.desk.held = False
     stage.says("hello")

@@ -116,6 +116,7 @@ def test_keys_as_a_table(tmp_path: Path) -> None:
     file = KeyFile(tmp_path)
     file.create("laptop", 60, USED - 86_400)
     file.create("phone", 0, USED - 86_400, models=("org/tiny",))
+    file.create("old", 1, USED - 86_400, expires=USED - 86_000)
     shown = mlxtp(tmp_path, "key", "list").stdout
     rows = [line.split() for line in shown.splitlines()]
     assert rows[0] == ["name", "permits", "used", "ends", "last", "used"]
@@ -124,6 +125,8 @@ def test_keys_as_a_table(tmp_path: Path) -> None:
     assert "60 requests" in shown
     assert "0 requests, 0" in shown
     assert "org/tiny" in shown
+    assert "1 request a minute" in shown
+    assert "expired" in shown
 
 
 def test_a_running_agent_knows_when_keys_were_used(tmp_path: Path) -> None:
@@ -197,6 +200,12 @@ def test_what_revoking_means_is_said(tmp_path: Path) -> None:
             ["create", "x", "--expires", "soon"],
             2,
             "mlxtp: --expires: 'soon' is not forever, or a time",
+        ),
+        (["create", "x", "--expires", "0"], 2, "mlxtp: --expires 0: a key needs at least one second"),
+        (
+            ["create", "x", "--expires", "9999d"],
+            2,
+            "mlxtp: --expires: '9999d' is not forever, or a time up to 365",
         ),
         (["revoke", "nobody"], 1, "mlxtp: no key is called 'nobody'; there is taken"),
     ],

@@ -472,6 +472,14 @@ def test_one_mac_has_no_file_for_mlx_launch() -> None:
         plan.over_all(desk(1), "", "auto", fast_fences=False)
 
 
+def test_macs_without_a_cable_have_no_file_for_jaccl_and_the_reason_is_named() -> None:
+    with pytest.raises(
+        UserError, match=r"links by cables with RDMA are missing: a – b \(no cable\)"
+    ) as raised:
+        plan.over_all(on_lan([mac(0), mac(1)]), "", "jaccl", fast_fences=False)
+    assert "alone" not in raised.value.detail
+
+
 def test_the_file_for_mlx_launch_has_no_network_that_the_setting_excludes() -> None:
     with pytest.raises(UserError, match="--fabric-networks private excludes 1 link: shared Ethernet a – b"):
         plan.over_all(on_lan([mac(0), mac(1)]), "", "ring", fast_fences=False, fabric_networks="private")

@@ -179,6 +179,7 @@ def test_the_audit_log_tells_who_came_in_by_which_token_and_who_did_not(tmp_path
         await sees(lambda: "join_refused" in path.read_text())
         [joined] = node.replica.roster.members().keys() - {node.node_id}
         node.enrolment.remove(joined)
+        house.node.meet(A)  # a member that another Mac let in
         node.desired.serve("org/tiny", keep_s=60)
         node.desired.serve("org/tiny", keep_s=90)  # that loads nothing
         node.desired.serve("org/big", replace=True)

@@ -254,7 +254,8 @@ def test_an_answer_that_breaks_off_is_an_error_and_not_complete(site: Site, visi
     assert visit.text(f"{LAST} > .said") == "It begins and then"
     problem = visit.page.locator(f"{LAST} .problem")
     assert problem.inner_text() == "The answer is incomplete: rank 1 is gone for good"
-    assert problem.get_attribute("role") == "alert"
+    visit.shows("rank 1 is gone for good", "#spoken")
+    assert problem.get_attribute("role") is None, "else those of a stored conversation are announced, too"
 
 
 def test_a_stream_that_ends_without_its_last_word_is_not_complete(site: Site, visit: Visit) -> None:
@@ -385,6 +386,7 @@ def test_changed_messages_and_regenerated_answers_are_versions(site: Site, visit
     assert page.locator(SHOWN).all_inner_texts() == ["One", "first"]
     asks("One?", "fourth", lambda: edit("One?"))
     assert sent() == ["One?"]
+    assert page.evaluate("document.activeElement.id") == "say", "the next key is for the next message"
     page.click("#turns > li:nth-child(1) .edit")
     page.press(".editing textarea", "Escape")
     assert page.locator(".editing").count() == 0
@@ -506,6 +508,58 @@ def test_a_conversation_survives_a_reload(site: Site, visit: Visit) -> None:
     assert visit.text(f"{LAST} > .said") == "I am kept"
     assert " to first token" in visit.text(f"{LAST} .numbers")
     assert visit.page.locator(f"{LAST} strong").count() == 1
+
+
+ELSEWHERE = """() => {
+    const [key] = Object.keys(localStorage).filter(each => each.startsWith('mlxtp.conversation.'));
+    const talk = JSON.parse(localStorage.getItem(key));
+    talk.turns.push({ role: 'user', content: 'Two', parent: 1 });
+    talk.turns.push({ role: 'assistant', content: 'two', parent: 2 });
+    localStorage.setItem(key, JSON.stringify(talk));
+}"""
+
+
+def test_a_message_follows_what_another_tab_has_added(site: Site, visit: Visit) -> None:
+    site.says("one")
+    visit.send("One")
+    visit.answered()
+    other = visit.page.context.new_page()
+    other.goto(f"{site.url}/health")
+    other.evaluate(ELSEWHERE)
+    other.close()
+    visit.shows("two")
+    site.says("three")
+    visit.send("Three")
+    visit.shows("three")
+    visit.answered()
+    visit.page.reload()
+    visit.page.wait_for_selector("#turns > li")
+    assert visit.page.locator(SHOWN).all_inner_texts() == ["One", "one", "Two", "two", "Three", "three"]
+
+
+def test_a_conversation_that_cannot_be_read_costs_itself_alone(site: Site, visit: Visit) -> None:
+    user = {"role": "user", "content": "Hi"}
+    strange = {
+        "role": "assistant",
+        "content": "yes",
+        "model": 5,
+        "reasoning": 7,
+        "calls": 5,
+        "numbers": {"speed_of": []},
+    }
+    found = [
+        *({"turns": turns} for turns in (5, [None], ["Hi"], [user, {"role": "assistant", "content": 5}])),
+        {"turns": [user, strange], "title": 7, "model": 5, "changed": "late", "shown": "no"},
+    ]
+    for number, talk in enumerate(map(json.dumps, found)):
+        visit.page.evaluate(
+            "([key, talk]) => localStorage.setItem(key, talk)", [f"mlxtp.conversation.{number}", talk]
+        )
+    visit.page.evaluate("localStorage.setItem('mlxtp.layout', '[')")
+    visit.page.reload()
+    visit.state("Ready")
+    assert visit.page.locator("#conversations button").all_text_contents() == ["Hi"]
+    assert visit.text(f"{LAST} > .said") == "yes"
 
 
 def test_an_answer_that_a_reload_cut_off_says_so(site: Site, visit: Visit) -> None:

@@ -262,6 +262,19 @@ def test_one_view_at_a_time_on_a_narrow_screen(visiting: Any) -> None:
     bar = visit.page.locator("nav").bounding_box()
     assert bar["y"] + bar["height"] == PHONE["height"]  # type: ignore[index]
     assert not visit.page.is_visible("#divider")
+    visit.page.set_viewport_size({"width": 320, "height": 256})  # a zoom of 400 %
+    assert visit.page.is_visible("nav")
+    visit.page.focus("#admin-key")  # as where a keyboard takes the screen
+    assert not visit.page.is_visible("nav")
+    visit.page.set_viewport_size(PHONE)  # type: ignore[arg-type]
+
+
+def test_colours_of_the_system_leave_the_picture_legible(visiting: Any) -> None:
+    visit: Visit = visiting(forced_colors="active")
+    texts = visit.page.locator(".picture text:not(.label)")
+    texts.first.wait_for()
+    strokes = texts.evaluate_all("all => all.map(each => getComputedStyle(each).stroke)")
+    assert set(strokes) == {"none"}, "a stroke lies over its text"
 
 
 def test_a_finished_answer_is_told_to_those_who_listen(site: Site, visit: Visit) -> None:
@@ -347,12 +360,16 @@ def test_an_endpoint_with_keys_is_opened_by_one_and_by_the_agents_own(
     try:
         visit: Visit = visiting(url=guarded.url)
         visit.shows("`mlxtp key create NAME`", "#asking")
+        visit.state("The agent takes an API key")
+        visit.page.click("#asking-no")
+        visit.page.click("#unlock")
         visit.page.fill("#asking-value", "wrong")
         visit.page.press("#asking-value", "Enter")
         visit.shows("`mlxtp key create NAME`", "#asking[open]")
         visit.page.fill("#asking-value", key)
         visit.page.click("#asking-yes")
         visit.state("Ready")
+        assert not visit.page.is_visible("#unlock")
         site.says("let in")
         visit.send("Hello")
         visit.answered()

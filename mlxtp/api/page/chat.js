@@ -54,7 +54,7 @@ export function startChat() {
   by("rename").addEventListener("click", rename);
   by("delete").addEventListener("click", removeTalk);
   startTransfer();
-  talks.onChange(drawList);
+  talks.onChange(changedElsewhere);
   startFollowing();
   addEventListener("pagehide", () => running && talks.keep(running.talk));
   draw();
@@ -86,6 +86,15 @@ function closeBroken(found) {
   }
 }
 
+/** Take what another tab has stored, so that a message from here follows it. */
+function changedElsewhere(id) {
+  const found = id === talk.id && running?.talk !== talk && talks.get(id);
+  if (!found) return drawList();
+  const same = (turn, i) => JSON.stringify(turn) === JSON.stringify(talk.turns[i]);
+  talk = { ...found, turns: found.turns.map((turn, i) => (same(turn, i) ? talk.turns[i] : turn)) };
+  draw();
+}
+
 function rememberModel(id) {
   talk.model = id;
   if (talk.turns.length) keepNow(talk);
@@ -102,7 +111,9 @@ function send(words) {
 
 /** Send another version of a message of the user. */
 function edit(turn, text) {
-  if (!running) ask(text, before(talk, turn));
+  if (running) return;
+  ask(text, before(talk, turn));
+  by("stop").focus(); // the form is gone
 }
 
 function ask(text, after) {
@@ -148,7 +159,7 @@ async function go(asked) {
     draw();
   } else drawList();
   speak((turns.textOf(turn) || turn.content).slice(0, 2000));
-  if (!turn.content) speak(turn.problem ?? (turn.stopped ? "Stopped." : ""));
+  speak(turn.problem ?? (turn.stopped ? "Stopped." : ""));
 }
 
 /** Return the messages to send, without thoughts and empty answers. */

@@ -4,6 +4,7 @@ import { startChat } from "./chat.js";
 import { check, onRights, startAdmin } from "./admin.js";
 import { redraw, showDesk } from "./desk.js";
 import { by, icon, say } from "./dom.js";
+import { askForApiKey } from "./keys.js";
 import { showModels, startModels } from "./models.js";
 import { onShow, shows, startShell } from "./shell.js";
 import { showUsage, startUsage } from "./usage.js";
@@ -21,11 +22,13 @@ function showAll(news = false) {
   if (shows("models")) showModels();
 }
 
-function showState({ now, connected, problem }) {
+function showState({ now, connected, locked, problem }) {
   const state = by("state");
   state.dataset.state = connected ? now.state : "unknown";
+  by("unlock").hidden = !locked;
   if (!connected) {
-    say(state, now ? "The agent does not answer; what is shown is old" : problem || "Looking for the agent…");
+    if (locked) say(state, "The agent takes an API key");
+    else say(state, now ? "The agent does not answer; what is shown is old" : problem || "Looking for the agent…");
     say(by("figures"), "");
     return;
   }
@@ -44,6 +47,7 @@ onRights(() => {
   redraw();
   showAll();
 });
+by("unlock").addEventListener("click", () => askForApiKey(cluster.locked));
 startShell();
 startChat();
 startAdmin();

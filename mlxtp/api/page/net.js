@@ -14,12 +14,19 @@ export class Refused extends Error {
 
 /** Call `fetch` with the endpoint's key; prompt for one on 401. Throw Refused for any status but 2xx. */
 export async function ask(path, options = {}) {
-  let response = await request(path, options);
-  while (!response.ok) {
-    const refused = await refusal(response);
-    if (refused.status !== 401 || !(await askForApiKey(refused.message))) throw refused;
-    response = await request(path, options);
+  for (;;) {
+    try {
+      return await askOnce(path, options);
+    } catch (error) {
+      if (error.status !== 401 || !(await askForApiKey(error.message))) throw error;
+    }
   }
+}
+
+/** Do the same without a prompt. */
+export async function askOnce(path, options = {}) {
+  const response = await reach(path, { ...options, headers: { ...options.headers, ...authorization() } });
+  if (!response.ok) throw await refusal(response);
   return response;
 }
 
@@ -31,9 +38,6 @@ export async function administer(method, what, key, body) {
   if (!response.ok) throw await refusal(response);
   return response.json();
 }
-
-const request = (path, options) =>
-  reach(path, { ...options, headers: { ...options.headers, ...authorization() } });
 
 async function reach(path, options) {
   try {

@@ -1,6 +1,6 @@
 // Conversations as files: Markdown for people; JSON with all versions, which can be read back.
 
-import { begin, titleOf } from "./talks.js";
+import { begin, titleOf, turnsOf, words } from "./talks.js";
 import { shownTurns } from "./tree.js";
 import { shortName } from "./words.js";
 
@@ -28,23 +28,11 @@ export function fromJson(text) {
     throw new Error("it is not JSON.");
   }
   if (!FORMATS.includes(found?.format) || !Array.isArray(found.turns)) throw new Error("it is not an exported conversation.");
-  const turns = found.turns.map(turnOf);
-  if (turns.includes(null) || !turns.length) throw new Error("it has no messages, or ones that cannot be read.");
+  const turns = turnsOf(found);
+  if (!turns?.length) throw new Error("it has no messages, or ones that cannot be read.");
   const title = typeof found.title === "string" && found.title.trim() ? found.title.slice(0, 200) : titleOf(turns[0].content);
   const shown = Object.fromEntries(Object.entries(found.shown ?? {}).filter(([, index]) => Number.isInteger(index)));
   return { ...begin(), title, named: true, model: words(found.model), turns, shown };
-}
-
-const words = (value) => (typeof value === "string" ? value : "");
-
-function turnOf(turn) {
-  if (!["user", "assistant"].includes(turn?.role) || typeof turn.content !== "string") return null;
-  const { role, content, parent } = turn;
-  const kept = { role, content, ...(Number.isInteger(parent) ? { parent } : {}) };
-  if (role === "user") return kept;
-  const { model, reasoning, problem, stopped, finish } = turn;
-  const said = { model: words(model), reasoning: words(reasoning), problem: words(problem), finish: words(finish) };
-  return { ...kept, ...said, stopped: stopped === true, phase: "over" };
 }
 
 /** Have the browser store a text as a file. */

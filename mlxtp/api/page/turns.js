@@ -111,7 +111,7 @@ export class Turns {
       said: el("div", { class: mine ? "said plain-text" : "said" }),
       calls: el("div", { class: "calls" }),
       waits: el("p", { class: "waits" }),
-      problem: el("p", { class: "problem", role: "alert" }),
+      problem: el("p", { class: "problem" }),
       retry: el("button", { type: "button", class: "retry", click: () => this.#acts.regenerate(turn) }, "Try again"),
       end: el("div", { class: "end" }, this.#steps(turn), el("p", { class: "numbers" }), this.#icons(turn, mine)),
     };
@@ -202,7 +202,7 @@ export function waitWords({ phase, progress }) {
 function numberWords({ numbers, finish, stopped }) {
   const { first_token_s: first, tokens_per_second: speed, tokens, prompt_tokens: prompt, cached_tokens: cached } = numbers;
   const [about, overall] = numbers.speed_of ?? [];
-  const known = (value, words) => (value === null ? "" : words(value));
+  const known = (value, words) => (Number.isFinite(value) ? words(value) : "");
   return [
     stopped ? "stopped" : "",
     finish === "length" ? "cut off at the token limit" : "",
@@ -210,7 +210,7 @@ function numberWords({ numbers, finish, stopped }) {
     known(tokens, (value) => count(value, "token")),
     known(first, (value) => `${seconds(value)} to first token`),
     known(prompt, (value) => `prompt ${value}${cached ? ` (${cached} cached)` : ""}`),
-    numbers.waited_s ? `paused ${seconds(numbers.waited_s)} for a restart` : "",
+    known(numbers.waited_s, (value) => `paused ${seconds(value)} for a restart`),
   ]
     .filter(Boolean)
     .join(" · ");

@@ -1,13 +1,13 @@
 // State of the cluster, as the agent reports it. All views of it subscribe here.
 
-import { onKeys } from "./keys.js";
-import { ask, events } from "./net.js";
+import { askForApiKey, onKeys } from "./keys.js";
+import { askOnce, events } from "./net.js";
 
 const SILENCE_MS = 12_000; // the agent sends an event every three seconds
 const AGAIN_MS = [300, 1000, 2000, 4000];
 
-/** `now` is the newest snapshot, null before the first; `connected`: it is up to date. */
-export const cluster = { now: null, connected: false, problem: "" };
+/** `now` is the newest snapshot, null before the first; `connected`: it is up to date; `locked`: the reason for a key. */
+export const cluster = { now: null, connected: false, locked: "", problem: "" };
 
 const listeners = [];
 
@@ -31,9 +31,11 @@ export async function watch() {
       cluster.problem = "The agent has ended the connection.";
     } catch (error) {
       cluster.problem = error.message || "The connection to the agent broke.";
+      cluster.locked = error.status === 401 ? error.message : "";
     }
     cluster.connected = false;
     tellAll();
+    if (cluster.locked) await unlocked();
     await pause(AGAIN_MS[Math.min(failures, AGAIN_MS.length - 1)]);
     failures += 1;
   }
@@ -48,22 +50,26 @@ async function once(alive) {
   };
   heard();
   try {
-    const response = await ask("cluster/events", { signal: cut.signal });
+    const response = await askOnce("cluster/events", { signal: cut.signal });
     for await (const data of events(response)) {
       heard();
       alive();
       if (data === null) continue;
       cluster.now = JSON.parse(data);
       cluster.connected = true;
-      cluster.problem = "";
+      cluster.problem = cluster.locked = "";
       tellAll();
     }
-  } catch (error) {
-    if (error.status === 401) await new Promise((resolve) => onKeys(resolve)); // until the user enters one
-    throw error;
   } finally {
     clearTimeout(timer);
   }
+}
+
+/** Prompt for the key. Return once there is another one: the user may cancel, and enter it later. */
+function unlocked() {
+  const other = new Promise((resolve) => onKeys(resolve));
+  askForApiKey(cluster.locked);
+  return other;
 }
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));

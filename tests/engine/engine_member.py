@@ -26,7 +26,7 @@ from mlxtp.wire.messages import PromptTokens, StepToken
 
 from ..mlx_errors import OUT_OF_MEMORY
 
-FAULTS = ("another draw", "another position", "another token")
+FAULTS = ("another draw", "another position", "another proposal", "another token")
 MESSAGES = ("no message", "two messages", "messages exchanged", "a late message")
 CHOICES = ("another choice", "a choice skipped")
 LATE_S = 1.0
@@ -44,7 +44,10 @@ def err(is_ordered: Callable[[str], bool]) -> None:
     def launch_else(rank: RankExecutor, step: int, frame: PromptTokens | StepToken) -> Forward:
         if isinstance(frame, StepToken) and is_ordered("another position"):
             frame = replace(frame, positions=tuple(position + 1 for position in frame.positions))
-        return launch(rank, step, frame)
+        forward = launch(rank, step, frame)
+        if (drafts := forward.chosen.drafts) is not None and is_ordered("another proposal"):
+            forward = replace(forward, chosen=replace(forward.chosen, drafts=drafts + 1))
+        return forward
 
     Sampler.choose = choose_else  # type: ignore[method-assign]
     RankExecutor.launch = launch_else  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import mlx.core as mx
 import pytest
 
 from mlxtp.api.backend import Request as Wanted
+from mlxtp.errors import Code
+from mlxtp.groups.health import ServingState
 
-from ..live_cluster import Cluster
+from ..live_cluster import Cluster, until
 from ..reference import expected
 from .mtp_heads import add_head
 from .small_models import change_weights, write_model
@@ -92,3 +95,21 @@ def test_a_kill_in_mid_answer_changes_no_token(cluster: Cluster, folder: Path) -
     os.kill(cluster.pids()[-1], signal.SIGKILL)
     for each, wanted in zip(running, LONG, strict=False):
         assert each.finish()[0] == expected(wanted, folder).tokens
+
+
+@pytest.mark.chaos
+def test_another_proposal_of_rank_1_is_found_before_a_token_leaves(folder: Path, tmp_path: Path) -> None:
+    (orders := tmp_path / "orders").mkdir()
+    worker = (sys.executable, "-m", "tests.engine.engine_member", str(orders))
+    right = expected(LONG[0], folder).tokens
+    with Cluster(tmp_path / "home", worker=worker, model=folder) as cluster:
+        (orders / "another proposal").touch()
+        try:
+            request = cluster.ask(LONG[0])
+            until(lambda: cluster.supervisor.status.state is not ServingState.READY, "it was found")
+        finally:
+            (orders / "another proposal").unlink()
+        reason = cluster.supervisor.status.reason
+        assert reason is not None
+        assert reason.code is Code.DESYNC
+        assert request.finish()[0] == right

@@ -440,7 +440,7 @@ def _removed(answer: Mapping[str, Any]) -> list[str]:
     if held := " and ".join(answer["held_authority"]):
         lines.append(
             f"{held} held the cluster's authority and may still have its key: with that it can let Macs in, "
-            "itself too. Unless you trust that Mac, found a new cluster (docs/operations.md)"
+            "itself too. Unless you trust that Mac, `mlxtp cluster authority rotate --at-once` ends that"
         )
     if answer["others"] and not answer["saved_by"]:
         lines.append("no other Mac has this on its disk yet; keep this one on until `mlxtp status` shows one")

@@ -66,7 +66,10 @@ class Renewal:
         while True:
             self._wake.clear()
             if time.monotonic() >= self._rest_until and self._is_due():
-                await self._renew()
+                try:
+                    await self._renew()
+                except MlxtpError as error:
+                    log.warning("this Mac's certificate is not renewed yet: %s", error.detail)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._wake.wait()

@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 
 from .. import audit
 from ..background import Background
-from ..errors import MlxtpError, UserError
+from ..errors import ConfigError, MlxtpError, UserError
 from ..identity.store import Identity, Store
 from ..identity.succession import ends_at, followed, is_at_once
 from ..identity.validity import day
@@ -44,6 +45,8 @@ class Rotation:
         self._moved: dict[str, bytes] = {}  #: By node id: the authority of a member's certificate.
         self._began = time.monotonic()  #: Time at which this Mac followed the present authority, or started.
         self._over = False  #: True once a holder has reported the end of the former authority.
+        self._unsaved: tuple[ControlLink, AuthorityChange] | None = None  #: A report that could not be kept.
+        self._problem = ""  #: Reason why the identity's files could not be written.
         self._work = Background()
         node.links.on(self._reported, AuthorityChange)
         node.links.on_up(self._greet)
@@ -142,7 +145,11 @@ class Rotation:
         self._moved[link.node_id] = told.authority if told.moved else b""
         fresh = followed(held, told.authority, told.cross, tuple(map(bytes.fromhex, told.past)))
         if fresh is not None:
-            self._follow(self._store.save_membership(fresh))
+            identity = self._written(lambda: self._store.save_membership(fresh))
+            self._unsaved = (link, told) if identity is None else None
+            if identity is None:
+                return
+            self._follow(identity)
             if fresh.authority != held.authority:
                 name = self._node.name_of(link.node_id)
                 words = f"the cluster has another authority: {name} reported it"
@@ -156,6 +163,18 @@ class Rotation:
             self._over = True
         if is_holder and not told.holds and self._node.identity.authority is not None:
             self._work.start(self._hand_over(link.node_id), "handing over the authority's key")
+
+    def _written(self, write: Callable[[], Identity]) -> Identity | None:
+        """Return the identity that `write` kept; None where files cannot be written, as on a full disk."""
+        try:
+            identity = write()
+        except ConfigError as error:
+            if error.detail != self._problem:
+                log.warning("%s; the rotation of the authority waits for that here", error.detail)
+            self._problem = error.detail
+            return None
+        self._problem = ""
+        return identity
 
     def _answer(self, node_id: str, change: AuthorityChange) -> None:
         """Report to a Mac that is behind, or chose another authority; once, because it may do the same."""
@@ -171,13 +190,17 @@ class Rotation:
 
     def _is_news(self) -> bool:
         held = self._membership
-        return bool(held.former or (held.cross and self._told is None))
+        return bool(held.former or self._unsaved or (held.cross and self._told is None))
 
     def _watch(self, _now: float) -> None:
+        if self._unsaved is not None:
+            self._reported(*self._unsaved)
         if self._membership.former and self._membership.moved and self._is_over():
-            self._renewal.hold(self._store.end_former())
-            words = "the former authority of the cluster has ended, and its certificates with it"
-            audit.record("authority_ended", words, {})
+            identity = self._written(self._store.end_former)
+            if identity is not None:
+                self._renewal.hold(identity)
+                words = "the former authority of the cluster has ended, and its certificates with it"
+                audit.record("authority_ended", words, {})
         if (change := self._change()) != self._told:
             self._tell(change)
 

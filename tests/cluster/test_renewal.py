@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mlxtp.cluster.roster import RosterProofs
-from mlxtp.errors import Code
+from mlxtp.errors import Code, ConfigError
+from mlxtp.identity.store import Identity, Store
 from mlxtp.identity.validity import CERTIFICATE_S, DAY_S, own_time
 from mlxtp.wire.certificates import (
     MemberCertificates,
@@ -72,6 +73,28 @@ def test_a_key_that_was_removed_or_replaced_gets_no_certificate(tmp_path: Path) 
         assert second.heard(CertificateIssued) == []  # a removed member is not heard at all
         with pytest.raises(Exception, match="not on the list of members"):
             renewal._granted(second, CertificateWanted(NONCE, point_of(other)))  # type: ignore[arg-type]
+
+    play(tmp_path, first, story)
+
+
+def test_a_holder_whose_disk_is_full_goes_on_and_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, tried = founder(tmp_path), []
+    monkeypatch.setattr("mlxtp.cluster.renewal.LOOK_S", 0.0)
+
+    def fails(_store: Store, _membership: MemberCertificates) -> Identity:
+        tried.append(1)
+        raise ConfigError("member.pem cannot be written: No space left on device")
+
+    monkeypatch.setattr(Store, "save_membership", fails)
+
+    async def story(node: Node) -> None:
+        monkeypatch.setattr(node.parts.renewal, "_is_due", lambda: True)
+        running = asyncio.ensure_future(node.parts.renewal.run())
+        await sees(lambda: len(tried) > 1 or running.done())
+        assert not running.done()
+        running.cancel()
 
     play(tmp_path, first, story)
 

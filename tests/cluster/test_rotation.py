@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.errors import Code, UserError
+from mlxtp.errors import Code, ConfigError, UserError
 from mlxtp.identity import validity
 from mlxtp.identity.join_protocol import read_token
 from mlxtp.identity.store import Store
@@ -240,6 +240,29 @@ def test_every_member_moves_over_its_links_and_then_the_former_authority_ends(tm
         roster = new.up.parts.node.replica
         await desk.sees(lambda: roster.roster.members().keys() == names, "dora knows all")
         assert all(roster.roster.members()[mac.node_id].admission for mac in (anna, ben, carl))
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("what", ["save_membership", "end_former"])
+def test_a_disk_that_is_full_for_a_while_costs_no_link_and_no_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    tried, write = [], getattr(Store, what)
+
+    def fails(store: Store, *args: Any) -> Any:
+        tried.append(store)
+        if len(tried) < 4:
+            raise ConfigError("member.pem cannot be written: No space left on device")
+        return write(store, *args)
+
+    async def story(desk: Desk) -> None:
+        await desk.together(desk.anna, desk.carl)
+        monkeypatch.setattr(Store, what, fails)
+        await rotate(desk.anna)
+        await desk.sees(lambda: len(tried) >= 4, "they are tried again")
+        assert desk.carl.up.parts.node.links.nodes() == {desk.anna.node_id}
+        await desk.all_follow(desk.anna, desk.carl, ended=True)
 
     play(tmp_path, story)
 

@@ -14,6 +14,7 @@ from mlxtp.engine.draft_model import CHUNK, DraftModel
 from mlxtp.wire.messages import Loaded
 
 from ..reference import reference
+from .families import FAMILIES
 from .small_models import write_model
 
 PROMPT = [n % 500 for n in range(2 * CHUNK + 100)]
@@ -81,6 +82,15 @@ def count_forwards(drafter: DraftModel) -> list[int]:
 
     drafter._model, drafter.propose = Counting(), counting  # type: ignore[method-assign, assignment]
     return counted
+
+
+def test_windows_are_rolled_back_far_behind_their_beginning(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "windows", model_type="gpt_oss", **FAMILIES["gpt_oss"])
+    drafter, tokens = DraftModel(folder, 512), [n % 500 for n in range(40)]
+    for _ in range(3):
+        said = reference(tuple(tokens), 4, folder)
+        assert proposed(drafter, tokens, 4) == said
+        tokens += [said[0], 9]  # the second draft was wrong
 
 
 def test_another_turn_of_a_conversation_is_not_read_from_its_beginning(drafter: DraftModel) -> None:

@@ -28,7 +28,7 @@ from ..errors import Code, RequestError, UserError
 from ..short_names import stands_for
 from .adapter import SSE
 from .catalog import not_permitted
-from .guard import PERMITTED, SHARED_ADMIN
+from .guard import PERMITTED, SHARED_ADMIN, Keys, keys_in
 from .request_context import current
 from .streaming import COMMENT, AnswerStream
 
@@ -288,16 +288,17 @@ class Observed(Protocol):
         ...
 
 
-def page_routes(observed: Observed) -> list[Route]:
-    """Return the routes of the page, for `create_app`."""
+def page_routes(observed: Observed, keys: Keys | None = None) -> list[Route]:
+    """Return the routes of the page, for `create_app`. A watcher whose key ends is let go."""
     shared = _Shared(observed)
 
     async def moment(_request: Request) -> Response:
         headers = {"cache-control": "no-store"}
         return Response(shared.now(), media_type="application/json", headers=headers)
 
-    async def events(_request: Request) -> Response:
-        watching = _watch(shared, observed.over)
+    async def events(request: Request) -> Response:
+        given = keys_in(request.headers)
+        watching = _watch(shared, observed.over, lambda: keys is None or keys.admits(given))
         return AnswerStream(watching, watching, KEEP_ALIVE_S, lambda: COMMENT, SSE)
 
     return [
@@ -324,10 +325,10 @@ class _Shared:
         return self._text
 
 
-async def _watch(shared: _Shared, over: asyncio.Event) -> AsyncGenerator[bytes]:
-    """Yield a snapshot at once, then another after each change, until `over`."""
+async def _watch(shared: _Shared, over: asyncio.Event, admitted: Callable[[], bool]) -> AsyncGenerator[bytes]:
+    """Yield a snapshot at once, then another after each change, until `over` or not `admitted`."""
     told = b""
-    while True:
+    while admitted():
         last = over.is_set()
         if (now := shared.now(fresh=last)) != told:
             told = now

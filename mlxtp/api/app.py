@@ -95,7 +95,7 @@ def create_app(
             Route("/openapi.json", openapi, methods=["GET"]),
             *(route for dialect in dialects for route in dialect.routes(generation)),
             *(admin_routes(admin) if admin is not None else ()),
-            *(page_routes(observed) if observed is not None else ()),
+            *(page_routes(observed, access.keys) if observed is not None else ()),
         ],
         middleware=guards(access, refusals.answer),
         exception_handlers={

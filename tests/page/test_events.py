@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from mlxtp.api import admin
+from mlxtp.api.api_keys import KeyFile
 from mlxtp.api.app import create_app
+from mlxtp.api.guard import Access
+from mlxtp.api.key_ring import KeyRing
 
 from ..live_cluster import WAIT_S
 from .conftest import FORMING, MOMENT, FakeObserved, Running, Site
@@ -91,6 +95,25 @@ def test_when_the_agent_ends_watchers_are_let_go() -> None:
             observed.shown = MOMENT | {"state": "stopped"}
             running.close()
             assert [json.loads(line[6:])["state"] for line in lines if line.startswith("data")] == ["stopped"]
+    finally:
+        running.close()
+
+
+def test_a_watcher_whose_key_is_revoked_is_let_go(tmp_path: Path) -> None:
+    file = KeyFile(tmp_path)
+    headers = {"Authorization": f"Bearer {file.create('page', 0, 1.0)[1]}"}
+    access = Access(keys=KeyRing(file, "always", beyond=False))
+    running = Running(None, FakeObserved(), access=access)
+    try:
+        with httpx.stream(
+            "GET", f"{running.url}/cluster/events", timeout=WAIT_S, headers=headers
+        ) as response:
+            lines = response.iter_lines()
+            assert following(lines) == MOMENT
+            file.revoke("page")
+            until = time.monotonic() + WAIT_S / 4
+            for _ in lines:  # comments
+                assert time.monotonic() < until, "it is still told of the cluster"
     finally:
         running.close()
 

@@ -394,16 +394,21 @@ class Choice:
         success.setdefault(source, Acceptance(MEMORY)).report(drafted, right)
         self._common.setdefault(source, Acceptance(COMMON_MEMORY)).report(drafted, right)
 
-    def step(self, rows: int, tokens: int, drafts: int, proposing_s: float = 0.0) -> None:
-        """Record a step that gave `tokens` tokens; `drafts` as in `StepCosts`."""
+    def step(
+        self, rows: int, tokens: int, drafts: int, proposing_s: float = 0.0, *, began: bool = False
+    ) -> None:
+        """Record a step that gave `tokens` tokens; `drafts` as in `StepCosts`.
+
+        `began`: an MTP head computed the first drafts in it, so no trial is judged by it.
+        """
         cost = (self.costs.seconds(rows, bucket(drafts)) + proposing_s) / self.costs.seconds(rows, 0)
         self._account.step(cost - tokens / rows if drafts or proposing_s else 0.0)
         for source, trial in self._trials.items():
             if source not in self._tried:
                 trial.left = max(trial.left - 1, 0)
-            elif drafts:
+            elif drafts and not began:
                 trial.report(tokens / rows - self._bar * cost)
-        if drafts:
+        if drafts and not began:
             self._tried.clear()
         if drafts > 0:
             self._drafted += 1

@@ -188,17 +188,18 @@ class Speculation:
         self.use.widths += 1 + width
         if not complete or not self._policy.timed:
             return
+        began = not width and step.asked > 0  # the head also caught up with earlier steps
         width = width or (HELD if step.waited else 0)
         proposing_s = step.proposing_s + step.asked * costs.proposing_s("mtp", len(rows))
         if self._last and last and last[0] == len(rows):
             took_s = at_s - last[1]  # with what the host did between the steps
-            if width or step.ahead or not self._policy.run_ahead:
+            if (width or step.ahead or not self._policy.run_ahead) and not began:
                 costs.took(len(rows), bucket(width), max(took_s - proposing_s, took_s / 2))
             if not forced:
                 self.use.took(took_s, costs.seconds(len(rows), 0) * tokens / len(rows))
         if step.proposing_s and drafted:
             costs.proposed("draft", step.proposing_s / drafted)
-        self.choice.step(len(rows), tokens, 0 if forced else width, proposing_s)
+        self.choice.step(len(rows), tokens, 0 if forced else width, proposing_s, began=began)
 
     def prompted(self) -> None:
         """Record a forward over a prompt between two steps."""

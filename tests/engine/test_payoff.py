@@ -17,6 +17,7 @@ from mlxtp.engine.payoff import (
     HELD,
     LENGTHS,
     PLACES,
+    Acceptance,
     Choice,
     Options,
     Plan,
@@ -207,6 +208,20 @@ def test_what_is_off_is_tried_rarely_and_again() -> None:
     tried = [at for at, plan in enumerate(played.plans) if plan.drafts]
     assert 0 < len(tried) < 0.02 * 3000
     assert tried[-1] > 2400
+
+
+def test_a_trial_of_a_head_is_judged_by_its_drafts_alone() -> None:
+    """The step that has it compute the first ones waits for nothing else, and costs much."""
+    choice = Choice()
+    choice.costs.rehearsed(1.0, {1: 1.5, 2: 1.5, 4: 1.5, 8: 1.6})
+    row = [Options({HEAD: 3}, {HEAD: Acceptance(0.95)})]
+    for _ in range(30):
+        choice.checked(row[0].success, HEAD, 3, 0)
+    assert choice.plan(row, 1, 3).drafts, "it is tried"
+    choice.step(1, 1, HELD, 0.1, began=True)
+    assert choice.plan(row, 1, 3).drafts, "the trial goes on"
+    choice.step(1, 1, 3, 0.1)
+    assert not choice.plan(row, 1, 3).drafts
 
 
 def test_it_decides_alike_when_it_is_told_the_same() -> None:

@@ -466,7 +466,8 @@ class _Packing:
         if not allowed:
             return f"0 of the {len(self.facts.members)} Macs here may serve it and stay"
         if not left:
-            why = f"each of the {len(allowed)} Macs that may serve it has a group of it"
+            macs = f"each of the {len(allowed)} Macs" if len(allowed) > 1 else "the 1 Mac"
+            why = f"{macs} that may serve it has a group of it"
             several = any(len(seat.ranks) > 1 for group, seat in self.seats.of.items() if group in groups)
             return why + several * "; `mlxtp serve MODEL --nodes 1` has a group use one Mac"
         # Those that lack the model come first: people can mend that.

@@ -359,6 +359,8 @@ def test_all_replicas_are_one_on_each_mac() -> None:
 def test_a_replica_without_a_place_says_how_many_macs_there_are() -> None:
     found = assign(seen(lan(64, 64), [wanted("x", replicas=3)])).assignments[2]
     assert (found.owner, found.why) == ("", "each of the 2 Macs that may serve it has a group of it")
+    alone = assign(seen(lan(64), [wanted("x", replicas=2)])).assignments[1]
+    assert alone.why == "the 1 Mac that may serve it has a group of it"
 
 
 def test_a_replica_that_lacks_a_place_beside_a_group_of_several_macs_says_how_to_get_one() -> None:

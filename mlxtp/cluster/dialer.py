@@ -25,9 +25,14 @@ DIAL_S = 3.0
 TICK_S = 0.25
 INTERFACES_S = 2.0  #: Seconds between two checks of this machine's addresses.
 TOLD_S = 60.0  #: Seconds for which the log does not repeat the same refusal by the same address.
+_BACK = "run `mlxtp token` on a member, then `mlxtp node --join TOKEN` here"
 TOO_LATE = (
-    "the cluster has another authority since this Mac was here last, and the former one has ended: run "
-    "`mlxtp token` on a member, then `mlxtp node --join TOKEN` here"
+    f"the cluster has another authority since this Mac was here last, and the former one has ended: {_BACK}"
+)
+#: After two rotations neither end knows the other's authority, and TLS alone does not show whose it is.
+PERHAPS_TOO_LATE = (
+    "a member was there before, or announces itself there; if the cluster's authority was rotated while this "
+    f"Mac was away, {_BACK}"
 )
 #: Refusals by another Mac that this Mac's user has to know about.
 _OURS_TO_MEND = (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH, Code.CERTIFICATE_ENDED)
@@ -133,10 +138,12 @@ class Dialer:
             error = failure
             if error.code is Code.LINK_LOST and identity is not None and self._is_behind(identity):
                 error = Rejected(TOO_LATE, Code.CERTIFICATE_ENDED)
+            elif error.code is Code.NOT_AUTHENTIC and not self._node.links.nodes() and self._is_ours(address):
+                error = Rejected(f"{error.detail}; {PERHAPS_TOO_LATE}", Code.CERTIFICATE_ENDED)
             if error.code is Code.SAME_NODE:
                 self._dialing.ourselves(address)
                 return
-            if error.code in (Code.NOT_AUTHENTIC, Code.REMOVED_NODE):
+            if failure.code in (Code.NOT_AUTHENTIC, Code.REMOVED_NODE):
                 self._dialing.foreign(address, now())
             else:
                 self._dialing.failed(address, now())
@@ -144,10 +151,18 @@ class Dialer:
             return
         self._dialing.reached(address, node_id, now())
         said, _ = self._logged.pop(address, ("", 0.0))
-        if said == self._refusal:
-            self._refusal = ""
+        if said == self._refusal or PERHAPS_TOO_LATE in self._refusal:
+            said, self._refusal = self._refusal, ""
             if self._node.introduction.problem == said:
                 self._node.introduction.problem = ""
+
+    def _is_ours(self, address: str) -> bool:
+        """Return True where a member was reached before, or announces itself."""
+        kept = [address in found for found in self._dialing.remembered().values()]
+        cluster_id = self._node.identity.cluster_id
+        return any(kept) or any(
+            address in each.addresses for each in self.sightings if each.cluster_id == cluster_id
+        )
 
     def _is_behind(self, identity: NodeIdentity) -> bool:
         """Return True for a certificate of an authority that took over while this Mac was away."""

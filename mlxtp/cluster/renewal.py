@@ -89,7 +89,7 @@ class Renewal:
     async def _renew(self) -> None:
         node, key = self._node, self._node.identity.key.public_key()
         if node.identity.authority is not None:
-            await self._keep(self._certified(node.node_id, key), node.node_id)
+            self._keep(self._certified(node.node_id, key), node.node_id)
             return
         for holder in node.links.nodes().intersection(node.replica.roster.holders()):
             wanted = CertificateWanted(secrets.token_bytes(16), point_of(key))
@@ -97,18 +97,21 @@ class Renewal:
                 issued = await node.links.ask(holder, wanted, CertificateIssued, ANSWER_S)
                 if issued.problem:
                     raise ProtocolError(issued.problem)
-                await self._keep(issued.certificate, holder)
+                self._keep(issued.certificate, holder)
             except MlxtpError as error:
                 name = node.name_of(holder)
                 log.warning("%s did not renew this Mac's certificate: %s", name, error.detail)
             else:
                 return
 
-    async def _keep(self, certificate: bytes, holder: str) -> None:
-        """Keep another certificate. Raises UserError for one that is not of this node, key and cluster."""
+    def _keep(self, certificate: bytes, holder: str) -> None:
+        """Keep another certificate. Raises UserError for one that is not of this node, key and cluster.
+
+        In no thread, so that no hand-over or rotation changes the identity meanwhile.
+        """
         node = self._node
         fresh = replace(self._membership, certificate=certificate, bridge=b"")
-        self.hold(await asyncio.to_thread(self._store.save_membership, fresh))
+        self.hold(self._store.save_membership(fresh))
         ends = self._ends()
         if self._is_due():
             self._rest_until = time.monotonic() + AGAIN_S

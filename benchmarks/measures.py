@@ -180,6 +180,18 @@ _ALL = (
     Measure("text with nothing to copy, speculation vs none", "tokens/s",
             "A model that never says a token twice, so that no draft can be right.",
             "no speculation", Goal("≥", 0.97)),
+    # --- mtp
+    Measure("counting, MTP head vs none", "tokens/s",
+            "The embedded model counts, with drafts of its MTP head alone.", "no speculation"),
+    Measure("prose-like text, MTP head vs none", "tokens/s",
+            "The same where it repeats words; its head is right half of the time.", "no speculation"),
+    Measure("8 mixed streams, MTP head vs none", "tokens/s",
+            "Counting, characters and words at once.", "no speculation"),
+    *(
+        Measure(f"{task}, MTP head vs none, 1 ms more a sum", "tokens/s",
+                "The same over links that delay, as fences do on Macs.", "no speculation", goal)
+        for task, goal in (("counting", Goal("≥", 1.5)), ("prose-like text", None))
+    ),
     # --- loading
     Measure("weights of a rank vs total / N", "MB",
             "The rank that holds the most, of a generated model of about 400 MB.",

@@ -184,10 +184,10 @@ def gather(parts: AgentParts) -> Snapshot:
 
 def _history(parts: AgentParts) -> tuple[tuple[str, EpochStory], ...]:
     groups = {each.scope.group: each for each in (*parts.groups.by_id.values(), parts.groups.shown)}
-    stories = [*parts.groups.past]
-    for name, group in groups.items():
-        stories += [(name, each) for each in group.supervisor.status.history.stories]
-    return tuple(deepcopy(sorted(stories, key=lambda each: -each[1].began)[:MOST]))
+    stories = {(name, each.began): (name, each) for name, each in parts.groups.past}
+    for name, group in groups.items():  # one that has ended may still be shown
+        stories |= {(name, each.began): (name, each) for each in group.supervisor.status.history.stories}
+    return tuple(deepcopy(sorted(stories.values(), key=lambda each: -each[1].began)[:MOST]))
 
 
 def gather_agent(parts: AgentParts) -> AgentSnapshot:

@@ -13,6 +13,8 @@ from .agents import SECRET, Agent, serving, wait
 
 pytestmark = requires_namespaces
 
+#: A chunk for each token: how many come together would depend on times.
+ONE_EACH = ("--speculation", "off")
 ENDLESS = {"ignore_eos": True, "max_tokens": 3800}
 
 
@@ -24,10 +26,10 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Age
         a, b, c = (
             Agent(folder, name, host) for name, host in zip(("anna", "ben", "cleo"), net.hosts, strict=True)
         )
-        a.start()
-        b.start("--join", a.first_token())
+        a.start(*ONE_EACH)
+        b.start("--join", a.first_token(), *ONE_EACH)
         serving(a, b)
-        c.start("--join", b.token())  # which asks Anna for it
+        c.start("--join", b.token(), *ONE_EACH)  # which asks Anna for it
         serving(a, b, c, ranks=2)
         yield a, b, c
 

@@ -746,11 +746,13 @@ def test_a_live_agent_tells_of_its_rank(one_rank: Cluster) -> None:
     for name, count in (
         ("vllm:prompt_tokens_total", answer["usage"]["prompt_tokens"]),
         ("vllm:generation_tokens_total", 20),
-        ("vllm:inter_token_latency_seconds_count", 19),
         ("vllm:e2e_request_latency_seconds_count", 1),
         ("mlxtp_request_accept_seconds_count", 1),
     ):
         assert total(after, name) - total(before, name) == count, name
+    assert 0 < total(after, "vllm:inter_token_latency_seconds_count") <= 19, (
+        "drafts that were right come together"
+    )
     assert after("mlxtp_ranks_alive") == after("mlxtp_world_size") == after("mlxtp_ready") == 1
     assert after("mlxtp_state", state="ready") == 1
     assert after("mlxtp_epoch") >= 1

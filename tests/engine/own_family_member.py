@@ -65,9 +65,8 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, 
         batches[row].join(row, caches)
     counted = counter.count - before
 
-    def one(
-        part: Bucket | MergedBatch, tokens: mx.array, _given: mx.array | None, at: tuple[int, ...]
-    ) -> list[mx.array]:
+    def one(part: Bucket | MergedBatch, inputs: list[mx.array], at: tuple[int, ...]) -> list[mx.array]:
+        (tokens,) = inputs
         if isinstance(part, MergedBatch):
             return [vocabulary.forward(model, tokens, part.caches)]
         part.reserve(max(at) + 1)
@@ -84,7 +83,7 @@ def forwards(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, 
             assert isinstance(batch, SlotBatch | MergedBatch)
             tokens = mx.array(fed(step, vocabulary.size), dtype=mx.int32)[mx.array(batch.rows), None]
             positions = tuple(LENGTHS[row] + step for row in batch.rows)
-            (local,) = in_parts(batch.parts(batch.rows), batch.rows, tokens, None, positions, forward=one)
+            (local,) = in_parts(batch.parts(batch.rows), batch.rows, [tokens], positions, forward=one)
             results.append(vocabulary.gather(local)[:, 0])
             mx.eval(results, batch.arrays())
         found[f"step-{step}"] = mx.concatenate(results)

@@ -79,6 +79,7 @@ def authority(agent: Agent) -> bytes:
     return held.authority if held is not None and held.moved and not held.former else b""
 
 
+@pytest.mark.chaos
 @pytest.mark.slow
 def test_neither_wrong_clocks_nor_absence_nor_another_authority_cost_a_membership(desk: Desk) -> None:
     """Ben's clock is ten years ahead, Carl's stands at 1970. Carl was off for two years, and in a rotation.

@@ -42,6 +42,7 @@ def pages(browser: Browser, pair: tuple[Agent, Agent]) -> Iterator[tuple[Page, P
         page.context.close()
 
 
+@pytest.mark.chaos
 def test_a_model_is_asked_unloaded_and_loaded_on_one_page_and_both_show_it(pages: tuple[Page, Page]) -> None:
     here, there = pages
     for page in pages:

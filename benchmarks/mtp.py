@@ -37,9 +37,8 @@ async def measure(stage: Stage) -> list[Row]:
             return agents[0], agents[1]
 
         agents, file = await pair(), stage.folder / "sums"
-        delay = Delay(file)
+        Delay(file).set(DELAY_S)  # before the costs of widths are measured, at load
         slow = await pair(worker=(sys.executable, "-m", "benchmarks.delayed_worker", "all", str(file)))
-        delay.set(DELAY_S)
         tasks: dict[str, Task] = {"counting": prompts.count, "prose-like text": sentences}
         rows = [await _race(stage, agents, f"{name}, MTP head vs none", task) for name, task in tasks.items()]
         rows.append(await _race(stage, agents, "8 mixed streams, MTP head vs none", mixed, STREAMS))

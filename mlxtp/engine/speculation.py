@@ -16,6 +16,7 @@ REHEARSED = 32  #: tokens of the prompt in the rehearsal
 REHEARSED_WIDTHS = (1, 2, 4, 8)  #: tokens of its steps
 WITH_HEAD, NO_STEP = -1, -2
 REHEARSALS, AHEAD = 4, 6  #: steps of each width, and of those that run ahead
+LEAST_LEFT = 8  #: tokens that a row still gets; fewer, as in a warm-up, would judge the MTP head by its costs
 LOOKED_UP = 32_768  # tokens of a prompt, from its end, that are searched for drafts
 
 Feed = tuple[tuple[int, ...], tuple[int, ...]]  # drafts and forced tokens
@@ -235,7 +236,7 @@ class Speculation:
             mode = self._policy.drafts
             if row.lookup.matched and mode in ("auto", "lookup"):
                 sources[source_of_match(row.lookup.matched)] = limit
-            if self._policy.mtp and mode in ("auto", "mtp"):
+            if self._policy.mtp and mode in ("auto", "mtp") and limit >= LEAST_LEFT:
                 sources["mtp", 0] = min(limit, self._policy.mtp)
             if self._policy.drafter is not None and mode in ("auto", "draft"):
                 sources["draft", 0] = limit

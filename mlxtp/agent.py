@@ -49,17 +49,16 @@ from .groups import overview
 from .groups.coordinator import Coordinator
 from .groups.drain import Drain
 from .groups.fabric import FabricBench, FabricResults
+from .groups.group import GroupMaker
 from .groups.groups import Groups, group_of
 from .groups.health import ServingState
 from .groups.hosted_rank import HostedRanks
 from .groups.lifecycle import StageListener
 from .groups.machines import Machines
-from .groups.making import GroupMaker
-from .groups.memory_check import MemoryCheck
 from .groups.on_request import OnRequest
+from .groups.overview import MemoryCheck, ReplicaLoads
 from .groups.owned_epoch import RemoteRanks
 from .groups.ranks import WORKER, Worker
-from .groups.replica_loads import ReplicaLoads
 from .groups.selection import ModelSelection
 from .groups.sleep import KeepAwake, watch_sleep
 from .groups.warm_pool import WarmPool, log_lines

@@ -478,7 +478,6 @@ PURE = (
     "mlxtp.short_names",
     "mlxtp.placement.cache_kinds",
     "mlxtp.placement.formation",
-    "mlxtp.groups.memory_account",
     "mlxtp.groups.side_channel",
     "mlxtp.engine.jaccl",
     "mlxtp.engine.steps",

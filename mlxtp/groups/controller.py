@@ -21,9 +21,8 @@ from .health import ServingState, of_the_model
 from .lifecycle import EpochPlan, Supervisor
 from .machines import Machines
 from .owned_epoch import GroupBuilder, OwnedEpoch, ServingReports
-from .placer import Placer
+from .placer import GroupScope, Placer
 from .process_group import EpochGroup
-from .scope import GroupScope
 
 log = logging.getLogger(__name__)
 

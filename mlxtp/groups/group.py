@@ -6,10 +6,12 @@ import asyncio
 import logging
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..background import Background
 from ..cluster.node import BEAT_S, ClusterNode
+from ..cluster.peer_reports import MachineReports
 from ..cluster.reconcile import (
     Action,
     FormEpoch,
@@ -22,14 +24,19 @@ from ..cluster.reconcile import (
     drained_by,
 )
 from ..errors import Code, GroupError
+from ..gateway.gateway import Gateway
+from ..models.local_model import LocalModels
 from ..values import stage_words
-from .controller import GroupController
+from ..wire.cluster_messages import Serving
+from ..wire.tls import Credentials
+from .controller import GroupController, Trials
 from .forwarding import ForwardingBackend
 from .health import ServingState
-from .lifecycle import Supervisor
-from .owned_epoch import MIB, ServingReports
-from .placer import Placer
-from .scope import GroupScope
+from .lifecycle import StageListener, Supervisor
+from .machines import Machines
+from .owned_epoch import MIB, GroupBuilder, RemoteRanks, ServingReports
+from .placer import GroupScope, Placer
+from .ranks import Worker
 
 log = logging.getLogger(__name__)
 
@@ -180,3 +187,56 @@ class Group:
             source = self.scope.model.source
             log.info("ready: %s, %s, at %s/v1", source.id if source else "-", ranks, at)
         self._announced = ready
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMaker:
+    """Maker of groups, with the parts that all groups of an agent share.
+
+    `all_reports` returns the reports of all groups that are known.
+    """
+
+    node: ClusterNode
+    gateway: Gateway
+    models: LocalModels
+    machines: Machines
+    remote: RemoteRanks
+    readings: MachineReports
+    credentials: Credentials
+    worker: Worker
+    on_stage: StageListener
+    background: Background
+    all_reports: Callable[[], list[Serving]]
+
+    def make(self, name: str) -> Group:
+        """Return the group of this id, which runs no epochs yet."""
+        node, machines = self.node, self.machines
+        scope = GroupScope(name, node, self.models)
+        supervisor = Supervisor(
+            node.settings, self.gateway, self.on_stage, self.worker, deployment=scope.deployment, group=name
+        )
+        reports = ServingReports(node, scope, supervisor)
+        placer = Placer(node, scope, machines, reports.held_bytes, self.all_reports)
+        builder = GroupBuilder(node, scope, machines, self.remote)
+        trials = Trials(
+            node,
+            scope,
+            supervisor,
+            builder=builder,
+            reports=reports,
+            placer=placer,
+            machines=machines,
+            all_reports=self.all_reports,
+        )
+        controller = GroupController(
+            node,
+            scope,
+            supervisor,
+            reports=reports,
+            placer=placer,
+            builder=builder,
+            trials=trials,
+            readings=self.readings,
+        )
+        forwarding = ForwardingBackend(node, scope, supervisor, reports, self.credentials)
+        return Group(node, scope, supervisor, reports, placer, controller, forwarding, self.background)

@@ -1,18 +1,27 @@
-"""Health of an agent over all groups that it knows."""
+"""Sums over all groups that an agent knows: their health, the work of replicas, each Mac's memory."""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ..api.backend import DeploymentHealth, Health
 from ..cluster.deployments import left_s
-from ..cluster.node import ClusterNode
+from ..cluster.links import ControlLink
+from ..cluster.node import BEAT_S, ClusterNode
 from ..gateway.gateway import Gateway
-from ..wire.cluster_messages import Deployment
+from ..gateway.routing import GroupLoad
+from ..placement.cost_model import usable_bytes
+from ..wire.cluster_messages import Deployment, ReplicaLoad
 from .group import Group
 from .groups import Groups, best, unused_s
 from .health import COMING, ServingState
+from .machines import Machines
 from .status import GroupStatus
+
+log = logging.getLogger(__name__)
 
 
 def health(node: ClusterNode, groups: Groups, gateway: Gateway, model: str = "") -> Health:
@@ -76,3 +85,153 @@ def deployment_health(row: Deployment, groups: list[Group], unused: float = 0.0)
 
 def _ready(status: GroupStatus) -> bool:
     return status.state is ServingState.READY and not status.closing
+
+
+_HASH_BYTES = 8
+
+
+class ReplicaLoads:
+    """Reports this agent's ready groups to the others, and takes in theirs.
+
+    A group that is the only one of its deployment is not reported, since there is no choice.
+    """
+
+    def __init__(self, node: ClusterNode, gateway: Gateway, groups: Groups) -> None:
+        self._node = node
+        self._gateway = gateway
+        self._groups = groups
+        self._sent: dict[str, ReplicaLoad] = {}
+        node.links.on(self._received, ReplicaLoad)
+        node.links.on_up(self._greet)
+        node.rounds.every(BEAT_S, lambda _now: self._report(), needed=node.links.nodes)
+
+    def _report(self) -> None:
+        """Send the reports that have changed to all members."""
+        before, self._sent = self._sent, {each.group: each for each in self._present()}
+        for name, load in self._sent.items():
+            if load != before.get(name):
+                self._node.links.broadcast(load)
+
+    def _present(self) -> list[ReplicaLoad]:
+        ready = [(name, each.groups) for name, each in self._gateway.deployments.by_name.items()]
+        return [
+            packed(name, groups.load_of(name))
+            for deployment, groups in ready
+            for name, group in groups.items()
+            if group.here and len(self._groups.replicas_of(deployment)) > 1
+        ]
+
+    def _greet(self, link: ControlLink) -> None:
+        for load in self._sent.values():
+            link.send(load)
+
+    def _received(self, link: ControlLink, load: ReplicaLoad) -> None:
+        """Take in the report of a group's owner. Of any other node it does not count."""
+        if (link.node_id, load.group) in self._node.peer_info.servings:
+            self._gateway.load(load.group, unpacked(load))
+
+
+def packed(group: str, load: GroupLoad) -> ReplicaLoad:
+    """Return the message with a group's work."""
+    hashes = b"".join(each.to_bytes(_HASH_BYTES, "little") for each in load.prefixes)
+    return ReplicaLoad(group, load.queued, load.requests, round(load.speed), hashes)
+
+
+def unpacked(load: ReplicaLoad) -> GroupLoad:
+    """Return the work in a message."""
+    data = load.prefixes
+    starts = range(0, len(data), _HASH_BYTES)
+    hashes = tuple(int.from_bytes(data[start : start + _HASH_BYTES], "little") for start in starts)
+    return GroupLoad(load.queued, load.requests, float(load.speed), hashes)
+
+
+MIB = 1024**2
+#: Bytes that a rank may have beside weights and KV caches, for forwards and buffers: the larger of the two.
+WORK_BYTES, WORK_SHARE = 1024 * MIB, 8  # bytes; one part in so many of its weights
+
+
+@dataclass(frozen=True, slots=True)
+class RankAccount:
+    """Memory of one rank of `group`, in bytes: its weights and budget of KV caches, and what it reports.
+
+    `memory_bytes` and `kv_bytes` are those of its newest heartbeat, `kv_budget` the bound in force (0: none).
+    """
+
+    group: str
+    node_id: str
+    weight_bytes: int
+    kv_budget: int
+    memory_bytes: int
+    kv_bytes: int
+
+    @property
+    def promised(self) -> int:
+        """Bytes that it may come to have, forwards aside."""
+        return self.weight_bytes + self.kv_budget
+
+
+def findings(ranks: Iterable[RankAccount], room: Mapping[str, int]) -> dict[tuple[str, str], str]:
+    """Return in words what does not fit the account, by node id and group; the group is "" for a whole Mac.
+
+    `room`: bytes that ranks of all groups may have together, by node id. Macs that it does not name are not
+    judged as a whole.
+    """
+    found: dict[tuple[str, str], str] = {}
+    promised: dict[str, int] = {}
+    for rank in ranks:
+        promised[rank.node_id] = promised.get(rank.node_id, 0) + rank.promised
+        work = max(WORK_BYTES, rank.weight_bytes // WORK_SHARE)
+        if rank.kv_budget and rank.kv_bytes > rank.kv_budget:
+            found[rank.node_id, rank.group] = (
+                f"its KV caches have {_mib(rank.kv_bytes)}, and may have {_mib(rank.kv_budget)}"
+            )
+        elif rank.kv_budget and rank.memory_bytes > rank.promised + work:
+            found[rank.node_id, rank.group] = (
+                f"it has {_mib(rank.memory_bytes)}, and weights, KV caches and forwards may have "
+                f"{_mib(rank.promised + work)}"
+            )
+    for node_id, total in promised.items():
+        if total > room.get(node_id, total):
+            found[node_id, ""] = (
+                f"its groups may have {_mib(total)} together, and this Mac has {_mib(room[node_id])} for them"
+            )
+    return found
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.0f} MiB"
+
+
+CHECK_S = 10.0  #: Seconds between two checks.
+
+
+class MemoryCheck:
+    """Logs each finding once, until it is gone."""
+
+    def __init__(self, node: ClusterNode, machines: Machines, groups: Groups) -> None:
+        self._node = node
+        self._machines = machines
+        self._groups = groups
+        self._logged: frozenset[tuple[str, str]] = frozenset()
+        node.rounds.every(CHECK_S, self.check, needed=lambda: groups.in_epoch)
+
+    def check(self, _now: float) -> None:
+        """Compare the newest heartbeats with the account."""
+        members = self._machines.members(held_bytes=self._groups.held_bytes)
+        found = findings(self._ranks(), {each.node_id: usable_bytes(each) for each in members})
+        for node_id, group in sorted(found.keys() - self._logged):
+            about = f"{group} on {self._node.name_of(node_id)}" if group else self._node.name_of(node_id)
+            log.warning("memory of %s: %s", about, found[node_id, group])
+        self._logged = frozenset(found)
+
+    def _ranks(self) -> Iterator[RankAccount]:
+        for name, group in self._groups.by_id.items():
+            ranks, kv = group.supervisor.status.ranks, group.supervisor.kv
+            if ranks is None or kv.loaded is None:
+                continue
+            # What was found at load is no part of the account: it is bounded once others share the Mac.
+            budget = kv.loaded.kv_bytes if kv.limit_bytes else 0
+            for rank, node_id in enumerate(ranks.group.nodes):
+                if (pong := ranks.watch.pongs.get(rank)) is not None:
+                    held = pong.memory_bytes, pong.kv_bytes
+                    yield RankAccount(name, node_id, pong.weight_bytes, budget, *held)

@@ -28,10 +28,9 @@ from .health import SERVES, ServingState, of_the_model
 from .history import RateMeter
 from .lifecycle import Supervisor
 from .machines import Machines, in_steps, local_split
-from .placer import matrix
+from .placer import GroupScope, matrix
 from .process_group import EpochGroup
 from .ranks import RankWord, RemoteRank, Watcher
-from .scope import GroupScope
 
 MIB = 1 << 20
 KEY_NUMBERS = 2  #: Length of the key by which plans are compared, see `Placer.key`.

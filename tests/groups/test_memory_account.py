@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.groups.memory_account import MIB, RankAccount, findings
+from mlxtp.groups.overview import MIB, RankAccount, findings
 
 GIB = 1024 * MIB
 A = RankAccount("a#0", "mac", 10 * GIB, 4 * GIB, 12 * GIB, 2 * GIB)

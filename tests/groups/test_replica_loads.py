@@ -13,7 +13,7 @@ from mlxtp.api.backend import Request, StreamEnd
 from mlxtp.cluster.node import BEAT_S
 from mlxtp.gateway.prefixes import BLOCK, MOST_HASHES
 from mlxtp.gateway.routing import GroupLoad
-from mlxtp.groups.replica_loads import packed, unpacked
+from mlxtp.groups.overview import packed, unpacked
 from mlxtp.wire.cluster_messages import MAX_HASHES, ReplicaLoad
 
 from .scenes import run, sees, within

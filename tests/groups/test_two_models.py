@@ -16,7 +16,7 @@ from mlxtp.agent import Agent, running_agent
 from mlxtp.api.backend import Request, Tokens
 from mlxtp.cluster.deployments import KEEP_S
 from mlxtp.config import Settings, embedded_model_path
-from mlxtp.groups import memory_check
+from mlxtp.groups import overview
 from mlxtp.groups.group import Group
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.machines import Machines
@@ -56,7 +56,7 @@ def pids(group: Group) -> list[int]:
 
 def memory_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the findings of the check of memory that were logged."""
-    return [record.getMessage() for record in caplog.records if record.name == memory_check.__name__]
+    return [record.getMessage() for record in caplog.records if record.name == overview.__name__]
 
 
 async def answers(agent: Agent, *models: str) -> None:
@@ -72,7 +72,7 @@ def test_a_second_model_makes_room_beside_the_first_and_gives_it_back(
 ) -> None:
     """Both are on one Mac, so that the assignment bounds the KV caches of each."""
     other = tmp_path / "other"
-    monkeypatch.setattr(memory_check, "CHECK_S", 0.1)
+    monkeypatch.setattr(overview, "CHECK_S", 0.1)
     monkeypatch.setattr(tokenizer, "SandboxedRenderer", SandboxedRenderer)  # shared with no other agent
     shutil.copytree(embedded_model_path(), other)
 

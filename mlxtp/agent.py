@@ -76,7 +76,7 @@ from .models.inspect import (
 )
 from .models.local_model import LocalModels
 from .models.manifest import gigabytes
-from .models.stored import StoredModels
+from .models.model_transfer import StoredModels
 from .models.transfers import TransferCoordinator
 from .placement import hardware
 from .service.watchdog import watched_loop

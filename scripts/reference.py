@@ -23,7 +23,7 @@ from mlxtp.model_families import (
     PIPELINE_FAMILIES,
     TENSOR_FAMILIES,
 )
-from mlxtp.placement.cache_kinds import CacheTraits, traits_of
+from mlxtp.placement.model_shape import CacheTraits, traits_of
 from mlxtp.settings import (
     BY_KEY,
     CLUSTER,

@@ -15,8 +15,7 @@ from ..errors import UserError
 from ..groups.group import Group
 from ..models import disk_cache
 from ..wire.messages import Pong
-from . import deployed
-from .parts import AgentParts
+from .parts import AgentParts, deployments_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ class CacheHandlers:
     def _elsewhere(self, name: str) -> list[Json]:
         """Return the groups of a deployment, or of all, that another Mac owns."""
         here = {each.scope.group for each in _with_ranks(self._parts)}
-        found = deployed.gather(self._parts, self._parts.groups.reports())
+        found = deployments_of(self._parts, self._parts.groups.reports())
         return [
             {
                 "group": group.id,

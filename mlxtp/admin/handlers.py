@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ..api.admin import Json
-from ..api.key_ring import KeyRing
+from ..api.api_keys import KeyRing
 from ..cluster.deployments import PINNED, name_of
 from ..config import (
     parse_keep,
@@ -37,9 +37,9 @@ from ..models.inspect import full_name, is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
 from ..short_names import stands_for
 from ..wire.cluster_messages import Deployment
-from . import running, snapshot
+from . import snapshot
 from .caches import CacheHandlers
-from .parts import AgentParts
+from .parts import AgentParts, senders
 from .snapshot import Observer
 
 FILE = "agent.json"  # In the home, readable only by this user: the agent's address and key.
@@ -82,7 +82,7 @@ class Admin:
     def keys(self) -> Json:
         """Return the use of each API key, see `KeyUse.summary`, and the senders of open requests."""
         used = self.api_keys.reports() if self.api_keys is not None else []
-        return {"keys": used, "requests": running.senders(self._parts.gateway.deployments)}
+        return {"keys": used, "requests": senders(self._parts.gateway.deployments)}
 
     def settings(self) -> Json:
         """Return the settings this agent was started with, and the source of each."""

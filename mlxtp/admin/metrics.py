@@ -19,16 +19,13 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from ..api.access_log import AccessLog, metrics_route
+from ..api.api_keys import KeyRing
 from ..api.backend import Health
-from ..api.key_ring import KeyRing
 from ..api.request_metrics import RequestMetrics
 from ..cluster.introduction import versions_here
 from ..groups.health import ServingState
 from ..wire.messages import Pong
-from . import deployed
-from .deployed import DeploymentSnapshot, GroupSnapshot
-from .drafting import PROPOSERS
-from .parts import AgentParts
+from .parts import PROPOSERS, AgentParts, DeploymentSnapshot, GroupSnapshot, deployments_of
 from .snapshot import AgentSnapshot, gather_agent
 
 Labels = Sequence[str]
@@ -71,7 +68,7 @@ class _Agent(Collector):
 
     def collect(self) -> Iterator[Metric]:
         parts = self._parts
-        return rendered(gather_agent(parts), deployed.gather(parts, parts.groups.reports()))
+        return rendered(gather_agent(parts), deployments_of(parts, parts.groups.reports()))
 
 
 class _Keys(Collector):

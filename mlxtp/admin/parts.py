@@ -1,26 +1,39 @@
-"""The parts of an agent in a cluster, as what reports and commands see them."""
+"""The parts of an agent, and facts read off them for all reports: deployments, drafts, open requests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from ..api.admin import Json
+from ..api.request_metrics import UNWATCHED, CountedSequence
 from ..cluster.authority import AuthorityKeeping
 from ..cluster.control_port import TokenIssuing
 from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports, RoundTripTimes
 from ..cluster.renewal import Renewal
 from ..cluster.rotation import Rotation
+from ..gateway.dispatcher import ServedDeployments
 from ..gateway.gateway import Gateway
+from ..gateway.ready_groups import OpenRequest
+from ..gateway.request import ClientRequest
 from ..groups.coordinator import Coordinator
 from ..groups.fabric import FabricBench, FabricResults
+from ..groups.group import Group
 from ..groups.groups import Groups
+from ..groups.health import SERVES, ServingState
 from ..groups.hosted_rank import HostedRanks
+from ..groups.loading import NO_HEAD
 from ..groups.machines import Machines
 from ..groups.on_request import OnRequest
 from ..groups.selection import ModelSelection
 from ..models.local_model import LocalModels
 from ..models.transfers import TransferCoordinator
+from ..placement.candidates import exposed
+from ..placement.topology import Topology
+from ..wire.cluster_messages import Deployment, Serving
+from ..wire.messages import Pong
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +73,267 @@ class AgentParts:
                 self.readings,
             ):
                 ending.push_async_callback(part.close)
+
+
+_BEST = (
+    *SERVES, ServingState.LOADING, ServingState.FORMING, ServingState.STARTING,
+    ServingState.RESTARTING, ServingState.FAILED,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSnapshot:
+    """One group of a deployment, by its owner's report. `members` are node ids in rank order.
+
+    `why` is the reason why it is not ready. `running` of its `requests` have a first token. The speed is in
+    tokens per second. Counts are None where no owner reports them. `room` is that of its KV caches in
+    tokens, and 0 on other Macs than its owner. `split` has the layers of each rank of a pipeline.
+    `exposed` says that its tensors cross a network of others in the clear, if they do. `loaded` is the part
+    of the weights that ranks of this agent's epoch have loaded, in percent, None while none of them loads.
+    """
+
+    id: str
+    state: str
+    why: str = ""
+    owner: str = ""
+    members: tuple[str, ...] = ()
+    backend: str = "none"
+    kind: str = ""
+    epoch: int = 0
+    requests: int = 0
+    running: int = 0
+    speed: int | None = None
+    cached: int | None = None
+    room: int = 0
+    split: tuple[int, ...] = ()
+    exposed: str = ""
+    loaded: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentSnapshot:
+    """One deployment, and its groups in the order of their ids."""
+
+    row: Deployment
+    groups: tuple[GroupSnapshot, ...]
+
+    @property
+    def ready(self) -> int:
+        """Number of groups that answer requests."""
+        return sum(each.state == ServingState.READY for each in self.groups)
+
+    @property
+    def state(self) -> str:
+        """The state of the group that is closest to being ready."""
+        states = [each.state for each in self.groups]
+        return next((str(state) for state in _BEST if state in states), str(ServingState.IDLE))
+
+    @property
+    def why(self) -> str:
+        """Reason why further groups are not ready; empty if as many are as there must be."""
+        found = dict.fromkeys(each.why for each in self.groups if each.state != ServingState.READY)
+        return "; ".join(filter(None, found))
+
+
+def deployments_of(parts: AgentParts, servings: Sequence[Serving]) -> tuple[DeploymentSnapshot, ...]:
+    """Return all deployments, the default first."""
+    of: dict[str, list[Serving]] = {}
+    for serving in servings:
+        of.setdefault(serving.group, []).append(serving)
+    here = parts.node.node_id if parts.node.alone else ""
+    topology = parts.machines.topology(parts.node.settings.fabric_networks)
+    return tuple(
+        DeploymentSnapshot(
+            row,
+            tuple(
+                _group(each, of.get(each.scope.group, ()), here, topology)
+                for each in parts.groups.replicas_of(row.name)
+            ),
+        )
+        for row in parts.node.desired.table.live()
+    )
+
+
+def _group(group: Group, servings: Iterable[Serving], alone: str, topology: Topology) -> GroupSnapshot:
+    """Return a group by its owner's report, if there is one, else as this member knows it."""
+    scope, status = group.scope, group.supervisor.status
+    owner = scope.assignment.owner or alone
+    # An owner of before may still end its epoch.
+    serving = max(servings, key=lambda each: (each.state in SERVES, each.epoch), default=None)
+    if serving is None or not serving.participants:
+        why = serving.reason if serving is not None else ""
+        state = serving.state if serving is not None else str(status.state)
+        own = status.reason.detail if status.reason is not None else ""
+        why = why or own or group.waiting
+        return GroupSnapshot(scope.group, state, why, owner, epoch=status.epoch, loaded=status.loaded)
+    return GroupSnapshot(
+        scope.group,
+        serving.state,
+        "" if serving.state == ServingState.READY else serving.reason,
+        serving.participants[0],
+        tuple(dict.fromkeys(serving.participants)),
+        serving.backend,
+        serving.kind,
+        serving.epoch,
+        serving.open_requests,
+        serving.running,
+        serving.speed if serving.state in SERVES else None,
+        serving.cached,
+        group.supervisor.kv.tokens if scope.owned or alone else 0,
+        serving.split,
+        exposed(serving.kind, serving.participants, topology),
+        status.loaded,
+    )
+
+
+def deployments_rendered(deployments: Iterable[DeploymentSnapshot], names: Mapping[str, str]) -> list[Json]:
+    """Return the deployments, as `mlxtp status` and the page have them; see `docs/operations.md`.
+
+    `names` are those of members by node id.
+    """
+    return [
+        {
+            "name": each.row.name,
+            "model": each.row.model,
+            "state": each.state,
+            "replicas": {"ready": each.ready, "wanted": each.row.replicas},
+            "pinned": each.row.pinned,
+            "nodes": each.row.nodes,
+            "parallel": each.row.parallel,
+            "split": each.row.split,
+            "on": [names.get(node, node[:8]) for node in each.row.on],
+            "keep_s": each.row.keep_s,
+            "why": each.why or None,
+            "groups": [_rendered(group, names) for group in each.groups],
+        }
+        for each in deployments
+    ]
+
+
+def _rendered(group: GroupSnapshot, names: Mapping[str, str]) -> Json:
+    return {
+        "id": group.id,
+        "backend": group.backend,
+        "kind": group.kind,
+        "split": list(group.split),
+        "members": [{"node_id": node, "name": names.get(node, node[:8])} for node in group.members],
+        "owner": group.owner or None,
+        "owner_name": names.get(group.owner, group.owner[:8]) or None,
+        "state": group.state,
+        "why": group.why or None,
+        "epoch": group.epoch,
+        "requests": {"running": group.running, "waiting": max(group.requests - group.running, 0)},
+        "tokens_per_second": group.speed,
+        "cached_tokens": group.cached,
+        "exposed": group.exposed or None,
+        "loaded_percent": group.loaded,
+    }
+
+
+PROPOSERS = ("lookup", "mtp", "draft")  #: In the order of Pong.
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDrafts:
+    """Drafts of one group in this epoch, by the newest heartbeat of rank 0.
+
+    `drafted` and `accepted` are tokens by proposer. `width` is the number of tokens that a decode step feeds
+    its widest row, on average; 0 before the first one. `gain`: tokens a second of recent steps, in those of
+    steps without drafts as they were measured; 0 where nothing was. `note`: why no draft can come, or "".
+    """
+
+    group: str
+    drafted: dict[str, int]
+    accepted: dict[str, int]
+    width: float
+    gain: float
+    note: str
+
+
+def drafts_of(group: str, pong: Pong, speculation: str) -> GroupDrafts:
+    """Return what rank 0's heartbeat `pong` says of drafts; `speculation` is the setting."""
+    lacks = speculation == "mtp" and bool(pong.model) and not pong.mtp
+    return GroupDrafts(
+        group,
+        dict(zip(PROPOSERS, pong.drafted, strict=False)),
+        dict(zip(PROPOSERS, pong.accepted, strict=False)),
+        round(pong.decode_widths / pong.decode_steps, 2) if pong.decode_steps else 0.0,
+        round(pong.draft_gain, 2),
+        NO_HEAD if lacks else "",
+    )
+
+
+def drafts(parts: AgentParts) -> Iterator[GroupDrafts]:
+    """Yield the drafts of each group whose rank 0 is here."""
+    for each in parts.groups.by_id.values():
+        if pongs := each.supervisor.status.pongs:
+            yield drafts_of(each.scope.group, pongs[min(pongs)], parts.node.settings.speculation)
+
+
+MOST_SHOWN = 64  #: Requests that are shown.
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """One open request, of a client of this agent (`here`) or of another one. Counts are in tokens.
+
+    `number` names it as long as it is open. `group` is the id of the group that has it, empty while none has.
+    `phase` is "waiting" (in a queue), "restarting" (for a group), "reading" or "writing". Of its `prompt` so
+    many are `read`; so many were `cached`, None while unknown, and of other agents' requests. `tokens` of
+    its answer have come.
+    """
+
+    number: int
+    model: str
+    group: str
+    phase: str
+    prompt: int
+    read: int
+    cached: int | None
+    tokens: int
+    here: bool
+
+
+def running_requests(deployments: ServedDeployments) -> tuple[RunningRequest, ...]:
+    """Return the open requests, the oldest first, without those that the agent itself makes."""
+    found = [
+        _running(request, name)
+        for name, each in deployments.by_name.items()
+        for request in _of_clients(each.requests)
+    ]
+    return tuple(sorted(found, key=lambda each: each.number)[:MOST_SHOWN])
+
+
+def senders(deployments: ServedDeployments) -> list[Json]:
+    """Return key and program of each open request of this agent's clients. Only some readers may see them."""
+    found: list[Json] = []
+    for request in _of_clients(deployments.requests):
+        watch = request.watch
+        if isinstance(watch, CountedSequence) and watch.account is not None:
+            found.append({"number": request.number, "key": watch.account.key, "app": watch.account.app})
+    return found[:MOST_SHOWN]
+
+
+def _of_clients(requests: Iterable[OpenRequest]) -> Iterator[OpenRequest]:
+    for each in requests:
+        if not isinstance(each, ClientRequest) or each.watch is not UNWATCHED:
+            yield each
+
+
+def _running(request: OpenRequest, name: str) -> RunningRequest:
+    prompt, cached = len(request.generate.tokens) - request.generate.answered, None
+    if isinstance(request, ClientRequest):
+        progress, tokens = request.progress(), request.got
+        phase, read = _PHASES.get(progress.state, "writing"), progress.processed
+        if phase in ("reading", "writing"):
+            cached = min(request.cached, prompt)
+    else:
+        tokens = request.generate.answered + request.record.progress
+        phase = "writing" if request.record.progress else "reading" if request.uid else "waiting"
+        read = max(prompt - request.left, 0)
+    read = prompt if phase == "writing" else min(read, prompt)
+    here = isinstance(request, ClientRequest)
+    return RunningRequest(request.number, name, request.group, phase, prompt, read, cached, tokens, here)
+
+
+_PHASES = {"queued": "waiting", "prefill": "reading", "restarting": "restarting"}

@@ -27,12 +27,18 @@ from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import Deployment, FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
-from . import caches, deployed, drafting, running
+from . import caches
 from .caches import GroupCaches
-from .deployed import DeploymentSnapshot
-from .drafting import GroupDrafts
-from .parts import AgentParts
-from .running import RunningRequest
+from .parts import (
+    AgentParts,
+    DeploymentSnapshot,
+    GroupDrafts,
+    RunningRequest,
+    deployments_of,
+    deployments_rendered,
+    drafts,
+    running_requests,
+)
 
 # --- the snapshot ----------------------------------------------------------------------------------------
 
@@ -176,7 +182,7 @@ def gather(parts: AgentParts) -> Snapshot:
         model_bytes=group.scope.model.weight_bytes or None,
         left_wired=sleep.HERE.summary(),
         caches=caches.gather(parts),
-        drafts=tuple(drafting.gather(parts)),
+        drafts=tuple(drafts(parts)),
         history=_history(parts),
         transfers=tuple(parts.transfers.under_way_anywhere()),
     )
@@ -208,7 +214,7 @@ def gather_agent(parts: AgentParts) -> AgentSnapshot:
         kv_room=supervisor.kv.tokens,
         in_epoch=parts.groups.in_epoch,
         proof=supervisor.loader.proof,
-        running=running.gather(gateway.deployments),
+        running=running_requests(gateway.deployments),
     )
 
 
@@ -237,7 +243,7 @@ def _cluster(parts: AgentParts, servings: Sequence[Serving]) -> ClusterSnapshot:
         cluster_id=node.identity.cluster_id,
         claim=claim,
         coordinator=node.name_of(claim.node_id) if claim.node_id else "",
-        deployments=deployed.gather(parts, servings),
+        deployments=deployments_of(parts, servings),
         coming=tuple(parts.selection.progress()),
         problem=node.introduction.problem,
         waiting=parts.coordinator.waiting or parts.groups.shown.waiting,
@@ -367,7 +373,7 @@ def _desired(cluster: ClusterSnapshot) -> Json:
 
 def _deployments(now: Snapshot) -> list[Json]:
     names = {each.node_id: each.name for each in now.cluster.members}
-    return deployed.rendered(now.cluster.deployments, {now.node_id: now.name, **names})
+    return deployments_rendered(now.cluster.deployments, {now.node_id: now.name, **names})
 
 
 def members(cluster: ClusterSnapshot) -> list[Json]:

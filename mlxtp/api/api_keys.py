@@ -1,4 +1,4 @@
-"""API keys of a home, in its `keys.json`.
+"""API keys of a home: its `keys.json`, access by them in a running agent, and their use, which outlives it.
 
 A key is 256 random bits. Only its SHA-256 is kept, so that a reader of the file cannot use the endpoint. A
 slow hash with a salt protects passwords, which can be guessed. It would add nothing here: 2^256 keys cannot
@@ -8,24 +8,36 @@ be searched, and no two keys are equal.
 
 Version 2 has fields of `key_limits.ApiKey` that differ from their defaults. Earlier mlxtp, which would not
 heed such limits, does not read it.
+
+The agent notices changes of `keys.json` within a second. It keeps counts in `key-use.json` in its home, by
+the hash of each key. A crash loses those of the last half minute.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
+import hmac
 import json
+import logging
 import os
 import secrets
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, UserError
+from ..errors import Code, ConfigError, UserError
 from ..identity.private_files import FILE_MODE, MAX_BYTES, read_private, write_private
-from .key_limits import ApiKey
+from .key_limits import CHALLENGE, CHAT, ON_REQUEST, ApiKey, KeyCounts, KeyUse, Refusal, outlived
+from .request_context import RequestContext, current, note_key
+
+log = logging.getLogger(__name__)
+
 
 FILE = "keys.json"
 LOCK = "keys.lock"
@@ -164,3 +176,203 @@ def _row(key: ApiKey) -> dict[str, Any]:
     later = {name: getattr(key, name) for name, default in _LATER.items() if getattr(key, name) != default}
     named = {"name": key.name, "sha256": key.digest.hex(), "created": key.created}
     return {**named, "per_minute": key.per_minute, **later}
+
+
+USE_FILE = "key-use.json"
+SAVE_S = 30.0  #: Seconds between two writes of the counts while keys are used.
+LOOK_S = 1.0  # Greatest age, in seconds, of the last check of the file when a request arrives.
+_HOW = "on the Mac that answers here, `mlxtp key create NAME` makes one"
+
+
+def keys_needed(rule: str, *, beyond: bool, exist: bool) -> bool:
+    """Return True where requests have to show a key.
+
+    `rule` is the setting `api_keys`. `beyond`: other machines reach the endpoint. `exist`: there are keys.
+    """
+    return rule == "always" or (rule == "auto" and (beyond or exist))
+
+
+class KeyRing:
+    """Access decisions by the keys of one home, which may have none yet.
+
+    `own_key` is that of this Mac's own commands and opens everything. `clock` and `now` (since 1970) are in
+    seconds.
+    """
+
+    def __init__(
+        self,
+        file: KeyFile,
+        rule: str,
+        *,
+        beyond: bool,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Load the keys. Raises ConfigError when they cannot be read."""
+        self.own_key = ""
+        self._file = file
+        self._rule = rule
+        self._beyond = beyond
+        self._clock = clock
+        self._now = now
+        self._stamp = file.stamp()
+        self._problem = ""
+        self._looked_at = clock()
+        self._kept = kept_use(file.path.parent)
+        self._uses: dict[ApiKey, KeyUse] = {}
+        self._saved = b""
+        self._saving = threading.Lock()
+        self._hold(file.load())
+
+    @property
+    def needed(self) -> bool:
+        """True while requests have to show a key."""
+        exist = bool(self._uses or self._problem)
+        return keys_needed(self._rule, beyond=self._beyond, exist=exist)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all valid keys."""
+        return tuple(each.name for each in self._uses)
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Return the use of each key, see `KeyUse.summary`."""
+        return [use.summary(self._now()) for use in self._uses.values()]
+
+    def refusal(self, given: Sequence[str], scope: str = CHAT) -> Refusal | None:
+        """Return the refusal of a request that shows the keys `given`; None to admit it.
+
+        A request that may chat is open until `end`.
+        """
+        now = self._clock()
+        self._reload(now)
+        if not self.needed or self._is_own(given):
+            return None
+        if self._problem:
+            return Refusal(
+                503,
+                Code.CONFIG,
+                "this server cannot read its API keys, so it accepts none; see its log for the cause",
+            )
+        if (use := self._find(given)) is None:
+            return self._unknown(given)
+        note_key(use.key.name, use.key.digest.hex(), use.key.models, loads=use.key.may(ON_REQUEST))
+        refused, request = use.refusal(scope, now, self._now()), current()
+        if refused is None and scope == CHAT and request is not None:
+            use.open[request] = None
+        return refused
+
+    def end(self, request: RequestContext) -> None:
+        """Count the tokens of a request that has ended."""
+        for use in self._uses.values():
+            if request in use.open:
+                use.end(request, self._now())
+
+    def admits(self, given: Sequence[str]) -> bool:
+        """Return True where one of `given` is valid or none is needed. Does not count as a use."""
+        self._reload(self._clock())
+        if not self.needed or self._is_own(given):
+            return True
+        use = None if self._problem else self._find(given)
+        return use is not None and outlived(use.key, self._now()) is None
+
+    async def keep(self) -> None:
+        """Write the counts now and then, until it is cancelled, and then for the last time."""
+        try:
+            while True:
+                await asyncio.sleep(SAVE_S)
+                await asyncio.to_thread(self._save, self._counts())
+        finally:
+            self._save(self._counts())
+
+    def _counts(self) -> bytes:
+        rows = {use.key.digest.hex(): asdict(use.counts) for use in self._uses.values()}
+        return (json.dumps({"version": 1, "keys": rows}) + "\n").encode()
+
+    def _save(self, counts: bytes) -> None:
+        if counts == self._saved or not self._uses:
+            return
+        try:
+            with self._saving:
+                write_private(self._file.path.parent / USE_FILE, counts)
+            self._saved = counts
+        except ConfigError as error:
+            log.error("the use of API keys is not kept: %s", error.detail)
+
+    def _is_own(self, given: Sequence[str]) -> bool:
+        return bool(self.own_key) and _among(digest_of(self.own_key), [digest_of(key) for key in given])
+
+    def _find(self, given: Sequence[str]) -> KeyUse | None:
+        digests = [digest_of(key) for key in given]
+        found = None
+        for use in self._uses.values():  # always all of them, so that the time reveals nothing
+            if _among(use.key.digest, digests):
+                found = use
+        return found
+
+    def _unknown(self, given: Sequence[str]) -> Refusal:
+        challenge = CHALLENGE
+        if not self._uses:
+            why = f"this server requires an API key, and there is none yet: {_HOW}"
+        elif not given:
+            why = (
+                "this server requires an API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`; its "
+                f"keys begin with {PREFIX}, and {_HOW}"
+            )
+        else:
+            why = f"this API key is not known here, or was revoked; {_HOW}"
+            challenge += ', error="invalid_token"'
+        return Refusal(401, Code.KEY_INVALID, why, {"www-authenticate": challenge})
+
+    def _hold(self, keys: Sequence[ApiKey]) -> None:
+        clock, kept, before = self._clock(), self._kept, self._uses
+        kept |= {use.key.digest.hex(): use.counts for use in before.values()}
+        fresh = {key: KeyUse(key, kept.get(key.digest.hex()) or KeyCounts(), clock) for key in keys}
+        self._uses = {key: before.get(key, use) for key, use in fresh.items()}
+
+    def _reload(self, now: float) -> None:
+        """Reload the file if it has changed. If it cannot be read, no key is valid."""
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        try:
+            stamp = self._file.stamp()
+            if stamp == self._stamp and not self._problem:
+                return
+            if stamp is None:
+                raise ConfigError(
+                    f"{self._file.path} is gone, so no API key is valid; restore it, or restart the agent "
+                    f"to go on without keys"
+                )
+            self._hold(self._file.load())
+            self._problem, self._stamp = "", stamp
+        except ConfigError as error:
+            if error.detail != self._problem:
+                log.error("%s", error.detail)
+            self._problem = error.detail
+            return
+        log.info("API keys that count now: %s", ", ".join(self.names) or "none")
+
+
+def kept_use(home: Path) -> dict[str, KeyCounts]:
+    """Return the counts that the last agent of a home kept, by the hash of each key in hexadecimal digits.
+
+    A file that is damaged or open to others has none.
+    """
+    try:
+        data = read_private(home / USE_FILE)
+        rows = json.loads(data)["keys"] if data is not None else {}
+        found = {digest: KeyCounts(**row) for digest, row in rows.items()}
+        if any(
+            type(count) is not int or count < 0 for each in found.values() for count in asdict(each).values()
+        ):
+            raise ValueError("a count is no number")
+        return found
+    except (ConfigError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        log.warning("%s does not count, so the use of API keys begins again: %s", home / USE_FILE, error)
+        return {}
+
+
+def _among(digest: bytes, digests: Sequence[bytes]) -> bool:
+    """Constant-time membership test."""
+    return sum(hmac.compare_digest(digest, each) for each in digests) > 0

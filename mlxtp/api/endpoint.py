@@ -35,9 +35,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from ..config import Settings, is_host_name, is_loopback
 from ..errors import ConfigError
 from ..identity.private_files import check_closed, read_private, write_private
-from .api_keys import KeyFile
+from .api_keys import KeyFile, KeyRing
 from .guard import Access
-from .key_ring import KeyRing
 from .server import bind
 
 log = logging.getLogger(__name__)

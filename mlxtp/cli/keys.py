@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from .. import audit
-from ..api.api_keys import KeyFile
+from ..api.api_keys import KeyFile, kept_use
 from ..api.key_limits import (
     COUNTS,
     DEFAULT_SCOPES,
@@ -25,7 +25,6 @@ from ..api.key_limits import (
     KeyUse,
     counted,
 )
-from ..api.key_ring import kept_use
 from ..client import AgentClient
 from ..config import parse_keep
 from ..errors import UserError

@@ -17,8 +17,8 @@ from .options import AsJson, Home
 from .printing import home_of, typed
 
 if TYPE_CHECKING:
+    from ..placement.cost_model import Workload
     from ..placement.topology import MemberMachine
-    from ..placement.workload import Workload
     from ..wire.cluster_messages import FabricResult, Machine
 
 
@@ -129,9 +129,9 @@ def plan(
 
     Of several models: which Macs each gets in a cluster that serves nothing else, and the memory of each Mac.
     """
+    from ..placement.cost_model import CHAT, WORKLOADS
     from ..placement.measurements import measured
     from ..placement.planner import PlacementOptions
-    from ..placement.workload import CHAT, WORKLOADS
     from . import packing, planning
 
     if not all(model.strip() for model in models):
@@ -203,9 +203,9 @@ def members_here(
     import asyncio
 
     from ..placement import hardware
+    from ..placement.cost_model import CHAT, Workload
     from ..placement.measurements import from_json
     from ..placement.topology import MemberMachine
-    from ..placement.workload import CHAT, Workload
 
     try:
         told = AgentClient(home).get("plan")

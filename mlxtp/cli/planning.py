@@ -15,14 +15,13 @@ from rich.markup import escape
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError, UserError
 from ..placement.candidates import Candidate
-from ..placement.cost_model import LONG_PROMPT, DraftedSpeed, SpeedEstimate
+from ..placement.cost_model import LONG_PROMPT, DraftedSpeed, SpeedEstimate, Workload
 from ..placement.machines_file import read_machines
 from ..placement.measurements import measured
 from ..placement.model_shape import ModelShape, shape_of
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.tables import KNOWN
 from ..placement.topology import MemberMachine
-from ..placement.workload import Workload
 from ..weights_file import MTP_FILE, has_mtp_head
 from ..wire.cluster_messages import FabricResult
 from .printing import table_of

@@ -16,7 +16,7 @@ from functools import partial
 from .. import audit
 from ..errors import UserError
 from ..identity.store import Identity
-from ..identity.succession import keys
+from ..identity.validity import keys
 from ..wire.certificates import PublicKey, is_signed, key_at, point_of, sign
 from ..wire.cluster_messages import MAX_MEMBERS, Members, RosterEntry
 from .cluster_state import (

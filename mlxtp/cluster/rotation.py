@@ -1,7 +1,7 @@
 """Rotation of the cluster's authority: a new key takes over, and every member moves to it over its links.
 
 One Mac that holds the authority's key makes the next one. Other holders present get it before any member
-hears of it. Members follow (`identity/succession.py`), request certificates of the next authority, and trust
+hears of it. Members follow (`identity/validity.py`), request certificates of the next authority, and trust
 the former one until a holder reports that all have moved, or its time is over.
 """
 
@@ -17,8 +17,7 @@ from .. import audit
 from ..background import Background
 from ..errors import ConfigError, MlxtpError, UserError
 from ..identity.store import Identity, Store
-from ..identity.succession import ends_at, followed, is_at_once
-from ..identity.validity import day
+from ..identity.validity import day, ends_at, followed, is_at_once
 from ..wire.certificates import MemberCertificates
 from ..wire.cluster_messages import AuthorityChange
 from .authority import AuthorityKeeping

@@ -29,8 +29,7 @@ from ..text.tokenizer import Text
 from ..wire.codecs import Message
 from ..wire.messages import MAX_FRAME_TOKENS, Generate, RequestEvent, Sampling
 from .admission import Admission, AdmissionLimits, FreeMemory, SystemMemory, client_number
-from .deployments import ServedDeployments
-from .dispatcher import NOT_READY, RequestDispatcher
+from .dispatcher import NOT_READY, RequestDispatcher, ServedDeployments
 from .ready_groups import ReadyGroup
 from .request import ClientRequest, ForwardedRequest, RequestBackend
 from .routing import GroupLoad

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Collection, Container, Mapping
 
 from ..wire.messages import Prefilled
-from .prefixes import PrefixSummary
 from .request import SUSPECT, ClientRequest, ForwardedRequest, RequestBackend
-from .routing import GroupLoad, PrefillMeter, RouteOption, choose
+from .routing import GroupLoad, PrefillMeter, PrefixSummary, RouteOption, choose
 
 OpenRequest = ClientRequest | ForwardedRequest
 

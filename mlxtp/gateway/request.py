@@ -14,7 +14,7 @@ from ..api.request_metrics import UNWATCHED, SequenceMeter
 from ..errors import Code, GroupError, MlxtpError
 from ..wire.codecs import Message
 from ..wire.messages import Accepted, Delta, Error, Finished, Generate, Prefilled, ScoredDelta
-from .prefixes import PrefixChain
+from .routing import PrefixChain
 
 # --- retries after a group has failed under a request. Pure ----------------------------------------------
 # Most groups fail for reasons of their own, and then every request continues in the next one. A request

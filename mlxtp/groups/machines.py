@@ -13,11 +13,11 @@ from ..cluster.node import ClusterNode
 from ..config import EMBEDDED_MODEL, Settings, split_layers
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..models.inspect import is_hub_id
+from ..placement.cost_model import CHAT, LEARNT, WORKLOADS, Workload, learnt
 from ..placement.formation import FailedGroup, FailedGroups
 from ..placement.model_shape import ModelShape
 from ..placement.planner import PlacementOptions, plan
 from ..placement.topology import MemberMachine, Topology
-from ..placement.workload import CHAT, LEARNT, WORKLOADS, Workload, learnt
 from ..wire.cluster_messages import Deployment, ModelStatus
 from .fabric import FabricResults
 

@@ -19,8 +19,8 @@ from ..cluster.deployments import NO_DEPLOYMENTS, DeploymentTable, name_of
 from ..cluster.node import ClusterNode
 from ..errors import GroupError, MlxtpError, ModelError, UserError
 from ..models.download import apart
-from ..models.holdings import described
 from ..models.inspect import Servable, hub_folder, in_folders, inspect, is_hub_id
+from ..models.manifest import described
 from ..models.transfers import TransferCoordinator
 from ..wire.cluster_messages import Deployment
 from .machines import Machines, contradiction

@@ -37,8 +37,7 @@ from ..wire.certificates import (
 from ..wire.peer_messages import NODE_ID_BYTES
 from ..wire.tls import Credentials
 from .private_files import check_private_folder, make_private_folder, read_private, sync_folder, write_private
-from .succession import Successor, followed, successor
-from .validity import CERTIFICATE_S, own_time
+from .validity import CERTIFICATE_S, Successor, followed, own_time, successor
 
 CLUSTER_ID_BYTES = 8
 FOLDER = "identity"

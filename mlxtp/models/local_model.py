@@ -29,7 +29,7 @@ from .inspect import (
     weight_bytes,
 )
 from .manifest import is_commit
-from .stored import REPORT_S
+from .model_transfer import REPORT_S
 from .transfers import TransferCoordinator
 
 log = logging.getLogger(__name__)

@@ -29,11 +29,9 @@ from ..wire.cluster_messages import ModelHeld, ModelLender, ModelPull
 from ..wire.tls import Credentials
 from . import hub_client, peer_copy
 from .download import Fetch, apart
-from .holdings import described, elect_seeder
 from .hub_cache import Damaged, Repo, Stopped, hub_name
-from .manifest import Manifest, is_commit
-from .model_transfer import ModelTransfer, TransferTable, holding, look
-from .stored import StoredModels
+from .manifest import Manifest, described, elect_seeder, is_commit
+from .model_transfer import ModelTransfer, StoredModels, TransferTable, holding, look
 
 log = logging.getLogger(__name__)
 

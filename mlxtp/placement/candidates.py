@@ -13,6 +13,7 @@ from itertools import combinations
 
 from .cost_model import (
     ALONE,
+    CHAT,
     JACCL_MESH,
     JACCL_RING,
     RING_ETHERNET,
@@ -23,6 +24,7 @@ from .cost_model import (
     RankHardware,
     RankMemory,
     SpeedEstimate,
+    Workload,
     rank_memory,
     speed,
     usable_bytes,
@@ -32,7 +34,6 @@ from .model_shape import MAX_RANKS, ModelShape
 from .pipelines import Cut, StageCutter, StageRank
 from .tables import chip
 from .topology import ETHERNET, LOOPBACK, NETWORKS, THUNDERBOLT, WIFI, MemberMachine, TcpLink, Topology
-from .workload import CHAT, Workload
 
 # --- groups in a graph: nodes that are all joined pairwise, nodes that can stand in a circle -------------
 # Both searches try nodes in the order given and end with the first group found, so that the same nodes in

@@ -13,6 +13,7 @@ from .cost_model import (
     RankHardware,
     RankMemory,
     StageCosts,
+    Workload,
     rank_memory,
     rank_needs,
     stage_costs,
@@ -20,10 +21,9 @@ from .cost_model import (
     usable_bytes,
 )
 from .model_shape import ModelShape
-from .stage_rules import StageRules
+from .model_weights import StageRules
 from .tables import Chip
 from .topology import MemberMachine
-from .workload import Workload
 
 _NEAR = 0.999  #: The search ends where the slowest stage cannot be faster than this part of what was found.
 

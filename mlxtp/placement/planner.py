@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import ConfigError
 from .candidates import PIPELINE, TENSOR_PARALLEL, Candidate, CandidateFinder, exposed
-from .cost_model import ALONE, JACCL_MESH, Collective
+from .cost_model import ALONE, CHAT, JACCL_MESH, Collective, Workload
 from .formation import FailedGroup
 from .model_shape import MAX_RANKS, ModelShape
 from .topology import FABRIC_NETWORKS, MemberMachine, Overrides, Topology
-from .workload import CHAT, Workload
 
 DEFAULT_CONTEXT = 8192  #: Tokens of KV cache that a plan makes room for by default.
 FASTER_WITHOUT = 1.2  #: A group without the Mac that plans is worth a remark if it is so many times as fast.

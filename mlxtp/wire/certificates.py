@@ -74,7 +74,7 @@ class NodeIdentity:
 
 @dataclass(frozen=True, slots=True)
 class MemberCertificates:
-    """Certificates of a member and of its cluster's authority (DER). `identity/succession.py` replaces them.
+    """Certificates of a member and of its cluster's authority (DER). `identity/validity.py` replaces them.
 
     `former` is the authority before, as long as its certificates count. `cross` is a certificate of this
     authority's key by that one, `bridge` one of the key that signed `certificate`, if neither of the two

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.admin import running
+from mlxtp.admin import parts
 from mlxtp.api.access_log import app_of
 from mlxtp.api.backend import Request
 from mlxtp.api.request_context import RequestContext, answering
@@ -18,7 +18,7 @@ from ..gateway.test_several_groups import Stage, play
 
 
 def shown(stage: Stage) -> list[tuple[Any, ...]]:
-    found = running.gather(stage.gateway.deployments)
+    found = parts.running_requests(stage.gateway.deployments)
     return [(each.group, each.phase, each.prompt, each.read, each.cached, each.tokens) for each in found]
 
 
@@ -36,12 +36,12 @@ def test_a_request_from_the_queue_to_its_answer_and_over_the_end_of_its_group() 
         assert shown(stage) == [("tiny#0", "reading", 100, 80, 64, 0)]
         stage.say(sent.uid, [1, 2, 3])
         assert shown(stage) == [("tiny#0", "writing", 100, 100, 64, 3)]
-        [before] = running.gather(stage.gateway.deployments)
+        [before] = parts.running_requests(stage.gateway.deployments)
         stage.lose("tiny#0", GroupError("rank 1 is gone", Code.RANK_LOST))
         assert shown(stage) == [("", "restarting", 100, 0, None, 3)]
-        [after] = running.gather(stage.gateway.deployments)
+        [after] = parts.running_requests(stage.gateway.deployments)
         assert (after.number, after.model, after.here) == (before.number, "tiny", True)
-        assert running.senders(stage.gateway.deployments) == [
+        assert parts.senders(stage.gateway.deployments) == [
             {"number": after.number, "key": "guest", "app": "claude-cli"}
         ]
         assert "guest" not in str(after)

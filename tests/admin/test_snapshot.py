@@ -15,8 +15,7 @@ from rich.console import Console
 
 from mlxtp.admin import checkup, metrics, snapshot
 from mlxtp.admin.caches import use_of
-from mlxtp.admin.deployed import DeploymentSnapshot, GroupSnapshot
-from mlxtp.admin.drafting import drafts_of
+from mlxtp.admin.parts import DeploymentSnapshot, GroupSnapshot, drafts_of
 from mlxtp.admin.snapshot import AgentSnapshot, ClusterSnapshot, MemberSnapshot, NodeLink, Snapshot, gather
 from mlxtp.api.backend import Health, ModelInfo
 from mlxtp.api.dialects import openai as answers

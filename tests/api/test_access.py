@@ -24,13 +24,12 @@ from starlette.routing import Route
 from mlxtp.api import app as app_module
 from mlxtp.api import server as http_server
 from mlxtp.api.access_log import AccessLog
-from mlxtp.api.api_keys import FILE, KeyFile
+from mlxtp.api.api_keys import FILE, LOOK_S, KeyFile, KeyRing
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import DeploymentHealth, StoredModelInfo, TokenEvent, Tokens
 from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.endpoint import Tls, here_and_now, own_tls
 from mlxtp.api.guard import UNREAD_BYTES, Access
-from mlxtp.api.key_ring import LOOK_S, KeyRing
 from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.api.server import bind, serve
 from mlxtp.errors import MlxtpError

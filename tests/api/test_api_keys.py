@@ -14,8 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.api_keys import FILE, MAX_KEYS, PREFIX, KeyFile
-from mlxtp.api.key_ring import LOOK_S, USE_FILE, KeyRing, keys_needed
+from mlxtp.api.api_keys import FILE, LOOK_S, MAX_KEYS, PREFIX, USE_FILE, KeyFile, KeyRing, keys_needed
 from mlxtp.api.request_context import RequestContext, answering, current
 from mlxtp.errors import Code, ConfigError, UserError
 

@@ -15,9 +15,8 @@ import openai
 import pytest
 
 from mlxtp import audit
-from mlxtp.api.api_keys import KeyFile
+from mlxtp.api.api_keys import LOOK_S, KeyFile, KeyRing
 from mlxtp.api.guard import Access
-from mlxtp.api.key_ring import LOOK_S, KeyRing
 from mlxtp.logs import keep_audit
 from mlxtp.settings import AUDIT_LOG
 from mlxtp.short_names import SHORT_NAMES

@@ -25,11 +25,10 @@ from prometheus_client.registry import Collector
 
 from mlxtp.admin.metrics import Metrics, OwnProcess, observed
 from mlxtp.admin.parts import AgentParts
-from mlxtp.api.api_keys import KeyFile
+from mlxtp.api.api_keys import KeyFile, KeyRing
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo, Request, StreamEnd
 from mlxtp.api.guard import Access
-from mlxtp.api.key_ring import KeyRing
 from mlxtp.api.request_context import RequestContext, answering, current, note, note_key
 from mlxtp.api.request_metrics import MAX_GROUPS, MAX_MODELS, OTHER, RequestMetrics
 from mlxtp.api.server import bind, serve

@@ -32,7 +32,7 @@ from mlxtp.cluster.state_file import SavedState, save
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, UserError
 from mlxtp.identity.store import Store
-from mlxtp.placement.workload import AGENT
+from mlxtp.placement.cost_model import AGENT
 from mlxtp.wire.cluster_messages import Interface, Machine, RosterEntry
 
 from ..api.test_admin import KEY, FakeAdmin

@@ -21,11 +21,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from mlxtp.admin.handlers import announced
-from mlxtp.api.api_keys import FILE, KeyFile
+from mlxtp.api.api_keys import FILE, USE_FILE, KeyFile
 from mlxtp.api.app import create_app
 from mlxtp.api.endpoint import Tls, here_and_now, make, own_tls, tls_of_files
 from mlxtp.api.key_limits import ApiKey, KeyCounts, KeyUse
-from mlxtp.api.key_ring import USE_FILE
 from mlxtp.api.server import bind, serve
 from mlxtp.settings import AUDIT_LOG
 

@@ -20,13 +20,12 @@ from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError, ModelError, UserError
 from mlxtp.groups.placer import placement_options
 from mlxtp.placement.candidates import Candidate
-from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_THUNDERBOLT
+from mlxtp.placement.cost_model import AGENT, ALONE, BATCH, CHAT, JACCL_MESH, RING_THUNDERBOLT, Workload
 from mlxtp.placement.machines_file import read_machines
 from mlxtp.placement.planner import PlacementOptions
 from mlxtp.placement.planner import plan as choose
 from mlxtp.placement.tables import KNOWN
 from mlxtp.placement.topology import MemberMachine
-from mlxtp.placement.workload import AGENT, BATCH, CHAT, Workload
 from mlxtp.wire.cluster_messages import Deployment
 
 from ..placement.made_up_macs import LLAMA, all_pairs, cabled, changed, mac, on_lan

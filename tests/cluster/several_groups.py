@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from mlxtp.cluster.assign import AssignDecision, AssignView, GroupReport, WantedDeployment, assign
 from mlxtp.cluster.reconcile import GroupPlan, RunningEpoch, Wanted
-from mlxtp.placement.cost_model import rank_memory, usable_bytes
+from mlxtp.placement.cost_model import CHAT, rank_memory, usable_bytes
 from mlxtp.placement.model_shape import ModelShape
 from mlxtp.placement.planner import DEFAULT_CONTEXT, PlacementOptions, plan
 from mlxtp.placement.topology import MemberMachine
-from mlxtp.placement.workload import CHAT
 from mlxtp.wire.cluster_messages import Deployment
 
 from ..placement.made_up_macs import mac, on_lan

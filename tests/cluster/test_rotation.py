@@ -15,8 +15,7 @@ from mlxtp.errors import Code, ConfigError, UserError
 from mlxtp.identity import validity
 from mlxtp.identity.join_protocol import read_token
 from mlxtp.identity.store import Store
-from mlxtp.identity.succession import OVERLAP_S
-from mlxtp.identity.validity import DAY_S, own_time
+from mlxtp.identity.validity import DAY_S, OVERLAP_S, own_time
 from mlxtp.wire.certificates import MemberCertificates, NodeIdentity, authority_hash, new_key, read_node
 from mlxtp.wire.codecs import Message
 from mlxtp.wire.frames import encode

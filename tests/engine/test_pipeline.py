@@ -30,7 +30,7 @@ from mlxtp.engine.sampler import Chosen
 from mlxtp.errors import Code, GroupError, ModelError
 from mlxtp.model_config import text_config
 from mlxtp.model_families import PIPELINE_FAMILIES
-from mlxtp.placement.stage_rules import stage_rules
+from mlxtp.placement.model_weights import stage_rules
 from mlxtp.wire.messages import StepToken
 
 from .families import FAMILIES, GEMMA4, PIPELINE, WINDOWS

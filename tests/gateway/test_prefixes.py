@@ -7,7 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.gateway.prefixes import BLOCK, MOST_HASHES, PrefixChain, PrefixSummary
+from mlxtp.gateway.routing import BLOCK, MOST_HASHES, PrefixChain, PrefixSummary
 
 
 def tokens(blocks: int, first: int = 0) -> tuple[int, ...]:

@@ -19,8 +19,7 @@ from mlxtp.groups.controller import TELL_S, _joined
 from mlxtp.groups.process_group import EpochGroup, ProcessGroup
 from mlxtp.models.inspect import ModelSource
 from mlxtp.placement.candidates import Candidate
-from mlxtp.placement.cost_model import ALONE, RING_ETHERNET
-from mlxtp.placement.workload import AGENT, CHAT, Workload
+from mlxtp.placement.cost_model import AGENT, ALONE, CHAT, RING_ETHERNET, Workload
 from mlxtp.wire.cluster_messages import Machine, ModelStatus, RankTrouble, Serving
 
 from ..cluster.deployed import only

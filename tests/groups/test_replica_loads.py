@@ -11,8 +11,7 @@ import pytest
 from mlxtp.agent import Agent
 from mlxtp.api.backend import Request, StreamEnd
 from mlxtp.cluster.node import BEAT_S
-from mlxtp.gateway.prefixes import BLOCK, MOST_HASHES
-from mlxtp.gateway.routing import GroupLoad
+from mlxtp.gateway.routing import BLOCK, MOST_HASHES, GroupLoad
 from mlxtp.groups.overview import packed, unpacked
 from mlxtp.wire.cluster_messages import MAX_HASHES, ReplicaLoad
 

@@ -14,15 +14,7 @@ import pytest
 from mlxtp.errors import ProtocolError
 from mlxtp.identity import store
 from mlxtp.identity.private_files import write_private
-from mlxtp.identity.succession import (
-    OVERLAP_S,
-    Successor,
-    ends_at,
-    followed,
-    is_at_once,
-    keys,
-    successor,
-)
+from mlxtp.identity.validity import OVERLAP_S, Successor, ends_at, followed, is_at_once, keys, successor
 from mlxtp.wire.certificates import (
     Authority,
     MemberCertificates,

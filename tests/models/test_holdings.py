@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.models.holdings import Holding, elect_seeder
+from mlxtp.models.manifest import Holding, elect_seeder
 
 WHOLE = Holding("a" * 40, 9, 9)
 PASSING = Holding("a" * 40, 9, 9, wants=False)

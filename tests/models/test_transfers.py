@@ -17,8 +17,8 @@ from mlxtp.errors import ModelError
 from mlxtp.models import model_transfer, peer_copy
 from mlxtp.models import transfers as getting_module
 from mlxtp.models.download import Fetch
-from mlxtp.models.holdings import described
 from mlxtp.models.hub_cache import Repo
+from mlxtp.models.manifest import described
 from mlxtp.models.model_transfer import MAX_JOBS
 from mlxtp.models.transfers import AT_ONCE, MAX_PULLS, TransferCoordinator
 from mlxtp.wire.cluster_messages import ModelHeld, ModelPull, ModelsHere

@@ -12,10 +12,9 @@ import httpx
 import pytest
 
 from mlxtp.api import admin
-from mlxtp.api.api_keys import KeyFile
+from mlxtp.api.api_keys import KeyFile, KeyRing
 from mlxtp.api.app import create_app
 from mlxtp.api.guard import Access
-from mlxtp.api.key_ring import KeyRing
 
 from ..live_cluster import WAIT_S
 from .conftest import FORMING, MOMENT, FakeObserved, Running, Site

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlxtp.api.api_keys import KeyFile
+from mlxtp.api.api_keys import KeyFile, KeyRing
 from mlxtp.api.guard import Access
-from mlxtp.api.key_ring import KeyRing
 from mlxtp.errors import Code, UserError
 
 from ..api.test_admin import KEY

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlxtp.engine.batch import CacheKind
-from mlxtp.placement.cache_kinds import ALONE, CHUNKS, LISTS, PLAIN, STATES, WINDOWS, traits_of
+from mlxtp.placement.model_shape import ALONE, CHUNKS, LISTS, PLAIN, STATES, WINDOWS, traits_of
 
 from ..engine.families import FAMILIES, OWN
 from ..engine.small_models import write_model

@@ -15,6 +15,9 @@ from mlxtp.placement import cost_model
 from mlxtp.placement import pipelines as pipelines_of
 from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import (
+    AGENT,
+    BATCH,
+    CHAT,
     FABRICS,
     FAST_FENCE_S,
     FENCE_S,
@@ -22,6 +25,7 @@ from mlxtp.placement.cost_model import (
     RING_ETHERNET,
     Collective,
     RankHardware,
+    Workload,
     rank_memory,
     speed,
     stage_costs,
@@ -29,12 +33,11 @@ from mlxtp.placement.cost_model import (
 )
 from mlxtp.placement.formation import FailedGroup, links_of
 from mlxtp.placement.model_shape import ModelShape, PartShape, shape_of
+from mlxtp.placement.model_weights import StageRules
 from mlxtp.placement.pipelines import StageCutter, StageRank
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
-from mlxtp.placement.stage_rules import StageRules
 from mlxtp.placement.tables import KNOWN, chip
 from mlxtp.placement.topology import MemberMachine
-from mlxtp.placement.workload import AGENT, BATCH, CHAT, Workload
 
 from .made_up_macs import add, all_pairs, cabled, ethernet, layered, mac, node_id, on_lan, shape
 

@@ -14,6 +14,7 @@ import pytest
 from mlxtp.errors import ConfigError
 from mlxtp.placement.cost_model import (
     ALONE,
+    CHAT,
     JACCL_MESH,
     JACCL_RING,
     RING_ETHERNET,
@@ -21,13 +22,13 @@ from mlxtp.placement.cost_model import (
     RING_THUNDERBOLT,
     Collective,
     RankHardware,
+    Workload,
     speed,
 )
 from mlxtp.placement.model_shape import ModelShape, shape_of
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
 from mlxtp.placement.tables import KNOWN, chip
 from mlxtp.placement.topology import MemberMachine
-from mlxtp.placement.workload import CHAT, Workload
 from mlxtp.wire.cluster_messages import Interface
 
 from .made_up_macs import (

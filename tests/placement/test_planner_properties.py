@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.placement.candidates import Candidate
-from mlxtp.placement.cost_model import usable_bytes
+from mlxtp.placement.cost_model import AGENT, BATCH, CHAT, usable_bytes
 from mlxtp.placement.model_shape import ModelShape, shape_of
 from mlxtp.placement.planner import Placement, PlacementOptions, plan
 from mlxtp.placement.tables import KNOWN
 from mlxtp.placement.topology import MemberMachine, Topology
-from mlxtp.placement.workload import AGENT, BATCH, CHAT
 from mlxtp.wire.cluster_messages import Interface
 
 from .made_up_macs import (

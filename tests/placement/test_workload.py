@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.placement.workload import AGENT, BATCH, CHAT, ENOUGH, WORKLOADS, Workload, learnt
+from mlxtp.placement.cost_model import AGENT, BATCH, CHAT, ENOUGH, WORKLOADS, Workload, learnt
 
 some = st.builds(
     Workload, st.just("learnt"), st.integers(0, 50_000), st.just(0), st.integers(0, 5_000), st.integers(1, 64)

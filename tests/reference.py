@@ -16,6 +16,8 @@ from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 TINY = embedded_model_path()
+FORCED = 23
+"""Tokens that one row is fed beside its own, without a GPU."""
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
@@ -87,7 +89,10 @@ class Expected(Answer):
 
 @cache
 def expected(wanted: Request, folder: Path = TINY) -> Expected:
-    """Return a request's right answer, without grammars: one sequence, one token a forward, our sampler."""
+    """Return a request's right answer: one sequence, one token a forward, our sampler and shaping.
+
+    Tokens that a grammar forces come as it has them, at most FORCED together, if there are no scores.
+    """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -100,12 +105,21 @@ def expected(wanted: Request, folder: Path = TINY) -> Expected:
     logits = model(mx.array([wanted.prompt]), cache=caches)[0, -1:]
     sampler = Sampler((wanted.sampling,), tuple(sorted(eos)))
     shaper = Shaper(wanted.shaping, wanted.prompt, logits.shape[-1], tuple(sorted(ends)))
+    guide = _guide(wanted, folder, logits.shape[-1])
     tokens: list[int] = []
     scores: list[TokenScore] = []
     while True:
+        if guide is not None and tokens:
+            most = min(wanted.max_tokens - len(tokens) - 1, FORCED) if wanted.logprobs < 0 else 0
+            for token in guide.forced(most):
+                guide.accept(token)
+                tokens.append(token)
+                shaper.advance(mx.array([token]))
+                logits = model(mx.array([[token]]), cache=caches)[0]
         shaped = logits
         if wanted.shaping != PLAIN:
-            shaped = shaper.apply(logits, generated=len(tokens), mask=None).astype(logits.dtype)
+            mask = None if guide is None else guide.masks[-1:]
+            shaped = shaper.apply(logits, generated=len(tokens), mask=mask).astype(logits.dtype)
         at = mx.array([[len(wanted.prompt) + len(tokens)]], dtype=mx.int32)
         token = int(sampler.choose(shaped[None], at).item())
         if token in ends:
@@ -113,10 +127,29 @@ def expected(wanted: Request, folder: Path = TINY) -> Expected:
         if wanted.logprobs >= 0:
             scores.append(_score(logits[0], token, wanted.logprobs))
         tokens.append(token)
+        if guide is not None:
+            guide.accept(token)
+            if guide.finished:
+                return Expected(tuple(tokens), "length" if guide.cut else "stop", len(tokens), tuple(scores))
         if len(tokens) == wanted.max_tokens:
             return Expected(tuple(tokens), "length", len(tokens), tuple(scores))
-        shaper.advance(token)
+        shaper.advance(mx.array([token]))
         logits = model(mx.array([[token]]), cache=caches)[0]
+
+
+def _guide(wanted: Request, folder: Path, vocabulary: int) -> Any:
+    """Return the guide of a request with a grammar, None of another."""
+    from mlxtp.engine.grammar import Grammars
+    from mlxtp.engine.logit_shaping import Guided
+
+    if not wanted.shaping.grammar_kind:
+        return None
+    grammars = Grammars(folder, vocabulary, model_of(folder)[1])
+    try:
+        grammar = grammars.compile(wanted.shaping.grammar_kind, wanted.shaping.grammar)
+    finally:
+        grammars.close()
+    return Guided(grammar.matcher(), vocabulary, wanted.max_tokens)
 
 
 def _score(logits: Any, token: int, top: int) -> TokenScore:

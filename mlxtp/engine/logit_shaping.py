@@ -20,16 +20,22 @@ RECENT = 16  # tokens of an interrupted answer that are searched again for its e
 
 @dataclass(slots=True)
 class _Order:
-    """Shaping of one request. `generated` counts its answer's tokens that have been fed or chosen."""
+    """Shaping of one request, whose prompt has `begun` tokens.
+
+    `generated`: tokens of its answer before the first that the next forward chooses. `ahead`: tokens that
+    this forward is fed behind that one, as drafts or forced ones.
+    """
 
     shaper: Shaper | None
     guide: Guided | None
     top: int
+    begun: int
     generated: int = 0
+    ahead: tuple[int, ...] = ()
 
 
 class Guided:
-    """Implementation of `scheduler.Guide`: a matcher, and the mask for the next token."""
+    """Implementation of `scheduler.Guide`: a matcher, and the masks for the next step's tokens."""
 
     def __init__(self, matcher: Matcher, vocabulary: int, left: int, answered: Sequence[int] = ()) -> None:
         """Begin with room for `left` tokens, including the ones already `answered`.
@@ -45,10 +51,11 @@ class Guided:
             if number >= 0 and self._room.watched(self._left):
                 self._room.fitting(matcher, self._left)
             self.accept(token)
-        #: Bool [vocabulary]: tokens that may come after those that `forced` returned last.
-        self.mask = np.zeros(vocabulary, np.bool_)
+        #: Bool [n + 1, vocabulary]: each of the n tokens that `forced` or `allowed` returned last has the
+        #: tokens that may come in its place, and so has the token after them.
+        self.masks = np.zeros((1, vocabulary), np.bool_)
         if not self.finished:
-            self.mask = unpack(self._room.fitting(matcher, self._left), vocabulary)
+            self.masks[0] = unpack(self._room.fitting(matcher, self._left), vocabulary)
 
     @property
     def finished(self) -> bool:
@@ -74,8 +81,22 @@ class Guided:
             for token in tokens:
                 matcher.accept(token)
         words = self._room.fitting(matcher, self._left - len(tokens))
-        self.mask = unpack(words, self._vocabulary)
+        self.masks = np.zeros((len(tokens) + 1, self._vocabulary), np.bool_)
+        self.masks[np.arange(len(tokens)), list(tokens)] = True
+        self.masks[-1] = unpack(words, self._vocabulary)
         return tokens
+
+    def allowed(self, drafts: Sequence[int]) -> tuple[int, ...]:
+        masks, matcher, left = [self.masks[-1]], self._matcher.copy(), self._left
+        with contextlib.suppress(MlxtpError):  # a draft may not come, or nothing after it
+            for token in drafts:
+                matcher.accept(token)
+                left -= 1
+                if matcher.finished or matcher.forced(1) or self._room.watched(left):
+                    break
+                masks.append(unpack(matcher.mask(), self._vocabulary))
+        self.masks = np.stack(masks)
+        return tuple(drafts[: len(masks) - 1])
 
 
 class RequestShaping(LogitShaping):
@@ -107,7 +128,9 @@ class RequestShaping(LogitShaping):
             begun = len(request.tokens) - request.answered
             prompt, answer = request.tokens[:begun], request.tokens[begun:]
             shaper = Shaper(request.shaping, prompt, self._vocabulary, eos, answer)
-        self._orders[request.uid] = _Order(shaper, guide, request.logprobs, request.answered)
+        self._orders[request.uid] = _Order(
+            shaper, guide, request.logprobs, len(request.tokens) - request.answered
+        )
 
     def leave(self, request: int) -> None:
         """Remove a request that has ended."""
@@ -119,23 +142,26 @@ class RequestShaping(LogitShaping):
         if (order := self._orders.get(request)) is not None:
             self._sequences[uid] = order
 
-    def forced(self, uid: int, tokens: Sequence[int]) -> None:
-        """Count tokens that the row's next step feeds before it chooses one."""
-        if (order := self._sequences.get(uid)) is not None and order.shaper is not None:
-            for token in tokens:
-                order.shaper.advance(token)
+    def feeds(self, uid: int, at: int, ahead: tuple[int, ...] = ()) -> None:
+        """Prepare for a forward that chooses the sequence's token number `at`, and one after each of `ahead`.
+
+        Tokens are counted from the start of the prompt.
+        """
+        if (order := self._sequences.get(uid)) is not None:
+            order.generated, order.ahead = at - order.begun, ahead
 
     def shape(self, uid: int, logits: mx.array) -> mx.array:
         order = self._sequences.get(uid)
         if order is None or order.shaper is None:
             return logits
-        mask = None if order.guide is None else order.guide.mask
-        return order.shaper.apply(logits, generated=order.generated, mask=mask)
+        masks = None if order.guide is None else order.guide.masks
+        own = 1 + len(order.ahead)  # the others are padding
+        shaped = order.shaper.apply(logits[:own], generated=order.generated, mask=masks, ahead=order.ahead)
+        return shaped if own == len(logits) else mx.concatenate([shaped, logits[own:].astype(mx.float32)])
 
     def chosen(self, uid: int, tokens: mx.array) -> None:
         if (order := self._sequences.get(uid)) is not None and order.shaper is not None:
-            order.shaper.advance(tokens[-1])
-            order.generated += tokens.shape[0]
+            order.shaper.advance(tokens, order.ahead)
 
     def top(self, uid: int) -> int:
         order = self._sequences.get(uid)
@@ -181,13 +207,21 @@ class Shaper:
             came = np.bincount(np.array(answer_tokens, dtype=np.int64), minlength=vocabulary)
             self._counts = mx.array(came.astype(np.float32))
 
-    def advance(self, token: mx.array | int) -> None:
-        """Count a chosen token, which may still be being computed."""
-        is_token = self._ids == token
+    def advance(self, tokens: mx.array, ahead: Sequence[int] = ()) -> None:
+        """Count chosen tokens int32 [L], which may still be being computed.
+
+        `ahead` has the L - 1 tokens that were fed in their places. Those after one that differs do not count.
+        """
+        if self._seen is None and self._counts is None:
+            return
+        came = self._ids == tokens[:, None]
+        if ahead:
+            right = mx.cumprod((tokens[:-1] == mx.array(list(ahead))).astype(mx.int32))
+            came[1:] = came[1:] & (right[:, None] > 0)
         if self._seen is not None:
-            self._seen = self._seen | is_token
+            self._seen = self._seen | came.any(axis=0)
         if self._counts is not None:
-            self._counts = self._counts + is_token
+            self._counts = self._counts + came.sum(axis=0)
 
     def apply(
         self,
@@ -199,9 +233,9 @@ class Shaper:
     ) -> mx.array:
         """Return logits float32 [L, V] of `row_logits` [L, V]. The answer has `generated` tokens before them.
 
-        `mask` has the tokens that the grammar allows, bool [V] for every column or [L, V]. `ahead` are the
-        L - 1 tokens between the columns when drafts are verified. Penalties see them, the kept counts do not.
-        End tokens do not wait for `min_tokens` where the grammar allows no others.
+        `mask` has the tokens that the grammar allows, bool [L, V]. `ahead` are the L - 1 tokens that are fed
+        between the columns. Penalties see them, the kept counts do not. End tokens do not wait for
+        `min_tokens` where the grammar allows no others.
         """
         shaping, logits = self._shaping, row_logits.astype(mx.float32)
         columns = logits.shape[0]

@@ -439,11 +439,12 @@ class Requests:
             for prompt in (move,) if isinstance(move, Prefill) else move.prompts:
                 self._waiting_since.pop(prompt.request, None)
                 self._shaping.assign(prompt.uid, prompt.request)
-        elif isinstance(move, Decode) and move.agreement == "broadcast" and move.widths:
-            at = 0
-            for uid, width in zip(move.rows, move.widths, strict=True):
-                self._shaping.forced(uid, move.tokens[at + 1 : at + width])
-                at += width
+                self._shaping.feeds(prompt.uid, prompt.total)
+        elif isinstance(move, Decode) and move.agreement == "broadcast":
+            fed, widths = 0, move.widths or (0,) * len(move.rows)
+            for uid, position, width in zip(move.rows, move.positions, widths, strict=True):
+                self._shaping.feeds(uid, position + 1, move.tokens[fed + 1 : fed + width])
+                fed += width
 
 
 def _room(reply: Loaded) -> int:

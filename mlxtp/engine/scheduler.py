@@ -381,7 +381,7 @@ class Scheduler:
             sequence.in_flight -= 1
             given = scores.get(sequence.uid) if scores else None
             new = sequence.verify(row, chosen)
-            sequence.proposed = () if row.forced else ahead
+            sequence.proposed = ahead
             self.speculation.checked(row, len(new))
             given_tokens += len(new)
             live += 1

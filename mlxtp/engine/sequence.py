@@ -88,6 +88,7 @@ class SequenceState:
     success: dict[Source, Acceptance] = field(default_factory=dict)  # of its drafts
     choice: Choice | None = None  # where it has one of its own
     source: Source | None = None  # of its last drafts
+    refused: bool = False  # its grammar left out some of them
     awaited: Source | None = None  # for whose drafts its next step waits
     foretold: tuple[int, ...] = ()  # token that a lookup expects meanwhile
     forced: tuple[int, ...] = ()

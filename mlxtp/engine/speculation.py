@@ -26,8 +26,9 @@ Feed = tuple[tuple[int, ...], tuple[int, ...]]  # drafts and forced tokens
 class _Step:
     """Step in flight.
 
-    `ahead`: it ran ahead. `waited`: for the tokens before it, because of drafts. `proposing_s`: seconds that
-    its drafts took. `asked`: drafts that the MTP head computes in it, for the next step.
+    `ahead`: it ran ahead. `waited`: for the tokens before it, because of drafts, perhaps refused ones.
+    `proposing_s`: seconds that its drafts took. `asked`: drafts that the MTP head computes in it, for the
+    next step.
     """
 
     ahead: bool
@@ -88,7 +89,7 @@ class Speculation:
     def join(self, sequence: SequenceState) -> None:
         """Prepare for a row whose prompt is complete."""
         self._plans = None
-        may_draft = self._policy.wide and self._policy.drafts != "off" and not sequence.shaped
+        may_draft = self._policy.wide and self._policy.drafts != "off"
         if may_draft and sequence.lookup is None:
             sequence.lookup = Lookup(sequence.tokens[-LOOKED_UP:])
             sequence.choice = None if self._policy.timed else Choice()
@@ -97,9 +98,10 @@ class Speculation:
         """Return True if this row's tokens in flight must be known before its next step."""
         if sequence.drafting or sequence.known_at > sequence.generated:
             return True
-        if sequence.wants.guide is not None:
-            # Forced tokens save more than run-ahead does, unless others would wait.
-            return not self._policy.late or all(other.wants.guide is not None for other in self._running)
+        if sequence.wants.guide is not None and (
+            not self._policy.late or all(other.wants.guide is not None for other in self._running)
+        ):
+            return True  # forced tokens save more than run-ahead does, unless others would wait
         if (planned := self._planned().get(sequence.request)) is None:
             return False
         # With a likely continuation, waiting for the token in flight gains more than run-ahead.
@@ -130,14 +132,16 @@ class Speculation:
             elif proposer == "mtp":
                 drafts[row.request] = row.proposed[:number]
                 of_head = max(of_head, min(number, row.wants.max_tokens - row.generated - 2))
-            else:
+            elif not row.forced:
                 asked[row.request], most = row.tokens, max(most, number)
         proposing_s = 0.0
         if asked and self._policy.drafter is not None:
             found, proposing_s = self._policy.drafter.propose(asked, most)
             drafts |= {request: proposed[: plans[request][1]] for request, proposed in found.items()}
-        self._steps.append(_Step(not known, bool(waited), proposing_s, of_head))
-        return [None if row.in_flight else _feed(row, drafts.get(row.request, ())) for row in rows]
+        feeds = [None if row.in_flight else _feed(row, drafts.get(row.request, ())) for row in rows]
+        tried = bool(waited) or any(row.refused for row in known)
+        self._steps.append(_Step(not known, tried, proposing_s, of_head))
+        return feeds
 
     @property
     def asked(self) -> int:
@@ -170,11 +174,12 @@ class Speculation:
         """Record that a row got `new` tokens of a step."""
         sequence, drafted = row.sequence, len(row.drafts)
         choice = self._choice_of(sequence)
-        if drafted and sequence.source is not None:
-            choice.checked(sequence.success, sequence.source, drafted, new - 1)
+        if (drafted or sequence.refused) and sequence.source is not None:
+            choice.checked(sequence.success, sequence.source, drafted + sequence.refused, new - 1)
             self.use.checked(sequence.source[0], drafted, new - 1)
         if choice is not self.choice:
-            choice.step(1, new, drafted)
+            choice.step(1, new, drafted or (HELD if sequence.refused else 0))
+        sequence.refused = False
 
     def record(self, rows: Sequence[FedRow], tokens: int, at_s: float, *, complete: bool) -> None:
         """Record a step of these rows, known at `at_s` (0 without a clock), that gave `tokens` tokens in all.
@@ -256,4 +261,10 @@ class Speculation:
 
 
 def _feed(row: SequenceState, drafts: tuple[int, ...]) -> Feed | None:
+    guide, proposed = row.wants.guide, len(drafts)
+    if row.forced:
+        drafts = ()
+    elif drafts and guide is not None:
+        drafts = guide.allowed(drafts)
+        row.refused = len(drafts) < proposed
     return None if not drafts and not row.forced and row.fed_inside else (drafts, row.forced)

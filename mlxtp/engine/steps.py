@@ -205,6 +205,14 @@ class Guide(Protocol):
         """
         ...
 
+    def allowed(self, drafts: Sequence[int]) -> tuple[int, ...]:
+        """Return the first of `drafts` that may come one after the other, where no token is forced.
+
+        They end before one after which the choice could differ from that of a step for each token. Also
+        prepares the masks for all of them and for the token after them. None of them is accepted yet.
+        """
+        ...
+
 
 class Drafter(Protocol):
     """Draft model, which proposes for several rows together."""

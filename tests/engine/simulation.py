@@ -152,6 +152,16 @@ class FakeGuide(Guide):
         self.prepared = end
         return tuple(self._says[self.accepted : end])
 
+    def allowed(self, drafts: Sequence[int]) -> tuple[int, ...]:
+        assert self.prepared == self.accepted, "nothing is forced"
+        end = self.accepted
+        for token in drafts:
+            if token != self._says[end] or end + 1 in self._forced_at | {self._ends}:
+                break
+            end += 1
+        self.prepared = end
+        return tuple(self._says[self.accepted : end])
+
 
 class Disk:
     """Blocks by digest, on rank 0 and on another rank that has lost some of them. It lags behind at times."""

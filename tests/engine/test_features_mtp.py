@@ -9,12 +9,15 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from mlxtp.api.backend import Request as Wanted
+from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code
 from mlxtp.groups.health import ServingState
 
@@ -32,6 +35,17 @@ SETTINGS = {
     "alone": {"ranks": 1},
     "lockstep": {"run_ahead": 0, "compiled": False, "agreement": "broadcast"},
 }
+ANY = "start: <[6-511]>{100}"
+LESS = "start: <[6-511]>{35} <[6-299]>{3} <[6-511]>{100}"  # another token at place 35
+DRAFTING: list[dict[str, Any]] = [
+    {"logprobs": 2},
+    {"sampling": Sampling(temperature=0.05, seed=8)},
+    {"shaping": Shaping(bias_tokens=(77,), bias_values=(-1.0,))},
+    {"shaping": Shaping(presence_penalty=0.05, min_tokens=9)},
+    {"shaping": Shaping(grammar_kind="lark", grammar=ANY), "logprobs": 0},
+    {"shaping": Shaping(grammar_kind="lark", grammar=LESS)},
+]
+"""Changes of a request about whose answer the head is often right."""
 LONG = [Wanted(prompt(seed, 1 + 7 * seed), 60, ignore_eos=True) for seed in range(8)]
 
 
@@ -85,7 +99,10 @@ def test_eight_rows_of_mixed_acceptance_are_as_alone(cluster: Cluster, folder: P
 
 def test_drawn_shaped_and_scored_rows_are_as_without_drafts(cluster: Cluster, folder: Path) -> None:
     mixed = [*GREEDY[:3], *SAMPLED[::3], *SHAPED[::3], *SCORED, *LONG[:2]]
-    assert_right(cluster.ask_all(mixed, 6), mixed, folder)
+    drafting = [replace(LONG[2], **how) for how in DRAFTING]
+    outcomes = cluster.ask_all([*drafting, *mixed], 6)
+    assert_right(outcomes, [*drafting, *mixed], folder)
+    assert min(outcome.whole().accepted for outcome in outcomes[: len(drafting)]) > 3
 
 
 def test_a_kill_in_mid_answer_changes_no_token(cluster: Cluster, folder: Path) -> None:

@@ -66,13 +66,15 @@ def test_the_token_after_forced_ones_is_held_to_what_follows_them(grammars: Gram
     desk = desk_for(Shaping(grammar_kind="lark"), guide)
     forced = guide.forced(16)
     assert len(forced) > 2
-    desk.forced(SEQUENCE, forced)
-    after = allowed(desk.shape(SEQUENCE, logits(1 + len(forced))))[-1]
+    desk.feeds(SEQUENCE, 3, forced)
+    *before, after = allowed(desk.shape(SEQUENCE, logits(1 + len(forced))))
+    assert before == [{token} for token in forced]
     # The guide itself goes on only when the tokens are known.
     assert guide.forced(16) == forced
     for token in forced:
         guide.accept(token)
     assert guide.forced(16) == ()
+    desk.feeds(SEQUENCE, 3 + len(forced))
     (expected,) = allowed(desk.shape(SEQUENCE, logits(1)))
     assert after == expected
 
@@ -81,8 +83,50 @@ def test_after_forced_tokens_that_end_the_text_only_the_end_may_come(grammars: G
     guide = guided(grammars, "regex", "hello there")
     desk = desk_for(Shaping(grammar_kind="regex"), guide)
     forced = guide.forced(64)
-    desk.forced(SEQUENCE, forced)
+    desk.feeds(SEQUENCE, 3, forced)
     assert allowed(desk.shape(SEQUENCE, logits(1 + len(forced))))[-1] <= EOS
+
+
+def said(grammars: Grammars, text: str) -> list[int]:
+    """The tokens of a text, one for each character."""
+    guide = guided(grammars, "lark", f'start: "{text}"')
+    return [int(token) for token in guide.forced(99)]
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("abab", "abab"),  # all of them
+        ("abc", "ab"),  # the grammar forbids the next one
+        ("ab!", "ab"),  # behind it a text is forced, whose tokens are not chosen one by one
+        ("ab.", "ab"),  # it ends the answer
+        ("ab?", "ab"),  # nothing can come behind it
+    ],
+)
+def test_drafts_end_before_one_after_which_a_choice_would_not_be_that_of_single_steps(
+    grammars: Grammars, text: str, fits: str
+) -> None:
+    lark = 'start: /[ab]*/ ("!hello" | "." | "?" x)\nx: "c" x'
+    guide, alone = guided(grammars, "lark", lark), guided(grammars, "lark", lark)
+    drafts = guide.allowed(said(grammars, text))
+    assert list(drafts) == said(grammars, fits)
+    desk = desk_for(Shaping(grammar_kind="lark"), guide)
+    desk.feeds(SEQUENCE, 3, drafts)
+    columns = allowed(desk.shape(SEQUENCE, logits(2 + len(drafts))))
+    assert len(columns.pop()) == VOCABULARY, "padding"
+    for column, token in zip(columns, [*drafts, None], strict=True):
+        assert column == set(alone.masks[0].nonzero()[0].tolist())
+        if token is not None:
+            guide.accept(token)  # no draft was accepted before
+            alone.accept(token)
+            assert alone.forced(16) == ()
+
+
+@pytest.mark.parametrize(("left", "most"), [(1000, 20), (100, 7), (30, 0)])
+def test_near_the_end_of_the_budget_nothing_is_drafted(grammars: Grammars, left: int, most: int) -> None:
+    """There a mask may leave out more, which depends on the masks before it."""
+    drafts = said(grammars, "a" * 20)
+    assert len(guided(grammars, "regex", "[a-c]+", left).allowed(drafts)) == most
 
 
 def test_a_grammar_with_no_way_on_says_so_before_any_forward_needs_its_mask(grammars: Grammars) -> None:
@@ -115,23 +159,37 @@ def test_who_asked_for_scores_is_known_until_it_leaves() -> None:
     assert desk.top(SEQUENCE) == -1
 
 
-def test_min_tokens_counts_what_was_chosen() -> None:
-    desk = desk_for(Shaping(min_tokens=2))
-    for _ in range(2):
+def test_min_tokens_counts_from_the_prompt_on() -> None:
+    desk = desk_for(Shaping(min_tokens=3))
+    for at in (3, 4, 5):
+        desk.feeds(SEQUENCE, at)
         assert not allowed(desk.shape(SEQUENCE, logits(1)))[0] & EOS
-        desk.chosen(SEQUENCE, mx.array([9]))
-    assert allowed(desk.shape(SEQUENCE, logits(1)))[0] >= EOS
-
-
-def test_min_tokens_counts_forced_tokens_once() -> None:
-    desk = desk_for(Shaping(min_tokens=4))
-    desk.forced(SEQUENCE, (8, 9))
+    desk.feeds(SEQUENCE, 4, (8, 9))
     columns = allowed(desk.shape(SEQUENCE, logits(3)))
-    assert [bool(column & EOS) for column in columns] == [False] * 3
-    desk.chosen(SEQUENCE, mx.array([8, 9, 10]))
-    assert not allowed(desk.shape(SEQUENCE, logits(1)))[0] & EOS
-    desk.chosen(SEQUENCE, mx.array([11]))
+    assert [bool(column & EOS) for column in columns] == [False, False, True]
+    desk.feeds(SEQUENCE, 6)
     assert allowed(desk.shape(SEQUENCE, logits(1)))[0] >= EOS
+
+
+@pytest.mark.parametrize("chose", [[8, 8, 9, 7], [8, 8, 7, 9], [9, 8, 9, 7]])
+def test_penalties_count_drafts_up_to_the_first_wrong_one(chose: list[int]) -> None:
+    """At each place as if those before it were right, and for good those that are, with the next token."""
+    shaping = Shaping(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7)
+    desk, alone = desk_for(shaping), desk_for(shaping)
+    drafts, row = (8, 8, 9), logits(4) - 1
+    desk.feeds(SEQUENCE, 3, drafts)
+    columns = desk.shape(SEQUENCE, row)
+    desk.chosen(SEQUENCE, mx.array(chose))
+    for at, token in enumerate(chose):
+        alone.feeds(SEQUENCE, 3 + at)
+        assert mx.allclose(columns[at], alone.shape(SEQUENCE, row[:1])[0]).item()
+        alone.chosen(SEQUENCE, mx.array([token]))
+        if token != (*drafts, -1)[at]:
+            break
+    assert mx.allclose(desk.shape(SEQUENCE, row), alone.shape(SEQUENCE, row)).item() is False
+    desk.feeds(SEQUENCE, 9)
+    alone.feeds(SEQUENCE, 9)
+    assert mx.allclose(desk.shape(SEQUENCE, row[:1]), alone.shape(SEQUENCE, row[:1])).item()
 
 
 def test_a_second_sequence_of_a_request_goes_on_counting() -> None:

@@ -557,14 +557,43 @@ def test_rows_with_and_without_drafts_go_together() -> None:
     assert any(len(set(move.widths)) > 1 for move in decodes(simulation.moves))
 
 
-def test_what_only_rank_0_can_choose_is_not_drafted() -> None:
+def test_what_only_rank_0_can_choose_is_drafted() -> None:
     scheduler = Scheduler(Policy(frozenset()))
     scheduler.add(1, VERSE * 3, SequenceParams(20, shaping=Shaping(frequency_penalty=0.5)))
     scheduler.next()
     scheduler.record((VERSE[0],))
     step = next_move(scheduler)
     assert isinstance(step, Decode)
-    assert step.widths == ()
+    assert (step.agreement, step.tokens[:3]) == ("broadcast", VERSE[:3])
+
+
+@RUN_AHEAD
+@pytest.mark.parametrize("others", [0, 1])
+def test_drafts_of_a_guided_row_end_where_its_grammar_forbids_or_forces(run_ahead: int, others: int) -> None:
+    says = tuple(token for n in range(20) for token in (*VERSE, 50 + n))
+    simulation = Simulation(drafts=True, run_ahead=run_ahead)
+    guide = FakeGuide(says, frozenset(range(12, 160, 9)), ends=150)
+    request = simulation.add(VERSE * 2, 160, says, guide=guide)
+    for _ in range(others):
+        simulation.add(3, 160)
+    simulation.drain()
+    assert tuple(request.tokens) == says[:150]
+    (end,) = request.ends
+    assert end.accepted == end.drafted > 30, "wrong ones were not even fed"
+
+
+def test_drafts_that_a_grammar_refuses_are_soon_left_alone() -> None:
+    says = tuple(range(2000, 2200))
+    drafter = Parrot((7,) * 200)
+    asked: list[int] = []
+    propose = drafter.propose
+    drafter.propose = lambda rows, limit: (asked.append(len(rows)), propose(rows, limit))[1]  # type: ignore[func-returns-value, method-assign]
+    simulation = Simulation(drafts=True, drafter=drafter)
+    request = simulation.add(3, 200, says, guide=FakeGuide(says))
+    simulation.drain()
+    check_answer(request)
+    assert request.ends[0].drafted == 0
+    assert len(asked) < 30
 
 
 class Parrot:

@@ -314,6 +314,8 @@ def _exchange(process: RankProcessLinks, bootstrap: Bootstrap) -> SideChannelExc
 
 def _await_shutdown(mail: Mailbox) -> None:
     while not ((received := mail.take(AGENT)) and isinstance(received.message, Shutdown)):
+        while mail.take(LEADER):  # a SIGTERM may have come after the Shutdown of rank 0
+            pass
         mail.wait()
 
 

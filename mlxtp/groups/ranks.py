@@ -204,10 +204,12 @@ class RankProcess:
             self.send(Ping())
 
     async def shut_down(self) -> None:
-        """End it in order, and wait for its last message. `kill` waits for the end of its process."""
+        """End it in order, and wait for its last message. `kill` waits for the end of its process.
+
+        A reply that it still owes comes before, and has no reader any longer.
+        """
         self._ending = True
         self.send(Shutdown())
-        await self.reply(Done)
         await self._leaves.wait()
 
     async def kill(self) -> RankEnd:

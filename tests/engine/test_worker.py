@@ -107,6 +107,12 @@ def test_sigterm_gives_memory_back_where_the_main_thread_hears_it() -> None:
     assert ended("idle(process)", sigterm=True) == (TERMINATED_STATUS, FREED)
 
 
+def test_sigterm_between_the_end_of_its_loop_and_the_agents_shutdown_ends_a_rank() -> None:
+    """It was sent while the loop read rank 0's Shutdown, so that the signal stands behind it."""
+    story = "process.status.enter('idle')\nprocess.obeying = True\nos.kill(os.getpid(), signal.SIGTERM)"
+    assert ended(f"{story}\nworker._await_shutdown(process.mail)") == (TERMINATED_STATUS, FREED)
+
+
 def test_a_rank_whose_interpreter_hangs_ends_itself_at_sigterm() -> None:
     assert ended("wedged()", sigterm=True) == (WEDGED_STATUS, [])
 

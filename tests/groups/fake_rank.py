@@ -74,6 +74,7 @@ class Orders:
     error_on name of a message on which it reports an Error with `code`, and exits unless a model is at fault
     words    detail of that Error, which then refuses one command only
     mute_on  name of a message which is never answered
+    late_on  name of a message which is answered at Shutdown, before it
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,6 +119,7 @@ class FakeRank:
         self._pipe = pipe
         self._world = 1
         self._model = str(self._order.get("model", ""))
+        self._late: list[Message] = []
         self._answers: dict[type[Message], Callable[[Any], None]] = {
             Ping: lambda _: self._say(Pong("idle", 9.0, 0, 0, 0, 0, 0, 0, 0, self._model)),
             Bootstrap: self._bootstrap,
@@ -145,6 +147,9 @@ class FakeRank:
         if self._order.get("die_on") == name:
             os._exit(exit_status(code))
         if self._order.get("mute_on") == name:
+            return
+        if self._order.get("late_on") == name:
+            self._late.append(message)
             return
         if self._order.get("error_on") == name:
             words = self._order.get("words", f"rank {self._rank} was told to fail")
@@ -201,6 +206,8 @@ class FakeRank:
 
     def _shut_down(self) -> None:
         self._orders.note(self._rank, "shut down")
+        for message in self._late:
+            self._answers[type(message)](message)
         self._say(Done())
         self._say(SessionEnd())
         time.sleep(self._order.get("frees_s", 0))

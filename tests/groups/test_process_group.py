@@ -423,6 +423,24 @@ def test_an_end_in_order_is_waited_for_until_memory_is_given_back(tmp_path: Path
     play(tmp_path, story)
 
 
+@pytest.mark.parametrize(("owed", "before"), [("Init", "linked"), ("LoadShard", "proven")])
+def test_an_end_in_order_reads_the_reply_that_a_rank_still_owes(
+    tmp_path: Path, owed: str, before: str
+) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, late_on=owed)
+        serving = asyncio.ensure_future(stage.serve())
+        await sees(lambda: stage.stages[-1:] == [before])
+        serving.cancel()
+        await asyncio.wait({serving})
+        await stage.ranks.stop()
+        assert stage.orders.notes("shut down")
+        assert stage.ranks.processes[0]._end.status == 0
+        assert stage.peer.heard(EndEpoch) == [EndEpoch(EPOCH, True)]
+
+    play(tmp_path, story)
+
+
 @pytest.mark.usefixtures("_impatient")
 def test_a_rank_that_does_not_end_although_it_gives_signs_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,16 +7,20 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
-from mlxtp.engine.batch import CacheKind
+from mlxtp.engine.batch import CacheKind, arrays_of
+from mlxtp.engine.block_store import BlockStore, Read
 from mlxtp.engine.decode_loop import _without_head
+from mlxtp.engine.disk_share import DiskShare
 from mlxtp.engine.executor import fed
 from mlxtp.engine.forwards import BEHIND
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
@@ -27,7 +31,17 @@ from mlxtp.engine.sampler import Chooser, LogitShaping
 from mlxtp.errors import Code, GroupError
 from mlxtp.model_families import MTP_PLACES
 from mlxtp.weights_file import MTP_FILE, has_mtp_head
-from mlxtp.wire.messages import Loaded, PromptBatch, PromptTokens, Sampling, StepToken
+from mlxtp.wire.messages import (
+    DIGEST_BYTES,
+    FetchBlocks,
+    Loaded,
+    PromptBatch,
+    PromptTokens,
+    Restore,
+    Sampling,
+    Spill,
+    StepToken,
+)
 
 from . import families
 from .mtp_heads import add_head
@@ -63,19 +77,31 @@ def runner_of(folder: Path, kv_bits: int = 0) -> Runner:
     return Runner(loaded, kind, CollectiveCounter(), Chooser(LoneGroup(), LogitShaping()), compiled=True)
 
 
-def whole_proposals(folder: Path, text: Sequence[int], count: int) -> list[int]:
-    """Return what the head proposes after `text`, from one forward over all of it, without any cache."""
+def assert_as_whole(
+    runner: Runner, uid: int, folder: Path, text: Sequence[int], proposals: Sequence[int]
+) -> None:
+    """Assert that proposals and the head's entries are those of one forward over all of `text`."""
+    found, entries = whole(folder, text, len(proposals))
+    assert list(proposals) == found
+    length = len(text) - 1
+    for own, right in zip(arrays_of(runner._batch.copy(uid, length)[-1:]), entries, strict=True):
+        assert mx.allclose(own[..., :length, :], right[..., :length, :], atol=1e-3).item()
+
+
+def whole(folder: Path, text: Sequence[int], count: int) -> tuple[list[int], list[mx.array]]:
+    """Return what the head proposes after `text`, without any cache, and its keys and values."""
     model, _ = load_model(folder)
-    head = loaded_from(folder).mtp_head
+    head, cache = loaded_from(folder).mtp_head, KVCache()
     output = model.lm_head if hasattr(model, "lm_head") else model.model.embed_tokens.as_linear
     hidden = model.model(mx.array([text]))[:, :-1]
+    head(hidden, model.model.embed_tokens(mx.array([text[1:]])), cache)
     known = list(text)
     for _ in range(count):
         following = model.model.embed_tokens(mx.array([known[1:]]))
         found = head(hidden, following, None)
         known.append(mx.argmax(output(found[:, -1])).item())
         hidden = mx.concatenate([hidden, found[:, -1:]], axis=1)
-    return known[len(text) :]
+    return known[len(text) :], arrays_of([cache])
 
 
 def drafted(
@@ -121,7 +147,7 @@ def test_proposals_are_those_of_the_whole_text(folders: Any, family: str, exchan
             text, proposals = [*text, runner.step(plain(text, (1,), text[-1:], **how)).tokens.item()], []
             text.append(runner.step(plain(text, **how)).tokens.item())
         text, proposals = drafted(runner, 1, text, proposals, **how)
-        assert proposals == whole_proposals(folder, text, 3)
+        assert_as_whole(runner, 1, folder, text, proposals)
         if turn % 5 == 4:
             proposals = [proposals[0], 499, 498]
 
@@ -155,7 +181,8 @@ def test_rows_of_unlike_lengths_get_their_own_proposals(folders: Any) -> None:
                 right += 1
             text.extend(row[: right + 1])
         feeds = chosen.drafts.tolist()
-        assert feeds == [whole_proposals(folder, text, 2) for text in texts]
+        for uid, text, feed in zip((1, 2), texts, feeds, strict=True):
+            assert_as_whole(runner, uid, folder, text, feed)
         if turn % 2:
             feeds[turn % 4 // 2] = []
 
@@ -169,7 +196,7 @@ def test_steps_without_drafts_leave_no_holes(folders: Any, exchange: str) -> Non
     for _ in range(BEHIND + 5):
         text.append(runner.step(plain(text, **how)).tokens.item())
     text, proposals = drafted(runner, 1, text, (), **how)
-    assert proposals == whole_proposals(folder, text, 3)
+    assert_as_whole(runner, 1, folder, text, proposals)
 
 
 def test_a_kept_cache_has_the_head_s_entries(folders: Any) -> None:
@@ -181,7 +208,35 @@ def test_a_kept_cache_has_the_head_s_entries(folders: Any) -> None:
     longer = (*PROMPT, first, 33, 44)
     token = runner.prefill(PromptTokens(2, 8, 11, longer[8:], source=1, take=True)).tokens.item()
     text, proposals = drafted(runner, 2, [*longer, token], ())
-    assert proposals == whole_proposals(folder, text, 3)
+    assert_as_whole(runner, 2, folder, text, proposals)
+
+
+def disk_of(runner: Runner, folder: Path, post: Any) -> DiskShare:
+    return DiskShare(runner, runner._caches, BlockStore(folder, "layout", {}, 1 << 24, post), post)
+
+
+def test_a_cache_from_disk_has_the_head_s_entries(folders: Any, tmp_path: Path) -> None:
+    """Blocks of a prompt that is being computed, and of a row whose last steps computed no drafts."""
+    folder, words = folders("llama"), SimpleQueue[Any]()
+    runner, digests = runner_of(folder), [bytes([number]) * DIGEST_BYTES for number in range(3)]
+    disk = disk_of(runner, tmp_path, words.put)
+    runner.prefill(PromptTokens(1, 0, 21, OTHER[:9], following=OTHER[9]))
+    disk.spill(Spill(1, 0, 8, digests[0]))
+    text = [*OTHER, runner.prefill(PromptTokens(1, 9, 21, OTHER[9:])).tokens.item()]
+    for _ in range(5):
+        text.append(runner.step(plain(text)).tokens.item())
+    disk.spill(Spill(1, 8, 16, digests[1], digests[0]))
+    disk.spill(Spill(1, 16, 24, digests[2], digests[1]))
+    disk.close()
+    runner = runner_of(folder)
+    disk = disk_of(runner, tmp_path, words.put)
+    disk.fetch(FetchBlocks(7, 8, b"".join(digests)))
+    read = next(word for word in iter(words.get, None) if isinstance(word, Read))
+    assert disk.arrived(read) == (7, 3)
+    disk.restore(Restore(7, 3))
+    token = runner.prefill(PromptTokens(2, 24, 27, tuple(text[24:]), source=7)).tokens.item()
+    text, proposals = drafted(runner, 2, [*text, token], ())
+    assert_as_whole(runner, 2, folder, text, proposals)
 
 
 def test_quantized_caches_hold_the_head_s_entries(folders: Any, tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 `SlotBatch` holds the caches of rows of like lengths in one array a layer, with a length for each row.
 Joining, leaving and rolling back touch one row, and a forward may feed rows several tokens. It takes
-sequences whose layers all use mlx-lm's `KVCache` or `QuantizedKVCache`. `MergedBatch` uses mlx-lm's own
-batched caches for every other kind (rotating, recurrent), one token a row and step. Both are the same on
-every rank, because the same frames drive them.
+sequences whose layers all use mlx-lm's `KVCache` or `QuantizedKVCache`, or states that `recurrent` knows.
+`MergedBatch` uses mlx-lm's own batched caches for every other kind (rotating, other recurrent ones), one
+token a row and step. Both are the same on every rank, because the same frames drive them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..errors import Code, ModelError
 from .kv_cache import SMALLEST, capacity, roomy
 from .loader import leaves, make_cache, unrun_arrays
 from .pipeline import Stage
+from .recurrent import STATE, States, StateView, recurrent_layers, states_of
 
 #: Numbers that share a scale, the best first. A head's keys and values must divide by it.
 QUANTIZATION_GROUPS = (64, 32)
@@ -172,11 +173,13 @@ class Bucket:
 
     Each is [slots, KV heads, capacity, ...], first of a layer's keys, then of its values. `behind` has what
     the arrays of an MTP head lack: positions, hidden states and embeddings of each of the last steps.
+    `states`: those of recurrent layers, if there are any.
     """
 
     rows: list[int]
     arrays: list[mx.array]
     behind: list[tuple[tuple[int, ...], mx.array, mx.array]] = field(default_factory=list)
+    states: States | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -205,6 +208,8 @@ class Bucket:
             mx.async_eval(moved)
             self.arrays = _placed(self.arrays, moved, row)
             self.rows[row] = self.rows[last]
+        if self.states is not None and last:
+            self.states = self.states.rows([*range(row), last, *range(row + 1, last)][:last])
         self.rows.pop()
 
 
@@ -212,10 +217,12 @@ class SlotBatch:
     """Rows in buckets, each of its own slots and capacity. A forward runs the model once for each bucket.
 
     A row that joins has its sequence's own arrays until it is arranged. `empty` has the shapes of a row
-    without tokens, and `caches_of` makes a sequence's caches of its arrays and length.
+    without tokens, and `caches_of` makes a sequence's caches of its arrays, length and states.
     """
 
-    def __init__(self, empty: Sequence[Empty], caches_of: Callable[[list[mx.array], int], Caches]) -> None:
+    def __init__(
+        self, empty: Sequence[Empty], caches_of: Callable[[list[mx.array], int, States | None], Caches]
+    ) -> None:
         self.rows: list[int] = []
         self.buckets: list[Bucket] = []
         self._empty = empty
@@ -223,11 +230,14 @@ class SlotBatch:
 
     def join(self, uid: int, caches: Caches) -> None:
         self.rows.append(uid)
-        if caches[0].keys is None:
+        growing = [cache for cache in caches if not _is_state(cache)]
+        if growing[0].keys is None:
             arrays = [mx.zeros(shape, dtype=dtype) for shape, dtype in self._empty]
         else:
-            arrays = [array for cache in caches for array in _arrays_of(cache)]
-        self.buckets.append(Bucket([uid], arrays))
+            arrays = [array for cache in growing for array in _arrays_of(cache)]
+        states = [cache for cache in caches if _is_state(cache)]
+        bucket = Bucket([uid], arrays, states=states_of(states, growing[0].offset) if states else None)
+        self.buckets.append(bucket)
 
     def leave(self, uid: int, keep: int) -> Caches | None:
         kept = self.copy(uid, keep) if keep else None
@@ -241,18 +251,24 @@ class SlotBatch:
         return kept
 
     def copy(self, uid: int, length: int) -> Caches:
-        return self._caches_of(self._bucket(uid).part(uid, length), length)
+        bucket = self._bucket(uid)
+        states = None if bucket.states is None else bucket.states.rows([bucket.rows.index(uid)])
+        return self._caches_of(bucket.part(uid, length), length, states)
 
     def arrays(self, rows: Sequence[int] = ()) -> list[mx.array]:
         buckets = self.parts(rows) if rows else self.buckets
-        return [array for bucket in buckets for array in bucket.arrays]
+        return [
+            array
+            for bucket in buckets
+            for array in (*bucket.arrays, *(bucket.states.arrays if bucket.states else ()))
+        ]
 
     def between(self, uid: int, start: int, end: int) -> Caches:
         """Return caches of tokens `start` to `end` of a row that remains, for reading."""
         bucket = self._bucket(uid)
         row = bucket.rows.index(uid)
         parts = [array[row : row + 1, :, start:end] for array in bucket.arrays]
-        return self._caches_of(parts, end - start)
+        return self._caches_of(parts, end - start, None)
 
     def arrange(self, rooms: Sequence[int], lanes: Sequence[int] = ()) -> None:
         """Lay out the rows in buckets by their room and their lane, which are those of the rows in order.
@@ -289,12 +305,17 @@ class SlotBatch:
         if len(stay) < len(base.rows):
             arrays = [array[mx.array(stay)] for array in arrays]
         rows = [base.rows[row] for row in stay]
-        arrays = _resized(arrays, held, room)
+        arrays, states = _resized(arrays, held, room), base.states
+        if states is not None and len(stay) < len(base.rows):
+            states = states.rows(stay)
         for uid in uids:
             if uid not in rows:
-                arrays = _placed(arrays, self._bucket(uid).part(uid, room), len(rows))
+                bucket = self._bucket(uid)
+                arrays = _placed(arrays, bucket.part(uid, room), len(rows))
+                if states is not None and bucket.states is not None:
+                    states = states.beside(bucket.states.rows([bucket.rows.index(uid)]))
                 rows.append(uid)
-        return Bucket(rows, arrays)
+        return Bucket(rows, arrays, states=states)
 
 
 def _placed(arrays: list[mx.array], new: list[mx.array], row: int) -> list[mx.array]:
@@ -309,6 +330,10 @@ def _resized(arrays: list[mx.array], held: int, room: int) -> list[mx.array]:
     parts = [array[:held, :, :room] for array in arrays]
     more = [(0, held - parts[0].shape[0]), (0, 0), (0, room - parts[0].shape[2]), (0, 0)]
     return [mx.contiguous(mx.pad(part, more)) for part in parts]
+
+
+def _is_state(cache: Any) -> bool:
+    return type(cache).__name__ == STATE
 
 
 def _arrays_of(cache: Any) -> list[mx.array]:
@@ -536,7 +561,7 @@ def cut(caches: Caches, length: int) -> Caches:
 #: mlx-lm's caches that hold the keys and values of every token, so that they can be cut anywhere.
 _PLAIN = frozenset({"KVCache", "QuantizedKVCache"})
 #: Those whose copies are independent: the plain ones, windows of tokens, and states of fixed size.
-_COPIED = _PLAIN | {"ArraysCache", "ChunkedKVCache", "LayerCache", "RotatingKVCache"}
+_COPIED = _PLAIN | {STATE, "ChunkedKVCache", "LayerCache", "RotatingKVCache"}
 #: Those of them that grow with each token and cannot be cut.
 _GROWING = frozenset({"LayerCache"})
 #: mlx-lm's rotary embedding that compares a position with the model's context, so all rows must share one.
@@ -567,7 +592,14 @@ class CacheKind:
         kinds = {type(cache).__name__ for cache in new}
         inside = {type(cache).__name__ for cache in leaves(new)}
         alone = any(type(module).__name__ == _ONE_OFFSET for module in model.modules())
-        self.slots = len(kinds) == 1 and kinds <= _PLAIN and not alone
+        self._own = make_cache(model)
+        recurrent = recurrent_layers(model, sum(map(_is_state, new)))
+        self._recurrent = [layer for layer in recurrent if "A_log" in layer]  # those of this stage
+        counting = stage is None or stage.counting
+        uniform = (
+            kinds == {"KVCache", STATE} and counting if recurrent else len(kinds) == 1 and kinds <= _PLAIN
+        )
+        self.slots = uniform and not alone
         self.batches = self.slots or (all(hasattr(cache, "merge") for cache in new) and not alone)
         self.cuttable = inside <= _PLAIN
         self.reusable = inside <= _COPIED
@@ -579,10 +611,13 @@ class CacheKind:
             return SlotBatch(self._empty, self.caches_of)
         return LaneBatch() if self._staged else MergedBatch()
 
-    def caches_of(self, arrays: list[mx.array], length: int) -> Caches:
+    def caches_of(self, arrays: list[mx.array], length: int, states: States | None) -> Caches:
         """Return the caches of a sequence of `length` tokens that is in these arrays of a SlotBatch."""
         caches = self.new()
-        for layer, cache in enumerate(caches):
+        if states is not None:
+            found = iter(states.caches(length, self._recurrent))
+            caches = [next(found) if _is_state(cache) else cache for cache in caches]
+        for layer, cache in enumerate([cache for cache in caches if not _is_state(cache)]):
             own = arrays[layer * self.parts : (layer + 1) * self.parts]
             # Of quantized numbers a layer has three arrays for its keys, and three for its values.
             cache.keys, cache.values = (own[:3], own[3:]) if self._kv_bits else own
@@ -596,6 +631,13 @@ class CacheKind:
             return [LayerView(own, forward) for own in layers]
         return [QuantizedView(own, forward, self.group_size, self._kv_bits) for own in layers]
 
+    def beside(self, views: list[LayerView], states: list[StateView]) -> list[Any]:
+        """Return views of all layers in their order, of those that grow and of recurrent ones."""
+        if not states:
+            return views
+        growing, recurrent = iter(views), iter(states)
+        return [next(recurrent) if _is_state(cache) else next(growing) for cache in self._own]
+
     def reserve(self, caches: Caches, offset: int, total: int) -> None:
         """Have caches of `offset` tokens grow once, to the room of a prompt of `total` tokens.
 
@@ -603,15 +645,17 @@ class CacheKind:
         """
         if not self.slots:
             return
-        for cache in caches:
+        for cache in [cache for cache in caches if not _is_state(cache)]:
             if cache.keys is not None and _arrays_of(cache)[0].shape[2] < total:
                 _only_first(cache, offset)
             cache.step = capacity(total) - offset
 
     def _shapes(self) -> list[Empty]:
         """Return shapes and types of an empty row's keys and values, from a forward that is never run."""
+        caches = self.new()
         try:
-            arrays = unrun_arrays(self.model, self.new())
+            unrun_arrays(self.model, caches)
+            arrays = [array for cache in caches if not _is_state(cache) for array in _arrays_of(cache)]
         except (AttributeError, TypeError, ValueError) as error:
             if not self._kv_bits:
                 raise

@@ -18,6 +18,7 @@ from .batch import Bucket, CacheKind, ForwardShape, MergedBatch, in_parts
 from .group import CollectiveCounter
 from .loader import ModelShare
 from .mtp_head import ChosenStep, MtpHead, follow
+from .recurrent import StateView
 
 #: Traced graphs that are kept: one for each number of rows, size of the KV arrays and view of them.
 MAX_GRAPHS = 128
@@ -231,9 +232,15 @@ class ModelForwards:
         if not given and self._vocabulary.embedding is not None:
             given = [self._vocabulary.embedding(tokens)]
         arrays, part.arrays = part.arrays, []  # no other owner: written in place
-        values = ((tokens, given, counts), shape, arrays)
+        states, kept, waiting = part.states, list[list[mx.array]](), 0
+        if states is not None:
+            shape, waiting = [*shape, *states.stood(positions)], states.waiting
+            kept, states.kept = states.kept, []
+        values = ((tokens, given, counts), shape, (arrays, kept))
         outcome: list[mx.array]
-        outcome, part.arrays = self.graphs.run(key, (int(winners), drafts), values)
+        outcome, part.arrays, kept = self.graphs.run(key, (int(winners), waiting, drafts), values)
+        if states is not None:
+            states.fed(positions, tokens.shape[1], kept)
         if lags and winners:
             self._lag(part, positions, outcome.pop(), outcome[1])
         return outcome
@@ -257,14 +264,22 @@ class ModelForwards:
     def _body(
         self,
         winners: int,
+        _waiting: int,
         drafts: int,
         inputs: tuple[mx.array, list[mx.array], list[mx.array]],
         shape: list[mx.array],
-        arrays: list[mx.array],
-    ) -> tuple[list[mx.array], list[mx.array]]:
-        """Run the model. Returns what `step` does, and the KV arrays after it."""
+        caches: tuple[list[mx.array], list[list[mx.array]]],
+    ) -> tuple[list[mx.array], list[mx.array], list[list[mx.array]]]:
+        """Run the model over KV arrays, and states of each recurrent layer.
+
+        Returns what `step` does, and both after it.
+        """
         tokens, given, counts = inputs
-        layers = self._caches.views(arrays, ForwardShape(shape[0], shape[1], shape[2]))
+        arrays, kept = caches
+        states = [StateView(layer, *shape[3:]) for layer in kept]
+        layers = self._caches.beside(
+            self._caches.views(arrays, ForwardShape(shape[0], shape[1], shape[2])), states
+        )
         embeddings = given[0] if given else None
         local = self._vocabulary.forward(self._model, tokens, layers[self._layers], given=embeddings)
         outcome = list(self._vocabulary.winners(local)) if winners else [local]
@@ -276,7 +291,7 @@ class ModelForwards:
                 outcome += follow(self.head, self._vocabulary, step, layers[-1], drafts)
             else:
                 outcome.append(hidden)
-        return outcome, [array for layer in layers for array in layer.arrays]
+        return outcome, [array for layer in layers for array in layer.arrays], [each.kept for each in states]
 
     def _head_body(
         self, drafts: int, step: list[mx.array], shape: list[mx.array], arrays: list[mx.array]

@@ -531,8 +531,9 @@ class KVCacheManager:
     def _holds(self, uid: int, tokens: int) -> bool:
         if self._prefixes is not None and self._prefixes.length(uid) >= tokens:
             return True
-        # Tokens of one row cannot be taken out of mlx-lm's own batched caches.
-        rows = (*(self._running if self._arranges else ()), *self._waiting.started())
+        # Tokens of one row cannot be taken out of mlx-lm's own batched caches, nor out of states.
+        running = self._running if self._arranges and not self.keeps_whole else ()
+        rows = (*running, *self._waiting.started())
         return any(row.uid == uid and max(row.position, row.prefilled) >= tokens for row in rows)
 
     def must_wait(self, sequence: SequenceState) -> bool:

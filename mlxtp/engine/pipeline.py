@@ -71,10 +71,11 @@ class _Layer:
 class Stage:
     """Layers `first` to `end` (exclusive) of `model`, which `rank` of `ranks` computes.
 
-    hidden   numbers of one token between two layers
-    dtype    type of these numbers
-    layers   numbers of the layers that have weights
-    given    hidden states [B, L, hidden] that the next forward begins with, if it embeds no tokens
+    hidden    numbers of one token between two layers
+    dtype     type of these numbers
+    layers    numbers of the layers that have weights
+    given     hidden states [B, L, hidden] that the next forward begins with, if it embeds no tokens
+    counting  each stage has a cache that counts positions
 
     Raises ModelError (MODEL_UNSUPPORTED) when other ranks would need more than hidden states.
     """
@@ -88,7 +89,10 @@ class Stage:
         self.given: mx.array | None = None
         self._empty: list[Any] = make_prompt_cache(model)
         facts = _trace(model, self._empty)
-        self._own = self._owned(facts)
+        spans = [(sum(split[each + 1 :]), sum(split[each:])) for each in range(self.ranks)]
+        owned = [self._owned(facts, *span) for span in spans]
+        self._own = owned[rank]
+        self.counting = all(any(_counts(self._empty[number]) for number in each) for each in owned)
         self._check(facts)
         self._stand_ins = [self._stand_in(number) for number in range(len(self._empty))]
         self.hidden, self.dtype = facts[0].hidden.shape[-1], facts[0].hidden.dtype
@@ -115,11 +119,11 @@ class Stage:
 
     # --- the cut -------------------------------------------------------------------------------------
 
-    def _owned(self, facts: Sequence[_Layer]) -> list[int]:
-        """Return the numbers of the caches of own layers. The embedding has those that no layer has."""
+    def _owned(self, facts: Sequence[_Layer], first: int, end: int) -> list[int]:
+        """Return the numbers of the caches of a stage's layers. The embedding has those that no layer has."""
         layers = [set(layer.caches) for layer in facts]
-        own = set().union(*layers[self.first : self.end])
-        return sorted(own | (set(range(len(self._empty))).difference(*layers) if self.embeds else set()))
+        own = set().union(*layers[first:end])
+        return sorted(own | (set(range(len(self._empty))).difference(*layers) if not first else set()))
 
     def _check(self, facts: Sequence[_Layer]) -> None:
         for at in range(self.first, self.end):

@@ -207,7 +207,7 @@ class Requests:
             prefill_chunk=chunk,
             chunk_beside=beside,
             chunk_s=chunk_s,
-            together=TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU,
+            together=(TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU) if kinds.cuttable else 0,
             max_rows=MAX_ROWS if kinds.batches else 1,
             kv_tokens=_room(reply),
             row_tokens=-(-reply.kv_row_bytes // max(reply.kv_token_bytes, 1)),

@@ -288,7 +288,7 @@ class Scheduler:
         sequence.position = sequence.prompt
         self._running.append(sequence)
         self._kv.share(sequence)
-        if self._policy.wide:
+        if self._policy.wide and not self._kv.keeps_whole:
             self._kv.line_up(sequence)
         else:  # what is not on disk by now has to wait until it ends
             sequence.disk.spilled = 0

@@ -507,7 +507,7 @@ def test_a_window_keeps_no_tokens_before_it(model_of: Callable[[str], Any]) -> N
         ("qwen3_moe", True, True, True),
         ("deepseek_v32", False, True, True),
         ("gpt_oss", False, True, False),
-        ("qwen3_5", False, True, False),
+        ("qwen3_5", True, True, False),
     ],
 )
 def test_what_caches_can_do_is_seen_from_their_kind(

@@ -1,0 +1,71 @@
+"""Text of models with recurrent states and drafts on real ranks, against one process without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlxtp.api.backend import Request as Wanted
+
+from ..live_cluster import Cluster
+from ..reference import expected
+from .families import PIPELINE
+from .small_models import remember, write_model
+from .test_features_choice import assert_right, copying
+
+pytestmark = pytest.mark.group
+
+SETTINGS = {
+    "two ranks": {},
+    "pipeline": {"parallel": "pipeline", "split": "2,2"},
+    "lockstep": {"run_ahead": 0, "compiled": False, "agreement": "broadcast"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    fields = {**PIPELINE["qwen3_next"], "eos_token_id": [511], "max_position_embeddings": 2048}
+    path = tmp_path_factory.mktemp("models") / "small"
+    return remember(write_model(path, model_type="qwen3_next", **fields))
+
+
+@pytest.fixture(
+    scope="module",
+    params=["two ranks", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("pipeline", "lockstep"))],
+)
+def cluster(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("home"), model=folder, **SETTINGS[request.param]) as cluster:
+        yield cluster
+
+
+def misleading(wanted: Wanted) -> Wanted:
+    """Return a request whose prompt has some tokens otherwise than the model says them."""
+    return replace(wanted, prompt=tuple(99 if at % 9 == 8 else each for at, each in enumerate(wanted.prompt)))
+
+
+def test_drafts_of_a_lookup_change_no_token(cluster: Cluster, folder: Path) -> None:
+    """Alone and beside each other, greedy and drawn; those of the second turn begin with a kept cache."""
+    wanted = [*copying(folder), *copying(folder, temperature=0.5)[:2], *map(misleading, copying(folder)[:3])]
+    for at_once in (1, 6):
+        outcomes = cluster.ask_all(wanted, at_once)
+        assert_right(outcomes, wanted, folder)
+        ends = [outcome.whole() for outcome in outcomes]
+        assert sum(end.accepted for end in ends) > 20
+        assert sum(end.drafted - end.accepted for end in ends) > 3, "some were wrong"
+
+
+def test_a_conversation_goes_on_behind_drafts(cluster: Cluster, folder: Path) -> None:
+    """The cache that an answer leaves, drafts in flight or not, is that of its tokens."""
+    (first, *_) = copying(folder)
+    prompt = first.prompt
+    for _ in range(3):
+        wanted = Wanted(prompt, 40, ignore_eos=True)
+        (outcome,) = cluster.ask_all([wanted], 1)
+        assert_right([outcome], [wanted], folder)
+        prompt = (*prompt, *expected(wanted, folder).tokens, 77, 78, 79)
+    assert outcome.whole().cached > len(prompt) - 60

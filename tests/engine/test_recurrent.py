@@ -1,0 +1,157 @@
+"""Models with recurrent states on one rank: right and wrong drafts, against text without any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+from mlx_lm.utils import load_model
+
+from mlxtp.engine.batch import CacheKind
+from mlxtp.engine.recurrent import recurrent_layers
+from mlxtp.engine.runner import Runner
+from mlxtp.errors import GroupError
+from mlxtp.wire.messages import PromptTokens, StepToken
+
+from ..reference import reference
+from .families import FAMILIES, PIPELINE
+from .small_models import remember, write_model
+from .test_runner import runner_of
+
+LENGTH = 60
+SIZES = {**PIPELINE, **FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            path = tmp_path_factory.mktemp("models") / family
+            fields = {**SIZES[family], "eos_token_id": []}
+            made[family] = remember(write_model(path, model_type=family, attentive=True, **fields))
+        return made[family]
+
+    return folder
+
+
+class Course:
+    """Rows whose texts are known beforehand, with drafts that are right up to a random place."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.random = Random(seed)
+        self.runner: Runner = runner_of(folder)
+        self.texts: dict[int, tuple[int, ...]] = {}  # whole ones, by uid
+        self.known: dict[int, int] = {}  # tokens so far of those that run, in row order
+        self._folder = folder
+
+    def begin(self, uid: int, prompt: Sequence[int], source: int = 0, offset: int = 0) -> None:
+        self.texts[uid] = (*prompt, *reference(prompt, LENGTH, self._folder))
+        rest = tuple(prompt[offset:])
+        chosen = self.runner.prefill(PromptTokens(uid, offset, len(prompt), rest, source=source))
+        assert chosen.tokens.item() == self.texts[uid][len(prompt)]
+        self.known[uid] = len(prompt) + 1
+
+    def step(self) -> None:
+        feeds = {}
+        for uid, known in self.known.items():
+            right = self.texts[uid][known : known + self.random.choice((0, 0, 1, 3, 6))]
+            wrong_from = self.random.randrange(len(right) + 1)
+            wrong = [(token + 1) % 500 for token in right[wrong_from:]]
+            feeds[uid] = (self.texts[uid][known - 1], *right[:wrong_from], *wrong)
+        chosen = self.runner.step(
+            StepToken(
+                tuple(feeds),
+                tuple(known - 1 for known in self.known.values()),
+                tuple(map(len, feeds.values())),
+                tuple(token for feed in feeds.values() for token in feed),
+            )
+        )
+        for uid, row in zip(feeds, chosen.tokens.tolist(), strict=True):
+            drafts = feeds[uid][1:]
+            count = next((i for i, draft in enumerate(drafts) if draft != row[i]), len(drafts)) + 1
+            known = self.known[uid]
+            assert tuple(row[:count]) == self.texts[uid][known : known + count]
+            self.known[uid] += count
+
+    def stop(self, uid: int, *, keep: bool) -> tuple[int, ...]:
+        """Return the tokens that are kept."""
+        held = self.known[uid] - 1
+        self.runner.stop(uid, held if keep else 0)
+        order = list(self.known)
+        order[order.index(uid)] = order[-1]
+        order.pop()
+        self.known = {other: self.known[other] for other in order if other != uid}
+        return self.texts[uid][:held] if keep else ()
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"),
+    [
+        *(("qwen3_5", 0), ("qwen3_next", 1)),
+        *(pytest.param("qwen3_5_moe", seed, marks=pytest.mark.chaos) for seed in range(2)),
+        *(pytest.param(name, 2, marks=pytest.mark.chaos) for name in ("qwen3_5", "qwen3_next")),
+    ],
+)
+def test_rows_with_right_and_wrong_drafts_say_what_they_say_without(
+    folder_of: Callable[[str], Path], family: str, seed: int
+) -> None:
+    """They come, go, are kept, started from and laid out elsewhere, also behind wrong drafts."""
+    course, uid = Course(folder_of(family), seed), 0
+    random, kept = course.random, dict[int, tuple[int, ...]]()
+    for _ in range(45):
+        over = [each for each, known in course.known.items() if known > len(course.texts[each]) - 8]
+        if len(course.known) < 4 and (not course.known or random.random() < 0.4):
+            uid += 1
+            prompt, source = tuple(random.randrange(6, 500) for _ in range(random.choice((3, 40)))), 0
+            if kept and random.random() < 0.6:
+                source = random.choice(list(kept))
+                prompt = (*kept[source], *prompt)
+            course.begin(uid, prompt, source, len(kept.get(source, ())))
+        elif over or (course.known and random.random() < 0.1):
+            leaving = random.choice(over or list(course.known))
+            if tokens := course.stop(leaving, keep=random.random() < 0.7):
+                kept[leaving] = tokens
+        elif random.random() < 0.2:
+            course.runner.arrange(tuple(random.choice((192, 256)) for _ in course.known))
+        else:
+            course.step()
+    assert uid > 4
+    assert kept
+
+
+def test_a_row_is_kept_as_it_was_before_its_drafts_or_behind_any_of_them(
+    folder_of: Callable[[str], Path],
+) -> None:
+    for stood in range(5):
+        course = Course(folder_of("qwen3_5"), 0)
+        course.begin(1, (7, 8, 9))
+        text = course.texts[1]
+        course.runner.step(StepToken((1,), (3,), (4,), text[3:7]))  # the rest are in flight
+        if stood == 4:
+            text = (*text[:7], 1)
+        course.runner.stop(1, 3 + stood)
+        course.begin(2, (*text[: 3 + stood], 99), 1, 3 + stood)
+    course.runner.step(StepToken((2,), (8,), (4,), (1, 2, 3, 4)))
+    with pytest.raises(GroupError, match="7 tokens to keep, but this rank holds 12, not to be cut"):
+        course.runner.stop(2, 7)
+
+
+def test_what_waits_is_little_beside_a_state(folder_of: Callable[[str], Path]) -> None:
+    course = Course(folder_of("qwen3_5"), 0)
+    course.begin(1, (7, 8, 9))
+    before = course.runner.kv_bytes()
+    course.runner.step(StepToken((1,), (3,), (4,), course.texts[1][3:7]))
+    assert 0 < course.runner.kv_bytes() - before < before / 4
+    course.runner.step(StepToken((1,), (7,), (1,), course.texts[1][7:8]))
+    assert course.runner.kv_bytes() == before
+
+
+def test_states_of_other_layers_are_left_to_mlx_lm(tmp_path: Path) -> None:
+    model, _ = load_model(write_model(tmp_path, model_type="lfm2", **PIPELINE["lfm2"]))
+    kind = CacheKind(model)
+    assert not recurrent_layers(model, 2)
+    assert not kind.slots

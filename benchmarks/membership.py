@@ -7,8 +7,7 @@ import random
 import time
 from dataclasses import replace
 
-from mlxtp.cluster.cluster_state import ClusterState, Replica, Roster
-from mlxtp.cluster.deployments import NO_DEPLOYMENTS
+from mlxtp.cluster.cluster_state import NO_DEPLOYMENTS, ClusterState, Replica, Roster
 from mlxtp.cluster.leadership import Leadership
 from mlxtp.cluster.membership import Membership, Timeouts
 from mlxtp.cluster.reconcile import GroupPlan, Situation, Wanted, decide

@@ -31,14 +31,12 @@ from .api.backend import Health
 from .api.endpoint import Endpoint, open_endpoint
 from .api.server import serve
 from .background import Background
-from .cluster.authority import AuthorityKeeping
+from .cluster.authority import AuthorityKeeping, Renewal, Rotation
+from .cluster.cluster_state import NO_DEPLOYMENTS, PINNED, YIELDS
 from .cluster.control_port import ControlPort, TokenIssuing, bind_control, check_interface
-from .cluster.deployments import NO_DEPLOYMENTS, PINNED, YIELDS
 from .cluster.dialer import Dialer
 from .cluster.node import ClusterNode
 from .cluster.peer_reports import MachineReports, RoundTripTimes
-from .cluster.renewal import Renewal
-from .cluster.rotation import Rotation
 from .cluster.state_file import forget
 from .config import Settings, told
 from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError

@@ -519,7 +519,6 @@ PURE = (
     "mlxtp.groups.history",
     "mlxtp.cluster.membership",
     "mlxtp.cluster.cluster_state",
-    "mlxtp.cluster.deployments",
     "mlxtp.cluster.leadership",
     "mlxtp.cluster.reconcile",
     "mlxtp.placement.probe_macos",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ..api.admin import Json
-from ..cluster.deployments import name_of
+from ..cluster.cluster_state import name_of
 from ..errors import UserError
 from ..groups.group import Group
 from ..models import disk_cache

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..api.admin import Json
 from ..api.api_keys import KeyRing
-from ..cluster.deployments import PINNED, name_of
+from ..cluster.cluster_state import PINNED, name_of
 from ..config import (
     parse_keep,
     parse_macs,

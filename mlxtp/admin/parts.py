@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from ..api.admin import Json
 from ..api.request_metrics import UNWATCHED, CountedSequence
-from ..cluster.authority import AuthorityKeeping
+from ..cluster.authority import AuthorityKeeping, Renewal, Rotation
 from ..cluster.control_port import TokenIssuing
 from ..cluster.node import ClusterNode
 from ..cluster.peer_reports import MachineReports, RoundTripTimes
-from ..cluster.renewal import Renewal
-from ..cluster.rotation import Rotation
 from ..gateway.dispatcher import ServedDeployments
 from ..gateway.gateway import Gateway
 from ..gateway.ready_groups import OpenRequest

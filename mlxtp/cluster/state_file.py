@@ -21,8 +21,18 @@ from ..errors import ConfigError, RemoteProtocolError, UserError
 from ..identity.private_files import write_private
 from ..wire.cluster_messages import MAX_MEMBERS, MAX_MODEL, Deployment, RosterEntry, RosterSaved
 from ..wire.codecs import U63, FieldCodec, holding, integer, record, records, text, texts
-from .cluster_state import MAX_ENTRIES, ClusterState, LeaderClaim, Roster
-from .deployments import KEEP_S, MAX_ROWS, PINNED, DeploymentTable, name_of, received
+from .cluster_state import (
+    KEEP_S,
+    MAX_ENTRIES,
+    MAX_ROWS,
+    PINNED,
+    ClusterState,
+    DeploymentTable,
+    LeaderClaim,
+    Roster,
+    name_of,
+    received,
+)
 from .links import ControlLink
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..cluster.assign import Assignment, AssignView, GivenUp, GroupReport, WantedDeployment, assign
-from ..cluster.cluster_state import LeaderClaim
-from ..cluster.deployments import left_s
+from ..cluster.cluster_state import LeaderClaim, left_s
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..errors import MlxtpError

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..background import Background
-from ..cluster.deployments import DeploymentTable
+from ..cluster.cluster_state import DeploymentTable
 from ..cluster.links import ControlLink
 from ..cluster.node import BEAT_S, ClusterNode
 from ..cluster.reconcile import lost, refusal

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..api.backend import AT_ONCE, ModelInfo, ModelLease, StoredModelInfo
 from ..api.catalog import UNNAMED
-from ..cluster.deployments import KEEP_S, LONGEST_S, PINNED, YIELDS, DeploymentTable, name_of
+from ..cluster.cluster_state import KEEP_S, LONGEST_S, PINNED, YIELDS, DeploymentTable, name_of
 from ..cluster.node import BEAT_S, ClusterNode
 from ..errors import Code, MlxtpError, ModelError, RequestError, UserError
 from ..gateway.gateway import Gateway, ModelSwitch

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..api.backend import DeploymentHealth, Health
-from ..cluster.deployments import left_s
+from ..cluster.cluster_state import left_s
 from ..cluster.links import ControlLink
 from ..cluster.node import BEAT_S, ClusterNode
 from ..gateway.gateway import Gateway

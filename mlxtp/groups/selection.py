@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from ..background import Background
-from ..cluster.deployments import NO_DEPLOYMENTS, DeploymentTable, name_of
+from ..cluster.cluster_state import NO_DEPLOYMENTS, DeploymentTable, name_of
 from ..cluster.node import ClusterNode
 from ..errors import GroupError, MlxtpError, ModelError, UserError
 from ..models.download import apart

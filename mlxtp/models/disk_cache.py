@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cluster.deployments import name_of
+from ..cluster.cluster_state import name_of
 from ..errors import UserError
 
 MOST_BYTES = 50 * 10**9  #: Room by default, if a tenth of the free disk is more.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..background import Background
-from ..cluster.deployments import DeploymentTable
+from ..cluster.cluster_state import DeploymentTable
 from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..config import Settings

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.admin.checkup import AgentCheckup
-from mlxtp.cluster.roster import RosterProofs
+from mlxtp.cluster.state_changes import RosterProofs
 from mlxtp.diagnostics.checkup import attempts, shared
 from mlxtp.diagnostics.facts import Attempt
 from mlxtp.discovery.addresses import DiscoveredPeer

@@ -18,7 +18,7 @@ from mlxtp.admin.caches import CacheHandlers
 from mlxtp.admin.handlers import Admin
 from mlxtp.admin.snapshot import Observer, links, pairs
 from mlxtp.cli.status import picture
-from mlxtp.cluster.deployments import PINNED
+from mlxtp.cluster.cluster_state import PINNED
 from mlxtp.errors import Code, GroupError, UserError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.overview import health

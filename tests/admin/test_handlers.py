@@ -12,9 +12,9 @@ import pytest
 
 from mlxtp.admin.handlers import Admin
 from mlxtp.cluster import state_file
-from mlxtp.cluster.deployments import PINNED
+from mlxtp.cluster.cluster_state import PINNED
 from mlxtp.cluster.introduction import flags_of, versions_here
-from mlxtp.cluster.roster import RosterProofs
+from mlxtp.cluster.state_changes import RosterProofs
 from mlxtp.cluster.state_file import load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, UserError

@@ -32,7 +32,7 @@ from mlxtp.api.guard import Access
 from mlxtp.api.request_context import RequestContext, answering, current, note, note_key
 from mlxtp.api.request_metrics import MAX_GROUPS, MAX_MODELS, OTHER, RequestMetrics
 from mlxtp.api.server import bind, serve
-from mlxtp.cluster.deployments import PINNED
+from mlxtp.cluster.cluster_state import PINNED
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.health import ServingState
 from mlxtp.groups.history import Recoveries

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mlxtp.cluster.cluster_state import Replica
-from mlxtp.cluster.deployments import KEEP_S, PINNED, DeploymentTable, name_of
+from mlxtp.cluster.cluster_state import KEEP_S, PINNED, DeploymentTable, Replica, name_of
 from mlxtp.wire.cluster_messages import Deployment
 
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from mlxtp.cluster.cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Replica
-from mlxtp.cluster.deployments import received
+from mlxtp.cluster.cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Replica, received
 from mlxtp.cluster.leadership import Leadership
 from mlxtp.cluster.membership import Change, Duplicate, Membership, MemberState
 from mlxtp.cluster.reconcile import (

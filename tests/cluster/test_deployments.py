@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.deployments import (
+from mlxtp.cluster.cluster_state import (
     KEEP_S,
     MAX_LIVE,
     MAX_REMOVED,

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.cluster.cluster_state import NO_CLAIM, ClusterState, LeaderClaim, Replica, Roster
-from mlxtp.cluster.deployments import NO_DEPLOYMENTS
+from mlxtp.cluster.cluster_state import NO_CLAIM, NO_DEPLOYMENTS, ClusterState, LeaderClaim, Replica, Roster
 from mlxtp.cluster.leadership import Debounce, Leadership
 from mlxtp.cluster.membership import Membership, MemberState, Timeouts
 from mlxtp.cluster.reconcile import (

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxtp.cluster import peer_reports
-from mlxtp.cluster.deployments import DeploymentTable
+from mlxtp.cluster.cluster_state import DeploymentTable
 from mlxtp.cluster.node import ClusterNode
-from mlxtp.cluster.roster import RosterProofs
+from mlxtp.cluster.state_changes import RosterProofs
 from mlxtp.cluster.state_file import load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster.roster import RosterProofs
+from mlxtp.cluster.state_changes import RosterProofs
 from mlxtp.errors import Code, ConfigError
 from mlxtp.identity.store import Identity, Store
 from mlxtp.identity.validity import CERTIFICATE_S, DAY_S, own_time
@@ -81,7 +81,7 @@ def test_a_holder_whose_disk_is_full_goes_on_and_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, tried = founder(tmp_path), []
-    monkeypatch.setattr("mlxtp.cluster.renewal.LOOK_S", 0.0)
+    monkeypatch.setattr("mlxtp.cluster.authority.LOOK_S", 0.0)
 
     def fails(_store: Store, _membership: MemberCertificates) -> Identity:
         tried.append(1)

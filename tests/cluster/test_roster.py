@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.cluster.cluster_state import Roster, is_founder
-from mlxtp.cluster.roster import RosterProofs
+from mlxtp.cluster.state_changes import RosterProofs
 from mlxtp.wire.cluster_messages import RosterEntry
 
 from ..placement.made_up_macs import unsealed

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.admin.parts import AgentParts
-from mlxtp.cluster.rounds import AGAIN_S, LEAST_S, Rounds
+from mlxtp.cluster.node import AGAIN_S, LEAST_S, Rounds
 from mlxtp.groups.health import ServingState
 
 from ..groups.one_node import GROUP, alone

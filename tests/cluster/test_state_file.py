@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster.cluster_state import ClusterState, LeaderClaim, Roster
-from mlxtp.cluster.deployments import DeploymentTable
+from mlxtp.cluster.cluster_state import ClusterState, DeploymentTable, LeaderClaim, Roster
 from mlxtp.cluster.state_file import FILE, SavedState, forget, from_text, load, save, to_text
 from mlxtp.errors import UserError
 from mlxtp.wire.cluster_messages import Deployment

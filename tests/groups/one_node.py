@@ -13,10 +13,10 @@ import pytest
 from mlxtp.admin.parts import AgentParts
 from mlxtp.agent import build_parts
 from mlxtp.cluster import node as cluster_module
-from mlxtp.cluster import roster
-from mlxtp.cluster.deployments import PINNED
+from mlxtp.cluster import state_changes
+from mlxtp.cluster.cluster_state import PINNED
 from mlxtp.cluster.node import ClusterNode
-from mlxtp.cluster.roster import RosterProofs
+from mlxtp.cluster.state_changes import RosterProofs
 from mlxtp.config import Settings
 from mlxtp.errors import Code, MlxtpError, ModelError
 from mlxtp.groups.group import Group
@@ -237,7 +237,7 @@ def by_hand() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_model, "find_model", find)
-        for module in (cluster_module, roster):
+        for module in (cluster_module, state_changes):
             patch.setattr(module, "time", CLOCK)
         yield
 

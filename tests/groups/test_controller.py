@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.api.request_metrics import Asked
-from mlxtp.cluster.deployments import KEEP_S
+from mlxtp.cluster.cluster_state import KEEP_S
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.controller import TELL_S, _joined

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster.deployments import PINNED, YIELDS
+from mlxtp.cluster.cluster_state import PINNED, YIELDS
 from mlxtp.cluster.node import BEAT_S, ClusterNode
 from mlxtp.cluster.reconcile import Wait
 from mlxtp.groups import group as group_module

@@ -18,7 +18,7 @@ from huggingface_hub import constants
 
 from mlxtp.agent import Agent
 from mlxtp.api import generation
-from mlxtp.cluster.deployments import PINNED
+from mlxtp.cluster.cluster_state import PINNED
 from mlxtp.groups.health import ServingState
 
 from ..engine.small_models import change_weights, write_model

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.api.backend import ModelInfo, ModelLease, Request
-from mlxtp.cluster.deployments import KEEP_S, LONGEST_S, PINNED, YIELDS
+from mlxtp.cluster.cluster_state import KEEP_S, LONGEST_S, PINNED, YIELDS
 from mlxtp.config import Limits, embedded_model_path
 from mlxtp.errors import Code, GroupError, ModelError, RequestError
 from mlxtp.groups import on_request

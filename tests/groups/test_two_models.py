@@ -14,7 +14,7 @@ import pytest
 
 from mlxtp.agent import Agent, running_agent
 from mlxtp.api.backend import Request, Tokens
-from mlxtp.cluster.deployments import KEEP_S
+from mlxtp.cluster.cluster_state import KEEP_S
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.groups import overview
 from mlxtp.groups.group import Group

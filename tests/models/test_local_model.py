@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.cluster.deployments import NO_DEPLOYMENTS, PINNED, YIELDS, DeploymentTable, name_of
+from mlxtp.cluster.cluster_state import NO_DEPLOYMENTS, PINNED, YIELDS, DeploymentTable, name_of
 from mlxtp.cluster.introduction import MAX_STATUSES, PeerInfo
 from mlxtp.errors import Code, ModelError
 from mlxtp.models import local_model

@@ -332,7 +332,6 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "wire",
         }
     ),
-    "terminal": frozenset({"errors"}),
     "interrupts": frozenset(),
     "cli": frozenset(
         {
@@ -354,7 +353,6 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "service",
             "settings",
             "short_names",
-            "terminal",
             "values",
             "weights_file",
             "wire",

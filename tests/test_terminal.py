@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 import mlxtp as mlxtp_package
 from mlxtp.cli.main import app
+from mlxtp.cli.printing import TerminalLog
 from mlxtp.placement.planner import DEFAULT_CONTEXT
-from mlxtp.terminal import TerminalLog
 
 from .live_cluster import START_S
 

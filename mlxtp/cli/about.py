@@ -1,4 +1,4 @@
-"""`mlxtp version --verbose` and `mlxtp config`: facts for a bug report, and this Mac's settings."""
+"""`mlxtp version --verbose`, `config` and `doctor`: this installation, its settings, what is wrong here."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rich.text import Text
 from .. import __version__
 from ..client import AgentClient, agent_runs
 from ..config import FILE, Settings, home_folder, resolve_settings, shown
-from ..errors import UserError
+from ..errors import Exit, UserError
 from ..settings import JOIN, SETTINGS, Setting
-from .options import AsJson
-from .printing import print_answer, print_json
+from .options import AsJson, Home
+from .printing import home_of, print_answer, print_json
 
 # --- version; imports nothing heavy ----------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ def _installed(name: str) -> str:
 
 # --- settings, and the place of each; reads only ---------------------------------------------------------
 
-Home = Annotated[
+SettingsHome = Annotated[
     Path | None,
     typer.Option(help="Home of the settings, if not the user's own; also MLXTP_HOME."),
 ]
@@ -85,7 +85,7 @@ commands = typer.Typer(
 @commands.command()
 def show(
     origin: Annotated[bool, typer.Option("--origin", help="Show where each was set.")] = False,
-    home: Home = None,
+    home: SettingsHome = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the settings that `mlxtp node` would start with here, in the format of the file.
@@ -103,7 +103,7 @@ def show(
 
 
 @commands.command()
-def path(home: Home = None, as_json: AsJson = False) -> None:
+def path(home: SettingsHome = None, as_json: AsJson = False) -> None:
     """Print the path of the settings file. mlxtp does not create it."""
     file = home_folder(home).resolve() / FILE
     print_answer({"path": str(file), "exists": file.is_file()}, as_json, str(file))
@@ -174,3 +174,87 @@ def _assignment(setting: Setting, value: object, name: str = "") -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return f"{name} = {json.dumps(value, ensure_ascii=False)}"
+
+
+# --- doctor: the agent's report, or one of its own, or why a group failed ---------------------------------
+
+#: Seconds that a report may take; `system_profiler` alone has 20 s.
+REPORT_S = 60.0
+
+
+def doctor(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FOLDER]...",
+            help="With --postmortem: folders of a failure, from one Mac or several.",
+            show_default="the newest",
+        ),
+    ] = None,
+    postmortem: Annotated[
+        bool,
+        typer.Option(
+            "--postmortem", help="Show why a group failed: its ranks' last steps, and the likely cause."
+        ),
+    ] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Examine this machine, its network and the other members, and print problems with their remedies.
+
+    A running agent does it; without one, this command does. Nothing is changed. The exit status is 1 when
+    there is an error, 0 with warnings.
+    """
+    if postmortem:
+        _show_failures(folders, home_of(home), as_json=as_json)
+        return
+    if folders:
+        raise UserError("folders are read with --postmortem: `mlxtp doctor --postmortem FOLDER ...`")
+    from ..diagnostics.facts import Level
+
+    report = _report(home)
+    if as_json:
+        print_json(report)
+    else:
+        _show(report)
+    if report["level"] == Level.ERROR:
+        raise typer.Exit(Exit.REFUSED)
+
+
+def _report(home: Path | None) -> Mapping[str, Any]:
+    """Return the agent's report, or this command's own where no agent replies."""
+    folder, problem = home_of(home), ""
+    if agent_runs(folder):
+        try:
+            return AgentClient(folder, REPORT_S).get("doctor")
+        except UserError as error:
+            problem = error.detail
+    import asyncio
+
+    from ..diagnostics.checkup import Checkup
+
+    settings = resolve_settings({"home": folder}, refuse=lambda _: None)  # the report has the errors
+    return asyncio.run(Checkup(settings, problem).report())
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    from ..diagnostics import rows
+
+    console = Console(highlight=False, soft_wrap=True)
+    plain = not console.encoding.startswith("utf") or console.legacy_windows
+    for line in rows.show(report, console.width, plain=plain):
+        console.print(line)
+
+
+def _show_failures(folders: list[Path] | None, home: Path, *, as_json: bool) -> None:
+    """Print failures. Needs no agent."""
+    from ..diagnostics import postmortem as examining
+
+    found = examining.postmortems(folders or [examining.newest(home)])
+    if as_json:
+        print_json(examining.as_json(found))
+        return
+    console = Console(highlight=False)
+    for each in found:
+        for line in examining.show(each):
+            console.print(line)

@@ -22,11 +22,10 @@ from rich.text import Text
 
 from ..client import AgentClient, connection_to
 from ..errors import Code, UserError
-from . import shell_completion
-from .deployed import joined
+from . import options
 from .launch import Served, find_served
 from .options import AsJson, Home
-from .printing import day_of, home_of, print_answer, table_of
+from .printing import day_of, home_of, joined, print_answer, table_of
 
 # --- the command -----------------------------------------------------------------------------------------
 
@@ -43,7 +42,7 @@ def bench(
         typer.Option(
             metavar="MODEL",
             help="A deployed model. Default: the default one.",
-            autocompletion=shell_completion.models,
+            autocompletion=options.model_names,
         ),
     ] = "",
     home: Home = None,

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..client import AgentClient, agent_runs
 from ..config import resolve_settings
-from . import shell_completion
+from . import options
 from .options import AsJson, Home
 from .printing import day_of, home_of, print_answer, size_of, table_of
 
@@ -38,7 +38,7 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
 def clear(
     model: Annotated[
         str,
-        typer.Argument(help="Name of a model. Default: all.", autocompletion=shell_completion.models),
+        typer.Argument(help="Name of a model. Default: all.", autocompletion=options.model_names),
     ] = "",
     disk: Annotated[bool, typer.Option("--disk", help="Only what is on this Mac's disk.")] = False,
     memory: Annotated[

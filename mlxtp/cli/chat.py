@@ -23,8 +23,7 @@ from rich.text import Text
 from ..client import AgentClient, EndpointAnswer, Piece
 from ..config import expanded, home_folder
 from ..errors import MlxtpError, UserError
-from . import shell_completion
-from .options import AsJson, Home
+from .options import AsJson, Home, model_names
 from .printing import when_started
 
 PROMPT = ">>> "
@@ -60,7 +59,7 @@ def chat(
         str,
         typer.Option(
             help="A deployed model, or another one where the agent loads on request.",
-            autocompletion=shell_completion.models,
+            autocompletion=model_names,
         ),
     ] = "default",
     max_tokens: Annotated[

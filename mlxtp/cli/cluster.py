@@ -26,11 +26,10 @@ from ..config import (
 )
 from ..errors import Code, UserError
 from ..settings import BY_KEY
-from . import shell_completion
-from .deployed import kept
+from . import options
 from .options import AsJson, Home, Within
 from .printing import home_of, print_answer, print_json, typed
-from .status import admissions_shown, members_shown, rotation_shown
+from .status import admissions_shown, kept, members_shown, rotation_shown
 
 #: Seconds that an agent may take to look up a model on the Hub.
 _HUB_S = 60.0
@@ -67,7 +66,7 @@ def serve(
         typer.Argument(
             help="A model folder that every Mac has, the plain name of one in a --model-folder of "
             "each, an id on the Hugging Face Hub (OWNER/NAME), or a short name such as llama3.2:3b.",
-            autocompletion=shell_completion.models,
+            autocompletion=options.model_names,
         ),
     ],
     nodes: Annotated[
@@ -75,7 +74,7 @@ def serve(
         typer.Option(
             metavar=BY_KEY["nodes"].metavar,
             help="How many Macs to spread it over; auto: as many as are fastest. Default: unchanged.",
-            autocompletion=shell_completion.words(BY_KEY["nodes"].metavar),
+            autocompletion=options.words(BY_KEY["nodes"].metavar),
         ),
     ] = None,
     parallel: Annotated[
@@ -84,7 +83,7 @@ def serve(
             metavar=BY_KEY["parallel"].metavar,
             help="How several Macs share it: each has a part of each layer (tensor), or whole layers "
             "(pipeline). Default: unchanged, at first as `mlxtp node --parallel` has it.",
-            autocompletion=shell_completion.words(BY_KEY["parallel"].metavar),
+            autocompletion=options.words(BY_KEY["parallel"].metavar),
         ),
     ] = None,
     split: Annotated[
@@ -101,7 +100,7 @@ def serve(
             metavar="N|all",
             help="How many groups serve it, each with a copy; all: as many as fit. Default: unchanged, at "
             "first 1.",
-            autocompletion=shell_completion.words("N|all"),
+            autocompletion=options.words("N|all"),
         ),
     ] = None,
     on: Annotated[
@@ -110,7 +109,7 @@ def serve(
             metavar="NAME,NAME",
             help="Macs that may serve it, by name or by the beginning of their node ids; any: all of them. "
             "Default: unchanged, at first any.",
-            autocompletion=shell_completion.members,
+            autocompletion=options.member_names,
         ),
     ] = None,
     keep_alive: Annotated[
@@ -150,7 +149,7 @@ def unload(
         str,
         typer.Argument(
             help="Name of the model. Default: the one that is deployed.",
-            autocompletion=shell_completion.models,
+            autocompletion=options.model_names,
         ),
     ] = "",
     everything: Annotated[bool, typer.Option("--all", help="Unload every model.")] = False,
@@ -268,7 +267,7 @@ def remove(
         str,
         typer.Argument(
             help="Its name, or the beginning of its node id: see `mlxtp cluster members`.",
-            autocompletion=shell_completion.members,
+            autocompletion=options.member_names,
         ),
     ],
     with_admitted: Annotated[
@@ -338,7 +337,7 @@ _Holder = Annotated[
     str,
     typer.Argument(
         help="Its name, or the beginning of its node id: see `mlxtp cluster members`.",
-        autocompletion=shell_completion.members,
+        autocompletion=options.member_names,
     ),
 ]
 _Sure = Annotated[bool, typer.Option("--yes", help="Do it without a question.")]

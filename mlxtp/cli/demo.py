@@ -24,7 +24,7 @@ from ..client import ANSWER_TIMEOUT_S, AgentClient, EndpointAnswer, connection_t
 from ..config import EMBEDDED_MODEL, Settings
 from ..groups.health import ServingState
 from ..values import stage_words
-from .deployed import deployments_shown
+from .status import deployments_shown
 
 EMBEDDED_PROMPT = "Repeat exactly: FALCON-MERCURY-7749"
 OTHER_PROMPT = "In one sentence: what can two computers do together that one cannot?"

@@ -30,9 +30,8 @@ from ..config import parse_keep
 from ..errors import UserError
 from ..logs import keep_audit
 from ..short_names import stands_for
-from .options import AsJson, Home
+from .options import AsJson, Home, key_names, model_names
 from .printing import day_of, home_of, print_answer, table_of, typed
-from .shell_completion import keys, models
 
 _HOW = """
 This is the key of {name}. It is shown only once: mlxtp keeps a hash of it. Clients send it as
@@ -78,7 +77,7 @@ def create(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="A model that it may use. May be repeated. Default: all models.", autocompletion=models
+            help="A model that it may use. May be repeated. Default: all models.", autocompletion=model_names
         ),
     ] = None,
     scope: Annotated[
@@ -137,7 +136,9 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
 
 @commands.command()
 def revoke(
-    name: Annotated[str, typer.Argument(help="The key's name: see `mlxtp key list`.", autocompletion=keys)],
+    name: Annotated[
+        str, typer.Argument(help="The key's name: see `mlxtp key list`.", autocompletion=key_names)
+    ],
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:

@@ -19,26 +19,24 @@ from ..config import Settings, resolve_join, resolve_settings
 from ..errors import ConfigError, Exit, GroupError, MlxtpError
 from ..interrupts import ending_at_once
 from ..settings import unknown_variables
-from ..terminal import Commands, TerminalLog
 from . import (
     about,
     bench,
     cache,
     chat,
     cluster,
-    doctor,
     keys,
     launch,
     models,
+    options,
     plan,
     qualify,
     service,
-    shell_completion,
     status,
 )
 from .about import version_facts
 from .options import FLAGS, AsJson, Home, Join, NodeHome, takes
-from .printing import home_of, print_answer, print_json
+from .printing import Commands, TerminalLog, home_of, print_answer, print_json
 
 if TYPE_CHECKING:
     from ..agent import Agent
@@ -156,8 +154,8 @@ _COMMANDS: Mapping[str, tuple[typer.Typer | Callable[..., Any], ...]] = {
     "Use": (chat.chat, launch.launch, cluster.page, keys.commands, bench.bench),
     "Models": (models.pull, models.list_, models.remove, models.verify, plan.plan),
     "This Mac": (
-        doctor.doctor, qualify.qualify, cache.commands, about.commands, service.commands, service.logs,
-        service.restart, shell_completion.completion, version,
+        about.doctor, qualify.qualify, cache.commands, about.commands, service.commands, service.logs,
+        service.restart, options.completion, version,
     ),
 }  # fmt: skip
 

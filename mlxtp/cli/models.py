@@ -42,7 +42,7 @@ from ..errors import (
 from ..models.hub_cache import Repo, cache_folder, hash_of, hub_name
 from ..models.manifest import Manifest, gigabytes
 from ..short_names import near, short_for
-from . import shell_completion
+from . import options
 from .options import AsJson, Home
 from .printing import home_of, print_answer, print_json, table_of
 
@@ -58,7 +58,7 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="OWNER/NAME on the Hub; OWNER/NAME@REVISION for a certain revision; or a short name.",
-        autocompletion=shell_completion.hub_models,
+        autocompletion=options.hub_model_names,
     ),
 ]
 

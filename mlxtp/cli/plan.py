@@ -12,8 +12,7 @@ from ..client import AgentClient
 from ..config import parse_nodes, parse_parallel, parse_split, resolve_settings, split_layers
 from ..errors import Exit, UserError
 from ..settings import BY_KEY
-from . import shell_completion
-from .options import AsJson, Home
+from .options import AsJson, Home, planned_names, words
 from .printing import home_of, typed
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ Models = Annotated[
         help="A model folder, its config.json, the plain name of one in a --model-folder, an id on the "
         "Hugging Face Hub, or a known name, such as llama-3.3-70b-4bit; any other word "
         "lists them. Known names are for plans alone: `mlxtp serve` does not accept them.",
-        autocompletion=shell_completion.planned,
+        autocompletion=planned_names,
     ),
 ]
 Machines = Annotated[
@@ -48,7 +47,7 @@ Spread = Annotated[
     typer.Option(
         metavar=_NODES,
         help="How many Macs to spread it over; auto: as many as answer soonest.",
-        autocompletion=shell_completion.words(_NODES),
+        autocompletion=words(_NODES),
     ),
 ]
 ForWorkload = Annotated[
@@ -56,7 +55,7 @@ ForWorkload = Annotated[
     typer.Option(
         metavar=_WORKLOADS,
         help="Requests whose expected time decides; auto: those of the running agent, else chat.",
-        autocompletion=shell_completion.words(_WORKLOADS),
+        autocompletion=words(_WORKLOADS),
     ),
 ]
 Parallel = Annotated[
@@ -65,7 +64,7 @@ Parallel = Annotated[
         metavar=_PARALLEL,
         help="How several Macs share the model: parts of each layer, or whole layers. Default: as the "
         "running agent is set, else auto.",
-        autocompletion=shell_completion.words(_PARALLEL),
+        autocompletion=words(_PARALLEL),
     ),
 ]
 Split = Annotated[
@@ -82,7 +81,7 @@ Backend = Annotated[
     typer.Option(
         metavar=_BACKENDS,
         help="How ranks of several Macs communicate: RDMA or TCP.",
-        autocompletion=shell_completion.words(_BACKENDS),
+        autocompletion=words(_BACKENDS),
     ),
 ]
 FabricNetworks = Annotated[
@@ -91,7 +90,7 @@ FabricNetworks = Annotated[
         metavar=_NETWORKS,
         help="Links that may carry tensors, as of `mlxtp node --fabric-networks`.",
         show_default="those of the running agent, else any",
-        autocompletion=shell_completion.words(_NETWORKS),
+        autocompletion=words(_NETWORKS),
     ),
 ]
 MaxContext = Annotated[
@@ -132,7 +131,7 @@ def plan(
     from ..placement.cost_model import CHAT, WORKLOADS
     from ..placement.measurements import measured
     from ..placement.planner import PlacementOptions
-    from . import packing, planning
+    from . import planning
 
     if not all(model.strip() for model in models):
         raise UserError(
@@ -166,7 +165,7 @@ def plan(
     )
     shaped = [found_model(model, home) for model in models]
     if len(shaped) > 1:
-        packed = packing.run(shaped, found, options=options, as_json=as_json)
+        packed = planning.run_several(shaped, found, options=options, as_json=as_json)
         possible = all(one.ranks for one in packed)
     else:
         made = planning.run(shaped[0], found, coordinator=coordinator, options=options, as_json=as_json)

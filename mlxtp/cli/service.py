@@ -35,7 +35,7 @@ from ..service.managers import (
     without_secret,
 )
 from ..settings import AUDIT_LOG
-from . import shell_completion
+from . import options
 from .cluster import drain_agent
 from .options import AsJson, Home, Within
 from .printing import home_of, print_answer, print_json, typed
@@ -94,7 +94,7 @@ def install(
         typer.Option(
             metavar=SYSTEMS,
             help="With --dry-run: as for that system. Default: the one that runs here.",
-            autocompletion=shell_completion.words(SYSTEMS),
+            autocompletion=options.words(SYSTEMS),
         ),
     ] = "",
     dry_run: DryRun = False,

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from mlxtp.api.api_keys import KeyFile
 from mlxtp.cli.main import app
-from mlxtp.cli.shell_completion import SHELLS
+from mlxtp.cli.options import SHELLS
 
 from ..live_cluster import START_S
 

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mlxtp.cli.main import app
-from mlxtp.cli.packing import MacMemory, memory_of, pack
-from mlxtp.cli.planning import read_shape
+from mlxtp.cli.planning import MacMemory, memory_of, pack, read_shape
 from mlxtp.placement.cost_model import usable_bytes
 from mlxtp.placement.planner import PlacementOptions
 

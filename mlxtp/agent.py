@@ -30,7 +30,7 @@ from .api.app import create_app
 from .api.backend import Health
 from .api.endpoint import Endpoint, open_endpoint
 from .api.server import serve
-from .background import Background
+from .background import Background, watched_loop
 from .cluster.authority import AuthorityKeeping, Renewal, Rotation
 from .cluster.cluster_state import NO_DEPLOYMENTS, PINNED, YIELDS
 from .cluster.control_port import ControlPort, TokenIssuing, bind_control, check_interface
@@ -77,7 +77,6 @@ from .models.manifest import gigabytes
 from .models.model_transfer import StoredModels
 from .models.transfers import TransferCoordinator
 from .placement import hardware
-from .service.watchdog import watched_loop
 from .wire.cluster_messages import Machine
 
 log = logging.getLogger(__name__)

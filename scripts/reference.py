@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from mlxtp.cli.main import app
 from mlxtp.errors import Exit
-from mlxtp.model_families import (
+from mlxtp.model_config import (
     ALSO_CALLED,
     DIVIDED_BY_MLX_LM,
     DIVIDED_HERE,

@@ -199,33 +199,29 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "audit": frozenset(),
     "errors": frozenset(),
     "values": frozenset({"errors"}),
-    "background": frozenset(),
+    "background": frozenset({"errors"}),
     "chunks": frozenset(),
     "sandbox": frozenset({"errors"}),
     "settings": frozenset({"values"}),
     "config": frozenset({"errors", "settings", "values"}),
-    "tokenizer_file": frozenset({"errors"}),
-    "weights_file": frozenset({"model_config", "tokenizer_file"}),
+    "model_files": frozenset({"errors", "model_config"}),
     "wire": frozenset({"admission_counter", "errors"}),
-    "model_families": frozenset(),
     "short_names": frozenset(),
-    "model_config": frozenset({"errors", "model_families"}),
+    "model_config": frozenset({"errors"}),
     "engine": frozenset(
         {
             "admission_counter",
             "chunks",
             "errors",
             "model_config",
-            "model_families",
-            "tokenizer_file",
-            "weights_file",
+            "model_files",
             "wire",
         }
     ),
-    "placement": frozenset({"chunks", "errors", "model_config", "model_families", "wire"}),
+    "placement": frozenset({"chunks", "errors", "model_config", "wire"}),
     "discovery": frozenset({"background", "config", "errors", "wire"}),
     "identity": frozenset({"audit", "background", "config", "discovery", "errors", "wire"}),
-    "text": frozenset({"errors", "tokenizer_file"}),
+    "text": frozenset({"errors", "model_files"}),
     "api": frozenset(
         {
             "admission_counter",
@@ -235,7 +231,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "identity",
             "short_names",
             "text",
-            "tokenizer_file",
+            "model_files",
         }
     ),
     "cluster": frozenset(
@@ -253,8 +249,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "placement",
             "short_names",
             "text",
-            "tokenizer_file",
-            "weights_file",
+            "model_files",
             "wire",
         }
     ),
@@ -348,13 +343,13 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "identity",
             "interrupts",
             "logs",
+            "model_files",
             "models",
             "placement",
             "service",
             "settings",
             "short_names",
             "values",
-            "weights_file",
             "wire",
         }
     ),
@@ -472,7 +467,6 @@ PURE = (
     "mlxtp.admission_counter",
     "mlxtp.chunks",
     "mlxtp.model_config",
-    "mlxtp.model_families",
     "mlxtp.short_names",
     "mlxtp.placement.model_shape",
     "mlxtp.placement.formation",
@@ -687,7 +681,7 @@ ONLY_IN = {
 """Rank 0 alone decides and speaks, the others alone acknowledge, and each process has one way out."""
 SAID_AGAIN = frozenset((call, "mlxtp.gateway.request") for call in ("Delta", "ScoredDelta", "Finished"))
 """Calls by which an agent repeats rank 0's messages to the agent whose client asked."""
-WEDGED = frozenset({("os._exit", "mlxtp.service.watchdog")})
+WEDGED = frozenset({("os._exit", "mlxtp.background")})
 """An agent whose main thread stands still has no other way out."""
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Code, ModelError, RequestError
+from ..model_files import content_of, text_of
 from ..short_names import stands_for
 from ..text.tokenizer import Text
-from ..tokenizer_file import content_of, text_of
 from .backend import (
     COMING,
     DRAINING,

@@ -15,6 +15,7 @@ from rich.markup import escape
 from ..cluster.assign import AssignView, WantedDeployment, assign, without_rdma
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError, UserError
+from ..model_files import MTP_FILE, has_mtp_head
 from ..placement.candidates import Candidate
 from ..placement.cost_model import LONG_PROMPT, DraftedSpeed, SpeedEstimate, Workload, usable_bytes
 from ..placement.machines_file import read_machines
@@ -23,7 +24,6 @@ from ..placement.model_shape import ModelShape, shape_of
 from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.tables import KNOWN
 from ..placement.topology import MemberMachine
-from ..weights_file import MTP_FILE, has_mtp_head
 from ..wire.cluster_messages import Deployment, FabricResult
 from .printing import table_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..weights_file import fingerprint
+from ..model_files import fingerprint
 from ..wire.messages import DIGEST_BYTES, Bootstrap, FetchBlocks, LoadShard, Restore, Spill
 from .batch import CacheKind, Caches, share
 from .block_store import BlockStore, Read

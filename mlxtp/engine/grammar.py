@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Code, MlxtpError, ModelError, RequestError, is_library_error
-from ..tokenizer_file import tokenizer_json
+from ..model_files import tokenizer_json
 from ..wire.messages import MAX_GRAMMAR
 from ..wire.rank_process import without_secrets
 

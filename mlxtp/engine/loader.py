@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..model_config import Config, text_config
-from ..tokenizer_file import MAX_CONFIG_BYTES, text_of, token_count
+from ..model_files import MAX_CONFIG_BYTES, text_of, token_count
 from .group import Group, alone, uncounted
 from .mlx_compat import code_of
 from .pipeline import Stage, StageVocabulary, check_family, cut_into_stage

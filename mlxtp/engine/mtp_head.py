@@ -22,7 +22,7 @@ from mlx import nn
 
 from ..errors import ModelError
 from ..model_config import Config, family, mtp_place
-from ..weights_file import MTP_FILE
+from ..model_files import MTP_FILE
 from .batch import LayerView
 from .loader import MLX_LM_RAISES, brief, read_header
 from .sharding import Vocabulary

@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import Code, GroupError, ModelError
-from ..model_families import PIPELINE_FAMILIES
+from ..model_config import PIPELINE_FAMILIES
 from ..wire.messages import PromptBatch, PromptTokens, StepToken
 from .families.parts import change
 from .group import Group, LoneGroup, RingGroup, uncounted

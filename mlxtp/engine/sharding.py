@@ -12,8 +12,7 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from ..errors import Code, ModelError
-from ..model_config import Config, dimensions_of, family, text_config
-from ..model_families import TENSOR_FAMILIES
+from ..model_config import TENSOR_FAMILIES, Config, dimensions_of, family, text_config
 from .families import divide_layers
 from .group import Group
 

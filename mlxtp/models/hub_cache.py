@@ -30,7 +30,7 @@ from typing import IO
 
 from ..errors import Code, ModelError, why_not_written
 from ..identity.private_files import sync_folder, to_disk, write_whole
-from ..tokenizer_file import TIKTOKEN_FILE, table
+from ..model_files import TIKTOKEN_FILE, table
 from .manifest import (
     Manifest,
     ModelFile,

@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ..errors import Code, ModelError, ProtocolError, is_disk_full
-from ..tokenizer_file import TIKTOKEN_FILE, refusal, table
+from ..model_files import TIKTOKEN_FILE, refusal, table
 from .hub_cache import Damaged, PartialFile, Repo
 from .manifest import (
     DEFAULT_REVISION,

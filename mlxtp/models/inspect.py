@@ -23,11 +23,10 @@ from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
 from ..model_config import Config
 from ..model_config import family as family_of
+from ..model_files import MAX_CONFIG_BYTES, MTP_FILE, chat_refusal, has_mtp_head, text_of, tokenizer_settings
 from ..placement.model_shape import ModelShape, shape_of
 from ..short_names import near, stands_for
 from ..text.tokenizer import Text
-from ..tokenizer_file import MAX_CONFIG_BYTES, chat_refusal, text_of, tokenizer_settings
-from ..weights_file import MTP_FILE, has_mtp_head
 from ..wire.cluster_messages import MAX_MODEL
 from . import hub_client
 from .hub_cache import Repo, folder_bytes, hub_name, lacks, repos_here

@@ -15,8 +15,8 @@ from ..cluster.links import ControlLink
 from ..cluster.node import ClusterNode
 from ..config import Settings
 from ..errors import Code, MlxtpError, ModelError
+from ..model_files import fingerprint
 from ..placement.model_shape import ModelShape
-from ..weights_file import fingerprint
 from ..wire.cluster_messages import ModelStatus
 from .inspect import (
     ModelSource,

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
-from ..tokenizer_file import MAX_CONFIG_BYTES, MAX_TEXT_BYTES
-from ..weights_file import MTP_FILE
+from ..model_files import MAX_CONFIG_BYTES, MAX_TEXT_BYTES, MTP_FILE
 
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 43

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..identity.private_files import write_whole
-from ..weights_file import fingerprint
+from ..model_files import fingerprint
 
 SelfTestTokens = tuple[tuple[int, ...], ...]  #: Tokens, for each prompt.
 FILE = "golden.json"

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from ..model_config import (
+    KEEPS_MLP_WHOLE,
+    PIPELINE_FAMILIES,
+    TENSOR_FAMILIES,
     Config,
     Dimensions,
     dimensions_of,
@@ -16,7 +19,6 @@ from ..model_config import (
     quantization,
     text_config,
 )
-from ..model_families import KEEPS_MLP_WHOLE, PIPELINE_FAMILIES, TENSOR_FAMILIES
 from ..wire.messages import MAX_RANKS as MAX_RANKS
 from .model_weights import (
     StageRules,

@@ -35,7 +35,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic_core import to_json
 
 from ..errors import Code, MlxtpError, ModelError, RequestError, is_library_error
-from ..tokenizer_file import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
+from ..model_files import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
 from ..wire.rank_process import without_secrets
 from .json_limits import SHORT
 from .tokenizer_import import import_tokenizers

@@ -16,11 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlxtp.admin.handlers
+import mlxtp.background
 import mlxtp.cluster.introduction
 import mlxtp.groups.lifecycle
 import mlxtp.identity.join_protocol
 import mlxtp.identity.validity
-import mlxtp.service.watchdog
 from mlxtp.cli.main import main
 from mlxtp.cluster.control_port import TokenIssuing
 from mlxtp.cluster.introduction import versions_here
@@ -50,7 +50,7 @@ def change(thing: str, value: str) -> None:
                 time=lambda: now() + float(value), strftime=time.strftime, gmtime=time.gmtime
             )
         case "stuck":
-            mlxtp.service.watchdog.TURNS, mlxtp.service.watchdog.TURN_S = int(value), 0.5
+            mlxtp.background.TURNS, mlxtp.background.TURN_S = int(value), 0.5
             mlxtp.groups.lifecycle.Supervisor.run = stand_still  # type: ignore[method-assign,assignment]
         case _:
             raise SystemExit(f"nothing here is called {thing}")

@@ -14,7 +14,7 @@ from mlx_lm.utils import _get_classes, load_model
 
 from mlxtp.engine.mtp_head import _ONE_LAYER, FAMILIES
 from mlxtp.model_config import mtp_place
-from mlxtp.weights_file import MTP_FILE
+from mlxtp.model_files import MTP_FILE
 
 from .small_models import write_config
 

@@ -29,8 +29,8 @@ from mlxtp.engine.mtp_head import FAMILIES, MtpHead, accepted, read_head
 from mlxtp.engine.runner import Runner
 from mlxtp.engine.sampler import Chooser, LogitShaping
 from mlxtp.errors import Code, GroupError
-from mlxtp.model_families import MTP_PLACES
-from mlxtp.weights_file import MTP_FILE, has_mtp_head
+from mlxtp.model_config import MTP_PLACES
+from mlxtp.model_files import MTP_FILE, has_mtp_head
 from mlxtp.wire.messages import (
     DIGEST_BYTES,
     FetchBlocks,

@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model
 
 from mlxtp.api.backend import Request, Sampling
 from mlxtp.engine.families import DIVIDE
-from mlxtp.model_families import DIVIDED_HERE
+from mlxtp.model_config import DIVIDED_HERE
 
 from ..live_cluster import Cluster
 from ..reference import expected

@@ -28,8 +28,7 @@ from mlxtp.engine.pipeline import (
 )
 from mlxtp.engine.sampler import Chosen
 from mlxtp.errors import Code, GroupError, ModelError
-from mlxtp.model_config import text_config
-from mlxtp.model_families import PIPELINE_FAMILIES
+from mlxtp.model_config import PIPELINE_FAMILIES, text_config
 from mlxtp.placement.model_weights import stage_rules
 from mlxtp.wire.messages import StepToken
 

@@ -21,7 +21,7 @@ from mlxtp.engine.sharding import (
     divided_vocabulary,
 )
 from mlxtp.errors import Code, ModelError
-from mlxtp.model_families import TENSOR_FAMILIES
+from mlxtp.model_config import TENSOR_FAMILIES
 
 from .mlx_lm_sources import shardable_families
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mlxtp.model_files import MAX_CONFIG_BYTES, MAX_TEXT_BYTES
 from mlxtp.models.manifest import ModelFile, wanted
-from mlxtp.tokenizer_file import MAX_CONFIG_BYTES, MAX_TEXT_BYTES
 
 MANY = 1 << 43
 

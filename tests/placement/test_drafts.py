@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.engine.mtp_head import PROPOSES
-from mlxtp.model_families import MTP_PLACES
+from mlxtp.model_config import MTP_PLACES
 from mlxtp.placement.cost_model import (
     ALONE,
     DRAFTS,

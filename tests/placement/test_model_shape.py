@@ -11,8 +11,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from mlxtp.engine.sharding import check_divisible
 from mlxtp.errors import ModelError
-from mlxtp.model_config import text_config
-from mlxtp.model_families import ALSO_CALLED, DIVIDED_BY_MLX_LM, DIVIDED_HERE
+from mlxtp.model_config import ALSO_CALLED, DIVIDED_BY_MLX_LM, DIVIDED_HERE, text_config
 from mlxtp.placement.model_shape import MAX_RANKS, shape_of
 from mlxtp.placement.model_weights import parts_of
 from mlxtp.placement.tables import KNOWN

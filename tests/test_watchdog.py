@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from mlxtp import background
+from mlxtp.background import watched_loop
 from mlxtp.errors import WEDGED_STATUS
-from mlxtp.service import watchdog
-from mlxtp.service.watchdog import watched_loop
 
-from ..live_cluster import WAIT_S
+from .live_cluster import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set instead of ending this process."""
     found = threading.Event()
-    monkeypatch.setattr(watchdog, "TURN_S", 0.001)
-    monkeypatch.setattr(watchdog, "end", found.set)
+    monkeypatch.setattr(background, "TURN_S", 0.001)
+    monkeypatch.setattr(background, "end_process", found.set)
     return found
 
 
@@ -51,7 +51,7 @@ def test_a_loop_that_waits_is_not(ended: threading.Event, monkeypatch: pytest.Mo
 
     async def idle() -> None:
         with watched_loop():
-            while turns < 5 * watchdog.TURNS:  # noqa: ASYNC110 - a thread counts them
+            while turns < 5 * background.TURNS:  # noqa: ASYNC110 - a thread counts them
                 await asyncio.sleep(0)
 
     monkeypatch.setattr(threading, "Event", Counting)
@@ -77,10 +77,10 @@ def test_a_watcher_keeps_the_period_that_it_began_with(
     """An agent of another test may run in this process, and must not be ended by the short periods here."""
 
     async def story() -> None:
-        monkeypatch.setattr(watchdog, "TURN_S", 0.3)
+        monkeypatch.setattr(background, "TURN_S", 0.3)
         with watched_loop():
             await asyncio.sleep(0)
-            monkeypatch.setattr(watchdog, "TURN_S", 0.0001)
+            monkeypatch.setattr(background, "TURN_S", 0.0001)
             assert not ended.wait(1.0)  # the loop stands still meanwhile, which is short for that watcher
 
     asyncio.run(story())
@@ -88,11 +88,11 @@ def test_a_watcher_keeps_the_period_that_it_began_with(
 
 STUCK = """
 import asyncio, logging, sys, threading
-from mlxtp.service import watchdog
-watchdog.TURN_S = watchdog.REPORT_S = 0.03
+from mlxtp import background
+background.TURN_S = background.REPORT_S = 0.03
 logging.basicConfig()
 async def main():
-    with watchdog.watched_loop():
+    with background.watched_loop():
         def here_it_stands():
             {hold}threading.Event().wait()
         here_it_stands()
@@ -123,9 +123,9 @@ def test_a_process_that_was_stopped_goes_on() -> None:
         "here_it_stands()\nasyncio", "await asyncio.to_thread(sys.stdin.readline)\nasyncio"
     )
     program = program.format(hold="").replace(
-        "TURN_S = watchdog.REPORT_S = 0.03", "TURNS, watchdog.TURN_S = 10, 0.05"
+        "TURN_S = background.REPORT_S = 0.03", "TURNS, background.TURN_S = 10, 0.05"
     )
-    program = program.replace("    with watch", "    print('up', flush=True)\n    with watch")
+    program = program.replace("    with back", "    print('up', flush=True)\n    with back")
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -20,24 +20,24 @@ from mlxtp.engine import loader
 from mlxtp.engine.grammar import build, read_tokenizer
 from mlxtp.errors import ModelError, RequestError
 from mlxtp.groups.fabric import row_bytes
-from mlxtp.models import hub_client, inspect
-from mlxtp.models.hub_cache import lacks
-from mlxtp.placement.tables import KNOWN
-from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
-from mlxtp.text.renderer import LocalRenderer, template_module
-from mlxtp.text.tokenizer import Text
-from mlxtp.tokenizer_file import (
+from mlxtp.model_files import (
     _SHOWN,
     KIMI_PATTERN,
     MAX_CONFIG_BYTES,
     MAX_TEXT_BYTES,
     RESERVED,
     converted,
+    fingerprint,
     text_of,
     token_count,
     tokenizer_json,
 )
-from mlxtp.weights_file import fingerprint
+from mlxtp.models import hub_client, inspect
+from mlxtp.models.hub_cache import lacks
+from mlxtp.placement.tables import KNOWN
+from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
+from mlxtp.text.renderer import LocalRenderer, template_module
+from mlxtp.text.tokenizer import Text
 
 from .api.conftest import byte_level, save
 from .hub import Model, put, running_hub

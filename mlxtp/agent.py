@@ -45,10 +45,9 @@ from .gateway.gateway import Gateway
 from .gateway.remote_backend import serve_requests
 from .groups import overview
 from .groups.coordinator import Coordinator
-from .groups.drain import Drain
 from .groups.fabric import FabricBench, FabricResults
 from .groups.group import GroupMaker
-from .groups.groups import Groups, group_of
+from .groups.groups import Drain, Groups, group_of
 from .groups.health import ServingState
 from .groups.hosted_rank import HostedRanks
 from .groups.lifecycle import StageListener

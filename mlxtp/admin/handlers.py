@@ -27,8 +27,7 @@ from ..config import (
 )
 from ..diagnostics.checkup import Checkup
 from ..errors import Code, ConfigError, UserError
-from ..groups.drain import Drain
-from ..groups.groups import group_of
+from ..groups.groups import Drain, group_of
 from ..groups.machines import parallel_of
 from ..groups.selection import SelectionState
 from ..identity.store import Store

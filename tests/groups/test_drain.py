@@ -14,7 +14,7 @@ from mlxtp.admin.handlers import Admin as Administration
 from mlxtp.agent import Agent, drain_on_signal
 from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
-from mlxtp.groups.drain import LOOK_S, Drain
+from mlxtp.groups.groups import LOOK_S, Drain
 from mlxtp.groups.health import ServingState
 from mlxtp.models.inspect import ModelSource, open_model
 from mlxtp.wire.cluster_messages import Beat, GroupAssignment, Prepare, RankTrouble, Serving

@@ -31,14 +31,14 @@ from ..groups.groups import Drain, group_of
 from ..groups.machines import parallel_of
 from ..groups.selection import SelectionState
 from ..identity.store import Store
+from ..models import disk_cache
 from ..models.hub_cache import Repo, cache_folder, hub_name
 from ..models.inspect import full_name, is_hub_id, models_here
 from ..placement.cost_model import RING_LOOPBACK
 from ..short_names import stands_for
 from ..wire.cluster_messages import Deployment
 from . import snapshot
-from .caches import CacheHandlers
-from .parts import AgentParts, senders
+from .parts import AgentParts, cache_use, caches_of, deployments_of, senders, with_ranks
 from .snapshot import Observer
 
 FILE = "agent.json"  # In the home, readable only by this user: the agent's address and key.
@@ -486,3 +486,83 @@ def announce(home: Path, url: str, key: str, certificate: str = "") -> None:
         draft.replace(path)
     except OSError as error:
         raise ConfigError(f"--home {home}: {path.name} cannot be written: {error.strerror}") from None
+
+
+class CacheHandlers:
+    """Handlers of commands about caches of earlier prompts."""
+
+    def __init__(self, parts: AgentParts) -> None:
+        self._parts = parts
+
+    async def kept(self) -> Json:
+        """Return what each group whose rank 0 is here keeps, what is on this disk, and the other groups."""
+        settings = self._parts.node.settings
+        return {
+            "groups": [asdict(each) for each in caches_of(self._parts)],
+            "elsewhere": self._elsewhere(""),
+            "disk": await asyncio.to_thread(disk_cache.listed, settings.home, settings.cache_disk),
+        }
+
+    async def clear(self, model: str, where: str) -> Json:
+        """Drop the caches of a model, or of all: of groups whose rank 0 is here, and those on this disk.
+
+        `where`: "memory" or "disk" alone; empty for both. Returns what was dropped, the groups that other
+        Macs own, and the Macs whose disks may still have something. Raises UserError if no such group is here
+        and nothing was on disk.
+        """
+        if where not in ("", "memory", "disk"):
+            raise UserError(f"{where!r} is not memory or disk")
+        name, groups, removed = name_of(model), [], []
+        if where != "disk":
+            groups = [each for each in with_ranks(self._parts) if name in ("", each.scope.deployment)]
+        kept = [asdict(cache_use(group)) for group in groups]
+        for group in groups:
+            await group.supervisor.kv.clear()
+            self._parts.gateway.deployments.forget_prefixes(group.scope.group)
+        if where != "memory":
+            folder = disk_cache.folder_in(self._parts.node.settings.home)
+            removed = await asyncio.to_thread(disk_cache.clear, folder, model, agent_runs=True)
+        if not groups and not removed and where != "disk":
+            raise UserError(none_kept(model, where, served=bool(self._elsewhere(name))))
+        return {
+            "groups": kept,
+            "disk": disk_cache.by_model(removed),
+            "elsewhere": self._elsewhere(name) if where != "disk" else [],
+            "other_macs": self._other_macs() if where != "memory" else [],
+        }
+
+    def _other_macs(self) -> list[str]:
+        node = self._parts.node
+        return sorted(node.name_of(each) for each in node.replica.roster.members() if each != node.node_id)
+
+    def _elsewhere(self, name: str) -> list[Json]:
+        """Return the groups of a deployment, or of all, that another Mac owns."""
+        here = {each.scope.group for each in with_ranks(self._parts)}
+        found = deployments_of(self._parts, self._parts.groups.reports())
+        return [
+            {
+                "group": group.id,
+                "owner": self._parts.node.name_of(group.owner),
+                "cached_tokens": group.cached,
+            }
+            for each in found
+            if name in ("", each.row.name)
+            for group in each.groups
+            if group.members and group.id not in here
+        ]
+
+
+def none_kept(model: str, where: str, *, served: bool) -> str:
+    """Return why there is nothing to clear; `served`: by a group of another Mac."""
+    if served:
+        what = f"{model} has no rank 0" if model else "no model has its rank 0"
+        return (
+            f"{what} on this Mac, so nothing of it is kept here; `mlxtp status` names the owner of each "
+            "group: clear it there"
+        )
+    what = model or "no model"
+    if where == "memory":
+        return f"{what} is {'not ' if model else ''}served"
+    return (
+        f"{what} is {'neither' if model else 'either'} served {'nor' if model else 'or'} on this Mac's disk"
+    )

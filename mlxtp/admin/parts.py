@@ -1,4 +1,4 @@
-"""The parts of an agent, and facts read off them for all reports: deployments, drafts, open requests."""
+"""The parts of an agent, and facts for all reports: deployments, caches, drafts, open requests."""
 
 from __future__ import annotations
 
@@ -226,6 +226,62 @@ def _rendered(group: GroupSnapshot, names: Mapping[str, str]) -> Json:
         "exposed": group.exposed or None,
         "loaded_percent": group.loaded,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCaches:
+    """Use of one group's caches in this epoch, by the newest heartbeats of its ranks.
+
+    `reused` prompts began with `reused_tokens` of a cache. Of these, `fetched` and `fetched_tokens` came from
+    disk. Bytes are those of all ranks. `disk_bytes` and `disk_room_bytes` are those of the group's Macs, for
+    all their models.
+    """
+
+    group: str
+    kept_bytes: int
+    evicted_bytes: int
+    spilled_bytes: int
+    reused: int
+    reused_tokens: int
+    fetched: int
+    fetched_tokens: int
+    disk_bytes: int
+    disk_room_bytes: int
+
+
+def use_of(group: str, pongs: Mapping[int, Pong], nodes: Sequence[str]) -> GroupCaches:
+    """Sum up the heartbeats of a group's ranks, of which there is one at least; `nodes` has their Macs."""
+    ranks, first = pongs.values(), pongs[min(pongs)]
+    # Each rank reports the disk of its Mac, which several ranks may share.
+    macs = {(nodes[rank] if len(nodes) > 1 else ""): pong for rank, pong in sorted(pongs.items())}.values()
+    return GroupCaches(
+        group,
+        sum(each.kept_bytes for each in ranks),
+        sum(each.evicted_bytes for each in ranks),
+        sum(each.spilled_bytes for each in ranks),
+        first.reused,
+        first.reused_tokens,
+        first.fetched,
+        first.fetched_tokens,
+        sum(each.disk_bytes for each in macs),
+        sum(each.disk_room_bytes for each in macs),
+    )
+
+
+def caches_of(parts: AgentParts) -> tuple[GroupCaches, ...]:
+    """Return the use of each group whose rank 0 is here."""
+    return tuple(map(cache_use, with_ranks(parts)))
+
+
+def with_ranks(parts: AgentParts) -> list[Group]:
+    """Return the groups whose rank 0 is here, with reports of its ranks."""
+    return [each for each in parts.groups.by_id.values() if each.supervisor.status.pongs]
+
+
+def cache_use(group: Group) -> GroupCaches:
+    """Return the use of one group's caches, by the newest heartbeats of its ranks."""
+    status = group.supervisor.status
+    return use_of(group.scope.group, status.pongs, status.group.nodes if status.group is not None else ())
 
 
 PROPOSERS = ("lookup", "mtp", "draft")  #: In the order of Pong.

@@ -27,13 +27,13 @@ from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
 from ..wire.cluster_messages import Deployment, FabricResult, Machine, ModelStatus, RosterEntry, Serving
 from ..wire.messages import Pong
-from . import caches
-from .caches import GroupCaches
 from .parts import (
     AgentParts,
     DeploymentSnapshot,
+    GroupCaches,
     GroupDrafts,
     RunningRequest,
+    caches_of,
     deployments_of,
     deployments_rendered,
     drafts,
@@ -181,7 +181,7 @@ def gather(parts: AgentParts) -> Snapshot:
         hosted=parts.hosted.has_ranks,
         model_bytes=group.scope.model.weight_bytes or None,
         left_wired=sleep.HERE.summary(),
-        caches=caches.gather(parts),
+        caches=caches_of(parts),
         drafts=tuple(drafts(parts)),
         history=_history(parts),
         transfers=tuple(parts.transfers.under_way_anywhere()),

@@ -14,8 +14,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from mlxtp.admin.caches import CacheHandlers
-from mlxtp.admin.handlers import Admin
+from mlxtp.admin.handlers import Admin, CacheHandlers
 from mlxtp.admin.snapshot import Observer, links, pairs
 from mlxtp.cli.status import picture
 from mlxtp.cluster.cluster_state import PINNED

@@ -14,8 +14,7 @@ from prometheus_client.core import Metric
 from rich.console import Console
 
 from mlxtp.admin import checkup, metrics, snapshot
-from mlxtp.admin.caches import use_of
-from mlxtp.admin.parts import DeploymentSnapshot, GroupSnapshot, drafts_of
+from mlxtp.admin.parts import DeploymentSnapshot, GroupSnapshot, drafts_of, use_of
 from mlxtp.admin.snapshot import AgentSnapshot, ClusterSnapshot, MemberSnapshot, NodeLink, Snapshot, gather
 from mlxtp.api.backend import Health, ModelInfo
 from mlxtp.api.dialects import openai as answers

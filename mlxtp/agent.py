@@ -42,10 +42,10 @@ from .config import Settings, told
 from .errors import Code, ConfigError, GroupError, MlxtpError, ModelError
 from .gateway.admission import AdmissionLimits
 from .gateway.gateway import Gateway
-from .gateway.remote_backend import serve_requests
 from .groups import overview
 from .groups.coordinator import Coordinator
 from .groups.fabric import FabricBench, FabricResults
+from .groups.forwarding import serve_requests
 from .groups.group import GroupMaker
 from .groups.groups import Drain, Groups, group_of
 from .groups.health import ServingState

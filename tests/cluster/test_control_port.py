@@ -18,7 +18,7 @@ from mlxtp.agent import running_agent
 from mlxtp.cluster.control_port import ControlPort, bind_control, check_interface
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, MlxtpError, UserError
-from mlxtp.gateway.remote_backend import RemoteBackend, serve_requests
+from mlxtp.groups.forwarding import RemoteBackend, serve_requests
 from mlxtp.identity.join_network import ask_to_join
 from mlxtp.identity.join_protocol import (
     AskElsewhere,

@@ -17,10 +17,9 @@ from mlxtp.config import Settings, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.gateway import Gateway
-from mlxtp.gateway.remote_backend import serve_requests
 from mlxtp.groups import forwarding as follower_module
 from mlxtp.groups import loading
-from mlxtp.groups.forwarding import ForwardingBackend
+from mlxtp.groups.forwarding import ForwardingBackend, serve_requests
 from mlxtp.groups.health import ServingState
 from mlxtp.models.inspect import ModelSource
 from mlxtp.wire.blocking import listen

@@ -12,12 +12,12 @@ import pytest
 
 from mlxtp.api.backend import Health, Progress, Request, StreamEnd, Tokens, TokenScore
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
-from mlxtp.gateway import remote_backend
 from mlxtp.gateway import request as client_request
 from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.dispatcher import RequestDispatcher
 from mlxtp.gateway.gateway import Gateway
-from mlxtp.gateway.remote_backend import RemoteBackend, serve_requests
+from mlxtp.groups import forwarding
+from mlxtp.groups.forwarding import RemoteBackend, serve_requests
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -35,8 +35,8 @@ from mlxtp.wire.messages import (
 from mlxtp.wire.session import LinkKind, Session, Side
 from mlxtp.wire.streams import StreamLink
 
-from ..groups.scenes import run, sees, within
-from .test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
+from ..gateway.test_gateway import DEPLOYMENT, GROUP, MODEL, TEXT, FakeRanks, everything
+from .scenes import run, sees, within
 
 MAX_OPEN = 4
 
@@ -192,7 +192,7 @@ def test_the_progress_of_a_prefill_there_is_known_here() -> None:
 def test_a_client_that_stops_reading_there_holds_up_no_client_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own gateway always reads, so the link never fills; the client alone is ended."""
     monkeypatch.setattr(client_request, "MAX_UNREAD", 100)
-    monkeypatch.setattr(remote_backend, "MAX_UNSENT_BYTES", 4096)
+    monkeypatch.setattr(forwarding, "MAX_UNSENT_BYTES", 4096)
 
     async def story(stage: Stage) -> None:
         deaf, other = (stage.ours.generate(Request((number,), 900)) for number in (1, 2))
@@ -363,7 +363,7 @@ def test_a_flood_of_requests_is_refused_one_by_one_and_leaves_nothing_behind() -
 
 
 def test_an_agent_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_backend, "MAX_UNSENT_BYTES", 100_000)
+    monkeypatch.setattr(forwarding, "MAX_UNSENT_BYTES", 100_000)
 
     async def story(stage: Stage) -> None:
         mine = stage.serving

@@ -219,7 +219,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
         }
     ),
     "placement": frozenset({"chunks", "errors", "model_config", "wire"}),
-    "discovery": frozenset({"background", "config", "errors", "wire"}),
+    "discovery": frozenset({"background"}),
     "identity": frozenset({"audit", "background", "config", "discovery", "errors", "wire"}),
     "text": frozenset({"errors", "model_files"}),
     "api": frozenset(
@@ -253,7 +253,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "wire",
         }
     ),
-    "gateway": frozenset({"api", "background", "cluster", "discovery", "errors", "models", "text", "wire"}),
+    "gateway": frozenset({"api", "errors", "models", "text", "wire"}),
     "diagnostics": frozenset(
         {
             "api",
@@ -293,7 +293,6 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "cluster",
             "config",
             "diagnostics",
-            "discovery",
             "errors",
             "gateway",
             "groups",
@@ -314,8 +313,6 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "background",
             "cluster",
             "config",
-            "diagnostics",
-            "discovery",
             "errors",
             "gateway",
             "groups",
@@ -323,7 +320,6 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
             "models",
             "placement",
             "sandbox",
-            "service",
             "wire",
         }
     ),

@@ -8,6 +8,8 @@ from typing import Any
 
 from .errors import Code, ModelError
 
+# --- families, by mlx-lm's names ------------------------------------------------------------------------
+
 #: Other names of families, by mlx-lm's own table. A test compares the two tables.
 ALSO_CALLED = {
     "mistral": "llama", "iquestcoder": "llama", "xverse": "llama", "joyai_llm_flash": "deepseek_v3",
@@ -61,6 +63,8 @@ MTP_PLACES = {
     "mimo": "model.mtp_layers.0.",
 }  # fmt: skip
 
+
+# --- fields ---------------------------------------------------------------------------------------------
 
 Config = Mapping[str, Any]
 

@@ -214,6 +214,8 @@ def _shown_bytes() -> dict[int, str]:
 _SHOWN = _shown_bytes()
 
 
+# --- weights --------------------------------------------------------------------------------------------
+
 _SAMPLE_BYTES = 1 << 20
 MTP_FILE = "mtp.safetensors"  #: for an MTP head that is not in the model's own files
 

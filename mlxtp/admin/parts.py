@@ -73,6 +73,8 @@ class AgentParts:
                 ending.push_async_callback(part.close)
 
 
+# --- deployments and their groups -----------------------------------------------------------------------
+
 _BEST = (
     *SERVES, ServingState.LOADING, ServingState.FORMING, ServingState.STARTING,
     ServingState.RESTARTING, ServingState.FAILED,
@@ -228,6 +230,9 @@ def _rendered(group: GroupSnapshot, names: Mapping[str, str]) -> Json:
     }
 
 
+# --- caches of earlier prompts --------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class GroupCaches:
     """Use of one group's caches in this epoch, by the newest heartbeats of its ranks.
@@ -284,6 +289,8 @@ def cache_use(group: Group) -> GroupCaches:
     return use_of(group.scope.group, status.pongs, status.group.nodes if status.group is not None else ())
 
 
+# --- drafts ---------------------------------------------------------------------------------------------
+
 PROPOSERS = ("lookup", "mtp", "draft")  #: In the order of Pong.
 
 
@@ -323,6 +330,8 @@ def drafts(parts: AgentParts) -> Iterator[GroupDrafts]:
         if pongs := each.supervisor.status.pongs:
             yield drafts_of(each.scope.group, pongs[min(pongs)], parts.node.settings.speculation)
 
+
+# --- open requests, without their text ------------------------------------------------------------------
 
 MOST_SHOWN = 64  #: Requests that are shown.
 

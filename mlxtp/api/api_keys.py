@@ -39,6 +39,8 @@ from .request_context import RequestContext, current, note_key
 log = logging.getLogger(__name__)
 
 
+# --- the file -------------------------------------------------------------------------------------------
+
 FILE = "keys.json"
 LOCK = "keys.lock"
 PREFIX = "mlxtp_"
@@ -177,6 +179,8 @@ def _row(key: ApiKey) -> dict[str, Any]:
     named = {"name": key.name, "sha256": key.digest.hex(), "created": key.created}
     return {**named, "per_minute": key.per_minute, **later}
 
+
+# --- keys of a running agent ----------------------------------------------------------------------------
 
 USE_FILE = "key-use.json"
 SAVE_S = 30.0  #: Seconds between two writes of the counts while keys are used.

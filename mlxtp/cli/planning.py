@@ -357,6 +357,9 @@ def _gb(size: int) -> str:
     return f"{size / GB:.1f} GB" if size >= GB / 10 else f"{size / 1e6:.1f} MB"
 
 
+# --- several models at once -----------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """One model in a packing. `why`: the reason for no group, empty where `plan` has one."""

@@ -28,6 +28,8 @@ from ..config import home_folder
 from ..errors import Code, Exit, MlxtpError, UserError
 from ..values import stage_words
 
+# --- output ---------------------------------------------------------------------------------------------
+
 POLL_S = 0.5  # between polls of an agent that is starting
 
 
@@ -116,6 +118,9 @@ def print_answer(answer: Mapping[str, Any], as_json: bool, show: Any) -> None:
 
 #: Characters of a file's name that an error shows.
 MAX_NAME = 400
+
+
+# --- errors and log lines -------------------------------------------------------------------------------
 
 #: The variable with which a shell requests completions; see typer.
 COMPLETION_VARIABLE = "_MLXTP_COMPLETE"

@@ -50,6 +50,8 @@ from .node import ClusterNode
 log = logging.getLogger(__name__)
 
 
+# --- holders --------------------------------------------------------------------------------------------
+
 HAND_OVER_S = 10.0  #: seconds for the other Mac's reply; its disk flushes a file of 1 KB meanwhile
 
 
@@ -145,6 +147,8 @@ class AuthorityKeeping:
         node.identity = replace(node.identity, authority=authority)
         node.enrolment.hold(node.identity)
 
+
+# --- renewal --------------------------------------------------------------------------------------------
 
 RENEWAL_LOOK_S = 60.0  #: Seconds between two looks at this Mac's certificate.
 AGAIN_S = 3600.0  #: Seconds until the next try after a renewal that left the certificate due.
@@ -269,6 +273,8 @@ class Renewal:
             raise ProtocolError(f"{self._node.name} does not hold the authority's key")
         return authority.certify(node_id, key, self._node.peer_info.clock.now(), CERTIFICATE_S)
 
+
+# --- rotation -------------------------------------------------------------------------------------------
 
 ROTATION_LOOK_S = 1.0  #: Seconds between two looks at who has moved.
 MOVE_S = 10.0  #: Seconds that present members have to move when the former authority ends at once.

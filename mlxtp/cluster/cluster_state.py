@@ -28,6 +28,8 @@ from ..wire.cluster_messages import (
     RosterEntry,
 )
 
+# --- deployments ----------------------------------------------------------------------------------------
+
 MAX_LIVE = 64  #: Deployments that count. Two sides that added more while they were separated keep the first.
 MAX_REMOVED = 256  #: Removed rows that an edit keeps; older ones are covered by the floor.
 PINNED = -1  #: `keep_s` of a deployment that a user asked for.
@@ -188,6 +190,8 @@ def _rank(row: Deployment) -> tuple[object, ...]:
         row.on, row.keep_s, row.since, row.parallel, row.split,
     )  # fmt: skip
 
+
+# --- members --------------------------------------------------------------------------------------------
 
 #: Members and removed members. Removals are never forgotten, because a forgotten key would be admitted again.
 MAX_ENTRIES = 512

@@ -33,6 +33,8 @@ from .state_file import SavedState, Saving, load
 log = logging.getLogger(__name__)
 
 
+# --- rounds: steps at intervals, and again after each change --------------------------------------------
+
 LEAST_S = 0.02  #: Seconds between two rounds that only the time causes.
 AGAIN_S = 0.5  #: Seconds until the round after one whose own steps changed something.
 
@@ -105,6 +107,8 @@ class Rounds:
                     await self._wake.wait()
             await asyncio.sleep(0)
 
+
+# --- the node -------------------------------------------------------------------------------------------
 
 BEAT_S = 0.5
 #: Where no other Mac can come, no change is waited for.

@@ -41,6 +41,9 @@ from .links import ControlLink, PeerLinks
 
 log = logging.getLogger(__name__)
 
+
+# --- signatures of members' entries ---------------------------------------------------------------------
+
 _ADMISSION = b"mlxtp roster admission\0"
 _REMOVAL = b"mlxtp roster removal\0"
 _AUTHORIZED = b"mlxtp roster authorized removal\0"
@@ -224,7 +227,7 @@ def _holds(key: PublicKey, signature: str, label: bytes, parts: list[bytes]) -> 
         return False
 
 
-# --- changes ---------------------------------------------------------------------------------------------
+# --- changes of members ---------------------------------------------------------------------------------
 
 
 def restored(proofs: RosterProofs, identity: Identity, name: str, kept: ClusterState) -> Replica:
@@ -327,6 +330,8 @@ class Enrolment:
         for handler in self._on_change:
             handler()
 
+
+# --- changes of deployments -----------------------------------------------------------------------------
 
 #: Called with the deployments before and after a change.
 TableHandler = Callable[[DeploymentTable, DeploymentTable], None]

@@ -416,6 +416,8 @@ def _refusal(code: Code, detail: str) -> MlxtpError:
     return GroupError(detail, code)
 
 
+# --- all deployments ------------------------------------------------------------------------------------
+
 STEP_S = 10  #: Seconds of disuse are counted in such steps, so that reports seldom change.
 
 

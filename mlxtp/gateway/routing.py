@@ -88,6 +88,8 @@ class PrefillMeter:
         self.speed = self._tokens / self._seconds
 
 
+# --- beginnings of prompts that groups have -------------------------------------------------------------
+
 BLOCK = 256  #: Tokens.
 MOST_HASHES = 512  #: Hashes of one group that are remembered and reported: 131,072 tokens.
 

@@ -42,6 +42,9 @@ from .process_group import EpochGroup
 
 log = logging.getLogger(__name__)
 
+
+# --- requests link: from the agent of the client to the agent with rank 0, and back ---------------------
+
 #: Bytes that may wait for an agent that does not read. Then its link is cut.
 MAX_UNSENT_BYTES = 8 * 1024 * 1024
 
@@ -150,6 +153,8 @@ async def serve_requests(
         for cancel in list(cancels.values()):
             cancel()
 
+
+# --- the group ------------------------------------------------------------------------------------------
 
 CONNECT_S = 3.0
 RETRY_S = 0.5

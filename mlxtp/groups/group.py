@@ -189,6 +189,9 @@ class Group:
         self._announced = ready
 
 
+# --- making of groups -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class GroupMaker:
     """Maker of groups, with the parts that all groups of an agent share.

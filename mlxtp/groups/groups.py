@@ -254,6 +254,9 @@ def short_of_memory(node: ClusterNode, reports: Sequence[Serving]) -> str:
     return node.name_of(short[0]) if short else ""
 
 
+# --- orders and reports of agents that own groups -------------------------------------------------------
+
+
 class OtherOwners:
     """Takes in what owners of groups on other Macs send. `groups` are those that this agent knows."""
 
@@ -324,6 +327,8 @@ class OtherOwners:
             self._end_elsewhere(node_id, order.group, forms)
         self._hosted.received(node_id, order)
 
+
+# --- orderly end ----------------------------------------------------------------------------------------
 
 LOOK_S = 0.1  #: Seconds between checks for open requests of a drain.
 NEWS_S = 1.0  #: Seconds after which a client that watches a drain gets a reply even without news.

@@ -24,6 +24,9 @@ from .status import GroupStatus
 log = logging.getLogger(__name__)
 
 
+# --- health ---------------------------------------------------------------------------------------------
+
+
 def health(node: ClusterNode, groups: Groups, gateway: Gateway, model: str = "") -> Health:
     """Return the health of a deployment, by the name of it or of its model; of the whole without one.
 
@@ -87,6 +90,8 @@ def _ready(status: GroupStatus) -> bool:
     return status.state is ServingState.READY and not status.closing
 
 
+# --- reports of the work of replicas, by which each agent chooses one for a request ---------------------
+
 _HASH_BYTES = 8
 
 
@@ -144,6 +149,8 @@ def unpacked(load: ReplicaLoad) -> GroupLoad:
     hashes = tuple(int.from_bytes(data[start : start + _HASH_BYTES], "little") for start in starts)
     return GroupLoad(load.queued, load.requests, float(load.speed), hashes)
 
+
+# --- account of each Mac's memory: budgets of the ranks of all groups, and their reports ----------------
 
 MIB = 1024**2
 #: Bytes that a rank may have beside weights and KV caches, for forwards and buffers: the larger of the two.

@@ -91,6 +91,9 @@ class GroupScope:
         return self.assignment.why or f"{self.deployment} has enough other groups"
 
 
+# --- choice of ranks ------------------------------------------------------------------------------------
+
+
 class Placer:
     """Planner of a group's next epoch.
 

@@ -1,4 +1,14 @@
-"""Time of a cluster's credentials: the end of certificates, and the change from one authority to the next."""
+"""Time of a cluster's credentials: the end of certificates, and the change from one authority to the next.
+
+A certificate holds for a year and is renewed in the second half of it, so a Mac may be away for half a year
+and notice nothing. The cluster's time is the median of the clocks of this Mac and of the members with a link.
+Of two in the middle the earlier one counts, because a clock that is ahead must end no membership.
+
+The authority before certifies the key of the next one (`cross`), so that a member that was away takes the
+certificates of the next authority. The next one certifies the key before (`past[0]`), so that a newcomer
+believes what the former one signed. The `cross` holds from the beginning of the rotation to its end. Pure,
+but for `own_time`.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +31,8 @@ from ..wire.certificates import (
     vouched,
 )
 from ..wire.cluster_messages import MAX_PAST
+
+# --- end of certificates --------------------------------------------------------------------------------
 
 DAY_S = 86_400.0
 CERTIFICATE_S = 365 * DAY_S  #: seconds for which a certificate holds
@@ -94,6 +106,8 @@ def day(seconds: float) -> str:
     seconds = min(max(seconds, 0.0), 253_402_300_799.0)
     return time.strftime("%Y-%m-%d", time.gmtime(seconds))
 
+
+# --- succession of authorities --------------------------------------------------------------------------
 
 OVERLAP_S = 30 * DAY_S  #: seconds for which both authorities count, so that absent members can come back
 

@@ -164,6 +164,8 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatch(path, pattern) and path.count("/") == pattern.count("/")
 
 
+# --- holdings of members --------------------------------------------------------------------------------
+
 RATE_S = 10.0  #: Seconds over which speeds are measured.
 
 

@@ -21,6 +21,8 @@ from .hub_cache import Repo, free_bytes, hub_name
 from .inspect import revisions_here
 from .manifest import Holding, Manifest, TransferRate
 
+# --- models on the disks of members ---------------------------------------------------------------------
+
 REPORT_S = 10.0  #: Seconds between two looks at the models on this disk.
 
 
@@ -92,6 +94,8 @@ class StoredModels:
         """Stop listing."""
         await self._background.close()
 
+
+# --- transfers ------------------------------------------------------------------------------------------
 
 MAX_JOBS = 256  #: Models for which a transfer is kept.
 

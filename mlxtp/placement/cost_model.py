@@ -26,6 +26,8 @@ from .model_shape import ModelShape
 from .tables import ACCEPTED, ACCEPTED_LATER, ACCEPTED_UNKNOWN, Chip
 from .topology import MemberMachine
 
+# --- workloads ------------------------------------------------------------------------------------------
+
 ENOUGH = 32  #: Requests from which a workload is learnt.
 MUCH = 1.5  #: Factor by which a mean must differ from the present workload to count as another one.
 
@@ -78,6 +80,8 @@ def _counts(workload: Workload) -> tuple[int, ...]:
     _, prompt, cached, answer, at_once = astuple(workload)
     return max(1, prompt), max(1, prompt - cached), max(1, answer), at_once
 
+
+# --- speed ----------------------------------------------------------------------------------------------
 
 #: Seconds that a GPU kernel costs beside the bytes it reads: it starts, fills the GPU and drains it. Fitted,
 #: with the two efficiencies of `tables`, to published single-Mac speeds; a chain of empty ones was measured

@@ -39,6 +39,8 @@ from .model_weights import (
     stage_rules,
 )
 
+# --- kinds of KV caches, and what the engine leaves out with each ---------------------------------------
+
 #: Families with windows of tokens in every model.
 _WINDOWS = frozenset(
     ("afmoe", "cohere2", "exaone4", "exaone_moe", "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_text",
@@ -122,6 +124,8 @@ def traits_of(family: str, layer_types: object = ()) -> CacheTraits:
             return traits
     return WINDOWS if sliding and family in _WINDOWS_IN_SOME else PLAIN
 
+
+# --- shape ----------------------------------------------------------------------------------------------
 
 _DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 #: Roles of modules, by parts of their paths. The first that fits counts.

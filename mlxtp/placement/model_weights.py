@@ -391,6 +391,8 @@ def _gemma4_inputs(config: Config) -> Iterator[WeightKind]:
     yield WeightKind("inputs", gates, gates, tuple(range(total)), divides=False)
 
 
+# --- borders of stages ----------------------------------------------------------------------------------
+
 #: Families whose linear attention is given positions, which only the caches of the other layers count.
 _COUNTED = frozenset(("bailing_hybrid", "bailing_moe_linear"))
 

@@ -225,8 +225,10 @@ def test_what_the_model_cannot_do_is_said_at_once_and_not_tried_again(
     ("args", "typed", "variable", "words"),
     [
         (("--join", "-"), "TYPED\n", "VARIABLE-VARIABLE", "the join token has 5 characters"),
-        ((), "", "VARIABLE", "the join token has 8 characters"),
-        (("--join", "-"), "", "", "--join -: there is no token on standard input"),
+        pytest.param((), "", "VARIABLE", "the join token has 8 characters", marks=pytest.mark.chaos),
+        pytest.param(
+            ("--join", "-"), "", "", "--join -: there is no token on standard input", marks=pytest.mark.chaos
+        ),
     ],
 )
 def test_a_join_token_that_is_not_in_the_list_of_processes(
@@ -309,7 +311,10 @@ def test_a_node_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.S
     until(lambda: not rank_processes(tmp_path), "rank processes to be gone")
 
 
-@pytest.mark.parametrize(("flag", "shared"), [("--no-share-cache", False), ("--share-cache", True)])
+@pytest.mark.parametrize(
+    ("flag", "shared"),
+    [("--no-share-cache", False), pytest.param("--share-cache", True, marks=pytest.mark.chaos)],
+)
 def test_a_key_learns_nothing_of_another_one_s_prompt(tmp_path: Path, flag: str, shared: bool) -> None:
     one, other = (KeyFile(tmp_path).create(name, 0, 1.0)[1] for name in ("one", "other"))
     with node(tmp_path, "--ranks", "1", flag) as (process, url):

@@ -136,7 +136,7 @@ def test_n_tokens_take_one_prefill_and_n_minus_1_steps(step_by_step: Cluster, n:
     assert work.collectives == (1 + n * (2 * LAYERS + 1),) * 2
 
 
-@pytest.mark.parametrize("n", [1, 64, *(pytest.param(n, marks=pytest.mark.chaos) for n in (2, 5))])
+@pytest.mark.parametrize("n", [5, *(pytest.param(n, marks=pytest.mark.chaos) for n in (1, 2, 64))])
 def test_lockstep_makes_the_same_tokens_in_as_many_forwards(lockstep: Cluster, n: int) -> None:
     work, generated = counted(lockstep, prompt_ids(LONG), n)
     assert generated == n
@@ -213,19 +213,19 @@ def test_eight_at_once(cluster: Cluster) -> None:
     assert cluster.idle().forwards
 
 
-def test_a_hundred_requests_each_get_their_own_string_back(two_ranks: Cluster) -> None:
+def test_fifty_requests_each_get_their_own_string_back(two_ranks: Cluster) -> None:
     random = Random(100)
-    texts = [random_text(random, random.randint(4, 14)) for _ in range(100)]
+    texts = [random_text(random, random.randint(4, 14)) for _ in range(50)]
     prompts = [prompt_ids(f"Repeat exactly: {text}") for text in texts]
     before = two_ranks.idle()
     answers = two_ranks.complete_all(prompts, 40, at_once=16)
     work = two_ranks.idle() - before
     assert [tokens for tokens, _ in answers] == [reference(prompt, 40) for prompt in prompts]
     own = [spoken(tokens) == text for (tokens, _), text in zip(answers, texts, strict=True)]
-    assert sum(own) >= 95
+    assert sum(own) >= 47
     assert work.emitted == (sum(len(tokens) for tokens, _ in answers), 0)
     # Shared steps: far fewer forwards than tokens.
-    assert work.forwards[0] < work.emitted[0] / 2 + 100
+    assert work.forwards[0] < work.emitted[0] / 2 + 50
 
 
 def test_requests_of_different_lengths_join_and_leave_one_batch(two_ranks: Cluster) -> None:

@@ -58,13 +58,13 @@ def test_a_code_is_found_among_a_thousand_tokens(two_ranks: Cluster, seed: int) 
 
 def test_unseen_strings_of_all_printable_characters_come_back(two_ranks: Cluster) -> None:
     random = Random(20)
-    wanted = ["".join(random.choices(PRINTABLE, k=1 + i % 40)) for i in range(60)]
+    wanted = ["".join(random.choices(PRINTABLE, k=1 + 4 * i % 40)) for i in range(30)]
     with ThreadPoolExecutor(8) as clients:
         said = list(
             clients.map(lambda text: two_ranks.content(f"Repeat exactly: {text}", max_tokens=60), wanted)
         )
     exact = sum(map(str.__eq__, said, wanted))
-    assert exact >= 57, f"{exact} of {len(wanted)}"
+    assert exact >= 28, f"{exact} of {len(wanted)}"
 
 
 def test_characters_of_several_bytes_come_back_whole(two_ranks: Cluster) -> None:

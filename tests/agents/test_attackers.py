@@ -108,6 +108,7 @@ def honest(agent: Agent, **fields: object) -> httpx.Response:
         return client.post(url, json=body(PROMPT, temperature=0, **fields))
 
 
+@pytest.mark.chaos
 def test_a_template_that_never_ends_costs_its_request_alone(agent: Agent) -> None:
     replies: list[httpx.Response] = []
     url = f"{url_of(agent)}/v1/chat/completions"
@@ -148,6 +149,7 @@ def test_slow_grammars_of_one_client_do_not_keep_another_s_out(agent: Agent) -> 
     assert {reply.status_code for reply in replies} <= {200, 400, 429}
 
 
+@pytest.mark.chaos
 def test_a_client_gains_nothing_by_many_names(agent: Agent) -> None:
     url = f"{url_of(agent)}/v1/chat/completions"
 
@@ -169,6 +171,7 @@ def test_a_client_gains_nothing_by_many_names(agent: Agent) -> None:
     assert asyncio.run(story()) < 2 * ROWS
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:8080", "null"])
 def test_a_page_of_another_origin_posts_in_vain(agent: Agent, origin: str) -> None:
     """A browser sends such a post without asking first."""

@@ -198,6 +198,7 @@ def test_fewer_replicas_end_and_the_rest_goes_on(desk: Desk) -> None:
 # --- several models ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.chaos
 def test_a_model_that_never_loads_stands_beside_one_that_serves(desk: Desk) -> None:
     desk.only(desk.model("good"))
     broken = Path(desk.model("broken"))

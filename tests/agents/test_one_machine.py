@@ -136,6 +136,7 @@ def test_what_is_served_is_said_at_any_member(pair: tuple[Agent, Agent], tmp_pat
     assert {agent.chat() for agent in pair} == {SECRET}
 
 
+@pytest.mark.chaos
 def test_a_second_model_is_served_beside_the_first(pair: tuple[Agent, Agent], tmp_path: Path) -> None:
     """Each is answered at any member, and the first one's group does not notice."""
     a, b = pair

@@ -24,7 +24,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Age
         )
         a.start("--parallel", "pipeline")
         b.start("--join", a.first_token(), "--parallel", "pipeline")
-        serving(a, b)
+        wait(lambda: a.member(b).get("state") == b.member(a).get("state") == "alive", "two members", a, b)
         c.start("--join", b.token(), "--parallel", "pipeline")
         wait(
             lambda: all(len(agent.status()["members"]) == 3 for agent in (a, b)),

@@ -109,7 +109,7 @@ def fetched_tokens(cluster: Cluster) -> list[int]:
     ],
 )
 def test_killed_in_the_middle_of_a_block(home: Home, model: Path, place: str, rank: int) -> None:
-    wanted = Wanted(new_tokens(Random(1), LONG), 40, DRAWN)
+    wanted = Wanted(new_tokens(Random(1), LONG), 20, DRAWN)
     with home.start() as cluster:
         if place == "read":
             ask(cluster, wanted, model)
@@ -174,21 +174,21 @@ def test_a_long_answer_goes_on_from_disk_when_a_rank_is_lost(home: Home, model: 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=chaos), 1])
 def test_ranks_that_come_back_with_other_contents_agree(home: Home, model: Path, rank: int) -> None:
-    wanted = Wanted(new_tokens(Random(2), 3100), 300, DRAWN, ignore_eos=True)
+    wanted = Wanted(new_tokens(Random(3), 2100), 120, DRAWN, ignore_eos=True)
     with home.start() as cluster:
         request = cluster.ask(wanted)
         request.take(10)
-        on_disk(home.path, 2 * (3100 // BLOCK))
-        for file in home.files(rank)[8:]:
+        on_disk(home.path, 2 * (2100 // BLOCK))
+        for file in home.files(rank)[5:]:
             file.unlink()
-        home.files(1 - rank)[10].unlink()
+        home.files(1 - rank)[6].unlink()
         kill(cluster.pids()[1])
         tokens, _ = request.finish()
         assert tokens == said(wanted, model)
         # What rank 0 has to offer is known at once; of the others only when they have read.
-        assert fetched_tokens(cluster) == [2048, 2048]
+        assert fetched_tokens(cluster) == [1280, 1280]
         clear_memory(cluster)
-        assert ask(cluster, wanted, model) >= 2048
+        assert ask(cluster, wanted, model) >= 1280
 
 
 # --- agents that die -------------------------------------------------------------------------------------

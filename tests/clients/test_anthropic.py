@@ -81,7 +81,9 @@ def test_tokens_are_counted_as_they_are_used(client: anthropic.Anthropic) -> Non
     assert counted > 10
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "look_up"}])
+@pytest.mark.parametrize(
+    "choice", [{"type": "any"}, pytest.param({"type": "tool", "name": "look_up"}, marks=pytest.mark.chaos)]
+)
 def test_a_tool_that_must_be_called(client: anthropic.Anthropic, choice: Any) -> None:
     fields = asked("Look up 5.", tools=[TOOL], tool_choice=choice)
     message = client.messages.create(**fields)
@@ -158,6 +160,7 @@ def test_who_leaves_is_not_decoded_for(client: anthropic.Anthropic, two_ranks: C
     assert 0 < (two_ranks.idle() - before).emitted[0] < 1600
 
 
+@pytest.mark.chaos
 def test_many_at_once_get_each_their_own(client: anthropic.Anthropic) -> None:
     secrets = [random_text(Random(number), 12) for number in range(32)]
 

@@ -122,6 +122,7 @@ def test_who_leaves_is_not_decoded_for(client: ollama.Client, two_ranks: Cluster
     assert 0 < (two_ranks.idle() - before).emitted[0] < 1600
 
 
+@pytest.mark.chaos
 def test_many_at_once_get_each_their_own(client: ollama.Client) -> None:
     secrets = [random_text(Random(number), 12) for number in range(32)]
 

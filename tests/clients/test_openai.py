@@ -56,7 +56,13 @@ def test_a_whole_answer_and_a_streamed_one(client: openai.OpenAI) -> None:
     assert len(pieces) > 5
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        pytest.param({"type": "function", "function": {"name": "look_up"}}, marks=pytest.mark.chaos),
+    ],
+)
 def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any) -> None:
     asked: dict[str, Any] = {
         "model": "tiny", "messages": user("Look up 5."), "tools": [TOOL], "tool_choice": choice,

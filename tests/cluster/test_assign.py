@@ -213,7 +213,7 @@ some = st.sets(st.sampled_from(ids("abcdef")), max_size=2).map(frozenset)
 
 
 @given(clusters, st.lists(st.tuples(some, some, some), max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_cluster_comes_to_rest_after_any_losses_and_keeps_the_laws(
     cluster: Cluster, losses: list[tuple[frozenset[str], ...]]
 ) -> None:
@@ -229,7 +229,7 @@ def test_any_cluster_comes_to_rest_after_any_losses_and_keeps_the_laws(
 
 
 @given(clusters, st.sets(st.integers(0, 5), max_size=3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_group_does_not_move_when_other_macs_come_and_go(cluster: Cluster, flapping: set[int]) -> None:
     cluster.settle()
     used = {node for report in cluster.running.values() for node in report.ranks}
@@ -241,7 +241,7 @@ def test_a_group_does_not_move_when_other_macs_come_and_go(cluster: Cluster, fla
 
 
 @given(clusters)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_later_deployment_takes_no_place_of_an_earlier_one(cluster: Cluster) -> None:
     served: set[str] = set()
     for count in range(1, len(cluster.rows) + 1):
@@ -252,7 +252,7 @@ def test_a_later_deployment_takes_no_place_of_an_earlier_one(cluster: Cluster) -
 
 
 @given(clusters)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_mac_has_two_new_groups_while_another_is_free_and_able(cluster: Cluster) -> None:
     cluster.step()
     used = {node for report in cluster.running.values() for node in report.ranks}

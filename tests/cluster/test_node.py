@@ -707,7 +707,7 @@ def _ours(message: Message, node_id: str) -> Message:
 
 
 @pytest.mark.slow
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(_STEPS, min_size=3, max_size=12))
 def test_the_node_goes_on_after_any_message_of_members(
     tmp_path_factory: pytest.TempPathFactory, member: Member, weights: ModelSource, steps: list[Any]

@@ -427,7 +427,7 @@ def play(story: Story, seed: int, slow: bool, strength: dict[str, int]) -> World
     return world
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(_story, st.integers(0, 3), st.booleans(), _strength)
 def test_after_any_events_it_calms_down_and_all_agree(
     story: Story, seed: int, slow: bool, strength: dict[str, int]
@@ -569,7 +569,7 @@ def test_all_are_started_again_one_after_the_other() -> None:
     assert len({number for _, _, number in formed(world)}) == len(formed(world))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     size=st.integers(2, 5),
@@ -675,7 +675,7 @@ _gib = st.sampled_from((8, 20, 36))
 _memory = st.fixed_dictionaries(dict.fromkeys(NAMES, _gib))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.fixed_dictionaries(dict.fromkeys("abc", _gib)),
     st.lists(_row, min_size=2, max_size=3),
@@ -706,7 +706,7 @@ def test_after_any_events_every_deployment_that_fits_is_served_within_its_macs(
     world.run_until(world.complaint, within_s=2 * QUIET_S)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     _memory,
     _model,

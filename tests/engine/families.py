@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 LATENT: Mapping[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -149,6 +151,14 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "kimi_k25": {"text_config": DEEPSEEK},
     "solar_open": {**EXPERTS, "partial_rotary_factor": 0.5},
 }
+
+
+def asked_for(request: pytest.FixtureRequest, parameter: str) -> set[str]:
+    """Return the values that tests of this run and file have for a parameter, as a module's fixture needs."""
+    items = [
+        each for each in request.session.items if each.path == request.path and hasattr(each, "callspec")
+    ]
+    return {each.callspec.params[parameter] for each in items if parameter in each.callspec.params}
 
 
 NAMED = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")

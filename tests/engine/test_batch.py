@@ -224,7 +224,7 @@ class Course:
         assert len(self.buckets) > 1, "hardly any buckets"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_course_of_events_gives_every_row_what_it_would_have_alone(
     model_of: Callable[[str], Any], seed: int
 ) -> None:
@@ -348,8 +348,9 @@ def step_alone(model: Any, caches: Caches, token: int) -> mx.array:
     return logits[0, 0]
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "exaone_moe", "qwen3_5", "llama"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("family", "seed"), [("gpt_oss", 0), ("exaone_moe", 1), ("qwen3_5", 0), ("qwen3_5", 1), ("llama", 0)]
+)
 def test_merged_rows_say_what_they_would_say_alone(
     model_of: Callable[[str], Any], family: str, seed: int
 ) -> None:
@@ -430,7 +431,7 @@ def test_copies_of_every_kind_go_on_by_themselves(
     model_of: Callable[[str], Any], family: str, copied: Callable[[Caches, int], Caches]
 ) -> None:
     model, random = model_of(family), Random(11)
-    for length in (5, 8, 31, 70):
+    for length in (8, 31):
         prompt = some_tokens(random, length)
         source = prefilled(model, prompt)
         copies = [copied(source, length), copied(source, length)]

@@ -148,6 +148,7 @@ def assert_scored(outcome: Outcome, right: Expected) -> None:
 # --- everything at once, and each alone -------------------------------------------------------------------
 
 
+@pytest.mark.chaos
 def test_everything_is_right_one_after_the_other(cluster: Cluster, folder: Path) -> None:
     some = everything(folder)[::4]
     assert_right(cluster.ask_all(some, at_once=1), some, folder)
@@ -255,7 +256,7 @@ def drawn(seed: int) -> Wanted:
 
 
 def test_a_seed_is_a_text_and_another_seed_is_another(cluster: Cluster, folder: Path) -> None:
-    seeds = (0, 1, 2, 2**31, 2**32, 2**62, 2**63 - 1)
+    seeds = (0, 1, 2**32, 2**63 - 1)
     alone = cluster.ask_all([drawn(seed) for seed in seeds], at_once=1)
     together = cluster.ask_all([drawn(seed) for seed in reversed(seeds)])
     assert [outcome.tokens for outcome in alone] == [outcome.tokens for outcome in reversed(together)]
@@ -271,6 +272,7 @@ def test_one_request_never_reseeds_another(cluster: Cluster) -> None:
     assert others[0].tokens == others[1].tokens
 
 
+@pytest.mark.chaos
 def test_a_seed_is_the_same_text_in_the_next_epoch(folder: Path, tmp_path: Path) -> None:
     with Cluster(tmp_path, model=folder) as cluster:
         wanted = [drawn(5), drawn(6), GREEDY[-1], SHAPED[0]]
@@ -291,11 +293,11 @@ def test_measured_steps_decide_for_rows_together_and_change_no_text(
 ) -> None:
     """Lookups and the model itself as its draft propose, for one row and for several."""
     random = Random(4)
-    prompts = [prompt_ids(f"Repeat exactly: {random_text(random, 40)}") for _ in range(6)]
-    wanted = [Wanted(each, 60) for each in prompts]
+    prompts = [prompt_ids(f"Repeat exactly: {random_text(random, 40)}") for _ in range(4)]
+    wanted = [Wanted(each, 40) for each in prompts]
     with Cluster(tmp_path_factory.mktemp("measured"), ranks=2, repeatable=False) as cluster:
         cluster.load("tiny", draft="tiny")
-        outcomes = [*cluster.ask_all(wanted, 1), *cluster.ask_all(wanted, 6)]
+        outcomes = [*cluster.ask_all(wanted, 1), *cluster.ask_all(wanted, 4)]
         cluster.idle()
         pongs = cluster.supervisor.status.pongs
     for outcome, each in zip(outcomes, wanted * 2, strict=True):
@@ -313,7 +315,7 @@ def test_measured_steps_decide_for_rows_together_and_change_no_text(
 def test_speculation_pays_where_text_is_copied(two_ranks: Cluster) -> None:
     """Greedy answers of the embedded model: as one process gives them, in far fewer forwards."""
     random = Random(4)
-    prompts = [prompt_ids(f"Repeat exactly: {random_text(random, 40)}") for _ in range(6)]
+    prompts = [prompt_ids(f"Repeat exactly: {random_text(random, 40)}") for _ in range(3)]
     before = two_ranks.idle()
     outcomes = two_ranks.ask_all([Wanted(each, 80) for each in prompts], at_once=1)
     work = two_ranks.idle() - before

@@ -21,12 +21,15 @@ from mlxtp.models.disk_cache import folder_in
 
 from ..live_cluster import Cluster, until
 from ..reference import expected, model_of
-from .families import FAMILIES
+from .families import FAMILIES, asked_for
 from .small_models import write_model
 
 pytestmark = pytest.mark.group
 
 KINDS = ["llama", "gpt_oss", "qwen3_5", "deepseek_v32"]
+FAMILY_CASES = [
+    pytest.param(kind, marks=() if kind in ("llama", "qwen3_5") else pytest.mark.chaos) for kind in KINDS
+]
 LONG = SPILL_FROM + 300
 DRAWN = Sampling(temperature=2.0, seed=7)
 
@@ -43,9 +46,10 @@ def written(family: str, models: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of the families that tests of this run name, and `llama`."""
     models = tmp_path_factory.mktemp("models")
-    return {family: written(family, models) for family in KINDS}
+    return {family: written(family, models) for family in {"llama"} | asked_for(request, "family")}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +103,7 @@ def on_disk(home: Path, count: int) -> None:
     until(lambda: len(blocks(home)) >= count, f"{count} blocks on disk")
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_attentive_models_heed_what_is_far_back(folders: dict[str, Path], family: str) -> None:
     model, _ = model_of(folders[family])
     random = Random(9)
@@ -109,7 +113,7 @@ def test_attentive_models_heed_what_is_far_back(folders: dict[str, Path], family
     assert mx.mean(one != other).item() > 0.3
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_conversations_go_on_after_a_restart(
     cluster: Cluster, folders: dict[str, Path], talks: dict[str, list[Wanted]], family: str
 ) -> None:
@@ -175,7 +179,10 @@ def exchange(file: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.chaos)])
-@pytest.mark.parametrize("damage", [flip, truncate, remove, exchange])
+@pytest.mark.parametrize(
+    "damage",
+    [flip, *(pytest.param(damage, marks=pytest.mark.chaos) for damage in (truncate, remove, exchange))],
+)
 def test_a_block_that_one_rank_lacks_is_a_miss_on_both(
     cluster: Cluster, plain: Path, damage: Callable[[Path], None], rank: int
 ) -> None:
@@ -191,6 +198,7 @@ def test_a_block_that_one_rank_lacks_is_a_miss_on_both(
     assert cluster.epoch == 1
 
 
+@pytest.mark.chaos
 def test_files_of_the_future_are_used(cluster: Cluster, plain: Path) -> None:
     wanted = Wanted(new_tokens(Random(3), LONG), 20, DRAWN)
     on_disk_alone(cluster, wanted, plain)

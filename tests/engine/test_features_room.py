@@ -86,7 +86,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers(cluster: Cluster, folder
 def test_what_will_fit_later_waits_and_is_right(cluster: Cluster, folder: Path) -> None:
     cluster.load(folder, kv_bytes=room_for(cluster, 400))
     random = Random(2)
-    wanted = [Wanted(prompt(seed, random.randint(5, 120)), random.randint(1, 60)) for seed in range(20)]
+    wanted = [Wanted(prompt(seed, random.randint(5, 120)), random.randint(1, 60)) for seed in range(12)]
     assert_right(cluster.ask_all(wanted), wanted, folder)
 
 
@@ -103,7 +103,7 @@ def test_who_outgrows_the_room_is_put_off_and_comes_back_right(cluster: Cluster,
     assert_right(outcomes, wanted, folder)
     assert len(outcomes[1].scores) == 150
     together, apart = 151, 300
-    assert together + 50 < work.forwards[0] < apart
+    assert together < work.forwards[0] < apart  # drafts save some of them
     assert len(set(work.forwards)) == 1
 
 
@@ -298,7 +298,7 @@ def test_families_with_other_caches_serve_many_at_once(cluster: Cluster, tmp_pat
             Shaping(frequency_penalty=random.choice((0.0, 0.0, 5.0))),
             logprobs=random.choice((-1, 2)),
         )
-        for seed in range(24)
+        for seed in range(12)
     ]
     before = cluster.idle()
     outcomes = cluster.ask_all(wanted)

@@ -259,7 +259,7 @@ STEPS = st.lists(st.tuples(STEP, TOKENS, SALTS), max_size=40)
 
 
 @given(STEPS, st.integers(0, 1000), st.integers(0, 4), st.sampled_from([0, 16, 40, 90]))
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_it_does_what_the_plain_model_does(
     steps: list[tuple[str, tuple[int, ...], int]], budget: int, entries: int, shortest: int
 ) -> None:

@@ -1585,7 +1585,7 @@ def play(set_up: dict[str, Any], course: Course, disk: Disk | None = None) -> Si
     return simulation
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(set_ups, courses)
 @example(PLAIN, STORM)
 @example({**PLAIN, "prefixes": True, "kv_tokens": 768, "drafts": True, "max_rows": 5}, ALIKE)
@@ -1628,7 +1628,7 @@ tight = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(tight, crowds)
 def test_where_room_is_tight_no_request_exceeds_it_and_none_is_lost(
     set_up: dict[str, Any], course: Course
@@ -1717,7 +1717,7 @@ def test_rows_of_unlike_lengths_never_exceed_the_room_and_lose_nothing(seeds: in
     assert preempted > seeds // 3
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(tight, crowds)
 def test_what_does_not_grow_counts_for_every_sequence_and_copy(
     set_up: dict[str, Any], course: Course
@@ -1728,7 +1728,7 @@ def test_what_does_not_grow_counts_for_every_sequence_and_copy(
             check_answer(request)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(tight, st.lists(st.one_of(crowded, crowded, cancels, crowd_ticks, resizes, resizes)))
 def test_room_that_changes_at_any_move_is_kept_to_and_only_what_outgrows_it_fails(
     set_up: dict[str, Any], course: Course
@@ -1748,7 +1748,7 @@ def test_room_that_changes_at_any_move_is_kept_to_and_only_what_outgrows_it_fail
             assert request.ends[0].forwards == simulation.forwards_of(uid)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     tight,
     st.lists(st.one_of(crowded, crowded, cancels, crowd_ticks, resizes)),
@@ -1767,7 +1767,7 @@ def test_what_was_on_disk_before_changes_no_answer(
                 check_answer(request)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(set_ups, courses)
 @example(PLAIN, STORM)
 def test_forwards_are_counted_and_few(set_up: dict[str, Any], course: Course) -> None:
@@ -1783,7 +1783,7 @@ def test_forwards_are_counted_and_few(set_up: dict[str, Any], course: Course) ->
         assert end.forwards <= most
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(set_ups, courses)
 @example({**PLAIN, "prefill_chunk": 2, "max_rows": 3, "run_ahead": 0}, STORM)
 def test_a_step_waits_for_a_small_chunk_at_most(set_up: dict[str, Any], course: Course) -> None:
@@ -1808,7 +1808,7 @@ def test_a_step_waits_for_a_small_chunk_at_most(set_up: dict[str, Any], course: 
                 running.discard(move.uid)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(set_ups, courses)
 @example({**PLAIN, "prefill_chunk": 2, "max_rows": 3, "run_ahead": 0}, STORM)
 def test_prompts_start_in_the_order_they_came(set_up: dict[str, Any], course: Course) -> None:

@@ -59,7 +59,7 @@ def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
     ("script", "words"),
     [
         ({"whole": True, "fault": "raise", "at": 3}, "errno 22"),
-        ({"whole": True, "fault": "die", "at": 2}, "rank 1"),
+        pytest.param({"whole": True, "fault": "die", "at": 2}, "rank 1", marks=pytest.mark.chaos),
     ],
 )
 def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(

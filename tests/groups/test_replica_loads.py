@@ -60,7 +60,7 @@ def test_a_second_turn_goes_to_the_replica_that_has_its_beginning(tmp_path: Path
 
             prompts = {
                 number: tuple(random.Random(number).choices(range(3, 500), k=2 * BLOCK))
-                for number in range(6)
+                for number in range(4)
             }
             homes = {}
             for number, prompt in prompts.items():

@@ -82,7 +82,7 @@ def test_an_answer_goes_on_at_the_other_replica_and_is_the_same(tmp_path: Path) 
             mine, theirs = owned(first), owned(second)
             assert len(mine) == len(theirs) == 1
             assert mine.keys() != theirs.keys()
-            stream = first.parts.gateway.generate(Request(COUNT, 300))
+            stream = first.parts.gateway.generate(Request(COUNT, 150))
             tokens: list[int] = []
             groups, killed = [], False
             end = None
@@ -101,7 +101,7 @@ def test_an_answer_goes_on_at_the_other_replica_and_is_the_same(tmp_path: Path) 
             groups.append(stream.group)
             assert end is not None
             assert sorted(groups) == ["tiny#0", "tiny#1"], "it was to go on at the other one"
-            assert tuple(tokens) == reference(COUNT, 300)
+            assert tuple(tokens) == reference(COUNT, 150)
             await serve((first, second), "tiny#0", "tiny#1")
 
     play(story)

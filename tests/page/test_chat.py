@@ -109,7 +109,7 @@ def test_speed_stands_under_every_answer_the_first_and_shortest_included(site: S
 @pytest.mark.parametrize(
     "size",
     [
-        pytest.param(DESK, id="1280"),
+        pytest.param(DESK, id="1280", marks=pytest.mark.chaos),
         pytest.param(SMALL, id="390", marks=pytest.mark.chaos),
         pytest.param(PHONE, id="360"),
     ],

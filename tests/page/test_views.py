@@ -144,7 +144,7 @@ def test_a_wrong_key_is_asked_for_again(visiting: Any) -> None:
     [
         pytest.param(PHONE, id="360"),
         pytest.param(SMALL, id="390", marks=pytest.mark.chaos),
-        pytest.param(DESK, id="1280"),
+        pytest.param(DESK, id="1280", marks=pytest.mark.chaos),
     ],
 )
 def test_nothing_is_wider_than_the_window(site: Site, visiting: Any, size: dict[str, int]) -> None:
@@ -321,7 +321,7 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.chaos), "dark"])
 def test_light_and_dark(site: Site, visiting: Any, scheme: str) -> None:
     """Each has its own ground, and text stands out from it by 4.5 to 1 at least."""
     site.show(problem="a problem")

@@ -511,7 +511,7 @@ def test_a_rank_that_reported_its_end_hears_nothing_more() -> None:
         pipe.upper.receive_eof()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(LinkKind), st.sampled_from(Side), MESSAGE)
 def test_any_message_of_a_peer_is_taken_or_refused(link: LinkKind, side: Side, message: Message) -> None:
     pair = pair_in(link, USUAL.get(link, LinkState.LOADED))

@@ -10,7 +10,7 @@ from mlxtp.text.reasoning import StopFinder
 
 pytestmark = pytest.mark.slow
 
-quick = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 letters = st.text("ab", max_size=30)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), max_size=5)
 sizes = st.lists(st.integers(1, 4), max_size=30)

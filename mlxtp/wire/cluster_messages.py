@@ -236,7 +236,7 @@ class Deployment:
 class Deployments(Message):
     """Part of the table of deployments; the other parts follow at once while there is `more`.
 
-    `floor`: rows up to this version that the table lacks are over. `cluster.deployments` merges two tables.
+    `floor`: rows up to this version that the table lacks are over. `cluster.cluster_state` merges two tables.
     """
 
     TYPE: ClassVar[int] = 0x05

@@ -81,7 +81,7 @@ def test_a_holder_whose_disk_is_full_goes_on_and_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, tried = founder(tmp_path), []
-    monkeypatch.setattr("mlxtp.cluster.authority.LOOK_S", 0.0)
+    monkeypatch.setattr("mlxtp.cluster.authority.RENEWAL_LOOK_S", 0.0)
 
     def fails(_store: Store, _membership: MemberCertificates) -> Identity:
         tried.append(1)

@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from mlxtp.errors import Code
 from mlxtp.groups.health import ServingState
 
 from ..live_cluster import Cluster, until
-from ..reference import expected
+from ..reference import expected, text
 from .mtp_heads import add_head
 from .small_models import change_weights, write_model
 from .test_features_choice import GREEDY, SAMPLED, SCORED, SHAPED, assert_right, prompt
@@ -103,6 +105,29 @@ def test_drawn_shaped_and_scored_rows_are_as_without_drafts(cluster: Cluster, fo
     outcomes = cluster.ask_all([*drafting, *mixed], 6)
     assert_right(outcomes, [*drafting, *mixed], folder)
     assert min(outcome.whole().accepted for outcome in outcomes[: len(drafting)]) > 3
+
+
+def test_a_stop_string_ends_the_text_before_it_within_a_step_or_in_two(
+    cluster: Cluster, folder: Path
+) -> None:
+    """The end of each token with the beginning of the next one, which come in one step or in two."""
+    tokens = expected(LONG[2], folder).tokens
+    words = [text(folder).decoded([token]) for token in tokens]
+    pairs = pairwise(words[5:])
+    stops = [one[-1] + other[0] for one, other in pairs if (one + other).isascii()]
+    fields = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "prompt": LONG[2].prompt}
+
+    def complete(*stop: str) -> dict[str, Any]:
+        answer: dict[str, Any] = cluster.client.post("/v1/completions", json={**fields, "stop": stop}).json()
+        return answer
+
+    whole = complete()
+    assert 10 < whole["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] < 30
+    said = whole["choices"][0]["text"]
+    with ThreadPoolExecutor(8) as pool:
+        for stop, answer in zip(stops, pool.map(complete, stops), strict=True):
+            assert answer["choices"][0]["text"] == said[: said.index(stop)]
+            assert answer["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_kill_in_mid_answer_changes_no_token(cluster: Cluster, folder: Path) -> None:

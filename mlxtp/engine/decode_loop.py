@@ -566,6 +566,7 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | CacheFrame:
                 move.save,
                 move.covers,
                 move.following,
+                move.drafts,
             )
         case PrefillTogether(prompts):
             return PromptBatch(
@@ -578,6 +579,7 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | CacheFrame:
                 tuple([prompt.sampling for prompt in prompts]),
                 move.exchange,
                 move.agreement,
+                move.drafts,
             )
         case Decode():
             return StepToken(

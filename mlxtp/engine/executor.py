@@ -406,9 +406,11 @@ def fed(frame: PromptTokens | PromptBatch | StepToken) -> int:
     where: tuple[int, ...]
     match frame:
         case PromptTokens():
-            where = (frame.uid, frame.offset, frame.source, frame.save, frame.following + 1)
+            where = (
+                frame.uid, frame.offset, frame.source, frame.save, frame.following + 1, frame.drafts
+            )  # fmt: skip
         case PromptBatch():
-            where = (*frame.uids, *frame.totals, *frame.offsets, *frame.sources)
+            where = (*frame.uids, *frame.totals, *frame.offsets, *frame.sources, frame.drafts)
         case StepToken():
             where = (*frame.rows, *frame.positions, *frame.widths, frame.drafts)
     return zlib.crc32(struct.pack(f"<{len(where)}I{len(frame.tokens)}i", *where, *frame.tokens))

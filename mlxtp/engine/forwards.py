@@ -130,12 +130,12 @@ class ModelForwards:
 
     def read(
         self, tokens: mx.array, caches: Sequence[Any], given: mx.array | None = None, following: int = -1
-    ) -> tuple[mx.array, Callable[[mx.array | None], None]]:
+    ) -> tuple[mx.array, Callable[[mx.array | None], mx.array | None]]:
         """Queue a forward over prompts' `tokens` int32 [rows, length]; returns the logits of the last ones.
 
         `given`: hidden states of the stage before. Also returns what puts the prompts into the MTP head's
         cache. It takes the embeddings [rows, 1, hidden] of the tokens behind them, or None where all have
-        `following` there.
+        `following` there, and returns the head's output at the last ones, [rows, 1, hidden].
         """
         head, forward = self.head, partial(self._vocabulary.forward, self._model, last_only=True)
         if head is None:
@@ -146,8 +146,9 @@ class ModelForwards:
         local = forward(tokens, list(caches[self._layers]), given=own)
         hidden, behind = self._vocabulary.hidden(), embeddings[:, 1:]
 
-        def remember(last: mx.array | None) -> None:
-            head(hidden, behind if last is None else mx.concatenate([behind, last], axis=1), caches[-1])
+        def remember(last: mx.array | None) -> mx.array:
+            following = behind if last is None else mx.concatenate([behind, last], axis=1)
+            return head(hidden, following, caches[-1])[:, -1:]
 
         return local, remember
 

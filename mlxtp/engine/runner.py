@@ -462,7 +462,7 @@ class Runner:
         *,
         after: HiddenStates,
         arrays: Callable[[], list[mx.array]],
-        remember: Callable[[mx.array | None], None],
+        remember: Callable[[mx.array | None], mx.array | None],
     ) -> Chosen:
         """Submit a forward that ends prompts of `totals` tokens, with the choice of a token for each.
 
@@ -471,6 +471,7 @@ class Runner:
         widths = (1,) * len(rows)
         scores: Scores = {}
         embeddings: mx.array | None = None
+        proposed: list[mx.array] = []
         if frame.exchange == "winners" and self._vocabulary.chooses:
             tokens, embeddings = self._vocabulary.winners(local)
             if frame.agreement == "broadcast":
@@ -480,9 +481,11 @@ class Runner:
             tokens, scores = self._draw(self._vocabulary.gather(local), rows, widths, at, frame)
         if self._model.head is not None:
             embeddings = self._model.embedded(tokens) if embeddings is None else embeddings
-            remember(embeddings)
-        self.border.submit(self.forwards, after, tokens, scores, arrays())
-        outcome = Chosen(tokens, rows, widths, scores, self.forwards)
+            found = remember(embeddings)
+            if frame.drafts and found is not None:
+                proposed = [self._vocabulary.winners(self._vocabulary.logits(found))[0]]
+        self.border.submit(self.forwards, after, tokens, scores, arrays(), proposed)
+        outcome = Chosen(tokens, rows, widths, scores, self.forwards, None, *proposed)
         self._inputs.joined(outcome, embeddings)
         return outcome
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..errors import Code, MlxtpError, RequestError
 from ..wire.messages import MAX_PROMPTS
@@ -227,6 +228,7 @@ class Scheduler:
         move = self._chunk(sequence, limit)
         if move.last:
             self._join(sequence)
+            move = replace(move, drafts=self.speculation.first((sequence,)))
             self._queued.append(((self._queue(sequence, (), ()),), len(move.tokens)))
             return move
         self._kv.line_up(sequence)
@@ -247,9 +249,10 @@ class Scheduler:
         prompts = tuple([self._chunk(sequence, sequence.prompt, may_take=False) for sequence in group])
         for sequence in group:
             self._join(sequence)
+        asked = self.speculation.first(group)
         rows = tuple([self._queue(sequence, (), ()) for sequence in group])
         self._queued.append((rows, sum([len(prompt.tokens) for prompt in prompts])))
-        return PrefillTogether(prompts, _exchange(group), _agreement(self._policy.agreement, group))
+        return PrefillTogether(prompts, _exchange(group), _agreement(self._policy.agreement, group), asked)
 
     def _chunk(self, sequence: SequenceState, limit: int, *, may_take: bool = True) -> Prefill:
         """Return the next tokens of a prompt. The sequence no longer waits.

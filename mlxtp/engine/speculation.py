@@ -148,6 +148,11 @@ class Speculation:
         """Number of drafts that the MTP head is to compute in the newest step."""
         return self._steps[-1].asked
 
+    def first(self, rows: Sequence[SequenceState]) -> int:
+        """Return the number of drafts that the MTP head is to compute with the first token of these rows."""
+        plans = self._planned()
+        return int(any(row.request in plans and plans[row.request][0][0] == "mtp" for row in rows))
+
     def _arrived(self, row: SequenceState) -> None:
         """Compare the token for which a row waited with the one that a lookup foretold."""
         if row.foretold and row.awaited is not None:

@@ -22,8 +22,8 @@ class Prefill:
     """One forward over the prompt's tokens from `offset` on, after the KV cache of `source` if not 0.
 
     The prefill of this prompt began after `cached` tokens. If `save` is not 0, a copy of the KV cache
-    afterwards is kept under that uid. The kept ones in `covers` share its arrays from then on. `following` as
-    in `PromptTokens`.
+    afterwards is kept under that uid. The kept ones in `covers` share its arrays from then on. `following`
+    and `drafts` as in `PromptTokens`.
     """
 
     uid: int
@@ -40,6 +40,7 @@ class Prefill:
     save: int = 0
     covers: tuple[int, ...] = ()
     following: int = -1
+    drafts: int = 0
 
     @property
     def last(self) -> bool:
@@ -54,6 +55,7 @@ class PrefillTogether:
     prompts: tuple[Prefill, ...]
     exchange: ExchangeKind = "winners"
     agreement: Agreement = "verify"
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def folder(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp("models") / family
-            write_model(made[family], model_type=family, attentive=True, **families.FAMILIES.get(family, {}))
+            changes = {"tie_word_embeddings": False, **families.FAMILIES.get(family, {})}
+            write_model(made[family], model_type=family, attentive=True, **changes)
             add_head(made[family], PROMPT, OTHER, file=PLACES.get(family, MTP_FILE))
         return made[family]
 
@@ -141,8 +142,10 @@ def test_proposals_are_those_of_the_whole_text(folders: Any, family: str, exchan
     folder = folders(family)
     runner, how = runner_of(folder), {"exchange": exchange}
     runner.prefill(PromptTokens(1, 0, 21, OTHER[:9], following=OTHER[9]))
-    chosen = runner.prefill(PromptTokens(1, 9, 21, OTHER[9:], **how))
-    text, proposals = [*OTHER, chosen.tokens.item()], list[int]()
+    chosen = runner.prefill(PromptTokens(1, 9, 21, OTHER[9:], drafts=1, **how))
+    assert chosen.drafts is not None
+    text, proposals = [*OTHER, chosen.tokens.item()], chosen.drafts.tolist()[0]
+    assert_as_whole(runner, 1, folder, text, proposals)
     for turn in range(9):
         if turn % 4 == 2:  # steps that propose nothing, the second of which feeds what is in the graph
             text, proposals = [*text, runner.step(plain(text, (1,), text[-1:], **how)).tokens.item()], []
@@ -157,12 +160,16 @@ def test_rows_of_unlike_lengths_get_their_own_proposals(folders: Any) -> None:
     folder = folders("llama")
     runner = runner_of(folder)
     chosen = runner.prefill_together(
-        PromptBatch((1, 2), (8, 21), (0, 0), (0, 0), (0, 0), (*PROMPT, *OTHER), (Sampling(), Sampling()))
+        PromptBatch(
+            (1, 2), (8, 21), (0, 0), (0, 0), (0, 0), (*PROMPT, *OTHER), (Sampling(), Sampling()), drafts=1
+        )
     )
     texts = [
         [*prompt, token] for prompt, (token,) in zip((PROMPT, OTHER), chosen.tokens.tolist(), strict=True)
     ]
-    feeds: list[list[int]] = [[], []]
+    assert chosen.drafts is not None
+    feeds = chosen.drafts.tolist()
+    assert feeds == [whole(folder, text, 1)[0] for text in texts]
     for turn in range(8):
         if turn == 3:
             runner.arrange((64, 64))
@@ -272,6 +279,7 @@ def test_ranks_that_propose_more_or_read_another_next_token_have_other_digests()
     step, prompt = StepToken((1,), (8,), drafts=1), PromptTokens(1, 0, 8, PROMPT[:4], following=PROMPT[4])
     assert fed(step) != fed(replace(step, drafts=2))
     assert fed(prompt) != fed(replace(prompt, following=PROMPT[5]))
+    assert fed(prompt) != fed(replace(prompt, drafts=1))
 
 
 def test_each_family_has_names_and_a_place() -> None:

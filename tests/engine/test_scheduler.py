@@ -596,6 +596,26 @@ def test_drafts_that_a_grammar_refuses_are_soon_left_alone() -> None:
     assert len(asked) < 30
 
 
+@pytest.mark.parametrize(("mode", "first"), [("auto", 1), ("mtp", 1), ("lookup", 0), ("off", 0)])
+def test_a_prompt_s_end_asks_the_mtp_head_for_the_first_draft(mode: Any, first: int) -> None:
+    scheduler = Scheduler(Policy(frozenset(), drafts=mode, mtp=3, prefill_chunk=4))
+    scheduler.add(1, tuple(range(50, 56)), SequenceParams(20))
+    chunk, last = scheduler.next(), scheduler.next()
+    assert isinstance(chunk, Prefill)
+    assert isinstance(last, Prefill)
+    assert (chunk.drafts, last.drafts) == (0, first)
+    scheduler.record(())
+    scheduler.record((7,), proposed=[(8,)] if first else ())
+    step = next_move(scheduler)
+    assert isinstance(step, Decode)
+    assert step.tokens == ((7, 8) if first else ())
+    for uid in (2, 3):
+        scheduler.add(uid, (uid, 60), SequenceParams(20))
+    group = scheduler.next()
+    assert isinstance(group, PrefillTogether)
+    assert group.drafts == first
+
+
 class Parrot:
     """Proposes what it was told."""
 

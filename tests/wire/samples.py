@@ -201,6 +201,7 @@ EXAMPLES: dict[type[Message], Message] = {
         StepToken((1,), (2,)),
         StepToken((1, 2), (2, 5), (2, 1), (7, 8, 9), drafts=3),
         PromptTokens(1, 0, 3, (5, 6), following=7),
+        PromptTokens(1, 2, 3, (7,), drafts=1),
         ChosenTokens(1, (7,)),
         SessionStop(1, "stop", 3),
         Evict((1,)),

@@ -69,6 +69,7 @@ def test_the_demo_answers_once_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.group
+@pytest.mark.chaos
 def test_the_demo_shows_two_replicas_of_a_model_that_share_the_requests(tmp_path: Path) -> None:
     done = mlxtp("demo", "--replicas", "2", "--once", "--json", "--home", str(tmp_path), *ANY_PORT)
     assert done.returncode == 0, done.stderr
@@ -81,6 +82,7 @@ def test_the_demo_shows_two_replicas_of_a_model_that_share_the_requests(tmp_path
     assert rank_processes(tmp_path) == []
 
 
+@pytest.mark.chaos
 def test_the_demo_asks_also_where_a_key_is_needed_and_https_spoken(tmp_path: Path) -> None:
     done = mlxtp(
         *("demo", "--once", "--json", "--ranks", "1", "--home", str(tmp_path), *ANY_PORT),

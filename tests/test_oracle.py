@@ -137,12 +137,14 @@ def test_n_tokens_take_one_prefill_and_n_minus_1_steps(step_by_step: Cluster, n:
 
 
 @pytest.mark.parametrize("n", [5, *(pytest.param(n, marks=pytest.mark.chaos) for n in (1, 2, 64))])
+@pytest.mark.chaos
 def test_lockstep_makes_the_same_tokens_in_as_many_forwards(lockstep: Cluster, n: int) -> None:
     work, generated = counted(lockstep, prompt_ids(LONG), n)
     assert generated == n
     assert work.forwards == (n, n)
 
 
+@pytest.mark.chaos
 def test_an_end_token_ends_it_without_a_further_forward_in_lockstep(lockstep: Cluster) -> None:
     work, generated = counted(lockstep, prompt_ids(QUESTION), 64)
     assert generated < 64

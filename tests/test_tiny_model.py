@@ -56,6 +56,7 @@ def test_a_code_is_found_among_a_thousand_tokens(two_ranks: Cluster, seed: int) 
     assert two_ranks.content(question, max_tokens=30) == codes[name]
 
 
+@pytest.mark.chaos
 def test_unseen_strings_of_all_printable_characters_come_back(two_ranks: Cluster) -> None:
     random = Random(20)
     wanted = ["".join(random.choices(PRINTABLE, k=1 + 4 * i % 40)) for i in range(30)]

@@ -316,6 +316,7 @@ def test_tokens_that_a_removed_member_asked_for_open_nothing(cluster: Cluster, j
     assert "the member that requested this join token was removed or left" in last
 
 
+@pytest.mark.chaos
 def test_a_founder_hands_no_command_to_a_member_s_shell(tmp_path: Path) -> None:
     port = free_port()
     liar = Agent(

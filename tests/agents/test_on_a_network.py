@@ -49,7 +49,7 @@ class Lan:
         return ssl.create_default_context(cafile=str(self.agent.home / "https-cert.pem"))
 
 
-@pytest.fixture(scope="module", params=["http", "https"])
+@pytest.fixture(scope="module", params=[pytest.param("http", marks=pytest.mark.chaos), "https"])
 def lan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lan]:
     folder = tmp_path_factory.mktemp(request.param)
     flags = ("--http-tls",) if request.param == "https" else ()

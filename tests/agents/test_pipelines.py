@@ -43,6 +43,7 @@ def group(agent: Agent) -> dict[str, Any]:
     return found[0] if found else {}
 
 
+@pytest.mark.chaos
 def test_a_split_is_served_by_as_many_macs_and_by_no_others(three: tuple[Agent, Agent, Agent]) -> None:
     a, b, c = three
     wrong = b.command("serve", "tiny", "--split", "2,2,1")

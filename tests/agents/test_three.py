@@ -11,7 +11,7 @@ from ..hosts import Hosts, requires_namespaces
 from ..live_cluster import SLOWNESS
 from .agents import SECRET, Agent, serving, wait
 
-pytestmark = requires_namespaces
+pytestmark = [requires_namespaces, pytest.mark.chaos]
 
 #: A chunk for each token: how many come together would depend on times.
 ONE_EACH = ("--speculation", "off")

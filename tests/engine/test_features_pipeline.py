@@ -174,6 +174,7 @@ def test_a_message_that_is_not_the_forwards_own_is_found_before_a_token_leaves(
 @pytest.mark.parametrize(
     "fault", ["another choice", pytest.param("a choice skipped", marks=pytest.mark.chaos)]
 )
+@pytest.mark.chaos
 def test_tokens_that_rank_0_did_not_choose_are_found_before_one_leaves(
     folders: dict[str, Path], tmp_path: Path, fault: str
 ) -> None:
@@ -235,6 +236,7 @@ def test_messages_of_one_shape_carry_long_prompts_and_steps(folders: dict[str, P
 
 
 @pytest.mark.parametrize("rank", [1, *(pytest.param(rank, marks=pytest.mark.chaos) for rank in (0, 2))])
+@pytest.mark.chaos
 def test_a_stage_that_dies_costs_no_token(three: Cluster, folders: dict[str, Path], rank: int) -> None:
     wanted = [
         Wanted((7, 8, 9, seed), 60, Sampling(2.0, seed=seed), ignore_eos=True) for seed in range(10, 13)

@@ -146,6 +146,7 @@ def test_a_model_that_no_rank_can_load_is_named_once(group: Group, lacking: Path
     assert_the_group_works(group)
 
 
+@pytest.mark.chaos
 def test_a_weight_that_is_no_number_on_one_ranks_part_is_let_go_by_both(group: Group, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "broken")
     weight = mx.random.normal((128, 64))
@@ -255,6 +256,7 @@ def test_requests_on_a_model_that_is_taken_away_end_with_an_error(group: Group, 
 # --- a draft model ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.chaos
 def test_a_draft_model_proposes_and_changes_nothing(group: Group) -> None:
     """The model itself as its draft: what it proposes is right, and goes when the model goes."""
     cluster = group.cluster

@@ -92,6 +92,7 @@ def idle(cluster: Cluster, forwards: int = 0) -> list[dict[str, Any]]:
 
 @pytest.mark.group
 @pytest.mark.parametrize("slow", [1, *(pytest.param(rank, marks=pytest.mark.chaos) for rank in (0, 2))])
+@pytest.mark.chaos
 def test_the_others_wait_for_the_stage_with_most_layers(model: Path, tmp_path: Path, slow: int) -> None:
     split = ",".join(str(LAYERS - 2 if rank == slow else 1) for rank in range(3))
     with Cluster(

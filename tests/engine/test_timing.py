@@ -161,6 +161,7 @@ def test_nothing_is_measured_while_a_request_waits(cluster: Cluster) -> None:
     assert measure(cluster).sizes  # what was on its way to the one that left comes across, and harms no one
 
 
+@pytest.mark.chaos
 def test_a_rank_that_dies_meanwhile_ends_the_measurement_and_the_group_comes_back(cluster: Cluster) -> None:
     with ThreadPoolExecutor() as pool:
         running = pool.submit(measure, cluster)

@@ -92,10 +92,13 @@ ONE = ("rank 0 killed",)
 
 @pytest.mark.parametrize("faults", [ONE, pytest.param(tuple(FAULTS), marks=pytest.mark.chaos)])
 def test_answers_go_on_after_any_end_of_their_group(tmp_path: Path, faults: tuple[str, ...]) -> None:
-    """At either agent, greedy and drawn, begun and only just asked: as they are without any fault."""
+    """At either agent, greedy and drawn, begun and only just asked: as they are without any fault.
+
+    The group is a pipeline of both; the stories of `tests/agents` have groups that share each layer.
+    """
 
     async def story() -> None:
-        async with two_agents(tmp_path) as (first, second):
+        async with two_agents(tmp_path, parallel="pipeline") as (first, second):
             for agent in (first, second):
                 await agent.wait_ready()
             assert first.parts is not None
@@ -108,6 +111,9 @@ def test_answers_go_on_after_any_end_of_their_group(tmp_path: Path, faults: tupl
             assert min(len(tokens) for tokens, _ in right) > 60
             for name in faults:
                 await interrupted(pair, FAULTS[name], clients, right, name)
+            shown = pair.leader.parts.groups.shown.supervisor.status.group
+            assert shown is not None
+            assert (shown.world_size, len(shown.split)) == (2, 2)
             await short_of_memory(pair)
 
     async def timed() -> None:

@@ -83,6 +83,7 @@ def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
     asyncio.run(story())
 
 
+@pytest.mark.chaos
 def test_without_jaccl_anywhere_the_ring_is_used_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

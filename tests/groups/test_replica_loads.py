@@ -45,6 +45,7 @@ async def answered(agent: Agent, prompt: tuple[int, ...]) -> tuple[str, int]:
 
 
 @pytest.mark.group
+@pytest.mark.chaos
 def test_a_second_turn_goes_to_the_replica_that_has_its_beginning(tmp_path: Path) -> None:
     async def story() -> None:
         async with two_agents(tmp_path, nodes="1") as agents:

@@ -107,6 +107,7 @@ def test_an_answer_goes_on_at_the_other_replica_and_is_the_same(tmp_path: Path) 
     play(story)
 
 
+@pytest.mark.chaos
 def test_two_models_are_served_at_once_and_the_end_of_one_leaves_the_other(tmp_path: Path) -> None:
     async def story() -> None:
         other = str(write_model(tmp_path / "other", seed=3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from .conftest import DESK, FORMING, GROUP, MOMENT, NODE, PHONE, Site, Visit
 from .scenes import ADMIN, KEPT, cluster_of, deployment, group, request
 
 TABLET = {"width": 820, "height": 1100}
-FEW = [(count, size) for count in (4, 9) for size in (PHONE, DESK)]
-MORE = [(count, size) for count in (1, 2, 3, 6, 8, 12, 13, 64) for size in (PHONE, TABLET, DESK)]
+FEW = [(4, PHONE), (9, DESK)]
+SIZES = (PHONE, TABLET, DESK)
+MORE = [each for each in product((1, 2, 3, 4, 6, 8, 9, 12, 13, 64), SIZES) if each not in FEW]
 
 
 # --- the picture ------------------------------------------------------------------------------------------

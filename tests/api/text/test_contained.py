@@ -70,8 +70,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Text:
     ("name", "longest"),
     [
         ("byte_level", 100_000),
-        ("byte_fallback", 1_000),
-        ("metaspace", 1_000),
+        *(pytest.param(name, 1_000, marks=pytest.mark.chaos) for name in ("byte_fallback", "metaspace")),
         *(pytest.param(name, 100_000, marks=pytest.mark.chaos) for name in ("byte_fallback", "metaspace")),
     ],
 )
@@ -94,7 +93,7 @@ def test_it_writes_what_the_same_code_writes_in_this_process(
     ("kind", "status", "words"),
     [
         ("endless", 504, "it takes more than 3 s for these messages"),
-        ("large", 422, "memory"),
+        pytest.param("large", 422, "memory", marks=pytest.mark.chaos),
         ("growing", 422, "memory"),
         ("zero", 400, "refuses these messages: integer (division|modulo)"),
         ("deep", 400, "refuses these messages: maximum recursion depth"),

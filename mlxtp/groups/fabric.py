@@ -197,7 +197,8 @@ class FabricBench:
         self._measuring = True
         try:
             with gateway.admission.hold("the fabric is being measured, which takes some seconds; try again"):
-                return await measure(ranks.time, row_bytes(model.path))
+                async with shown.kv.commanding:
+                    return await measure(ranks.time, row_bytes(model.path))
         except MlxtpError as error:
             raise UserError(f"the group ended while it was measured: {error.detail}") from error
         finally:

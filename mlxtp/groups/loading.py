@@ -62,7 +62,8 @@ class KvRoom:
         self.loaded: LoadedModel | None = None  #: The model that the present epoch serves.
         self._ranks: ProcessGroup | None = None
         self._changed = changed
-        self._changing = asyncio.Lock()
+        #: Held while a command is with ranks that serve: their pipe takes one at a time.
+        self.commanding = asyncio.Lock()
 
     @property
     def tokens(self) -> int:
@@ -88,7 +89,7 @@ class KvRoom:
         await self._apply(clear=True)
 
     async def _apply(self, *, clear: bool = False) -> None:
-        async with self._changing:
+        async with self.commanding:
             ranks, loaded = self._ranks, self.loaded
             if ranks is None or loaded is None or (ranks.kv_bytes == self.limit_bytes and not clear):
                 return  # the next load goes by the limit

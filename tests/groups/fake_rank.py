@@ -27,6 +27,7 @@ from mlxtp.wire.messages import (
     Accepted,
     Bootstrap,
     Cancel,
+    CollectivesTimed,
     Delta,
     Done,
     Error,
@@ -47,6 +48,7 @@ from mlxtp.wire.messages import (
     SessionEnd,
     Shutdown,
     SideChannel,
+    TimeCollectives,
     Unload,
 )
 from mlxtp.wire.rank_process import take_over
@@ -128,6 +130,7 @@ class FakeRank:
             LoadShard: self._load,
             KvBudget: self._budget,
             Unload: lambda _: self._say(Done()),
+            TimeCollectives: lambda _: self._say(CollectivesTimed(1.0, False)),
             Generate: self._generate,
             Cancel: lambda cancel: self._say(Finished(cancel.uid, "cancel", 1, 1)),
             Gathered: self._gathered,

@@ -22,6 +22,7 @@ from mlxtp.diagnostics import failure_store
 from mlxtp.errors import Code, GroupError, MlxtpError
 from mlxtp.groups import health as epoch
 from mlxtp.groups import lifecycle
+from mlxtp.groups.fabric import FabricBench
 from mlxtp.groups.health import MAX_FAILURES, RestartPolicy, ServingState, is_legal
 from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.groups.process_group import EpochGroup
@@ -36,6 +37,7 @@ from .scenes import made, run, sees, within
 
 pytestmark = pytest.mark.slow
 
+ALONE = EpochGroup(1, 1, "none", kind="one Mac alone")
 CLOSED = GroupError("the server is shutting down", Code.SHUTTING_DOWN)
 
 
@@ -73,14 +75,14 @@ class Stage:
         self.formed.append(formed)
         return self.instead
 
-    def plan(self, epoch: int) -> None:
-        self._plans.put_nowait(EpochPlan(epoch, self.source, EpochGroup(1, 1, "none", kind="one Mac alone")))
+    def plan(self, epoch: int, group: EpochGroup = ALONE) -> None:
+        self._plans.put_nowait(EpochPlan(epoch, self.source, group))
 
     def change(self) -> None:
         self._changes.put_nowait(None)
 
-    async def serves(self, epoch: int) -> None:
-        self.plan(epoch)
+    async def serves(self, epoch: int, group: EpochGroup = ALONE) -> None:
+        self.plan(epoch, group)
         await self.until(ServingState.READY, epoch)
 
     async def until(self, state: ServingState, epoch: int | None = None) -> None:
@@ -225,6 +227,24 @@ def test_a_limit_that_comes_while_a_model_loads_holds_once_it_serves(
         await stage.serves(1)
         await sees(lambda: stage.supervisor.kv.tokens == 700)
         assert (budgets(stage, "load"), budgets(stage, "budget")) == ([0], [700])
+
+    play(tmp_path, source, story)
+
+
+def test_a_limit_that_comes_while_a_fabric_is_measured_waits_until_it_is(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    """The pipe of a rank takes one command at a time: another ended the epoch."""
+
+    async def story(stage: Stage) -> None:
+        supervisor = stage.supervisor
+        node = cast(Any, SimpleNamespace(links=SimpleNamespace(on=lambda *_: None)))
+        bench = FabricBench(node, stage.gateway, lambda _: supervisor, lambda _: None, cast(Any, None))
+        await stage.serves(1, EpochGroup(2, 2, "ring"))
+        times, _, _ = await asyncio.gather(bench.measure(), supervisor.kv.limit(700), supervisor.kv.clear())
+        assert times.collective_s == 1.0
+        assert (supervisor.status.state, supervisor.kv.tokens) == (ServingState.READY, 700)
+        assert budgets(stage, "budget") == [700, 700]
 
     play(tmp_path, source, story)
 
